@@ -1,0 +1,60 @@
+# `make train` and `make test` do all the set-up on a machine that has only Python 3.11 and make.
+PYTHON ?= python3
+# Any requirement that pip takes: another version, or a wheel that suits your GPU driver.
+TORCH ?= torch==2.13.0
+# More arguments for train.py, e.g. make train ARGS="--trainer.max_steps 100 --data.path my_texts"
+ARGS ?=
+# More arguments for pytest, e.g. make test PYTEST_ARGS="-k mesh"
+PYTEST_ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: help install train test test-all lint docs clean
+
+help:
+	@echo 'make train     train a small GPT with tensor parallelism over two processes (CPU) or two GPUs'
+	@echo 'make test      ruff, mypy and the fast tests'
+	@echo 'make test-all  the same with the full parity matrix'
+	@echo 'make docs      build the documentation into site/'
+	@echo 'make clean     remove the environment and caches; runs/ stays'
+
+install: $(VENV)/.installed
+
+# torch comes first and alone; everything else is then held to that version. Otherwise pip may replace a torch that
+# came from elsewhere (a CPU build, a vendor's wheel), and gigabytes of CUDA packages come with the replacement.
+$(VENV)/.installed: pyproject.toml
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and "make: $(PYTHON) is Python %d.%d, but 3.11 or newer is needed. Try: make PYTHON=python3.11 ..." % v[:2])'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install "$(TORCH)"
+	$(BIN)/python -m pip list --format=freeze | grep '^torch==' > $(VENV)/constraints.txt
+	$(BIN)/python -m pip install --constraint $(VENV)/constraints.txt --editable ".[plots,test]"
+	@touch $@
+
+$(VENV)/.installed-docs: $(VENV)/.installed
+	$(BIN)/python -m pip install --constraint $(VENV)/constraints.txt --editable ".[docs]"
+	@touch $@
+
+# tp2.yaml says `accelerator: auto`: two GPUs if the machine has them. With fewer, both ranks are processes on the CPU,
+# one thread each: two ranks that each start a thread per core would fight for the same cores.
+train: $(VENV)/.installed
+	OMP_NUM_THREADS=1 $(BIN)/python examples/gpt/train.py fit --config examples/gpt/tp2.yaml \
+		$$($(BIN)/python -c 'import torch; print("" if torch.cuda.device_count() > 1 else "--trainer.accelerator cpu")') $(ARGS)
+
+lint: $(VENV)/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: lint
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-all: lint
+	$(BIN)/python -m pytest --all-cases $(PYTEST_ARGS)
+
+docs: $(VENV)/.installed-docs
+	$(BIN)/python -m mkdocs build --strict
+
+clean:
+	rm -rf $(VENV) build site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,1 @@
+"""What is on disk: canonical names and full shapes, whatever the layout was."""

@@ -1,0 +1,276 @@
+"""Every peer of a tensor-parallel group works on the same batch, whatever its own loader gave.
+
+Samplers, worker seeds and IterableDatasets may differ between ranks; tensor parallelism on different batches trains on
+garbage without an error. So the group's first rank sends its batch, and the others take it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import logging
+import pickle
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+log = logging.getLogger(__name__)
+Batch = TypeVar("Batch")
+
+HEADER_BYTES = 2048
+"""The header's fixed size: what a group's broadcast costs is its latency, and most descriptions fit in."""
+ALIGNMENT = 16
+"""Leaves start at multiples of the largest element's size, so that bytes can be viewed as elements."""
+
+
+class SameBatch:
+    """Give every rank of a group the batch of the group's first rank.
+
+    Any picklable batch: dicts, tuples, dataclasses, Hugging Face's BatchEncoding, own classes, with tensors at any
+    depth, beside strings, numbers or None. Tensors of any dtype, shape and strides, subclasses too; those that are not
+    dense (sparse, nested, quantised) only on the CPU. Shapes and structure may change from batch to batch and differ
+    between the peers' own batches, which are dropped.
+
+    Every peer must ask equally often: if one peer's loader ends before the others', they wait for it until the group's
+    timeout. What a peer gets is corrected here, not how much.
+
+    Args:
+        group: the tensor-parallel process group. With one rank nothing is ever sent.
+        device: where this rank's tensors are, and where the group communicates (NCCL: its CUDA device). Tensors of the
+            first rank that are not on the CPU arrive here.
+
+    Communication: per batch one broadcast of 2 KiB (what is where; the host reads it, which on CUDA waits for the
+    group's earlier collectives) and one of the tensors' bytes. On the first batch also one all-gather of 16 bytes:
+    hashes of what each rank had and has.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device | str) -> None:
+        self.group = group
+        self.device = torch.device(device)
+        self.checked = False
+
+    def __call__(self, batch: Batch) -> Batch:
+        """The first rank's batch (there the very object, untouched).
+
+        Raises:
+            TypeError: the first rank's batch can't be pickled; raised on every rank.
+            RuntimeError: on the first batch, ranks ended up with different ones.
+        """
+        if self.group.size() == 1:
+            return batch
+        result = self._send(batch) if self.group.rank() == 0 else self._receive()
+        if not self.checked:
+            self._check(_digest(batch), _digest(result))
+            self.checked = True
+        return result
+
+    def _send(self, batch: Batch) -> Batch:
+        try:
+            leaves, description = _describe(batch)
+        except Exception as error:  # pickling runs the batch's own code; whatever it raises, the peers must hear of it
+            message = f"{type(error).__name__}: {error}"
+            self._broadcast(_header(-1, 0, message.encode()[: _room()]).to(self.device))
+            raise TypeError(_unsendable(batch, message)) from error
+        offsets, size = _layout([_bytes_of(leaf) for leaf in leaves], description)
+        self._broadcast(_header(len(description), size, description).to(self.device))
+        if size:
+            payload = torch.empty(size, dtype=torch.uint8, device=self.device)
+            if len(description) > _room():
+                payload[: len(description)].copy_(_as_tensor(description))
+            for leaf, offset in zip(leaves, offsets, strict=True):
+                payload[offset : offset + _bytes_of(leaf)].copy_(_as_bytes(leaf))
+            self._broadcast(payload)
+        return batch
+
+    def _receive(self) -> Any:
+        received = torch.empty(HEADER_BYTES, dtype=torch.uint8, device=self.device)
+        self._broadcast(received)
+        header = received.cpu()
+        length, size = header[:16].view(torch.int64).tolist()
+        description = header[16:].numpy().tobytes()
+        if length < 0:
+            raise TypeError(_unsendable(None, description.rstrip(b"\0").decode(errors="replace")))
+        payload = torch.empty(size, dtype=torch.uint8, device=self.device)
+        if size:
+            self._broadcast(payload)
+        if length > _room():
+            description = payload[:length].cpu().numpy().tobytes()
+        description = description[:length]
+        specs, structure = pickle.loads(description)
+        offsets, _ = _layout([spec.nbytes for spec in specs], description)
+        leaves = [
+            spec.rebuild(payload[offset : offset + spec.nbytes], self.device)
+            for spec, offset in zip(specs, offsets, strict=True)
+        ]
+        return _Restorer(structure, leaves).load()
+
+    def _broadcast(self, tensor: Tensor) -> None:
+        dist.broadcast(tensor, group_src=0, group=self.group)
+
+    def _check(self, own: bytes, final: bytes) -> None:
+        """Compare over the group what each rank came with, and what each ended up with."""
+        mine = _as_tensor(own + final).to(self.device)
+        gathered = [torch.empty_like(mine) for _ in range(self.group.size())]
+        dist.all_gather(gathered, mine, group=self.group)
+        by_rank = [bytes(item.tolist()) for item in gathered]
+        different = [rank for rank, item in enumerate(by_rank) if item[8:] != by_rank[0][8:]]
+        if different:
+            names = ", ".join(str(dist.get_global_rank(self.group, rank)) for rank in different)
+            first = dist.get_global_rank(self.group, 0)
+            raise RuntimeError(
+                f"MegaTPStrategy: rank {first} sent its first batch, and its tensor-parallel peers of rank {names} "
+                "hold another one. Either the network is broken or an object in the batch changes its tensors when it "
+                "is unpickled: use plain dicts, tuples or dataclasses of tensors."
+            )
+        if self.group.rank() == 0 and any(item[:8] != by_rank[0][:8] for item in by_rank):
+            log.info("peers of a tensor-parallel group loaded different batches; the first peer's is used")
+
+
+@dataclass(frozen=True)
+class _Spec:
+    """What a peer needs to know to make a leaf from its bytes."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    """Of a dense tensor: channels_last stays so, since kernels round differently by layout."""
+    dtype: torch.dtype
+    on_cpu: bool
+    requires_grad: bool
+    subclass: type[Tensor]
+    attributes: dict[str, Any]
+    """Of a subclass such as torchvision's bounding boxes."""
+
+    @staticmethod
+    def of(leaf: Tensor) -> _Spec:
+        # empty_like keeps strides where they are dense, and makes dense ones where they are not (an expanded tensor).
+        stride = leaf.stride() if leaf.is_contiguous() else torch.empty_like(_base(leaf), device="meta").stride()
+        attributes = {} if type(leaf) is Tensor else dict(leaf.__dict__)
+        on_cpu = leaf.device.type == "cpu"
+        return _Spec(tuple(leaf.shape), tuple(stride), leaf.dtype, on_cpu, leaf.requires_grad, type(leaf), attributes)
+
+    @property
+    def nbytes(self) -> int:
+        return self.dtype.itemsize * torch.Size(self.shape).numel()
+
+    def rebuild(self, data: Tensor, device: torch.device) -> Tensor:
+        # A copy, not a view of the payload: views share autograd's version counter, and a step that modifies one input
+        # in place would invalidate all others on the receivers only.
+        target = torch.device("cpu") if self.on_cpu else device
+        leaf = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=target)
+        leaf.copy_(data.view(self.dtype).view(self.shape))
+        if self.subclass is not Tensor:
+            leaf = leaf.as_subclass(self.subclass)
+            leaf.__dict__.update(self.attributes)
+        return leaf.requires_grad_(self.requires_grad) if self.requires_grad else leaf
+
+
+class _Describer(pickle.Pickler):
+    """Pickles a batch with its tensors taken out: pickle itself finds them in any object at any depth."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+        self.leaves: list[Tensor] = []
+        self.index: dict[int, int] = {}
+
+    def persistent_id(self, obj: Any) -> int | None:
+        if not isinstance(obj, Tensor):
+            return None
+        if not _is_dense(obj):
+            if obj.device.type != "cpu":
+                kind = f"a {type(obj).__name__} of layout {obj.layout} on {obj.device}"
+                raise TypeError(f"it holds {kind}, which is not dense; make it so, or leave it on the CPU")
+            return None  # pickled by value
+        if id(obj) not in self.index:
+            self.index[id(obj)] = len(self.leaves)
+            self.leaves.append(obj)
+        return self.index[id(obj)]
+
+
+class _Restorer(pickle.Unpickler):
+    def __init__(self, structure: bytes, leaves: list[Tensor]) -> None:
+        super().__init__(io.BytesIO(structure))
+        self.leaves = leaves
+
+    def persistent_load(self, pid: Any) -> Tensor:
+        return self.leaves[pid]
+
+
+def _describe(batch: Any) -> tuple[list[Tensor], bytes]:
+    """The batch's tensors, and the pickled rest: (specs of the tensors, structure)."""
+    file = io.BytesIO()
+    describer = _Describer(file)
+    describer.dump(batch)
+    specs = [_Spec.of(leaf) for leaf in describer.leaves]
+    return describer.leaves, pickle.dumps((specs, file.getvalue()), protocol=pickle.HIGHEST_PROTOCOL)
+
+
+def _is_dense(leaf: Tensor) -> bool:
+    """Tensors that are their bytes; wrappers of other tensors (DTensor, nested, quantised) are not."""
+    wrapper = hasattr(leaf, "__tensor_flatten__") or leaf.is_quantized or leaf.is_nested
+    return leaf.layout is torch.strided and not wrapper and leaf.device.type != "meta"
+
+
+def _base(leaf: Tensor) -> Tensor:
+    return leaf.detach() if type(leaf) is Tensor else leaf.detach().as_subclass(Tensor)
+
+
+def _bytes_of(leaf: Tensor) -> int:
+    return leaf.dtype.itemsize * leaf.numel()
+
+
+def _as_bytes(leaf: Tensor) -> Tensor:
+    """(nbytes,) uint8, in the order of the elements."""
+    return _base(leaf).resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+
+
+def _as_tensor(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def _header(length: int, size: int, content: bytes) -> Tensor:
+    """[length of the description, size of the payload, the description if it fits]."""
+    header = torch.zeros(HEADER_BYTES, dtype=torch.uint8)
+    header[:16].view(torch.int64).copy_(torch.tensor([length, size]))
+    if content and len(content) <= _room():
+        header[16 : 16 + len(content)] = _as_tensor(content)
+    return header
+
+
+def _room() -> int:
+    return HEADER_BYTES - 16
+
+
+def _layout(sizes: list[int], description: bytes) -> tuple[list[int], int]:
+    """Where each leaf starts in the payload, and the payload's size."""
+    offsets = []
+    end = len(description) if len(description) > _room() else 0
+    for size in sizes:
+        start = -(-end // ALIGNMENT) * ALIGNMENT
+        offsets.append(start)
+        end = start + size
+    return offsets, end
+
+
+def _digest(batch: Any) -> bytes:
+    """8 bytes that depend on the tensors only, in any order: equal structures may be pickled differently."""
+    try:
+        leaves, _ = _describe(batch)
+    except Exception:  # a peer's own batch is dropped: whether it could be sent does not matter
+        return bytes(8)
+    digests = []
+    for leaf in leaves:
+        digest = hashlib.blake2b(repr((tuple(leaf.shape), leaf.dtype)).encode(), digest_size=8)
+        digest.update(_as_bytes(leaf).cpu().numpy().data)
+        digests.append(digest.digest())
+    return hashlib.blake2b(b"".join(sorted(digests)), digest_size=8).digest()
+
+
+def _unsendable(batch: Any, reason: str) -> str:
+    kind = f" ({type(batch).__name__})" if batch is not None else ""
+    return (
+        f"MegaTPStrategy: the batch{kind} can't be sent to the tensor-parallel peers: {reason}. Let the loader return "
+        "tensors in dicts, tuples, dataclasses or other picklable objects."
+    )

@@ -1,0 +1,120 @@
+"""What is known of a failure, and which piece of it is the cause, not the error of a bystander."""
+
+from __future__ import annotations
+
+import os
+import re
+import sysconfig
+import traceback
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+# What gloo, NCCL and the store say when a peer went away; gloo's errors are plain RuntimeErrors.
+_COMMUNICATION_TEXT = re.compile(
+    r"\bgloo\b|Connection closed by peer|Connection reset by peer|Timed out waiting \d+ ?ms"
+    r"|Application timeout caused pair|Socket Timeout|[Ww]ait timeout after \d+ ?ms|failed to recv, got 0 bytes"
+    r"|Broken pipe|NCCL|nccl[A-Z]\w*Error|remote process exited|communicator was aborted|monitoredBarrier"
+)
+_MAX_ERROR_CHARS = 2000  # of an exception's text that travel to rank 0
+_MAX_LINE_CHARS = 300  # of its first line that are printed: the whole text is in the traceback of its rank
+
+
+class Kind(StrEnum):
+    """How a rank ended."""
+
+    EXCEPTION = "exception"
+    DEATH = "death"
+    BYSTANDER = "bystander"
+    INTERRUPT = "interrupt"
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What is known of one rank's end: its own report, or that its connection closed without a goodbye."""
+
+    rank: int
+    who: str
+    """For people: `rank 2 (tp 0, dp 1) [node3, pid 4711]`."""
+    kind: Kind
+    error: str = ""
+    """`ValueError: bad batch`; for a death how the process ended, where that is known."""
+    where: str = ""
+    """`train.py:12 in training_step`."""
+
+    def sentence(self) -> str:
+        """One line for the screen that names this as the first cause."""
+        place = f" ({self.where})" if self.where else ""
+        lines = self.error.strip().splitlines()
+        error = lines[0][:_MAX_LINE_CHARS] if lines else ""
+        match self.kind:
+            case Kind.EXCEPTION:
+                text = f"{self.who} failed first: {error}{place}"
+            case Kind.DEATH:
+                text = f"{self.who} died first, without reporting an exception"
+                text += f": its process {error}" if error else ""
+            case Kind.BYSTANDER:
+                text = f"{self.who} was the first to lose a peer, and no rank named a cause of its own: {error}{place}"
+            case Kind.INTERRUPT:
+                text = f"{self.who} was interrupted"
+        return f"MegaTPStrategy: {text}. All ranks stop."
+
+
+def evidence_of(exc: BaseException, rank: int, who: str) -> Evidence:
+    """Describe an exception that ends this rank."""
+    if isinstance(exc, KeyboardInterrupt):
+        kind = Kind.INTERRUPT
+    elif is_communication_error(exc):
+        kind = Kind.BYSTANDER
+    else:
+        kind = Kind.EXCEPTION
+    error = f"{type(exc).__name__}: {exc}" if str(exc) else type(exc).__name__
+    return Evidence(rank, who, kind, error[:_MAX_ERROR_CHARS], _where(exc))
+
+
+def first_cause(evidence: Sequence[Evidence]) -> Evidence:
+    """Choose the cause among evidence in its order of arrival.
+
+    A rank reports its own exception before it closes anything, so what is a consequence comes later; only the errors of
+    bystanders can overtake what caused them (a connection to a dead process breaks in every peer at the same moment).
+    """
+    return next((e for e in evidence if e.kind is not Kind.BYSTANDER), evidence[0])
+
+
+def is_communication_error(exc: BaseException) -> bool:
+    """Whether an exception says that a peer went away, itself or through what it was raised from."""
+    return any(_says_peer_gone(e) for e in _chain(exc))
+
+
+def _says_peer_gone(exc: BaseException) -> bool:
+    # by name: torch.distributed has DistError only in builds with c10d
+    if any(cls.__name__ == "DistError" for cls in type(exc).__mro__):
+        return True
+    return isinstance(exc, RuntimeError) and _COMMUNICATION_TEXT.search(str(exc)) is not None
+
+
+def _chain(exc: BaseException) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    todo: list[BaseException | None] = [exc]
+    while todo:
+        e = todo.pop()
+        if e is None or id(e) in seen:
+            continue
+        seen.add(id(e))
+        yield e
+        todo.append(e.__cause__ or (None if e.__suppress_context__ else e.__context__))
+        if isinstance(e, BaseExceptionGroup):
+            todo.extend(e.exceptions)
+
+
+def _where(exc: BaseException) -> str:
+    """The last frame of the user's own code, else the last frame at all."""
+    frames = traceback.extract_tb(exc.__traceback__)
+    if not frames:
+        return ""
+    paths = sysconfig.get_paths()
+    libraries = (paths[name] + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+    foreign = (*libraries, "<frozen")
+    own = [frame for frame in frames if not frame.filename.startswith(foreign)]
+    frame = (own or frames)[-1]
+    return f"{os.path.basename(frame.filename)}:{frame.lineno} in {frame.name}"

@@ -1,0 +1,1 @@
+"""What is summed after backward, and in which order: dp reduction, partial sums over tp, norm, clip, step."""

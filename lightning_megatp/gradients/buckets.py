@@ -1,0 +1,114 @@
+"""Data-parallel gradients: averaged in buckets of a fixed order, while backward still runs.
+
+Source: Li et al. 2020 (PyTorch Distributed), section 3.2: buckets, reverse order, overlap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+@dataclass(eq=False)
+class _Bucket:
+    parameters: list[Tensor]
+    ready: set[int] = field(default_factory=set)
+    flat: Tensor | None = None
+    work: dist.Work | None = None
+
+
+class GradientBuckets:
+    """Averages gradients over the data-parallel group.
+
+    A bucket starts its all-reduce as soon as the gradients of all its parameters are there and the buckets before it
+    have started, so that every rank issues the same collectives in the same order. `finish` starts what is left: a
+    parameter without a gradient on this rank takes part as zero, and keeps having none if no rank had one.
+
+    Args:
+        parameters: those that require a gradient, in the order of the model; the same on every rank of the group.
+        group: the data-parallel group.
+        bucket_mb: size of a bucket in MiB; 0 starts everything after backward.
+
+    Communication: one all-reduce per bucket and stepping batch, 2 (d - 1) / d of all elements.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], group: dist.ProcessGroup, bucket_mb: float) -> None:
+        self.group = group
+        self.parameters = list(parameters)
+        self.enabled = False
+        """Whether gradients that appear now are final (the stepping batch) and may be sent."""
+        self._overlap = bucket_mb > 0
+        self._buckets = [_Bucket(group_) for group_ in _fill(self.parameters, bucket_mb * 2**20)]
+        self._bucket_of = {id(p): bucket for bucket in self._buckets for p in bucket.parameters}
+        self._next = 0
+        self._hooks = [p.register_post_accumulate_grad_hook(self._on_gradient) for p in self.parameters]  # type: ignore[attr-defined]
+
+    def close(self) -> None:
+        """Take the hooks off the parameters."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def finish(self) -> None:
+        """Start the remaining buckets, wait for all, and put the averages into `.grad`. Call when backward is over."""
+        while self._next < len(self._buckets):
+            self._start(self._buckets[self._next])
+        for bucket in self._buckets:
+            self._collect(bucket)
+        self._next = 0
+
+    def _on_gradient(self, parameter: Tensor) -> None:
+        if not self.enabled or not self._overlap:
+            return
+        bucket = self._bucket_of[id(parameter)]
+        if bucket.flat is not None:
+            raise RuntimeError(
+                "MegaTPStrategy: a parameter got a second gradient in one backward, after its first was sent to the"
+                " data-parallel ranks (reentrant activation checkpointing of a shared layer does this). Use"
+                " checkpoint(..., use_reentrant=False), or MegaTPStrategy(bucket_mb=0)."
+            )
+        bucket.ready.add(id(parameter))
+        while self._next < len(self._buckets) and self._is_ready(self._buckets[self._next]):
+            self._start(self._buckets[self._next])
+
+    def _is_ready(self, bucket: _Bucket) -> bool:
+        return len(bucket.ready) == len(bucket.parameters)
+
+    def _start(self, bucket: _Bucket) -> None:
+        self._next += 1
+        parameters = bucket.parameters
+        has = [p.grad is not None for p in parameters]
+        grads = [(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in parameters]
+        flags = torch.tensor(has, dtype=grads[0].dtype, device=grads[0].device)
+        bucket.flat = torch.cat([*grads, flags])
+        bucket.work = dist.all_reduce(bucket.flat, group=self.group, async_op=True)
+
+    def _collect(self, bucket: _Bucket) -> None:
+        assert bucket.flat is not None and bucket.work is not None
+        bucket.work.wait()
+        *grads, flags = bucket.flat.split([*(p.numel() for p in bucket.parameters), len(bucket.parameters)])
+        for i, (parameter, grad) in enumerate(zip(bucket.parameters, grads, strict=True)):
+            # The flag is read (a synchronisation on GPUs) only where this rank had no gradient.
+            if parameter.grad is not None or flags[i] > 0:
+                parameter.grad = grad.view(parameter.shape)
+        torch._foreach_div_([p.grad for p in bucket.parameters if p.grad is not None], self.group.size())
+        bucket.flat = bucket.work = None
+        bucket.ready.clear()
+
+
+def _fill(parameters: Sequence[Tensor], size: float) -> Iterator[list[Tensor]]:
+    """Buckets of about `size` bytes, last parameters first (their gradients come first), one dtype and device each."""
+    bucket: list[Tensor] = []
+    held = 0.0
+    for parameter in reversed(parameters):
+        changed = bool(bucket) and (bucket[0].dtype, bucket[0].device) != (parameter.dtype, parameter.device)
+        if bucket and (changed or (size > 0 and held >= size)):
+            yield bucket
+            bucket, held = [], 0.0
+        bucket.append(parameter)
+        held += parameter.numel() * parameter.element_size()
+    if bucket:
+        yield bucket

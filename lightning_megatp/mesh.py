@@ -1,0 +1,188 @@
+"""Who talks to whom: the pp, dp, cp and tp axes over one torch DeviceMesh.
+
+tp varies fastest (tensor groups sit on NVLink neighbours) and global rank 0 holds the *last* pipeline stage, because
+Lightning's loggers, progress bar and file names live on rank 0 and the loss is born on the last stage.
+Source: Megatron-LM's order of axes (Narayanan et al. 2021, section 3).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from rich.table import Table
+from torch.distributed.device_mesh import DeviceMesh
+
+AXES = ("pp", "dp", "cp", "tp")
+"""Slowest to fastest varying."""
+
+
+@dataclass(frozen=True)
+class MeshShape:
+    """The size of each axis, and where a global rank sits. Pure arithmetic: no process group needed."""
+
+    pp: int = 1
+    dp: int = 1
+    cp: int = 1
+    tp: int = 1
+
+    @classmethod
+    def fit(cls, world_size: int, *, tp: int = 1, pp: int = 1, cp: int = 1, dp: int | None = None) -> MeshShape:
+        """Fill in dp from the world size.
+
+        Raises:
+            ValueError: a size below 1, or sizes whose product is not the world size.
+        """
+        for axis, size in (("tp", tp), ("pp", pp), ("cp", cp), ("dp", 1 if dp is None else dp)):
+            if size < 1:
+                raise ValueError(f"MegaTPStrategy: {axis}={size}, but every axis needs a size of 1 or more.")
+        model = tp * pp * cp
+        sizes = f"tp * pp = {model}" if cp == 1 else f"tp * pp * cp = {model}"
+        if world_size % model:
+            below, above = world_size // model * model, (world_size // model + 1) * model
+            use = f"{above}" if below == 0 else f"{below} or {above}"
+            raise ValueError(
+                f"MegaTPStrategy: world size {world_size} is not divisible by {sizes}. "
+                f"Use {use} devices, or change tp or pp. (Trainer(devices=...) times num_nodes is the world size;"
+                f" on CPU Lightning's default is one device.)"
+            )
+        if dp is not None and dp * model != world_size:
+            raise ValueError(
+                f"MegaTPStrategy: dp={dp} times {sizes} is {dp * model}, but the world size is {world_size}. "
+                f"Use {dp * model} devices, or dp={world_size // model}, or leave dp out."
+            )
+        return cls(pp=pp, dp=world_size // model, cp=cp, tp=tp)
+
+    @property
+    def world_size(self) -> int:
+        return self.pp * self.dp * self.cp * self.tp
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Axis -> index of this global rank on it."""
+        found = {}
+        for axis in reversed(AXES):
+            rank, found[axis] = divmod(rank, getattr(self, axis))
+        return found
+
+    def stage(self, rank: int) -> int:
+        """Pipeline stage of a global rank; rank 0 holds the last stage."""
+        return self.pp - 1 - self.coordinates(rank)["pp"]
+
+    def groups(self, axis: str) -> list[list[int]]:
+        """The global ranks of every group along one axis, each in the order of its index on the axis."""
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(self.world_size):
+            at = self.coordinates(rank)
+            groups.setdefault(tuple(at[other] for other in AXES if other != axis), []).append(rank)
+        return list(groups.values())
+
+
+class ParallelMesh:
+    """The process groups of one run and this rank's place in them; passed around explicitly, never global.
+
+    Args:
+        shape: the size of each axis; its product is the world size.
+        device_type: "cpu", "cuda", ...
+        timeout: of every collective on the groups made here; None keeps torch's default.
+
+    Communication: one rendezvous per axis longer than 1 at construction. Every rank has to construct it.
+    """
+
+    def __init__(self, shape: MeshShape, device_type: str = "cpu", timeout: timedelta | None = None) -> None:
+        world_size = dist.get_world_size()
+        if shape.world_size != world_size:
+            raise ValueError(f"ParallelMesh: {shape} needs {shape.world_size} ranks, the process group has {world_size}.")
+        self.shape = shape
+        self.global_rank = dist.get_rank()
+        self._at = shape.coordinates(self.global_rank)
+        self.device = torch.device(device_type)
+        self._ranks = {axis: next(g for g in shape.groups(axis) if self.global_rank in g) for axis in AXES}
+        self._groups = self._make_groups(timeout)
+        self.device_mesh = DeviceMesh.from_group(
+            [self._groups[axis] for axis in AXES],
+            device_type,
+            mesh=torch.arange(world_size).view(*(getattr(shape, axis) for axis in AXES)),
+            mesh_dim_names=AXES,
+        )
+
+    def _make_groups(self, timeout: timedelta | None) -> dict[str, dist.ProcessGroup]:
+        """One group per axis. Axes of size 1 share one group of this rank alone, and an axis as long as the world is
+        the world: fewer communicators, less memory."""
+        groups: dict[str, dist.ProcessGroup] = {}
+        alone: dist.ProcessGroup | None = None
+        for axis in AXES:
+            ranks = self.shape.groups(axis)
+            if len(ranks) == 1 and dist.group.WORLD is not None:
+                groups[axis] = dist.group.WORLD
+            elif len(ranks[0]) == 1:
+                if alone is None:
+                    alone, _ = dist.new_subgroups_by_enumeration(ranks, timeout=timeout)
+                groups[axis] = alone
+            else:
+                groups[axis], _ = dist.new_subgroups_by_enumeration(ranks, timeout=timeout)
+        return groups
+
+    def size(self, axis: str) -> int:
+        """How many ranks lie along an axis."""
+        return int(getattr(self.shape, axis))
+
+    def rank(self, axis: str) -> int:
+        """This rank's index on an axis."""
+        return self._at[axis]
+
+    def group(self, axis: str) -> dist.ProcessGroup:
+        """The process group of the ranks that differ from this one on that axis only."""
+        return self._groups[axis]
+
+    def ranks(self, axis: str) -> list[int]:
+        """Global ranks of this rank's group on an axis."""
+        return self._ranks[axis]
+
+    @property
+    def stage(self) -> int:
+        """This rank's pipeline stage, 0 first."""
+        return self.shape.stage(self.global_rank)
+
+    @property
+    def is_first_stage(self) -> bool:
+        return self.stage == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.stage == self.shape.pp - 1
+
+    @property
+    def previous_stage(self) -> int | None:
+        """Global rank of the peer one stage earlier; None on the first stage."""
+        return None if self.is_first_stage else self._ranks["pp"][self._at["pp"] + 1]
+
+    @property
+    def next_stage(self) -> int | None:
+        """Global rank of the peer one stage later; None on the last stage."""
+        return None if self.is_last_stage else self._ranks["pp"][self._at["pp"] - 1]
+
+    def describe(self, rank: int | None = None) -> str:
+        """One rank in words: `rank 3 (tp 1, dp 1)`; axes of size 1 are left out."""
+        rank = self.global_rank if rank is None else rank
+        at = self.shape.coordinates(rank)
+        where = [f"{axis} {at[axis]}" for axis in ("tp", "cp", "dp") if self.size(axis) > 1]
+        if self.shape.pp > 1:
+            where.append(f"stage {self.shape.stage(rank)}")
+        return f"rank {rank}" + (f" ({', '.join(where)})" if where else "")
+
+    def table(self) -> Table:
+        """Who is where, as a rich table: one row per dp (and stage) index, the ranks of its tensor group beside it."""
+        table = Table(title="Who is where", title_justify="left")
+        for column in ("stage", "data (dp)", "tensor ranks (tp)", "global ranks"):
+            table.add_column(column, justify="right" if column != "global ranks" else "left")
+        for ranks in self.shape.groups("tp"):
+            at = self.shape.coordinates(ranks[0])
+            table.add_row(
+                f"{self.shape.stage(ranks[0])} of {self.shape.pp}",
+                f"{at['dp']} of {self.shape.dp}",
+                f"0..{len(ranks) - 1}" if len(ranks) > 1 else "0",
+                " ".join(map(str, ranks)),
+            )
+        return table

@@ -1,0 +1,201 @@
+"""ParallelModule: a LightningModule after its layers were swapped, and what one step has to do for it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_megatp.messages import warn_once_per_run
+from lightning_megatp.plan.resolve import ParallelPlan
+from lightning_megatp.plan.shard import ShardedTensorSpec
+from lightning_megatp.shim.torch import tree_map
+from lightning_megatp.tensor.context import TensorContext
+from lightning_megatp.tensor.layers import ParallelLayer
+from lightning_megatp.tensor.lineage import Lineage, trace_regions
+from lightning_megatp.tensor.parameters import gather_shards
+from lightning_megatp.tensor.sequence import SequenceShard
+from lightning_megatp.tensor.watch import StepWatch
+
+
+class ParallelModule:
+    """The parallel form of a model: what is sharded, and which gradients are partial.
+
+    Args:
+        module: the swapped model.
+        plan: what was done to it.
+        context: shared by its parallel layers.
+        specs: canonical name -> shards, one entry per sharded parameter.
+    """
+
+    def __init__(
+        self, module: nn.Module, plan: ParallelPlan, context: TensorContext, specs: dict[str, ShardedTensorSpec]
+    ) -> None:
+        self.module, self.plan, self.context = module, plan, context
+        self.names = {name: parameter for name, parameter in module.named_parameters(remove_duplicate=False)}
+        self.sharded = {id(self.names[name]): spec for name, spec in specs.items()}
+        self.partial: dict[int, Tensor] = {}
+        """id(parameter) -> whole parameters whose gradient is partial on every tensor rank."""
+        self._full_gradient: dict[int, Tensor] = {}
+        self._watch: StepWatch | None = None
+
+    def spec(self, parameter: Tensor) -> ShardedTensorSpec | None:
+        """The shards of a parameter; None where it is whole."""
+        return self.sharded.get(id(parameter))
+
+    def spec_of(self, name: str) -> ShardedTensorSpec | None:
+        """The same by any of its names in the state dict; None for whole parameters, buffers and unknown names."""
+        parameter = self.names.get(name)
+        spec = None if parameter is None else self.sharded.get(id(parameter))
+        return None if spec is None else spec.renamed(name)
+
+    @contextlib.contextmanager
+    def step(self, watch: bool) -> Iterator[None]:
+        """Around a user's step.
+
+        Args:
+            watch: look at every operation (StepWatch); for the first step of a kind, and once per epoch.
+        """
+        self._watch = StepWatch(self.context, self.sharded) if watch and self.sharded else None
+        try:
+            with self._watch or contextlib.nullcontext():
+                yield
+        finally:
+            self.context.end_step()
+
+    @contextlib.contextmanager
+    def unwatched(self) -> Iterator[None]:
+        """For backward and optimizer steps inside a watched step (manual optimization)."""
+        watch = self._watch
+        before = watch.paused if watch else False
+        if watch:
+            watch.paused = True
+        try:
+            yield
+        finally:
+            if watch:
+                watch.paused = before
+
+    @property
+    def watching(self) -> bool:
+        return self._watch is not None
+
+    def outputs(self, outputs: object) -> object:
+        """What a step returns, with sequence shards gathered."""
+        return tree_map(lambda x: x.whole() if isinstance(x, SequenceShard) else x, outputs)
+
+    def trace(self, outputs: Iterable[Tensor]) -> None:
+        """Read off the graph of a loss which gradients will be partial. Before its backward, in watched steps.
+
+        Raises:
+            RuntimeError: values cross into or out of a tensor region where no layer of the plan lets them.
+        """
+        lineage = trace_regions(outputs)
+        for parameter_id, regions in lineage.regions.items():
+            parameter, name = lineage.leaves[parameter_id], self._name(parameter_id)
+            if parameter_id in self.sharded:
+                if regions != {"tensor"}:
+                    raise RuntimeError(self._escaped(name, lineage))
+            elif regions == {"whole"}:
+                self._full_gradient[parameter_id] = parameter
+            elif "whole" in regions:
+                raise RuntimeError(self._mixed(name, regions))
+            else:
+                self.partial[parameter_id] = parameter
+        if lineage.crossings:
+            raise RuntimeError(self._side_door(lineage))
+        both = [self._name(i) for i in self.partial if i in self._full_gradient]
+        if both:
+            raise RuntimeError(self._mixed(both[0], {"tensor", "whole"}))
+
+    def sum_partial_gradients(self) -> None:
+        """Sum over the tensor ranks the gradients of whole parameters that each rank used on other features or tokens,
+        and of elements that several ranks own.
+
+        Communication: one coalesced all-reduce per dtype, 2 (t - 1) / t of these parameters' elements; none if there
+        are no such parameters.
+        """
+        pieces: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}
+        for parameter in self.partial.values():
+            if parameter.grad is not None:
+                pieces.setdefault(parameter.grad.dtype, []).append((parameter, parameter.grad))
+        for parameter in self.module.parameters():
+            spec = self.sharded.get(id(parameter))
+            if spec is not None and spec.shared and parameter.grad is not None:
+                full = parameter.grad.new_zeros(spec.shape)
+                spec.spec(self.context.rank).put(full, parameter.grad)
+                pieces.setdefault(full.dtype, []).append((parameter, full))
+        for parts in pieces.values():
+            flat = torch.cat([grad.reshape(-1) for _, grad in parts])
+            dist.all_reduce(flat, group=self.context.group)
+            for (parameter, grad), total in zip(parts, flat.split([grad.numel() for _, grad in parts]), strict=True):
+                spec = self.sharded.get(id(parameter))
+                total = total.view(grad.shape)
+                parameter.grad = total if spec is None else spec.spec(self.context.rank).take(total)
+
+    def keep_whole_where_used_outside(self, optimizers: Iterable[Optimizer] = ()) -> None:
+        """Gather the parameters that the watched step used outside their layers; they stay whole from now on.
+
+        Communication: one all-gather per such parameter, gradient and optimizer state; on every rank of the group alike.
+        """
+        if self._watch is None:
+            return
+        for parameter, operation in self._watch.outside.values():
+            warn_once_per_run(
+                f"`{self._name(id(parameter))}` is split by the plan, but the step also uses it outside its own layer"
+                f" (in `{operation}`). It is kept whole on every tensor rank: the numbers are right, its memory is not"
+                " divided. To save the memory, don't use it outside its layer; to lose this warning, take its layer out of"
+                " the plan."
+            )
+            self._unshard(parameter, optimizers)
+        self._watch.outside.clear()
+
+    def _unshard(self, parameter: Tensor, optimizers: Iterable[Optimizer]) -> None:
+        spec = self.sharded.pop(id(parameter))
+        group, local = self.context.group, parameter.shape
+        full = {id(parameter): gather_shards(parameter.detach(), spec, group)}
+        grad = None if parameter.grad is None else gather_shards(parameter.grad, spec, group)
+        for optimizer in optimizers:
+            state = optimizer.state.get(parameter, {})
+            for key, value in state.items():
+                if isinstance(value, Tensor) and value.shape == local and value.dim() > 0:
+                    state[key] = gather_shards(value, spec, group)
+        parameter.grad = None
+        parameter.data = full[id(parameter)]
+        parameter.grad = grad
+        self._full_gradient[id(parameter)] = parameter
+        for layer in self.module.modules():
+            if isinstance(layer, ParallelLayer):
+                own = {name for name, p in layer.named_parameters(recurse=False) if p is parameter}
+                layer.whole_parameters |= own
+
+    def _name(self, parameter_id: int) -> str:
+        return next((name for name, p in self.names.items() if id(p) == parameter_id), "a tensor made by the step")
+
+    def _escaped(self, name: str, lineage: Lineage) -> str:
+        return (
+            f"MegaTPStrategy: the split output of `{name.rpartition('.')[0]}` reaches the loss without passing a `row` layer"
+            " (or a gathering one), so every rank would train on its own part of the features. Give that layer the style"
+            " `column_gather`, or add to the plan the `row` layer that consumes it."
+        )
+
+    def _mixed(self, name: str, regions: set[str]) -> str:
+        return (
+            f"MegaTPStrategy: `{name}` is used both where values are whole and inside a tensor-parallel region"
+            f" ({', '.join(sorted(regions))}); its gradient would be summed wrongly over the tensor ranks. A value enters"
+            " such a region only through its `column` layers: take the region's layers out of the plan, or compute what"
+            f" depends on `{name}` outside of it."
+        )
+
+    def _side_door(self, lineage: Lineage) -> str:
+        found, used = sorted(lineage.crossings)[0]
+        return (
+            f"MegaTPStrategy: a {found} value is used where values are {used}: something passes into or out of a"
+            " tensor-parallel region beside its `column` and `row` layers (a gate, a bias computed from the input), and"
+            " gradients would be wrong. Leave the layers of that region out of the plan, or give the layer whose output"
+            " escapes the style `column_gather`."
+        )

@@ -1,0 +1,300 @@
+"""From a plan and a model to what exactly is split where. Pure: reads names, types and shapes, changes nothing."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+from torch import nn
+
+from lightning_megatp.plan.ranges import Ranges, deal_units, length, shard_ranges, show
+from lightning_megatp.plan.shard import ShardedTensorSpec
+from lightning_megatp.plan.styles import Style, StyleLike, matches, read_plan
+
+_LINEAR = {"column", "column_gather", "row", "row_split"}
+_EMBEDDING = {"vocab", "hidden"}
+_SPLIT_DIM = {"column": 0, "column_gather": 0, "row": 1, "row_split": 1, "vocab": 0, "hidden": 1}
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """One layer to swap."""
+
+    name: str
+    style: Style
+    by_rank: tuple[Ranges, ...]
+    unit: int = 1
+    region: str | None = None
+    """Name of the module that holds the columns and rows which belong together."""
+    sequence_dim: int | None = None
+    """For rows inside a `sequence` block: the dim their output is reduce-scattered along."""
+
+
+@dataclass(frozen=True)
+class AttributePlan:
+    """One int attribute to replace by each rank's share."""
+
+    module: str
+    attribute: str
+    by_rank: tuple[int, ...]
+
+
+@dataclass
+class ParallelPlan:
+    """What the plan means for one model at one tensor-parallel size."""
+
+    tp: int
+    layers: dict[str, LayerPlan] = field(default_factory=dict)
+    attributes: list[AttributePlan] = field(default_factory=list)
+    sequences: dict[str, Style] = field(default_factory=dict)
+    token_local: list[str] = field(default_factory=list)
+    parameters: dict[str, ShardedTensorSpec] = field(default_factory=dict)
+    """Every name of every sharded parameter (tied parameters have several) -> its shards."""
+
+
+def resolve(plan: Mapping[str, StyleLike], model: nn.Module, tp: int, sequence_parallel: bool = True) -> ParallelPlan:
+    """Match a plan against a model and check everything that can be known before a step.
+
+    Args:
+        plan: see `lightning_megatp.plan.styles`.
+        model: the unsplit model; parameters may be on meta.
+        tp: size of the tensor axis.
+        sequence_parallel: False ignores the plan's `sequence` and `token_local` entries.
+
+    Raises:
+        ValueError: a pattern that matches nothing, a style on a module that can't take it, sizes or heads that can't be
+            divided, tied parameters with different styles, a column layer that no row layer consumes.
+    """
+    found = ParallelPlan(tp)
+    modules = {plain_name(name): module for name, module in model.named_modules()}
+    for style in read_plan(plan):
+        if style.style in ("sequence", "token_local") and not sequence_parallel:
+            _names(style.pattern, modules)
+        elif style.style == "divide":
+            found.attributes += _divide(style, modules, tp)
+        elif style.style == "sequence":
+            found.sequences |= dict.fromkeys(_names(style.pattern, modules), style)
+        elif style.style == "token_local":
+            found.token_local += _names(style.pattern, modules)
+        else:
+            for name in _names(style.pattern, modules):
+                if name in found.layers:
+                    other = found.layers[name].style.pattern
+                    raise ValueError(f"MegaTPStrategy: both `{other}` and `{style.pattern}` of the plan match `{name}`.")
+                found.layers[name] = _layer(name, style, modules, tp)
+    _check_heads(found, modules)
+    _place(found)
+    found.parameters = _parameters(found, model)
+    return found
+
+
+def plain_name(name: str) -> str:
+    """A module's name without what torch.compile puts around it."""
+    return name.replace("_orig_mod.", "").removesuffix("._orig_mod")
+
+
+def _names(pattern: str, modules: Mapping[str, nn.Module]) -> list[str]:
+    names = [name for name in modules if name and matches(pattern, name)]
+    if not names:
+        close = difflib.get_close_matches(pattern, [name for name in modules if name], n=3, cutoff=0.3)
+        hint = f" Close names: {', '.join(f'`{name}`' for name in close)}." if close else ""
+        raise ValueError(
+            f"MegaTPStrategy: the plan's pattern `{pattern}` matches no module of the LightningModule.{hint}"
+            " Patterns are full names as in `named_modules()`; `*` is one component, `**` any number."
+        )
+    return names
+
+
+def _layer(name: str, style: Style, modules: Mapping[str, nn.Module], tp: int) -> LayerPlan:
+    module = modules[name]
+    _check_type(name, style, module)
+    assert isinstance(module, (nn.Linear, nn.Embedding))
+    size = module.weight.shape[_SPLIT_DIM[style.style]]
+    unit = _unit(name, style, modules)
+    try:
+        by_rank = shard_ranges(size, tp, style.parts if isinstance(style.parts, int) else list(style.parts), unit)
+    except ValueError as error:
+        raise ValueError(
+            f"MegaTPStrategy: `{name}` ({style.style}, {size} features) can't be split over tp={tp}: {error}."
+            " Change `parts` or `unit` in the plan, or tp, or leave the layer (and its region) out of the plan."
+        ) from None
+    if style.style in ("row", "row_split", "vocab", "hidden"):
+        if sum(map(length, by_rank)) > size:
+            raise ValueError(
+                f"MegaTPStrategy: `{name}` has {size // unit} units of {unit} for tp={tp} ranks, and a `{style.style}` layer"
+                f" can't repeat units. Use tp <= {size // unit}, or leave this region out of the plan."
+            )
+        if style.style != "row" and style.style != "row_split" and min(map(length, by_rank)) == 0:
+            raise ValueError(f"MegaTPStrategy: `{name}` has {size} features for tp={tp} ranks; each needs one or more.")
+    return LayerPlan(name, style, by_rank, unit)
+
+
+def _unit(name: str, style: Style, modules: Mapping[str, nn.Module]) -> int:
+    if isinstance(style.unit, int):
+        return style.unit
+    parent = name.rpartition(".")[0]
+    value = getattr(modules[parent], style.unit, None)
+    if not isinstance(value, int):
+        raise ValueError(
+            f"MegaTPStrategy: `unit: {style.unit}` of `{style.pattern}`: `{parent or 'the LightningModule'}` has no int"
+            f" attribute of that name (found {value!r}). Give the number instead."
+        )
+    return value
+
+
+def _check_type(name: str, style: Style, module: nn.Module) -> None:
+    wanted = nn.Linear if style.style in _LINEAR else nn.Embedding
+    kind = type(module).__name__
+    why = None
+    if type(module) is not wanted:
+        why = f"is a {kind}; only exactly nn.{wanted.__name__} is swapped, since a subclass may compute something else"
+        if kind == "NonDynamicallyQuantizableLinear":
+            why = "belongs to nn.MultiheadAttention, which uses its weight without calling it"
+    elif module._parameters.get("weight") is None:
+        why = "has no parameter `weight` of its own (weight_norm, a parametrization or pruning replaces it)"
+    elif isinstance(module, nn.Embedding):
+        for option in ("sparse", "max_norm") + (("scale_grad_by_freq",) if style.style == "vocab" else ()):
+            if getattr(module, option):
+                why = f"has {option}={getattr(module, option)!r}, which needs the whole table on one rank"
+    if why is not None:
+        raise ValueError(
+            f"MegaTPStrategy: the plan gives `{name}` the style `{style.style}`, but it {why}. Leave it out of the plan."
+        )
+
+
+def _divide(style: Style, modules: Mapping[str, nn.Module], tp: int) -> list[AttributePlan]:
+    parent, _, attribute = style.pattern.rpartition(".")
+    names = [""] if parent == "" else [name for name in modules if name and matches(parent, name)]
+    owners = [name for name in names if attribute in vars(modules[name])]
+    if not owners:
+        raise ValueError(
+            f"MegaTPStrategy: the plan's `{style.pattern}` (divide) matches no attribute: no module named `{parent}` has"
+            f" an own attribute `{attribute}`. (A property is divided by dividing what it is made of.)"
+        )
+    plans = []
+    for name in owners:
+        value = vars(modules[name])[attribute]
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise ValueError(f"MegaTPStrategy: `{name}.{attribute}` is {value!r}; only an int attribute can be divided.")
+        unit = _unit(f"{name}.{attribute}" if name else attribute, style, modules)
+        if value % unit:
+            raise ValueError(f"MegaTPStrategy: `{name}.{attribute}` = {value} is not a whole number of units of {unit}.")
+        try:
+            pieces = deal_units(value // unit, tp)
+        except ValueError as error:
+            raise ValueError(
+                f"MegaTPStrategy: `{name}.{attribute}` = {value} can't be divided over tp={tp}: {error}."
+                f" Use a tp that divides {value}, or leave this region out of the plan."
+            ) from None
+        plans.append(AttributePlan(name, attribute, tuple((stop - start) * unit for start, stop in pieces)))
+    return plans
+
+
+def _check_heads(plan: ParallelPlan, modules: Mapping[str, nn.Module]) -> None:
+    """Heads that don't divide need a `unit` on the layers beside them: a cut through a head can keep all shapes."""
+    for attribute in plan.attributes:
+        value = vars(modules[attribute.module])[attribute.attribute]
+        if value % plan.tp == 0:
+            continue
+        for name, layer in plan.layers.items():
+            if name.rpartition(".")[0] == attribute.module and layer.unit == 1:
+                fits = [n for n in range(1, value + 1) if value % n == 0]
+                raise ValueError(
+                    f"MegaTPStrategy: `{attribute.module}.{attribute.attribute}` = {value} is not divisible by tp={plan.tp},"
+                    f" and `{name}` would be cut inside a head. Give the size of a head as `unit` to the layers of"
+                    f" `{attribute.module}` for uneven heads, or use tp in {fits}, or leave this region out of the plan."
+                )
+
+
+def _place(plan: ParallelPlan) -> None:
+    """Find the region of each column and row layer, and the rows inside sequence blocks."""
+    columns = [name for name, layer in plan.layers.items() if layer.style.style == "column"]
+    rows = [name for name, layer in plan.layers.items() if layer.style.style == "row"]
+    for name, layer in list(plan.layers.items()):
+        region = None
+        if layer.style.style in ("column", "row"):
+            partners = rows if layer.style.style == "column" else columns
+            region = next((a for a in _ancestors(name) if any(_inside(partner, a) for partner in partners)), None)
+            if region is None:
+                other, fix = ("row", "column_gather") if layer.style.style == "column" else ("column", "row_split")
+                what = "output is split, and nothing consumes it" if other == "row" else "input is never split"
+                raise ValueError(
+                    f"MegaTPStrategy: `{name}` has the style `{layer.style.style}`, but its {what}: the plan has no"
+                    f" `{other}` layer. Add one, or use `{fix}` for `{name}`."
+                )
+        blocks = [a for a in _ancestors(name) if a in plan.sequences]
+        is_row = layer.style.style in ("row", "row_split")
+        dim = plan.sequences[blocks[0]].dim if blocks and is_row else None
+        plan.layers[name] = replace(layer, region=region, sequence_dim=dim)
+    for name in rows:
+        _check_row(plan, name, columns)
+
+
+def _check_row(plan: ParallelPlan, name: str, columns: list[str]) -> None:
+    """A row and the columns beside it must own the same features, or the product is silently wrong."""
+    row = plan.layers[name]
+    beside = [plan.layers[column] for column in columns if column.rpartition(".")[0] == name.rpartition(".")[0]]
+    size = sum(map(length, row.by_rank))
+    candidates = [part for column in beside for part in _parts_of(column, plan.tp)]
+    same_size = [part for part in candidates if sum(map(length, part)) == size]
+    if same_size and all(part != row.by_rank for part in same_size):
+        column = beside[0]
+        raise ValueError(
+            f"MegaTPStrategy: `{name}` takes the features {', '.join(show(r) for r in row.by_rank)} on ranks 0..{plan.tp - 1},"
+            f" but `{column.name}` leaves {', '.join(show(r) for r in same_size[0])}. Give both the same `unit`."
+        )
+
+
+def _parts_of(column: LayerPlan, tp: int) -> Iterator[tuple[Ranges, ...]]:
+    """The ranges of each fused part of a column layer, counted from the part's start."""
+    size = max(stop for ranges in column.by_rank for _, stop in ranges)
+    parts = column.style.parts
+    for part in [size // parts] * parts if isinstance(parts, int) else parts:
+        yield shard_ranges(part, tp, 1, column.unit)
+
+
+def _parameters(plan: ParallelPlan, model: nn.Module) -> dict[str, ShardedTensorSpec]:
+    """The shards of every parameter name; tied names must agree."""
+    modules = {plain_name(name): (name, module) for name, module in model.named_modules()}
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    specs: dict[str, ShardedTensorSpec] = {}
+    for layer in plan.layers.values():
+        raw, module = modules[layer.name]
+        dim = _SPLIT_DIM[layer.style.style]
+        for leaf, parameter in module.named_parameters(recurse=False):
+            if leaf == "bias" and dim == 1:
+                continue  # a row's bias is whole
+            spec = ShardedTensorSpec(f"{raw}.{leaf}", tuple(parameter.shape), dim, layer.by_rank)
+            for name in names[id(parameter)]:
+                if name in specs and specs[name].renamed("") != spec.renamed(""):
+                    raise ValueError(_tied(name, f"{raw}.{leaf}", "split differently"))
+                specs[name] = spec.renamed(name)
+    planned = {f"{modules[name][0]}.{leaf}" for name in plan.layers for leaf in ("weight", "bias")}
+    for parameter_names in names.values():
+        split = [name for name in parameter_names if name in specs]
+        for name in parameter_names:
+            if split and name not in planned:
+                source = next(n for n in split if n in planned)
+                raise ValueError(_tied(name, source, "split by the plan only at one of them"))
+    return specs
+
+
+def _tied(one: str, other: str, what: str) -> str:
+    return (
+        f"MegaTPStrategy: `{one}` and `{other}` are one tied parameter, {what}. Give both layers matching styles,"
+        " for an embedding and its head `vocab` and `column_gather`, or leave both out of the plan."
+    )
+
+
+def _ancestors(name: str) -> Iterator[str]:
+    """blocks.0.attn.qkv -> blocks.0.attn, blocks.0, blocks, (root)."""
+    while name:
+        name = name.rpartition(".")[0]
+        yield name
+
+
+def _inside(name: str, ancestor: str) -> bool:
+    return ancestor == "" or name.startswith(ancestor + ".")

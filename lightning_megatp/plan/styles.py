@@ -1,0 +1,106 @@
+"""The styles a plan can give to a module, with their options, and reading them from what a user wrote.
+
+A plan is `{pattern: style}`. Patterns are module names relative to the LightningModule: `*` stands for one name
+component, `**` for any number of them. A style is its name, or a mapping with `style` and options:
+
+    plan:
+      net.tok: vocab
+      net.blocks.*.attn.qkv: {style: column, parts: 3}
+      net.blocks.*.attn.proj: row
+      net.blocks.*.attn.n_head: divide
+      net.blocks.*.mlp.up: column
+      net.blocks.*.mlp.down: row
+      net.blocks.*: sequence
+      net.head: column_gather
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+StyleLike = str | Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Style:
+    """One entry of a plan."""
+
+    pattern: str
+    style: str
+    parts: int | tuple[int, ...] = 1
+    """column, row: how many equal pieces are fused one after another in the split dim, or their sizes."""
+    unit: int | str = 1
+    """column, row, divide: features that stay together, the size of a head; or the name of an attribute of the parent
+    module that holds it."""
+    dim: int = 1
+    """sequence: the sequence dim of the hidden states."""
+    input: int | str | None = None
+    """sequence: position or keyword of the hidden states; by default the first floating tensor argument."""
+
+
+_OPTIONS = {
+    "column": {"parts", "unit"},
+    "column_gather": {"parts", "unit"},
+    "row": {"parts", "unit"},
+    "row_split": {"parts", "unit"},
+    "vocab": set(),
+    "hidden": {"unit"},
+    "divide": {"unit"},
+    "sequence": {"dim", "input"},
+    "token_local": set(),
+}
+STYLES = {
+    "column": "nn.Linear: output features split; a `row` layer must consume them",
+    "column_gather": "nn.Linear: output features split, then gathered",
+    "row": "nn.Linear: input features split, as a `column` layer left them; outputs summed",
+    "row_split": "nn.Linear: input features split by the layer itself; outputs summed",
+    "vocab": "nn.Embedding: rows split; outputs summed",
+    "hidden": "nn.Embedding: hidden dim split, then gathered",
+    "divide": "an int attribute (of heads or features): becomes this rank's share",
+    "sequence": "a block: its hidden states are split along the sequence between the layers above",
+    "token_local": "a module that treats every token alike (your own RMSNorm): runs on the sequence shard",
+}
+
+
+def read_plan(plan: Mapping[str, StyleLike]) -> list[Style]:
+    """Check the form of a plan; what it matches is checked later, against a model.
+
+    Raises:
+        ValueError: an unknown style or option, or a value of the wrong kind.
+    """
+    return [_read(pattern, entry) for pattern, entry in plan.items()]
+
+
+def _read(pattern: str, entry: StyleLike) -> Style:
+    options = {"style": entry} if isinstance(entry, str) else dict(entry)
+    style = options.pop("style", None)
+    if style not in STYLES:
+        listed = "; ".join(f"`{name}` ({what})" for name, what in STYLES.items())
+        raise ValueError(f"MegaTPStrategy: the plan gives `{pattern}` the unknown style {style!r}. Styles: {listed}.")
+    unknown = set(options) - _OPTIONS[style]
+    if unknown:
+        allowed = ", ".join(sorted(_OPTIONS[style])) or "no options"
+        raise ValueError(
+            f"MegaTPStrategy: the plan's style `{style}` for `{pattern}` has no option {', '.join(sorted(unknown))}."
+            f" It takes: {allowed}."
+        )
+    if isinstance(options.get("parts"), Sequence):
+        options["parts"] = tuple(options["parts"])
+    kinds: dict[str, tuple[type, ...]] = {"parts": (int, tuple), "unit": (int, str), "dim": (int,), "input": (int, str)}
+    for field in fields(Style):
+        value = options.get(field.name)
+        if field.name in kinds and value is not None and not isinstance(value, kinds[field.name]):
+            raise ValueError(f"MegaTPStrategy: option {field.name}={value!r} of `{pattern}` in the plan is not a number.")
+    return Style(pattern, style, **options)
+
+
+def matches(pattern: str, name: str) -> bool:
+    """Whether a module (or attribute) name fits a pattern."""
+    regex = "".join(
+        r"(?:[^.]+\.)*" if part == "**" else re.escape(part).replace(r"\*", "[^.]*") + r"\."
+        for part in pattern.split(".")
+    )
+    return re.fullmatch(regex, name + ".") is not None

@@ -1,0 +1,200 @@
+"""ParallelismPlugin: from a plan and a LightningModule to its parallel form. The class a user subclasses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_megatp.mesh import ParallelMesh
+from lightning_megatp.messages import warn_once_per_run
+from lightning_megatp.module import ParallelModule
+from lightning_megatp.plan.resolve import LayerPlan, ParallelPlan, plain_name, resolve
+from lightning_megatp.plan.styles import Style, StyleLike
+from lightning_megatp.shim.torch import tree_map
+from lightning_megatp.tensor.context import Region, TensorContext
+from lightning_megatp.tensor.layers import (
+    ColumnParallelLinear,
+    HiddenParallelEmbedding,
+    ParallelLayer,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+)
+from lightning_megatp.tensor.parameters import shard_
+from lightning_megatp.tensor.sequence import SequenceLayout, SequenceShard
+
+_KEPT = "_lightning_megatp"
+"""Attribute of the LightningModule that keeps its ParallelModule, so that another Trainer can go on with it."""
+
+
+class ParallelismPlugin:
+    """Splits a model over the tensor ranks by a plan.
+
+    Override one step to change it: `resolve` (what is split where), `swap` (how one layer is replaced),
+    `finalize_gradients` (what is summed at the end of backward).
+
+    Args:
+        plan: `{pattern: style}`, see `lightning_megatp.plan.styles`. None leaves every layer whole on every tensor rank.
+        strict: raise where a warning would say that something stays whole.
+    """
+
+    def __init__(self, plan: Mapping[str, StyleLike] | None = None, strict: bool = False) -> None:
+        self.plan = dict(plan or {})
+        self.strict = strict
+
+    def parallelize(
+        self, module: nn.Module, mesh: ParallelMesh, device: torch.device, sequence_parallel: bool = True
+    ) -> ParallelModule:
+        """Give every rank rank 0's values, then swap the planned layers, in place.
+
+        Args:
+            module: the whole model, the same structure on every rank. One that was swapped before, by the same plan at
+                the same tp, is taken as it is.
+            device: where the parameters go, shard by shard.
+
+        Raises:
+            ValueError: the plan does not fit the model (see `plan.resolve.resolve`).
+
+        Communication: one broadcast of every parameter and buffer over the world.
+        """
+        before = self.split_form(module)
+        if before is not None:
+            return self._again(before, mesh)
+        plan = self.resolve(module, mesh.size("tp"), sequence_parallel)
+        if mesh.size("tp") > 1 and not plan.layers:
+            self._warn_whole(module, mesh.size("tp"))
+        context = TensorContext(mesh.group("tp"))
+        specs = plan.parameters if mesh.size("tp") > 1 else {}
+        self._place_values(module, mesh, device, {name: spec for name, spec in specs.items()})
+        if mesh.size("tp") > 1:
+            self._swap_all(module, plan, context)
+        parallel = ParallelModule(module, plan, context, specs)
+        module.__dict__[_KEPT] = parallel
+        return parallel
+
+    def split_form(self, module: nn.Module) -> ParallelModule | None:
+        """What an earlier `parallelize` made of this model; None if it is whole."""
+        kept: ParallelModule | None = module.__dict__.get(_KEPT)
+        return kept
+
+    def resolve(self, module: nn.Module, tp: int, sequence_parallel: bool) -> ParallelPlan:
+        """What is split where; pure."""
+        return resolve(self.plan, module, tp, sequence_parallel)
+
+    def swap(self, layer: nn.Module, plan: LayerPlan, context: TensorContext, region: Region | None) -> ParallelLayer:
+        """Turn one layer into its parallel class, in place; its parameters are cut already."""
+        style = plan.style.style
+        common: dict[str, Any] = {"label": plan.name, "region": region}
+        if style in ("column", "column_gather"):
+            gather = style == "column_gather"
+            return ColumnParallelLinear.adopt(layer, context, plan.by_rank, gather_output=gather, **common)
+        if style in ("row", "row_split"):
+            options = {"split_input": style == "row_split", "sequence_dim": plan.sequence_dim}
+            return RowParallelLinear.adopt(layer, context, plan.by_rank, **options, **common)
+        kind = VocabParallelEmbedding if style == "vocab" else HiddenParallelEmbedding
+        return kind.adopt(layer, context, plan.by_rank, **common)
+
+    def finalize_gradients(self, parallel: ParallelModule) -> None:
+        """After backward and the data-parallel reduction: sum what is partial over the tensor ranks."""
+        parallel.sum_partial_gradients()
+
+    def _place_values(self, module: nn.Module, mesh: ParallelMesh, device: torch.device, specs: Mapping[str, Any]) -> None:
+        for name, tensor in _tensors(module):
+            if tensor.is_meta:
+                raise ValueError(
+                    f"MegaTPStrategy: `{name}` is on the meta device. Create the layers with values, in `__init__` or"
+                    " `configure_model`."
+                )
+            value = tensor.data.to(device).contiguous()
+            if dist.get_world_size() > 1:
+                value = value.clone() if value.data_ptr() == tensor.data_ptr() else value
+                dist.broadcast(value, src=0)
+            tensor.data = value
+            if name in specs:
+                assert isinstance(tensor, nn.Parameter)
+                shard_(tensor, specs[name], mesh.rank("tp"))
+
+    def _swap_all(self, module: nn.Module, plan: ParallelPlan, context: TensorContext) -> None:
+        modules = {plain_name(name): child for name, child in module.named_modules()}
+        regions = {layer.region: Region(layer.region) for layer in plan.layers.values() if layer.region is not None}
+        for layer in plan.layers.values():
+            region = None if layer.region is None else regions[layer.region]
+            self.swap(modules[layer.name], layer, context, region)
+        for attribute in plan.attributes:
+            setattr(modules[attribute.module], attribute.attribute, attribute.by_rank[context.rank])
+        for name, style in plan.sequences.items():
+            modules[name].register_forward_pre_hook(_SequenceEntry(name, style, context), with_kwargs=True)
+        for name in plan.token_local:
+            modules[name].register_forward_pre_hook(_unwrap_tokens, with_kwargs=True)
+            modules[name].register_forward_hook(_wrap_tokens, with_kwargs=True)
+
+    def _again(self, before: ParallelModule, mesh: ParallelMesh) -> ParallelModule:
+        if before.context.size != mesh.size("tp") or before.context.rank != mesh.rank("tp"):
+            raise ValueError(
+                f"MegaTPStrategy: this LightningModule was already split for tp={before.context.size} by an earlier Trainer,"
+                f" and now tp={mesh.size('tp')} is asked for. Build a new one and load the checkpoint into it."
+            )
+        return before
+
+    def _warn_whole(self, module: nn.Module, tp: int) -> None:
+        linears = [plain_name(name) for name, child in module.named_modules() if type(child) is nn.Linear]
+        text = (
+            f"tp={tp}, but the plan splits nothing: every tensor rank holds and computes the whole model, so the numbers are"
+            f" right and nothing is saved. Give plan={{pattern: style}} for its linear layers, e.g. {', '.join(linears[:4])}."
+        )
+        if self.strict:
+            raise ValueError(f"MegaTPStrategy: {text}")
+        warn_once_per_run(text)
+
+
+class _SequenceEntry:
+    """Forward pre-hook of a `sequence` block: splits its hidden states, unless they already are."""
+
+    def __init__(self, name: str, style: Style, context: TensorContext) -> None:
+        self.name, self.style, self.context = name, style, context
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        where = self.style.input
+        if where is None:
+            where = next(self._eligible(args, kwargs), None)
+        x = None if where is None else args[where] if isinstance(where, int) else kwargs.get(where)
+        if not isinstance(x, Tensor) or x.dim() <= self.style.dim:
+            raise ValueError(
+                f"MegaTPStrategy: `{self.name}` has the style `sequence` with dim={self.style.dim}, but no argument of its"
+                " forward is a floating tensor with that dim. Name it by `input` in the plan, or drop the style."
+            )
+        if isinstance(x, SequenceShard):
+            return None
+        shard = SequenceShard.scatter(x, self.style.dim, self.context.group, self.context.stream)
+        if isinstance(where, int):
+            args = (*args[:where], shard, *args[where + 1 :])
+        else:
+            kwargs = {**kwargs, where: shard}
+        return args, kwargs
+
+    def _eligible(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[int | str]:
+        for where, x in [*enumerate(args), *kwargs.items()]:
+            if isinstance(x, Tensor) and x.is_floating_point() and x.dim() > self.style.dim + 1:
+                yield where
+
+
+def _unwrap_tokens(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A `token_local` module sees this rank's tokens as a plain tensor."""
+    shards = [x for x in (*args, *kwargs.values()) if isinstance(x, SequenceShard)]
+    module.__dict__["_megatp_layout"] = shards[0].tokens if shards else None
+    return tree_map(lambda x: x.local() if isinstance(x, SequenceShard) else x, (args, kwargs))
+
+
+def _wrap_tokens(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    layout: SequenceLayout | None = module.__dict__.pop("_megatp_layout", None)
+    if layout is None:
+        return output
+    return tree_map(lambda x: SequenceShard.wrap(x, layout) if isinstance(x, Tensor) else x, output)
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters()
+    yield from module.named_buffers()

@@ -1,0 +1,74 @@
+"""What people see at set-up: who is where, what is split, what stays whole."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from rich.console import Console
+from rich.table import Table
+
+from lightning_megatp.mesh import ParallelMesh
+from lightning_megatp.module import ParallelModule
+from lightning_megatp.plan.ranges import length, show
+from lightning_megatp.plan.resolve import LayerPlan
+
+
+def print_layout(parallel: ParallelModule, mesh: ParallelMesh) -> None:
+    """Print the tables to the terminal."""
+    console = Console()
+    if mesh.shape.world_size > 1:
+        console.print(mesh.table())
+    if parallel.plan.layers and mesh.size("tp") > 1:
+        console.print(layer_table(parallel))
+    console.print(memory_table(parallel))
+
+
+def layer_table(parallel: ParallelModule) -> Table:
+    """One row per kind of split layer: layers that differ in their index only are counted."""
+    table = Table(title=f"What is split over tp={parallel.plan.tp}", title_justify="left")
+    for column in ("layers", "style", "features", "on this rank", "runs on"):
+        table.add_column(column)
+    for name, layers in _grouped(parallel.plan.layers.values()).items():
+        layer = layers[0]
+        own = layer.by_rank[parallel.context.rank]
+        table.add_row(
+            name + (f" (x{len(layers)})" if len(layers) > 1 else ""),
+            layer.style.style,
+            str(max(stop for ranges in layer.by_rank for _, stop in ranges)),
+            f"{length(own)}: {show(own)}",
+            "sequence shards" if layer.sequence_dim is not None else "whole sequences",
+        )
+    return table
+
+
+def memory_table(parallel: ParallelModule) -> Table:
+    """Parameters in all and on this rank, split and whole, and the largest of those that stay whole."""
+    split_full = split_own = whole = bytes_own = 0
+    largest: list[tuple[int, str]] = []
+    for name, parameter in parallel.module.named_parameters():
+        spec = parallel.spec(parameter)
+        bytes_own += parameter.numel() * parameter.element_size()
+        if spec is None:
+            whole += parameter.numel()
+            largest.append((parameter.numel(), name))
+        else:
+            split_full += spec.spec(0).numel
+            split_own += parameter.numel()
+    table = Table(title="Parameters", title_justify="left")
+    for column in ("", "whole model", "this rank"):
+        table.add_column(column, justify="left" if not column else "right")
+    table.add_row("split", f"{split_full:,}", f"{split_own:,}")
+    table.add_row("whole on every tensor rank", f"{whole:,}", f"{whole:,}")
+    table.add_row("all", f"{split_full + whole:,}", f"{split_own + whole:,} ({bytes_own / 2**20:,.1f} MiB)")
+    if parallel.plan.tp > 1 and largest:
+        names = ", ".join(f"{name} ({numel:,})" for numel, name in sorted(largest, reverse=True)[:3])
+        table.caption = f"Largest whole parameters (not in the plan): {names}"
+    return table
+
+
+def _grouped(layers: Iterable[LayerPlan]) -> dict[str, list[LayerPlan]]:
+    groups: dict[str, list[LayerPlan]] = {}
+    for layer in layers:
+        groups.setdefault(re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", layer.name), []).append(layer)
+    return groups

@@ -1,0 +1,47 @@
+"""Lightning under its two names, and its private names. Seen in 2.5 and 2.6.
+
+`lightning.pytorch` and `pytorch_lightning` are separate copies of the same classes, and a Trainer of one refuses a
+strategy of the other (Lightning issues 20526 and 17445). So what we build on is looked up by namespace.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from lightning_megatp.shim.launcher import subprocess_launcher
+
+
+@dataclass(frozen=True)
+class Namespace:
+    """The classes of one copy of Lightning."""
+
+    name: str
+    parallel_strategy: type
+    launcher: type
+    """`_SubprocessScriptLauncher`: what DDPStrategy starts its ranks with; there is no public name for it."""
+    registry: Any
+    """`StrategyRegistry`, for `Trainer(strategy="megatp")`."""
+
+    @classmethod
+    def load(cls, name: str) -> Namespace:
+        """Args:
+        name: "lightning.pytorch" or "pytorch_lightning".
+        """
+        strategies = importlib.import_module(f"{name}.strategies")
+        launchers = importlib.import_module(f"{name}.strategies.launchers.subprocess_script")
+        return cls(
+            name=name,
+            parallel_strategy=strategies.ParallelStrategy,
+            launcher=subprocess_launcher(launchers._SubprocessScriptLauncher),
+            registry=strategies.StrategyRegistry,
+        )
+
+
+def default_store() -> dist.Store:
+    """The store of the default process group, whoever created the group (Lightning, torchrun, the user). torch 2.11-2.13
+    have no public way to ask for it."""
+    return dist.distributed_c10d._get_default_store()

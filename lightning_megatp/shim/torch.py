@@ -1,0 +1,37 @@
+"""Private names of torch. Seen in 2.11 and 2.13."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import DisableTorchFunctionSubclass
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+
+# torch.utils._pytree is what torch's own containers go through (torch.func, export, FSDP2); the public alternative
+# (torch.utils.pytree) does not exist before 2.14. DisableTorchFunctionSubclass is documented in "Extending PyTorch" but
+# has no public home.
+__all__ = [
+    "DisableTorchFunctionSubclass",
+    "accumulated_parameter",
+    "tensor_version",
+    "tree_flatten",
+    "tree_leaves",
+    "tree_map",
+    "tree_unflatten",
+]
+
+
+def tensor_version(x: Tensor) -> int:
+    """How often a tensor was modified in place. `Tensor._version` is what autograd's own check reads; inference tensors
+    have none, and can't be modified outside inference mode."""
+    if x.is_inference():
+        return 0
+    return int(x._version)
+
+
+def accumulated_parameter(node: Any) -> Tensor | None:
+    """The leaf an AccumulateGrad node adds to, None for other nodes. `variable` has no public name (2.13)."""
+    variable = getattr(node, "variable", None)
+    return variable if isinstance(variable, torch.Tensor) else None

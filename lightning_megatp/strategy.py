@@ -1,0 +1,494 @@
+"""MegaTPStrategy: the arguments and the order of set-up. What is done lives in the other files."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import os
+from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from lightning_utilities.core.rank_zero import rank_zero_only
+from torch import Tensor
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.optim import Optimizer
+
+from lightning_megatp.checkpoint.full import (
+    full_optimizer_state,
+    full_state_dict,
+    local_optimizer_state,
+    local_state_dict,
+)
+from lightning_megatp.data import SameBatch
+from lightning_megatp.failure import FailureWatch, ParentWatch
+from lightning_megatp.gradients.buckets import GradientBuckets
+from lightning_megatp.gradients.elementwise import check_elementwise
+from lightning_megatp.gradients.norm import clip_by_norm
+from lightning_megatp.mesh import MeshShape, ParallelMesh
+from lightning_megatp.messages import warn_once_per_run
+from lightning_megatp.metrics import gather_metrics_over
+from lightning_megatp.module import ParallelModule
+from lightning_megatp.plugin import ParallelismPlugin
+from lightning_megatp.randomness import synchronize_random_state
+from lightning_megatp.report import print_layout
+from lightning_megatp.shim.lightning import Namespace, default_store
+from lightning_megatp.tensor.parameters import gather_shards
+
+if TYPE_CHECKING:
+    from lightning.pytorch.strategies import ParallelStrategy as _Base
+else:
+    _Base = object  # the class is completed per Lightning namespace, by `strategy_class`
+
+
+class MegaTPStrategyBase(_Base):
+    """Megatron's tensor, sequence and data parallelism for an unmodified LightningModule.
+
+    Args:
+        tp: Tensor-parallel size: how many ranks share one copy of the model. Its product with `dp` is the number of
+            devices (times nodes).
+        dp: Data-parallel size; by default what the devices leave.
+        plan: How each layer is split, `{pattern: style}`; see the documentation on plans. Short for
+            `parallelism=ParallelismPlugin(plan=...)`.
+        sequence_parallel: False ignores the plan's `sequence` entries.
+        parallelism: A ParallelismPlugin, or a subclass of your own.
+        strict: Raise where otherwise a warning says that something stays whole.
+        summary: Print at set-up who is where and what is split.
+        bucket_mb: Size of the data-parallel gradient buckets in MiB; 0 reduces after backward instead of during it.
+        timeout: Of every collective; Lightning's usual 30 minutes by default.
+        process_group_backend: "nccl" or "gloo"; by default what the devices need.
+        accelerator: Set by the Trainer.
+        parallel_devices: Set by the Trainer.
+        cluster_environment: As for any Lightning strategy.
+        checkpoint_io: As for any Lightning strategy.
+        precision_plugin: As for any Lightning strategy.
+
+    Raises:
+        ValueError: before any training, where sizes, plan and model don't fit together.
+    """
+
+    namespace: Namespace
+
+    def __init__(
+        self,
+        tp: int = 1,
+        dp: int | None = None,
+        plan: dict[str, str | dict[str, Any]] | None = None,
+        sequence_parallel: bool = True,
+        parallelism: ParallelismPlugin | None = None,
+        strict: bool = False,
+        summary: bool = True,
+        bucket_mb: float = 25.0,
+        timeout: timedelta | None = None,
+        process_group_backend: str | None = None,
+        accelerator: Any | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: Any | None = None,
+        checkpoint_io: Any | None = None,
+        precision_plugin: Any | None = None,
+    ) -> None:
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+        )
+        if plan is not None and parallelism is not None:
+            raise ValueError("MegaTPStrategy: give the plan either as `plan` or inside `parallelism`, not both.")
+        if bucket_mb < 0:
+            raise ValueError(f"MegaTPStrategy: bucket_mb={bucket_mb}, but a size is 0 or more MiB.")
+        self.tp, self.dp = tp, dp
+        self.parallelism = parallelism or ParallelismPlugin(plan, strict)
+        self.sequence_parallel, self.summary, self.bucket_mb = sequence_parallel, summary, bucket_mb
+        self.timeout = timeout or timedelta(minutes=30)
+        self.process_group_backend = process_group_backend
+        self.num_nodes = 1
+        MeshShape.fit(tp * (dp or 1), tp=tp, dp=dp)  # sizes below 1 raise here, where they were written
+        self.mesh: ParallelMesh | None = None
+        self.parallel: ParallelModule | None = None
+        self._buckets: GradientBuckets | None = None
+        self._same_batch: SameBatch | None = None
+        self._failure_watch: FailureWatch | None = None
+        self._accumulating = False
+        self._seen: set[tuple[Any, ...]] = set()
+
+    # ---------------------------------------------------------------- the processes
+
+    @property
+    def root_device(self) -> torch.device:
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_processes(self) -> int:
+        """Ranks on this machine."""
+        return len(self.parallel_devices or ())
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether ranks see different samples. At dp = 1 Lightning then leaves the user's loader as it is."""
+        assert self.parallel_devices is not None
+        return self.num_nodes * self.num_processes > self.tp
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        mesh = self._mesh()
+        return {"num_replicas": mesh.size("dp"), "rank": mesh.rank("dp")}
+
+    def _configure_launcher(self) -> None:
+        environment = self.cluster_environment
+        assert environment is not None
+        self._launcher = self.namespace.launcher(environment, self.num_processes, self.num_nodes)
+
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        environment = self.cluster_environment
+        assert environment is not None
+        environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+        environment.set_world_size(self.num_nodes * self.num_processes)
+        rank_zero_only.rank = self.global_rank
+        shape = MeshShape.fit(self.world_size, tp=self.tp, dp=self.dp)
+        self._join_world()
+        if self.mesh is None or self.mesh.shape != shape:
+            self.mesh = ParallelMesh(shape, self.root_device.type, self.timeout)
+        self._same_batch = SameBatch(self.mesh.group("tp"), self.root_device)
+        self._seen.clear()
+
+    def _join_world(self) -> None:
+        """Create the default process group, unless somebody has, and start to watch the other ranks."""
+        environment = self.cluster_environment
+        assert environment is not None
+        name = f"rank {self.global_rank} (tp {self.global_rank % self.tp}, dp {self.global_rank // self.tp})"
+        if not dist.is_initialized():
+            os.environ["MASTER_ADDR"] = environment.main_address
+            os.environ["MASTER_PORT"] = str(environment.main_port)
+            device = self.root_device
+            parent = ParentWatch(name)
+            parent.start()
+            dist.init_process_group(
+                self.process_group_backend or dist.get_default_backend_for_device(device),
+                rank=self.global_rank,
+                world_size=self.world_size,
+                timeout=self.timeout,
+                device_id=device if device.type == "cuda" else None,
+            )
+            parent.stop()
+            atexit.register(self._leave_world)
+        launcher = self._launcher
+        describe = getattr(launcher, "describe_exit", lambda pid: None)
+        self._failure_watch = FailureWatch(
+            self.global_rank, self.world_size, default_store(), name, describe_exit=describe
+        )
+        self._failure_watch.start()
+        if launcher is not None:
+            launcher.failure_watch = self._failure_watch
+
+    def _leave_world(self) -> None:
+        """At exit: meet the other ranks once more, since gloo may abort where one leaves early (torch 2.13)."""
+        if dist.is_initialized() and not self._interrupted():
+            with contextlib.suppress(RuntimeError):  # a rank that is gone must not spoil the others' exit
+                dist.barrier()
+                dist.destroy_process_group()
+
+    # ---------------------------------------------------------------- set-up
+
+    def setup(self, trainer: Any) -> None:
+        assert self.accelerator is not None and self.lightning_module is not None
+        self.accelerator.setup(trainer)
+        mesh, module = self._mesh(), self.lightning_module
+        self.model = self.precision_plugin.convert_module(module)
+        self.parallel = self.parallelism.parallelize(module, mesh, self.root_device, self.sequence_parallel)
+        self.model_to_device()
+        synchronize_random_state(mesh)
+        gather_metrics_over(module, mesh.group("dp"))
+        fitting = trainer.state.fn == "fit"
+        if fitting:
+            self.setup_optimizers(trainer)
+            for optimizer in self.optimizers if self.parallel.sharded else ():
+                check_elementwise(optimizer)
+            self._refresh_buckets()
+        self.setup_precision_plugin()
+        self._agree_on_precision()
+        if self.summary and fitting and self.is_global_zero:
+            print_layout(self.parallel, mesh)
+
+    def model_to_device(self) -> None:
+        assert self.model is not None
+        self.model.to(self.root_device)
+
+    def _agree_on_precision(self) -> None:
+        """Clip by the norm of the unsplit model, and let all ranks skip a step when one found inf or nan."""
+        plugin = self.precision_plugin
+        plugin.clip_grad_by_norm = functools.partial(_clip_grad_by_norm, self)  # type: ignore[method-assign]
+        scaler = getattr(plugin, "scaler", None)
+        if scaler is None or isinstance(scaler, ShardedGradScaler):
+            return
+        if type(scaler) is not torch.amp.GradScaler:
+            raise ValueError(
+                f"MegaTPStrategy: the precision plugin's scaler is a {type(scaler).__name__}, whose ranks would disagree on"
+                " skipped steps. Use torch.amp.GradScaler or ShardedGradScaler."
+            )
+        plugin.scaler = ShardedGradScaler(  # type: ignore[attr-defined]
+            self.root_device.type,
+            init_scale=scaler.get_scale(),
+            growth_factor=scaler.get_growth_factor(),
+            backoff_factor=scaler.get_backoff_factor(),
+            growth_interval=scaler.get_growth_interval(),
+            enabled=scaler.is_enabled(),
+            process_group=dist.group.WORLD,
+        )
+
+    def _refresh_buckets(self) -> None:
+        """Make the gradient buckets for the parameters that now require a gradient (a callback may unfreeze some)."""
+        mesh, module = self._mesh(), self.lightning_module
+        assert module is not None
+        if mesh.size("dp") == 1:
+            return
+        parameters = [p for p in module.parameters() if p.requires_grad]
+        if self._buckets is not None:
+            if [id(p) for p in parameters] == [id(p) for p in self._buckets.parameters]:
+                return
+            self._buckets.close()
+        self._buckets = GradientBuckets(parameters, mesh.group("dp"), self.bucket_mb)
+
+    # ---------------------------------------------------------------- a step
+
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        batch = super().batch_to_device(batch, device, dataloader_idx)
+        return batch if self._same_batch is None else self._same_batch(batch)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self._first("train"):
+            self._refresh_buckets()
+        return self._run_step("train", super().training_step, args, kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run_step("validate", super().validation_step, args, kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run_step("test", super().test_step, args, kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run_step("predict", super().predict_step, args, kwargs)
+
+    def _run_step(self, kind: str, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        parallel = self._parallel()
+        watch = self._first(kind)
+        self._seen.add(self._moment(kind))
+        with parallel.step(watch):
+            outputs = parallel.outputs(step(*args, **kwargs))
+        if kind != "train":
+            parallel.keep_whole_where_used_outside(self.optimizers)
+        return outputs
+
+    def _first(self, kind: str) -> bool:
+        """Whether this is the first step of its kind in this epoch: one is watched per epoch, since a step may change."""
+        return self._moment(kind) not in self._seen
+
+    def _moment(self, kind: str) -> tuple[Any, ...]:
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        return kind, trainer.current_epoch, trainer.sanity_checking
+
+    @contextlib.contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Lightning's signal that gradients are only accumulated in this batch."""
+        self._accumulating = True
+        try:
+            yield
+        finally:
+            self._accumulating = False
+
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        parallel, module = self._parallel(), self.lightning_module
+        assert module is not None
+        self.pre_backward(closure_loss)
+        with parallel.unwatched():
+            if parallel.watching:
+                parallel.trace([closure_loss])
+            held = {} if module.automatic_optimization else self._set_aside_gradients()
+            if self._buckets is not None:
+                self._buckets.enabled = not self._accumulating
+            closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
+            self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
+            if not self._accumulating:
+                if self._buckets is not None:
+                    self._buckets.finish()
+                self.parallelism.finalize_gradients(parallel)
+            for parameter, grad in held.items():
+                parameter.grad = grad if parameter.grad is None else parameter.grad + grad
+            parallel.keep_whole_where_used_outside(self.optimizers)
+            closure_loss = self.precision_plugin.post_backward(closure_loss, module)
+        self.post_backward(closure_loss)
+        return closure_loss
+
+    def _set_aside_gradients(self) -> dict[Tensor, Tensor]:
+        """Manual optimization may call backward several times before a step: what was reduced must not be summed again."""
+        assert self.lightning_module is not None
+        held = {p: p.grad for p in self.lightning_module.parameters() if p.grad is not None}
+        for parameter in held:
+            parameter.grad = None
+        return held
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        with self._parallel().unwatched():
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
+
+    # ---------------------------------------------------------------- all ranks together
+
+    def barrier(self, name: str | None = None) -> None:
+        if dist.is_initialized() and not self._interrupted():
+            devices = [self.root_device.index] if dist.get_backend() == "nccl" else None
+            dist.barrier(device_ids=devices)
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        if not dist.is_initialized():
+            return obj
+        objects = [obj]
+        dist.broadcast_object_list(objects, src=src)
+        return objects[0]
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """Stack a tensor over the data-parallel ranks; at dp = 1 it comes back as it is, as on one device."""
+        group = group or self._mesh().group("dp")
+        if group.size() == 1:
+            return tensor
+        return super().all_gather(tensor, group=group, sync_grads=sync_grads)
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduce over the data-parallel ranks, by default to the mean; tensor ranks hold the same value already."""
+        if not isinstance(tensor, Tensor) or self.mesh is None:
+            return tensor
+        group = group or self.mesh.group("dp")
+        if group.size() == 1:
+            return tensor
+        mean = isinstance(reduce_op, str) and reduce_op.lower() in ("mean", "avg")
+        op = reduce_op if not isinstance(reduce_op, str) else getattr(dist.ReduceOp, "SUM" if mean else reduce_op.upper())
+        total = tensor.clone()
+        dist.all_reduce(total, op=op, group=group)
+        return total / group.size() if mean else total
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        votes = torch.tensor(int(decision), device=self.root_device)
+        dist.all_reduce(votes)
+        return bool(votes == self.world_size) if all else bool(votes > 0)
+
+    # ---------------------------------------------------------------- checkpoints
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The whole model under canonical names, on global rank 0; empty on the other ranks."""
+        assert self.lightning_module is not None
+        parallel, mesh = self._parallel(), self._mesh()
+        if mesh.rank("dp") > 0 or self._cannot_gather():
+            return {}
+        full = full_state_dict(self.lightning_module.state_dict(), parallel)
+        return full if self.is_global_zero else {}
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        parallel, mesh = self._parallel(), self._mesh()
+        if mesh.rank("dp") > 0 or self._cannot_gather():
+            return {}
+        full = full_optimizer_state(getattr(optimizer, "optimizer", optimizer), parallel)
+        return full if self.is_global_zero else {}
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        if self._cannot_gather():
+            warn_once_per_run(
+                f"no checkpoint was written to {filepath}: after an exception the other tensor ranks, which hold the rest of"
+                " the model, can't be asked for it. The last regular checkpoint is the newest."
+            )
+            return
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Lightning restores the model before `setup` splits it; a model split by an earlier run gets its shards."""
+        assert self.lightning_module is not None
+        split: ParallelModule | None = self.parallelism.split_form(self.lightning_module)
+        state = checkpoint["state_dict"]
+        self.lightning_module.load_state_dict(local_state_dict(state, split) if split else state, strict=strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        parallel = self._parallel()
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            optimizer.load_state_dict(local_optimizer_state(state, optimizer, parallel))
+
+    def _cannot_gather(self) -> bool:
+        return self._interrupted() and self._mesh().size("tp") > 1
+
+    # ---------------------------------------------------------------- the end
+
+    def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
+        if self._failure_watch is not None:
+            self._failure_watch.report(exception)
+
+    def teardown(self) -> None:
+        super().teardown()
+        if self._buckets is not None:
+            self._buckets.close()
+            self._buckets = None
+        if self._failure_watch is not None:
+            self._failure_watch.stop()
+
+    def _interrupted(self) -> bool:
+        trainer = getattr(self.lightning_module, "_trainer", None)
+        return trainer is not None and bool(trainer.interrupted)
+
+    # ---------------------------------------------------------------- what people ask for
+
+    def parameter_counts(self) -> tuple[int, int]:
+        """Parameters of the whole model, and of this rank; tied ones once."""
+        parallel = self._parallel()
+        whole = local = 0
+        for parameter in parallel.module.parameters():
+            spec = parallel.spec(parameter)
+            whole += parameter.numel() if spec is None else torch.Size(spec.shape).numel()
+            local += parameter.numel()
+        return whole, local
+
+    def full_gradients(self) -> dict[str, Tensor]:
+        """The gradients of the whole model under canonical names, on every rank of a tensor group; for looking at them.
+
+        Communication: one all-gather over tp per sharded parameter.
+        """
+        parallel = self._parallel()
+        gradients = {}
+        for name, parameter in parallel.module.named_parameters():
+            if parameter.grad is not None:
+                spec, group = parallel.spec(parameter), parallel.context.group
+                gradients[name] = parameter.grad.clone() if spec is None else gather_shards(parameter.grad, spec, group)
+        return gradients
+
+    def _mesh(self) -> ParallelMesh:
+        if self.mesh is None:
+            raise RuntimeError("MegaTPStrategy: the mesh exists once a Trainer has started the processes (fit, test, ...).")
+        return self.mesh
+
+    def _parallel(self) -> ParallelModule:
+        if self.parallel is None:
+            raise RuntimeError("MegaTPStrategy: the model is split once a Trainer has set it up (fit, test, ...).")
+        return self.parallel
+
+
+def _clip_grad_by_norm(strategy: MegaTPStrategyBase, optimizer: Optimizer, clip_val: float) -> None:
+    """Stands in for the precision plugin's method of that name: there is no hook of the strategy for it."""
+    parameters = strategy.precision_plugin.main_params(optimizer)
+    clip_by_norm(parameters, clip_val, strategy._parallel(), strategy._mesh())
+
+
+def strategy_class(namespace: str, module: str) -> type[MegaTPStrategyBase]:
+    """Complete the strategy for one copy of Lightning, and register it there as "megatp".
+
+    Args:
+        namespace: "lightning.pytorch" or "pytorch_lightning".
+        module: where users import it from.
+    """
+    found = Namespace.load(namespace)
+    body = {"__module__": module, "__doc__": MegaTPStrategyBase.__doc__, "namespace": found}
+    made = type("MegaTPStrategy", (MegaTPStrategyBase, found.parallel_strategy), body)
+    found.registry.register("megatp", made, description="Megatron's tensor, sequence and data parallelism", override=True)
+    return made

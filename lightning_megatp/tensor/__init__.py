@@ -1,0 +1,1 @@
+"""Parallel layers, their regions and their collectives."""

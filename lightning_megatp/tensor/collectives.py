@@ -1,0 +1,241 @@
+"""Megatron's collectives as autograd functions. None of them modifies its input.
+
+Every backward node carries `region_above` and `region_below`: in which region its output and its input live, seen from
+the loss. "whole": the same on every tensor rank; "tensor": between a column layer's entry and a row layer's exit, where
+each rank has its own features; "sequence": each rank has its own tokens. `lineage.py` walks these marks.
+
+Shapes: b batch, s sequence, h hidden, t tensor-parallel size. Volumes are elements received per rank by a ring.
+Source: Shoeybi et al. 2019, section 3 (f and g); Korthikanti et al. 2022, section 4.2.2 (g and g-bar).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_megatp.plan.ranges import Ranges, split_evenly
+
+
+def sequence_sizes(length: int, ways: int) -> list[int]:
+    """Tokens per rank; lengths not divisible by `ways` give the first ranks one more."""
+    return [stop - start for start, stop in split_evenly(length, ways)]
+
+
+def copy_to_region(x: Tensor, group: dist.ProcessGroup, above: str = "tensor") -> Tensor:
+    """Identity; all-reduce the gradient (f). Enters a tensor region with a whole value.
+
+    Args:
+        x: any shape, the same on every rank.
+        above: the region entered, "tensor" or "sequence".
+
+    Communication: none forward; 2 (t - 1) / t * numel(x) backward.
+    """
+    return x if group.size() == 1 else _Copy.apply(x, group, above)
+
+
+def reduce_from_region(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """All-reduce; identity for the gradient (g). Leaves a tensor region with a partial sum.
+
+    Communication: 2 (t - 1) / t * numel(x) forward; none backward.
+    """
+    return x if group.size() == 1 else _Reduce.apply(x, group)
+
+
+def gather_from_region(x: Tensor, group: dist.ProcessGroup, sizes: Sequence[int]) -> Tensor:
+    """All-gather the last dim; slice the gradient. Leaves a tensor region with features.
+
+    Args:
+        x: (..., sizes[rank]).
+
+    Returns:
+        (..., sum(sizes)), the same on every rank.
+
+    Communication: (t - 1) / t * numel(result) forward (padded to equal sizes); none backward.
+    """
+    return x if group.size() == 1 else _Gather.apply(x, group, -1, sizes, "whole", "tensor", False)
+
+
+def scatter_to_region(x: Tensor, group: dist.ProcessGroup, by_rank: Sequence[Ranges]) -> Tensor:
+    """Take this rank's ranges of the last dim; all-gather the gradient. Enters a tensor region with a whole value.
+
+    Communication: none forward; (t - 1) / t * numel(x) backward.
+    """
+    return x if group.size() == 1 else _Scatter.apply(x, group, -1, by_rank, "tensor", "whole")
+
+
+def scatter_sequence(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+    """Take this rank's tokens; all-gather the gradient. Enters a sequence region.
+
+    Args:
+        x: (b, s, h) with dim=1 or (s, b, h) with dim=0, the same on every rank.
+
+    Communication: none forward; (t - 1) / t * numel(x) backward.
+    """
+    by_rank = [(piece,) for piece in split_evenly(x.shape[dim], group.size())]
+    return _Scatter.apply(x, group, dim, by_rank, "sequence", "whole")
+
+
+def gather_sequence(x: Tensor, group: dist.ProcessGroup, dim: int, length: int, above: str) -> Tensor:
+    """All-gather the tokens. The gradient is reduce-scattered when a tensor region follows (each rank then holds a
+    partial sum of it), and sliced when whole values follow.
+
+    Args:
+        x: (b, tokens of this rank, h) with dim=1.
+        length: tokens of all ranks together.
+        above: what follows, "tensor" or "whole".
+
+    Communication: (t - 1) / t * numel(result) forward; the same backward into a tensor region, else none.
+    """
+    sizes = sequence_sizes(length, group.size())
+    return _Gather.apply(x, group, dim, sizes, above, "sequence", above == "tensor")
+
+
+def reduce_scatter_sequence(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+    """Sum the partial values of a tensor region, keep this rank's tokens (g-bar); all-gather the gradient.
+
+    Args:
+        x: (b, s, h) with dim=1, a partial sum.
+
+    Communication: (t - 1) / t * numel(x) forward, the same backward.
+    """
+    return _ReduceScatter.apply(x, group, dim)
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, above: str) -> Tensor:
+        ctx.group, ctx.region_above, ctx.region_below = group, above, "whole"
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return all_reduce(grad, ctx.group), None, None
+
+
+class _Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.region_above, ctx.region_below = "whole", "tensor"
+        return all_reduce(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return grad, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int, sizes: Sequence[int], above: str, below: str, sum_: bool
+    ) -> Tensor:
+        ctx.group, ctx.dim, ctx.sizes, ctx.sum = group, dim, sizes, sum_
+        ctx.region_above, ctx.region_below = above, below
+        return all_gather(x, group, dim, sizes)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.sum:
+            grad = reduce_scatter(grad, ctx.group, ctx.dim, ctx.sizes)
+        else:
+            rank = dist.get_rank(ctx.group)
+            grad = grad.narrow(ctx.dim, sum(ctx.sizes[:rank]), ctx.sizes[rank])
+        return grad, None, None, None, None, None, None
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int, by_rank: Sequence[Ranges], above: str, below: str
+    ) -> Tensor:
+        ctx.group, ctx.dim, ctx.by_rank, ctx.size = group, dim, by_rank, x.shape[dim]
+        ctx.region_above, ctx.region_below = above, below
+        return take_ranges(x, dim, by_rank[dist.get_rank(group)])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return gather_ranges(grad, ctx.group, ctx.dim, ctx.by_rank), None, None, None, None, None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+        ctx.group, ctx.dim, ctx.sizes = group, dim, sequence_sizes(x.shape[dim], group.size())
+        ctx.region_above, ctx.region_below = "sequence", "tensor"
+        return reduce_scatter(x, group, dim, ctx.sizes)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return all_gather(grad, ctx.group, ctx.dim, ctx.sizes), None, None
+
+
+def all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The sum over the group as a new tensor."""
+    total = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group)
+    return total
+
+
+def all_gather(x: Tensor, group: dist.ProcessGroup, dim: int, sizes: Sequence[int]) -> Tensor:
+    """Concatenate the ranks' tensors along `dim`; uneven sizes are padded on the wire and stripped."""
+    ways, most = len(sizes), max(sizes)
+    even = min(sizes) == most
+    sent = x.contiguous() if even else _pad(x, dim, most)
+    received = sent.new_empty((ways, *sent.shape))
+    dist.all_gather_into_tensor(received.view(ways * sent.shape[0], *sent.shape[1:]) if sent.dim() else received, sent, group=group)
+    if even:
+        dim = dim % x.dim()
+        return received.movedim(0, dim).reshape(*x.shape[:dim], ways * most, *x.shape[dim + 1 :])
+    return torch.cat([part.narrow(dim, 0, size) for part, size in zip(received, sizes, strict=True)], dim)
+
+
+def reduce_scatter(x: Tensor, group: dist.ProcessGroup, dim: int, sizes: Sequence[int]) -> Tensor:
+    """Sum over the group, keep this rank's piece along `dim`; uneven pieces are padded on the wire and stripped."""
+    rank, most = dist.get_rank(group), max(sizes)
+    if min(sizes) == most:
+        dim = dim % x.dim()
+        split = x.reshape(*x.shape[:dim], len(sizes), most, *x.shape[dim + 1 :]).movedim(dim, 0)
+    else:
+        split = torch.stack([_pad(piece, dim, most) for piece in x.split(list(sizes), dim)])
+    split = split.contiguous()
+    kept = split.new_empty(split.shape[1:])
+    dist.reduce_scatter_tensor(kept, split.view(-1, *split.shape[2:]), group=group)
+    return kept.narrow(dim, 0, sizes[rank])
+
+
+def take_ranges(x: Tensor, dim: int, ranges: Ranges) -> Tensor:
+    """The given ranges of `dim`, one after another, contiguous."""
+    if not ranges:
+        return x.narrow(dim, 0, 0).contiguous()
+    if len(ranges) == 1:
+        return x.narrow(dim, ranges[0][0], ranges[0][1] - ranges[0][0]).contiguous()
+    return torch.cat([x.narrow(dim, start, stop - start) for start, stop in ranges], dim)
+
+
+def gather_ranges(x: Tensor, group: dist.ProcessGroup, dim: int, by_rank: Sequence[Ranges]) -> Tensor:
+    """All-gather shards and put them in the order of the full dimension."""
+    sizes = [sum(stop - start for start, stop in ranges) for ranges in by_rank]
+    gathered = all_gather(x, group, dim, sizes)
+    order = canonical_order(by_rank)
+    return gathered if order is None else gathered.index_select(dim, torch.tensor(order, device=x.device))
+
+
+def canonical_order(by_rank: Sequence[Ranges]) -> list[int] | None:
+    """Positions in the concatenated shards of features 0, 1, 2, ...; None when they already lie so."""
+    features = [i for ranges in by_rank for start, stop in ranges for i in range(start, stop)]
+    if features == list(range(len(features))):
+        return None
+    first: dict[int, int] = {}
+    for position, feature in enumerate(features):
+        first.setdefault(feature, position)
+    return [first[feature] for feature in range(len(first))]
+
+
+def _pad(x: Tensor, dim: int, size: int) -> Tensor:
+    missing = size - x.shape[dim]
+    dim = dim % x.dim()
+    return F.pad(x, [0, 0] * (x.dim() - dim - 1) + [0, missing]).contiguous()

@@ -1,0 +1,112 @@
+"""What the parallel layers of one model share: their group, the entry into regions, and the random stream inside."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_megatp.shim.torch import tensor_version
+from lightning_megatp.tensor.collectives import copy_to_region, gather_sequence
+from lightning_megatp.tensor.random import RankStream
+from lightning_megatp.tensor.sequence import SequenceShard
+
+
+@dataclass(eq=False)
+class Region:
+    """Column layers and the row layers that consume them: an attention, an MLP.
+
+    Between its first column layer and its row layer each rank computes other features, so random numbers there must
+    differ from rank to rank. `random` is set as soon as a step was seen drawing numbers inside.
+    """
+
+    name: str
+    random: bool = False
+
+
+class TensorContext:
+    """Shared by every parallel layer of a model.
+
+    Args:
+        group: the tensor-parallel process group.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.rank = dist.get_rank(group)
+        self.size = group.size()
+        self.stream = RankStream(self.rank)
+        self.open_region: Region | None = None
+        self.inside_layer = 0
+        """Above zero while a parallel layer's own forward runs: StepWatch then looks away."""
+        self._entered = _Entered()
+
+    def enter(self, x: Tensor, region: Region | None) -> Tensor:
+        """Bring a value into a tensor region: one collective per input tensor, shared by all column layers reading it.
+
+        Args:
+            x: (..., h) whole, or a SequenceShard, which is gathered.
+
+        Returns:
+            (..., h), the whole sequence, inside the region.
+
+        Communication: `copy_to_region` or `gather_sequence`, once per tensor.
+        """
+        entered = self._entered.get(x)
+        if entered is None:
+            if isinstance(x, SequenceShard):
+                layout = x.tokens
+                entered = gather_sequence(x.local(), self.group, layout.dim, layout.length, "tensor")
+            else:
+                entered = copy_to_region(x, self.group)
+            self._entered.put(x, entered)
+        self.open_region = region
+        if region is not None and region.random and torch.is_grad_enabled():
+            self.stream.enter(x.device)
+        return entered
+
+    def leave(self) -> None:
+        """A row layer is reached: what follows is the same on all ranks, and so are its random numbers."""
+        self.stream.leave()
+        self.open_region = None
+
+    def draw_inside(self, device: torch.device) -> None:
+        """A random operation was seen in an open region: from here on it has its own stream."""
+        if self.open_region is not None and not self.stream.active:
+            self.open_region.random = True
+            self.stream.enter(device)
+
+    def end_step(self) -> None:
+        """Forget the step's tensors; a region left without a row layer hands its random stream back."""
+        self._entered.clear()
+        self.leave()
+
+
+@dataclass
+class _Entered:
+    """The last tensor that entered a region, and what it became.
+
+    A tensor counts as the same only if it is the same object, unmodified since, in the same grad mode.
+    """
+
+    key: tuple[int, bool, bool] | None = None
+    source: weakref.ref[Tensor] | None = None
+    value: Tensor | None = field(default=None, repr=False)
+
+    def get(self, x: Tensor) -> Tensor | None:
+        if self.source is None or self.source() is not x or self.key != self._key(x):
+            return None
+        return self.value
+
+    def put(self, x: Tensor, value: Tensor) -> None:
+        self.key, self.source, self.value = self._key(x), weakref.ref(x), value
+
+    def clear(self) -> None:
+        self.key = self.source = self.value = None
+
+    @staticmethod
+    def _key(x: Tensor) -> tuple[int, bool, bool]:
+        return tensor_version(x), torch.is_grad_enabled(), torch.is_inference_mode_enabled()

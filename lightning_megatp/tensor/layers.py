@@ -1,0 +1,202 @@
+"""Parallel layers. Each is made from an existing layer *in place*: the object keeps its identity, its hooks, its ties and
+its parameters' names, stays an `nn.Linear` or `nn.Embedding` by isinstance, and holds only this rank's shard.
+
+Source: Shoeybi et al. 2019, section 3; Korthikanti et al. 2022, section 4.2.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_megatp.plan.ranges import Ranges, length
+from lightning_megatp.tensor.collectives import (
+    canonical_order,
+    gather_from_region,
+    reduce_from_region,
+    reduce_scatter_sequence,
+    scatter_to_region,
+)
+from lightning_megatp.tensor.context import Region, TensorContext
+from lightning_megatp.tensor.parameters import slice_whole
+from lightning_megatp.tensor.sequence import SequenceLayout, SequenceShard
+
+L = TypeVar("L", bound="ParallelLayer")
+
+
+class ParallelLayer(nn.Module):
+    """What the parallel layers share. Not a layer by itself."""
+
+    context: TensorContext
+    by_rank: tuple[Ranges, ...]
+    """Ranges of the split dimension, for every rank of the tensor group."""
+    region: Region | None
+    label: str
+    """Name in the LightningModule, for messages."""
+    whole_parameters: frozenset[str]
+    """Parameters kept whole, because the step also uses them outside this layer; they are sliced when used here."""
+
+    @classmethod
+    def adopt(
+        cls: type[L],
+        layer: nn.Module,
+        context: TensorContext,
+        by_rank: tuple[Ranges, ...],
+        label: str = "",
+        region: Region | None = None,
+        **options: Any,
+    ) -> L:
+        """Turn an existing layer into this class, in place. Its parameters have been, or will be, cut to this rank's
+        ranges by the caller (`tensor.parameters.shard_`), since tied parameters are cut once."""
+        layer.__class__ = cls
+        assert isinstance(layer, cls)
+        layer.context, layer.by_rank, layer.label, layer.region = context, by_rank, label, region
+        layer.whole_parameters = frozenset()
+        for name, value in options.items():
+            setattr(layer, name, value)
+        layer._set_local_sizes()
+        return layer
+
+    @property
+    def group(self) -> Any:
+        """The tensor-parallel process group."""
+        return self.context.group
+
+    @property
+    def ranges(self) -> Ranges:
+        """What this rank owns of the split dimension."""
+        return self.by_rank[self.context.rank]
+
+    @property
+    def sizes(self) -> list[int]:
+        """Features of each rank."""
+        return [length(ranges) for ranges in self.by_rank]
+
+    def forward(self, input: Tensor) -> Tensor:  # the name nn.Linear and nn.Embedding use: callers may pass it by keyword
+        """The layer's own work, marked so that a StepWatch does not take it for a use from outside."""
+        self.context.inside_layer += 1
+        try:
+            return self._compute(input)
+        finally:
+            self.context.inside_layer -= 1
+
+    def _compute(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def _set_local_sizes(self) -> None:
+        raise NotImplementedError
+
+    def _own(self, name: str, dim: int) -> Tensor:
+        """This rank's part of a parameter."""
+        parameter = getattr(self, name)
+        return slice_whole(parameter, self.group, dim, self.by_rank) if name in self.whole_parameters else parameter
+
+
+class ColumnParallelLinear(ParallelLayer, nn.Linear):
+    """y = x A^T + b with the output features of A split over the tensor ranks.
+
+    Input (..., in_features) whole or a SequenceShard; output (..., features of this rank), or all features with
+    `gather_output`.
+
+    Communication: see TensorContext.enter; with `gather_output` also `gather_from_region`.
+    """
+
+    gather_output: bool = False
+
+    @property
+    def out_range(self) -> Ranges:
+        """This rank's output features."""
+        return self.ranges
+
+    def _set_local_sizes(self) -> None:
+        self.out_features = length(self.ranges)
+        self._order = canonical_order(self.by_rank) if self.gather_output else None
+
+    def _compute(self, x: Tensor) -> Tensor:
+        entered = self.context.enter(x, None if self.gather_output else self.region)
+        bias = None if self.bias is None else self._own("bias", 0)
+        y = F.linear(entered, self._own("weight", 0), bias)
+        if not self.gather_output:
+            return y
+        y = gather_from_region(y, self.group, self.sizes)
+        return y if self._order is None else y.index_select(-1, torch.tensor(self._order, device=y.device))
+
+
+class RowParallelLinear(ParallelLayer, nn.Linear):
+    """y = x A^T + b with the input features of A split over the tensor ranks; the partial results are summed.
+
+    Input (..., features of this rank), or whole with `split_input`; output (..., out_features) whole, or a SequenceShard
+    along `sequence_dim`. The bias is added once, after the sum.
+
+    Communication: `reduce_from_region`, or `reduce_scatter_sequence` in a sequence region (the same bytes).
+    """
+
+    split_input: bool = False
+    sequence_dim: int | None = None
+
+    def _set_local_sizes(self) -> None:
+        self.in_features = length(self.ranges)
+
+    def _compute(self, x: Tensor) -> Tensor:
+        if self.split_input:
+            x = scatter_to_region(x.whole() if isinstance(x, SequenceShard) else x, self.group, self.by_rank)
+        if x.shape[-1] != self.in_features:
+            raise ValueError(
+                f"MegaTPStrategy: `{self.label}` has the plan's style `row` and expects {self.in_features} of"
+                f" {sum(self.sizes)} input features on this rank, but got {x.shape[-1]}. Its input must come from a"
+                f" `column` layer split the same way; for a whole input use the style `row_split`."
+            )
+        partial = F.linear(x, self._own("weight", 1))
+        self.context.leave()
+        dim = self.sequence_dim
+        if dim is None or partial.dim() <= dim + 1:
+            y = reduce_from_region(partial, self.group)
+            return y if self.bias is None else y + self.bias.to(y.dtype)
+        layout = SequenceLayout(dim - partial.dim(), partial.shape[dim], self.group, self.context.stream)
+        y = reduce_scatter_sequence(partial, self.group, layout.dim)
+        return SequenceShard.wrap(y if self.bias is None else y + self.bias.to(y.dtype), layout)
+
+
+class VocabParallelEmbedding(ParallelLayer, nn.Embedding):
+    """An embedding table split on its rows (the vocabulary).
+
+    Input (...) int ids, the same on every rank; output (..., h) whole.
+
+    Communication: `reduce_from_region` of the output.
+    """
+
+    def _set_local_sizes(self) -> None:
+        self.full_vocabulary = self.num_embeddings
+        (self.first, stop), *_ = self.ranges
+        self.num_embeddings = stop - self.first
+        padding = self.padding_idx
+        self.local_padding = padding - self.first if padding is not None and self.first <= padding < stop else None
+
+    def _compute(self, x: Tensor) -> Tensor:
+        rows = self.num_embeddings
+        elsewhere = (x < self.first) | (x >= self.first + rows)
+        # Ids of other ranks look up row 0 and are zeroed below; ids outside the vocabulary stay out of range here too,
+        # so that the lookup itself complains, as on one device.
+        valid = (x >= 0) & (x < self.full_vocabulary)
+        index = (x - self.first).masked_fill(elsewhere, 0).masked_fill(~valid, rows)
+        y = F.embedding(index, self._own("weight", 0), self.local_padding)
+        return reduce_from_region(y.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.group)
+
+
+class HiddenParallelEmbedding(ParallelLayer, nn.Embedding):
+    """An embedding table split on its hidden dim.
+
+    Input (...) int ids; output (..., h) whole.
+
+    Communication: `gather_from_region` of the output.
+    """
+
+    def _set_local_sizes(self) -> None:
+        self.embedding_dim = length(self.ranges)
+
+    def _compute(self, x: Tensor) -> Tensor:
+        y = F.embedding(x, self._own("weight", 1), self.padding_idx, None, 2.0, self.scale_grad_by_freq)
+        return gather_from_region(y, self.group, self.sizes)

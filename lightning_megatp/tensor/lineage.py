@@ -1,0 +1,57 @@
+"""In which regions a loss uses each parameter, read off its autograd graph.
+
+A parameter used where each rank holds other features or other tokens gets a partial gradient, to be summed over the
+tensor ranks; used where values are whole it gets the full one. Rather than guess, walk the real graph of a step once,
+from the loss to the leaves, and change region at the marks that the collectives left (`region_above`, `region_below`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from lightning_megatp.shim.torch import accumulated_parameter
+
+
+@dataclass
+class Lineage:
+    """What a walk found."""
+
+    regions: dict[int, set[str]] = field(default_factory=dict)
+    """id(leaf) -> the regions in which it is used: "whole", "tensor", "sequence"."""
+    leaves: dict[int, Tensor] = field(default_factory=dict)
+    crossings: set[tuple[str, str]] = field(default_factory=set)
+    """(found, expected): a value of one region used in another without passing an entry or exit."""
+
+
+def trace_regions(outputs: Iterable[Tensor]) -> Lineage:
+    """Walk the graph from the outputs of a step, which live in the region "whole".
+
+    Args:
+        outputs: tensors with or without a graph, usually the loss.
+
+    Returns:
+        The regions of every leaf that requires a gradient. No communication, no computation on tensors.
+    """
+    lineage = Lineage()
+    todo: list[tuple[Any, str]] = [(x.grad_fn, "whole") for x in outputs if x.grad_fn is not None]
+    seen = set(todo)  # holds the nodes alive: their wrappers, and so their identity, last as long as a reference does
+    while todo:
+        node, region = todo.pop()
+        above = getattr(node, "region_above", None)
+        if above is not None:
+            if above != region:
+                lineage.crossings.add((above, region))
+            region = node.region_below
+        leaf = accumulated_parameter(node)
+        if leaf is not None:
+            lineage.leaves[id(leaf)] = leaf
+            lineage.regions.setdefault(id(leaf), set()).add(region)
+        for parent, _ in node.next_functions:
+            if parent is not None and (parent, region) not in seen:
+                seen.add((parent, region))
+                todo.append((parent, region))
+    return lineage

@@ -1,0 +1,64 @@
+"""Random numbers: the same on all tensor ranks for whole values, different ones where each rank has its own values.
+
+The replicated stream is the process's default generator, untouched: at dp = 1 it is the stream of the one-device run.
+Inside a sharded region the device's generator is reseeded from one number drawn from that stream and the tensor rank.
+Nothing is remembered between calls, so activation checkpointing (which restores the default generators) and resuming
+reproduce the same masks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+_MIX = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: neighbouring ranks get unrelated seeds
+
+
+class RankStream:
+    """This tensor rank's own random stream, entered and left around sharded values."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._outside: tuple[torch.Generator, torch.Tensor] | None = None
+
+    @property
+    def active(self) -> bool:
+        return self._outside is not None
+
+    def enter(self, device: torch.device) -> None:
+        """Draw one number from the replicated stream and go on from it mixed with the rank. No-op when inside."""
+        if self._outside is not None:
+            return
+        drawn = int(torch.randint(0, 2**62, (), device="cpu", generator=torch.default_generator))
+        generator = default_generator(device)
+        self._outside = generator, generator.get_state()
+        generator.manual_seed((drawn + (self._rank + 1) * _MIX) % 2**63)
+
+    def leave(self) -> None:
+        """Go back to the replicated stream. No-op when outside."""
+        if self._outside is not None:
+            generator, state = self._outside
+            generator.set_state(state)
+            self._outside = None
+
+    @contextmanager
+    def inside(self, device: torch.device) -> Iterator[None]:
+        """One operation on sharded values; inside an open stream it simply goes on."""
+        if self.active:
+            yield
+            return
+        self.enter(device)
+        try:
+            yield
+        finally:
+            self.leave()
+
+
+def default_generator(device: torch.device) -> torch.Generator:
+    """The generator random operations on a device use when none is given."""
+    if device.type == "cuda":
+        index = device.index if device.index is not None else torch.cuda.current_device()
+        return torch.cuda.default_generators[index]
+    return torch.default_generator

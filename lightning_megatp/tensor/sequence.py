@@ -1,0 +1,241 @@
+"""SequenceShard: this rank's tokens of a tensor, that behaves as the whole one.
+
+Between a row layer's exit and the next column layer's entry, LayerNorm, dropout, residual adds and other operations that
+treat every token alike run on the shard. Any other operation (a mean over tokens, a convolution, indexing) gathers the
+whole tensor first. So a block may be run this way whatever it does: what is not local is merely not faster.
+Source: Korthikanti et al. 2022, section 4.2.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_megatp.shim.torch import DisableTorchFunctionSubclass, tree_leaves, tree_map
+from lightning_megatp.tensor.collectives import copy_to_region, gather_sequence, scatter_sequence
+from lightning_megatp.tensor.random import RankStream
+
+
+@dataclass(frozen=True)
+class SequenceLayout:
+    """Where the sequence lies in a sharded tensor."""
+
+    dim: int
+    """Negative, counted from the last dim."""
+    length: int
+    """Tokens of all ranks together."""
+    group: dist.ProcessGroup
+    stream: RankStream
+    """For dropout on the shard."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, SequenceLayout) and (self.dim, self.length) == (other.dim, other.length)
+
+    def __hash__(self) -> int:
+        return hash((self.dim, self.length))
+
+
+class SequenceShard(torch.Tensor):
+    """A tensor of which this rank holds some tokens; shape, size and operations are those of the whole tensor."""
+
+    tokens: SequenceLayout
+
+    @staticmethod
+    def wrap(local: Tensor, layout: SequenceLayout) -> SequenceShard:
+        """Args:
+        local: the tokens of this rank, a plain tensor.
+        """
+        with DisableTorchFunctionSubclass():
+            shard = local.as_subclass(SequenceShard)
+        shard.tokens = layout
+        return shard
+
+    @staticmethod
+    def scatter(x: Tensor, dim: int, group: dist.ProcessGroup, stream: RankStream) -> SequenceShard:
+        """Shard a whole tensor along `dim` (counted from the front)."""
+        layout = SequenceLayout(dim - x.dim(), x.shape[dim], group, stream)
+        return SequenceShard.wrap(scatter_sequence(x, group, layout.dim), layout)
+
+    def local(self) -> Tensor:
+        """This rank's tokens as a plain tensor."""
+        with DisableTorchFunctionSubclass():
+            return self.as_subclass(Tensor)
+
+    def whole(self) -> Tensor:
+        """All tokens as a plain tensor, the same on every rank.
+
+        Communication: `gather_sequence` into whole values.
+        """
+        layout = self.tokens
+        return gather_sequence(self.local(), layout.group, layout.dim, layout.length, "whole")
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = operation_name(func)
+        if name in _METADATA:
+            with DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if name in _SHAPE:
+            return _shape(name, *args, **kwargs)
+        if name in _TOKEN_LOCAL and _TOKEN_LOCAL[name](args, kwargs):
+            result = _run_on_tokens(func, name, args, kwargs)
+            if result is not None:
+                return result
+        if _mutates_shard(name, args, kwargs):
+            raise RuntimeError(
+                f"MegaTPStrategy: `{name}` changes a sequence-sharded tensor in place, and needs all of its tokens. Write "
+                f"it without in-place change, or take the `sequence` style of this block out of the plan."
+            )
+        return func(*tree_map(_gathered, args), **tree_map(_gathered, kwargs))
+
+
+def operation_name(func: Callable[..., Any]) -> str:
+    """`add`, `layer_norm`, or the property's name for a getter (`shape`)."""
+    name = getattr(func, "__name__", "")
+    return getattr(getattr(func, "__self__", None), "__name__", name) if name in ("__get__", "__set__") else name
+
+
+def _gathered(x: Any) -> Any:
+    return x.whole() if isinstance(x, SequenceShard) else x
+
+
+def _mutates_shard(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    if isinstance(kwargs.get("out"), SequenceShard):
+        return True
+    in_place = (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE
+    return in_place and bool(args) and isinstance(args[0], SequenceShard)
+
+
+def _shape(name: str, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    with DisableTorchFunctionSubclass():
+        size = list(x.shape)
+        if isinstance(x, SequenceShard):
+            size[x.tokens.dim] = x.tokens.length
+    shape = torch.Size(size)
+    if name == "size":
+        dim = args[0] if args else kwargs.get("dim")
+        return shape if dim is None else shape[dim]
+    if name == "__len__":
+        return shape[0]
+    return shape if name == "shape" else shape.numel()
+
+
+def _run_on_tokens(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operation that treats all tokens alike on the shards; None where the operands don't fit together."""
+    leaves = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    shards = [x for x in leaves if isinstance(x, SequenceShard)]
+    layout = shards[0].tokens
+    with DisableTorchFunctionSubclass():
+        ndim = shards[0].dim()
+        if any(x.tokens != layout or x.dim() != ndim for x in shards):
+            return None
+        others = [x for x in leaves if not isinstance(x, SequenceShard)]
+        if name in _POINTWISE and any(not _fits(x, layout, ndim) for x in others):
+            return None
+        in_place = _mutates_shard(name, args, kwargs)
+        if (name.endswith("_") and not name.endswith("__") or name in _IN_PLACE) and not in_place:
+            return None  # a whole tensor would be changed by a shard
+
+        def local(x: Any) -> Any:
+            if not isinstance(x, Tensor) or isinstance(x, SequenceShard):
+                return x
+            return _localise(x, layout) if name in _POINTWISE else x
+
+        args, kwargs = tree_map(local, args), tree_map(local, kwargs)
+        if name == "dropout" and _draws(args, kwargs):
+            with layout.stream.inside(shards[0].device):
+                result = func(*args, **kwargs)
+        else:
+            result = func(*args, **kwargs)
+    if in_place:
+        return args[0]
+    return SequenceShard.wrap(result, layout) if isinstance(result, Tensor) and result.dim() == ndim else None
+
+
+def _fits(x: Tensor, layout: SequenceLayout, ndim: int) -> bool:
+    return x.dim() <= ndim and (x.dim() < -layout.dim or x.shape[layout.dim] in (1, layout.length))
+
+
+def _localise(x: Tensor, layout: SequenceLayout) -> Tensor:
+    """A whole operand beside a shard: its tokens are sliced; one that spans no tokens gets its gradient summed over the
+    ranks, here if it was computed, and with the other parameters at the end of backward if it is a leaf."""
+    if x.dim() >= -layout.dim and x.shape[layout.dim] == layout.length and layout.length != 1:
+        return scatter_sequence(x, layout.group, layout.dim)
+    if x.requires_grad and not x.is_leaf and torch.is_grad_enabled():
+        return copy_to_region(x, layout.group, "sequence")
+    return x
+
+
+def _draws(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    p = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
+    return bool(p) and bool(args[2] if len(args) > 2 else kwargs.get("training", kwargs.get("train", True)))
+
+
+def _always(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    return True
+
+
+def _normalises_features(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """layer_norm and rms_norm over dims behind the sequence, of a shard, by whole weights."""
+    x, shape = args[0], args[1] if len(args) > 1 else kwargs["normalized_shape"]
+    rest = tree_leaves((args[1:], kwargs))
+    return isinstance(x, SequenceShard) and len(shape) < -x.tokens.dim and not _any_shard(rest)
+
+
+def _maps_features(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """A plain linear on the last dim."""
+    return isinstance(args[0], SequenceShard) and args[0].tokens.dim < -1 and not _any_shard(tree_leaves((args[1:], kwargs)))
+
+
+def _reduces_features(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """mean, sum, ... over dims behind the sequence, which are kept with size 1."""
+    x = args[0]
+    dims = args[1] if len(args) > 1 else kwargs.get("dim")
+    keep = kwargs.get("keepdim", False)
+    if not isinstance(x, SequenceShard) or len(args) > 2 or keep is not True or dims is None:
+        return False
+    dims = [dims] if isinstance(dims, int) else dims
+    with DisableTorchFunctionSubclass():
+        ndim = x.dim()
+    return isinstance(dims, (list, tuple)) and len(dims) > 0 and all((d if d < 0 else d - ndim) > x.tokens.dim for d in dims)
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+def _any_shard(leaves: list[Any]) -> bool:
+    return any(isinstance(x, SequenceShard) for x in leaves)
+
+
+_METADATA = _names(
+    """
+    dtype device layout requires_grad requires_grad_ is_leaf grad_fn is_cuda is_cpu is_meta is_sparse is_quantized is_nested
+    names dim ndim ndimension is_floating_point is_complex element_size is_inference __hash__ get_device
+    """
+)
+_SHAPE = _names("shape size numel nelement __len__")
+_IN_PLACE = _names("__iadd__ __isub__ __imul__ __itruediv__ __setitem__ __ipow__ __iand__ __ior__ __ixor__")
+_POINTWISE = _names(
+    """
+    add sub subtract rsub mul multiply div divide true_divide __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__
+    __rtruediv__ __div__ __rdiv__ __iadd__ __isub__ __imul__ __itruediv__ add_ sub_ mul_ div_ neg __neg__ addcmul pow __pow__
+    square sqrt rsqrt exp log abs sin cos gelu relu relu_ silu sigmoid tanh softplus leaky_relu elu mish hardswish hardtanh
+    relu6 clamp dropout float half bfloat16 double to type_as contiguous clone detach where masked_fill lerp maximum minimum
+    """
+)
+_TOKEN_LOCAL: dict[str, Callable[[tuple[Any, ...], dict[str, Any]], bool]] = {
+    **dict.fromkeys(_POINTWISE, _always),
+    "layer_norm": _normalises_features,
+    "rms_norm": _normalises_features,
+    "linear": _maps_features,
+    **dict.fromkeys(["mean", "sum", "var", "amax", "amin"], _reduces_features),
+}

@@ -1,0 +1,32 @@
+"""The session's rank processes, the options every test shares, and the table of parity cases."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.ranks import pools
+
+CASES = pytest.StashKey[list[tuple[str, float, float, float, float]]]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all-cases", action="store_true", help="run the whole parity matrix, not its pairwise cover")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[CASES] = []
+
+
+def pytest_sessionfinish() -> None:
+    pools.close()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    rows = config.stash[CASES]
+    if not rows:
+        return
+    terminalreporter.section(f"{len(rows)} parity cases: largest difference from one device")
+    width = max(len(row[0]) for row in rows)
+    terminalreporter.write_line(f"{'case':{width}}  {'loss':>8}  {'gradient':>8}  {'state':>8}  {'seconds':>7}")
+    for case, loss, gradient, parameter, seconds in rows:
+        terminalreporter.write_line(f"{case:{width}}  {loss:8.1e}  {gradient:8.1e}  {parameter:8.1e}  {seconds:7.2f}")

@@ -1,0 +1,67 @@
+"""A script as a user starts theirs, with our launcher: `launched.py <case> <namespace of Lightning> <folder>`."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import sys
+import threading
+from datetime import timedelta
+from pathlib import Path
+
+case, namespace, folder = sys.argv[1:]
+is_child = "LOCAL_RANK" in os.environ
+if is_child and case == "crash_at_import":
+    sys.exit(3)
+
+import torch.distributed as dist  # noqa: E402  (the crash comes before anything is imported)
+
+from lightning_megatp.failure import FailureWatch, ParentWatch  # noqa: E402
+
+READY = Path(folder) / "ready"
+
+
+def wait_for_file(path: Path) -> None:
+    while not path.exists():
+        threading.Event().wait(0.05)
+
+
+def kill_self() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def child() -> None:
+    if case == "launcher_dies":
+        ParentWatch("rank 1").start()
+        READY.touch()
+        threading.Event().wait()
+    store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), 2, False, timedelta(minutes=5))
+    FailureWatch(1, 2, store, name="rank 1 (tp 1)").start()
+    kill_self()
+
+
+def launch() -> None:
+    base = importlib.import_module(f"{namespace}.strategies.launchers.subprocess_script")._SubprocessScriptLauncher
+    environments = "lightning_fabric" if namespace == "pytorch_lightning" else "lightning.fabric"
+    environment = importlib.import_module(f"{environments}.plugins.environments").LightningEnvironment()
+    from lightning_megatp.shim.launcher import subprocess_launcher
+
+    launcher = subprocess_launcher(base, settle_s=1.0)(environment, num_processes=2, num_nodes=1)
+
+    def main() -> None:
+        if case == "launcher_dies":
+            wait_for_file(READY)
+            kill_self()
+        if case == "child_is_killed":
+            store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), 2, True, timedelta(minutes=5))
+            watch = FailureWatch(0, 2, store, grace_s=0.5, describe_exit=launcher.describe_exit)
+            watch.start()
+            launcher.failure_watch = watch
+        threading.Event().wait()
+
+    launcher.launch(main)
+
+
+if __name__ == "__main__":
+    child() if is_child else launch()

@@ -1,0 +1,77 @@
+"""The rank pool itself: what every distributed test stands on."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.ranks import RankError, pools, run_ranks, run_reference
+
+
+def _sum(rank: int, world_size: int, offset: float) -> float:
+    value = torch.tensor([rank + offset])
+    dist.all_reduce(value)
+    return float(value)
+
+
+def _raise_on(rank: int, world_size: int, culprit: int) -> None:
+    if rank == culprit:
+        raise ValueError("the culprit's words")
+    dist.barrier()
+
+
+def _die_on(rank: int, world_size: int, culprit: int) -> None:
+    if rank == culprit:
+        os._exit(7)
+    dist.barrier()
+
+
+def _hang_on(rank: int, world_size: int, culprit: int) -> None:
+    if rank == culprit:
+        threading.Event().wait()
+
+
+def _import_package() -> None:
+    sys.modules["lightning_megatp"] = sys
+
+
+def _nothing() -> int:
+    sys.modules.pop("lightning_megatp", None)
+    return os.getpid()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_results_come_back_by_rank(world_size: int) -> None:
+    expected = world_size * (world_size - 1) / 2 + 0.5 * world_size
+    assert run_ranks(world_size, _sum, 0.5) == [expected] * world_size
+
+
+def test_an_error_names_its_rank_first_and_the_pool_goes_on() -> None:
+    with pytest.raises(RankError, match="rank 1 of 2: ValueError: the culprit's words") as error:
+        run_ranks(2, _raise_on, 1)
+    assert "_raise_on" in error.value.failures[0].traceback
+    assert run_ranks(2, _sum, 0.0) == [1.0, 1.0]
+
+
+def test_a_dead_rank_is_named_and_the_pool_starts_again() -> None:
+    with pytest.raises(RankError, match="ended with status 7"):
+        run_ranks(2, _die_on, 1)
+    assert run_ranks(2, _sum, 0.0) == [1.0, 1.0]
+
+
+def test_a_rank_that_never_ends_is_stopped() -> None:
+    with pytest.raises(RankError, match="rank 1 of 2: Timeout: not done after 1 s") as error:
+        run_ranks(2, _hang_on, 1, timeout=1.0)
+    assert "_hang_on" in error.value.failures[0].traceback, "the place where it hangs"
+    assert run_ranks(2, _sum, 0.0) == [1.0, 1.0]
+
+
+def test_the_reference_process_refuses_the_package() -> None:
+    with pytest.raises(RankError, match="must not know lightning_megatp"):
+        run_reference(_import_package)
+    assert run_reference(_nothing) == pools.reference().processes[0].pid

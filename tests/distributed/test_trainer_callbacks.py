@@ -1,0 +1,178 @@
+"""Callbacks, schedulers and metrics decide and report on all ranks as on one device."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torchmetrics
+from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from torch import Tensor
+
+from tests.distributed.training import (
+    DP2,
+    PLAIN,
+    TP2,
+    TP2_DP2,
+    Layout,
+    eval_loader,
+    make_trainer,
+    run_program,
+    shared_directory,
+    train_loader,
+)
+from tests.parity.models import GPT, GPTConfig
+from tests.parity.variants import variant
+
+LAYOUTS = [TP2, DP2, TP2_DP2]
+
+
+class Overfit(GPT):
+    """Trained fast on little data: the validation loss soon rises."""
+
+    def __init__(self) -> None:
+        super().__init__(GPTConfig(tied=False))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=3e-2)
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"}}
+
+
+def _callbacks(layout: Layout, root: str) -> dict[str, Any]:
+    torch.manual_seed(3)
+    directory = shared_directory(layout, "callbacks", root)
+    stopping = EarlyStopping("val_loss", patience=1)
+    best = ModelCheckpoint(directory / "best", monitor="val_loss", save_top_k=2, filename="{epoch}-{val_loss:.4f}")
+    logger = CSVLogger(directory, name="", version="log")
+    trainer = make_trainer(
+        layout, max_epochs=12, callbacks=[stopping, best, LearningRateMonitor()], logger=logger,
+        enable_checkpointing=True, log_every_n_steps=1,
+    )  # fmt: skip
+    trainer.fit(Overfit(), train_loader(layout, 2), eval_loader(layout, 2))
+    trainer.strategy.barrier()
+    return {
+        "stopped": stopping.stopped_epoch,
+        "best": Path(best.best_model_path).name,
+        "kept": sorted(path.name for path in (directory / "best").iterdir()),
+        "rates": _column(directory / "log" / "metrics.csv", "lr-AdamW"),
+        "losses": _column(directory / "log" / "metrics.csv", "val_loss"),
+        "last_rate": trainer.optimizers[0].param_groups[0]["lr"],
+    }
+
+
+def _column(path: Path, name: str) -> list[float]:
+    with path.open() as file:
+        return [float(row[name]) for row in csv.DictReader(file) if row.get(name)]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_stopping_checkpoints_and_plateaus_are_those_of_one_device(layout: Layout, tmp_path: Path) -> None:
+    expected = run_program(PLAIN, _callbacks, str(tmp_path))[0]
+    assert 0 < expected["stopped"] < 11, "the case must stop early"
+    assert len(set(expected["rates"])) > 1, "the case must reach a plateau"
+    for found in run_program(layout, _callbacks, str(tmp_path)):
+        for name in ("rates", "losses", "last_rate"):
+            assert found.pop(name) == pytest.approx(expected[name], abs=1e-9), name
+        assert found == {name: expected[name] for name in found}
+
+
+class Metrics(GPT):
+    """Logs in the ways users do."""
+
+    def __init__(self) -> None:
+        super().__init__(GPTConfig(tied=False))
+        self.accuracy = torchmetrics.Accuracy("multiclass", num_classes=32)
+        self.perplexity = torchmetrics.text.Perplexity()
+        self.mean_loss = torchmetrics.MeanMetric()
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("train_synced", loss.detach(), on_step=True, on_epoch=True, sync_dist=True)
+        return loss
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        logits_BLV = self(batch[0])
+        self.accuracy(logits_BLV.flatten(0, 1), batch[1].flatten())
+        self.perplexity(logits_BLV, batch[1])
+        self.mean_loss(self.loss(batch))
+        self.log("accuracy", self.accuracy)
+        self.log_dict({"perplexity": self.perplexity, "mean_loss": self.mean_loss}, on_epoch=True)
+        self.log("synced", self.loss(batch), sync_dist=True)
+        self.log("samples", float(len(batch[0])), reduce_fx="sum", sync_dist=True)
+        self.log("largest", batch[0].max().double(), reduce_fx="max", sync_dist=True)
+
+
+def _metrics(layout: Layout) -> dict[str, float]:
+    torch.manual_seed(3)
+    trainer = make_trainer(layout)
+    trainer.fit(Metrics(), train_loader(layout, 3), eval_loader(layout, 3))
+    return {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_metrics_count_every_sample_once(layout: Layout) -> None:
+    expected = run_program(PLAIN, _metrics)[0]
+    assert expected["samples"] == 12
+    for found in run_program(layout, _metrics):
+        # What is not reduced is each dp rank's own.
+        for name in expected.keys() - ({"loss"} if layout.dp > 1 else set()):
+            # A metric keeps its sums in float32.
+            assert found[name] == pytest.approx(expected[name], rel=1e-6, abs=1e-9), name
+
+
+class AsksPeers(GPT):
+    """Uses the module's own collectives."""
+
+    def __init__(self) -> None:
+        super().__init__(GPTConfig(tied=False))
+        self.gathered: list[Any] = []
+
+    def on_train_epoch_end(self) -> None:
+        rank = self.trainer.global_rank
+        decisions = [self.trainer.strategy.reduce_boolean_decision(rank == 0, all=all_) for all_ in (False, True)]
+        reduced = self.trainer.strategy.reduce(torch.tensor(float(rank)), reduce_op="sum")
+        self.gathered = [self.all_gather(torch.tensor(rank)), self.trainer.strategy.broadcast(rank), decisions, reduced]
+
+
+def _ask(layout: Layout) -> list[Any]:
+    torch.manual_seed(3)
+    module = AsksPeers()
+    make_trainer(layout).fit(module, train_loader(layout, 1))
+    return module.gathered
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_reduce_and_gather_run_over_dp_and_broadcast_and_decisions_over_all(layout: Layout) -> None:
+    for rank, (gathered, broadcast, decisions, reduced) in enumerate(run_program(layout, _ask)):
+        peers = [rank % layout.tp + layout.tp * index for index in range(layout.dp)]
+        assert gathered.flatten().tolist() == (peers if layout.dp > 1 else [rank])
+        assert float(reduced) == sum(peers)
+        assert broadcast == 0
+        assert decisions == [True, False]
+
+
+def _scheduled(layout: Layout) -> list[float]:
+    """A scheduler per step, whose rate every step depends on."""
+    module = variant("untied").build()
+
+    def configure() -> Any:
+        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-2, total_steps=7)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+    module.configure_optimizers = configure  # type: ignore[method-assign]
+    trainer = make_trainer(layout, max_epochs=2)
+    trainer.fit(module, train_loader(layout, 3), eval_loader(layout, 2))
+    return [float(trainer.callback_metrics["val_loss"]), trainer.optimizers[0].param_groups[0]["lr"]]
+
+
+@pytest.mark.parametrize("layout", [TP2, TP2_DP2], ids=str)
+def test_a_scheduler_per_step(layout: Layout) -> None:
+    expected = run_program(PLAIN, _scheduled)[0]
+    for found in run_program(layout, _scheduled):
+        assert found == pytest.approx(expected, abs=1e-9)

@@ -1,0 +1,221 @@
+"""Tensor peers train on the same batch whatever the user's data does; only dp splits the data."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from torch import Tensor
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    WeightedRandomSampler,
+)
+
+from tests.distributed.training import DP2, TP2, TP2_DP2, Layout, make_trainer, run_program, tokens
+from tests.parity.models import GPT
+from tests.parity.variants import variant
+
+LENGTH = 6
+
+
+class BatchRecorder(Callback):
+    """Keeps the batches the training step is given."""
+
+    def __init__(self) -> None:
+        self.batches: list[Any] = []
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        self.batches.append(batch)
+
+
+class Augmented(Dataset):
+    """Random content, from whatever random stream the loading process has."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        ids = torch.randint(0, 32, (LENGTH + 1,))
+        return ids[:-1], ids[1:]
+
+
+class RankDependent(IterableDataset):
+    """Each process streams something else."""
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        generator = torch.Generator().manual_seed(100 + int(os.environ["RANK"]))
+        for _ in range(12):
+            ids = torch.randint(0, 32, (LENGTH + 1,), generator=generator)
+            yield ids[:-1], ids[1:]
+
+
+class Nested(Dataset):
+    """Batches that hold more than tensors."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        ids = torch.randint(0, 32, (LENGTH + 1,))
+        weight = torch.rand((), dtype=torch.float32)
+        return {
+            "ids": ids,
+            "meta": {"name": f"sample {int(ids[0])}", "weight": weight},
+            "flags": [bool(ids[0] % 2), None],
+        }
+
+
+def _keep(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return samples
+
+
+class NestedGPT(GPT):
+    def loss(self, batch: list[dict[str, Any]]) -> Tensor:  # type: ignore[override]
+        ids = torch.stack([sample["ids"] for sample in batch])
+        weight = sum(sample["meta"]["weight"] for sample in batch)
+        return weight * super().loss((ids[:, :-1], ids[:, 1:]))
+
+
+def _fit(layout: Layout, loader: DataLoader, module: Any = None, **options: Any) -> list[Any]:
+    torch.manual_seed(1234 + int(os.environ["RANK"]))  # what a program without a seed amounts to
+    recorder = BatchRecorder()
+    trainer = make_trainer(layout, callbacks=[recorder], **options)
+    trainer.fit(module or variant("untied").build(), loader)
+    return recorder.batches
+
+
+def _shuffled(layout: Layout) -> list[Any]:
+    torch.manual_seed(77 + int(os.environ["RANK"]))
+    return [batch[0] for batch in _fit(layout, DataLoader(tokens(16), batch_size=4, shuffle=True), max_epochs=2)]
+
+
+def _random_sampler(layout: Layout) -> list[Any]:
+    data = tokens(16)
+    sampler = WeightedRandomSampler([1.0] * 16, 16)
+    return [batch[0] for batch in _fit(layout, DataLoader(data, batch_size=4, sampler=sampler))]
+
+
+def _augmented(layout: Layout, workers: int) -> list[Any]:
+    loader = DataLoader(Augmented(), batch_size=4, num_workers=workers)
+    return [batch[0] for batch in _fit(layout, loader)]
+
+
+def _streamed(layout: Layout, workers: int) -> list[Any]:
+    loader = DataLoader(RankDependent(), batch_size=4, num_workers=workers)
+    return [batch[0] for batch in _fit(layout, loader)]
+
+
+def _generated(layout: Layout) -> list[Any]:
+    """Any iterable of batches is a loader for Lightning."""
+    return [batch[0] for batch in _fit(layout, list(DataLoader(RankDependent(), batch_size=4)))]  # type: ignore[arg-type]
+
+
+def _check_peers(by_rank: list[list[Tensor]], layout: Layout, batches: int) -> None:
+    for first in range(0, len(by_rank), layout.tp):
+        for peer in range(first, first + layout.tp):
+            assert len(by_rank[peer]) == batches
+            for step, (a, b) in enumerate(zip(by_rank[first], by_rank[peer], strict=True)):
+                assert torch.equal(a, b), f"ranks {first} and {peer} differ at step {step}"
+    for first in range(layout.tp, len(by_rank), layout.tp):
+        assert not torch.equal(by_rank[0][0], by_rank[first][0]), "data-parallel ranks have other samples"
+
+
+@pytest.mark.parametrize("layout", [TP2, TP2_DP2], ids=str)
+def test_shuffling_without_a_seed(layout: Layout) -> None:
+    _check_peers(run_program(layout, _shuffled), layout, batches=8 // layout.dp)
+
+
+@pytest.mark.parametrize("layout", [TP2, TP2_DP2], ids=str)
+def test_a_random_sampler_without_a_seed(layout: Layout) -> None:
+    _check_peers(run_program(layout, _random_sampler), layout, batches=4 // layout.dp)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("layout", [TP2, TP2_DP2], ids=str)
+def test_random_augmentations(layout: Layout, workers: int) -> None:
+    _check_peers(run_program(layout, _augmented, workers), layout, batches=2 // layout.dp)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("layout", [TP2, TP2_DP2], ids=str)
+def test_a_stream_that_depends_on_the_rank(layout: Layout, workers: int) -> None:
+    _check_peers(run_program(layout, _streamed, workers), layout, batches=3)
+
+
+def test_a_list_of_batches_that_depends_on_the_rank() -> None:
+    _check_peers(run_program(TP2, _generated), TP2, batches=3)
+
+
+def _nested(layout: Layout) -> list[Any]:
+    torch.manual_seed(5)
+    return _fit(layout, DataLoader(Nested(), batch_size=4, collate_fn=_keep), NestedGPT(), model="tied")
+
+
+def test_nested_batches_with_text_and_flags() -> None:
+    first, second = run_program(TP2, _nested)
+    assert len(first) == len(second) == 2
+    for samples, peers in zip(first, second, strict=True):
+        for a, b in zip(samples, peers, strict=True):
+            assert torch.equal(a["ids"], b["ids"]) and a["meta"] == b["meta"] and a["flags"] == b["flags"]
+
+
+class Uneven(IterableDataset):
+    """Ends earlier on one tensor peer."""
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        data = tokens(16)
+        for index in range(12 if os.environ["RANK"] == "0" else 8):
+            yield data[index]
+
+
+def _uneven(layout: Layout) -> int:
+    return len(_fit(layout, DataLoader(Uneven(), batch_size=4)))
+
+
+def test_peers_whose_streams_end_at_different_times_agree_or_fail_clearly() -> None:
+    from tests.ranks import RankError
+
+    try:
+        first, second = run_program(TP2, _uneven)
+    except RankError as error:
+        assert "Timeout" not in str(error), error
+        assert "MegaTPStrategy" in str(error), error
+    else:
+        assert first == second
+
+
+def _samplers(layout: Layout, kind: str) -> tuple[str, int, int, bool, bool]:
+    data = tokens(16)
+    given = {
+        "sequential": SequentialSampler(data),
+        "random": RandomSampler(data),
+        "weighted": WeightedRandomSampler([1.0] * 16, 16),
+    }[kind]
+    trainer = make_trainer(layout)
+    trainer.fit(variant("untied").build(), DataLoader(data, batch_size=4, sampler=given))
+    used = trainer.train_dataloader.sampler  # type: ignore[union-attr]
+    ours = isinstance(used, DistributedSampler)
+    return type(used).__name__, getattr(used, "num_replicas", 0), getattr(used, "rank", 0), ours, used is given
+
+
+@pytest.mark.parametrize("kind", ["sequential", "random", "weighted"])
+def test_at_dp_1_the_users_sampler_is_untouched(kind: str) -> None:
+    for _, _, _, distributed, same in run_program(TP2, _samplers, kind):
+        assert same and not distributed
+
+
+@pytest.mark.parametrize("kind", ["sequential", "random", "weighted"])
+@pytest.mark.parametrize("layout", [DP2, TP2_DP2], ids=str)
+def test_at_dp_2_samples_are_split_over_dp_alone(layout: Layout, kind: str) -> None:
+    for rank, (_, replicas, index, distributed, _) in enumerate(run_program(layout, _samplers, kind)):
+        assert distributed
+        assert (replicas, index) == (2, rank // layout.tp)

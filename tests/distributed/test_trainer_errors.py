@@ -1,0 +1,146 @@
+"""Bad input is a clear error on every rank before any training: the value, the constraint, the fix."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.distributed.training import TP2, Layout, make_trainer, run_program, train_loader
+from tests.parity.models import GPT, GPTConfig
+from tests.parity.variants import gpt_plan
+from tests.ranks import RankError, run_ranks
+
+GOOD = gpt_plan(GPTConfig(tied=False))
+
+
+class NoStep(GPT):
+    """Fails the test if training starts."""
+
+    def training_step(self, *args: Any) -> Any:
+        raise AssertionError("training has started")
+
+
+def _fit(layout: Layout, plan: dict[str, Any], config: GPTConfig, strategy: dict[str, Any]) -> None:
+    trainer = make_trainer(layout, strategy={"plan": plan, **strategy})
+    trainer.fit(NoStep(config), train_loader(layout, 1))
+
+
+def _wrong_world(rank: int, world_size: int, tp: int, dp: int | None) -> None:
+    from lightning.pytorch import Trainer
+
+    from lightning_megatp import MegaTPStrategy
+
+    trainer = Trainer(accelerator="cpu", devices=world_size, strategy=MegaTPStrategy(tp=tp, dp=dp), logger=False)
+    trainer.fit(NoStep(), train_loader(Layout(), 1))
+
+
+def _errors(plan: dict[str, Any], layout: Layout = TP2, **config: Any) -> list[str]:
+    """The message of each rank."""
+    with pytest.raises(RankError) as error:
+        run_program(layout, _fit, plan, GPTConfig(**{"tied": False, **config}), {})
+    assert len(error.value.failures) == layout.tp * layout.dp, "every rank says so"
+    return [failure.message for failure in error.value.failures]
+
+
+def _check(messages: list[str], *texts: str) -> None:
+    for message in messages:
+        assert "MegaTPStrategy" in message
+        for text in texts:
+            assert text in message, f"{text!r} is not in: {message}"
+
+
+def test_a_world_size_that_is_not_divisible() -> None:
+    with pytest.raises(RankError) as error:
+        run_ranks(2, _wrong_world, 4, None)
+    _check([f.message for f in error.value.failures], "world size 2 is not divisible by tp * pp = 4", "Use 4")
+
+
+def test_a_dp_that_does_not_fill_the_world() -> None:
+    with pytest.raises(RankError) as error:
+        run_ranks(2, _wrong_world, 1, 4)
+    _check([f.message for f in error.value.failures], "dp=4", "world size is 2", "dp=2")
+
+
+def test_a_pattern_that_matches_nothing() -> None:
+    _check(
+        _errors({**GOOD, "block.*.attn.qkvv": "column"}),
+        "`block.*.attn.qkvv` matches no module",
+        "Close names",
+        "attn.qkv",
+    )
+
+
+def test_an_unknown_style() -> None:
+    _check(_errors({**GOOD, "head": "columns"}), "unknown style 'columns'", "`column_gather`")
+
+
+def test_an_unknown_option() -> None:
+    _check(_errors({**GOOD, "head": {"style": "column_gather", "sise": 3}}), "no option sise")
+
+
+@pytest.mark.parametrize(("name", "style"), [("norm", "column_gather"), ("tok", "row_split"), ("head", "vocab")])
+def test_a_style_on_a_module_that_can_not_take_it(name: str, style: str) -> None:
+    kind = {"norm": "LayerNorm", "tok": "Embedding", "head": "Linear"}[name]
+    _check(_errors({**GOOD, name: style}), f"`{name}`", f"`{style}`", kind)
+
+
+def test_a_column_output_that_nothing_consumes() -> None:
+    plan = {"blocks.*.mlp.up": "column"}
+    _check(_errors(plan), "`blocks.0.mlp.up`", "nothing consumes it", "`column_gather`")
+
+
+def test_a_row_input_that_nothing_split() -> None:
+    plan = {"blocks.*.mlp.down": "row"}
+    _check(_errors(plan), "`blocks.0.mlp.down`", "never split", "`row_split`")
+
+
+def test_heads_that_can_not_be_divided() -> None:
+    unit_1 = {name: style for name, style in GOOD.items() if not name.startswith("blocks.*.attn")}
+    unit_1 |= {"blocks.*.attn.qkv": {"style": "column", "parts": 3}, "blocks.*.attn.out": "row"}
+    unit_1 |= {"blocks.*.attn.n_head": "divide", "blocks.*.attn.n_kv_head": "divide"}
+    messages = _errors(unit_1, heads=3, hidden=12)
+    _check(messages, "n_head` = 3 is not divisible by tp=2", "`unit`", "[1, 3]")
+
+
+def test_fewer_query_heads_than_ranks() -> None:
+    c = GPTConfig(tied=False, heads=2)
+    _check(_errors(gpt_plan(c), Layout(tp=4), heads=2), "2", "tp=4", "leave this region out")
+
+
+def test_parts_that_do_not_fill_the_features() -> None:
+    plan = {**GOOD, "blocks.*.attn.qkv": {"style": "column", "parts": [16, 16, 15], "unit": 1}}
+    _check(_errors(plan), "add up to 47", "48 features")
+
+
+def test_a_tied_weight_that_is_split_at_one_place_only() -> None:
+    plan = {name: style for name, style in gpt_plan(GPTConfig()).items() if name != "head"}
+    _check(_errors(plan, tied=True), "head.weight", "tok.weight", "tied", "`column_gather`")
+
+
+def test_two_patterns_for_one_layer() -> None:
+    _check(_errors({**GOOD, "**.head": "row_split"}), "`head`", "`**.head`", "both")
+
+
+def _strict(layout: Layout) -> None:
+    trainer = make_trainer(layout, strategy={"plan": {}, "strict": True})
+    trainer.fit(NoStep(), train_loader(layout, 1))
+
+
+def test_strict_raises_where_a_plan_splits_nothing() -> None:
+    with pytest.raises(RankError) as error:
+        run_program(TP2, _strict)
+    _check([f.message for f in error.value.failures], "tp=2", "splits nothing")
+
+
+def _half(layout: Layout) -> None:
+    """A row fed by a whole value: found by the first step, whatever the plan looks like."""
+    trainer = make_trainer(layout, strategy={"plan": {"blocks.0.mlp.up": "column", "blocks.1.mlp.down": "row"}})
+    trainer.fit(GPT(GPTConfig(tied=False)), train_loader(layout, 1))
+
+
+def test_a_column_whose_row_is_elsewhere() -> None:
+    with pytest.raises(RankError) as error:
+        run_program(TP2, _half)
+    _check([f.message for f in error.value.failures], "MegaTPStrategy")
+    assert any("blocks.1.mlp.down" in f.message or "blocks.0.mlp.up" in f.message for f in error.value.failures)

@@ -1,0 +1,140 @@
+"""Data-parallel gradients: sent while backward runs, on stepping batches only, whatever has no gradient."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback
+from torch import Tensor, nn
+
+from tests.distributed.test_collective_counts import CollectiveCounter
+from tests.distributed.training import DP2, PLAIN, TP2_DP2, Layout, make_trainer, run_program, train_loader
+from tests.parity.models import GPT, GPTConfig
+
+
+class Traced(GPT):
+    """Counts collectives, and profiles the last batch, from the start of its backward to the optimizer step."""
+
+    def __init__(self) -> None:
+        super().__init__(GPTConfig(tied=False, layers=4))
+        self.batches: list[dict[str, int]] = []
+        self.events: list[tuple[str, float, float]] = []
+
+    def on_before_backward(self, loss: Tensor) -> None:
+        self.counter = CollectiveCounter()
+        self.profile = torch.profiler.profile()
+        self.profile.__enter__()
+        self.counter.__enter__()
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.counter.__exit__(None, None, None)
+        self.profile.__exit__(None, None, None)
+        self.batches.append(dict(self.counter.calls))
+        self.events = [(e.name, e.time_range.start, e.time_range.end) for e in self.profile.events()]
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.counter.calls["step"] += 1
+
+
+def _trace(
+    layout: Layout, bucket_mb: float, accumulate: int
+) -> tuple[list[dict[str, int]], list[tuple[str, float, float]]]:
+    torch.manual_seed(0)
+    module = Traced()
+    strategy = {"bucket_mb": bucket_mb, "plan": {}}
+    trainer = make_trainer(layout, strategy=strategy, accumulate_grad_batches=accumulate)
+    trainer.fit(module, train_loader(layout, 4))
+    return module.batches, module.events
+
+
+def test_the_first_bucket_starts_before_backward_ends() -> None:
+    for batches, events in run_program(DP2, _trace, 0.01, 1):
+        assert batches[-1]["all-reduce"] > 2
+        first = min(start for name, start, _ in events if name.startswith("c10d::allreduce"))
+        last = max(start for name, start, _ in events if name.startswith("autograd::engine::evaluate_function"))
+        assert first < last, "a node of backward starts after the first all-reduce"
+
+
+def test_without_overlap_everything_starts_after_backward() -> None:
+    for _, events in run_program(DP2, _trace, 0, 1):
+        first = min(start for name, start, _ in events if name.startswith("c10d::allreduce"))
+        last = max(start for name, start, _ in events if name.startswith("autograd::engine::evaluate_function"))
+        assert first > last
+
+
+def test_accumulating_batches_send_nothing() -> None:
+    for batches, _ in run_program(DP2, _trace, 0.01, 2):
+        for accumulating, stepping in zip(batches[::2], batches[1::2], strict=True):
+            assert accumulating == {}
+            assert stepping["all-reduce"] > 2 and stepping["step"] == 1
+
+
+class Conditional(GPT):
+    """Uses one layer on some data-parallel ranks only, and another on none."""
+
+    def __init__(self) -> None:
+        super().__init__(GPTConfig(tied=False))
+        self.sometimes, self.never = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.seen: dict[str, Tensor | None] = {}
+
+    def trunk(self, tokens_BL: Tensor) -> Tensor:
+        x_BLD = super().trunk(tokens_BL)
+        last = dist.get_rank() == dist.get_world_size() - 1 if dist.is_initialized() else True
+        return (
+            x_BLD + self.sometimes(x_BLD) if last or (self.trainer.world_size > 2 and dist.get_rank() == 2) else x_BLD
+        )
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.seen = {name: p.grad for name, p in self.named_parameters()}
+
+
+def _conditional(layout: Layout, bucket_mb: float) -> tuple[list[Tensor], bool, list[Tensor]]:
+    torch.manual_seed(0)
+    module = Conditional()
+    plan = {"blocks.*.mlp.up": "column", "blocks.*.mlp.down": "row"}
+    trainer = make_trainer(layout, strategy={"bucket_mb": bucket_mb, "plan": plan})
+    trainer.fit(module, train_loader(layout, 3))
+    grads = [module.seen["sometimes.weight"], module.seen["head.weight"]]
+    assert all(grad is not None for grad in grads)
+    return grads, module.seen["never.weight"] is None, [p.detach() for p in module.parameters()]  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("bucket_mb", [25.0, 0.0005])
+@pytest.mark.parametrize("layout", [DP2, TP2_DP2], ids=str)
+def test_a_parameter_without_gradient_on_one_rank_counts_as_zero_there(layout: Layout, bucket_mb: float) -> None:
+    by_rank = run_program(layout, _conditional, bucket_mb)
+    for grads, never, parameters in by_rank:
+        assert never, "what no rank uses has no gradient, so the optimizer leaves it alone"
+        for mine, theirs in zip(grads, by_rank[0][0], strict=True):
+            torch.testing.assert_close(mine, theirs)
+        if layout.tp == 1:
+            assert all(torch.equal(a, b) for a, b in zip(parameters, by_rank[0][2], strict=True))
+
+
+class Frozen(Callback):
+    """Freezes everything but the head, and unfreezes after the first epoch, as fine-tuning does."""
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        pl_module.blocks.requires_grad_(False)
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.current_epoch == 1:
+            pl_module.blocks.requires_grad_(True)
+
+
+def _frozen(layout: Layout) -> list[float]:
+    torch.manual_seed(0)
+    module = GPT(GPTConfig(tied=False))
+    trainer = make_trainer(layout, callbacks=[Frozen()], max_epochs=3)
+    trainer.fit(module, train_loader(layout, 3))
+    state = trainer.strategy.lightning_module_state_dict()
+    return [float(value.double().sum()) for value in state.values()]
+
+
+@pytest.mark.parametrize("layout", [DP2, Layout(tp=2), TP2_DP2], ids=str)
+def test_layers_that_are_unfrozen_later(layout: Layout) -> None:
+    expected = run_program(PLAIN, _frozen)[0]
+    assert run_program(layout, _frozen)[0] == pytest.approx(expected, abs=1e-9)

@@ -1,0 +1,80 @@
+"""Element-wise optimizers train shards as they train whole parameters; the others are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from tests.distributed.training import PLAIN, TP2, Layout, make_trainer, run_program, train_loader
+from tests.parity.variants import variant
+from tests.ranks import RankError
+
+
+class Lamb(Optimizer):
+    """A tiny LAMB: the step is scaled by the norm of the parameter (You et al. 2019)."""
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(group["lr"] * p.norm() / (p.grad.norm() + 1e-6) * p.grad)
+        return loss
+
+
+ELEMENTWISE: dict[str, Callable[[Any], Optimizer]] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, nesterov=True),
+    "adam": lambda p: torch.optim.Adam(p, lr=1e-2),
+    "adamw_fused": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
+    "adamw_amsgrad": lambda p: torch.optim.AdamW(p, lr=1e-2, amsgrad=True),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=1e-2),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2),
+    "radam": lambda p: torch.optim.RAdam(p, lr=1e-2),
+}
+COUPLED: dict[str, Callable[[Any], Optimizer]] = {
+    "Lamb": Lamb,
+    "Adafactor": lambda p: torch.optim.Adafactor(p, lr=1e-2),
+    "Muon": lambda p: torch.optim.Muon([q for q in p if q.dim() == 2], lr=1e-2),
+}
+
+
+def _fit(layout: Layout, kind: str) -> dict[str, Tensor]:
+    module = variant("untied").build()
+    make = (ELEMENTWISE | COUPLED)[kind]
+    module.configure_optimizers = lambda: make(list(module.parameters()))  # type: ignore[method-assign]
+    trainer = make_trainer(layout)
+    trainer.fit(module, train_loader(layout, 4))
+    return {name: value.clone() for name, value in trainer.strategy.lightning_module_state_dict().items()}
+
+
+@pytest.mark.parametrize("kind", ELEMENTWISE)
+def test_an_elementwise_optimizer_steps_shards_like_whole_parameters(kind: str) -> None:
+    expected, found = (run_program(layout, _fit, kind)[0] for layout in (PLAIN, TP2))
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, atol=1e-9, rtol=0, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("kind", COUPLED)
+def test_a_coupled_optimizer_is_refused(kind: str) -> None:
+    with pytest.raises(RankError, match=rf"MegaTPStrategy: {kind}.* (element|couples)") as error:
+        run_program(TP2, _fit, kind)
+    assert len(error.value.failures) == 2, "every rank says so"
+
+
+@pytest.mark.parametrize("kind", COUPLED)
+def test_a_coupled_optimizer_may_train_whole_parameters(kind: str) -> None:
+    expected, found = (run_program(layout, _fit, kind)[0] for layout in (PLAIN, Layout()))
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, atol=1e-9, rtol=0)

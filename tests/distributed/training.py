@@ -1,0 +1,89 @@
+"""Small training programs that run the same way on one plain device and on the ranks of a layout."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Trainer
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from tests.parity.variants import GLOBAL_BATCH, variant
+from tests.ranks import run_ranks, run_reference
+
+QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Where a program runs."""
+
+    tp: int = 1
+    dp: int = 1
+    sequence: bool = True
+    plain: bool = False
+    """One device, strategy auto, in a process that does not know this package."""
+
+    def __str__(self) -> str:
+        return "plain" if self.plain else f"tp{self.tp}-dp{self.dp}-{'sequence' if self.sequence else 'replicated'}"
+
+
+PLAIN = Layout(plain=True)
+TP2 = Layout(tp=2)
+TP2_DP2 = Layout(tp=2, dp=2)
+DP2 = Layout(dp=2)
+
+
+def run_program(layout: Layout, program: Callable[..., Any], *args: Any) -> list[Any]:
+    """`program(layout, *args)` on each rank of the layout; the results by rank."""
+    if layout.plain:
+        return [run_reference(program, layout, *args)]
+    return run_ranks(layout.tp * layout.dp, _on_rank, program, layout, args)
+
+
+def make_trainer(
+    layout: Layout, model: str = "untied", strategy: dict[str, Any] | None = None, **options: Any
+) -> Trainer:
+    """A quiet float64 Trainer of the layout, with the plan of a variant."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    options = {"accelerator": "cpu", "precision": "64-true", "max_epochs": 1, **QUIET, **options}
+    if layout.plain:
+        return Trainer(devices=1, **options)
+    from lightning_megatp import MegaTPStrategy
+
+    arguments = {"plan": variant(model).plan, "summary": False, **(strategy or {})}
+    chosen = MegaTPStrategy(tp=layout.tp, dp=layout.dp, sequence_parallel=layout.sequence, **arguments)
+    return Trainer(devices=layout.tp * layout.dp, strategy=chosen, **options)
+
+
+def tokens(samples: int, length: int = 6, vocab: int = 32, seed: int = 3) -> TensorDataset:
+    """Inputs and targets of a language model."""
+    ids = torch.randint(0, vocab, (samples, length + 1), generator=torch.Generator().manual_seed(seed))
+    return TensorDataset(ids[:, :-1], ids[:, 1:])
+
+
+def train_loader(layout: Layout, batches: int, **options: Any) -> DataLoader:
+TOOLONG     """The same batches in every layout: one device takes the order that Lightning's DistributedSampler gives all dp ranks."""
+    data = tokens(batches * GLOBAL_BATCH, **options)
+    sampler = None if layout.dp > 1 else DistributedSampler(data, 1, 0, shuffle=True, seed=0)
+    return DataLoader(data, batch_size=GLOBAL_BATCH // layout.dp, sampler=sampler)
+
+
+def eval_loader(layout: Layout, batches: int, **options: Any) -> DataLoader:
+    """Not shuffled: evaluation keeps the order."""
+    return DataLoader(tokens(batches * GLOBAL_BATCH, seed=4, **options), batch_size=GLOBAL_BATCH // layout.dp)
+
+
+def shared_directory(layout: Layout, name: str, root: str) -> Path:
+    """A directory all ranks of a layout see, and no other layout uses."""
+    path = Path(root) / str(layout) / name
+    path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def _on_rank(rank: int, world_size: int, program: Callable[..., Any], layout: Layout, args: tuple[Any, ...]) -> Any:
+    return program(layout, *args)

@@ -1,0 +1,96 @@
+"""The parity matrix and a pairwise cover of it. Pure: no torch, no package."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+from collections.abc import Iterator, Sequence
+
+FACTORS: dict[str, Sequence[object]] = {
+    "tp": (2, 4, 1),
+    "sequence": (True, False),
+    "dp": (1, 2),
+    "precision": ("64-true", "32-true", "bf16-true", "bf16-mixed", "16-mixed"),
+    "accumulate": (1, 2),
+    "clip": ("none", "norm", "value"),
+    "length": (4, 7, 1),  # 4 is the batch size too: code that takes a dim for another would show
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One parity run."""
+
+    model: str
+    tp: int = 2
+    sequence: bool = True
+    dp: int = 1
+    precision: str = "64-true"
+    accumulate: int = 1
+    clip: str = "none"
+    length: int = 4
+
+    def __str__(self) -> str:
+        regions = "sequence" if self.sequence else "replicated"
+        parts = (self.model, f"tp{self.tp}", f"dp{self.dp}", regions, self.precision, f"accumulate{self.accumulate}")
+        return "-".join((*parts, f"clip_{self.clip}", f"length{self.length}"))
+
+
+def whole_matrix(models: Sequence[str]) -> Iterator[Case]:
+    """Every combination that can run. Clipping by hand is the user's in manual optimization, and so is accumulation."""
+    for model, *values in itertools.product(models, *FACTORS.values()):
+        case = Case(model, **dict(zip(FACTORS, values, strict=True)))  # type: ignore[arg-type]
+        if _possible(case):
+            yield case
+
+
+def pairwise(models: Sequence[str], seed: int = 2) -> list[Case]:
+    """A small set of cases in which every pair of values of two factors occurs.
+
+    Greedy: build each case around a pair not met yet, choose the other values by how many new pairs they bring, and
+        keep the best of a few tries. Source: Cohen et al. 1997, "The AETG system".
+    """
+    generator = random.Random(seed)
+    factors = {"model": list(models), **FACTORS}
+    names = list(factors)
+    wanted = {pair for case in whole_matrix(models) for pair in _pairs(case)}
+    cases: list[Case] = []
+    while wanted:
+        tries = [_grow(generator, names, factors, wanted) for _ in range(12)]
+        best = max(tries, key=lambda case: (len(_pairs(case) & wanted), case.tp > 1, -case.dp))
+        wanted -= _pairs(best)
+        cases.append(best)
+    return cases
+
+
+Pair = tuple[tuple[str, object], tuple[str, object]]
+
+
+def _grow(generator: random.Random, names: list[str], factors: dict[str, Sequence[object]], wanted: set[Pair]) -> Case:
+    chosen = dict(generator.choice(sorted(wanted, key=repr)))
+    for name in sorted(set(names) - set(chosen), key=lambda _: generator.random()):
+
+        def gain(value: object, name: str = name) -> float:
+            new = sum(_pair((name, value), item) in wanted for item in chosen.items())
+            return new - 1000 * (not _possible_values({**chosen, name: value})) + generator.random() / 2
+
+        chosen[name] = max(factors[name], key=gain)
+    return Case(**chosen)  # type: ignore[arg-type]
+
+
+def _pair(a: tuple[str, object], b: tuple[str, object]) -> Pair:
+    return (a, b) if a[0] < b[0] else (b, a)
+
+
+def _pairs(case: Case) -> set[Pair]:
+    return {_pair(a, b) for a, b in itertools.combinations(dataclasses.asdict(case).items(), 2)}
+
+
+def _possible(case: Case) -> bool:
+    return _possible_values(dataclasses.asdict(case))
+
+
+def _possible_values(values: dict[str, object]) -> bool:
+    manual = values.get("model") == "manual"
+    return not manual or (values.get("clip", "none") == "none" and values.get("accumulate", 1) == 1)

@@ -1,0 +1,298 @@
+"""Real processes for tests: a pool of gloo ranks per world size, kept for the pytest session.
+
+`run_ranks(2, fn, *args)` runs `fn(rank, world_size, *args)` on two processes and returns the results by rank. `fn` must
+be a module-level function of an importable module; arguments and results are pickled. Each call gets a fresh default
+process group (a prefix of the pool's store), so one test's groups, keys and half-done collectives never meet the next
+test's.
+
+Lightning in a rank finds LOCAL_RANK and starts no process: `Trainer(devices=world_size, accelerator="cpu",
+strategy=...)` works. A rank runs in a temporary directory of its pool, not in the repository.
+"""
+
+from __future__ import annotations
+
+import argparse
+import atexit
+import contextlib
+import dataclasses
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+COLLECTIVE_TIMEOUT_S = 60
+CALL_TIMEOUT_S = 120.0
+GRACE_S = 15.0  # how long the other ranks may go on after one has raised
+LOG_TAIL = 6000
+
+
+@dataclasses.dataclass
+class Failure:
+    """What one rank raised."""
+
+    rank: int
+    type_name: str
+    message: str
+    traceback: str
+    at: float
+
+
+class RankError(AssertionError):
+TOOLONG     """At least one rank raised, died or did not finish. `failures` holds one entry per failed rank, the first cause first."""
+
+    def __init__(self, headline: str, failures: list[Failure]) -> None:
+        self.failures = sorted(failures, key=lambda failure: failure.at)
+        super().__init__("\n".join([headline, *(f"--- rank {f.rank}\n{f.traceback}" for f in self.failures)]))
+
+
+class RankPool:
+    """`world_size` processes that wait for calls.
+
+    Args:
+        world_size: number of processes.
+        distributed: initialise a gloo group for each call and set the environment Lightning reads. Without it the
+            process is
+            what a user's plain one-device program is.
+        forbidden: no module of this name may be imported in these processes.
+    """
+
+    def __init__(self, world_size: int, distributed: bool = True, forbidden: str = "") -> None:
+        self.world_size = world_size
+        self.calls = 0
+        self.directory = tempfile.TemporaryDirectory(prefix=f"ranks{world_size}_")
+        port = _free_port()
+        self.connections: list[Connection] = []
+        self.processes: list[subprocess.Popen[bytes]] = []
+        for rank in range(world_size):
+            ours, theirs = socket.socketpair()
+            environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": _python_path(), "PYTHONUNBUFFERED": "1"}
+            environment["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+            if distributed:
+                environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "NODE_RANK": "0"}
+                environment |= {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+            command = [sys.executable, "-m", "tests.ranks", "--fd", str(theirs.fileno()), "--forbidden", forbidden]
+            with self._log(rank).open("wb") as log:
+                process = subprocess.Popen(
+                    command, env=environment, cwd=self.directory.name, pass_fds=[theirs.fileno()],
+                    start_new_session=True, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
+                )  # fmt: skip
+            theirs.close()
+            self.connections.append(Connection(ours.detach()))
+            self.processes.append(process)
+
+    def run(self, fn: Callable[..., Any], *args: Any, timeout: float = CALL_TIMEOUT_S) -> list[Any]:
+        """`fn(rank, world_size, *args)` on every rank; the results by rank.
+
+        Raises:
+            RankError: a rank raised, died, or was not done after `timeout` seconds.
+        """
+        self.calls += 1
+        request = pickle.dumps((self.calls, fn, args))
+        name = f"{fn.__module__}.{fn.__qualname__}"
+        with contextlib.suppress(OSError):  # a rank died between two calls: its connection reports it below
+            for connection in self.connections:
+                connection.send_bytes(request)
+        results, failures = self._collect(name, timeout)
+        if failures:
+            first = min(failures, key=lambda failure: failure.at)
+            headline = f"{name}: rank {first.rank} of {self.world_size}: {first.type_name}: {first.message}"
+            raise RankError(headline, failures)
+        return [results[rank] for rank in range(self.world_size)]
+
+    def close(self) -> None:
+        """End every process of the pool, and what they started."""
+        for connection in self.connections:
+            connection.close()
+        for process in self.processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        self.connections, self.processes = [], []
+        self.directory.cleanup()
+
+    @property
+    def usable(self) -> bool:
+        return bool(self.processes) and all(process.poll() is None for process in self.processes)
+
+    def _collect(self, name: str, timeout: float) -> tuple[dict[int, Any], list[Failure]]:
+        results: dict[int, Any] = {}
+        failures: list[Failure] = []
+        broken = False  # a dead or late rank: the pool can't be used again
+        pending = dict(enumerate(self.connections))
+        deadline = time.monotonic() + timeout
+        while pending:
+            ready = wait(list(pending.values()), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                after = f"{GRACE_S:.0f} s after another rank failed" if failures else f"after {timeout:.0f} s"
+                failures += [self._unanswered(rank, "Timeout", f"not done {after} in {name}") for rank in pending]
+                broken = True
+                break
+            for rank, connection in list(pending.items()):
+                if connection not in ready:
+                    continue
+                del pending[rank]
+                try:
+                    ok, value = pickle.loads(connection.recv_bytes())
+                except (EOFError, OSError):
+                    self.processes[rank].wait()
+                    death = f"ended with status {self.processes[rank].returncode} in {name}"
+                    ok, value, broken = False, self._unanswered(rank, "Died", death), True
+                if ok:
+                    results[rank] = value
+                else:
+                    failures.append(value)
+                    deadline = min(deadline, time.monotonic() + GRACE_S)
+        if broken:
+            self.close()
+        return results, failures
+
+    def _unanswered(self, rank: int, type_name: str, message: str) -> Failure:
+        if self.processes[rank].poll() is None:
+            os.kill(self.processes[rank].pid, signal.SIGUSR1)  # faulthandler writes where each thread is
+            time.sleep(0.5)
+        log = self._log(rank).read_text(errors="replace")[-LOG_TAIL:]
+        return Failure(rank, type_name, message, f"{message}; the end of its output:\n{log}", time.time())
+
+    def _log(self, rank: int) -> Path:
+        return Path(self.directory.name) / f"rank{rank}.log"
+
+
+class RankPools:
+    """The session's pools, started when first used and restarted when broken."""
+
+    def __init__(self) -> None:
+        self.pools: dict[str, RankPool] = {}
+        atexit.register(self.close)
+
+    def get(self, world_size: int) -> RankPool:
+        return self._usable(f"{world_size}", lambda: RankPool(world_size))
+
+    def reference(self) -> RankPool:
+        """One process that knows nothing of this package."""
+        return self._usable("reference", lambda: RankPool(1, distributed=False, forbidden="lightning_megatp"))
+
+    def close(self) -> None:
+        for pool in self.pools.values():
+            pool.close()
+        self.pools.clear()
+
+    def _usable(self, name: str, make: Callable[[], RankPool]) -> RankPool:
+        if name in self.pools and not self.pools[name].usable:
+            self.pools.pop(name).close()
+        if name not in self.pools:
+            self.pools[name] = make()
+        return self.pools[name]
+
+
+pools = RankPools()  # processes belong to the test session, not to a test: the one global of the suite
+
+
+def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = CALL_TIMEOUT_S) -> list[Any]:
+    """Run `fn(rank, world_size, *args)` on `world_size` real gloo processes and return the results by rank."""
+    return pools.get(world_size).run(fn, *args, timeout=timeout)
+
+
+def run_reference(fn: Callable[..., Any], *args: Any, timeout: float = CALL_TIMEOUT_S) -> Any:
+    """Run `fn(*args)` in one plain process in which this package is never imported (checked after each call)."""
+    return pools.reference().run(_without_rank, fn, args, timeout=timeout)[0]
+
+
+def _without_rank(rank: int, world_size: int, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    return fn(*args)
+
+
+def _python_path() -> str:
+    return os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]))
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+# What follows runs in the rank.
+
+
+def _serve(connection: Connection, forbidden: str) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    environment = dict(os.environ)
+    store = _join_store() if "RANK" in os.environ else None
+    while True:
+        try:
+            request = connection.recv_bytes()
+        except (EOFError, OSError):
+            return
+        os.environ.clear()
+        os.environ.update(environment)  # Lightning's teardown removes WORLD_SIZE
+        try:
+            call, fn, args = pickle.loads(request)
+            answer = pickle.dumps((True, _call(call, store, fn, args, forbidden)))
+        except BaseException as error:
+            rank = int(os.environ.get("RANK", "0"))
+            failure = Failure(rank, type(error).__name__, str(error), traceback.format_exc(), time.time())
+            answer = pickle.dumps((False, failure))
+        connection.send_bytes(answer)
+
+
+def _join_store() -> Any:
+    from datetime import timedelta
+
+    import torch.distributed as dist
+
+    rank, world_size, port = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+    return dist.TCPStore("127.0.0.1", port, world_size, is_master=rank == 0, timeout=timedelta(seconds=60))
+
+
+def _call(number: int, store: Any, fn: Callable[..., Any], args: tuple[Any, ...], forbidden: str) -> Any:
+    from datetime import timedelta
+
+    import torch
+    import torch.distributed as dist
+
+    torch.manual_seed(0)  # a test alone and the same test after others see the same numbers
+    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    if store is not None:
+        prefix = dist.PrefixStore(f"call{number}", store)
+        timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
+        dist.init_process_group("gloo", store=prefix, rank=rank, world_size=world_size, timeout=timeout)
+    try:
+        result = fn(rank, world_size, *args)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()  # after an error this also frees the peers: their collectives fail at once
+        torch.set_default_dtype(torch.float32)
+    found = sorted(name for name in sys.modules if forbidden and name.split(".")[0] == forbidden)
+    if found:
+        raise AssertionError(f"a process that must not know {forbidden} imported {found}")
+    return result
+
+
+def _main() -> None:
+    import faulthandler
+
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--fd", type=int, required=True)
+    parser.add_argument("--forbidden", default="")
+    arguments = parser.parse_args()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    _serve(Connection(arguments.fd), arguments.forbidden)
+
+
+if __name__ == "__main__":
+    # Answers are pickled by module path: serve from `tests.ranks`, whose classes the parent knows, not from `__main__`.
+    from tests import ranks
+
+    ranks._main()

@@ -1,0 +1,89 @@
+"""Which of several errors is the cause, and how it is said."""
+
+from __future__ import annotations
+
+import pytest
+from torch.distributed import DistBackendError
+
+from lightning_megatp.failure.cause import Evidence, Kind, evidence_of, first_cause, is_communication_error
+
+GLOO = "[third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.1]:10972."
+
+
+def raised(exc: BaseException, cause: BaseException | None = None) -> BaseException:
+    try:
+        raise exc from cause
+    except BaseException as caught:
+        return caught
+
+
+@pytest.mark.parametrize(
+    "exc",
+    [
+        RuntimeError(GLOO),
+        RuntimeError("[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 1800000ms for recv operation"),
+        RuntimeError("NCCL communicator was aborted on rank 1."),
+        DistBackendError("NCCL error in: ProcessGroupNCCL.cpp:2, remote process exited or there was a network error"),
+        raised(ValueError("training failed"), cause=RuntimeError(GLOO)),
+        ExceptionGroup("two", [ValueError("bad batch"), RuntimeError(GLOO)]),
+    ],
+)
+def test_communication_error_is_a_bystander_s(exc: BaseException) -> None:
+    assert is_communication_error(exc)
+    assert evidence_of(exc, 1, "rank 1").kind is Kind.BYSTANDER
+
+
+@pytest.mark.parametrize(
+    "exc", [ValueError("bad batch"), RuntimeError("CUDA out of memory"), ConnectionResetError("the data's server")]
+)
+def test_own_error_is_not_a_bystander_s(exc: BaseException) -> None:
+    assert not is_communication_error(exc)
+
+
+def test_communication_error_that_was_handled_is_no_cause() -> None:
+    try:
+        try:
+            raise RuntimeError(GLOO)
+        except RuntimeError:
+            raise ValueError("bad batch") from None
+    except ValueError as exc:
+        assert not is_communication_error(exc)
+
+
+def test_first_cause_is_the_first_that_is_no_bystander() -> None:
+    bystander = Evidence(1, "rank 1", Kind.BYSTANDER, GLOO)
+    death = Evidence(2, "rank 2", Kind.DEATH)
+    consequence = Evidence(0, "rank 0", Kind.EXCEPTION, "OSError: gone")
+
+    assert first_cause([bystander, death, consequence]) is death
+    assert first_cause([bystander]) is bystander
+
+
+def test_sentence_names_rank_error_and_the_user_s_line() -> None:
+    def training_step() -> None:
+        int("not a number")  # raises in the standard library's terms, at this line in ours
+
+    try:
+        training_step()
+    except ValueError as exc:
+        sentence = evidence_of(exc, 2, "rank 2 (tp 0, dp 1) [node3, pid 4711]").sentence()
+
+    assert sentence.startswith(
+        "MegaTPStrategy: rank 2 (tp 0, dp 1) [node3, pid 4711] failed first: ValueError: invalid"
+    )
+    assert "(test_failure_cause.py:" in sentence
+    assert sentence.endswith("in training_step). All ranks stop.")
+
+
+def test_sentence_is_one_line_of_a_long_message() -> None:
+    error = "ValueError: first line\nsecond line" + "x" * 1000
+
+    sentence = Evidence(2, "rank 2", Kind.EXCEPTION, error).sentence()
+
+    assert sentence == "MegaTPStrategy: rank 2 failed first: ValueError: first line. All ranks stop."
+
+
+def test_sentence_of_bystanders_only_says_so() -> None:
+    sentence = Evidence(1, "rank 1", Kind.BYSTANDER, "RuntimeError: " + GLOO).sentence()
+
+    assert "rank 1 was the first to lose a peer, and no rank named a cause of its own: RuntimeError: [third" in sentence
