@@ -93,7 +93,9 @@ class ParallelMesh:
     def __init__(self, shape: MeshShape, device_type: str = "cpu", timeout: timedelta | None = None) -> None:
         world_size = dist.get_world_size()
         if shape.world_size != world_size:
-            raise ValueError(f"ParallelMesh: {shape} needs {shape.world_size} ranks, the process group has {world_size}.")
+            raise ValueError(
+                f"ParallelMesh: {shape} needs {shape.world_size} ranks, the process group has {world_size}."
+            )
         self.shape = shape
         self.global_rank = dist.get_rank()
         self._at = shape.coordinates(self.global_rank)

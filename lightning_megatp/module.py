@@ -36,7 +36,7 @@ class ParallelModule:
         self, module: nn.Module, plan: ParallelPlan, context: TensorContext, specs: dict[str, ShardedTensorSpec]
     ) -> None:
         self.module, self.plan, self.context = module, plan, context
-        self.names = {name: parameter for name, parameter in module.named_parameters(remove_duplicate=False)}
+        self.names = dict(module.named_parameters(remove_duplicate=False))
         self.sharded = {id(self.names[name]): spec for name, spec in specs.items()}
         self.partial: dict[int, Tensor] = {}
         """id(parameter) -> whole parameters whose gradient is partial on every tensor rank."""
@@ -168,6 +168,7 @@ class ParallelModule:
         parameter.data = full[id(parameter)]
         parameter.grad = grad
         self._full_gradient[id(parameter)] = parameter
+        self.context.kept_whole.add(id(parameter))
         for layer in self.module.modules():
             if isinstance(layer, ParallelLayer):
                 own = {name for name, p in layer.named_parameters(recurse=False) if p is parameter}

@@ -68,7 +68,7 @@ class ParallelismPlugin:
             self._warn_whole(module, mesh.size("tp"))
         context = TensorContext(mesh.group("tp"))
         specs = plan.parameters if mesh.size("tp") > 1 else {}
-        self._place_values(module, mesh, device, {name: spec for name, spec in specs.items()})
+        self._place_values(module, mesh, device, specs)
         if mesh.size("tp") > 1:
             self._swap_all(module, plan, context)
         parallel = ParallelModule(module, plan, context, specs)
@@ -92,7 +92,7 @@ class ParallelismPlugin:
             gather = style == "column_gather"
             return ColumnParallelLinear.adopt(layer, context, plan.by_rank, gather_output=gather, **common)
         if style in ("row", "row_split"):
-            options = {"split_input": style == "row_split", "sequence_dim": plan.sequence_dim}
+            options: dict[str, Any] = {"split_input": style == "row_split", "sequence_dim": plan.sequence_dim}
             return RowParallelLinear.adopt(layer, context, plan.by_rank, **options, **common)
         kind = VocabParallelEmbedding if style == "vocab" else HiddenParallelEmbedding
         return kind.adopt(layer, context, plan.by_rank, **common)
@@ -101,7 +101,9 @@ class ParallelismPlugin:
         """After backward and the data-parallel reduction: sum what is partial over the tensor ranks."""
         parallel.sum_partial_gradients()
 
-    def _place_values(self, module: nn.Module, mesh: ParallelMesh, device: torch.device, specs: Mapping[str, Any]) -> None:
+    def _place_values(
+        self, module: nn.Module, mesh: ParallelMesh, device: torch.device, specs: Mapping[str, Any]
+    ) -> None:
         for name, tensor in _tensors(module):
             if tensor.is_meta:
                 raise ValueError(
@@ -168,7 +170,7 @@ class _SequenceEntry:
             )
         if isinstance(x, SequenceShard):
             return None
-        shard = SequenceShard.scatter(x, self.style.dim, self.context.group, self.context.stream)
+        shard: Tensor = SequenceShard.shard(x, self.style.dim, self.context)
         if isinstance(where, int):
             args = (*args[:where], shard, *args[where + 1 :])
         else:
@@ -176,7 +178,8 @@ class _SequenceEntry:
         return args, kwargs
 
     def _eligible(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[int | str]:
-        for where, x in [*enumerate(args), *kwargs.items()]:
+        everything: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+        for where, x in everything:
             if isinstance(x, Tensor) and x.is_floating_point() and x.dim() > self.style.dim + 1:
                 yield where
 

@@ -150,7 +150,7 @@ class MegaTPStrategyBase(_Base):
         assert environment is not None
         environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
         environment.set_world_size(self.num_nodes * self.num_processes)
-        rank_zero_only.rank = self.global_rank
+        rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
         shape = MeshShape.fit(self.world_size, tp=self.tp, dp=self.dp)
         self._join_world()
         if self.mesh is None or self.mesh.shape != shape:
@@ -185,7 +185,7 @@ class MegaTPStrategyBase(_Base):
         )
         self._failure_watch.start()
         if launcher is not None:
-            launcher.failure_watch = self._failure_watch
+            launcher.failure_watch = self._failure_watch  # type: ignore[attr-defined]
 
     def _leave_world(self) -> None:
         """At exit: meet the other ranks once more, since gloo may abort where one leaves early (torch 2.13)."""
@@ -209,7 +209,7 @@ class MegaTPStrategyBase(_Base):
         if fitting:
             self.setup_optimizers(trainer)
             for optimizer in self.optimizers if self.parallel.sharded else ():
-                check_elementwise(optimizer)
+                check_elementwise(optimizer, self._sharded_parameters())
             self._refresh_buckets()
         self.setup_precision_plugin()
         self._agree_on_precision()
@@ -329,7 +329,7 @@ class MegaTPStrategyBase(_Base):
     def _set_aside_gradients(self) -> dict[Tensor, Tensor]:
         """Manual optimization may call backward several times before a step: what was reduced must not be summed again."""
         assert self.lightning_module is not None
-        held = {p: p.grad for p in self.lightning_module.parameters() if p.grad is not None}
+        held: dict[Tensor, Tensor] = {p: p.grad for p in self.lightning_module.parameters() if p.grad is not None}
         for parameter in held:
             parameter.grad = None
         return held
@@ -367,7 +367,11 @@ class MegaTPStrategyBase(_Base):
         if group.size() == 1:
             return tensor
         mean = isinstance(reduce_op, str) and reduce_op.lower() in ("mean", "avg")
-        op = reduce_op if not isinstance(reduce_op, str) else getattr(dist.ReduceOp, "SUM" if mean else reduce_op.upper())
+        op = (
+            reduce_op
+            if not isinstance(reduce_op, str)
+            else getattr(dist.ReduceOp, "SUM" if mean else reduce_op.upper())
+        )
         total = tensor.clone()
         dist.all_reduce(total, op=op, group=group)
         return total / group.size() if mean else total
@@ -463,9 +467,15 @@ class MegaTPStrategyBase(_Base):
                 gradients[name] = parameter.grad.clone() if spec is None else gather_shards(parameter.grad, spec, group)
         return gradients
 
+    def _sharded_parameters(self) -> list[Tensor]:
+        parallel = self._parallel()
+        return [p for p in parallel.module.parameters() if parallel.spec(p) is not None]
+
     def _mesh(self) -> ParallelMesh:
         if self.mesh is None:
-            raise RuntimeError("MegaTPStrategy: the mesh exists once a Trainer has started the processes (fit, test, ...).")
+            raise RuntimeError(
+                "MegaTPStrategy: the mesh exists once a Trainer has started the processes (fit, test, ...)."
+            )
         return self.mesh
 
     def _parallel(self) -> ParallelModule:
@@ -490,5 +500,7 @@ def strategy_class(namespace: str, module: str) -> type[MegaTPStrategyBase]:
     found = Namespace.load(namespace)
     body = {"__module__": module, "__doc__": MegaTPStrategyBase.__doc__, "namespace": found}
     made = type("MegaTPStrategy", (MegaTPStrategyBase, found.parallel_strategy), body)
-    found.registry.register("megatp", made, description="Megatron's tensor, sequence and data parallelism", override=True)
+    found.registry.register(
+        "megatp", made, description="Megatron's tensor, sequence and data parallelism", override=True
+    )
     return made

@@ -48,7 +48,7 @@ class Failure:
 
 
 class RankError(AssertionError):
-TOOLONG     """At least one rank raised, died or did not finish. `failures` holds one entry per failed rank, the first cause first."""
+    """A rank raised, died or did not finish. `failures` holds one entry per failed rank, the first cause first."""
 
     def __init__(self, headline: str, failures: list[Failure]) -> None:
         self.failures = sorted(failures, key=lambda failure: failure.at)
@@ -61,8 +61,7 @@ class RankPool:
     Args:
         world_size: number of processes.
         distributed: initialise a gloo group for each call and set the environment Lightning reads. Without it the
-            process is
-            what a user's plain one-device program is.
+            process is what a user's plain one-device program is.
         forbidden: no module of this name may be imported in these processes.
     """
 

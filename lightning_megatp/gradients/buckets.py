@@ -45,7 +45,7 @@ class GradientBuckets:
         self._buckets = [_Bucket(group_) for group_ in _fill(self.parameters, bucket_mb * 2**20)]
         self._bucket_of = {id(p): bucket for bucket in self._buckets for p in bucket.parameters}
         self._next = 0
-        self._hooks = [p.register_post_accumulate_grad_hook(self._on_gradient) for p in self.parameters]  # type: ignore[attr-defined]
+        self._hooks = [p.register_post_accumulate_grad_hook(self._on_gradient) for p in self.parameters]
 
     def close(self) -> None:
         """Take the hooks off the parameters."""

@@ -60,8 +60,8 @@ def check_elementwise(optimizer: Any, sharded: Iterable[Tensor] | None = None) -
                 f"MegaTPStrategy: {name} is not element-wise: it steps the halves of a {len(shape)}-dimensional "
                 f"parameter (cut along dim {coupled_dim}) differently from the whole. Its update couples the elements "
                 "of a tensor, so shards would silently train differently from one device. Use an element-wise "
-                "optimizer such as AdamW, or tp=1, or keep this optimizer's parameters whole (leave their layers out of "
-                "the plan)."
+                "optimizer such as AdamW, or tp=1, or keep this optimizer's parameters whole (leave their layers out "
+                "of the plan)."
             )
 
 

@@ -81,7 +81,9 @@ def resolve(plan: Mapping[str, StyleLike], model: nn.Module, tp: int, sequence_p
             for name in _names(style.pattern, modules):
                 if name in found.layers:
                     other = found.layers[name].style.pattern
-                    raise ValueError(f"MegaTPStrategy: both `{other}` and `{style.pattern}` of the plan match `{name}`.")
+                    raise ValueError(
+                        f"MegaTPStrategy: both `{other}` and `{style.pattern}` of the plan match `{name}`."
+                    )
                 found.layers[name] = _layer(name, style, modules, tp)
     _check_heads(found, modules)
     _place(found)
@@ -176,10 +178,14 @@ def _divide(style: Style, modules: Mapping[str, nn.Module], tp: int) -> list[Att
     for name in owners:
         value = vars(modules[name])[attribute]
         if not isinstance(value, int) or isinstance(value, bool):
-            raise ValueError(f"MegaTPStrategy: `{name}.{attribute}` is {value!r}; only an int attribute can be divided.")
+            raise ValueError(
+                f"MegaTPStrategy: `{name}.{attribute}` is {value!r}; only an int attribute can be divided."
+            )
         unit = _unit(f"{name}.{attribute}" if name else attribute, style, modules)
         if value % unit:
-            raise ValueError(f"MegaTPStrategy: `{name}.{attribute}` = {value} is not a whole number of units of {unit}.")
+            raise ValueError(
+                f"MegaTPStrategy: `{name}.{attribute}` = {value} is not a whole number of units of {unit}."
+            )
         try:
             pieces = deal_units(value // unit, tp)
         except ValueError as error:

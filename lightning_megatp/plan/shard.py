@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -36,8 +37,10 @@ class ShardSpec:
         """This rank's shard of a full tensor, as a new contiguous tensor."""
         for dim, ranges in enumerate(self.ranges):
             if ranges != ((0, self.shape[dim]),):
-                full = torch.cat([full.narrow(dim, start, stop - start) for start, stop in ranges], dim) if ranges else (
-                    full.narrow(dim, 0, 0)
+                full = (
+                    torch.cat([full.narrow(dim, start, stop - start) for start, stop in ranges], dim)
+                    if ranges
+                    else (full.narrow(dim, 0, 0))
                 )
         return full.clone(memory_format=torch.contiguous_format)
 
@@ -71,7 +74,7 @@ class ShardedTensorSpec:
         found, at = [], 0
         for start, stop in self.by_rank[rank]:
             edges = [start, *(cut for cut in cuts if start < cut < stop), stop]
-            for low, high in zip(edges, edges[1:], strict=False):
+            for low, high in itertools.pairwise(edges):
                 found.append((at, at + high - low, len(owners(self.by_rank, low))))
                 at += high - low
         return found
@@ -83,9 +86,7 @@ class ShardedTensorSpec:
 
     def spec(self, rank: int) -> ShardSpec:
         """What one rank of the tensor group owns."""
-        ranges = tuple(
-            self.by_rank[rank] if dim == self.dim else ((0, size),) for dim, size in enumerate(self.shape)
-        )
+        ranges = tuple(self.by_rank[rank] if dim == self.dim else ((0, size),) for dim, size in enumerate(self.shape))
         return ShardSpec(self.name, self.shape, ranges)
 
     def renamed(self, name: str) -> ShardedTensorSpec:

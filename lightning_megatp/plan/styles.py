@@ -75,7 +75,7 @@ def read_plan(plan: Mapping[str, StyleLike]) -> list[Style]:
 
 
 def _read(pattern: str, entry: StyleLike) -> Style:
-    options = {"style": entry} if isinstance(entry, str) else dict(entry)
+    options: dict[str, Any] = {"style": entry} if isinstance(entry, str) else dict(entry)
     style = options.pop("style", None)
     if style not in STYLES:
         listed = "; ".join(f"`{name}` ({what})" for name, what in STYLES.items())
@@ -93,7 +93,9 @@ def _read(pattern: str, entry: StyleLike) -> Style:
     for field in fields(Style):
         value = options.get(field.name)
         if field.name in kinds and value is not None and not isinstance(value, kinds[field.name]):
-            raise ValueError(f"MegaTPStrategy: option {field.name}={value!r} of `{pattern}` in the plan is not a number.")
+            raise ValueError(
+                f"MegaTPStrategy: option {field.name}={value!r} of `{pattern}` in the plan is not a number."
+            )
     return Style(pattern, style, **options)
 
 

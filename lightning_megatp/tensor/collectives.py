@@ -131,7 +131,14 @@ class _Reduce(torch.autograd.Function):
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int, sizes: Sequence[int], above: str, below: str, sum_: bool
+        ctx: Any,
+        x: Tensor,
+        group: dist.ProcessGroup,
+        dim: int,
+        sizes: Sequence[int],
+        above: str,
+        below: str,
+        sum_: bool,
     ) -> Tensor:
         ctx.group, ctx.dim, ctx.sizes, ctx.sum = group, dim, sizes, sum_
         ctx.region_above, ctx.region_below = above, below
@@ -186,7 +193,9 @@ def all_gather(x: Tensor, group: dist.ProcessGroup, dim: int, sizes: Sequence[in
     even = min(sizes) == most
     sent = x.contiguous() if even else _pad(x, dim, most)
     received = sent.new_empty((ways, *sent.shape))
-    dist.all_gather_into_tensor(received.view(ways * sent.shape[0], *sent.shape[1:]) if sent.dim() else received, sent, group=group)
+    dist.all_gather_into_tensor(
+        received.view(ways * sent.shape[0], *sent.shape[1:]) if sent.dim() else received, sent, group=group
+    )
     if even:
         dim = dim % x.dim()
         return received.movedim(0, dim).reshape(*x.shape[:dim], ways * most, *x.shape[dim + 1 :])

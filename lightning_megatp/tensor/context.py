@@ -42,6 +42,8 @@ class TensorContext:
         self.open_region: Region | None = None
         self.inside_layer = 0
         """Above zero while a parallel layer's own forward runs: StepWatch then looks away."""
+        self.kept_whole: set[int] = set()
+        """id(parameter) of those that a plan splits, but the step also uses outside their layers."""
         self._entered = _Entered()
 
     def enter(self, x: Tensor, region: Region | None) -> Tensor:

@@ -75,7 +75,9 @@ class ParallelLayer(nn.Module):
         """Features of each rank."""
         return [length(ranges) for ranges in self.by_rank]
 
-    def forward(self, input: Tensor) -> Tensor:  # the name nn.Linear and nn.Embedding use: callers may pass it by keyword
+    def forward(
+        self, input: Tensor
+    ) -> Tensor:  # the name nn.Linear and nn.Embedding use: callers may pass it by keyword
         """The layer's own work, marked so that a StepWatch does not take it for a use from outside."""
         self.context.inside_layer += 1
         try:
@@ -155,7 +157,7 @@ class RowParallelLinear(ParallelLayer, nn.Linear):
         if dim is None or partial.dim() <= dim + 1:
             y = reduce_from_region(partial, self.group)
             return y if self.bias is None else y + self.bias.to(y.dtype)
-        layout = SequenceLayout(dim - partial.dim(), partial.shape[dim], self.group, self.context.stream)
+        layout = SequenceLayout(dim - partial.dim(), partial.shape[dim], self.context)
         y = reduce_scatter_sequence(partial, self.group, layout.dim)
         return SequenceShard.wrap(y if self.bias is None else y + self.bias.to(y.dtype), layout)
 

@@ -66,9 +66,7 @@ class _GatherParameter(torch.autograd.Function):
 
 class _SliceWhole(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, parameter: Tensor, group: dist.ProcessGroup, dim: int, by_rank: Sequence[Ranges]
-    ) -> Tensor:
+    def forward(ctx: Any, parameter: Tensor, group: dist.ProcessGroup, dim: int, by_rank: Sequence[Ranges]) -> Tensor:
         ctx.group, ctx.dim, ctx.ranges, ctx.shape = group, dim, by_rank[dist.get_rank(group)], parameter.shape
         ctx.region_above, ctx.region_below = "tensor", "whole"
         return take_ranges(parameter, dim, ctx.ranges)

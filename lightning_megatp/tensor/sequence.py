@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,9 @@ from torch import Tensor
 
 from lightning_megatp.shim.torch import DisableTorchFunctionSubclass, tree_leaves, tree_map
 from lightning_megatp.tensor.collectives import copy_to_region, gather_sequence, scatter_sequence
-from lightning_megatp.tensor.random import RankStream
+
+if TYPE_CHECKING:
+    from lightning_megatp.tensor.context import TensorContext
 
 
 @dataclass(frozen=True)
@@ -29,9 +31,12 @@ class SequenceLayout:
     """Negative, counted from the last dim."""
     length: int
     """Tokens of all ranks together."""
-    group: dist.ProcessGroup
-    stream: RankStream
-    """For dropout on the shard."""
+    context: TensorContext
+    """The group, and the random stream for dropout on the shard."""
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        return self.context.group
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, SequenceLayout) and (self.dim, self.length) == (other.dim, other.length)
@@ -56,10 +61,10 @@ class SequenceShard(torch.Tensor):
         return shard
 
     @staticmethod
-    def scatter(x: Tensor, dim: int, group: dist.ProcessGroup, stream: RankStream) -> SequenceShard:
+    def shard(x: Tensor, dim: int, context: TensorContext) -> SequenceShard:
         """Shard a whole tensor along `dim` (counted from the front)."""
-        layout = SequenceLayout(dim - x.dim(), x.shape[dim], group, stream)
-        return SequenceShard.wrap(scatter_sequence(x, group, layout.dim), layout)
+        layout = SequenceLayout(dim - x.dim(), x.shape[dim], context)
+        return SequenceShard.wrap(scatter_sequence(x, context.group, layout.dim), layout)
 
     def local(self) -> Tensor:
         """This rank's tokens as a plain tensor."""
@@ -141,17 +146,17 @@ def _run_on_tokens(func: Callable[..., Any], name: str, args: tuple[Any, ...], k
         if name in _POINTWISE and any(not _fits(x, layout, ndim) for x in others):
             return None
         in_place = _mutates_shard(name, args, kwargs)
-        if (name.endswith("_") and not name.endswith("__") or name in _IN_PLACE) and not in_place:
+        if ((name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE) and not in_place:
             return None  # a whole tensor would be changed by a shard
 
         def local(x: Any) -> Any:
             if not isinstance(x, Tensor) or isinstance(x, SequenceShard):
                 return x
-            return _localise(x, layout) if name in _POINTWISE else x
+            return _localise(x, layout) if name in _POINTWISE else _partial(x, layout)
 
         args, kwargs = tree_map(local, args), tree_map(local, kwargs)
         if name == "dropout" and _draws(args, kwargs):
-            with layout.stream.inside(shards[0].device):
+            with layout.context.stream.inside(shards[0].device):
                 result = func(*args, **kwargs)
         else:
             result = func(*args, **kwargs)
@@ -165,11 +170,17 @@ def _fits(x: Tensor, layout: SequenceLayout, ndim: int) -> bool:
 
 
 def _localise(x: Tensor, layout: SequenceLayout) -> Tensor:
-    """A whole operand beside a shard: its tokens are sliced; one that spans no tokens gets its gradient summed over the
-    ranks, here if it was computed, and with the other parameters at the end of backward if it is a leaf."""
+    """A whole operand beside a shard: its tokens are sliced; for one that spans no tokens see `_partial`."""
     if x.dim() >= -layout.dim and x.shape[layout.dim] == layout.length and layout.length != 1:
         return scatter_sequence(x, layout.group, layout.dim)
-    if x.requires_grad and not x.is_leaf and torch.is_grad_enabled():
+    return _partial(x, layout)
+
+
+def _partial(x: Tensor, layout: SequenceLayout) -> Tensor:
+    """A whole operand used on these tokens only: its gradient is summed over the ranks. Here if it was computed, or is a
+    parameter also used elsewhere; otherwise together with the other parameters at the end of backward."""
+    computed = not x.is_leaf or id(x) in layout.context.kept_whole
+    if computed and x.requires_grad and torch.is_grad_enabled():
         return copy_to_region(x, layout.group, "sequence")
     return x
 
@@ -191,8 +202,11 @@ def _normalises_features(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def _maps_features(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """A plain linear on the last dim."""
-    return isinstance(args[0], SequenceShard) and args[0].tokens.dim < -1 and not _any_shard(tree_leaves((args[1:], kwargs)))
+    """A plain linear on the last dim. Not one that widens (a head): gathering its input is cheaper than its output."""
+    x, weight = args[0], args[1] if len(args) > 1 else kwargs["weight"]
+    if not isinstance(x, SequenceShard) or _any_shard(tree_leaves((args[1:], kwargs))):
+        return False
+    return x.tokens.dim < -1 and weight.shape[0] <= weight.shape[1]
 
 
 def _reduces_features(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -205,7 +219,11 @@ def _reduces_features(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     dims = [dims] if isinstance(dims, int) else dims
     with DisableTorchFunctionSubclass():
         ndim = x.dim()
-    return isinstance(dims, (list, tuple)) and len(dims) > 0 and all((d if d < 0 else d - ndim) > x.tokens.dim for d in dims)
+    return (
+        isinstance(dims, (list, tuple))
+        and len(dims) > 0
+        and all((d if d < 0 else d - ndim) > x.tokens.dim for d in dims)
+    )
 
 
 def _names(text: str) -> frozenset[str]:

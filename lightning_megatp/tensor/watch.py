@@ -79,11 +79,8 @@ def _device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
 
 
 _HARMLESS = frozenset(
-    ["dtype", "device", "layout", "requires_grad", "requires_grad_", "is_leaf", "grad", "grad_fn", "is_cuda", "is_cpu"]
-    + ["is_meta", "is_sparse", "is_floating_point", "is_complex", "__hash__", "get_device", "register_hook", "is_nested"]
-    + ["register_post_accumulate_grad_hook", "is_quantized", "backward", "is_inference", "names"]
+    ["dtype", "device", "layout", "requires_grad", "requires_grad_", "is_leaf", "grad", "grad_fn", "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_floating_point", "is_complex", "__hash__", "get_device", "register_hook", "is_nested", "register_post_accumulate_grad_hook", "is_quantized", "backward", "is_inference", "names"]
 )
 _RANDOM = frozenset(
-    ["bernoulli", "bernoulli_", "rand", "randn", "rand_like", "randn_like", "randint", "randint_like", "randperm", "normal"]
-    + ["normal_", "uniform_", "exponential_", "geometric_", "multinomial", "poisson", "rrelu", "gumbel_softmax", "random_"]
+    ["bernoulli", "bernoulli_", "rand", "randn", "rand_like", "randn_like", "randint", "randint_like", "randperm", "normal", "normal_", "uniform_", "exponential_", "geometric_", "multinomial", "poisson", "rrelu", "gumbel_softmax", "random_"]
 )

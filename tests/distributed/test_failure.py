@@ -43,42 +43,68 @@ def environment() -> dict[str, str]:
     return {**kept, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([root, kept.get("PYTHONPATH", "")])}
 
 
+class Host:
+    """A process that has torch imported and forks the ranks; in a session of its own: no rank outlives it."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[str] | None = None
+
+    def run(self, scenario: str, folder: Path) -> list[int]:
+        """Run a scenario on three ranks; the statuses they end with, none if one still runs after the limit."""
+        process = self._process or self._start()
+        assert process.stdin is not None and process.stdout is not None
+        print(
+            json.dumps({"scenario": scenario, "world_size": 3, "folder": str(folder)}), file=process.stdin, flush=True
+        )
+        with ThreadPoolExecutor(1) as reader:
+            answer = reader.submit(process.stdout.readline)
+            try:
+                return json.loads(answer.result(LIMIT_S))
+            except TimeoutError:
+                self.close()  # ends the reader too; the next scenario gets a new host
+                return []
+
+    def close(self) -> None:
+        """End the host and every rank that hangs."""
+        if self._process is not None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+            self._process = None
+
+    def _start(self) -> subprocess.Popen[str]:
+        self._process = subprocess.Popen(
+            [sys.executable, str(SCRIPTS / "ranks.py")],
+            env=environment(),
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+        )
+        assert self._process.stdout is not None
+        assert self._process.stdout.readline() == "ready\n"  # the imports are not in the limit of a scenario
+        return self._process
+
+
 @pytest.fixture(scope="module")
-def host() -> Iterator[subprocess.Popen[str]]:
-    """A process that has torch imported and forks the ranks; a session of its own, so that no rank can outlive it."""
-    command = [sys.executable, str(SCRIPTS / "ranks.py")]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    process = subprocess.Popen(command, env=environment(), text=True, start_new_session=True, **pipes)  # type: ignore[call-overload]
-    try:
-        yield process
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+def host() -> Iterator[Host]:
+    host = Host()
+    yield host
+    host.close()
 
 
 @pytest.fixture
-def run(host: subprocess.Popen[str], tmp_path: Path) -> Iterator[Callable[[str], Ended]]:
+def run(host: Host, tmp_path: Path) -> Callable[[str], Ended]:
     """Run a scenario of ranks.py on three ranks; a rank that hasn't ended after the limit fails the test."""
-    assert host.stdin is not None and host.stdout is not None
-    reader = ThreadPoolExecutor(1)
 
     def run(scenario: str) -> Ended:
-        assert host.stdin is not None and host.stdout is not None
-        print(json.dumps({"scenario": scenario, "world_size": 3, "folder": str(tmp_path)}), file=host.stdin, flush=True)
-        answer = reader.submit(host.stdout.readline)
-        try:
-            line = answer.result(LIMIT_S)
-        except TimeoutError:
-            os.killpg(host.pid, signal.SIGKILL)  # with the ranks that hang; ends the reader too
-            line = ""
+        statuses = host.run(scenario, tmp_path)
         screens = [path.read_text() if path.exists() else "" for path in (tmp_path / str(rank) for rank in range(3))]
         shown = "\n".join(f"--- rank {rank}\n{screen}" for rank, screen in enumerate(screens))
-        assert line, f"ranks still run after {LIMIT_S} s\n{shown}"
+        assert statuses, f"ranks still run after {LIMIT_S} s\n{shown}"
         print(shown)
-        return Ended(json.loads(line), screens)
+        return Ended(statuses, screens)
 
-    yield run
-    reader.shutdown()
+    return run
 
 
 @pytest.mark.parametrize("rank", [0, 2])
@@ -192,33 +218,34 @@ def test_orderly_stop_ends_nobody(run: Callable[[str], Ended], scenario: str) ->
     assert all("MegaTPStrategy" not in screen for screen in ended.screens)
 
 
-def launched(case: str, namespace: str, folder: Path) -> subprocess.CompletedProcess[str]:
+def test_rank_ends_with_its_launcher_before_the_ranks_are_connected(run: Callable[[str], Ended]) -> None:
+    ended = run("launcher_dies")
+
+    assert ended.statuses == [0, 0, 0]  # on every rank, a launcher of its own
+    for screen in ended.screens:
+        assert "the process that launched rank 1 (pid " in screen
+        assert "ended before the ranks were connected. This rank stops." in screen
+
+
+def launched(case: str, namespace: str) -> subprocess.CompletedProcess[str]:
     """Run launched.py; its stderr is at its end only when the last of its processes has ended."""
-    command = [sys.executable, str(SCRIPTS / "launched.py"), case, namespace, str(folder)]
-    return subprocess.run(command, env=environment(), text=True, stderr=subprocess.PIPE, timeout=LIMIT_S)
+    command = [sys.executable, str(SCRIPTS / "launched.py"), case, namespace]
+    limit = 2 * LIMIT_S  # the imports of two processes are in it
+    return subprocess.run(command, env=environment(), text=True, stderr=subprocess.PIPE, timeout=limit)
 
 
-@pytest.mark.parametrize("namespace", ["lightning.pytorch", "pytorch_lightning"])
-def test_launcher_ends_all_when_a_child_fails_at_import(tmp_path: Path, namespace: str) -> None:
-    ended = launched("crash_at_import", namespace, tmp_path)
+def test_launcher_ends_all_when_a_child_fails_at_import() -> None:
+    ended = launched("crash_at_import", "pytorch_lightning")
 
     assert ended.returncode == 1
     assert "the process of local rank 1 (pid " in ended.stderr
     assert ") ended with status 3, outside of a run" in ended.stderr
 
 
-def test_launcher_leaves_a_killed_child_to_the_watch_which_names_the_signal(tmp_path: Path) -> None:
-    ended = launched("child_is_killed", "lightning.pytorch", tmp_path)
+def test_launcher_leaves_a_killed_child_to_the_watch_which_names_the_signal() -> None:
+    ended = launched("child_is_killed", "lightning.pytorch")
 
     assert ended.returncode == 1
     assert "rank 1 (tp 1) [" in ended.stderr
     assert "died first, without reporting an exception: its process was killed by SIGKILL. All ranks" in ended.stderr
     assert "outside of a run" not in ended.stderr
-
-
-def test_rank_ends_with_its_launcher_before_the_ranks_are_connected(tmp_path: Path) -> None:
-    ended = launched("launcher_dies", "lightning.pytorch", tmp_path)
-
-    assert ended.returncode == SIGKILLED
-    assert "the process that launched rank 1 (pid " in ended.stderr
-    assert "ended before the ranks were connected. This rank stops." in ended.stderr

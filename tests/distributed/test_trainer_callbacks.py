@@ -46,7 +46,7 @@ class Overfit(GPT):
 def _callbacks(layout: Layout, root: str) -> dict[str, Any]:
     torch.manual_seed(3)
     directory = shared_directory(layout, "callbacks", root)
-    stopping = EarlyStopping("val_loss", patience=1)
+    stopping = EarlyStopping("val_loss", patience=3)
     best = ModelCheckpoint(directory / "best", monitor="val_loss", save_top_k=2, filename="{epoch}-{val_loss:.4f}")
     logger = CSVLogger(directory, name="", version="log")
     trainer = make_trainer(

@@ -1,4 +1,4 @@
-TOOLONG """Every stage of the Trainer gives the numbers of one device: sanity check, fit, validate, test, predict, and fit again."""
+"""Every stage of the Trainer gives the numbers of one device: sanity check, fit, validate, test, predict, fit again."""
 
 from __future__ import annotations
 

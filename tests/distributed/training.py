@@ -67,7 +67,7 @@ def tokens(samples: int, length: int = 6, vocab: int = 32, seed: int = 3) -> Ten
 
 
 def train_loader(layout: Layout, batches: int, **options: Any) -> DataLoader:
-TOOLONG     """The same batches in every layout: one device takes the order that Lightning's DistributedSampler gives all dp ranks."""
+    """The same batches in every layout: one device takes the order that Lightning's sampler gives all dp ranks."""
     data = tokens(batches * GLOBAL_BATCH, **options)
     sampler = None if layout.dp > 1 else DistributedSampler(data, 1, 0, shuffle=True, seed=0)
     return DataLoader(data, batch_size=GLOBAL_BATCH // layout.dp, sampler=sampler)

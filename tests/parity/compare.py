@@ -21,14 +21,14 @@ class Tolerance:
 
 
 # 64-true: the promise. Sums in another order differ by 1e-16 relative; AdamW's eps (1e-8) keeps a gradient that is zero
-# but for rounding from being normalised to one, so 20 steps stay below 1e-9. 32-true: the promise is on losses. Adam
-# normalises the rounding of gradients that are analytically zero (key biases), so parameters are not compared; a
-# first-step gradient is a sum of < 1000 terms of size < 1, each rounded by 2^-24. bf16: a value carries a relative
-# error of up to 2^-9 (half of eps = 2^-8). Two runs that round partial sums at different places differ by a few of
-# these per layer; a loss sees the mean over 4 * L tokens of logits that are each off by k * 2^-9 relative, k about 4
-# for two blocks. bf16-true also rounds each parameter update (3e-3 on values of about 0.25 to 1 is 1 to 3 units in the
-# last place), so two runs round some updates apart and the distance grows along the 20 steps: 2^-5. bf16-mixed keeps
-# float32 parameters: 2^-6. First-step gradients: the same few roundings, of values up to 1: 2^-5.
+#   but for rounding from being normalised to one, so 20 steps stay below 1e-9.
+# 32-true: the promise is on losses. Adam normalises the rounding of gradients that are analytically zero (key biases),
+#   so parameters are not compared; a first-step gradient is a sum of < 1000 terms of size < 1, each rounded by 2^-24.
+# bf16: a value carries a relative error of up to 2^-9 (half of eps = 2^-8). Two runs that round partial sums at other
+#   places differ by a few of these per layer; a loss sees the mean over 4 * L tokens of logits that are each off by
+#   k * 2^-9 relative, k about 4 for two blocks. bf16-true also rounds each parameter update (3e-3 on values of about
+#   0.25 to 1 is 1 to 3 units in the last place), so two runs round some updates apart and the distance grows along the
+#   20 steps: 2^-5. bf16-mixed keeps float32 parameters: 2^-6. First-step gradients: the same few roundings: 2^-5.
 TOLERANCES: dict[str, Tolerance] = {
     "64-true": Tolerance(loss=1e-9, gradient=1e-9, parameter=1e-9),
     "32-true": Tolerance(loss=1e-5, gradient=1e-5, relative=True),

@@ -50,7 +50,7 @@ class Encoder(AdamWModule):
 
 
 class Regression(AdamWModule):
-TOOLONG     """Biases everywhere, an embedding with a padding row split on its hidden dim, row layers for split and whole inputs."""
+    """Biases everywhere, an embedding with a padding row split on its hidden dim, row layers of both kinds."""
 
     def __init__(self, vocab: int = 32) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-TOOLONG """One training run and what parity compares of it. Used by the reference process too: nothing here imports this package."""
+"""One training run and what parity compares of it. The reference process uses it: nothing here imports this package."""
 
 from __future__ import annotations
 
@@ -92,10 +92,19 @@ def fit(
     recorder = Recorder(gradients)
     manual = not module.automatic_optimization
     trainer = Trainer(
-        accelerator="cpu", devices=devices, strategy=strategy, precision=setting.precision, max_epochs=1,  # type:
-        ignore[arg-type] accumulate_grad_batches=setting.accumulate, callbacks=[*callbacks, recorder], logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, **CLIPPING[setting.clip],
-    )  # fmt: skip
+        accelerator="cpu",
+        devices=devices,
+        strategy=strategy,
+        precision=setting.precision,  # type: ignore[arg-type]
+        max_epochs=1,
+        accumulate_grad_batches=setting.accumulate,
+        callbacks=[*callbacks, recorder],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **CLIPPING[setting.clip],
+    )
     batches = OPTIMIZER_STEPS if manual else OPTIMIZER_STEPS * setting.accumulate
     data = loader(chosen.vocab, setting.length, batches * GLOBAL_BATCH, dp)
     with warnings.catch_warnings(record=True) as caught:

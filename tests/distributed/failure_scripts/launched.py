@@ -1,4 +1,4 @@
-"""A script as a user starts theirs, with our launcher: `launched.py <case> <namespace of Lightning> <folder>`."""
+"""A script as a user starts theirs, with our launcher: `launched.py <case> <namespace of Lightning>`."""
 
 from __future__ import annotations
 
@@ -8,37 +8,23 @@ import signal
 import sys
 import threading
 from datetime import timedelta
-from pathlib import Path
 
-case, namespace, folder = sys.argv[1:]
+case, namespace = sys.argv[1:]
 is_child = "LOCAL_RANK" in os.environ
 if is_child and case == "crash_at_import":
     sys.exit(3)
 
 import torch.distributed as dist  # noqa: E402  (the crash comes before anything is imported)
 
-from lightning_megatp.failure import FailureWatch, ParentWatch  # noqa: E402
-
-READY = Path(folder) / "ready"
-
-
-def wait_for_file(path: Path) -> None:
-    while not path.exists():
-        threading.Event().wait(0.05)
-
-
-def kill_self() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
+from lightning_megatp.failure import FailureWatch  # noqa: E402
+from lightning_megatp.failure.parent import LAUNCHER_PID_VARIABLE  # noqa: E402
 
 
 def child() -> None:
-    if case == "launcher_dies":
-        ParentWatch("rank 1").start()
-        READY.touch()
-        threading.Event().wait()
+    assert os.environ[LAUNCHER_PID_VARIABLE] == str(os.getppid())
     store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), 2, False, timedelta(minutes=5))
     FailureWatch(1, 2, store, name="rank 1 (tp 1)").start()
-    kill_self()
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def launch() -> None:
@@ -50,9 +36,7 @@ def launch() -> None:
     launcher = subprocess_launcher(base, settle_s=1.0)(environment, num_processes=2, num_nodes=1)
 
     def main() -> None:
-        if case == "launcher_dies":
-            wait_for_file(READY)
-            kill_self()
+        assert LAUNCHER_PID_VARIABLE not in os.environ
         if case == "child_is_killed":
             store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), 2, True, timedelta(minutes=5))
             watch = FailureWatch(0, 2, store, grace_s=0.5, describe_exit=launcher.describe_exit)

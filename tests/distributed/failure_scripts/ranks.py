@@ -1,12 +1,13 @@
 """Runs scenarios on forked ranks: torch is imported once, every rank is a process of its own that ends as it ends.
 
 Reads one JSON request per line from stdin, {"scenario", "world_size", "folder"}: rank r's stderr goes to folder/r.
-Answers with one line, the list of the exit statuses.
+Says `ready` when it is, and answers each request with one line, the list of the exit statuses.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import signal
@@ -20,7 +21,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from lightning_megatp.failure import FailureWatch
+from lightning_megatp.failure import FailureWatch, ParentWatch
+from lightning_megatp.failure.parent import LAUNCHER_PID_VARIABLE
 
 Step = Callable[[int], None]
 
@@ -219,6 +221,23 @@ def rank_0_leaves_first(run: Run) -> None:
     watch.stop()
 
 
+def launcher_dies(run: Run) -> None:
+    """A launcher dies while the rank it started waits: this process returns once that rank has ended too."""
+    ended, held_by_rank = os.pipe()
+    if (launcher := os.fork()) == 0:
+        os.environ[LAUNCHER_PID_VARIABLE] = str(os.getpid())
+        watching, say_watching = os.pipe()
+        if os.fork() == 0:
+            ParentWatch("rank 1", poll_s=0.1).start()
+            os.write(say_watching, b"!")
+            threading.Event().wait()
+        os.read(watching, 1)
+        kill_self()
+    os.waitpid(launcher, 0)
+    os.close(held_by_rank)
+    assert os.read(ended, 1) == b""  # nobody has the other end open any more
+
+
 def leave_no_trace() -> None:
     for thread in threading.enumerate():
         if thread.name.startswith("megatp"):
@@ -250,6 +269,8 @@ def run_rank(scenario: str, rank: int, world_size: int, listener: socket.socket,
 
 
 def serve() -> None:
+    gc.freeze()  # or every rank, when it ends, walks through and copies all that torch made: a second each
+    print("ready", flush=True)
     # a child runs its scenario and falls out of this function: a real interpreter's end
     for line in sys.stdin:
         request = json.loads(line)
