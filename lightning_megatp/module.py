@@ -140,16 +140,16 @@ class ParallelModule:
     def keep_whole_where_used_outside(self, optimizers: Iterable[Optimizer] = ()) -> None:
         """Gather the parameters that the watched step used outside their layers; they stay whole from now on.
 
-        Communication: one all-gather per such parameter, gradient and optimizer state; on every rank of the group alike.
-        """
+        Communication: one all-gather per such parameter, gradient and optimizer state; on every rank of the group
+        alike."""
         if self._watch is None:
             return
         for parameter, operation in self._watch.outside.values():
             warn_once_per_run(
                 f"`{self._name(id(parameter))}` is split by the plan, but the step also uses it outside its own layer"
                 f" (in `{operation}`). It is kept whole on every tensor rank: the numbers are right, its memory is not"
-                " divided. To save the memory, don't use it outside its layer; to lose this warning, take its layer out of"
-                " the plan."
+                " divided. To save the memory, don't use it outside its layer; to lose this warning, take its layer"
+                " out of the plan."
             )
             self._unshard(parameter, optimizers)
         self._watch.outside.clear()
@@ -179,24 +179,24 @@ class ParallelModule:
 
     def _escaped(self, name: str, lineage: Lineage) -> str:
         return (
-            f"MegaTPStrategy: the split output of `{name.rpartition('.')[0]}` reaches the loss without passing a `row` layer"
-            " (or a gathering one), so every rank would train on its own part of the features. Give that layer the style"
-            " `column_gather`, or add to the plan the `row` layer that consumes it."
+            f"MegaTPStrategy: the split output of `{name.rpartition('.')[0]}` reaches the loss without passing a `row`"
+            " layer (or a gathering one), so every rank would train on its own part of the features. Give that layer"
+            " the style `column_gather`, or add to the plan the `row` layer that consumes it."
         )
 
     def _mixed(self, name: str, regions: set[str]) -> str:
         return (
             f"MegaTPStrategy: `{name}` is used both where values are whole and inside a tensor-parallel region"
-            f" ({', '.join(sorted(regions))}); its gradient would be summed wrongly over the tensor ranks. A value enters"
-            " such a region only through its `column` layers: take the region's layers out of the plan, or compute what"
-            f" depends on `{name}` outside of it."
+            f" ({', '.join(sorted(regions))}); its gradient would be summed wrongly over the tensor ranks. A value"
+            " enters such a region only through its `column` layers: take the region's layers out of the plan, or"
+            f" compute what depends on `{name}` outside of it."
         )
 
     def _side_door(self, lineage: Lineage) -> str:
         found, used = sorted(lineage.crossings)[0]
         return (
             f"MegaTPStrategy: a {found} value is used where values are {used}: something passes into or out of a"
-            " tensor-parallel region beside its `column` and `row` layers (a gate, a bias computed from the input), and"
-            " gradients would be wrong. Leave the layers of that region out of the plan, or give the layer whose output"
-            " escapes the style `column_gather`."
+            " tensor-parallel region beside its `column` and `row` layers (a gate, a bias computed from the input),"
+            " and gradients would be wrong. Leave the layers of that region out of the plan, or give the layer whose"
+            " output escapes the style `column_gather`."
         )

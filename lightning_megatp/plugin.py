@@ -37,7 +37,7 @@ class ParallelismPlugin:
     `finalize_gradients` (what is summed at the end of backward).
 
     Args:
-        plan: `{pattern: style}`, see `lightning_megatp.plan.styles`. None leaves every layer whole on every tensor rank.
+        plan: `{pattern: style}`, see `lightning_megatp.plan.styles`. None leaves every layer whole on every rank.
         strict: raise where a warning would say that something stays whole.
     """
 
@@ -136,16 +136,17 @@ class ParallelismPlugin:
     def _again(self, before: ParallelModule, mesh: ParallelMesh) -> ParallelModule:
         if before.context.size != mesh.size("tp") or before.context.rank != mesh.rank("tp"):
             raise ValueError(
-                f"MegaTPStrategy: this LightningModule was already split for tp={before.context.size} by an earlier Trainer,"
-                f" and now tp={mesh.size('tp')} is asked for. Build a new one and load the checkpoint into it."
+                f"MegaTPStrategy: this LightningModule was already split for tp={before.context.size} by an earlier"
+                f" Trainer, and now tp={mesh.size('tp')} is asked for. Build a new one and load the checkpoint into it."
             )
         return before
 
     def _warn_whole(self, module: nn.Module, tp: int) -> None:
         linears = [plain_name(name) for name, child in module.named_modules() if type(child) is nn.Linear]
         text = (
-            f"tp={tp}, but the plan splits nothing: every tensor rank holds and computes the whole model, so the numbers are"
-            f" right and nothing is saved. Give plan={{pattern: style}} for its linear layers, e.g. {', '.join(linears[:4])}."
+            f"tp={tp}, but the plan splits nothing: every tensor rank holds and computes the whole model, so the"
+            f" numbers are right and nothing is saved. Give plan={{pattern: style}} for its linear layers, e.g."
+            f" {', '.join(linears[:4])}."
         )
         if self.strict:
             raise ValueError(f"MegaTPStrategy: {text}")
@@ -165,8 +166,8 @@ class _SequenceEntry:
         x = None if where is None else args[where] if isinstance(where, int) else kwargs.get(where)
         if not isinstance(x, Tensor) or x.dim() <= self.style.dim:
             raise ValueError(
-                f"MegaTPStrategy: `{self.name}` has the style `sequence` with dim={self.style.dim}, but no argument of its"
-                " forward is a floating tensor with that dim. Name it by `input` in the plan, or drop the style."
+                f"MegaTPStrategy: `{self.name}` has the style `sequence` with dim={self.style.dim}, but no argument of"
+                " its forward is a floating tensor with that dim. Name it by `input` in the plan, or drop the style."
             )
         if isinstance(x, SequenceShard):
             return None
@@ -174,7 +175,7 @@ class _SequenceEntry:
         if isinstance(where, int):
             args = (*args[:where], shard, *args[where + 1 :])
         else:
-            kwargs = {**kwargs, where: shard}
+            kwargs = {**kwargs, str(where): shard}
         return args, kwargs
 
     def _eligible(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[int | str]:

@@ -16,8 +16,8 @@ _MIX = 0xD1B54A32D192ED03  # an odd 64-bit constant: neighbouring dp ranks get u
 def synchronize_random_state(mesh: ParallelMesh) -> None:
     """Give every rank rank 0's random state, then set apart the data-parallel ranks above 0.
 
-    Without it, ranks that were not seeded alike shuffle differently and drop out different units of whole values. dp rank
-    0 goes on with the very stream of the one-device run.
+    Without it, ranks that were not seeded alike shuffle differently and drop out different units of whole values. dp
+    rank 0 goes on with the very stream of the one-device run.
 
     Communication: one object broadcast over the world (about 8 KB), at set-up.
     """

@@ -229,8 +229,8 @@ class MegaTPStrategyBase(_Base):
             return
         if type(scaler) is not torch.amp.GradScaler:
             raise ValueError(
-                f"MegaTPStrategy: the precision plugin's scaler is a {type(scaler).__name__}, whose ranks would disagree on"
-                " skipped steps. Use torch.amp.GradScaler or ShardedGradScaler."
+                f"MegaTPStrategy: the precision plugin's scaler is a {type(scaler).__name__}, whose ranks would"
+                " disagree on skipped steps. Use torch.amp.GradScaler or ShardedGradScaler."
             )
         plugin.scaler = ShardedGradScaler(  # type: ignore[attr-defined]
             self.root_device.type,
@@ -286,7 +286,8 @@ class MegaTPStrategyBase(_Base):
         return outputs
 
     def _first(self, kind: str) -> bool:
-        """Whether this is the first step of its kind in this epoch: one is watched per epoch, since a step may change."""
+        """Whether this is the first step of its kind in this epoch: one is watched per epoch, since a step may
+        change."""
         return self._moment(kind) not in self._seen
 
     def _moment(self, kind: str) -> tuple[Any, ...]:
@@ -327,7 +328,8 @@ class MegaTPStrategyBase(_Base):
         return closure_loss
 
     def _set_aside_gradients(self) -> dict[Tensor, Tensor]:
-        """Manual optimization may call backward several times before a step: what was reduced must not be summed again."""
+        """Manual optimization may call backward several times before a step: what was reduced must not be summed
+        again."""
         assert self.lightning_module is not None
         held: dict[Tensor, Tensor] = {p: p.grad for p in self.lightning_module.parameters() if p.grad is not None}
         for parameter in held:
@@ -402,8 +404,8 @@ class MegaTPStrategyBase(_Base):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         if self._cannot_gather():
             warn_once_per_run(
-                f"no checkpoint was written to {filepath}: after an exception the other tensor ranks, which hold the rest of"
-                " the model, can't be asked for it. The last regular checkpoint is the newest."
+                f"no checkpoint was written to {filepath}: after an exception the other tensor ranks, which hold the"
+                " rest of the model, can't be asked for it. The last regular checkpoint is the newest."
             )
             return
         super().save_checkpoint(checkpoint, filepath, storage_options)

@@ -102,8 +102,8 @@ def _names(pattern: str, modules: Mapping[str, nn.Module]) -> list[str]:
         close = difflib.get_close_matches(pattern, [name for name in modules if name], n=3, cutoff=0.3)
         hint = f" Close names: {', '.join(f'`{name}`' for name in close)}." if close else ""
         raise ValueError(
-            f"MegaTPStrategy: the plan's pattern `{pattern}` matches no module of the LightningModule.{hint}"
-            " Patterns are full names as in `named_modules()`; `*` is one component, `**` any number."
+            f"MegaTPStrategy: the plan's pattern `{pattern}` matches no module of the LightningModule.{hint} Patterns"
+            " are full names as in `named_modules()`; `*` is one component, `**` any number."
         )
     return names
 
@@ -118,14 +118,14 @@ def _layer(name: str, style: Style, modules: Mapping[str, nn.Module], tp: int) -
         by_rank = shard_ranges(size, tp, style.parts if isinstance(style.parts, int) else list(style.parts), unit)
     except ValueError as error:
         raise ValueError(
-            f"MegaTPStrategy: `{name}` ({style.style}, {size} features) can't be split over tp={tp}: {error}."
-            " Change `parts` or `unit` in the plan, or tp, or leave the layer (and its region) out of the plan."
+            f"MegaTPStrategy: `{name}` ({style.style}, {size} features) can't be split over tp={tp}: {error}. Change"
+            " `parts` or `unit` in the plan, or tp, or leave the layer (and its region) out of the plan."
         ) from None
     if style.style in ("row", "row_split", "vocab", "hidden"):
         if sum(map(length, by_rank)) > size:
             raise ValueError(
-                f"MegaTPStrategy: `{name}` has {size // unit} units of {unit} for tp={tp} ranks, and a `{style.style}` layer"
-                f" can't repeat units. Use tp <= {size // unit}, or leave this region out of the plan."
+                f"MegaTPStrategy: `{name}` has {size // unit} units of {unit} for tp={tp} ranks, and a `{style.style}`"
+                f" layer can't repeat units. Use tp <= {size // unit}, or leave this region out of the plan."
             )
         if style.style != "row" and style.style != "row_split" and min(map(length, by_rank)) == 0:
             raise ValueError(f"MegaTPStrategy: `{name}` has {size} features for tp={tp} ranks; each needs one or more.")
@@ -139,8 +139,8 @@ def _unit(name: str, style: Style, modules: Mapping[str, nn.Module]) -> int:
     value = getattr(modules[parent], style.unit, None)
     if not isinstance(value, int):
         raise ValueError(
-            f"MegaTPStrategy: `unit: {style.unit}` of `{style.pattern}`: `{parent or 'the LightningModule'}` has no int"
-            f" attribute of that name (found {value!r}). Give the number instead."
+            f"MegaTPStrategy: `unit: {style.unit}` of `{style.pattern}`: `{parent or 'the LightningModule'}` has no"
+            f" int attribute of that name (found {value!r}). Give the number instead."
         )
     return value
 
@@ -161,7 +161,8 @@ def _check_type(name: str, style: Style, module: nn.Module) -> None:
                 why = f"has {option}={getattr(module, option)!r}, which needs the whole table on one rank"
     if why is not None:
         raise ValueError(
-            f"MegaTPStrategy: the plan gives `{name}` the style `{style.style}`, but it {why}. Leave it out of the plan."
+            f"MegaTPStrategy: the plan gives `{name}` the style `{style.style}`, but it {why}. Leave it out of the"
+            " plan."
         )
 
 
@@ -171,8 +172,8 @@ def _divide(style: Style, modules: Mapping[str, nn.Module], tp: int) -> list[Att
     owners = [name for name in names if attribute in vars(modules[name])]
     if not owners:
         raise ValueError(
-            f"MegaTPStrategy: the plan's `{style.pattern}` (divide) matches no attribute: no module named `{parent}` has"
-            f" an own attribute `{attribute}`. (A property is divided by dividing what it is made of.)"
+            f"MegaTPStrategy: the plan's `{style.pattern}` (divide) matches no attribute: no module named `{parent}`"
+            f" has an own attribute `{attribute}`. (A property is divided by dividing what it is made of.)"
         )
     plans = []
     for name in owners:
@@ -190,8 +191,8 @@ def _divide(style: Style, modules: Mapping[str, nn.Module], tp: int) -> list[Att
             pieces = deal_units(value // unit, tp)
         except ValueError as error:
             raise ValueError(
-                f"MegaTPStrategy: `{name}.{attribute}` = {value} can't be divided over tp={tp}: {error}."
-                f" Use a tp that divides {value}, or leave this region out of the plan."
+                f"MegaTPStrategy: `{name}.{attribute}` = {value} can't be divided over tp={tp}: {error}. Use a tp that"
+                f" divides {value}, or leave this region out of the plan."
             ) from None
         plans.append(AttributePlan(name, attribute, tuple((stop - start) * unit for start, stop in pieces)))
     return plans
@@ -207,9 +208,10 @@ def _check_heads(plan: ParallelPlan, modules: Mapping[str, nn.Module]) -> None:
             if name.rpartition(".")[0] == attribute.module and layer.unit == 1:
                 fits = [n for n in range(1, value + 1) if value % n == 0]
                 raise ValueError(
-                    f"MegaTPStrategy: `{attribute.module}.{attribute.attribute}` = {value} is not divisible by tp={plan.tp},"
-                    f" and `{name}` would be cut inside a head. Give the size of a head as `unit` to the layers of"
-                    f" `{attribute.module}` for uneven heads, or use tp in {fits}, or leave this region out of the plan."
+                    f"MegaTPStrategy: `{attribute.module}.{attribute.attribute}` = {value} is not divisible by"
+                    f" tp={plan.tp}, and `{name}` would be cut inside a head. Give the size of a head as `unit` to the"
+                    f" layers of `{attribute.module}` for uneven heads, or use tp in {fits}, or leave this region out"
+                    " of the plan."
                 )
 
 
@@ -247,8 +249,9 @@ def _check_row(plan: ParallelPlan, name: str, columns: list[str]) -> None:
     if same_size and all(part != row.by_rank for part in same_size):
         column = beside[0]
         raise ValueError(
-            f"MegaTPStrategy: `{name}` takes the features {', '.join(show(r) for r in row.by_rank)} on ranks 0..{plan.tp - 1},"
-            f" but `{column.name}` leaves {', '.join(show(r) for r in same_size[0])}. Give both the same `unit`."
+            f"MegaTPStrategy: `{name}` takes the features {', '.join(show(r) for r in row.by_rank)} on ranks"
+            f" 0..{plan.tp - 1}, but `{column.name}` leaves {', '.join(show(r) for r in same_size[0])}. Give both the"
+            " same `unit`."
         )
 
 
@@ -290,8 +293,8 @@ def _parameters(plan: ParallelPlan, model: nn.Module) -> dict[str, ShardedTensor
 
 def _tied(one: str, other: str, what: str) -> str:
     return (
-        f"MegaTPStrategy: `{one}` and `{other}` are one tied parameter, {what}. Give both layers matching styles,"
-        " for an embedding and its head `vocab` and `column_gather`, or leave both out of the plan."
+        f"MegaTPStrategy: `{one}` and `{other}` are one tied parameter, {what}. Give both layers matching styles, for"
+        " an embedding and its head `vocab` and `column_gather`, or leave both out of the plan."
     )
 
 

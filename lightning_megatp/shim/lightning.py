@@ -42,6 +42,6 @@ class Namespace:
 
 
 def default_store() -> dist.Store:
-    """The store of the default process group, whoever created the group (Lightning, torchrun, the user). torch 2.11-2.13
-    have no public way to ask for it."""
+    """The store of the default process group, whoever created the group (Lightning, torchrun, the user). torch
+    2.11-2.13 have no public way to ask for it."""
     return dist.distributed_c10d._get_default_store()

@@ -1,5 +1,5 @@
-"""Parallel layers. Each is made from an existing layer *in place*: the object keeps its identity, its hooks, its ties and
-its parameters' names, stays an `nn.Linear` or `nn.Embedding` by isinstance, and holds only this rank's shard.
+"""Parallel layers. Each is made from an existing layer *in place*: the object keeps its identity, its hooks, its ties
+and its parameters' names, stays an `nn.Linear` or `nn.Embedding` by isinstance, and holds only this rank's shard.
 
 Source: Shoeybi et al. 2019, section 3; Korthikanti et al. 2022, section 4.2.
 """
@@ -130,8 +130,8 @@ class ColumnParallelLinear(ParallelLayer, nn.Linear):
 class RowParallelLinear(ParallelLayer, nn.Linear):
     """y = x A^T + b with the input features of A split over the tensor ranks; the partial results are summed.
 
-    Input (..., features of this rank), or whole with `split_input`; output (..., out_features) whole, or a SequenceShard
-    along `sequence_dim`. The bias is added once, after the sum.
+    Input (..., features of this rank), or whole with `split_input`; output (..., out_features) whole, or a
+    SequenceShard along `sequence_dim`. The bias is added once, after the sum.
 
     Communication: `reduce_from_region`, or `reduce_scatter_sequence` in a sequence region (the same bytes).
     """

@@ -1,8 +1,8 @@
 """SequenceShard: this rank's tokens of a tensor, that behaves as the whole one.
 
-Between a row layer's exit and the next column layer's entry, LayerNorm, dropout, residual adds and other operations that
-treat every token alike run on the shard. Any other operation (a mean over tokens, a convolution, indexing) gathers the
-whole tensor first. So a block may be run this way whatever it does: what is not local is merely not faster.
+Between a row layer's exit and the next column layer's entry, LayerNorm, dropout, residual adds and other operations
+that treat every token alike run on the shard. Any other operation (a mean over tokens, a convolution, indexing) gathers
+the whole tensor first. So a block may be run this way whatever it does: what is not local is merely not faster.
 Source: Korthikanti et al. 2022, section 4.2.2.
 """
 
@@ -96,8 +96,8 @@ class SequenceShard(torch.Tensor):
                 return result
         if _mutates_shard(name, args, kwargs):
             raise RuntimeError(
-                f"MegaTPStrategy: `{name}` changes a sequence-sharded tensor in place, and needs all of its tokens. Write "
-                f"it without in-place change, or take the `sequence` style of this block out of the plan."
+                f"MegaTPStrategy: `{name}` changes a sequence-sharded tensor in place, and needs all of its tokens."
+                " Write it without in-place change, or take the `sequence` style of this block out of the plan."
             )
         return func(*tree_map(_gathered, args), **tree_map(_gathered, kwargs))
 
@@ -177,8 +177,8 @@ def _localise(x: Tensor, layout: SequenceLayout) -> Tensor:
 
 
 def _partial(x: Tensor, layout: SequenceLayout) -> Tensor:
-    """A whole operand used on these tokens only: its gradient is summed over the ranks. Here if it was computed, or is a
-    parameter also used elsewhere; otherwise together with the other parameters at the end of backward."""
+    """A whole operand used on these tokens only: its gradient is summed over the ranks. Here if it was computed, or
+    is a parameter also used elsewhere; otherwise together with the other parameters at the end of backward."""
     computed = not x.is_leaf or id(x) in layout.context.kept_whole
     if computed and x.requires_grad and torch.is_grad_enabled():
         return copy_to_region(x, layout.group, "sequence")
@@ -236,18 +236,19 @@ def _any_shard(leaves: list[Any]) -> bool:
 
 _METADATA = _names(
     """
-    dtype device layout requires_grad requires_grad_ is_leaf grad_fn is_cuda is_cpu is_meta is_sparse is_quantized is_nested
-    names dim ndim ndimension is_floating_point is_complex element_size is_inference __hash__ get_device
+    dtype device layout requires_grad requires_grad_ is_leaf grad_fn is_cuda is_cpu is_meta is_sparse is_quantized
+    is_nested names dim ndim ndimension is_floating_point is_complex element_size is_inference __hash__ get_device
     """
 )
 _SHAPE = _names("shape size numel nelement __len__")
 _IN_PLACE = _names("__iadd__ __isub__ __imul__ __itruediv__ __setitem__ __ipow__ __iand__ __ior__ __ixor__")
 _POINTWISE = _names(
     """
-    add sub subtract rsub mul multiply div divide true_divide __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__
-    __rtruediv__ __div__ __rdiv__ __iadd__ __isub__ __imul__ __itruediv__ add_ sub_ mul_ div_ neg __neg__ addcmul pow __pow__
-    square sqrt rsqrt exp log abs sin cos gelu relu relu_ silu sigmoid tanh softplus leaky_relu elu mish hardswish hardtanh
-    relu6 clamp dropout float half bfloat16 double to type_as contiguous clone detach where masked_fill lerp maximum minimum
+    add sub subtract rsub mul multiply div divide true_divide __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__
+    __truediv__ __rtruediv__ __div__ __rdiv__ __iadd__ __isub__ __imul__ __itruediv__ add_ sub_ mul_ div_ neg __neg__
+    addcmul pow __pow__ square sqrt rsqrt exp log abs sin cos gelu relu relu_ silu sigmoid tanh softplus leaky_relu elu
+    mish hardswish hardtanh relu6 clamp dropout float half bfloat16 double to type_as contiguous clone detach where
+    masked_fill lerp maximum minimum
     """
 )
 _TOKEN_LOCAL: dict[str, Callable[[tuple[Any, ...], dict[str, Any]], bool]] = {

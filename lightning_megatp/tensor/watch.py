@@ -1,9 +1,9 @@
 """StepWatch: sees the operations of one step, to find what no plan can know.
 
 Two things are looked for. A sharded parameter that the step also uses outside its own layer (a regulariser over
-`self.parameters()`, `F.linear(h, self.tok.weight)`, `self.tok.weight.shape`): it is gathered on the spot, so this step is
-right already, and reported, so that it stays whole from then on. And random operations between a column and a row layer,
-which need a stream of their own on each tensor rank.
+`self.parameters()`, `F.linear(h, self.tok.weight)`, `self.tok.weight.shape`): it is gathered on the spot, so this
+step is right already, and reported, so that it stays whole from then on. And random operations between a column and a
+row layer, which need a stream of their own on each tensor rank.
 """
 
 from __future__ import annotations
@@ -79,8 +79,15 @@ def _device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
 
 
 _HARMLESS = frozenset(
-    ["dtype", "device", "layout", "requires_grad", "requires_grad_", "is_leaf", "grad", "grad_fn", "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_floating_point", "is_complex", "__hash__", "get_device", "register_hook", "is_nested", "register_post_accumulate_grad_hook", "is_quantized", "backward", "is_inference", "names"]
+    """
+    dtype device layout requires_grad requires_grad_ is_leaf grad grad_fn is_cuda is_cpu is_meta is_sparse is_quantized
+    is_nested is_floating_point is_complex is_inference names get_device backward register_hook __hash__
+    register_post_accumulate_grad_hook
+    """.split()
 )
 _RANDOM = frozenset(
-    ["bernoulli", "bernoulli_", "rand", "randn", "rand_like", "randn_like", "randint", "randint_like", "randperm", "normal", "normal_", "uniform_", "exponential_", "geometric_", "multinomial", "poisson", "rrelu", "gumbel_softmax", "random_"]
+    """
+    bernoulli bernoulli_ rand randn rand_like randn_like randint randint_like randperm normal normal_ uniform_ random_
+    exponential_ geometric_ multinomial poisson rrelu gumbel_softmax
+    """.split()
 )

@@ -45,7 +45,10 @@ class CollectiveCounter(TorchDispatchMode):
             self.calls[kind] += 1
             tensors = [x for x in tree_leaves(args) if isinstance(x, Tensor)]
             self.bytes[kind] += max(x.numel() * x.element_size() for x in tensors)
-        return func(*args, **(kwargs or {}))
+        from lightning_megatp.shim.torch import DisableTorchFunctionSubclass
+
+        with DisableTorchFunctionSubclass():  # as without this mode: operations below autograd see plain tensors
+            return func(*args, **(kwargs or {}))
 
 
 class Counted(GPT):
