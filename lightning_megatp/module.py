@@ -86,6 +86,8 @@ class ParallelModule:
 
     def outputs(self, outputs: object) -> object:
         """What a step returns, with sequence shards gathered."""
+        if not self.plan.sequences:
+            return outputs
         return tree_map(lambda x: x.whole() if isinstance(x, SequenceShard) else x, outputs)
 
     def trace(self, outputs: Iterable[Tensor]) -> None:
@@ -111,6 +113,21 @@ class ParallelModule:
         both = [self._name(i) for i in self.partial if i in self._full_gradient]
         if both:
             raise RuntimeError(self._mixed(both[0], {"tensor", "whole"}))
+
+    def check_traced(self) -> None:
+        """After the backward of a watched step: every gradient must come from the graph that `trace` saw.
+
+        Raises:
+            RuntimeError: a parameter got its gradient from a graph of its own, inside backward.
+        """
+        known = self.partial.keys() | self._full_gradient.keys() | self.sharded.keys()
+        for name, parameter in self.module.named_parameters():
+            if parameter.grad is not None and id(parameter) not in known:
+                raise RuntimeError(
+                    f"MegaTPStrategy: `{name}` got a gradient from a graph built during backward, so it can't be known"
+                    " whether the gradient is partial. Reentrant activation checkpointing does this: use"
+                    " torch.utils.checkpoint.checkpoint(..., use_reentrant=False)."
+                )
 
     def sum_partial_gradients(self) -> None:
         """Sum over the tensor ranks the gradients of whole parameters that each rank used on other features or tokens,

@@ -62,7 +62,7 @@ class ParallelismPlugin:
         """
         before = self.split_form(module)
         if before is not None:
-            return self._again(before, mesh)
+            return self._again(before, mesh, sequence_parallel)
         plan = self.resolve(module, mesh.size("tp"), sequence_parallel)
         if mesh.size("tp") > 1 and not plan.layers:
             self._warn_whole(module, mesh.size("tp"))
@@ -112,8 +112,7 @@ class ParallelismPlugin:
                 )
             value = tensor.data.to(device).contiguous()
             if dist.get_world_size() > 1:
-                value = value.clone() if value.data_ptr() == tensor.data_ptr() else value
-                dist.broadcast(value, src=0)
+                dist.broadcast(value.reshape(-1).view(torch.uint8), src=0)  # bytes: gloo doesn't know every dtype
             tensor.data = value
             if name in specs:
                 assert isinstance(tensor, nn.Parameter)
@@ -133,11 +132,17 @@ class ParallelismPlugin:
             modules[name].register_forward_pre_hook(_unwrap_tokens, with_kwargs=True)
             modules[name].register_forward_hook(_wrap_tokens, with_kwargs=True)
 
-    def _again(self, before: ParallelModule, mesh: ParallelMesh) -> ParallelModule:
+    def _again(self, before: ParallelModule, mesh: ParallelMesh, sequence_parallel: bool) -> ParallelModule:
         if before.context.size != mesh.size("tp") or before.context.rank != mesh.rank("tp"):
             raise ValueError(
                 f"MegaTPStrategy: this LightningModule was already split for tp={before.context.size} by an earlier"
                 f" Trainer, and now tp={mesh.size('tp')} is asked for. Build a new one and load the checkpoint into it."
+            )
+        same = before.plan.source == self.plan and before.plan.sequence_parallel == sequence_parallel
+        if self.plan and mesh.size("tp") > 1 and not same:
+            raise ValueError(
+                "MegaTPStrategy: this LightningModule was already split by an earlier Trainer, with another plan or"
+                " another `sequence_parallel`. Give the same ones, or build a new module."
             )
         return before
 

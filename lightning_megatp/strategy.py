@@ -316,6 +316,8 @@ class MegaTPStrategyBase(_Base):
                 self._buckets.enabled = not self._accumulating
             closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
             self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
+            if parallel.watching:
+                parallel.check_traced()
             if not self._accumulating:
                 if self._buckets is not None:
                     self._buckets.finish()

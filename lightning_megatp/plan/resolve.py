@@ -45,6 +45,9 @@ class ParallelPlan:
     """What the plan means for one model at one tensor-parallel size."""
 
     tp: int
+    source: Mapping[str, StyleLike] = field(default_factory=dict)
+    """What the user wrote."""
+    sequence_parallel: bool = True
     layers: dict[str, LayerPlan] = field(default_factory=dict)
     attributes: list[AttributePlan] = field(default_factory=list)
     sequences: dict[str, Style] = field(default_factory=dict)
@@ -66,7 +69,7 @@ def resolve(plan: Mapping[str, StyleLike], model: nn.Module, tp: int, sequence_p
         ValueError: a pattern that matches nothing, a style on a module that can't take it, sizes or heads that can't be
             divided, tied parameters with different styles, a column layer that no row layer consumes.
     """
-    found = ParallelPlan(tp)
+    found = ParallelPlan(tp, dict(plan), sequence_parallel)
     modules = {plain_name(name): module for name, module in model.named_modules()}
     for style in read_plan(plan):
         if style.style in ("sequence", "token_local") and not sequence_parallel:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
@@ -15,12 +16,18 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 __all__ = [
     "DisableTorchFunctionSubclass",
     "accumulated_parameter",
+    "all_gather_single",
+    "reduce_scatter_single",
     "tensor_version",
     "tree_flatten",
     "tree_leaves",
     "tree_map",
     "tree_unflatten",
 ]
+
+# torch 2.13 renames these two and warns at the names that 2.11 knows.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def tensor_version(x: Tensor) -> int:

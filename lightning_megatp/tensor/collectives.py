@@ -18,7 +18,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_megatp.plan.ranges import Ranges, split_evenly
+from lightning_megatp.plan.ranges import Ranges, length, split_evenly
+from lightning_megatp.shim.torch import all_gather_single, reduce_scatter_single
 
 
 def sequence_sizes(length: int, ways: int) -> list[int]:
@@ -43,7 +44,7 @@ def reduce_from_region(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
     Communication: 2 (t - 1) / t * numel(x) forward; none backward.
     """
-    return x if group.size() == 1 else _Reduce.apply(x, group)
+    return x if group.size() == 1 else _Reduce.apply(x, group, "tensor")
 
 
 def gather_from_region(x: Tensor, group: dist.ProcessGroup, sizes: Sequence[int]) -> Tensor:
@@ -57,15 +58,28 @@ def gather_from_region(x: Tensor, group: dist.ProcessGroup, sizes: Sequence[int]
 
     Communication: (t - 1) / t * numel(result) forward (padded to equal sizes); none backward.
     """
-    return x if group.size() == 1 else _Gather.apply(x, group, -1, sizes, "whole", "tensor", False)
+    return x if group.size() == 1 else _Gather.apply(x, group, -1, sizes, "whole", "tensor")
 
 
 def scatter_to_region(x: Tensor, group: dist.ProcessGroup, by_rank: Sequence[Ranges]) -> Tensor:
     """Take this rank's ranges of the last dim; all-gather the gradient. Enters a tensor region with a whole value.
 
+    Args:
+        x: (..., h), the same on every rank.
+        by_rank: the ranges of every rank, each index in one of them.
+
+    Returns:
+        (..., features of this rank).
+
     Communication: none forward; (t - 1) / t * numel(x) backward.
     """
-    return x if group.size() == 1 else _Scatter.apply(x, group, -1, by_rank, "tensor", "whole")
+    if group.size() == 1:
+        return x
+    in_order = [i for ranges in by_rank for start, stop in ranges for i in range(start, stop)]
+    if in_order != list(range(x.shape[-1])):  # the ranges of a rank are not one piece: bring them together first
+        x = x.index_select(-1, torch.tensor(in_order, device=x.device))
+    sizes = [length(ranges) for ranges in by_rank]
+    return _Scatter.apply(x, group, -1, sizes, "tensor")
 
 
 def scatter_sequence(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
@@ -76,8 +90,7 @@ def scatter_sequence(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
 
     Communication: none forward; (t - 1) / t * numel(x) backward.
     """
-    by_rank = [(piece,) for piece in split_evenly(x.shape[dim], group.size())]
-    return _Scatter.apply(x, group, dim, by_rank, "sequence", "whole")
+    return _Scatter.apply(x, group, dim, sequence_sizes(x.shape[dim], group.size()), "sequence")
 
 
 def gather_sequence(x: Tensor, group: dist.ProcessGroup, dim: int, length: int, above: str) -> Tensor:
@@ -92,7 +105,7 @@ def gather_sequence(x: Tensor, group: dist.ProcessGroup, dim: int, length: int, 
     Communication: (t - 1) / t * numel(result) forward; the same backward into a tensor region, else none.
     """
     sizes = sequence_sizes(length, group.size())
-    return _Gather.apply(x, group, dim, sizes, above, "sequence", above == "tensor")
+    return _Gather.apply(x, group, dim, sizes, above, "sequence")
 
 
 def reduce_scatter_sequence(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
@@ -106,6 +119,9 @@ def reduce_scatter_sequence(x: Tensor, group: dist.ProcessGroup, dim: int) -> Te
     return _ReduceScatter.apply(x, group, dim)
 
 
+# The backward of each function is its conjugate, through autograd: so gradients of gradients are right too.
+
+
 class _Copy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, above: str) -> Tensor:
@@ -114,61 +130,59 @@ class _Copy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return all_reduce(grad, ctx.group), None, None
+        return _Reduce.apply(grad, ctx.group, ctx.region_above), None, None
 
 
 class _Reduce(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.region_above, ctx.region_below = "whole", "tensor"
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, below: str) -> Tensor:
+        ctx.group, ctx.region_above, ctx.region_below = group, "whole", below
         return all_reduce(x, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return grad, None
+        return _Copy.apply(grad, ctx.group, ctx.region_below), None, None
 
 
 class _Gather(torch.autograd.Function):
+    """Shards of a dim -> all of it. Its gradient is reduce-scattered where it is partial, else sliced."""
+
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        group: dist.ProcessGroup,
-        dim: int,
-        sizes: Sequence[int],
-        above: str,
-        below: str,
-        sum_: bool,
+        ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int, sizes: Sequence[int], above: str, below: str
     ) -> Tensor:
-        ctx.group, ctx.dim, ctx.sizes, ctx.sum = group, dim, sizes, sum_
+        ctx.group, ctx.dim, ctx.sizes = group, dim, sizes
         ctx.region_above, ctx.region_below = above, below
         return all_gather(x, group, dim, sizes)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        if ctx.sum:
-            grad = reduce_scatter(grad, ctx.group, ctx.dim, ctx.sizes)
+        if ctx.region_above == "tensor":
+            grad = _ReduceScatter.apply(grad, ctx.group, ctx.dim)
         else:
-            rank = dist.get_rank(ctx.group)
-            grad = grad.narrow(ctx.dim, sum(ctx.sizes[:rank]), ctx.sizes[rank])
-        return grad, None, None, None, None, None, None
+            grad = _Scatter.apply(grad, ctx.group, ctx.dim, ctx.sizes, ctx.region_below)
+        return grad, None, None, None, None, None
 
 
 class _Scatter(torch.autograd.Function):
+    """A whole dim -> this rank's piece of it."""
+
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int, by_rank: Sequence[Ranges], above: str, below: str
-    ) -> Tensor:
-        ctx.group, ctx.dim, ctx.by_rank, ctx.size = group, dim, by_rank, x.shape[dim]
-        ctx.region_above, ctx.region_below = above, below
-        return take_ranges(x, dim, by_rank[dist.get_rank(group)])
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int, sizes: Sequence[int], above: str) -> Tensor:
+        ctx.group, ctx.dim, ctx.sizes = group, dim, sizes
+        ctx.region_above, ctx.region_below = above, "whole"
+        rank = dist.get_rank(group)
+        return x.narrow(dim, sum(sizes[:rank]), sizes[rank]).clone(memory_format=torch.contiguous_format)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return gather_ranges(grad, ctx.group, ctx.dim, ctx.by_rank), None, None, None, None, None
+        whole = _Gather.apply(grad, ctx.group, ctx.dim, ctx.sizes, "whole", ctx.region_above)
+        return whole, None, None, None, None
 
 
 class _ReduceScatter(torch.autograd.Function):
+    """Partial values of a sequence -> this rank's tokens of their sum."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
         ctx.group, ctx.dim, ctx.sizes = group, dim, sequence_sizes(x.shape[dim], group.size())
@@ -177,7 +191,7 @@ class _ReduceScatter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return all_gather(grad, ctx.group, ctx.dim, ctx.sizes), None, None
+        return _Gather.apply(grad, ctx.group, ctx.dim, ctx.sizes, "tensor", "sequence"), None, None
 
 
 def all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -193,7 +207,7 @@ def all_gather(x: Tensor, group: dist.ProcessGroup, dim: int, sizes: Sequence[in
     even = min(sizes) == most
     sent = x.contiguous() if even else _pad(x, dim, most)
     received = sent.new_empty((ways, *sent.shape))
-    dist.all_gather_into_tensor(
+    all_gather_single(
         received.view(ways * sent.shape[0], *sent.shape[1:]) if sent.dim() else received, sent, group=group
     )
     if even:
@@ -212,7 +226,7 @@ def reduce_scatter(x: Tensor, group: dist.ProcessGroup, dim: int, sizes: Sequenc
         split = torch.stack([_pad(piece, dim, most) for piece in x.split(list(sizes), dim)])
     split = split.contiguous()
     kept = split.new_empty(split.shape[1:])
-    dist.reduce_scatter_tensor(kept, split.view(-1, *split.shape[2:]), group=group)
+    reduce_scatter_single(kept, split.view(-1, *split.shape[2:]), group=group)
     return kept.narrow(dim, 0, sizes[rank])
 
 
@@ -227,7 +241,7 @@ def take_ranges(x: Tensor, dim: int, ranges: Ranges) -> Tensor:
 
 def gather_ranges(x: Tensor, group: dist.ProcessGroup, dim: int, by_rank: Sequence[Ranges]) -> Tensor:
     """All-gather shards and put them in the order of the full dimension."""
-    sizes = [sum(stop - start for start, stop in ranges) for ranges in by_rank]
+    sizes = [length(ranges) for ranges in by_rank]
     gathered = all_gather(x, group, dim, sizes)
     order = canonical_order(by_rank)
     return gathered if order is None else gathered.index_select(dim, torch.tensor(order, device=x.device))

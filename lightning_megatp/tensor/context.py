@@ -46,11 +46,13 @@ class TensorContext:
         """id(parameter) of those that a plan splits, but the step also uses outside their layers."""
         self._entered = _Entered()
 
-    def enter(self, x: Tensor, region: Region | None) -> Tensor:
+    def enter(self, x: Tensor, region: Region | None, training: bool) -> Tensor:
         """Bring a value into a tensor region: one collective per input tensor, shared by all column layers reading it.
 
         Args:
             x: (..., h) whole, or a SequenceShard, which is gathered.
+            region: the region entered, if a row layer closes it.
+            training: whether dropout is active in there.
 
         Returns:
             (..., h), the whole sequence, inside the region.
@@ -66,7 +68,7 @@ class TensorContext:
                 entered = copy_to_region(x, self.group)
             self._entered.put(x, entered)
         self.open_region = region
-        if region is not None and region.random and torch.is_grad_enabled():
+        if region is not None and region.random and training:
             self.stream.enter(x.device)
         return entered
 

@@ -118,7 +118,7 @@ class ColumnParallelLinear(ParallelLayer, nn.Linear):
         self._order = canonical_order(self.by_rank) if self.gather_output else None
 
     def _compute(self, x: Tensor) -> Tensor:
-        entered = self.context.enter(x, None if self.gather_output else self.region)
+        entered = self.context.enter(x, None if self.gather_output else self.region, self.training)
         bias = None if self.bias is None else self._own("bias", 0)
         y = F.linear(entered, self._own("weight", 0), bias)
         if not self.gather_output:

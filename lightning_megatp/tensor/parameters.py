@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from lightning_megatp.plan.ranges import Ranges
 from lightning_megatp.plan.shard import ShardedTensorSpec
@@ -56,6 +57,7 @@ class _GatherParameter(torch.autograd.Function):
         return gather_ranges(parameter, group, spec.dim, spec.by_rank)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grad = take_ranges(grad, ctx.spec.dim, ctx.spec.by_rank[ctx.rank])
         if ctx.spec.shared:  # summed over the owners later
@@ -72,6 +74,7 @@ class _SliceWhole(torch.autograd.Function):
         return take_ranges(parameter, dim, ctx.ranges)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         full, at = grad.new_zeros(ctx.shape), 0
         for start, stop in ctx.ranges:

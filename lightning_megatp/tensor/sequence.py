@@ -108,6 +108,11 @@ def operation_name(func: Callable[..., Any]) -> str:
     return getattr(getattr(func, "__self__", None), "__name__", name) if name in ("__get__", "__set__") else name
 
 
+def operation_names(text: str) -> frozenset[str]:
+    """A set of names as `operation_name` gives them."""
+    return frozenset(text.split())
+
+
 def _gathered(x: Any) -> Any:
     return x.whole() if isinstance(x, SequenceShard) else x
 
@@ -226,23 +231,19 @@ def _reduces_features(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     )
 
 
-def _names(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
 def _any_shard(leaves: list[Any]) -> bool:
     return any(isinstance(x, SequenceShard) for x in leaves)
 
 
-_METADATA = _names(
+_METADATA = operation_names(
     """
     dtype device layout requires_grad requires_grad_ is_leaf grad_fn is_cuda is_cpu is_meta is_sparse is_quantized
     is_nested names dim ndim ndimension is_floating_point is_complex element_size is_inference __hash__ get_device
     """
 )
-_SHAPE = _names("shape size numel nelement __len__")
-_IN_PLACE = _names("__iadd__ __isub__ __imul__ __itruediv__ __setitem__ __ipow__ __iand__ __ior__ __ixor__")
-_POINTWISE = _names(
+_SHAPE = operation_names("shape size numel nelement __len__")
+_IN_PLACE = operation_names("__iadd__ __isub__ __imul__ __itruediv__ __setitem__ __ipow__ __iand__ __ior__ __ixor__")
+_POINTWISE = operation_names(
     """
     add sub subtract rsub mul multiply div divide true_divide __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__
     __truediv__ __rtruediv__ __div__ __rdiv__ __iadd__ __isub__ __imul__ __itruediv__ add_ sub_ mul_ div_ neg __neg__

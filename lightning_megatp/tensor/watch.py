@@ -19,7 +19,7 @@ from lightning_megatp.plan.shard import ShardedTensorSpec
 from lightning_megatp.shim.torch import tree_leaves, tree_map
 from lightning_megatp.tensor.context import TensorContext
 from lightning_megatp.tensor.parameters import gather_parameter
-from lightning_megatp.tensor.sequence import operation_name
+from lightning_megatp.tensor.sequence import operation_name, operation_names
 
 
 class StepWatch(TorchFunctionMode):
@@ -78,16 +78,16 @@ def _device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
     return tensor.device if tensor is not None else torch.device(kwargs.get("device") or "cpu")
 
 
-_HARMLESS = frozenset(
+_HARMLESS = operation_names(
     """
     dtype device layout requires_grad requires_grad_ is_leaf grad grad_fn is_cuda is_cpu is_meta is_sparse is_quantized
     is_nested is_floating_point is_complex is_inference names get_device backward register_hook __hash__
     register_post_accumulate_grad_hook
-    """.split()
+    """
 )
-_RANDOM = frozenset(
+_RANDOM = operation_names(
     """
     bernoulli bernoulli_ rand randn rand_like randn_like randint randint_like randperm normal normal_ uniform_ random_
     exponential_ geometric_ multinomial poisson rrelu gumbel_softmax
-    """.split()
+    """
 )

@@ -1,0 +1,144 @@
+"""ParallelMesh on real ranks: its groups reach the ranks they say, and nobody else."""
+
+from __future__ import annotations
+
+import re
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_megatp import MeshShape, ParallelMesh
+from lightning_megatp.mesh import AXES
+from tests.ranks import RankError, run_ranks
+
+SHAPES = [
+    MeshShape(tp=4),
+    MeshShape(dp=4),
+    MeshShape(dp=2, tp=2),
+    MeshShape(pp=2, tp=2),
+    MeshShape(pp=2, dp=2),
+    MeshShape(pp=4),
+    MeshShape(cp=2, tp=2),
+]
+
+
+def _look(rank: int, world_size: int, shape: MeshShape) -> dict[str, Any]:
+    mesh = ParallelMesh(shape)
+    sums = {}
+    for axis in AXES:
+        value = torch.tensor([float(10**rank)])
+        dist.all_reduce(value, group=mesh.group(axis))
+        sums[axis] = int(value)
+    return {
+        "rank": {axis: mesh.rank(axis) for axis in AXES},
+        "size": {axis: mesh.size(axis) for axis in AXES},
+        "ranks": {axis: mesh.ranks(axis) for axis in AXES},
+        "group_ranks": {axis: dist.get_process_group_ranks(mesh.group(axis)) for axis in AXES},
+        "device_mesh": {axis: dist.get_process_group_ranks(mesh.device_mesh.get_group(axis)) for axis in AXES},
+        "device_mesh_rank": {axis: mesh.device_mesh.get_local_rank(axis) for axis in AXES},
+        "sums": sums,
+        "stage": mesh.stage,
+        "first_last": (mesh.is_first_stage, mesh.is_last_stage),
+        "neighbours": (mesh.previous_stage, mesh.next_stage),
+        "describe": mesh.describe(),
+        "rank_3": mesh.describe(3),
+        "group_count": len({id(mesh.group(axis)) for axis in AXES}),
+    }
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_groups_reach_the_ranks_of_their_axis(shape: MeshShape) -> None:
+    for rank, found in enumerate(run_ranks(4, _look, shape)):
+        expected = {axis: next(g for g in shape.groups(axis) if rank in g) for axis in AXES}
+        assert found["rank"] == shape.coordinates(rank)
+        assert found["size"] == {axis: getattr(shape, axis) for axis in AXES}
+        assert found["ranks"] == found["group_ranks"] == found["device_mesh"] == expected
+        assert found["sums"] == {axis: sum(10**peer for peer in expected[axis]) for axis in AXES}
+        assert found["device_mesh_rank"] == shape.coordinates(rank)
+
+
+def test_axes_of_size_1_share_one_group() -> None:
+    assert [found["group_count"] for found in run_ranks(4, _look, MeshShape(tp=4))] == [2] * 4
+    assert [found["group_count"] for found in run_ranks(4, _look, MeshShape(dp=2, tp=2))] == [3] * 4
+
+
+def test_stages_and_neighbours() -> None:
+    found = run_ranks(4, _look, MeshShape(pp=2, tp=2))
+    assert [f["stage"] for f in found] == [1, 1, 0, 0], "global rank 0 is on the last stage"
+    assert [f["first_last"] for f in found] == [(False, True), (False, True), (True, False), (True, False)]
+    assert [f["neighbours"] for f in found] == [(2, None), (3, None), (None, 0), (None, 1)]
+    found = run_ranks(4, _look, MeshShape(pp=4))
+    assert [f["neighbours"] for f in found] == [(1, None), (2, 0), (3, 1), (None, 2)]
+
+
+def test_without_pipeline_every_rank_is_first_and_last() -> None:
+    for found in run_ranks(4, _look, MeshShape(dp=2, tp=2)):
+        assert found["first_last"] == (True, True)
+        assert found["neighbours"] == (None, None)
+
+
+def test_a_rank_in_words() -> None:
+    assert [f["describe"] for f in run_ranks(4, _look, MeshShape(dp=2, tp=2))] == [
+        "rank 0 (tp 0, dp 0)", "rank 1 (tp 1, dp 0)", "rank 2 (tp 0, dp 1)", "rank 3 (tp 1, dp 1)",
+    ]  # fmt: skip
+    assert {f["rank_3"] for f in run_ranks(4, _look, MeshShape(pp=2, tp=2))} == {"rank 3 (tp 1, stage 0)"}
+    assert {f["rank_3"] for f in run_ranks(4, _look, MeshShape(cp=2, tp=2))} == {"rank 3 (tp 1, cp 1)"}
+
+
+def _table(rank: int, world_size: int, shape: MeshShape) -> tuple[list[str], list[list[str]]]:
+    columns = ParallelMesh(shape).table().columns
+    rows = [[str(cell) for cell in row] for row in zip(*(column.cells for column in columns), strict=True)]
+    return [str(column.header) for column in columns], rows
+
+
+def test_the_table_says_who_is_where() -> None:
+    header = ["stage", "data (dp)", "tensor ranks (tp)", "global ranks"]
+    rows = [["0 of 1", "0 of 2", "0..1", "0 1"], ["0 of 1", "1 of 2", "0..1", "2 3"]]
+    assert run_ranks(4, _table, MeshShape(dp=2, tp=2)) == [(header, rows)] * 4
+    rows = [["1 of 2", "0 of 2", "0", "0"], ["1 of 2", "1 of 2", "0", "1"]]
+    rows += [["0 of 2", "0 of 2", "0", "2"], ["0 of 2", "1 of 2", "0", "3"]]
+    assert run_ranks(4, _table, MeshShape(pp=2, dp=2))[3] == (header, rows)
+
+
+def _alone(rank: int, world_size: int) -> tuple[str, int]:
+    mesh = ParallelMesh(MeshShape())
+    return mesh.describe(), mesh.size("tp")
+
+
+def test_one_rank() -> None:
+    assert run_ranks(1, _alone) == [("rank 0", 1)]
+
+
+def _wait_for_a_peer_that_never_comes(rank: int, world_size: int) -> None:
+    """Rank 0 alone calls a collective on its tensor group; the others wait until it has given up."""
+    mesh = ParallelMesh(MeshShape(dp=2, tp=2), timeout=timedelta(milliseconds=300))
+    store = dist.PrefixStore("test", dist.distributed_c10d._get_default_store())
+    if rank == 0:
+        try:
+            dist.all_reduce(torch.ones(1), group=mesh.group("tp"))
+        finally:
+            store.set("done", "")
+    store.wait(["done"])
+
+
+def test_the_timeout_reaches_the_groups() -> None:
+    with pytest.raises(RankError, match=re.compile("timed? ?out", re.IGNORECASE)) as error:
+        run_ranks(4, _wait_for_a_peer_that_never_comes)
+    assert [failure.rank for failure in error.value.failures] == [0]
+
+
+def _make(rank: int, world_size: int, shape: MeshShape) -> None:
+    ParallelMesh(shape)
+
+
+def test_a_shape_for_another_world() -> None:
+    with pytest.raises(RankError) as error:
+        run_ranks(2, _make, MeshShape(dp=2, tp=2))
+    messages = {failure.message for failure in error.value.failures}
+    assert messages == {
+        "ParallelMesh: MeshShape(pp=1, dp=2, cp=1, tp=2) needs 4 ranks, the process group has 2."
+    }  # fmt: skip
+    assert len(error.value.failures) == 2
