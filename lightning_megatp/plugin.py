@@ -194,7 +194,7 @@ def _unwrap_tokens(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
     """A `token_local` module sees this rank's tokens as a plain tensor."""
     shards = [x for x in (*args, *kwargs.values()) if isinstance(x, SequenceShard)]
     module.__dict__["_megatp_layout"] = shards[0].tokens if shards else None
-    return tree_map(lambda x: x.local() if isinstance(x, SequenceShard) else x, (args, kwargs))
+    return tree_map(lambda x: x.plain if isinstance(x, SequenceShard) else x, (args, kwargs))
 
 
 def _wrap_tokens(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:

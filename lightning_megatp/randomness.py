@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -21,47 +22,51 @@ def synchronize_random_state(mesh: ParallelMesh) -> None:
 
     Communication: one object broadcast over the world (about 8 KB), at set-up.
     """
-    states: list[Any] = [None]
-    if mesh.global_rank == 0:
-        states = [(random.getstate(), torch.get_rng_state(), _numpy_state())]
+    states: list[Any] = [random_state() if mesh.global_rank == 0 else None]
     dist.broadcast_object_list(states, src=0)
-    python_state, torch_state, numpy_state = states[0]
-    random.setstate(python_state)
-    torch.set_rng_state(torch_state)
-    _set_numpy_state(numpy_state)
-    if mesh.device.type == "cuda":
-        torch.cuda.manual_seed(_peek())
+    set_random_state(states[0])
     if mesh.rank("dp") > 0:
-        seed = (_peek() + mesh.rank("dp") * _MIX) % 2**63
+        generator = torch.Generator()
+        generator.set_state(torch.get_rng_state())
+        drawn = int(torch.randint(0, 2**62, (), generator=generator))
+        seed = (drawn + mesh.rank("dp") * _MIX) % 2**63
         random.seed(seed)
+        np.random.seed(seed % 2**32)
         torch.manual_seed(seed)
-        _seed_numpy(seed % 2**32)
 
 
-def _peek() -> int:
-    """A number that depends on the torch state and leaves it as it is."""
-    generator = torch.Generator()
-    generator.set_state(torch.get_rng_state())
-    return int(torch.randint(0, 2**62, (), generator=generator))
+def gather_random_states(mesh: ParallelMesh) -> list[dict[str, Any]] | None:
+    """The random states of all data-parallel ranks, on global rank 0; the tensor ranks of each share one.
 
-
-def _numpy_state() -> Any:
-    try:
-        import numpy as np
-    except ImportError:
+    Communication: one object gather over dp (about 8 KB each). Every rank has to call it.
+    """
+    if mesh.rank("tp") > 0:
         return None
-    return np.random.get_state()
+    states: list[Any] | None = [None] * mesh.size("dp") if mesh.rank("dp") == 0 else None
+    dist.gather_object(random_state(), states, dst=mesh.ranks("dp")[0], group=mesh.group("dp"))
+    return states
 
 
-def _set_numpy_state(state: Any) -> None:
-    if state is not None:
-        import numpy as np
+def random_state() -> dict[str, Any]:
+    """The states of torch, numpy and Python in plain types, which `torch.load(weights_only=True)` takes."""
+    numpy: Any = np.random.get_state(legacy=True)
+    name, keys, *rest = numpy
+    state = {
+        "python": random.getstate(),
+        "numpy": (str(name), torch.from_numpy(keys.astype(np.int64)), *rest),
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
 
-        np.random.set_state(state)
 
-
-def _seed_numpy(seed: int) -> None:
-    if _numpy_state() is not None:
-        import numpy as np
-
-        np.random.seed(seed)
+def set_random_state(state: dict[str, Any]) -> None:
+    """Go on from a state that `random_state` gave."""
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    name, keys, *rest = state["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
+    torch.set_rng_state(state["torch"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])

@@ -33,7 +33,7 @@ from lightning_megatp.messages import warn_once_per_run
 from lightning_megatp.metrics import gather_metrics_over
 from lightning_megatp.module import ParallelModule
 from lightning_megatp.plugin import ParallelismPlugin
-from lightning_megatp.randomness import synchronize_random_state
+from lightning_megatp.randomness import gather_random_states, set_random_state, synchronize_random_state
 from lightning_megatp.report import print_layout
 from lightning_megatp.shim.lightning import Namespace, default_store
 from lightning_megatp.tensor.parameters import gather_shards
@@ -114,6 +114,7 @@ class MegaTPStrategyBase(_Base):
         self._same_batch: SameBatch | None = None
         self._failure_watch: FailureWatch | None = None
         self._accumulating = False
+        self._random_states: list[dict[str, Any]] | None = None
         self._seen: set[tuple[Any, ...]] = set()
 
     # ---------------------------------------------------------------- the processes
@@ -163,12 +164,12 @@ class MegaTPStrategyBase(_Base):
         environment = self.cluster_environment
         assert environment is not None
         name = f"rank {self.global_rank} (tp {self.global_rank % self.tp}, dp {self.global_rank // self.tp})"
+        parent = ParentWatch(name)
         if not dist.is_initialized():
+            parent.start()
             os.environ["MASTER_ADDR"] = environment.main_address
             os.environ["MASTER_PORT"] = str(environment.main_port)
             device = self.root_device
-            parent = ParentWatch(name)
-            parent.start()
             dist.init_process_group(
                 self.process_group_backend or dist.get_default_backend_for_device(device),
                 rank=self.global_rank,
@@ -176,7 +177,6 @@ class MegaTPStrategyBase(_Base):
                 timeout=self.timeout,
                 device_id=device if device.type == "cuda" else None,
             )
-            parent.stop()
             atexit.register(self._leave_world)
         launcher = self._launcher
         describe = getattr(launcher, "describe_exit", lambda pid: None)
@@ -184,6 +184,7 @@ class MegaTPStrategyBase(_Base):
             self.global_rank, self.world_size, default_store(), name, describe_exit=describe
         )
         self._failure_watch.start()
+        parent.stop()
         if launcher is not None:
             launcher.failure_watch = self._failure_watch  # type: ignore[attr-defined]
 
@@ -410,7 +411,14 @@ class MegaTPStrategyBase(_Base):
                 " rest of the model, can't be asked for it. The last regular checkpoint is the newest."
             )
             return
+        if not self._interrupted() and (states := gather_random_states(self._mesh())) is not None:
+            checkpoint["random_states"] = states
         super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)
+        self._random_states = checkpoint.get("random_states")
+        return checkpoint
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Lightning restores the model before `setup` splits it; a model split by an earlier run gets its shards."""
@@ -423,6 +431,10 @@ class MegaTPStrategyBase(_Base):
         parallel = self._parallel()
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             optimizer.load_state_dict(local_optimizer_state(state, optimizer, parallel))
+        mesh, states = self._mesh(), self._random_states
+        if states is not None and len(states) == mesh.size("dp"):  # the last thing restored before the first batch
+            set_random_state(states[mesh.rank("dp")])
+        self._random_states = None
 
     def _cannot_gather(self) -> bool:
         return self._interrupted() and self._mesh().size("tp") > 1
@@ -440,6 +452,8 @@ class MegaTPStrategyBase(_Base):
             self._buckets.close()
             self._buckets = None
         if self._failure_watch is not None:
+            if self._failure_watch.active:
+                self.barrier()  # as long as one rank still works, all of them watch
             self._failure_watch.stop()
 
     def _interrupted(self) -> bool:

@@ -8,6 +8,8 @@ failed and without a word on the screen: possibly before rank 0 has said why, or
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import os
 import signal
 import subprocess
@@ -52,6 +54,7 @@ def subprocess_launcher(base: type, settle_s: float = 10.0) -> type:
                 first_rank = environment.node_rank() * self.num_processes
                 self._observer = _ChildObserver(self.procs, first_rank, settle_s, lambda: self.failure_watch)
                 self._observer.start()
+                atexit.register(self._observer.meet_children_at_exit)
             sys.modules[base.__module__]._set_num_threads_if_needed(num_processes=self.num_processes)
             return function(*args, **kwargs)
 
@@ -116,6 +119,17 @@ class _ChildObserver(threading.Thread):
                 since = time.monotonic()
             elif time.monotonic() - since >= self._settle_s:
                 self._end(*failed)
+
+    def meet_children_at_exit(self) -> None:
+        """End with status 1 where a child failed after the run: this process's status is the one of the whole job."""
+        if self._cancelled.is_set() or hasattr(sys, "last_value"):  # killed on purpose; or failed here, and said so
+            return
+        self.cancel()
+        limit = time.monotonic() + self._settle_s
+        for local_rank, proc in enumerate(self._procs, start=1):
+            with contextlib.suppress(subprocess.TimeoutExpired):  # it has work left: it may outlive us
+                if proc.wait(max(0.0, limit - time.monotonic())) != 0:
+                    self._end(local_rank, proc)
 
     def _end(self, local_rank: int, failed: subprocess.Popen[bytes]) -> None:
         for proc in self._procs:

@@ -63,7 +63,7 @@ class TensorContext:
         if entered is None:
             if isinstance(x, SequenceShard):
                 layout = x.tokens
-                entered = gather_sequence(x.local(), self.group, layout.dim, layout.length, "tensor")
+                entered = gather_sequence(x.plain, self.group, layout.dim, layout.length, "tensor")
             else:
                 entered = copy_to_region(x, self.group)
             self._entered.put(x, entered)

@@ -8,6 +8,7 @@ Source: Korthikanti et al. 2022, section 4.2.2.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -49,6 +50,8 @@ class SequenceShard(torch.Tensor):
     """A tensor of which this rank holds some tokens; shape, size and operations are those of the whole tensor."""
 
     tokens: SequenceLayout
+    plain: Tensor
+    """This rank's tokens as a plain tensor, of which this object is a view."""
 
     @staticmethod
     def wrap(local: Tensor, layout: SequenceLayout) -> SequenceShard:
@@ -57,7 +60,7 @@ class SequenceShard(torch.Tensor):
         """
         with DisableTorchFunctionSubclass():
             shard = local.as_subclass(SequenceShard)
-        shard.tokens = layout
+        shard.tokens, shard.plain = layout, local
         return shard
 
     @staticmethod
@@ -66,18 +69,13 @@ class SequenceShard(torch.Tensor):
         layout = SequenceLayout(dim - x.dim(), x.shape[dim], context)
         return SequenceShard.wrap(scatter_sequence(x, context.group, layout.dim), layout)
 
-    def local(self) -> Tensor:
-        """This rank's tokens as a plain tensor."""
-        with DisableTorchFunctionSubclass():
-            return self.as_subclass(Tensor)
-
     def whole(self) -> Tensor:
         """All tokens as a plain tensor, the same on every rank.
 
         Communication: `gather_sequence` into whole values.
         """
         layout = self.tokens
-        return gather_sequence(self.local(), layout.group, layout.dim, layout.length, "whole")
+        return gather_sequence(self.plain, layout.group, layout.dim, layout.length, "whole")
 
     @classmethod
     def __torch_function__(
@@ -90,10 +88,15 @@ class SequenceShard(torch.Tensor):
                 return func(*args, **kwargs)
         if name in _SHAPE:
             return _shape(name, *args, **kwargs)
-        if name in _TOKEN_LOCAL and _TOKEN_LOCAL[name](args, kwargs):
+        if name in _TOKEN_LOCAL and kwargs.get("out") is None and _TOKEN_LOCAL[name](args, kwargs):
             result = _run_on_tokens(func, name, args, kwargs)
             if result is not None:
                 return result
+        if name in ("register_hook", "retain_grad"):
+            raise RuntimeError(
+                f"MegaTPStrategy: `{name}` on a tensor of which this rank holds some tokens would see a part of its"
+                " gradient. Take the `sequence` style of this block out of the plan."
+            )
         if _mutates_shard(name, args, kwargs):
             raise RuntimeError(
                 f"MegaTPStrategy: `{name}` changes a sequence-sharded tensor in place, and needs all of its tokens."
@@ -120,15 +123,17 @@ def _gathered(x: Any) -> Any:
 def _mutates_shard(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     if isinstance(kwargs.get("out"), SequenceShard):
         return True
-    in_place = (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE
-    return in_place and bool(args) and isinstance(args[0], SequenceShard)
+    return _in_place(name) and bool(args) and isinstance(args[0], SequenceShard)
+
+
+def _in_place(name: str) -> bool:
+    return (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE
 
 
 def _shape(name: str, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-    with DisableTorchFunctionSubclass():
-        size = list(x.shape)
-        if isinstance(x, SequenceShard):
-            size[x.tokens.dim] = x.tokens.length
+    assert isinstance(x, SequenceShard)
+    size = list(x.plain.shape)
+    size[x.tokens.dim] = x.tokens.length
     shape = torch.Size(size)
     if name == "size":
         dim = args[0] if args else kwargs.get("dim")
@@ -142,29 +147,27 @@ def _run_on_tokens(func: Callable[..., Any], name: str, args: tuple[Any, ...], k
     """Run an operation that treats all tokens alike on the shards; None where the operands don't fit together."""
     leaves = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     shards = [x for x in leaves if isinstance(x, SequenceShard)]
-    layout = shards[0].tokens
-    with DisableTorchFunctionSubclass():
-        ndim = shards[0].dim()
-        if any(x.tokens != layout or x.dim() != ndim for x in shards):
-            return None
-        others = [x for x in leaves if not isinstance(x, SequenceShard)]
-        if name in _POINTWISE and any(not _fits(x, layout, ndim) for x in others):
-            return None
-        in_place = _mutates_shard(name, args, kwargs)
-        if ((name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE) and not in_place:
-            return None  # a whole tensor would be changed by a shard
+    layout, ndim = shards[0].tokens, shards[0].plain.dim()
+    if any(x.tokens != layout or x.plain.dim() != ndim for x in shards):
+        return None
+    pointwise = name in _POINTWISE
+    if pointwise and not all(_fits(x, layout, ndim) for x in leaves if not isinstance(x, SequenceShard)):
+        return None
+    in_place = _in_place(name)
+    if in_place and not isinstance(args[0], SequenceShard):
+        return None  # a whole tensor would be changed by a shard
 
-        def local(x: Any) -> Any:
-            if not isinstance(x, Tensor) or isinstance(x, SequenceShard):
-                return x
-            return _localise(x, layout) if name in _POINTWISE else _partial(x, layout)
+    def local(x: Any) -> Any:
+        if isinstance(x, SequenceShard):
+            return x.plain
+        if not isinstance(x, Tensor):
+            return x
+        return _localise(x, layout) if pointwise else _partial(x, layout)
 
-        args, kwargs = tree_map(local, args), tree_map(local, kwargs)
-        if name == "dropout" and _draws(args, kwargs):
-            with layout.context.stream.inside(shards[0].device):
-                result = func(*args, **kwargs)
-        else:
-            result = func(*args, **kwargs)
+    own_args, own_kwargs = tree_map(local, args), tree_map(local, kwargs)
+    draws = name == "dropout" and _draws(args, kwargs)
+    with layout.context.stream.inside(shards[0].plain.device) if draws else contextlib.nullcontext():
+        result = func(*own_args, **own_kwargs)
     if in_place:
         return args[0]
     return SequenceShard.wrap(result, layout) if isinstance(result, Tensor) and result.dim() == ndim else None
@@ -222,8 +225,7 @@ def _reduces_features(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     if not isinstance(x, SequenceShard) or len(args) > 2 or keep is not True or dims is None:
         return False
     dims = [dims] if isinstance(dims, int) else dims
-    with DisableTorchFunctionSubclass():
-        ndim = x.dim()
+    ndim = x.plain.dim()
     return (
         isinstance(dims, (list, tuple))
         and len(dims) > 0

@@ -234,8 +234,9 @@ def launched(case: str, namespace: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=environment(), text=True, stderr=subprocess.PIPE, timeout=limit)
 
 
-def test_launcher_ends_all_when_a_child_fails_at_import() -> None:
-    ended = launched("crash_at_import", "pytorch_lightning")
+@pytest.mark.parametrize("case", ["crash_at_import", "crash_at_import_while_rank_0_ends"])
+def test_launcher_ends_all_when_a_child_fails_at_import(case: str) -> None:
+    ended = launched(case, "pytorch_lightning")
 
     assert ended.returncode == 1
     assert "the process of local rank 1 (pid " in ended.stderr

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from lightning_megatp import MeshShape, ParallelMesh
 from lightning_megatp.mesh import AXES
+from lightning_megatp.shim.lightning import default_store
 from tests.ranks import RankError, run_ranks
 
 SHAPES = [
@@ -115,7 +116,7 @@ def test_one_rank() -> None:
 def _wait_for_a_peer_that_never_comes(rank: int, world_size: int) -> None:
     """Rank 0 alone calls a collective on its tensor group; the others wait until it has given up."""
     mesh = ParallelMesh(MeshShape(dp=2, tp=2), timeout=timedelta(milliseconds=300))
-    store = dist.PrefixStore("test", dist.distributed_c10d._get_default_store())
+    store = dist.PrefixStore("test", default_store())
     if rank == 0:
         try:
             dist.all_reduce(torch.ones(1), group=mesh.group("tp"))
@@ -138,7 +139,5 @@ def test_a_shape_for_another_world() -> None:
     with pytest.raises(RankError) as error:
         run_ranks(2, _make, MeshShape(dp=2, tp=2))
     messages = {failure.message for failure in error.value.failures}
-    assert messages == {
-        "ParallelMesh: MeshShape(pp=1, dp=2, cp=1, tp=2) needs 4 ranks, the process group has 2."
-    }  # fmt: skip
+    assert messages == {"ParallelMesh: MeshShape(pp=1, dp=2, cp=1, tp=2) needs 4 ranks, the process group has 2."}
     assert len(error.value.failures) == 2

@@ -11,6 +11,7 @@ from lightning.pytorch import LightningModule
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.parity import models, other_models
+from tests.parity import unusual_models as unusual
 from tests.parity.models import GPTConfig
 
 Plan = dict[str, Any]
@@ -109,8 +110,19 @@ VARIANTS: dict[str, Variant] = {
     "encoder": Variant(other_models.Encoder, ENCODER_PLAN),
     "regression": Variant(other_models.Regression, REGRESSION_PLAN),
 }
-# Variants of other tests: random masks inside regions can't be those of one device.
+# Variants of other tests, outside the parity matrix. Random masks inside regions can't be those of one device.
 EXTRA: dict[str, Variant] = {
+    "late_regulariser": gpt(unusual.LateRegulariser),
+    "recomputed": gpt(unusual.Recomputed),
+    "recomputed_dropout": gpt(unusual.Recomputed, dropout=0.1),
+    "recomputed_reentrant": gpt(unusual.RecomputedReentrant),
+    "recomputed_parts": gpt(unusual.RecomputedParts),
+    "counted": gpt(unusual.Counted),
+    "twice": gpt(unusual.Twice),
+    "in_place": gpt(unusual.InPlace, gate="separate"),
+    "gradient_penalty": gpt(unusual.GradientPenalty),
+    "manual_accumulation": gpt(unusual.ManualAccumulation),
+    "computed": gpt(unusual.Computed, plan={"head": None}, tied=False),
     "dropout": gpt(dropout=0.1),
     "attention_dropout": gpt(attention_dropout=0.1),
     "both_dropouts": gpt(dropout=0.1, attention_dropout=0.1),

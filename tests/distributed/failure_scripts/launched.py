@@ -11,7 +11,7 @@ from datetime import timedelta
 
 case, namespace = sys.argv[1:]
 is_child = "LOCAL_RANK" in os.environ
-if is_child and case == "crash_at_import":
+if is_child and case.startswith("crash_at_import"):
     sys.exit(3)
 
 import torch.distributed as dist  # noqa: E402  (the crash comes before anything is imported)
@@ -42,6 +42,8 @@ def launch() -> None:
             watch = FailureWatch(0, 2, store, grace_s=0.5, describe_exit=launcher.describe_exit)
             watch.start()
             launcher.failure_watch = watch
+        if case == "crash_at_import_while_rank_0_ends":
+            return
         threading.Event().wait()
 
     launcher.launch(main)

@@ -1,0 +1,47 @@
+"""Steps that change, recompute, differentiate twice or run under torch's own modes: still the one-device run."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.parity.cases import Case
+from tests.parity.compare import compare
+from tests.parity.parallel import fit_case, setting_of
+from tests.parity.test_parity import Reference
+from tests.ranks import RankError, run_ranks
+
+MODELS = [
+    "late_regulariser",
+    "recomputed",
+    "recomputed_parts",
+    "counted",
+    "twice",
+    "in_place",
+    "gradient_penalty",
+    "manual_accumulation",
+    "computed",
+]
+
+
+@pytest.mark.parametrize("sequence", [True, False], ids=["sequence", "replicated"])
+@pytest.mark.parametrize("model", MODELS)
+def test_an_unusual_step(model: str, sequence: bool, reference: Reference) -> None:
+    case = Case(model, sequence=sequence)
+    compare(reference(setting_of(case)), run_ranks(2, fit_case, case), 2, case.precision)
+
+
+@pytest.mark.parametrize("model", ["late_regulariser", "twice", "manual_accumulation"])
+def test_an_unusual_step_with_data_parallelism(model: str, reference: Reference) -> None:
+    case = Case(model, tp=1, dp=2)
+    compare(reference(setting_of(case)), run_ranks(2, fit_case, case), 1, case.precision)
+
+
+def test_recomputed_dropout_draws_the_same_masks(reference: Reference) -> None:
+    case = Case("recomputed_dropout", sequence=False)
+    compare(reference(setting_of(case)), run_ranks(2, fit_case, case), 2, case.precision)
+
+
+@pytest.mark.parametrize("sequence", [True, False], ids=["sequence", "replicated"])
+def test_reentrant_recomputation_hides_the_graph_and_is_refused(sequence: bool) -> None:
+    with pytest.raises(RankError, match=r"MegaTPStrategy: .*use_reentrant=False"):
+        run_ranks(2, fit_case, Case("recomputed_reentrant", sequence=sequence))

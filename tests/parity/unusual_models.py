@@ -1,0 +1,129 @@
+"""LightningModules whose steps do what a plan can't know: change with the batch, recompute, differentiate twice."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from tests.parity.models import GPT, GPTConfig
+
+
+class LateRegulariser(GPT):
+    """From the fourth batch on the loss contains a norm of a weight that the plan splits."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss + 0.1 * self.blocks[0].mlp.up.weight.norm() if batch_idx >= 3 else loss
+
+
+class Recomputed(GPT):
+    """Activation checkpointing of every block, as the user writes it."""
+
+    reentrant = False
+
+    def trunk(self, tokens_BL: Tensor) -> Tensor:
+        positions_L = torch.arange(tokens_BL.size(1), device=tokens_BL.device)
+        x_BLD = self.drop(self.tok(tokens_BL) + self.pos(positions_L))
+        for block in self.blocks:
+            x_BLD = checkpoint(block, x_BLD, use_reentrant=self.reentrant)
+        return self.norm(x_BLD)
+
+
+class RecomputedReentrant(Recomputed):
+    reentrant = True
+
+
+class RecomputedParts(GPT):
+    """Activation checkpointing inside the blocks: of the MLPs alone."""
+
+    def __init__(self, config: GPTConfig | None = None) -> None:
+        super().__init__(config)
+        for block in self.blocks:
+            forward = block.mlp.forward
+            block.mlp.forward = lambda x, forward=forward: checkpoint(forward, x, use_reentrant=False)
+
+
+class Counted(GPT):
+    """Counts floating-point operations of the step, forward and backward."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        self.counter = FlopCounterMode(display=False)
+        self.counter.__enter__()
+        return super().training_step(batch, batch_idx)
+
+    def on_after_backward(self) -> None:
+        self.counter.__exit__(None, None, None)
+
+
+class Twice(GPT):
+    """Runs the model twice per step, once on other lengths, and once without gradients."""
+
+    def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        inputs, targets = batch
+        with torch.no_grad():
+            teacher_BLV = self(inputs)
+        student_BLV = self(inputs)
+        shorter_BLV = self(inputs[:, : max(1, inputs.size(1) // 2)])
+        distillation = F.mse_loss(student_BLV, 0.9 * teacher_BLV)
+        main = F.cross_entropy(student_BLV.flatten(0, 1), targets.flatten())
+        return main + distillation + shorter_BLV.square().mean()
+
+
+class InPlace(GPT):
+    """Changes a column layer's input between two layers that read it."""
+
+    def __init__(self, config: GPTConfig | None = None) -> None:
+        super().__init__(config)
+        for block in self.blocks:
+            block.mlp.gate.requires_grad_(False)  # or its input would be needed unchanged
+            block.mlp.forward = lambda x, mlp=block.mlp: self._mlp(mlp, x)
+
+    @staticmethod
+    def _mlp(mlp: torch.nn.Module, x_BLD: Tensor) -> Tensor:
+        x_BLD = x_BLD * 1.0
+        gate = mlp.gate(x_BLD)
+        x_BLD.mul_(0.5)
+        return mlp.down(F.silu(gate) * mlp.up(x_BLD))
+
+
+class GradientPenalty(GPT):
+    """Differentiates its own gradient."""
+
+    def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        loss = super().loss(batch)
+        (grad,) = torch.autograd.grad(loss, self.norm.weight, create_graph=True)
+        return loss + grad.square().sum()
+
+
+class ManualAccumulation(GPT):
+    """Two backward passes by hand before each step, clipped by hand through Lightning."""
+
+    def __init__(self, config: GPTConfig | None = None) -> None:
+        super().__init__(config)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        optimizer = self.optimizers()
+        first, second = self.loss(batch), self.loss((batch[0].flip(1), batch[1]))
+        optimizer.zero_grad()
+        self.manual_backward(first)
+        self.manual_backward(0.5 * second)
+        self.clip_gradients(optimizer, 0.1, "norm")
+        optimizer.step()
+        return first + second
+
+
+class Computed(GPT):
+    """Norms and a head with weights computed from parameters: low-rank updates of frozen weights."""
+
+    def __init__(self, config: GPTConfig | None = None) -> None:
+        super().__init__(config)
+        hidden, vocab = self.head.in_features, self.head.out_features
+        self.down, self.up = (torch.nn.Parameter(0.1 * torch.randn(shape)) for shape in ((2, hidden), (vocab, 2)))
+
+    def forward(self, tokens_BL: Tensor) -> Tensor:
+        h_BLD = F.layer_norm(self.trunk(tokens_BL), (self.head.in_features,), self.norm.weight.exp(), self.norm.bias)
+        return F.linear(h_BLD, self.head.weight + self.up @ self.down)
