@@ -14,10 +14,9 @@ MODELS = [
     "late_regulariser",
     "recomputed",
     "recomputed_parts",
-    "counted",
+    "looked_at",
     "twice",
     "in_place",
-    "gradient_penalty",
     "manual_accumulation",
     "computed",
 ]
@@ -34,6 +33,17 @@ def test_an_unusual_step(model: str, sequence: bool, reference: Reference) -> No
 def test_an_unusual_step_with_data_parallelism(model: str, reference: Reference) -> None:
     case = Case(model, tp=1, dp=2)
     compare(reference(setting_of(case)), run_ranks(2, fit_case, case), 1, case.precision)
+
+
+def test_a_gradient_penalty(reference: Reference) -> None:
+    case = Case("gradient_penalty", sequence=False)
+    compare(reference(setting_of(case)), run_ranks(2, fit_case, case), 2, case.precision)
+
+
+def test_a_gradient_penalty_on_a_parameter_of_a_sequence_region_is_refused() -> None:
+    """Each rank's gradient of it is a part: what the step computes from it would be wrong."""
+    with pytest.raises(RankError, match=r"MegaTPStrategy: `norm\.bias` is used both"):
+        run_ranks(2, fit_case, Case("gradient_penalty", sequence=True))
 
 
 def test_recomputed_dropout_draws_the_same_masks(reference: Reference) -> None:

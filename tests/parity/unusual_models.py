@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
-from torch.utils.flop_counter import FlopCounterMode
 
 from tests.parity.models import GPT, GPTConfig
 
@@ -46,16 +48,23 @@ class RecomputedParts(GPT):
             block.mlp.forward = lambda x, forward=forward: checkpoint(forward, x, use_reentrant=False)
 
 
-class Counted(GPT):
-    """Counts floating-point operations of the step, forward and backward."""
+class Looking(TorchDispatchMode):
+    """Stands for the modes that count, log or check operations below autograd."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+class LookedAt(GPT):
+    """Runs forward and backward under a dispatch mode."""
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        self.counter = FlopCounterMode(display=False)
-        self.counter.__enter__()
-        return super().training_step(batch, batch_idx)
+        with Looking():
+            return super().training_step(batch, batch_idx)
 
-    def on_after_backward(self) -> None:
-        self.counter.__exit__(None, None, None)
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        with Looking():
+            super().backward(loss, *args, **kwargs)
 
 
 class Twice(GPT):
@@ -123,7 +132,8 @@ class Computed(GPT):
         super().__init__(config)
         hidden, vocab = self.head.in_features, self.head.out_features
         self.down, self.up = (torch.nn.Parameter(0.1 * torch.randn(shape)) for shape in ((2, hidden), (vocab, 2)))
+        self.log_scale = torch.nn.Parameter(0.1 * torch.randn(hidden))
 
     def forward(self, tokens_BL: Tensor) -> Tensor:
-        h_BLD = F.layer_norm(self.trunk(tokens_BL), (self.head.in_features,), self.norm.weight.exp(), self.norm.bias)
+        h_BLD = F.layer_norm(self.trunk(tokens_BL), (self.head.in_features,), self.log_scale.exp(), self.log_scale)
         return F.linear(h_BLD, self.head.weight + self.up @ self.down)

@@ -117,7 +117,7 @@ EXTRA: dict[str, Variant] = {
     "recomputed_dropout": gpt(unusual.Recomputed, dropout=0.1),
     "recomputed_reentrant": gpt(unusual.RecomputedReentrant),
     "recomputed_parts": gpt(unusual.RecomputedParts),
-    "counted": gpt(unusual.Counted),
+    "looked_at": gpt(unusual.LookedAt),
     "twice": gpt(unusual.Twice),
     "in_place": gpt(unusual.InPlace, gate="separate"),
     "gradient_penalty": gpt(unusual.GradientPenalty),

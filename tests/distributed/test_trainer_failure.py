@@ -1,0 +1,49 @@
+"""A rank that raises or dies inside a real fit ends the job, and the screen names it: started by Lightning itself."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parent / "failure_scripts" / "trainer.py"
+LIMIT_S = 90  # importing Lightning twice on a busy machine included; from the strike on it is a few seconds
+
+
+@pytest.mark.parametrize(
+    ("what", "point", "rank"),
+    [
+        ("raise", "setup", 1),
+        ("raise", "training_step", 1),
+        ("kill", "training_step", 1),
+        ("kill", "training_step", 0),
+        ("raise", "save", 1),
+        ("raise", "on_train_end", 0),
+    ],
+)
+def test_one_rank_ends_all_and_is_named(what: str, point: str, rank: int, tmp_path: Path) -> None:
+    distributed = ("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    environment = {name: value for name, value in os.environ.items() if name not in distributed}
+    root = str(Path(__file__).parents[2])
+    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([root, environment.get("PYTHONPATH", "")])}
+    command = [sys.executable, str(SCRIPT), what, point, str(rank), str(tmp_path)]
+    # Both ranks write to one pipe: it is read to the end, which comes when the last of them is gone.
+    ended = subprocess.run(
+        command,
+        env=environment,
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    assert ended.returncode != 0, ended.stdout
+    assert "finished" not in ended.stdout
+    cause = f"ValueError: struck in {point}" if what == "raise" else "died first"
+    verdicts = [line for line in ended.stdout.splitlines() if "MegaTPStrategy: rank" in line]
+    assert verdicts, ended.stdout
+    assert all(f"rank {rank} " in line and cause in line for line in verdicts), verdicts
