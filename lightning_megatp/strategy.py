@@ -192,7 +192,8 @@ class MegaTPStrategyBase(_Base):
         """At exit: meet the other ranks once more, since gloo may abort where one leaves early (torch 2.13)."""
         if dist.is_initialized() and not self._interrupted():
             with contextlib.suppress(RuntimeError):  # a rank that is gone must not spoil the others' exit
-                dist.barrier()
+                if dist.get_backend() == "gloo":
+                    dist.barrier()
                 dist.destroy_process_group()
 
     # ---------------------------------------------------------------- set-up

@@ -241,7 +241,8 @@ def _serve(connection: Connection, forbidden: str) -> None:
             answer = pickle.dumps((True, _call(call, store, fn, args, forbidden)))
         except BaseException as error:
             rank = int(os.environ.get("RANK", "0"))
-            failure = Failure(rank, type(error).__name__, str(error), traceback.format_exc(), time.time())
+            at = getattr(error, "raised_at", time.time())
+            failure = Failure(rank, type(error).__name__, str(error), traceback.format_exc(), at)
             answer = pickle.dumps((False, failure))
         connection.send_bytes(answer)
 
@@ -269,6 +270,9 @@ def _call(number: int, store: Any, fn: Callable[..., Any], args: tuple[Any, ...]
         dist.init_process_group("gloo", store=prefix, rank=rank, world_size=world_size, timeout=timeout)
     try:
         result = fn(rank, world_size, *args)
+    except BaseException as error:
+        error.raised_at = time.time()  # type: ignore[attr-defined]  # before the peers learn of it
+        raise
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()  # after an error this also frees the peers: their collectives fail at once

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -10,9 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_megatp.shim.torch import tensor_version
-from lightning_megatp.tensor.collectives import copy_to_region, gather_sequence
 from lightning_megatp.tensor.random import RankStream
-from lightning_megatp.tensor.sequence import SequenceShard
 
 
 @dataclass(eq=False)
@@ -46,26 +45,21 @@ class TensorContext:
         """id(parameter) of those that a plan splits, but the step also uses outside their layers."""
         self._entered = _Entered()
 
-    def enter(self, x: Tensor, region: Region | None, training: bool) -> Tensor:
+    def enter(self, x: Tensor, bring: Callable[[Tensor], Tensor], region: Region | None, training: bool) -> Tensor:
         """Bring a value into a tensor region: one collective per input tensor, shared by all column layers reading it.
 
         Args:
-            x: (..., h) whole, or a SequenceShard, which is gathered.
+            x: (..., h) whole, or a SequenceShard.
+            bring: the collective, called only if x was not brought in before.
             region: the region entered, if a row layer closes it.
             training: whether dropout is active in there.
 
         Returns:
             (..., h), the whole sequence, inside the region.
-
-        Communication: `copy_to_region` or `gather_sequence`, once per tensor.
         """
         entered = self._entered.get(x)
         if entered is None:
-            if isinstance(x, SequenceShard):
-                layout = x.tokens
-                entered = gather_sequence(x.plain, self.group, layout.dim, layout.length, "tensor")
-            else:
-                entered = copy_to_region(x, self.group)
+            entered = bring(x)
             self._entered.put(x, entered)
         self.open_region = region
         if region is not None and region.random and training:

@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from lightning_megatp.plan.ranges import Ranges, length
 from lightning_megatp.tensor.collectives import (
     canonical_order,
+    copy_to_region,
     gather_from_region,
+    gather_sequence,
     reduce_from_region,
     reduce_scatter_sequence,
     scatter_to_region,
@@ -103,7 +105,8 @@ class ColumnParallelLinear(ParallelLayer, nn.Linear):
     Input (..., in_features) whole or a SequenceShard; output (..., features of this rank), or all features with
     `gather_output`.
 
-    Communication: see TensorContext.enter; with `gather_output` also `gather_from_region`.
+    Communication: `copy_to_region` or `gather_sequence`, once for all column layers that read the same tensor; with
+    `gather_output` also `gather_from_region`.
     """
 
     gather_output: bool = False
@@ -118,13 +121,18 @@ class ColumnParallelLinear(ParallelLayer, nn.Linear):
         self._order = canonical_order(self.by_rank) if self.gather_output else None
 
     def _compute(self, x: Tensor) -> Tensor:
-        entered = self.context.enter(x, None if self.gather_output else self.region, self.training)
+        entered = self.context.enter(x, self._bring, None if self.gather_output else self.region, self.training)
         bias = None if self.bias is None else self._own("bias", 0)
         y = F.linear(entered, self._own("weight", 0), bias)
         if not self.gather_output:
             return y
         y = gather_from_region(y, self.group, self.sizes)
         return y if self._order is None else y.index_select(-1, torch.tensor(self._order, device=y.device))
+
+    def _bring(self, x: Tensor) -> Tensor:
+        if isinstance(x, SequenceShard):
+            return gather_sequence(x.plain, self.group, x.tokens.dim, x.tokens.length, "tensor")
+        return copy_to_region(x, self.group)
 
 
 class RowParallelLinear(ParallelLayer, nn.Linear):

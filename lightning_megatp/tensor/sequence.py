@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,9 +19,7 @@ from torch import Tensor
 
 from lightning_megatp.shim.torch import DisableTorchFunctionSubclass, tree_leaves, tree_map
 from lightning_megatp.tensor.collectives import copy_to_region, gather_sequence, scatter_sequence
-
-if TYPE_CHECKING:
-    from lightning_megatp.tensor.context import TensorContext
+from lightning_megatp.tensor.context import TensorContext
 
 
 @dataclass(frozen=True)

@@ -192,8 +192,8 @@ def _row(rank: int, world_size: int, name: str, split_input: bool, sequence_dim:
         assert type(y) is SequenceShard
         assert y.shape == expected.shape
         pieces = weight.split(sequence_sizes(weight.shape[sequence_dim], world_size), sequence_dim)
-        assert y.local().shape == pieces[rank].shape
-        ((y.local() * pieces[rank]) ** 2).sum().backward()
+        assert y.plain.shape == pieces[rank].shape
+        ((y.plain * pieces[rank]) ** 2).sum().backward()
         torch.testing.assert_close(y.whole(), expected)
     wanted = x_whole.grad if split_input else take_ranges(x_whole.grad, -1, by_rank[rank])
     torch.testing.assert_close(own.grad, wanted)

@@ -91,8 +91,13 @@ def test_the_file_is_that_of_a_plain_trainer(layout: Layout, model: str, tmp_pat
     assert_same(ours, plain)
 
 
+def _without_random_states(content: dict[str, Any]) -> dict[str, Any]:
+    """What Lightning itself does not save: with it, the same layout resumes bit-equal."""
+    return {key: value for key, value in content.items() if key != "random_states"}
+
+
 def _just_read(layout: Layout, path: str) -> dict[str, Any]:
-    return _read(path)
+    return _without_random_states(_read(path))
 
 
 @pytest.mark.parametrize("model", MODELS)

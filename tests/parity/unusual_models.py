@@ -132,8 +132,8 @@ class Computed(GPT):
         super().__init__(config)
         hidden, vocab = self.head.in_features, self.head.out_features
         self.down, self.up = (torch.nn.Parameter(0.1 * torch.randn(shape)) for shape in ((2, hidden), (vocab, 2)))
-        self.log_scale = torch.nn.Parameter(0.1 * torch.randn(hidden))
+        self.log_scale, self.shift = (torch.nn.Parameter(0.1 * torch.randn(hidden)) for _ in range(2))
 
     def forward(self, tokens_BL: Tensor) -> Tensor:
-        h_BLD = F.layer_norm(self.trunk(tokens_BL), (self.head.in_features,), self.log_scale.exp(), self.log_scale)
+        h_BLD = F.layer_norm(self.trunk(tokens_BL), (self.head.in_features,), self.log_scale.exp(), self.shift)
         return F.linear(h_BLD, self.head.weight + self.up @ self.down)
