@@ -57,6 +57,7 @@ class MeshShape:
 
     @property
     def world_size(self) -> int:
+        """Ranks of all axes together."""
         return self.pp * self.dp * self.cp * self.tp
 
     def coordinates(self, rank: int) -> dict[str, int]:
@@ -149,10 +150,12 @@ class ParallelMesh:
 
     @property
     def is_first_stage(self) -> bool:
+        """Whether this rank holds the first pipeline stage."""
         return self.stage == 0
 
     @property
     def is_last_stage(self) -> bool:
+        """Whether this rank holds the last pipeline stage, where the loss is; so does global rank 0."""
         return self.stage == self.shape.pp - 1
 
     @property

@@ -19,7 +19,7 @@ from lightning_megatp.tensor.layers import ParallelLayer
 from lightning_megatp.tensor.lineage import Lineage, trace_regions
 from lightning_megatp.tensor.parameters import gather_shards
 from lightning_megatp.tensor.sequence import SequenceShard
-from lightning_megatp.tensor.watch import StepWatch
+from lightning_megatp.tensor.watch import RandomWatch
 
 
 class ParallelModule:
@@ -37,11 +37,12 @@ class ParallelModule:
     ) -> None:
         self.module, self.plan, self.context = module, plan, context
         self.names = dict(module.named_parameters(remove_duplicate=False))
-        self.sharded = {id(self.names[name]): spec for name, spec in specs.items()}
+        self.sharded = context.sharded
+        self.sharded.update((id(self.names[name]), spec) for name, spec in specs.items())
         self.partial: dict[int, Tensor] = {}
-        """id(parameter) -> whole parameters whose gradient is partial on every tensor rank."""
-        self._full_gradient: dict[int, Tensor] = {}
-        self._watch: StepWatch | None = None
+        """id(parameter) -> whole parameters whose gradient is partial on every tensor rank, in the backwards since the
+        last optimizer step."""
+        self._full: set[int] = set()
 
     def spec(self, parameter: Tensor) -> ShardedTensorSpec | None:
         """The shards of a parameter; None where it is whole."""
@@ -53,36 +54,23 @@ class ParallelModule:
         spec = None if parameter is None else self.sharded.get(id(parameter))
         return None if spec is None else spec.renamed(name)
 
+    def __deepcopy__(self, memo: dict[int, object]) -> None:
+        """A copy of the module is a module of its own, and would have to be split by itself."""
+        return None
+
     @contextlib.contextmanager
     def step(self, watch: bool) -> Iterator[None]:
         """Around a user's step.
 
         Args:
-            watch: look at every operation (StepWatch); for the first step of a kind, and once per epoch.
+            watch: look at every operation (RandomWatch); for the first step of a kind, and once per epoch.
         """
-        self._watch = StepWatch(self.context, self.sharded) if watch and self.sharded else None
+        watching = RandomWatch(self.context) if watch and self.sharded else contextlib.nullcontext()
         try:
-            with self._watch or contextlib.nullcontext():
+            with self.context.running(user_code=True), watching:
                 yield
         finally:
             self.context.end_step()
-
-    @contextlib.contextmanager
-    def unwatched(self) -> Iterator[None]:
-        """For backward and optimizer steps inside a watched step (manual optimization)."""
-        watch = self._watch
-        before = watch.paused if watch else False
-        if watch:
-            watch.paused = True
-        try:
-            yield
-        finally:
-            if watch:
-                watch.paused = before
-
-    @property
-    def watching(self) -> bool:
-        return self._watch is not None
 
     def outputs(self, outputs: object) -> object:
         """What a step returns, with sequence shards gathered."""
@@ -91,42 +79,63 @@ class ParallelModule:
         return tree_map(lambda x: x.whole() if isinstance(x, SequenceShard) else x, outputs)
 
     def trace(self, outputs: Iterable[Tensor]) -> None:
-        """Read off the graph of a loss which gradients will be partial. Before its backward, in watched steps.
+        """Read off the graph of a loss which gradients will be partial. Before every backward: steps may differ.
 
         Raises:
             RuntimeError: values cross into or out of a tensor region where no layer of the plan lets them.
         """
+        if not self.sharded:
+            return
         lineage = trace_regions(outputs)
+        if lineage.hidden:
+            raise RuntimeError(_HIDDEN)
+        if lineage.crossings:
+            raise RuntimeError(self._side_door(lineage))
         for parameter_id, regions in lineage.regions.items():
             parameter, name = lineage.leaves[parameter_id], self._name(parameter_id)
             if parameter_id in self.sharded:
                 if regions != {"tensor"}:
-                    raise RuntimeError(self._escaped(name, lineage))
-            elif regions == {"whole"}:
-                self._full_gradient[parameter_id] = parameter
-            elif "whole" in regions:
-                raise RuntimeError(self._mixed(name, regions))
-            else:
+                    raise RuntimeError(self._escaped(name))
+                continue
+            if "whole" in regions:
+                self._full.add(parameter_id)
+            if regions != {"whole"}:
                 self.partial[parameter_id] = parameter
-        if lineage.crossings:
-            raise RuntimeError(self._side_door(lineage))
-        both = [self._name(i) for i in self.partial if i in self._full_gradient]
-        if both:
-            raise RuntimeError(self._mixed(both[0], {"tensor", "whole"}))
+            if parameter_id in self.partial and parameter_id in self._full:
+                raise RuntimeError(self._mixed(name, regions | {"whole"}))
 
-    def check_traced(self) -> None:
-        """After the backward of a watched step: every gradient must come from the graph that `trace` saw.
+    def forget_traces(self) -> None:
+        """Gradients are complete: the next backward starts a new account of what is partial."""
+        self.partial.clear()
+        self._full.clear()
+
+    def check_replicas(self, group: dist.ProcessGroup) -> None:
+        """Compare the whole parameters of the ranks of a group, which must be the same.
 
         Raises:
-            RuntimeError: a parameter got its gradient from a graph of its own, inside backward.
+            RuntimeError: on every rank, naming a parameter that differs.
+
+        Communication: two all-reduces of two numbers per whole parameter; once per epoch and checkpoint.
         """
-        known = self.partial.keys() | self._full_gradient.keys() | self.sharded.keys()
-        for name, parameter in self.module.named_parameters():
-            if parameter.grad is not None and id(parameter) not in known:
+        whole = [(name, p) for name, p in self.module.named_parameters() if id(p) not in self.sharded]
+        if group.size() == 1 or not whole:
+            return
+        sums = torch.stack(
+            [torch.stack([p.detach().double().sum(), p.detach().double().abs().sum()]) for _, p in whole]
+        )
+        low, high = sums.clone(), sums.clone()
+        dist.all_reduce(low, op=dist.ReduceOp.MIN, group=group)
+        dist.all_reduce(high, op=dist.ReduceOp.MAX, group=group)
+        # Atomic additions on GPUs round differently from rank to rank; what is looked for here is far larger.
+        tolerance = 0.0 if sums.device.type == "cpu" else 1e-4
+        differs = ((high - low) > tolerance * high[:, 1:].abs()).any(1).tolist()
+        for (name, _), wrong in zip(whole, differs, strict=True):
+            if wrong:
                 raise RuntimeError(
-                    f"MegaTPStrategy: `{name}` got a gradient from a graph built during backward, so it can't be known"
-                    " whether the gradient is partial. Reentrant activation checkpointing does this: use"
-                    " torch.utils.checkpoint.checkpoint(..., use_reentrant=False)."
+                    f"MegaTPStrategy: `{name}` should be the same on all ranks of a group, and is not. Something"
+                    " changed gradients or parameters on each rank by what that rank alone knows: clipping with"
+                    " torch.nn.utils.clip_grad_norm_ (use self.clip_gradients), loss.backward() (use"
+                    " self.manual_backward), random numbers or data that differ from rank to rank."
                 )
 
     def sum_partial_gradients(self) -> None:
@@ -155,13 +164,11 @@ class ParallelModule:
                 parameter.grad = total if spec is None else spec.spec(self.context.rank).take(total)
 
     def keep_whole_where_used_outside(self, optimizers: Iterable[Optimizer] = ()) -> None:
-        """Gather the parameters that the watched step used outside their layers; they stay whole from now on.
+        """Gather the parameters that this step used outside their layers; they stay whole from now on.
 
-        Communication: one all-gather per such parameter, gradient and optimizer state; on every rank of the group
-        alike."""
-        if self._watch is None:
-            return
-        for parameter, operation in self._watch.outside.values():
+        Communication: one all-gather per such parameter, gradient and optimizer state, on every rank of the group.
+        """
+        for parameter, operation in self.context.outside.values():
             warn_once_per_run(
                 f"`{self._name(id(parameter))}` is split by the plan, but the step also uses it outside its own layer"
                 f" (in `{operation}`). It is kept whole on every tensor rank: the numbers are right, its memory is not"
@@ -169,7 +176,7 @@ class ParallelModule:
                 " out of the plan."
             )
             self._unshard(parameter, optimizers)
-        self._watch.outside.clear()
+        self.context.outside.clear()
 
     def _unshard(self, parameter: Tensor, optimizers: Iterable[Optimizer]) -> None:
         spec = self.sharded.pop(id(parameter))
@@ -184,7 +191,6 @@ class ParallelModule:
         parameter.grad = None
         parameter.data = full[id(parameter)]
         parameter.grad = grad
-        self._full_gradient[id(parameter)] = parameter
         self.context.kept_whole.add(id(parameter))
         for layer in self.module.modules():
             if isinstance(layer, ParallelLayer):
@@ -194,7 +200,7 @@ class ParallelModule:
     def _name(self, parameter_id: int) -> str:
         return next((name for name, p in self.names.items() if id(p) == parameter_id), "a tensor made by the step")
 
-    def _escaped(self, name: str, lineage: Lineage) -> str:
+    def _escaped(self, name: str) -> str:
         return (
             f"MegaTPStrategy: the split output of `{name.rpartition('.')[0]}` reaches the loss without passing a `row`"
             " layer (or a gathering one), so every rank would train on its own part of the features. Give that layer"
@@ -217,3 +223,9 @@ class ParallelModule:
             " and gradients would be wrong. Leave the layers of that region out of the plan, or give the layer whose"
             " output escapes the style `column_gather`."
         )
+
+
+_HIDDEN = (
+    "MegaTPStrategy: the step uses reentrant activation checkpointing, which builds its graph during backward, so it"
+    " can't be known which gradients are partial. Use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)."
+)

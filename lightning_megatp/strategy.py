@@ -114,6 +114,8 @@ class MegaTPStrategyBase(_Base):
         self._same_batch: SameBatch | None = None
         self._failure_watch: FailureWatch | None = None
         self._accumulating = False
+        self._went_backward = False
+        self._steps = 0
         self._random_states: list[dict[str, Any]] | None = None
         self._seen: set[tuple[Any, ...]] = set()
 
@@ -158,6 +160,7 @@ class MegaTPStrategyBase(_Base):
             self.mesh = ParallelMesh(shape, self.root_device.type, self.timeout)
         self._same_batch = SameBatch(self.mesh.group("tp"), self.root_device)
         self._seen.clear()
+        self._steps = 0
 
     def _join_world(self) -> None:
         """Create the default process group, unless somebody has, and start to watch the other ranks."""
@@ -264,8 +267,9 @@ class MegaTPStrategyBase(_Base):
         return batch if self._same_batch is None else self._same_batch(batch)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        if self._first("train"):
-            self._refresh_buckets()
+        if self._first("train") or self._steps == 1:  # after the first step, and once per epoch
+            self._parallel().check_replicas(self._world())
+        self._steps += 1
         return self._run_step("train", super().training_step, args, kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -309,21 +313,22 @@ class MegaTPStrategyBase(_Base):
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         parallel, module = self._parallel(), self.lightning_module
         assert module is not None
+        self._went_backward = True
         self.pre_backward(closure_loss)
-        with parallel.unwatched():
-            if parallel.watching:
-                parallel.trace([closure_loss])
+        with parallel.context.running(user_code=False):
+            parallel.trace([closure_loss])
             held = {} if module.automatic_optimization else self._set_aside_gradients()
+            self._refresh_buckets()
             if self._buckets is not None:
                 self._buckets.enabled = not self._accumulating
             closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
-            self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
-            if parallel.watching:
-                parallel.check_traced()
+            with parallel.context.running(user_code=True):  # activation checkpointing runs the user's forward again
+                self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
             if not self._accumulating:
                 if self._buckets is not None:
                     self._buckets.finish()
                 self.parallelism.finalize_gradients(parallel)
+                parallel.forget_traces()
             for parameter, grad in held.items():
                 parameter.grad = grad if parameter.grad is None else parameter.grad + grad
             parallel.keep_whole_where_used_outside(self.optimizers)
@@ -341,7 +346,15 @@ class MegaTPStrategyBase(_Base):
         return held
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        with self._parallel().unwatched():
+        no_closure = (
+            getattr(closure, "__name__", "") == "do_nothing_closure"
+        )  # LightningOptimizer.step() in manual mode
+        if no_closure and not self._went_backward and any(p.grad is not None for p in _parameters_of(optimizer)):
+            raise RuntimeError(
+                "MegaTPStrategy: the optimizer is stepped, but no gradient came from `self.manual_backward(loss)`, so"
+                " none was summed over the ranks. Use it instead of `loss.backward()`."
+            )
+        with self._parallel().context.running(user_code=not no_closure and self._parallel().context.user_code):
             return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     # ---------------------------------------------------------------- all ranks together
@@ -395,6 +408,7 @@ class MegaTPStrategyBase(_Base):
         parallel, mesh = self._parallel(), self._mesh()
         if mesh.rank("dp") > 0 or self._cannot_gather():
             return {}
+        parallel.check_replicas(mesh.group("tp"))
         full = full_state_dict(self.lightning_module.state_dict(), parallel)
         return full if self.is_global_zero else {}
 
@@ -490,6 +504,10 @@ class MegaTPStrategyBase(_Base):
         parallel = self._parallel()
         return [p for p in parallel.module.parameters() if parallel.spec(p) is not None]
 
+    def _world(self) -> dist.ProcessGroup:
+        assert dist.group.WORLD is not None
+        return dist.group.WORLD
+
     def _mesh(self) -> ParallelMesh:
         if self.mesh is None:
             raise RuntimeError(
@@ -501,6 +519,10 @@ class MegaTPStrategyBase(_Base):
         if self.parallel is None:
             raise RuntimeError("MegaTPStrategy: the model is split once a Trainer has set it up (fit, test, ...).")
         return self.parallel
+
+
+def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _clip_grad_by_norm(strategy: MegaTPStrategyBase, optimizer: Optimizer, clip_val: float) -> None:

@@ -10,7 +10,8 @@ CASES = pytest.StashKey[list[tuple[str, float, float, float, float]]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--all-cases", action="store_true", help="run the whole parity matrix, not its pairwise cover")
+    parser.addoption("--all-cases", action="store_true", help="run the parity matrix, not its pairwise cover")
+    parser.addoption("--case", metavar="NAME", help="run one parity case, by the name the table gives it")
 
 
 def pytest_configure(config: pytest.Config) -> None:

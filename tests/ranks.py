@@ -224,9 +224,14 @@ def _free_port() -> int:
 
 
 def _serve(connection: Connection, forbidden: str) -> None:
+    import gc
+
+    import lightning.pytorch  # noqa: F401
     import torch
 
     torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()  # what is imported stays: collecting after each call is then cheap
     environment = dict(os.environ)
     store = _join_store() if "RANK" in os.environ else None
     while True:
@@ -257,6 +262,7 @@ def _join_store() -> Any:
 
 
 def _call(number: int, store: Any, fn: Callable[..., Any], args: tuple[Any, ...], forbidden: str) -> Any:
+    import gc
     from datetime import timedelta
 
     import torch
@@ -277,6 +283,7 @@ def _call(number: int, store: Any, fn: Callable[..., Any], args: tuple[Any, ...]
         if dist.is_initialized():
             dist.destroy_process_group()  # after an error this also frees the peers: their collectives fail at once
         torch.set_default_dtype(torch.float32)
+        gc.collect()  # or a DataLoader worker forked later collects this call's groups, and joins their threads
     found = sorted(name for name in sys.modules if forbidden and name.split(".")[0] == forbidden)
     if found:
         raise AssertionError(f"a process that must not know {forbidden} imported {found}")

@@ -80,6 +80,12 @@ class GradientBuckets:
     def _start(self, bucket: _Bucket) -> None:
         self._next += 1
         parameters = bucket.parameters
+        sparse = next((p for p in parameters if p.grad is not None and p.grad.is_sparse), None)
+        if sparse is not None:
+            raise RuntimeError(
+                f"MegaTPStrategy: a parameter of shape {tuple(sparse.shape)} has a sparse gradient, which is not"
+                " averaged over data-parallel ranks. Build its embedding with sparse=False."
+            )
         has = [p.grad is not None for p in parameters]
         grads = [(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in parameters]
         flags = torch.tensor(has, dtype=grads[0].dtype, device=grads[0].device)

@@ -26,6 +26,7 @@ class ShardSpec:
 
     @property
     def local_shape(self) -> tuple[int, ...]:
+        """Shape of the shard."""
         return tuple(length(ranges) for ranges in self.ranges)
 
     @property

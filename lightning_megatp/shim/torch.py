@@ -17,6 +17,7 @@ __all__ = [
     "DisableTorchFunctionSubclass",
     "accumulated_parameter",
     "all_gather_single",
+    "current_backward_node",
     "reduce_scatter_single",
     "tensor_version",
     "tree_flatten",
@@ -42,3 +43,8 @@ def accumulated_parameter(node: Any) -> Tensor | None:
     """The leaf an AccumulateGrad node adds to, None for other nodes. `variable` has no public name (2.13)."""
     variable = getattr(node, "variable", None)
     return variable if isinstance(variable, torch.Tensor) else None
+
+
+def current_backward_node() -> object:
+    """The autograd node whose backward runs on this thread, None outside of backward. No public name (2.11-2.13)."""
+    return torch._C._current_autograd_node()

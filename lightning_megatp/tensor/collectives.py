@@ -203,17 +203,14 @@ def all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def all_gather(x: Tensor, group: dist.ProcessGroup, dim: int, sizes: Sequence[int]) -> Tensor:
     """Concatenate the ranks' tensors along `dim`; uneven sizes are padded on the wire and stripped."""
-    ways, most = len(sizes), max(sizes)
-    even = min(sizes) == most
-    sent = x.contiguous() if even else _pad(x, dim, most)
-    received = sent.new_empty((ways, *sent.shape))
-    all_gather_single(
-        received.view(ways * sent.shape[0], *sent.shape[1:]) if sent.dim() else received, sent, group=group
-    )
-    if even:
-        dim = dim % x.dim()
-        return received.movedim(0, dim).reshape(*x.shape[:dim], ways * most, *x.shape[dim + 1 :])
-    return torch.cat([part.narrow(dim, 0, size) for part, size in zip(received, sizes, strict=True)], dim)
+    ways, most, dim = len(sizes), max(sizes), dim % x.dim()
+    sent = x.contiguous() if x.shape[dim] == most else _pad(x, dim, most)
+    received = sent.new_empty((ways * sent.shape[0], *sent.shape[1:]))
+    all_gather_single(received, sent, group=group)
+    if dim == 0 and min(sizes) == most:
+        return received
+    parts = received.view(ways, *sent.shape).unbind(0)
+    return torch.cat([part.narrow(dim, 0, size) for part, size in zip(parts, sizes, strict=True)], dim)
 
 
 def reduce_scatter(x: Tensor, group: dist.ProcessGroup, dim: int, sizes: Sequence[int]) -> Tensor:

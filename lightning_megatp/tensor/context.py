@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_megatp.plan.shard import ShardedTensorSpec
 from lightning_megatp.shim.torch import tensor_version
 from lightning_megatp.tensor.random import RankStream
 
@@ -39,11 +41,27 @@ class TensorContext:
         self.size = group.size()
         self.stream = RankStream(self.rank)
         self.open_region: Region | None = None
-        self.inside_layer = 0
-        """Above zero while a parallel layer's own forward runs: StepWatch then looks away."""
+        self.sharded: dict[int, ShardedTensorSpec] = {}
+        """id(parameter) -> its shards."""
+        self.user_code = False
+        """Whether the code of a user's step runs, and not that of a layer, an optimizer or the strategy."""
+        self.outside: dict[int, tuple[Tensor, str]] = {}
+        """id(parameter) -> (parameter, the operation in which this step used it outside its layer)."""
         self.kept_whole: set[int] = set()
         """id(parameter) of those that a plan splits, but the step also uses outside their layers."""
         self._entered = _Entered()
+
+    @contextlib.contextmanager
+    def running(self, user_code: bool) -> Iterator[None]:
+        """Say whose code runs meanwhile."""
+        before, self.user_code = self.user_code, user_code
+        try:
+            yield
+        finally:
+            self.user_code = before
+
+    def __deepcopy__(self, memo: dict[int, object]) -> TensorContext:
+        return self  # a copied model works in the same group
 
     def enter(self, x: Tensor, bring: Callable[[Tensor], Tensor], region: Region | None, training: bool) -> Tensor:
         """Bring a value into a tensor region: one collective per input tensor, shared by all column layers reading it.

@@ -23,6 +23,7 @@ from lightning_megatp.tensor.collectives import (
     scatter_to_region,
 )
 from lightning_megatp.tensor.context import Region, TensorContext
+from lightning_megatp.tensor.outside import LayerParameters
 from lightning_megatp.tensor.parameters import slice_whole
 from lightning_megatp.tensor.sequence import SequenceLayout, SequenceShard
 
@@ -57,9 +58,12 @@ class ParallelLayer(nn.Module):
         assert isinstance(layer, cls)
         layer.context, layer.by_rank, layer.label, layer.region = context, by_rank, label, region
         layer.whole_parameters = frozenset()
+        layer.__dict__["_parameters"] = LayerParameters(layer._parameters, context)
         for name, value in options.items():
             setattr(layer, name, value)
         layer._set_local_sizes()
+        # torch's fused TransformerEncoderLayer reads its linears' weights without calling them, unless they have hooks.
+        layer.register_forward_pre_hook(_no_fast_path)
         return layer
 
     @property
@@ -77,15 +81,15 @@ class ParallelLayer(nn.Module):
         """Features of each rank."""
         return [length(ranges) for ranges in self.by_rank]
 
-    def forward(
-        self, input: Tensor
-    ) -> Tensor:  # the name nn.Linear and nn.Embedding use: callers may pass it by keyword
-        """The layer's own work, marked so that a StepWatch does not take it for a use from outside."""
-        self.context.inside_layer += 1
+    @torch.compiler.disable  # the collectives, and the account of what entered, stay outside of compiled code
+    def forward(self, input: Tensor) -> Tensor:
+        """The layer's own work: meanwhile its parameters are the shards (see `tensor.outside`)."""
+        context = self.context
+        before, context.user_code = context.user_code, False
         try:
             return self._compute(input)
         finally:
-            self.context.inside_layer -= 1
+            context.user_code = before
 
     def _compute(self, x: Tensor) -> Tensor:
         raise NotImplementedError
@@ -97,6 +101,10 @@ class ParallelLayer(nn.Module):
         """This rank's part of a parameter."""
         parameter = getattr(self, name)
         return slice_whole(parameter, self.group, dim, self.by_rank) if name in self.whole_parameters else parameter
+
+
+def _no_fast_path(layer: nn.Module, args: Any) -> None:
+    """A hook that only has to be there."""
 
 
 class ColumnParallelLinear(ParallelLayer, nn.Linear):
@@ -117,7 +125,8 @@ class ColumnParallelLinear(ParallelLayer, nn.Linear):
         return self.ranges
 
     def _set_local_sizes(self) -> None:
-        self.out_features = length(self.ranges)
+        if not self.gather_output:
+            self.out_features = length(self.ranges)
         self._order = canonical_order(self.by_rank) if self.gather_output else None
 
     def _compute(self, x: Tensor) -> Tensor:
@@ -148,19 +157,21 @@ class RowParallelLinear(ParallelLayer, nn.Linear):
     sequence_dim: int | None = None
 
     def _set_local_sizes(self) -> None:
-        self.in_features = length(self.ranges)
+        self._own_features = length(self.ranges)
+        if not self.split_input:
+            self.in_features = self._own_features
 
     def _compute(self, x: Tensor) -> Tensor:
         if self.split_input:
             x = scatter_to_region(x.whole() if isinstance(x, SequenceShard) else x, self.group, self.by_rank)
-        if x.shape[-1] != self.in_features:
+        if x.shape[-1] != self._own_features:
             raise ValueError(
-                f"MegaTPStrategy: `{self.label}` has the plan's style `row` and expects {self.in_features} of"
+                f"MegaTPStrategy: `{self.label}` has the plan's style `row` and expects {self._own_features} of"
                 f" {sum(self.sizes)} input features on this rank, but got {x.shape[-1]}. Its input must come from a"
                 f" `column` layer split the same way; for a whole input use the style `row_split`."
             )
+        self.context.leave()  # first of all: a checkpoint's recomputation may stop inside of F.linear
         partial = F.linear(x, self._own("weight", 1))
-        self.context.leave()
         dim = self.sequence_dim
         if dim is None or partial.dim() <= dim + 1:
             y = reduce_from_region(partial, self.group)
@@ -179,18 +190,17 @@ class VocabParallelEmbedding(ParallelLayer, nn.Embedding):
     """
 
     def _set_local_sizes(self) -> None:
-        self.full_vocabulary = self.num_embeddings
         (self.first, stop), *_ = self.ranges
-        self.num_embeddings = stop - self.first
+        self.rows = stop - self.first
         padding = self.padding_idx
         self.local_padding = padding - self.first if padding is not None and self.first <= padding < stop else None
 
     def _compute(self, x: Tensor) -> Tensor:
-        rows = self.num_embeddings
+        rows = self.rows
         elsewhere = (x < self.first) | (x >= self.first + rows)
         # Ids of other ranks look up row 0 and are zeroed below; ids outside the vocabulary stay out of range here too,
         # so that the lookup itself complains, as on one device.
-        valid = (x >= 0) & (x < self.full_vocabulary)
+        valid = (x >= 0) & (x < self.num_embeddings)
         index = (x - self.first).masked_fill(elsewhere, 0).masked_fill(~valid, rows)
         y = F.embedding(index, self._own("weight", 0), self.local_padding)
         return reduce_from_region(y.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.group)
@@ -205,7 +215,7 @@ class HiddenParallelEmbedding(ParallelLayer, nn.Embedding):
     """
 
     def _set_local_sizes(self) -> None:
-        self.embedding_dim = length(self.ranges)
+        pass  # its output has the whole hidden dim
 
     def _compute(self, x: Tensor) -> Tensor:
         y = F.embedding(x, self._own("weight", 1), self.padding_idx, None, 2.0, self.scale_grad_by_freq)

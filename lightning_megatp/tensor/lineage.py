@@ -23,6 +23,8 @@ class Lineage:
     regions: dict[int, set[str]] = field(default_factory=dict)
     """id(leaf) -> the regions in which it is used: "whole", "tensor", "sequence"."""
     leaves: dict[int, Tensor] = field(default_factory=dict)
+    hidden: bool = False
+    """Whether a part of the graph will only be built during backward (reentrant activation checkpointing)."""
     crossings: set[tuple[str, str]] = field(default_factory=set)
     """(found, expected): a value of one region used in another without passing an entry or exit."""
 
@@ -46,6 +48,7 @@ def trace_regions(outputs: Iterable[Tensor]) -> Lineage:
             if above != region:
                 lineage.crossings.add((above, region))
             region = node.region_below
+        lineage.hidden |= node.name() == "CheckpointFunctionBackward"
         leaf = accumulated_parameter(node)
         if leaf is not None:
             lineage.leaves[id(leaf)] = leaf
@@ -55,3 +58,20 @@ def trace_regions(outputs: Iterable[Tensor]) -> Lineage:
                 seen.add((parent, region))
                 todo.append((parent, region))
     return lineage
+
+
+def enters_region(x: Tensor) -> bool:
+    """Whether a value was computed inside the tensor region it is used in: some path of its graph comes from an entry,
+    before it meets the exit of another region."""
+    todo: list[Any] = [x.grad_fn]
+    seen = set(todo)
+    while todo:
+        node = todo.pop()
+        above = getattr(node, "region_above", None)
+        if above == "tensor":
+            return True
+        if above is None:
+            new = {parent for parent, _ in node.next_functions if parent is not None} - seen
+            seen |= new
+            todo += new
+    return False

@@ -13,6 +13,8 @@ from contextlib import contextmanager
 
 import torch
 
+from lightning_megatp.shim.torch import current_backward_node
+
 _MIX = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: neighbouring ranks get unrelated seeds
 
 
@@ -22,15 +24,21 @@ class RankStream:
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._outside: tuple[torch.Generator, torch.Tensor] | None = None
+        self._owner: object = None
 
     @property
     def active(self) -> bool:
+        """Whether this stream is entered, by the pass that runs now: a forward, or a recomputation inside backward. One
+        left open where a checkpoint's recomputation stopped early is over, and its generator was restored."""
+        if self._outside is not None and self._owner != current_backward_node():
+            self._outside = None
         return self._outside is not None
 
     def enter(self, device: torch.device) -> None:
         """Draw one number from the replicated stream and go on from it mixed with the rank. No-op when inside."""
-        if self._outside is not None:
+        if self.active:
             return
+        self._owner = current_backward_node()
         drawn = int(torch.randint(0, 2**62, (), device="cpu", generator=torch.default_generator))
         generator = default_generator(device)
         self._outside = generator, generator.get_state()
@@ -38,7 +46,7 @@ class RankStream:
 
     def leave(self) -> None:
         """Go back to the replicated stream. No-op when outside."""
-        if self._outside is not None:
+        if self.active and self._outside is not None:
             generator, state = self._outside
             generator.set_state(state)
             self._outside = None

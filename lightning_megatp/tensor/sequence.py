@@ -20,6 +20,7 @@ from torch import Tensor
 from lightning_megatp.shim.torch import DisableTorchFunctionSubclass, tree_leaves, tree_map
 from lightning_megatp.tensor.collectives import copy_to_region, gather_sequence, scatter_sequence
 from lightning_megatp.tensor.context import TensorContext
+from lightning_megatp.tensor.functions import is_in_place, operation_name, operation_names
 
 
 @dataclass(frozen=True)
@@ -53,8 +54,11 @@ class SequenceShard(torch.Tensor):
 
     @staticmethod
     def wrap(local: Tensor, layout: SequenceLayout) -> SequenceShard:
-        """Args:
-        local: the tokens of this rank, a plain tensor.
+        """This rank's tokens as a shard of the whole tensor.
+
+        Args:
+            local: the tokens of this rank, a plain tensor; the shard is a view of it.
+            layout: where the sequence lies, and how long it is in all.
         """
         with DisableTorchFunctionSubclass():
             shard = local.as_subclass(SequenceShard)
@@ -103,17 +107,6 @@ class SequenceShard(torch.Tensor):
         return func(*tree_map(_gathered, args), **tree_map(_gathered, kwargs))
 
 
-def operation_name(func: Callable[..., Any]) -> str:
-    """`add`, `layer_norm`, or the property's name for a getter (`shape`)."""
-    name = getattr(func, "__name__", "")
-    return getattr(getattr(func, "__self__", None), "__name__", name) if name in ("__get__", "__set__") else name
-
-
-def operation_names(text: str) -> frozenset[str]:
-    """A set of names as `operation_name` gives them."""
-    return frozenset(text.split())
-
-
 def _gathered(x: Any) -> Any:
     return x.whole() if isinstance(x, SequenceShard) else x
 
@@ -121,11 +114,7 @@ def _gathered(x: Any) -> Any:
 def _mutates_shard(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     if isinstance(kwargs.get("out"), SequenceShard):
         return True
-    return _in_place(name) and bool(args) and isinstance(args[0], SequenceShard)
-
-
-def _in_place(name: str) -> bool:
-    return (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE
+    return is_in_place(name) and bool(args) and isinstance(args[0], SequenceShard)
 
 
 def _shape(name: str, x: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -151,7 +140,7 @@ def _run_on_tokens(func: Callable[..., Any], name: str, args: tuple[Any, ...], k
     pointwise = name in _POINTWISE
     if pointwise and not all(_fits(x, layout, ndim) for x in leaves if not isinstance(x, SequenceShard)):
         return None
-    in_place = _in_place(name)
+    in_place = is_in_place(name)
     if in_place and not isinstance(args[0], SequenceShard):
         return None  # a whole tensor would be changed by a shard
 
@@ -242,7 +231,6 @@ _METADATA = operation_names(
     """
 )
 _SHAPE = operation_names("shape size numel nelement __len__")
-_IN_PLACE = operation_names("__iadd__ __isub__ __imul__ __itruediv__ __setitem__ __ipow__ __iand__ __ior__ __ixor__")
 _POINTWISE = operation_names(
     """
     add sub subtract rsub mul multiply div divide true_divide __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__

@@ -330,9 +330,8 @@ WHOLE: dict[str, tuple[type[ParallelLayer], Callable[[], nn.Module], int, dict[s
 def _kept_whole(rank: int, world_size: int, name: str) -> None:
     kind, make, size, options = WHOLE[name]
     split = _split(kind, make(), shard_ranges(size, world_size), **options)
-    split.layer.load_state_dict(split.whole.state_dict(), assign=True)
-    for parameter in split.layer.parameters():
-        parameter.data = parameter.data.clone()
+    for parameter_name, parameter in split.layer.named_parameters():
+        parameter.data = split.whole.get_parameter(parameter_name).data.clone()
     split.layer.whole_parameters = frozenset(split.specs)
     split.specs = {}
     ids = torch.randint(0, 7, (3, 5)) if "Embedding" in kind.__name__ else None
@@ -379,7 +378,6 @@ BETWEEN: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
     "nothing": (lambda x: x, 1),
     "another tensor": (lambda x: x + 1, 2),
     "a view": (lambda x: x.view_as(x), 2),
-    "a change in place": (lambda x: x.add_(1.0), 2),
     "no gradients": (lambda x: x.detach(), 1),
 }
 
@@ -411,16 +409,34 @@ def _sibling_shards(rank: int, world_size: int) -> tuple[dict[str, int], dict[st
     torch.manual_seed(1)
     module = Siblings().double()
     parallel = _parallelize(module, SIBLINGS)
-    x = SequenceShard.shard(torch.randn(2, 8, IN, dtype=torch.float64).requires_grad_(), 1, parallel.context)
+    x = torch.randn(2, 8, IN, dtype=torch.float64).requires_grad_()
+    shard = SequenceShard.shard(x, 1, parallel.context)
     with CollectiveCounter() as forward:
-        y = module(x)
+        y = module(shard)
     with CollectiveCounter() as backward:
         torch.autograd.grad(y.pow(2).sum(), x)
     return dict(forward.calls), dict(backward.calls)
 
 
 def test_siblings_share_one_gather_of_a_sequence_shard() -> None:
-    assert run_ranks(2, _sibling_shards) == [({"all-gather": 1, "all-reduce": 1}, {"reduce-scatter": 1})] * 2
+    forward, backward = {"all-gather": 1, "all-reduce": 1}, {"reduce-scatter": 1, "all-gather": 1}
+    assert run_ranks(2, _sibling_shards) == [(forward, backward)] * 2, "backward also gathers the leaf's gradient"
+
+
+def _changed_in_place(rank: int, world_size: int) -> None:
+    torch.manual_seed(1)
+    module = Siblings().double()
+    whole = copy.deepcopy(module)
+    parallel = _parallelize(module, SIBLINGS)
+    value = torch.randn(2, TOKENS, IN, dtype=torch.float64)
+    with torch.no_grad():
+        expected = whole(value.clone(), lambda x: x.add_(1.0))
+        for x in (value.clone(), SequenceShard.shard(value, 1, parallel.context)):
+            torch.testing.assert_close(module(x, lambda x: x.add_(1.0)), expected)
+
+
+def test_siblings_with_a_change_in_place_between_them() -> None:
+    run_ranks(2, _changed_in_place)
 
 
 def _entry_without_gradients(rank: int, world_size: int) -> None:

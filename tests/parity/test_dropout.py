@@ -31,7 +31,7 @@ class MaskRecorder(Callback):
             layer.register_forward_hook(lambda _, inputs, output, name=name: self._record(name, inputs[0], output))
 
     def _record(self, name: str, x: Any, y: Any) -> None:
-        x, y = (value.local() if hasattr(value, "local") else value for value in (x, y))
+        x, y = (getattr(value, "plain", value) for value in (x, y))  # of a sequence shard this rank's tokens
         if len(self.masks[name]) < self.calls:
             self.masks[name].append((y == 0) & (x != 0))
 

@@ -1,6 +1,6 @@
 """Every case trains 20 AdamW steps on real ranks and must be the one-device run of the same batches.
 
-One case alone: `pytest tests/parity --all-cases -k "tied-tp2-dp1-sequence-64-true-accumulate1-clip_none-length8"`.
+One case alone: `pytest tests/parity/test_parity.py --case tied-tp2-dp1-sequence-64-true-accumulate1-clip_none-length4`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.conftest import CASES
-from tests.parity.cases import Case, pairwise, whole_matrix
+from tests.parity.cases import Case, every_case, matrix, pairwise
 from tests.parity.compare import ParityError, compare
 from tests.parity.parallel import fit_case, fit_ddp, setting_of
 from tests.parity.running import Run, Setting
@@ -24,8 +24,12 @@ Reference = Callable[[Setting], Run]
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "case" in metafunc.fixturenames:
-        every = metafunc.config.getoption("--all-cases")
-        cases = list(whole_matrix(list(VARIANTS))) if every else pairwise(list(VARIANTS))
+        models, name = list(VARIANTS), metafunc.config.getoption("--case")
+        if name:
+            cases = [case for case in every_case(models) if str(case) == name]
+            assert cases, f"no parity case is called {name}"
+        else:
+            cases = list(matrix(models)) if metafunc.config.getoption("--all-cases") else pairwise(models)
         cases.sort(key=lambda case: case.tp * case.dp)  # stable: one pool of processes after the other
         metafunc.parametrize("case", cases, ids=str)
 

@@ -55,7 +55,7 @@ def test_blocks_run_and_plans_fit(page: Path, monkeypatch: pytest.MonkeyPatch, t
 
 def _fit(self: Trainer, model: nn.Module, *args: Any) -> None:
     if isinstance(self.strategy, MegaTPStrategyBase):
-        assert resolve(self.strategy.parallelism.plan, model, self.strategy.tp).layers
+        assert self.strategy.parallelism.resolve(model, self.strategy.tp, self.strategy.sequence_parallel).layers
 
 
 def in_blocks(block: nn.Module | None = None, **children: nn.Module) -> nn.Module:

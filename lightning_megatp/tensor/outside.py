@@ -1,0 +1,125 @@
+"""Split parameters seen from outside their layers: there they behave as the whole ones.
+
+A step may read `self.tok.weight` or loop over `self.parameters()` at any time, in some steps only. The parameters of a
+parallel layer therefore hand out a WholeParameter to the code of a step, and the shard itself to everybody else (the
+layer, the optimizer, state dicts). Using one gathers the parameter, differentiably, and notes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_megatp.plan.shard import ShardedTensorSpec
+from lightning_megatp.shim.torch import DisableTorchFunctionSubclass, tree_leaves, tree_map
+from lightning_megatp.tensor.context import TensorContext
+from lightning_megatp.tensor.functions import is_in_place, operation_name, operation_names
+from lightning_megatp.tensor.parameters import gather_parameter
+
+
+class LayerParameters(dict[str, Any]):
+    """`nn.Module._parameters` of a parallel layer."""
+
+    def __init__(self, parameters: dict[str, Any], context: TensorContext) -> None:
+        super().__init__(parameters)
+        self.context = context
+
+    def __getitem__(self, name: str) -> Any:
+        return self._seen(super().__getitem__(name))
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self._seen(super().get(name, default))
+
+    def items(self) -> Any:
+        return {name: self._seen(x) for name, x in super().items()}.items()
+
+    def values(self) -> Any:
+        return {name: self._seen(x) for name, x in super().items()}.values()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LayerParameters:
+        copied = LayerParameters({}, self.context)
+        memo[id(self)] = copied
+        for name, parameter in super().items():
+            twin = None if parameter is None else parameter.__deepcopy__(memo)
+            dict.__setitem__(copied, name, twin)
+            if id(parameter) in self.context.sharded:
+                self.context.sharded[id(twin)] = self.context.sharded[id(parameter)]
+        return copied
+
+    def __reduce__(self) -> Any:
+        return dict, (dict(super().items()),)
+
+    def _seen(self, parameter: Any) -> Any:
+        if not self.context.user_code or parameter is None:
+            return parameter
+        spec = self.context.sharded.get(id(parameter))
+        return parameter if spec is None else WholeParameter.of(parameter, parameter, spec, self.context)
+
+
+class WholeParameter(torch.Tensor):
+    """A shard of a parameter that behaves as the whole parameter."""
+
+    _is_param = True  # isinstance(x, nn.Parameter) asks for it
+    shard: Tensor
+    parameter: Tensor
+    spec: ShardedTensorSpec
+    context: TensorContext
+
+    @staticmethod
+    def of(shard: Tensor, parameter: Tensor, spec: ShardedTensorSpec, context: TensorContext) -> WholeParameter:
+        """Args:
+        shard: the parameter itself, or its `.data`.
+        parameter: the parameter.
+        """
+        with DisableTorchFunctionSubclass():
+            seen = shard.detach().as_subclass(WholeParameter)
+        seen.shard, seen.parameter, seen.spec, seen.context = shard, parameter, spec, context
+        return seen
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = operation_name(func)
+        first = args[0] if args and isinstance(args[0], WholeParameter) else None
+        if first is not None and name in _METADATA:
+            return func(first.shard, *args[1:], **kwargs)
+        if first is not None and name in ("data", "detach") and len(args) == 1:
+            return cls.of(func(first.shard), first.parameter, first.spec, first.context)
+        if first is not None and (name in _REFUSED or is_in_place(name)):
+            rest = tree_leaves((args[1:], kwargs))
+            if name in _ELEMENTWISE_IN_PLACE and not any(isinstance(x, Tensor) for x in rest):
+                func(first.shard, *args[1:], **kwargs)
+                return first
+            raise RuntimeError(
+                f"MegaTPStrategy: the step uses `{name}` on `{first.spec.name}`, of which each rank holds a part."
+                " Inside a step clip with `self.clip_gradients(...)`, read gradients with"
+                " `self.trainer.strategy.full_gradients()`, or leave its layer out of the plan."
+            )
+        args, kwargs = tree_map(lambda x: _whole(x, name), (args, kwargs))
+        return func(*args, **kwargs)
+
+
+def _whole(x: Any, operation: str) -> Any:
+    if not isinstance(x, WholeParameter):
+        return x
+    x.context.outside.setdefault(id(x.parameter), (x.parameter, operation))
+    return gather_parameter(x.shard, x.spec, x.context.group)
+
+
+_METADATA = operation_names(
+    """
+    dtype device layout requires_grad requires_grad_ is_leaf grad_fn is_cuda is_cpu is_meta is_sparse is_quantized
+    is_nested names dim ndim ndimension is_floating_point is_complex element_size is_inference __hash__ get_device
+    register_hook register_post_accumulate_grad_hook
+    """
+)
+_REFUSED = operation_names("grad retain_grad set_ __setstate__ swap")
+_ELEMENTWISE_IN_PLACE = operation_names(
+    "clamp_ clamp_min_ clamp_max_ clip_ mul_ div_ add_ sub_ zero_ fill_ neg_ abs_ nan_to_num_ __imul__ __itruediv__"
+    " __iadd__ __isub__"
+)

@@ -1,0 +1,185 @@
+"""SequenceShard is the whole tensor, as far as anybody can tell.
+
+Every operation of a table is run on a whole tensor and on shards of it: same values, types and gradients, whether a
+sequence divides over the ranks or has fewer tokens than ranks. Gradients of parameters are summed where the lineage of
+the loss says that they are partial, as a step does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
+
+from lightning_megatp.tensor.context import TensorContext
+from lightning_megatp.tensor.lineage import trace_regions
+from lightning_megatp.tensor.sequence import SequenceShard
+from tests.distributed.sequence_operations import BATCH, OPERATIONS, REFUSED, D, Operation, Workshop
+from tests.ranks import run_ranks
+
+LENGTHS = [1, 5, 8]
+
+
+@dataclasses.dataclass
+class Run:
+    """One operation, run once."""
+
+    outputs: list[Any]
+    loss: Tensor | None
+    leaves: dict[str, Tensor]
+
+
+def _workshop(dim: int, length: int, context: TensorContext | None) -> tuple[Tensor, Workshop, dict[str, Tensor]]:
+    """The same numbers each time; shards if a context is given. Also the leaves that may get gradients."""
+    generator = torch.Generator().manual_seed(length)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, dtype=torch.float64, generator=generator)
+
+    def parameter(*shape: int) -> nn.Parameter:
+        return nn.Parameter(normal(*shape))
+
+    def module(made: Any) -> Any:
+        made = made.double()
+        for p in made.parameters():
+            p.data = normal(*p.shape)
+        return made
+
+    shape = (BATCH, length, D) if dim == 1 else (length, BATCH, D)
+    tokens = [length if d == dim else 1 for d in range(2)]
+    x, y, z = (normal(*shape).requires_grad_() for _ in range(3))
+    shard = (lambda h: SequenceShard.shard(h, dim, context)) if context else (lambda h: h)
+    workshop = Workshop(
+        dim=dim, length=length, y=y * 1.0, z=shard(z * 1.0),
+        mask=normal(*shape) > 0, rows=normal(*tokens, 1) > 0,
+        weight=parameter(D), bias=parameter(D), matrix=parameter(D, D), wide=parameter(2 * D, D),
+        narrow=parameter(D - 2, D), positions=parameter(*tokens, D), table=parameter(20, D), one=parameter(1, 1, D),
+        scalar=parameter(), kernel=parameter(D, D, 3),
+        attention=module(nn.MultiheadAttention(D, 2, batch_first=True)), norm=module(nn.LayerNorm(D)),
+        rms=module(nn.RMSNorm(D)),
+    )  # fmt: skip
+    leaves: dict[str, Tensor] = {"x": x, "y": y, "z": z}
+    for field in dataclasses.fields(Workshop):
+        value = getattr(workshop, field.name)
+        if isinstance(value, nn.Parameter):
+            leaves[field.name] = value
+        if isinstance(value, nn.Module):
+            leaves |= {f"{field.name}.{name}": p for name, p in value.named_parameters()}
+    return shard(x * 1.0), workshop, leaves
+
+
+def _run(operation: Operation, dim: int, length: int, context: TensorContext | None) -> Run | Exception:
+    """What it returns (and x afterwards) as plain values, and a loss that depends on every number in them."""
+    x, workshop, leaves = _workshop(dim, length, context)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            returned = operation(x, workshop)
+            outputs = [_plain(value) for value in tree_flatten((returned, x, workshop.z, workshop.y))[0]]
+    except Exception as error:
+        return error
+    terms = [(weight * value).sum() for value, weight in _weighted(outputs)]
+    return Run(outputs, torch.stack(terms).sum() if terms else None, leaves)
+
+
+def _weighted(outputs: list[Any]) -> Iterator[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    for value in outputs:
+        if isinstance(value, Tensor) and value.requires_grad:
+            value = value.double()
+            yield value, torch.randn(value.shape, dtype=value.dtype, generator=generator)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, SequenceShard):
+        shape, dtype, requires_grad = value.shape, value.dtype, value.requires_grad
+        value = value.whole()
+        assert (value.shape, value.dtype, value.requires_grad) == (shape, dtype, requires_grad)
+    return value
+
+
+def _same(found: Any, expected: Any) -> None:
+    assert type(found) is type(expected), (type(found), type(expected))
+    if isinstance(expected, Tensor):
+        tolerance = 1e-9 if expected.dtype == torch.float64 else 1e-2 if expected.element_size() == 2 else 1e-5
+        torch.testing.assert_close(found.detach(), expected.detach(), rtol=tolerance, atol=tolerance, equal_nan=True)
+        assert found.requires_grad == expected.requires_grad, "requires_grad"
+    elif isinstance(expected, np.ndarray):
+        np.testing.assert_allclose(found, expected)
+    elif isinstance(expected, float):
+        assert found == pytest.approx(expected)
+    else:
+        assert found == expected
+
+
+def _gradients(run: Run, context: TensorContext | None) -> dict[str, Tensor]:
+    """Of every leaf; summed over the ranks where the lineage of the loss says that they are partial."""
+    if run.loss is None:
+        return {}
+    lineage = trace_regions([run.loss])
+    grads = torch.autograd.grad(run.loss, list(run.leaves.values()), allow_unused=True)
+    found = {}
+    for (name, leaf), grad in zip(run.leaves.items(), grads, strict=True):
+        if grad is None:
+            continue
+        regions = lineage.regions[id(leaf)]
+        assert len(regions) == 1, f"the step would be refused: {name} is used in {regions}"
+        if context is not None and regions == {"sequence"}:
+            dist.all_reduce(grad)
+        found[name] = grad
+    assert not lineage.crossings, f"the step would be refused: {lineage.crossings}"
+    return found
+
+
+def _compare(operation: Operation, dim: int, length: int, context: TensorContext, may_raise: bool) -> bool:
+    """Whether it ran."""
+    expected, found = _run(operation, dim, length, None), _run(operation, dim, length, context)
+    if isinstance(expected, Exception):
+        assert isinstance(found, Exception), f"on a whole tensor: {expected!r}"
+        return False
+    if isinstance(found, Exception):
+        if may_raise:
+            return False
+        raise found
+    assert len(found.outputs) == len(expected.outputs)
+    for mine, theirs in zip(found.outputs, expected.outputs, strict=True):
+        _same(mine, theirs)
+    grads, expected_grads = _gradients(found, context), _gradients(expected, None)
+    assert grads.keys() == expected_grads.keys()
+    for name, grad in grads.items():
+        torch.testing.assert_close(grad, expected_grads[name], rtol=1e-9, atol=1e-9, msg=lambda text: f"{name}: {text}")  # noqa: B023
+    return True
+
+
+def _check(rank: int, world_size: int, name: str, may_raise: bool) -> int:
+    operation, context = (REFUSED if may_raise else OPERATIONS)[name], TensorContext(dist.group.WORLD)
+    ran = 0
+    for dim, length in itertools.product([0, 1], LENGTHS):
+        try:
+            ran += _compare(operation, dim, length, context, may_raise)
+        except Exception as error:
+            error.add_note(f"{name}: dim {dim}, {length} tokens on {world_size} ranks")
+            raise
+    return ran
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_an_operation_gives_what_it_gives_on_the_whole_tensor(name: str, world_size: int) -> None:
+    ran = run_ranks(world_size, _check, name, False)
+    assert len(set(ran)) == 1 and ran[0] > 0
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_does_not_give_the_same_raises(name: str, world_size: int) -> None:
+    run_ranks(world_size, _check, name, True)

@@ -1,0 +1,99 @@
+"""The ways to ask for the strategy: by class, by name, with a plugin, in either of Lightning's namespaces."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.distributed.training import PLAIN, QUIET, TP2, Layout, make_trainer, run_program, train_loader
+from tests.parity.variants import variant
+from tests.ranks import run_ranks
+
+
+def _old_namespace(layout: Layout) -> list[float]:
+    """A project that imports pytorch_lightning."""
+    import pytorch_lightning as pl
+
+    class Small(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tok, self.up, self.down = nn.Embedding(32, 8), nn.Linear(8, 12), nn.Linear(12, 32)
+            self.losses: list[float] = []
+
+        def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+            logits_BLV = self.down(F.gelu(self.up(self.tok(batch[0]))))
+            loss = F.cross_entropy(logits_BLV.flatten(0, 1), batch[1].flatten())
+            self.losses.append(float(loss))
+            return loss
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+    torch.manual_seed(0)
+    module = Small()
+    options: dict[str, Any] = {"accelerator": "cpu", "precision": "64-true", "max_epochs": 1, **QUIET}
+    if layout.plain:
+        trainer = pl.Trainer(devices=1, **options)
+    else:
+        from lightning_megatp.pytorch_lightning import MegaTPStrategy
+
+        strategy = MegaTPStrategy(tp=layout.tp, plan={"tok": "vocab", "up": "column", "down": "row"}, summary=False)
+        trainer = pl.Trainer(devices=layout.tp * layout.dp, strategy=strategy, **options)
+    trainer.fit(module, train_loader(layout, 5))
+    return module.losses
+
+
+def test_pytorch_lightning_projects_train_the_same() -> None:
+    expected = run_program(PLAIN, _old_namespace)[0]
+    assert run_program(TP2, _old_namespace) == [pytest.approx(expected, abs=1e-9)] * 2
+
+
+def _by_name(rank: int, world_size: int) -> tuple[str, int, int]:
+    from lightning.pytorch import Trainer
+
+    import lightning_megatp
+
+    trainer = Trainer(accelerator="cpu", devices=world_size, strategy="megatp", max_epochs=1, **QUIET)
+    trainer.fit(variant("untied").build(), train_loader(Layout(dp=2), 2))
+    assert isinstance(trainer.strategy, lightning_megatp.MegaTPStrategy)
+    return type(trainer.strategy).__name__, trainer.strategy.tp, trainer.global_step
+
+
+def test_the_name_megatp_is_data_parallel_by_default() -> None:
+    assert run_ranks(2, _by_name) == [("MegaTPStrategy", 1, 2)] * 2
+
+
+def _with_plugin(layout: Layout, kind: str) -> tuple[float, list[tuple[int, ...]]]:
+    from lightning_megatp import ParallelismPlugin
+
+    class OnlyTheMlps(ParallelismPlugin):
+        """A user's subclass that changes one step."""
+
+        def resolve(self, module: nn.Module, tp: int, sequence_parallel: bool) -> Any:
+            self.plan = {name: style for name, style in self.plan.items() if ".mlp." in name}
+            return super().resolve(module, tp, sequence_parallel)
+
+    plugin = {"plain": ParallelismPlugin, "subclass": OnlyTheMlps}[kind](plan=variant("untied").plan)
+    module = variant("untied").build()
+    trainer = make_trainer(layout, strategy={"plan": None, "parallelism": plugin})
+    trainer.fit(module, train_loader(layout, 3))
+    shapes = [tuple(module.get_parameter(f"blocks.0.{name}.weight").shape) for name in ("attn.qkv", "mlp.up")]
+    return float(trainer.callback_metrics["loss"]), shapes
+
+
+def _plain(layout: Layout) -> float:
+    trainer = make_trainer(layout)
+    trainer.fit(variant("untied").build(), train_loader(layout, 3))
+    return float(trainer.callback_metrics["loss"])
+
+
+@pytest.mark.parametrize(("kind", "qkv"), [("plain", (24, 16)), ("subclass", (48, 16))])
+def test_a_plugin_and_a_subclass_of_it(kind: str, qkv: tuple[int, int]) -> None:
+    expected = run_program(PLAIN, _plain)[0]
+    for loss, shapes in run_program(TP2, _with_plugin, kind):
+        assert loss == pytest.approx(expected, abs=1e-9)
+        assert shapes == [qkv, (16, 16)]
