@@ -205,6 +205,8 @@ class MegaTPStrategyBase(_Base):
         assert self.accelerator is not None and self.lightning_module is not None
         self.accelerator.setup(trainer)
         mesh, module = self._mesh(), self.lightning_module
+        if trainer.state.fn == "fit" and self._layer_sync is not None:
+            self._layer_sync.apply(module)  # Trainer(sync_batchnorm=True)
         self.model = self.precision_plugin.convert_module(module)
         self.parallel = self.parallelism.parallelize(module, mesh, self.root_device, self.sequence_parallel)
         self.model_to_device()

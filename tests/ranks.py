@@ -274,6 +274,7 @@ def _call(number: int, store: Any, fn: Callable[..., Any], args: tuple[Any, ...]
         prefix = dist.PrefixStore(f"call{number}", store)
         timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
         dist.init_process_group("gloo", store=prefix, rank=rank, world_size=world_size, timeout=timeout)
+        dist.barrier()  # nobody fails, and leaves, while a peer still connects: the pool would be out of step for good
     try:
         result = fn(rank, world_size, *args)
     except BaseException as error:

@@ -239,31 +239,73 @@ def _place(plan: ParallelPlan) -> None:
         dim = plan.sequences[blocks[0]].dim if blocks and is_row else None
         plan.layers[name] = replace(layer, region=region, sequence_dim=dim)
     for name in rows:
-        _check_row(plan, name, columns)
+        _check_row(plan, name)
+    for region in {layer.region for layer in plan.layers.values() if layer.region is not None}:
+        _check_shared_heads(plan, region)
 
 
-def _check_row(plan: ParallelPlan, name: str, columns: list[str]) -> None:
-    """A row and the columns beside it must own the same features, or the product is silently wrong."""
+def _check_row(plan: ParallelPlan, name: str) -> None:
+    """A row and the columns of its region must own the same features, or the product is silently wrong."""
     row = plan.layers[name]
-    beside = [plan.layers[column] for column in columns if column.rpartition(".")[0] == name.rpartition(".")[0]]
-    size = sum(map(length, row.by_rank))
-    candidates = [part for column in beside for part in _parts_of(column, plan.tp)]
-    same_size = [part for part in candidates if sum(map(length, part)) == size]
-    if same_size and all(part != row.by_rank for part in same_size):
-        column = beside[0]
-        raise ValueError(
-            f"MegaTPStrategy: `{name}` takes the features {', '.join(show(r) for r in row.by_rank)} on ranks"
-            f" 0..{plan.tp - 1}, but `{column.name}` leaves {', '.join(show(r) for r in same_size[0])}. Give both the"
-            " same `unit`."
-        )
+    columns = [c for c in plan.layers.values() if c.style.style == "column" and c.region == row.region]
+    left = [part for column in columns for part in _parts_of(column, plan.tp)]
+    for part in _parts_of(row, plan.tp):
+        same_size = [other for other in left if _size(other) == _size(part)]
+        if same_size and part not in same_size:
+            raise ValueError(
+                f"MegaTPStrategy: `{name}` takes the features {', '.join(show(r) for r in part)} on ranks"
+                f" 0..{plan.tp - 1}, but `{columns[0].name}` leaves {', '.join(show(r) for r in same_size[0])}. Give"
+                " both the same `unit`."
+            )
+        fused = [c for c in columns if c.style.parts == 1 and _size(c.by_rank) in (2 * _size(part), 3 * _size(part))]
+        if not same_size and fused:
+            size = _size(fused[0].by_rank)
+            raise ValueError(
+                f"MegaTPStrategy: `{fused[0].name}` leaves {size} features and `{name}` takes {_size(part)}: it seems"
+                f" to hold several projections, each of which has to be split. Give it `parts: {size // _size(part)}`."
+            )
+        if not same_size and len(columns) > 1 and row.style.parts == 1 and _size(part) == sum(map(_size, left)):
+            raise ValueError(
+                f"MegaTPStrategy: `{name}` takes {_size(part)} features, all that its {len(columns)} column layers"
+                f" leave together: it seems to follow a concatenation. Give it `parts: {[_size(p) for p in left]}`."
+            )
 
 
-def _parts_of(column: LayerPlan, tp: int) -> Iterator[tuple[Ranges, ...]]:
-    """The ranges of each fused part of a column layer, counted from the part's start."""
-    size = max(stop for ranges in column.by_rank for _, stop in ranges)
-    parts = column.style.parts
-    for part in [size // parts] * parts if isinstance(parts, int) else parts:
-        yield shard_ranges(part, tp, 1, column.unit)
+def _check_shared_heads(plan: ParallelPlan, region: str) -> None:
+    """Query heads must sit with the key-value heads they attend to."""
+    columns = [c for c in plan.layers.values() if c.style.style == "column" and c.region == region and c.unit > 1]
+    parts = [(column, part) for column in columns for part in _part_sizes(column)]
+    if not parts:
+        return
+    queries = max(size // column.unit for column, size in parts)
+    for column, size in parts:
+        heads = size // column.unit
+        if queries % heads:
+            continue
+        group = queries // heads
+        for (q_start, q_stop), held in zip(deal_units(queries, plan.tp), deal_units(heads, plan.tp), strict=True):
+            if q_stop > q_start and (q_start // group, (q_stop - 1) // group + 1) != held:
+                raise ValueError(
+                    f"MegaTPStrategy: over tp={plan.tp} the {heads} heads of `{column.name}` do not lie with the"
+                    f" {queries} query heads that use them (rank with queries {q_start}..{q_stop - 1} would hold heads"
+                    f" {held[0]}..{held[1] - 1}). Use a tp that divides {queries} and divides, or is divided by,"
+                    f" {heads}, or leave this attention out of the plan."
+                )
+
+
+def _size(by_rank: tuple[Ranges, ...]) -> int:
+    """Features that all ranks own together, repeated ones once."""
+    return len({i for ranges in by_rank for start, stop in ranges for i in range(start, stop)})
+
+
+def _part_sizes(layer: LayerPlan) -> list[int]:
+    parts, size = layer.style.parts, _size(layer.by_rank)
+    return [size // parts] * parts if isinstance(parts, int) else list(parts)
+
+
+def _parts_of(layer: LayerPlan, tp: int) -> list[tuple[Ranges, ...]]:
+    """The ranges of each fused part of a layer, counted from the part's start."""
+    return [shard_ranges(part, tp, 1, layer.unit) for part in _part_sizes(layer)]
 
 
 def _parameters(plan: ParallelPlan, model: nn.Module) -> dict[str, ShardedTensorSpec]:

@@ -49,8 +49,6 @@ class SequenceShard(torch.Tensor):
     """A tensor of which this rank holds some tokens; shape, size and operations are those of the whole tensor."""
 
     tokens: SequenceLayout
-    plain: Tensor
-    """This rank's tokens as a plain tensor, of which this object is a view."""
 
     @staticmethod
     def wrap(local: Tensor, layout: SequenceLayout) -> SequenceShard:
@@ -62,7 +60,7 @@ class SequenceShard(torch.Tensor):
         """
         with DisableTorchFunctionSubclass():
             shard = local.as_subclass(SequenceShard)
-        shard.tokens, shard.plain = layout, local
+        shard.tokens = layout
         return shard
 
     @staticmethod
@@ -70,6 +68,12 @@ class SequenceShard(torch.Tensor):
         """Shard a whole tensor along `dim` (counted from the front)."""
         layout = SequenceLayout(dim - x.dim(), x.shape[dim], context)
         return SequenceShard.wrap(scatter_sequence(x, context.group, layout.dim), layout)
+
+    @property
+    def plain(self) -> Tensor:
+        """This rank's tokens as a plain tensor, a view of this one."""
+        with DisableTorchFunctionSubclass():
+            return self.as_subclass(Tensor)
 
     def whole(self) -> Tensor:
         """All tokens as a plain tensor, the same on every rank.
@@ -134,8 +138,9 @@ def _run_on_tokens(func: Callable[..., Any], name: str, args: tuple[Any, ...], k
     """Run an operation that treats all tokens alike on the shards; None where the operands don't fit together."""
     leaves = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     shards = [x for x in leaves if isinstance(x, SequenceShard)]
-    layout, ndim = shards[0].tokens, shards[0].plain.dim()
-    if any(x.tokens != layout or x.plain.dim() != ndim for x in shards):
+    plain = {id(x): x.plain for x in shards}
+    layout, ndim = shards[0].tokens, plain[id(shards[0])].dim()
+    if any(x.tokens != layout or plain[id(x)].dim() != ndim for x in shards):
         return None
     pointwise = name in _POINTWISE
     if pointwise and not all(_fits(x, layout, ndim) for x in leaves if not isinstance(x, SequenceShard)):
@@ -146,14 +151,14 @@ def _run_on_tokens(func: Callable[..., Any], name: str, args: tuple[Any, ...], k
 
     def local(x: Any) -> Any:
         if isinstance(x, SequenceShard):
-            return x.plain
+            return plain[id(x)]
         if not isinstance(x, Tensor):
             return x
         return _localise(x, layout) if pointwise else _partial(x, layout)
 
     own_args, own_kwargs = tree_map(local, args), tree_map(local, kwargs)
     draws = name == "dropout" and _draws(args, kwargs)
-    with layout.context.stream.inside(shards[0].plain.device) if draws else contextlib.nullcontext():
+    with layout.context.stream.inside(shards[0].device) if draws else contextlib.nullcontext():
         result = func(*own_args, **own_kwargs)
     if in_place:
         return args[0]
@@ -228,6 +233,7 @@ _METADATA = operation_names(
     """
     dtype device layout requires_grad requires_grad_ is_leaf grad_fn is_cuda is_cpu is_meta is_sparse is_quantized
     is_nested names dim ndim ndimension is_floating_point is_complex element_size is_inference __hash__ get_device
+    _version
     """
 )
 _SHAPE = operation_names("shape size numel nelement __len__")

@@ -124,7 +124,6 @@ def drop_sequence_gather_gradient() -> Any:
 def _fit_broken(rank: int, world_size: int, case: Case, breakage: Callable[[], Any]) -> Run:
     from lightning_megatp.module import ParallelModule
 
-
     # The strategy's own comparison of the ranks would stop some of these first; here the losses have to show them.
     with breakage(), patch.object(ParallelModule, "check_replicas", lambda self, group: None):
         return fit_case(rank, world_size, case)
