@@ -257,7 +257,7 @@ def _check_row(plan: ParallelPlan, name: str) -> None:
                 f" 0..{plan.tp - 1}, but `{columns[0].name}` leaves {', '.join(show(r) for r in same_size[0])}. Give"
                 " both the same `unit`."
             )
-        fused = [c for c in columns if c.style.parts == 1 and _size(c.by_rank) in (2 * _size(part), 3 * _size(part))]
+        fused = [c for c in columns if _seems_fused(c, row, _size(part))]
         if not same_size and fused:
             size = _size(fused[0].by_rank)
             raise ValueError(
@@ -269,6 +269,15 @@ def _check_row(plan: ParallelPlan, name: str) -> None:
                 f"MegaTPStrategy: `{name}` takes {_size(part)} features, all that its {len(columns)} column layers"
                 f" leave together: it seems to follow a concatenation. Give it `parts: {[_size(p) for p in left]}`."
             )
+
+
+def _seems_fused(column: LayerPlan, row: LayerPlan, size: int) -> bool:
+    """Twice or three times the row's features, and nothing said about it. Projections that alternate head by head, with
+    a `unit` that spans all of a head's, are fine."""
+    times, rest = divmod(_size(column.by_rank), size)
+    if column.style.parts != 1 or rest or times not in (2, 3):
+        return False
+    return column.unit == 1 or column.unit % times != 0 or row.unit not in (1, column.unit // times)
 
 
 def _check_shared_heads(plan: ParallelPlan, region: str) -> None:
