@@ -248,36 +248,34 @@ def _check_row(plan: ParallelPlan, name: str) -> None:
     """A row and the columns of its region must own the same features, or the product is silently wrong."""
     row = plan.layers[name]
     columns = [c for c in plan.layers.values() if c.style.style == "column" and c.region == row.region]
-    left = [part for column in columns for part in _parts_of(column, plan.tp)]
+    left = [(column, part) for column in columns for part in _parts_of(column, plan.tp)]
     for part in _parts_of(row, plan.tp):
-        same_size = [other for other in left if _size(other) == _size(part)]
-        if same_size and part not in same_size:
+        if any(_feeds(column, other, row, part, plan.tp) for column, other in left):
+            continue
+        same_size = [other for _, other in left if _size(other) == _size(part)]
+        if same_size:
             raise ValueError(
                 f"MegaTPStrategy: `{name}` takes the features {', '.join(show(r) for r in part)} on ranks"
                 f" 0..{plan.tp - 1}, but `{columns[0].name}` leaves {', '.join(show(r) for r in same_size[0])}. Give"
                 " both the same `unit`."
             )
-        fused = [c for c in columns if _seems_fused(c, row, _size(part))]
-        if not same_size and fused:
-            size = _size(fused[0].by_rank)
-            raise ValueError(
-                f"MegaTPStrategy: `{fused[0].name}` leaves {size} features and `{name}` takes {_size(part)}: it seems"
-                f" to hold several projections, each of which has to be split. Give it `parts: {size // _size(part)}`."
-            )
-        if not same_size and len(columns) > 1 and row.style.parts == 1 and _size(part) == sum(map(_size, left)):
-            raise ValueError(
-                f"MegaTPStrategy: `{name}` takes {_size(part)} features, all that its {len(columns)} column layers"
-                f" leave together: it seems to follow a concatenation. Give it `parts: {[_size(p) for p in left]}`."
-            )
+        sizes = ", ".join(f"`{column.name}` leaves {_part_sizes(column)}" for column in columns)
+        raise ValueError(
+            f"MegaTPStrategy: `{name}` takes {_size(part)} features in one piece, but {sizes}. Where a layer holds"
+            " several projections one after another (q, k and v; gate and up), or takes several concatenated, each of"
+            " them has to be split by itself: say so with `parts`, their number or their sizes."
+        )
 
 
-def _seems_fused(column: LayerPlan, row: LayerPlan, size: int) -> bool:
-    """Twice or three times the row's features, and nothing said about it. Projections that alternate head by head, with
-    a `unit` that spans all of a head's, are fine."""
-    times, rest = divmod(_size(column.by_rank), size)
-    if column.style.parts != 1 or rest or times not in (2, 3):
+def _feeds(column: LayerPlan, left: tuple[Ranges, ...], row: LayerPlan, taken: tuple[Ranges, ...], tp: int) -> bool:
+    """Whether a part that a column leaves can be the one a row takes: the same ranges, or, for projections that
+    alternate head by head, the same share of the heads."""
+    if left == taken:
+        return True
+    units, size = _size(left) // column.unit, _size(taken)
+    if column.unit == 1 or _size(left) <= size or size % units or row.unit not in (1, size // units):
         return False
-    return column.unit == 1 or column.unit % times != 0 or row.unit not in (1, column.unit // times)
+    return shard_ranges(size, tp, 1, size // units) == taken
 
 
 def _check_shared_heads(plan: ParallelPlan, region: str) -> None:
