@@ -126,7 +126,13 @@ class SameBatch:
                 "is unpickled: use plain dicts, tuples or dataclasses of tensors."
             )
         if self.group.rank() == 0 and any(item[:8] != by_rank[0][:8] for item in by_rank):
-            log.info("peers of a tensor-parallel group loaded different batches; the first peer's is used")
+            log.warning(
+                "MegaTPStrategy: the ranks of a tensor-parallel group loaded different batches; the first rank's is"
+                " used."
+                " A loader that splits its data by the global rank loses the others' part: let it split by the"
+                " data-parallel"
+                " rank (`trainer.distributed_sampler_kwargs`), or leave the sampler to Lightning."
+            )
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ from lightning_megatp.module import ParallelModule
 from lightning_megatp.plugin import ParallelismPlugin
 from lightning_megatp.randomness import gather_random_states, set_random_state, synchronize_random_state
 from lightning_megatp.report import print_layout
-from lightning_megatp.shim.lightning import Namespace, default_store
+from lightning_megatp.shim.lightning import Namespace, averaging_callback, default_store
 from lightning_megatp.tensor.parameters import gather_shards
 
 if TYPE_CHECKING:
@@ -210,6 +210,12 @@ class MegaTPStrategyBase(_Base):
         self.model = self.precision_plugin.convert_module(module)
         self.parallel = self.parallelism.parallelize(module, mesh, self.root_device, self.sequence_parallel)
         self.model_to_device()
+        if self.parallel.sharded and (averaging := averaging_callback(trainer)) is not None:
+            raise ValueError(
+                f"MegaTPStrategy: the callback {averaging} averages a copy of the whole model, made before it was"
+                " split."
+                " That is not supported at tp > 1: remove the callback, or use tp=1."
+            )
         synchronize_random_state(mesh)
         gather_metrics_over(module, mesh.group("dp"))
         fitting = trainer.state.fn == "fit"
@@ -411,15 +417,13 @@ class MegaTPStrategyBase(_Base):
         if mesh.rank("dp") > 0 or self._cannot_gather():
             return {}
         parallel.check_replicas(mesh.group("tp"))
-        full = full_state_dict(self.lightning_module.state_dict(), parallel)
-        return full if self.is_global_zero else {}
+        return full_state_dict(self.lightning_module.state_dict(), parallel, keep=self.is_global_zero)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         parallel, mesh = self._parallel(), self._mesh()
         if mesh.rank("dp") > 0 or self._cannot_gather():
             return {}
-        full = full_optimizer_state(getattr(optimizer, "optimizer", optimizer), parallel)
-        return full if self.is_global_zero else {}
+        return full_optimizer_state(getattr(optimizer, "optimizer", optimizer), parallel, keep=self.is_global_zero)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         if self._cannot_gather():

@@ -14,11 +14,12 @@ from lightning_megatp.plan.shard import ShardedTensorSpec
 from lightning_megatp.tensor.parameters import gather_shards
 
 
-def full_state_dict(state: Mapping[str, Any], parallel: ParallelModule) -> dict[str, Any]:
+def full_state_dict(state: Mapping[str, Any], parallel: ParallelModule, keep: bool) -> dict[str, Any]:
     """A module's state dict with full tensors, on the CPU where they were gathered.
 
     Args:
         state: `module.state_dict()`, which the user may have overridden.
+        keep: whether this rank wants the result; the others help to gather, one tensor at a time.
 
     Communication: one all-gather over tp per sharded entry; every rank of the group has to call it.
     """
@@ -28,8 +29,11 @@ def full_state_dict(state: Mapping[str, Any], parallel: ParallelModule) -> dict[
         spec = parallel.spec_of(name)
         if spec is None and isinstance(value, Tensor) and value.numel() > 0:
             spec = by_storage.get(value.data_ptr())  # a user's state_dict() may rename entries
-        full[name] = value if spec is None else gather_shards(value, spec, parallel.context.group).cpu()
-    return full
+        if spec is not None:
+            value = gather_shards(value, spec, parallel.context.group)
+            value = value.cpu() if keep else None
+        full[name] = value
+    return full if keep else {}
 
 
 def local_state_dict(state: Mapping[str, Any], parallel: ParallelModule) -> dict[str, Any]:
@@ -56,18 +60,20 @@ def local_state_dict(state: Mapping[str, Any], parallel: ParallelModule) -> dict
     return local
 
 
-def full_optimizer_state(optimizer: Optimizer, parallel: ParallelModule) -> dict[str, Any]:
-    """An optimizer's state dict with full tensors.
+def full_optimizer_state(optimizer: Optimizer, parallel: ParallelModule, keep: bool) -> dict[str, Any]:
+    """An optimizer's state dict with full tensors, where `keep` says that this rank wants it.
 
     Communication: one all-gather over tp per sharded state tensor; every rank of the group has to call it.
     """
 
-    def gather(value: Tensor, spec: ShardedTensorSpec) -> Tensor:
+    def gather(value: Tensor, spec: ShardedTensorSpec) -> Tensor | None:
         if value.shape != spec.spec(parallel.context.rank).local_shape:
             return value
-        return gather_shards(value, spec, parallel.context.group).cpu()
+        full = gather_shards(value, spec, parallel.context.group)
+        return full.cpu() if keep else None
 
-    return _map_state(optimizer.state_dict(), optimizer, parallel, gather)
+    state = _map_state(optimizer.state_dict(), optimizer, parallel, gather)
+    return state if keep else {}
 
 
 def local_optimizer_state(state: Mapping[str, Any], optimizer: Optimizer, parallel: ParallelModule) -> dict[str, Any]:
@@ -83,7 +89,7 @@ def _map_state(
     state: Mapping[str, Any],
     optimizer: Optimizer,
     parallel: ParallelModule,
-    change: Callable[[Tensor, ShardedTensorSpec], Tensor],
+    change: Callable[[Tensor, ShardedTensorSpec], Tensor | None],
 ) -> dict[str, Any]:
     """Apply a change to the state tensors of sharded parameters; the state dict numbers parameters in group order."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]

@@ -45,3 +45,12 @@ def default_store() -> dist.Store:
     """The store of the default process group, whoever created the group (Lightning, torchrun, the user). torch
     2.11-2.13 have no public way to ask for it."""
     return dist.distributed_c10d._get_default_store()
+
+
+def averaging_callback(trainer: Any) -> str | None:
+    """The name of a callback that keeps an averaged copy of the module: StochasticWeightAveraging and WeightAveraging
+    hold it as `_average_model`, made in their `setup`, before the strategy's."""
+    for callback in trainer.callbacks:
+        if getattr(callback, "_average_model", None) is not None:
+            return type(callback).__name__
+    return None
