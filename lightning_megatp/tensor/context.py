@@ -125,4 +125,5 @@ class _Entered:
 
     @staticmethod
     def _key(x: Tensor) -> tuple[int, bool, bool]:
-        return tensor_version(x), torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        with_graph = torch.is_grad_enabled() and x.requires_grad
+        return tensor_version(x), with_graph, torch.is_inference_mode_enabled()

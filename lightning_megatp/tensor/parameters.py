@@ -59,7 +59,7 @@ class _GatherParameter(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        grad = take_ranges(grad, ctx.spec.dim, ctx.spec.by_rank[ctx.rank])
+        grad = take_ranges(grad, ctx.spec.dim, ctx.spec.by_rank[ctx.rank]).clone()
         if ctx.spec.shared:  # summed over the owners later
             for start, stop, owners in ctx.spec.pieces(ctx.rank):
                 grad.narrow(ctx.spec.dim, start, stop - start).div_(owners)

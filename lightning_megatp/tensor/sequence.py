@@ -92,9 +92,9 @@ class SequenceShard(torch.Tensor):
         if name in _METADATA:
             with DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        if name in _SHAPE:
+        if name in _SHAPE and args:
             return _shape(name, *args, **kwargs)
-        if name in _TOKEN_LOCAL and kwargs.get("out") is None and _TOKEN_LOCAL[name](args, kwargs):
+        if name in _TOKEN_LOCAL and args and kwargs.get("out") is None and _TOKEN_LOCAL[name](args, kwargs):
             result = _run_on_tokens(func, name, args, kwargs)
             if result is not None:
                 return result
@@ -108,11 +108,29 @@ class SequenceShard(torch.Tensor):
                 f"MegaTPStrategy: `{name}` changes a sequence-sharded tensor in place, and needs all of its tokens."
                 " Write it without in-place change, or take the `sequence` style of this block out of the plan."
             )
-        return func(*tree_map(_gathered, args), **tree_map(_gathered, kwargs))
+        gathered = _gathered_sealed if name in _VIEWS else _gathered
+        return func(*tree_map(gathered, args), **tree_map(gathered, kwargs))
 
 
 def _gathered(x: Any) -> Any:
     return x.whole() if isinstance(x, SequenceShard) else x
+
+
+def _gathered_sealed(x: Any) -> Any:
+    """For a view: changed in place, it would change the gathered copy and not this tensor. Autograd refuses that."""
+    return _Sealed.apply(x.whole()) if isinstance(x, SequenceShard) else x
+
+
+class _Sealed(torch.autograd.Function):
+    """Identity, as a view of a custom function, which can't be modified in place."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
 
 
 def _mutates_shard(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -194,6 +212,10 @@ def _always(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return True
 
 
+def _is_shard(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    return isinstance(args[0], SequenceShard)
+
+
 def _normalises_features(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """layer_norm and rms_norm over dims behind the sequence, of a shard, by whole weights."""
     x, shape = args[0], args[1] if len(args) > 1 else kwargs["normalized_shape"]
@@ -246,8 +268,16 @@ _POINTWISE = operation_names(
     masked_fill lerp maximum minimum
     """
 )
+_VIEWS = operation_names(
+    """
+    __getitem__ select narrow view view_as transpose permute split split_with_sizes tensor_split chunk unbind squeeze
+    unsqueeze flatten unflatten reshape expand expand_as T mT movedim moveaxis swapaxes swapdims diagonal unfold
+    as_strided __iter__ hsplit vsplit
+    """
+)
 _TOKEN_LOCAL: dict[str, Callable[[tuple[Any, ...], dict[str, Any]], bool]] = {
     **dict.fromkeys(_POINTWISE, _always),
+    **dict.fromkeys(["to", "type_as"], _is_shard),
     "layer_norm": _normalises_features,
     "rms_norm": _normalises_features,
     "linear": _maps_features,

@@ -174,6 +174,19 @@ def _checkpointed(x: Any, o: Workshop) -> Any:
     return torch.utils.checkpoint.checkpoint(function, x, use_reentrant=False)
 
 
+def _sensitivity(x: Any, o: Workshop) -> Any:
+    """The gradient of a leaf that is no parameter, taken within the step."""
+    noise = torch.zeros(D, dtype=x.dtype, requires_grad=True)
+    (grad,) = torch.autograd.grad((x + noise).pow(3).sum(), noise, create_graph=True)
+    return grad
+
+
+def _gradient_of_a_copy(x: Any, o: Workshop) -> Any:
+    h = x.detach().requires_grad_()
+    (h * o.y.detach() + h * o.bias).sum().backward()
+    return h.grad
+
+
 def _hook_on_weights(x: Any, o: Workshop) -> Any:
     """A parameter's gradient scaled by hand: as a computed operand."""
     return x * (o.weight * 2.0 - o.weight.detach())
@@ -403,7 +416,8 @@ OPERATIONS: dict[str, dict[str, Operation]] = {
         "to other": lambda x, o: x.to(o.y) + x.type_as(o.weight),
         "type": lambda x, o: (x.type(torch.float32), x.double(), x.type()),
         "a vector like it": lambda x, o: o.weight.to(x) * x + o.weight.type_as(x),
-        "a token like it": lambda x, o: (o.one.type_as(x), o.one.to(x), o.one.type_as(x) + x),
+        "a token like it": lambda x, o: (o.one.type_as(x), o.one.to(x)),
+        "add a token like it": lambda x, o: o.one.type_as(x) + o.one.to(x) * x,
         "a whole value like it": lambda x, o: (o.y.type_as(x), o.positions.to(x)),
         "clone": lambda x, o: x.clone() + x * 1,
         "detach": lambda x, o: (x.detach(), x.detach() * x),
@@ -418,6 +432,8 @@ OPERATIONS: dict[str, dict[str, Operation]] = {
         "scaled gradient of a weight": _hook_on_weights,
         "rotary": _rotary,
         "checkpoint": _checkpointed,
+        "gradient of a leaf inside": _sensitivity,
+        "inference_mode": lambda x, o: torch.inference_mode()(lambda: ((x * 2).mean(o.dim), x + o.bias))(),
         "gradient inside": lambda x, o: torch.autograd.grad((x.pow(3) * o.y).sum(), o.y, create_graph=True)[0],
     },
     "in place": {
@@ -477,6 +493,11 @@ REFUSED: dict[str, Operation] = {
     "pow in place": _augmented(operator.ipow, lambda o: 2),
     "floordiv in place": _augmented(operator.ifloordiv, lambda o: 0.3),
     "mod in place": _augmented(operator.imod, lambda o: 0.3),
+    "gradient of a copy": _gradient_of_a_copy,
+    "gradient for a copy": lambda x, o: (lambda h: torch.autograd.grad((h * o.y).sum(), h))(
+        x.detach().requires_grad_()
+    ),
+    "set requires_grad": lambda x, o: (lambda h: setattr(h, "requires_grad", True) or h * 2)(x.detach()),
     "hook": lambda x, o: x.register_hook(lambda grad: grad * 2),
     "retain_grad": lambda x, o: x.retain_grad(),
     "in place through a view without gradients": torch.no_grad()(_in_place(lambda h, o: h[0].zero_())),

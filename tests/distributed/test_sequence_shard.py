@@ -12,22 +12,29 @@ import itertools
 import traceback
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
+from lightning_megatp.tensor import sequence
 from lightning_megatp.tensor.context import TensorContext
 from lightning_megatp.tensor.lineage import trace_regions
 from lightning_megatp.tensor.sequence import SequenceShard
+from tests.distributed import sequence_operations
 from tests.distributed.sequence_operations import BATCH, OPERATIONS, REFUSED, D, Operation, Workshop
+from tests.distributed.test_collective_counts import CollectiveCounter
 from tests.ranks import run_ranks
 
-LENGTHS = [1, 5, 8]
+EVERY = list(itertools.product([0, 1], [1, 5, 8]))
+"""Sequence dim and length: fewer tokens than ranks, uneven, even."""
+SOME = [(0, 1), (0, 5), (1, 5), (1, 8)]
 
 
 @dataclasses.dataclass
@@ -166,12 +173,12 @@ def _compare(operation: Operation, dim: int, length: int, context: TensorContext
     return True
 
 
-def _check(rank: int, world_size: int, operations: dict[str, Operation], may_raise: bool) -> list[str]:
+def _check(operations: dict[str, Operation], layouts: list[tuple[int, int]], may_raise: bool) -> list[str]:
     """What went wrong, in words; nothing if all is well."""
     context, wrong = TensorContext(dist.group.WORLD), []
     for name, operation in operations.items():
         ran = 0
-        for dim, length in itertools.product([0, 1], LENGTHS):
+        for dim, length in layouts:
             try:
                 ran += _compare(operation, dim, length, context, may_raise)
             except Exception as error:
@@ -184,23 +191,116 @@ def _check(rank: int, world_size: int, operations: dict[str, Operation], may_rai
     return wrong
 
 
+def _layouts(world_size: int, config: pytest.Config) -> list[tuple[int, int]]:
+    return EVERY if world_size == 2 or config.getoption("--all-cases") else SOME
+
+
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("kind", OPERATIONS)
-def test_operations_give_what_they_give_on_the_whole_tensor(kind: str, world_size: int) -> None:
-    found = run_ranks(world_size, _check_table, kind)
+def test_operations_give_what_they_give_on_the_whole_tensor(
+    kind: str, world_size: int, pytestconfig: pytest.Config
+) -> None:
+    found = run_ranks(world_size, _check_table, kind, _layouts(world_size, pytestconfig))
     assert not any(found), "\n\n".join(itertools.chain(*found))
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_does_not_give_the_same_raises(name: str, world_size: int) -> None:
-    found = run_ranks(world_size, _check_refused, name)
+def test_what_does_not_give_the_same_raises(name: str, world_size: int, pytestconfig: pytest.Config) -> None:
+    found = run_ranks(world_size, _check_refused, name, _layouts(world_size, pytestconfig))
     assert not any(found), "\n\n".join(itertools.chain(*found))
 
 
-def _check_table(rank: int, world_size: int, kind: str) -> list[str]:
-    return _check(rank, world_size, OPERATIONS[kind], False)
+def _check_table(rank: int, world_size: int, kind: str, layouts: list[tuple[int, int]]) -> list[str]:
+    return _check(OPERATIONS[kind], layouts, False)
 
 
-def _check_refused(rank: int, world_size: int, name: str) -> list[str]:
-    return _check(rank, world_size, {name: REFUSED[name]}, True)
+def _check_refused(rank: int, world_size: int, name: str, layouts: list[tuple[int, int]]) -> list[str]:
+    return _check({name: REFUSED[name]}, layouts, True)
+
+
+# ---------------------------------------------------------------- the rule tables
+
+
+def test_every_operation_of_the_rule_tables_is_tried() -> None:
+    """By name, or by an operator that goes by another name."""
+    source = Path(sequence_operations.__file__).read_text()
+    operators = {"__add__": "x + ", "__radd__": "1.5 + x", "__sub__": "x - ", "__rsub__": "1 - x", "__mul__": "x * "}
+    operators |= {"__rmul__": "o.weight * ", "__truediv__": "x / ", "__rtruediv__": "1 / (", "__neg__": "-x"}
+    operators |= {"__pow__": "x**2", "__iadd__": "operator.iadd", "__isub__": "operator.isub"}
+    operators |= {"__imul__": "operator.imul", "__itruediv__": "operator.itruediv"}
+    python_2 = {"__div__", "__rdiv__"}
+    names = (sequence._TOKEN_LOCAL.keys() | sequence._SHAPE) - python_2
+    missing = {name for name in names if operators.get(name, name.strip("_")) not in source}
+    assert not missing
+
+
+# ---------------------------------------------------------------- what runs on the shard
+
+
+LOCAL: dict[str, Operation] = {
+    "residual": OPERATIONS["norms and projections"]["residual"],
+    "norm by hand": OPERATIONS["norms and projections"]["norm by hand"],
+    "nn.LayerNorm": OPERATIONS["norms and projections"]["nn.LayerNorm"],
+    "nn.RMSNorm": OPERATIONS["norms and projections"]["nn.RMSNorm"],
+    "linear": OPERATIONS["norms and projections"]["linear"],
+    "layer_norm by keywords": OPERATIONS["norms and projections"]["layer_norm by keywords"],
+    "gelu": OPERATIONS["activations"]["gelu"],
+    "mul": lambda x, o: x * o.weight * 2.0 * o.z + o.positions,
+    "add in place": OPERATIONS["in place"]["add shard in place"],
+    "metadata": lambda x, o: (x.shape, x.size(1), len(x), x.dtype, x.device, x.dim(), x.requires_grad, x._version),
+    "types": lambda x, o: (x.to(torch.float32), x.half(), x.type_as(o.weight), x.to(o.z), x.detach(), x.clone()),
+}
+
+
+def _count(rank: int, world_size: int, name: str) -> dict[str, int]:
+    x, workshop, _ = _workshop(1, 8, TensorContext(dist.group.WORLD))
+    with CollectiveCounter() as counter:
+        result = LOCAL[name](x, workshop)
+    assert all(isinstance(y, SequenceShard) for y in tree_flatten(result)[0] if isinstance(y, Tensor))
+    return dict(counter.calls)
+
+
+@pytest.mark.parametrize("name", LOCAL)
+def test_what_treats_all_tokens_alike_sends_nothing(name: str) -> None:
+    assert run_ranks(2, _count, name) == [{}, {}]
+
+
+def _dropout(rank: int, world_size: int, dim: int) -> tuple[Tensor, list[Tensor], bool]:
+    context = TensorContext(dist.group.WORLD)
+    x = torch.ones((64, 4, D) if dim == 0 else (4, 64, D))
+    torch.manual_seed(5)
+    once = F.dropout(SequenceShard.shard(x, dim, context), 0.25)
+    again = F.dropout(SequenceShard.shard(x, dim, context), 0.25)
+    after = torch.rand(3)
+    torch.manual_seed(5)
+    same = bool((F.dropout(SequenceShard.shard(x, dim, context), 0.25).whole() == once.whole()).all())
+    assert type(once) is SequenceShard and not torch.equal(once.plain, again.plain)
+    return after, list(once.whole().chunk(world_size, dim)), same
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_dropout_draws_other_masks_on_each_rank_and_repeats_with_the_seed(dim: int, world_size: int) -> None:
+    found = run_ranks(world_size, _dropout, dim)
+    for after, pieces, same in found:
+        assert same
+        assert torch.equal(after, found[0][0]), "the replicated stream goes on alike"
+        for mine, theirs in zip(pieces, found[0][1], strict=True):
+            assert torch.equal(mine, theirs)
+        whole = torch.cat(pieces)
+        assert whole.unique().tolist() == pytest.approx([0.0, 1 / 0.75])
+        assert 0.15 < (whole == 0).float().mean() < 0.35
+        assert not any(torch.equal(a, b) for a, b in itertools.combinations(pieces, 2))
+
+
+def _describe(rank: int, world_size: int) -> tuple[Any, ...]:
+    x = SequenceShard.shard(torch.randn(2, 5, D), 1, TensorContext(dist.group.WORLD))
+    return type(x), x.tokens.dim, x.tokens.length, x.plain.shape, type(x.plain), type(x.whole()), x.whole().shape
+
+
+def test_a_shard_knows_its_tokens() -> None:
+    whole = (Tensor, Tensor, torch.Size([2, 5, D]))
+    for rank, found in enumerate(run_ranks(4, _describe)):
+        own = torch.Size([2, 2 if rank == 0 else 1, D])
+        assert found == (SequenceShard, -2, 5, own, *whole)
