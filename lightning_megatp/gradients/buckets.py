@@ -100,7 +100,8 @@ class GradientBuckets:
             # The flag is read (a synchronisation on GPUs) only where this rank had no gradient.
             if parameter.grad is not None or flags[i] > 0:
                 parameter.grad = grad.view(parameter.shape)
-        torch._foreach_div_([p.grad for p in bucket.parameters if p.grad is not None], self.group.size())
+        if averaged := [p.grad for p in bucket.parameters if p.grad is not None]:
+            torch._foreach_div_(averaged, self.group.size())
         bucket.flat = bucket.work = None
         bucket.ready.clear()
 

@@ -240,6 +240,8 @@ def _place(plan: ParallelPlan) -> None:
         plan.layers[name] = replace(layer, region=region, sequence_dim=dim)
     for name in rows:
         _check_row(plan, name)
+    for name in columns:
+        _check_column(plan, name)
     for region in {layer.region for layer in plan.layers.values() if layer.region is not None}:
         _check_shared_heads(plan, region)
 
@@ -264,6 +266,22 @@ def _check_row(plan: ParallelPlan, name: str) -> None:
             f"MegaTPStrategy: `{name}` takes {_size(part)} features in one piece, but {sizes}. Where a layer holds"
             " several projections one after another (q, k and v; gate and up), or takes several concatenated, each of"
             " them has to be split by itself: say so with `parts`, their number or their sizes."
+        )
+
+
+def _check_column(plan: ParallelPlan, name: str) -> None:
+    """A column layer needs a row layer beside it, or one elsewhere in its region that takes what it leaves."""
+    column = plan.layers[name]
+    rows = [r for r in plan.layers.values() if r.style.style == "row" and r.region == column.region]
+    beside = any(row.name.rpartition(".")[0] == name.rpartition(".")[0] for row in rows)
+    parts = _parts_of(column, plan.tp)
+    fed = any(_feeds(column, x, row, y, plan.tp) for row in rows for x in parts for y in _parts_of(row, plan.tp))
+    if rows and not beside and not fed:
+        raise ValueError(
+            f"MegaTPStrategy: `{name}` has the style `column`, but its output is split, and nothing consumes it: of the"
+            f" plan's `row` layers, {', '.join(f'`{row.name}`' for row in rows)} take other features. Add the `row`"
+            " layer"
+            f" that follows it, or use `column_gather` for `{name}`."
         )
 
 

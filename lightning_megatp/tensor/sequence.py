@@ -92,6 +92,8 @@ class SequenceShard(torch.Tensor):
         if name in _METADATA:
             with DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
+        if name == "data" and len(args) == 1 and isinstance(args[0], SequenceShard):
+            return SequenceShard.wrap(args[0].plain.data, args[0].tokens)
         if name in _SHAPE and args:
             return _shape(name, *args, **kwargs)
         if name in _TOKEN_LOCAL and args and kwargs.get("out") is None and _TOKEN_LOCAL[name](args, kwargs):
@@ -134,9 +136,10 @@ class _Sealed(torch.autograd.Function):
 
 
 def _mutates_shard(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    if isinstance(kwargs.get("out"), SequenceShard):
+    if any(isinstance(x, SequenceShard) for x in tree_leaves(kwargs.get("out"))):
         return True
-    return is_in_place(name) and bool(args) and isinstance(args[0], SequenceShard)
+    changes = is_in_place(name) or bool(kwargs.get("inplace")) or (name == "data" and len(args) == 2)
+    return changes and bool(args) and any(isinstance(x, SequenceShard) for x in tree_leaves(args[0]))
 
 
 def _shape(name: str, x: Tensor, *args: Any, **kwargs: Any) -> Any:
