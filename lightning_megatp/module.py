@@ -11,14 +11,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_megatp.messages import warn_once_per_run
+from lightning_megatp.plan.ranges import length
 from lightning_megatp.plan.resolve import ParallelPlan
 from lightning_megatp.plan.shard import ShardedTensorSpec
 from lightning_megatp.shim.torch import tree_map
-from lightning_megatp.tensor.context import TensorContext
+from lightning_megatp.tensor.context import Region, TensorContext
 from lightning_megatp.tensor.layers import ParallelLayer
 from lightning_megatp.tensor.lineage import Lineage, trace_regions
 from lightning_megatp.tensor.parameters import gather_shards
-from lightning_megatp.tensor.sequence import SequenceShard
+from lightning_megatp.tensor.sequence import SequenceShard, functions_take_whole
 from lightning_megatp.tensor.watch import RandomWatch
 
 
@@ -67,10 +68,22 @@ class ParallelModule:
         """
         watching = RandomWatch(self.context) if watch and self.sharded else contextlib.nullcontext()
         try:
-            with self.context.running(user_code=True), watching:
+            with self.user_code(), watching:
                 yield
+        except RuntimeError as error:
+            region = self.context.open_region
+            if type(error) is not RuntimeError or region is None or str(error).startswith("MegaTPStrategy"):
+                raise
+            raise RuntimeError(self._failed_inside(region, error)) from error
         finally:
             self.context.end_step()
+
+    @contextlib.contextmanager
+    def user_code(self) -> Iterator[None]:
+        """Around the user's code: a step, and what activation checkpointing runs of it again in backward."""
+        functions = functions_take_whole() if self.plan.sequences else contextlib.nullcontext()
+        with self.context.running(user_code=True), functions:
+            yield
 
     def outputs(self, outputs: object) -> object:
         """What a step returns, with sequence shards gathered."""
@@ -89,13 +102,14 @@ class ParallelModule:
         lineage = trace_regions(outputs)
         if lineage.hidden:
             raise RuntimeError(_HIDDEN)
+        for parameter_id, regions in lineage.regions.items():
+            if parameter_id in self.sharded and regions != {"tensor"}:
+                raise RuntimeError(self._escaped(self._name(parameter_id)))
         if lineage.crossings:
             raise RuntimeError(self._side_door(lineage))
         for parameter_id, regions in lineage.regions.items():
             parameter, name = lineage.leaves[parameter_id], self._name(parameter_id)
             if parameter_id in self.sharded:
-                if regions != {"tensor"}:
-                    raise RuntimeError(self._escaped(name))
                 continue
             if "whole" in regions:
                 self._full.add(parameter_id)
@@ -205,6 +219,16 @@ class ParallelModule:
             f"MegaTPStrategy: the split output of `{name.rpartition('.')[0]}` reaches the loss without passing a `row`"
             " layer (or a gathering one), so every rank would train on its own part of the features. Give that layer"
             " the style `column_gather`, or add to the plan the `row` layer that consumes it."
+        )
+
+    def _failed_inside(self, region: Region, error: RuntimeError) -> str:
+        columns = [c for c in self.plan.layers.values() if c.region == region.name and c.style.style == "column"]
+        listed = ", ".join(f"`{c.name}` ({length(c.by_rank[self.context.rank])} features)" for c in columns[:3])
+        return (
+            f"MegaTPStrategy: the step failed inside the tensor-parallel region `{region.name}`, where this rank holds"
+            f" a part of what the plan's column layers make: {listed}{', ...' if columns[3:] else ''}. The error was:"
+            f" {error}. If that code counts heads or features, give their attribute the style `divide`; if a layer"
+            " needs all features, give the column layer `column_gather`; if a layer takes split ones, make it `row`."
         )
 
     def _mixed(self, name: str, regions: set[str]) -> str:

@@ -330,7 +330,7 @@ class MegaTPStrategyBase(_Base):
             if self._buckets is not None:
                 self._buckets.enabled = not self._accumulating
             closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
-            with parallel.context.running(user_code=True):  # activation checkpointing runs the user's forward again
+            with parallel.user_code():  # activation checkpointing runs the user's forward again
                 self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
             if not self._accumulating:
                 if self._buckets is not None:
@@ -380,8 +380,13 @@ class MegaTPStrategyBase(_Base):
         return objects[0]
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """Stack a tensor over the data-parallel ranks; at dp = 1 it comes back as it is, as on one device."""
-        group = group or self._mesh().group("dp")
+        """Stack a tensor over the data-parallel ranks; at dp = 1 it comes back as it is, as on one device.
+
+        `LightningModule.all_gather` passes the world where its caller named no group, so the world means dp here: the
+        ranks of a tensor group hold the same value.
+        """
+        if group is None or group is dist.group.WORLD:
+            group = self._mesh().group("dp")
         if group.size() == 1:
             return tensor
         return super().all_gather(tensor, group=group, sync_grads=sync_grads)

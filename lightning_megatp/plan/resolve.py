@@ -70,7 +70,7 @@ def resolve(plan: Mapping[str, StyleLike], model: nn.Module, tp: int, sequence_p
             divided, tied parameters with different styles, a column layer that no row layer consumes.
     """
     found = ParallelPlan(tp, dict(plan), sequence_parallel)
-    modules = {plain_name(name): module for name, module in model.named_modules()}
+    modules = {plain_name(name): module for name, module in model.named_modules(remove_duplicate=False)}
     for style in read_plan(plan):
         if style.style in ("sequence", "token_local") and not sequence_parallel:
             _names(style.pattern, modules)
@@ -99,8 +99,17 @@ def plain_name(name: str) -> str:
     return name.replace("_orig_mod.", "").removesuffix("._orig_mod")
 
 
+def _matching(pattern: str, modules: Mapping[str, nn.Module]) -> list[str]:
+    """The modules that a pattern matches by any of their names, each under its first name."""
+    first: dict[int, str] = {}
+    for name, module in modules.items():
+        first.setdefault(id(module), name)
+    found = (first[id(module)] for name, module in modules.items() if name and matches(pattern, name))
+    return list(dict.fromkeys(found))
+
+
 def _names(pattern: str, modules: Mapping[str, nn.Module]) -> list[str]:
-    names = [name for name in modules if name and matches(pattern, name)]
+    names = _matching(pattern, modules)
     if not names:
         close = difflib.get_close_matches(pattern, [name for name in modules if name], n=3, cutoff=0.3)
         hint = f" Close names: {', '.join(f'`{name}`' for name in close)}." if close else ""
@@ -171,7 +180,7 @@ def _check_type(name: str, style: Style, module: nn.Module) -> None:
 
 def _divide(style: Style, modules: Mapping[str, nn.Module], tp: int) -> list[AttributePlan]:
     parent, _, attribute = style.pattern.rpartition(".")
-    names = [""] if parent == "" else [name for name in modules if name and matches(parent, name)]
+    names = [""] if parent == "" else _matching(parent, modules)
     owners = [name for name in names if attribute in vars(modules[name])]
     if not owners:
         raise ValueError(
@@ -242,8 +251,9 @@ def _place(plan: ParallelPlan) -> None:
         _check_row(plan, name)
     for name in columns:
         _check_column(plan, name)
-    for region in {layer.region for layer in plan.layers.values() if layer.region is not None}:
-        _check_shared_heads(plan, region)
+    for region in dict.fromkeys(layer.region for layer in plan.layers.values()):
+        if region is not None:
+            _check_shared_heads(plan, region)
 
 
 def _check_row(plan: ParallelPlan, name: str) -> None:
@@ -280,8 +290,7 @@ def _check_column(plan: ParallelPlan, name: str) -> None:
         raise ValueError(
             f"MegaTPStrategy: `{name}` has the style `column`, but its output is split, and nothing consumes it: of the"
             f" plan's `row` layers, {', '.join(f'`{row.name}`' for row in rows)} take other features. Add the `row`"
-            " layer"
-            f" that follows it, or use `column_gather` for `{name}`."
+            f" layer that follows it, or use `column_gather` for `{name}`."
         )
 
 
@@ -351,7 +360,13 @@ def _parameters(plan: ParallelPlan, model: nn.Module) -> dict[str, ShardedTensor
                 if name in specs and specs[name].renamed("") != spec.renamed(""):
                     raise ValueError(_tied(name, f"{raw}.{leaf}", "split differently"))
                 specs[name] = spec.renamed(name)
-    planned = {f"{modules[name][0]}.{leaf}" for name in plan.layers for leaf in ("weight", "bias")}
+    swapped = {id(modules[name][1]) for name in plan.layers}
+    planned = {
+        f"{name}.{leaf}"
+        for name, module in model.named_modules(remove_duplicate=False)
+        if id(module) in swapped
+        for leaf in ("weight", "bias")
+    }
     for parameter_names in names.values():
         split = [name for name in parameter_names if name in specs]
         for name in parameter_names:

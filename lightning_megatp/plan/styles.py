@@ -17,8 +17,8 @@ component, `**` for any number of them. A style is its name, or a mapping with `
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 StyleLike = str | Mapping[str, Any]
@@ -75,9 +75,9 @@ def read_plan(plan: Mapping[str, StyleLike]) -> list[Style]:
 
 
 def _read(pattern: str, entry: StyleLike) -> Style:
-    options: dict[str, Any] = {"style": entry} if isinstance(entry, str) else dict(entry)
+    options: dict[str, Any] = dict(entry) if isinstance(entry, Mapping) else {"style": entry}
     style = options.pop("style", None)
-    if style not in STYLES:
+    if not isinstance(style, str) or style not in STYLES:
         listed = "; ".join(f"`{name}` ({what})" for name, what in STYLES.items())
         raise ValueError(f"MegaTPStrategy: the plan gives `{pattern}` the unknown style {style!r}. Styles: {listed}.")
     unknown = set(options) - _OPTIONS[style]
@@ -87,16 +87,29 @@ def _read(pattern: str, entry: StyleLike) -> Style:
             f"MegaTPStrategy: the plan's style `{style}` for `{pattern}` has no option {', '.join(sorted(unknown))}."
             f" It takes: {allowed}."
         )
-    if isinstance(options.get("parts"), Sequence):
+    if isinstance(options.get("parts"), list):  # what YAML makes of a sequence
         options["parts"] = tuple(options["parts"])
-    kinds: dict[str, tuple[type, ...]] = {"parts": (int, tuple), "unit": (int, str), "dim": (int,), "input": (int, str)}
-    for field in fields(Style):
-        value = options.get(field.name)
-        if field.name in kinds and value is not None and not isinstance(value, kinds[field.name]):
-            raise ValueError(
-                f"MegaTPStrategy: option {field.name}={value!r} of `{pattern}` in the plan is not a number."
-            )
+    for name, value in options.items():
+        wanted, fits = _VALUES[name]
+        if not fits(value):
+            raise ValueError(f"MegaTPStrategy: option {name}={value!r} of `{pattern}` in the plan is not {wanted}.")
     return Style(pattern, style, **options)
+
+
+def _is_count(value: object, least: int = 1) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _are_parts(value: object) -> bool:
+    return _is_count(value) or (isinstance(value, tuple) and bool(value) and all(map(_is_count, value)))
+
+
+_VALUES: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "parts": ("a number of equal parts, nor a list of their sizes (1 or more)", _are_parts),
+    "unit": ("a number of features (1 or more), nor an attribute's name", lambda x: isinstance(x, str) or _is_count(x)),
+    "dim": ("a dim counted from the front (0 or more)", lambda x: _is_count(x, 0)),
+    "input": ("a position or a keyword", lambda x: x is None or isinstance(x, str) or _is_count(x, 0)),
+}
 
 
 def matches(pattern: str, name: str) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ __all__ = [
     "accumulated_parameter",
     "all_gather_single",
     "current_backward_node",
+    "intercept_functions",
     "reduce_scatter_single",
     "tensor_version",
     "tree_flatten",
@@ -48,3 +51,22 @@ def accumulated_parameter(node: Any) -> Tensor | None:
 def current_backward_node() -> object:
     """The autograd node whose backward runs on this thread, None outside of backward. No public name (2.11-2.13)."""
     return torch._C._current_autograd_node()
+
+
+@contextlib.contextmanager
+def intercept_functions(convert: Callable[[tuple[Any, ...], dict[str, Any]], tuple[Any, Any]]) -> Iterator[None]:
+    """Let `convert(args, kwargs)` replace the arguments of every `torch.autograd.Function.apply`.
+
+    `apply` is a classmethod that consults neither `__torch_function__` nor a TorchFunctionMode (2.11-2.13).
+    """
+    before = torch.autograd.Function.__dict__["apply"]
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = convert(args, kwargs)
+        return before.__get__(None, cls)(*args, **kwargs)
+
+    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        torch.autograd.Function.apply = before  # type: ignore[method-assign]

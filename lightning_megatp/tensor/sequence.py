@@ -9,15 +9,16 @@ Source: Korthikanti et al. 2022, section 4.2.2.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_megatp.shim.torch import DisableTorchFunctionSubclass, tree_leaves, tree_map
+from lightning_megatp.shim.torch import DisableTorchFunctionSubclass, intercept_functions, tree_leaves, tree_map
 from lightning_megatp.tensor.collectives import copy_to_region, gather_sequence, scatter_sequence
 from lightning_megatp.tensor.context import TensorContext
 from lightning_megatp.tensor.functions import is_in_place, operation_name, operation_names
@@ -89,7 +90,7 @@ class SequenceShard(torch.Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         name = operation_name(func)
-        if name in _METADATA:
+        if name in _METADATA and not _becomes_leaf(func, name, args):
             with DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if name == "data" and len(args) == 1 and isinstance(args[0], SequenceShard):
@@ -100,46 +101,80 @@ class SequenceShard(torch.Tensor):
             result = _run_on_tokens(func, name, args, kwargs)
             if result is not None:
                 return result
-        if name in ("register_hook", "retain_grad"):
+        if name in ("register_hook", "retain_grad") or _becomes_leaf(func, name, args):
             raise RuntimeError(
                 f"MegaTPStrategy: `{name}` on a tensor of which this rank holds some tokens would see a part of its"
                 " gradient. Take the `sequence` style of this block out of the plan."
             )
-        if _mutates_shard(name, args, kwargs):
-            raise RuntimeError(
-                f"MegaTPStrategy: `{name}` changes a sequence-sharded tensor in place, and needs all of its tokens."
-                " Write it without in-place change, or take the `sequence` style of this block out of the plan."
-            )
-        gathered = _gathered_sealed if name in _VIEWS else _gathered
-        return func(*tree_map(gathered, args), **tree_map(gathered, kwargs))
+        if _changes(SequenceShard, name, args, kwargs):
+            raise RuntimeError(_changed_in_place(name))
+        result = func(*tree_map(_gathered, args), **tree_map(_gathered, kwargs))
+        if name in _VIEWS:
+            return tree_map(_sealed, result)
+        if isinstance(result, np.ndarray):
+            result.flags.writeable = False  # of a copy: nobody would see the change
+        return result
+
+
+def _becomes_leaf(func: Callable[..., Any], name: str, args: tuple[Any, ...]) -> bool:
+    """Whether a shard that needs no gradient is told to collect one."""
+    sets = name == "requires_grad_" or (name == "requires_grad" and func.__name__ == "__set__")
+    wanted = args[1] if len(args) > 1 else True
+    return sets and isinstance(args[0], SequenceShard) and bool(wanted) and not args[0].plain.requires_grad
+
+
+@contextlib.contextmanager
+def functions_take_whole() -> Iterator[None]:
+    """Around a user's code: `torch.autograd.Function`s of the user's own get whole tensors, since what they save and
+    compute in backward can't know of shards. (`apply` does not ask `__torch_function__`.)"""
+    with intercept_functions(lambda args, kwargs: tree_map(_gathered, (args, kwargs))):
+        yield
 
 
 def _gathered(x: Any) -> Any:
     return x.whole() if isinstance(x, SequenceShard) else x
 
 
-def _gathered_sealed(x: Any) -> Any:
-    """For a view: changed in place, it would change the gathered copy and not this tensor. Autograd refuses that."""
-    return _Sealed.apply(x.whole()) if isinstance(x, SequenceShard) else x
+class _GatheredView(torch.Tensor):
+    """A view (a slice, a transpose) of a sequence shard, made of its gathered copy: a plain tensor, except that a
+    change in place raises, since the shard would not see it."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = operation_name(func)
+        if _changes(_GatheredView, name, args, kwargs):
+            raise RuntimeError(_changed_in_place(name))
+        result = func(*tree_map(_unsealed, args), **tree_map(_unsealed, kwargs))
+        return tree_map(_sealed, result) if name in _VIEWS else result
 
 
-class _Sealed(torch.autograd.Function):
-    """Identity, as a view of a custom function, which can't be modified in place."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad
+def _sealed(x: Any) -> Any:
+    return x.as_subclass(_GatheredView) if isinstance(x, Tensor) else x
 
 
-def _mutates_shard(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    if any(isinstance(x, SequenceShard) for x in tree_leaves(kwargs.get("out"))):
+def _unsealed(x: Any) -> Any:
+    if not isinstance(x, _GatheredView):
+        return x
+    with DisableTorchFunctionSubclass():
+        return x.as_subclass(Tensor)
+
+
+def _changed_in_place(name: str) -> str:
+    return (
+        f"MegaTPStrategy: `{name}` changes a sequence-sharded tensor in place, and needs all of its tokens. Write it"
+        " without in-place change, or take the `sequence` style of this block out of the plan."
+    )
+
+
+def _changes(kind: type[Tensor], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether an operation changes an operand of this kind in place."""
+    if any(isinstance(x, kind) for x in tree_leaves(kwargs.get("out"))):
         return True
     changes = is_in_place(name) or bool(kwargs.get("inplace")) or (name == "data" and len(args) == 2)
-    return changes and bool(args) and any(isinstance(x, SequenceShard) for x in tree_leaves(args[0]))
+    return changes and bool(args) and any(isinstance(x, kind) for x in tree_leaves(args[0]))
 
 
 def _shape(name: str, x: Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -89,7 +89,7 @@ def _run(operation: Operation, dim: int, length: int, context: TensorContext | N
     """What it returns (and x afterwards) as plain values, and a loss that depends on every number in them."""
     x, workshop, leaves = _workshop(dim, length, context)
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), sequence.functions_take_whole():
             warnings.simplefilter("ignore")
             returned = operation(x, workshop)
             outputs = [_plain(value) for value in tree_flatten((returned, x, workshop.z, workshop.y))[0]]

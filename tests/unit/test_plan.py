@@ -144,12 +144,23 @@ def test_a_mapping_without_a_style() -> None:
         ({"style": "vocab", "unit": 3}, "style `vocab` for `head` has no option unit. It takes: no options."),
         ({"style": "sequence", "parts": 3, "unit": 1}, "has no option parts, unit. It takes: dim, input."),
         ({"style": "column", "parts": 1.5}, "option parts=1.5 of `head` in the plan is not"),
+        ({"style": "column", "parts": "3"}, "option parts='3' of `head` in the plan is not"),
+        ({"style": "column", "parts": [-2, 12]}, "option parts=(-2, 12) of `head` in the plan is not"),
+        ({"style": "column", "parts": ["5", "5"]}, "option parts=('5', '5') of `head` in the plan is not"),
+        ({"style": "column", "parts": []}, "option parts=() of `head` in the plan is not"),
+        ({"style": "column", "parts": 0}, "option parts=0 of `head` in the plan is not"),
         ({"style": "column", "unit": 2.0}, "option unit=2.0 of `head` in the plan is not"),
+        ({"style": "column", "unit": True}, "option unit=True of `head` in the plan is not"),
+        ({"style": "divide", "unit": 0}, "option unit=0 of `head` in the plan is not"),
         ({"style": "sequence", "dim": "1"}, "option dim='1' of `head` in the plan is not"),
+        ({"style": "sequence", "dim": -2}, "option dim=-2 of `head` in the plan is not"),
         ({"style": "sequence", "input": [0]}, "option input=[0] of `head` in the plan is not"),
+        (None, "gives `head` the unknown style None"),
+        (["column"], "gives `head` the unknown style ['column']"),
+        ({"style": ["column"]}, "gives `head` the unknown style ['column']"),
     ],
 )
-def test_options_that_a_style_does_not_take(entry: dict[str, Any], text: str) -> None:
+def test_entries_that_a_plan_does_not_take(entry: Any, text: str) -> None:
     _check(_error({"head": entry}), text)
 
 
@@ -233,6 +244,15 @@ def test_compiled_blocks_have_the_names_of_plain_ones() -> None:
     plan = resolve(PLAN, model, 2)
     assert set(plan.layers) == set(resolve(PLAN, Model(), 2).layers)
     assert "blocks.0._orig_mod.mlp.up.weight" in plan.parameters, "parameters have the names of the state dict"
+
+
+@pytest.mark.parametrize("pattern", ["tok", "encoder_tok", "*tok"])
+def test_a_module_with_two_names_is_split_once(pattern: str) -> None:
+    model = Model()
+    model.encoder_tok = model.tok
+    found = resolve({pattern: "vocab"}, model, 2)
+    assert list(found.layers) == ["tok"]
+    assert set(found.parameters) == {"tok.weight", "encoder_tok.weight"}
 
 
 def test_few_key_value_heads_are_repeated() -> None:
@@ -403,6 +423,45 @@ def test_a_row_and_a_column_with_different_units() -> None:
     message = _error(plan, Model(heads=3))
     _check(message, "`blocks.0.attn.out` takes the features [0:3], [3:6] on ranks 0..1")
     _check(message, "`blocks.0.attn.qkv` leaves [0:4], [4:6]", "Give both the same `unit`")
+
+
+@pytest.mark.parametrize(("up", "taken"), [(24, 8), (16, 8), (8, 16)])
+def test_a_row_and_a_column_of_other_sizes(up: int, taken: int) -> None:
+    """What a fused projection looks like when `parts` was forgotten."""
+    model = Model()
+    for block in model.blocks:
+        block.mlp.up, block.mlp.down = nn.Linear(8, up), nn.Linear(taken, 8)
+    message = _error({"blocks.*.mlp.up": "column", "blocks.*.mlp.down": "row"}, model)
+    _check(message, f"`blocks.0.mlp.down` takes {taken} features in one piece")
+    _check(message, f"`blocks.0.mlp.up` leaves [{up}]", "say so with `parts`, their number or their sizes")
+    if up > taken:
+        resolve({"blocks.*.mlp.up": {"style": "column", "parts": up // taken}, "blocks.*.mlp.down": "row"}, model, 2)
+
+
+def test_projections_that_alternate_head_by_head() -> None:
+    """q1 k1 v1 q2 k2 v2: with the three parts of a head as the unit."""
+    plan = {
+        "blocks.*.attn.qkv": {"style": "column", "unit": 6},
+        "blocks.*.attn.out": {"style": "row", "unit": 2},
+        "blocks.*.attn.heads": "divide",
+    }
+    found = resolve(plan, Model(heads=3), 2)
+    assert found.layers["blocks.0.attn.qkv"].by_rank == (((0, 12),), ((12, 18),))
+    assert found.layers["blocks.0.attn.out"].by_rank == (((0, 4),), ((4, 6),))
+
+
+def test_queries_apart_from_their_key_value_heads() -> None:
+    plan = {
+        "blocks.*.attn.qkv": {"style": "column", "parts": [12, 4, 4], "unit": 2},
+        "blocks.*.attn.out": {"style": "row", "unit": 2},
+    }
+    model = Model(heads=6)
+    for block in model.blocks:
+        block.attn.qkv = nn.Linear(8, 20)
+    assert resolve(plan, model, 2).layers["blocks.0.attn.qkv"].by_rank[1] == ((6, 12), (14, 16), (18, 20))
+    message = _error(plan, model, tp=4)
+    _check(message, "over tp=4 the 2 heads of `blocks.0.attn.qkv` do not lie with the 6 query heads that use them")
+    _check(message, "Use a tp that divides 6 and divides, or is divided by, 2")
 
 
 def test_heads_that_are_cut() -> None:
