@@ -7,6 +7,7 @@ Source: Megatron-LM's order of axes (Narayanan et al. 2021, section 3).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -17,6 +18,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 AXES = ("pp", "dp", "cp", "tp")
 """Slowest to fastest varying."""
+JOINT = (("pp", "tp"), ("dp", "tp"))
+"""Axes that also act together: the ranks of one copy of the model (pp, tp), which work on the same batch, and those of
+one stage (dp, tp), which hold the same whole parameters."""
 
 
 @dataclass(frozen=True)
@@ -71,12 +75,20 @@ class MeshShape:
         """Pipeline stage of a global rank; rank 0 holds the last stage."""
         return self.pp - 1 - self.coordinates(rank)["pp"]
 
-    def groups(self, axis: str) -> list[list[int]]:
-        """The global ranks of every group along one axis, each in the order of its index on the axis."""
+    def describe(self, rank: int) -> str:
+        """A global rank in words: `rank 3 (tp 1, dp 1)`; axes of size 1 are left out."""
+        at = self.coordinates(rank)
+        where = [f"{axis} {at[axis]}" for axis in ("tp", "cp", "dp") if getattr(self, axis) > 1]
+        if self.pp > 1:
+            where.append(f"stage {self.stage(rank)}")
+        return f"rank {rank}" + (f" ({', '.join(where)})" if where else "")
+
+    def groups(self, *axes: str) -> list[list[int]]:
+        """The global ranks of every group along one axis, or along several together, each in ascending order."""
         groups: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.world_size):
             at = self.coordinates(rank)
-            groups.setdefault(tuple(at[other] for other in AXES if other != axis), []).append(rank)
+            groups.setdefault(tuple(at[other] for other in AXES if other not in axes), []).append(rank)
         return list(groups.values())
 
 
@@ -88,7 +100,7 @@ class ParallelMesh:
         device_type: "cpu", "cuda", ...
         timeout: of every collective on the groups made here; None keeps torch's default.
 
-    Communication: one rendezvous per axis longer than 1 at construction. Every rank has to construct it.
+    Communication: one rendezvous per group that is not the world, at construction. Every rank has to construct it.
     """
 
     def __init__(self, shape: MeshShape, device_type: str = "cpu", timeout: timedelta | None = None) -> None:
@@ -101,31 +113,36 @@ class ParallelMesh:
         self.global_rank = dist.get_rank()
         self._at = shape.coordinates(self.global_rank)
         self.device = torch.device(device_type)
-        self._ranks = {axis: next(g for g in shape.groups(axis) if self.global_rank in g) for axis in AXES}
-        self._groups = self._make_groups(timeout)
+        every: list[tuple[str, ...]] = [*((axis,) for axis in AXES), *JOINT]
+        self._ranks = {axes: next(g for g in shape.groups(*axes) if self.global_rank in g) for axes in every}
+        self._groups = self._make_groups(every, timeout)
         self.device_mesh = DeviceMesh.from_group(
-            [self._groups[axis] for axis in AXES],
+            [self._groups[(axis,)] for axis in AXES],
             device_type,
             mesh=torch.arange(world_size).view(*(getattr(shape, axis) for axis in AXES)),
             mesh_dim_names=AXES,
         )
 
-    def _make_groups(self, timeout: timedelta | None) -> dict[str, dist.ProcessGroup]:
-        """One group per axis. Axes of size 1 share one group of this rank alone, and an axis as long as the world is
+    def _make_groups(
+        self, every: Sequence[tuple[str, ...]], timeout: timedelta | None
+    ) -> dict[tuple[str, ...], dist.ProcessGroup]:
+        """One group per axis, and per joint axes. Those with the same ranks share one, and one as long as the world is
         the world: fewer communicators, less memory."""
-        groups: dict[str, dist.ProcessGroup] = {}
-        alone: dist.ProcessGroup | None = None
-        for axis in AXES:
-            ranks = self.shape.groups(axis)
-            if len(ranks) == 1 and dist.group.WORLD is not None:
-                groups[axis] = dist.group.WORLD
-            elif len(ranks[0]) == 1:
-                if alone is None:
-                    alone, _ = dist.new_subgroups_by_enumeration(ranks, timeout=timeout)
-                groups[axis] = alone
-            else:
-                groups[axis], _ = dist.new_subgroups_by_enumeration(ranks, timeout=timeout)
+        groups: dict[tuple[str, ...], dist.ProcessGroup] = {}
+        made: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup] = {}
+        for axes in every:
+            ranks = self.shape.groups(*axes)
+            key = tuple(map(tuple, ranks))
+            if key not in made:
+                world = dist.group.WORLD if len(ranks) == 1 else None
+                made[key] = world or dist.new_subgroups_by_enumeration(ranks, timeout=timeout)[0]
+            groups[axes] = made[key]
         return groups
+
+    def new_group(self, axis: str, timeout: timedelta | None = None) -> dist.ProcessGroup:
+        """Another group over the ranks of an axis, with a communicator of its own. Every rank has to call it."""
+        group: dist.ProcessGroup = dist.new_subgroups_by_enumeration(self.shape.groups(axis), timeout=timeout)[0]
+        return group
 
     def size(self, axis: str) -> int:
         """How many ranks lie along an axis."""
@@ -135,13 +152,13 @@ class ParallelMesh:
         """This rank's index on an axis."""
         return self._at[axis]
 
-    def group(self, axis: str) -> dist.ProcessGroup:
-        """The process group of the ranks that differ from this one on that axis only."""
-        return self._groups[axis]
+    def group(self, *axes: str) -> dist.ProcessGroup:
+        """The process group of the ranks that differ from this one on that axis (or those of `JOINT`) only."""
+        return self._groups[axes]
 
-    def ranks(self, axis: str) -> list[int]:
-        """Global ranks of this rank's group on an axis."""
-        return self._ranks[axis]
+    def ranks(self, *axes: str) -> list[int]:
+        """Global ranks of this rank's group on an axis, or on joint ones."""
+        return self._ranks[axes]
 
     @property
     def stage(self) -> int:
@@ -161,21 +178,16 @@ class ParallelMesh:
     @property
     def previous_stage(self) -> int | None:
         """Global rank of the peer one stage earlier; None on the first stage."""
-        return None if self.is_first_stage else self._ranks["pp"][self._at["pp"] + 1]
+        return None if self.is_first_stage else self.ranks("pp")[self._at["pp"] + 1]
 
     @property
     def next_stage(self) -> int | None:
         """Global rank of the peer one stage later; None on the last stage."""
-        return None if self.is_last_stage else self._ranks["pp"][self._at["pp"] - 1]
+        return None if self.is_last_stage else self.ranks("pp")[self._at["pp"] - 1]
 
     def describe(self, rank: int | None = None) -> str:
         """One rank in words: `rank 3 (tp 1, dp 1)`; axes of size 1 are left out."""
-        rank = self.global_rank if rank is None else rank
-        at = self.shape.coordinates(rank)
-        where = [f"{axis} {at[axis]}" for axis in ("tp", "cp", "dp") if self.size(axis) > 1]
-        if self.shape.pp > 1:
-            where.append(f"stage {self.shape.stage(rank)}")
-        return f"rank {rank}" + (f" ({', '.join(where)})" if where else "")
+        return self.shape.describe(self.global_rank if rank is None else rank)
 
     def table(self) -> Table:
         """Who is where, as a rich table: one row per dp (and stage) index, the ranks of its tensor group beside it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -44,6 +45,25 @@ class ParallelModule:
         """id(parameter) -> whole parameters whose gradient is partial on every tensor rank, in the backwards since the
         last optimizer step."""
         self._full: set[int] = set()
+        self.whole_parameters = sum(self._whole_size(parameter) for parameter in module.parameters())
+        """Number of parameters of the whole model, tied ones once."""
+        self.pipeline: Any = None
+        """What cut it over the pp axis, so that another Trainer can go on with it."""
+        self.order: tuple[str, ...] = ()
+        """Names of the whole model's state dict in order, where pipeline stages hold parts of it."""
+        self.counted_elsewhere: set[int] = set()
+        """id(parameter) of those that another pipeline stage holds too, and counts in norms."""
+
+    def _whole_size(self, parameter: Tensor) -> int:
+        spec = self.spec(parameter)
+        return parameter.numel() if spec is None else torch.Size(spec.shape).numel()
+
+    def forget_freed(self) -> None:
+        """Other pipeline stages' parameters are gone: their Parameter objects, and so their ids, mean nothing now."""
+        self.names = dict(self.module.named_parameters(remove_duplicate=False))
+        held = {id(parameter) for parameter in self.names.values()}
+        for parameter_id in [i for i in self.sharded if i not in held]:
+            del self.sharded[parameter_id]
 
     def spec(self, parameter: Tensor) -> ShardedTensorSpec | None:
         """The shards of a parameter; None where it is whole."""
@@ -91,8 +111,12 @@ class ParallelModule:
             return outputs
         return tree_map(lambda x: x.whole() if isinstance(x, SequenceShard) else x, outputs)
 
-    def trace(self, outputs: Iterable[Tensor]) -> None:
+    def trace(self, outputs: Iterable[Tensor], received: Iterable[Tensor] = ()) -> None:
         """Read off the graph of a loss which gradients will be partial. Before every backward: steps may differ.
+
+        Args:
+            outputs: the loss, or what a pipeline stage sends on.
+            received: leaves of the graph that come from another pipeline stage, and are nobody's parameters.
 
         Raises:
             RuntimeError: values cross into or out of a tensor region where no layer of the plan lets them.
@@ -100,6 +124,8 @@ class ParallelModule:
         if not self.sharded:
             return
         lineage = trace_regions(outputs)
+        for leaf in received:
+            lineage.regions.pop(id(leaf), None)
         if lineage.hidden:
             raise RuntimeError(_HIDDEN)
         for parameter_id, regions in lineage.regions.items():

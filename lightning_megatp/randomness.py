@@ -40,7 +40,7 @@ def gather_random_states(mesh: ParallelMesh) -> list[dict[str, Any]] | None:
 
     Communication: one object gather over dp (about 8 KB each). Every rank has to call it.
     """
-    if mesh.rank("tp") > 0:
+    if mesh.rank("tp") > 0 or not mesh.is_last_stage:
         return None
     states: list[Any] | None = [None] * mesh.size("dp") if mesh.rank("dp") == 0 else None
     dist.gather_object(random_state(), states, dst=mesh.ranks("dp")[0], group=mesh.group("dp"))

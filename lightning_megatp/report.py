@@ -10,17 +10,21 @@ from rich.table import Table
 
 from lightning_megatp.mesh import ParallelMesh
 from lightning_megatp.module import ParallelModule
+from lightning_megatp.pipeline.build import stage_table
+from lightning_megatp.pipeline.pipeline import Pipeline
 from lightning_megatp.plan.ranges import length, show
 from lightning_megatp.plan.resolve import LayerPlan
 
 
-def print_layout(parallel: ParallelModule, mesh: ParallelMesh) -> None:
+def print_layout(parallel: ParallelModule, mesh: ParallelMesh, pipeline: Pipeline | None = None) -> None:
     """Print the tables to the terminal."""
     console = Console()
     if mesh.shape.world_size > 1:
         console.print(mesh.table())
     if parallel.plan.layers and mesh.size("tp") > 1:
         console.print(layer_table(parallel))
+    if pipeline is not None:
+        console.print(stage_table(pipeline))
     console.print(memory_table(parallel))
 
 

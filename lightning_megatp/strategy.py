@@ -23,6 +23,12 @@ from lightning_megatp.checkpoint.full import (
     local_optimizer_state,
     local_state_dict,
 )
+from lightning_megatp.checkpoint.stages import (
+    gather_optimizer_state,
+    gather_state_dict,
+    own_optimizer_state,
+    own_state_dict,
+)
 from lightning_megatp.data import SameBatch
 from lightning_megatp.failure import FailureWatch, ParentWatch
 from lightning_megatp.gradients.buckets import GradientBuckets
@@ -32,6 +38,9 @@ from lightning_megatp.mesh import MeshShape, ParallelMesh
 from lightning_megatp.messages import warn_once_per_run
 from lightning_megatp.metrics import gather_metrics_over
 from lightning_megatp.module import ParallelModule
+from lightning_megatp.pipeline.build import PipelineOptions, build_pipeline, check_pipelined
+from lightning_megatp.pipeline.pipeline import Backward, Pipeline
+from lightning_megatp.pipeline.schedule import make_schedule
 from lightning_megatp.plugin import ParallelismPlugin
 from lightning_megatp.randomness import gather_random_states, set_random_state, synchronize_random_state
 from lightning_megatp.report import print_layout
@@ -48,12 +57,18 @@ class MegaTPStrategyBase(_Base):
     """Megatron's tensor, sequence and data parallelism for an unmodified LightningModule.
 
     Args:
-        tp: Tensor-parallel size: how many ranks share one copy of the model. Its product with `dp` is the number of
+        tp: Tensor-parallel size: how many ranks share each layer. The product of `tp`, `pp` and `dp` is the number of
             devices (times nodes).
+        pp: Pipeline-parallel size: how many ranks share the layers one after another.
         dp: Data-parallel size; by default what the devices leave.
         plan: How each layer is split, `{pattern: style}`; see the documentation on plans. Short for
             `parallelism=ParallelismPlugin(plan=...)`.
         sequence_parallel: False ignores the plan's `sequence` entries.
+        microbatches: Into how many microbatches a batch is split when pp > 1; by default four per stage. More of them
+            leave less of the time unused, and each of them less to compute at once.
+        schedule: Order of the microbatches: "1f1b", "gpipe", "interleaved", "zb_h1" or "zb_v".
+        virtual_stages: Stages per rank; by default what the schedule needs (1; for interleaved and zb_v 2).
+        stages: The modules of each pipeline stage, as names or patterns; by default they are balanced by parameters.
         parallelism: A ParallelismPlugin, or a subclass of your own.
         strict: Raise where otherwise a warning says that something stays whole.
         summary: Print at set-up who is where and what is split.
@@ -75,9 +90,14 @@ class MegaTPStrategyBase(_Base):
     def __init__(
         self,
         tp: int = 1,
+        pp: int = 1,
         dp: int | None = None,
         plan: dict[str, str | dict[str, Any]] | None = None,
         sequence_parallel: bool = True,
+        microbatches: int | None = None,
+        schedule: str = "1f1b",
+        virtual_stages: int | None = None,
+        stages: list[list[str]] | None = None,
         parallelism: ParallelismPlugin | None = None,
         strict: bool = False,
         summary: bool = True,
@@ -101,15 +121,19 @@ class MegaTPStrategyBase(_Base):
             raise ValueError("MegaTPStrategy: give the plan either as `plan` or inside `parallelism`, not both.")
         if bucket_mb < 0:
             raise ValueError(f"MegaTPStrategy: bucket_mb={bucket_mb}, but a size is 0 or more MiB.")
-        self.tp, self.dp = tp, dp
+        self.tp, self.pp, self.dp = tp, pp, dp
+        self.pipeline_options = PipelineOptions(microbatches, schedule, virtual_stages, stages)
         self.parallelism = parallelism or ParallelismPlugin(plan, strict)
         self.sequence_parallel, self.summary, self.bucket_mb = sequence_parallel, summary, bucket_mb
         self.timeout = timeout or timedelta(minutes=30)
         self.process_group_backend = process_group_backend
         self.num_nodes = 1
-        MeshShape.fit(tp * (dp or 1), tp=tp, dp=dp)  # sizes below 1 raise here, where they were written
+        MeshShape.fit(tp * pp * (dp or 1), tp=tp, pp=pp, dp=dp)  # sizes below 1 raise here, where they were written
+        if pp > 1:
+            make_schedule(schedule, pp, 1 if microbatches is None else microbatches, virtual_stages)
         self.mesh: ParallelMesh | None = None
         self.parallel: ParallelModule | None = None
+        self.pipeline: Pipeline | None = None
         self._buckets: GradientBuckets | None = None
         self._same_batch: SameBatch | None = None
         self._failure_watch: FailureWatch | None = None
@@ -135,7 +159,7 @@ class MegaTPStrategyBase(_Base):
     def is_distributed(self) -> bool:
         """Whether ranks see different samples. At dp = 1 Lightning then leaves the user's loader as it is."""
         assert self.parallel_devices is not None
-        return self.num_nodes * self.num_processes > self.tp
+        return self.num_nodes * self.num_processes > self.tp * self.pp
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
@@ -154,19 +178,19 @@ class MegaTPStrategyBase(_Base):
         environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
         environment.set_world_size(self.num_nodes * self.num_processes)
         rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
-        shape = MeshShape.fit(self.world_size, tp=self.tp, dp=self.dp)
-        self._join_world()
+        shape = MeshShape.fit(self.world_size, tp=self.tp, pp=self.pp, dp=self.dp)
+        self._join_world(shape)
         if self.mesh is None or self.mesh.shape != shape:
             self.mesh = ParallelMesh(shape, self.root_device.type, self.timeout)
-        self._same_batch = SameBatch(self.mesh.group("tp"), self.root_device)
+        self._same_batch = SameBatch(self.mesh.group("pp", "tp"), self.root_device)
         self._seen.clear()
         self._steps = 0
 
-    def _join_world(self) -> None:
+    def _join_world(self, shape: MeshShape) -> None:
         """Create the default process group, unless somebody has, and start to watch the other ranks."""
         environment = self.cluster_environment
         assert environment is not None
-        name = f"rank {self.global_rank} (tp {self.global_rank % self.tp}, dp {self.global_rank // self.tp})"
+        name = shape.describe(self.global_rank)
         parent = ParentWatch(name)
         if not dist.is_initialized():
             parent.start()
@@ -210,6 +234,11 @@ class MegaTPStrategyBase(_Base):
         self.model = self.precision_plugin.convert_module(module)
         self.parallel = self.parallelism.parallelize(module, mesh, self.root_device, self.sequence_parallel)
         self.model_to_device()
+        if self.pp > 1:
+            check_pipelined(self.parallel)
+            if self.parallel.pipeline is None:
+                self.parallel.pipeline = build_pipeline(self.parallel, mesh, self.pipeline_options, self.timeout)
+            self.pipeline = self.parallel.pipeline
         if self.parallel.sharded and (averaging := averaging_callback(trainer)) is not None:
             raise ValueError(
                 f"MegaTPStrategy: the callback {averaging} averages a copy of the whole model, made before it was"
@@ -227,7 +256,7 @@ class MegaTPStrategyBase(_Base):
         self.setup_precision_plugin()
         self._agree_on_precision()
         if self.summary and fitting and self.is_global_zero:
-            print_layout(self.parallel, mesh)
+            print_layout(self.parallel, mesh, self.pipeline)
 
     def model_to_device(self) -> None:
         assert self.model is not None
@@ -276,28 +305,59 @@ class MegaTPStrategyBase(_Base):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         if self._first("train") or self._steps == 1:  # after the first step, and once per epoch
-            self._parallel().check_replicas(self._world())
+            self._parallel().check_replicas(self._mesh().group("dp", "tp"))
         self._steps += 1
-        return self._run_step("train", super().training_step, args, kwargs)
+        if self.pipeline is None:
+            return self._run_step("train", super().training_step, args, kwargs)
+        return self.pipeline.train(
+            *self._on_microbatch("train", super().training_step, args), self._pipeline_backward()
+        )
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._run_step("validate", super().validation_step, args, kwargs)
+        return self._evaluate("validate", super().validation_step, args, kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._run_step("test", super().test_step, args, kwargs)
+        return self._evaluate("test", super().test_step, args, kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._run_step("predict", super().predict_step, args, kwargs)
+        return self._evaluate("predict", super().predict_step, args, kwargs)
+
+    def _evaluate(self, kind: str, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if self.pipeline is None:
+            outputs = self._run_step(kind, step, args, kwargs)
+        else:
+            outputs = self.pipeline.evaluate(kind, *self._on_microbatch(kind, step, args))
+        self._parallel().keep_whole_where_used_outside(self.optimizers)
+        return outputs
+
+    def _on_microbatch(self, kind: str, step: Callable[..., Any], args: Any) -> tuple[Callable[[Any], Any], Any]:
+        """The user's step as a function of a microbatch, and the batch."""
+        batch, *rest = args
+        return lambda microbatch: self._run_step(kind, step, (microbatch, *rest), {}), batch
+
+    def _pipeline_backward(self) -> Backward:
+        """How a pipeline's last stage scales its losses, and the hook before the first backward."""
+        module, plugin = self.lightning_module, self.precision_plugin
+        assert module is not None
+        accumulated, scaler = module.trainer.accumulate_grad_batches, getattr(plugin, "scaler", None)
+
+        def scale(loss: Tensor) -> Tensor:
+            loss = loss / accumulated
+            return loss if scaler is None else scaler.scale(loss)
+
+        def before(loss: Tensor) -> None:
+            if scaler is not None:
+                scaler.scale(torch.zeros((), device=self.root_device))  # makes its state, where no loss is scaled
+            self.namespace.precision.pre_backward(plugin, loss, module)  # the hooks, without scaling again
+
+        return Backward(scale, before)
 
     def _run_step(self, kind: str, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         parallel = self._parallel()
         watch = self._first(kind)
         self._seen.add(self._moment(kind))
         with parallel.step(watch):
-            outputs = parallel.outputs(step(*args, **kwargs))
-        if kind != "train":
-            parallel.keep_whole_where_used_outside(self.optimizers)
-        return outputs
+            return parallel.outputs(step(*args, **kwargs))
 
     def _first(self, kind: str) -> bool:
         """Whether this is the first step of its kind in this epoch: one is watched per epoch, since a step may
@@ -322,6 +382,8 @@ class MegaTPStrategyBase(_Base):
         parallel, module = self._parallel(), self.lightning_module
         assert module is not None
         self._went_backward = True
+        if self.pipeline is not None:
+            return self._finish_pipeline(self.pipeline, closure_loss)
         self.pre_backward(closure_loss)
         with parallel.context.running(user_code=False):
             parallel.trace([closure_loss])
@@ -343,6 +405,23 @@ class MegaTPStrategyBase(_Base):
             closure_loss = self.precision_plugin.post_backward(closure_loss, module)
         self.post_backward(closure_loss)
         return closure_loss
+
+    def _finish_pipeline(self, pipeline: Pipeline, closure_loss: Tensor) -> Tensor:
+        """The backward of a batch that went through the pipeline: its gradients are there, and are completed."""
+        parallel, module = self._parallel(), self.lightning_module
+        assert module is not None
+        pipeline.release()
+        if not self._accumulating:
+            self._refresh_buckets()
+            if self._buckets is not None:
+                self._buckets.finish()
+            self.parallelism.finalize_gradients(parallel)
+            pipeline.sum_shared_gradients()
+            parallel.forget_traces()
+        parallel.keep_whole_where_used_outside(self.optimizers)
+        call_after_backward = self.precision_plugin.post_backward(closure_loss, module)
+        self.post_backward(closure_loss)
+        return call_after_backward
 
     def _set_aside_gradients(self) -> dict[Tensor, Tensor]:
         """Manual optimization may call backward several times before a step: what was reduced must not be summed
@@ -422,13 +501,16 @@ class MegaTPStrategyBase(_Base):
         if mesh.rank("dp") > 0 or self._cannot_gather():
             return {}
         parallel.check_replicas(mesh.group("tp"))
-        return full_state_dict(self.lightning_module.state_dict(), parallel, keep=self.is_global_zero)
+        state = full_state_dict(self.lightning_module.state_dict(), parallel, keep=mesh.rank("tp") == 0)
+        return gather_state_dict(state, parallel, mesh) if self.pp > 1 else state
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         parallel, mesh = self._parallel(), self._mesh()
         if mesh.rank("dp") > 0 or self._cannot_gather():
             return {}
-        return full_optimizer_state(getattr(optimizer, "optimizer", optimizer), parallel, keep=self.is_global_zero)
+        optimizer = getattr(optimizer, "optimizer", optimizer)
+        state = full_optimizer_state(optimizer, parallel, keep=mesh.rank("tp") == 0)
+        return gather_optimizer_state(state, optimizer, parallel, mesh) if self.pp > 1 else state
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         if self._cannot_gather():
@@ -451,19 +533,25 @@ class MegaTPStrategyBase(_Base):
         assert self.lightning_module is not None
         split: ParallelModule | None = self.parallelism.split_form(self.lightning_module)
         state = checkpoint["state_dict"]
-        self.lightning_module.load_state_dict(local_state_dict(state, split) if split else state, strict=strict)
+        if split is not None:
+            state = local_state_dict(state, split)
+        if split is not None and split.order:
+            state = own_state_dict(state, split)
+        self.lightning_module.load_state_dict(state, strict=strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        parallel = self._parallel()
+        parallel, mesh = self._parallel(), self._mesh()
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            if self.pp > 1:
+                state = own_optimizer_state(state, optimizer, parallel, mesh)
             optimizer.load_state_dict(local_optimizer_state(state, optimizer, parallel))
-        mesh, states = self._mesh(), self._random_states
+        states = self._random_states
         if states is not None and len(states) == mesh.size("dp"):  # the last thing restored before the first batch
             set_random_state(states[mesh.rank("dp")])
         self._random_states = None
 
     def _cannot_gather(self) -> bool:
-        return self._interrupted() and self._mesh().size("tp") > 1
+        return self._interrupted() and self._mesh().size("tp") * self.pp > 1
 
     # ---------------------------------------------------------------- the end
 
@@ -491,17 +579,12 @@ class MegaTPStrategyBase(_Base):
     def parameter_counts(self) -> tuple[int, int]:
         """Parameters of the whole model, and of this rank; tied ones once."""
         parallel = self._parallel()
-        whole = local = 0
-        for parameter in parallel.module.parameters():
-            spec = parallel.spec(parameter)
-            whole += parameter.numel() if spec is None else torch.Size(spec.shape).numel()
-            local += parameter.numel()
-        return whole, local
+        return parallel.whole_parameters, sum(parameter.numel() for parameter in parallel.module.parameters())
 
     def full_gradients(self) -> dict[str, Tensor]:
-        """The gradients of the whole model under canonical names, on every rank of a tensor group; for looking at them.
+        """The gradients of the whole model under canonical names, on every rank; for looking at them.
 
-        Communication: one all-gather over tp per sharded parameter.
+        Communication: one all-gather over tp per sharded parameter, and an object gather over pp.
         """
         parallel = self._parallel()
         gradients = {}
@@ -509,7 +592,12 @@ class MegaTPStrategyBase(_Base):
             if parameter.grad is not None:
                 spec, group = parallel.spec(parameter), parallel.context.group
                 gradients[name] = parameter.grad.clone() if spec is None else gather_shards(parameter.grad, spec, group)
-        return gradients
+        if self.pipeline is None:
+            return gradients
+        by_stage: list[dict[str, Tensor]] = [{} for _ in range(self.pp)]
+        dist.all_gather_object(by_stage, gradients, group=self._mesh().group("pp"))
+        merged = {name: grad for stage in by_stage for name, grad in stage.items()}
+        return {name: merged[name] for name in parallel.order if name in merged}
 
     def _sharded_parameters(self) -> list[Tensor]:
         parallel = self._parallel()

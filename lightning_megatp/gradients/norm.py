@@ -23,13 +23,13 @@ def global_norm(parameters: Iterable[Tensor], parallel: ParallelModule, mesh: Pa
     Returns:
         A scalar, the same on every rank.
 
-    Communication: one all-reduce of one element over tp, if something is sharded.
+    Communication: one all-reduce of one element over tp, and one over pp.
     """
     whole: list[Tensor] = []
     split: list[Tensor] = []
     for parameter in parameters:
         grad, spec = parameter.grad, parallel.spec(parameter)
-        if grad is None:
+        if grad is None or id(parameter) in parallel.counted_elsewhere:
             continue
         if spec is None:
             whole.append(grad)
@@ -39,16 +39,20 @@ def global_norm(parameters: Iterable[Tensor], parallel: ParallelModule, mesh: Pa
             for start, stop, owners in spec.pieces(mesh.rank("tp")):
                 piece = grad.narrow(spec.dim, start, stop - start)
                 split.append(piece if p == torch.inf else piece / owners ** (1.0 / p))
-    if mesh.size("tp") == 1:
+    if mesh.size("tp") == mesh.size("pp") == 1:
         return get_total_norm(whole + split, p)
     like = whole[0] if whole else split[0] if split else torch.zeros((), device=mesh.device)
     parts = torch.stack([_norm(split, p, like), _norm(whole, p, like)])
     if p == torch.inf:
-        dist.all_reduce(parts, op=dist.ReduceOp.MAX, group=mesh.group("tp"))
+        dist.all_reduce(parts, op=dist.ReduceOp.MAX, group=mesh.group("pp", "tp"))
         return parts.amax()
     powers = parts**p
-    dist.all_reduce(powers[0], group=mesh.group("tp"))
-    return powers.sum() ** (1.0 / p)
+    if mesh.size("tp") > 1:
+        dist.all_reduce(powers[0], group=mesh.group("tp"))
+    total = powers.sum()
+    if mesh.size("pp") > 1:
+        dist.all_reduce(total, group=mesh.group("pp"))
+    return total ** (1.0 / p)
 
 
 def clip_by_norm(

@@ -23,6 +23,8 @@ class Namespace:
     parallel_strategy: type
     launcher: type
     """`_SubprocessScriptLauncher`: what DDPStrategy starts its ranks with; there is no public name for it."""
+    precision: Any
+    """The base of all precision plugins, whose `pre_backward` calls the hooks and nothing else."""
     registry: Any
     """`StrategyRegistry`, for `Trainer(strategy="megatp")`."""
 
@@ -37,6 +39,7 @@ class Namespace:
             name=name,
             parallel_strategy=strategies.ParallelStrategy,
             launcher=subprocess_launcher(launchers._SubprocessScriptLauncher),
+            precision=importlib.import_module(f"{name}.plugins.precision").Precision,
             registry=strategies.StrategyRegistry,
         )
 

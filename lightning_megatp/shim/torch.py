@@ -10,23 +10,43 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
+from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 # torch.utils._pytree is what torch's own containers go through (torch.func, export, FSDP2); the public alternative
 # (torch.utils.pytree) does not exist before 2.14. DisableTorchFunctionSubclass is documented in "Extending PyTorch" but
-# has no public home.
+# has no public home. FakeTensorMode (what torch.compile and torch.export plan with: shapes, dtypes and devices without
+# data) has no public import path.
 __all__ = [
+    "DataDependentOutputException",
     "DisableTorchFunctionSubclass",
+    "DynamicOutputShapeException",
+    "FakeTensor",
+    "FakeTensorMode",
+    "UnsupportedOperatorException",
     "accumulated_parameter",
     "all_gather_single",
+    "checkpoint_region",
     "current_backward_node",
+    "functorch_is_active",
+    "handle_functions",
     "intercept_functions",
+    "is_fake",
     "reduce_scatter_single",
+    "storage_id",
     "tensor_version",
     "tree_flatten",
     "tree_leaves",
     "tree_map",
     "tree_unflatten",
+    "without_mode",
 ]
 
 # torch 2.13 renames these two and warns at the names that 2.11 knows.
@@ -70,3 +90,71 @@ def intercept_functions(convert: Callable[[tuple[Any, ...], dict[str, Any]], tup
         yield
     finally:
         torch.autograd.Function.apply = before  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def handle_functions(
+    handle: Callable[[Any, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any],
+) -> Iterator[None]:
+    """Let `handle(cls, apply, args, kwargs)` stand for every `torch.autograd.Function.apply`.
+
+    One class further down than `intercept_functions`: `gelu = GeluFunction.apply` in a model file binds
+    `Function.apply` before anything can replace it, but that method calls its base class's (2.11-2.13).
+    """
+    base = torch.autograd.function._SingleLevelFunction
+    original = torch._C._FunctionBase.__dict__["apply"]
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        return handle(cls, original.__get__(None, cls), args, kwargs)
+
+    base.apply = classmethod(apply)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        del base.apply  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def without_mode(mode: TorchFunctionMode) -> Iterator[None]:
+    """Take a mode off the stack of modes, wherever in it it is; the others stay active.
+
+    `torch._C.DisableTorchFunction` disables all of them, `torch.set_default_device`'s too. The stack has no public
+    interface (2.11-2.13).
+    """
+    above = []
+    while (top := _pop_mode()) is not mode:
+        above.append(top)
+    for other in reversed(above):
+        _push_mode(other)
+    try:
+        yield
+    finally:
+        for _ in above:
+            _pop_mode()
+        _push_mode(mode)
+        for other in reversed(above):
+            _push_mode(other)
+
+
+def is_fake(x: object) -> bool:
+    """Whether this is a tensor without data, as a dry run has them. Collectives return a fake of the right shape for it:
+    the c10d operations have no fake kernels for a real process group (2.13)."""
+    return isinstance(x, FakeTensor)
+
+
+def storage_id(x: Tensor) -> int:
+    """The same for tensors that share memory. Storages of fake tensors have no address to compare (2.13); sparse tensors
+    have no storage."""
+    return int(x.untyped_storage()._cdata) if x.layout == torch.strided else id(x)
+
+
+def functorch_is_active() -> bool:
+    """Whether this is inside torch.func's grad, vmap, jvp, ...; no public name (2.13)."""
+    return bool(torch._C._are_functorch_transforms_active())
+
+
+def checkpoint_region() -> object | None:
+    """The innermost activation-checkpointing region (use_reentrant=False) whose forward runs now, as an object that is
+    the same for all of it. Such a region is known by its saved-tensor hooks (2.11-2.13)."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks[0] if hooks and hooks[0].__module__ == "torch.utils.checkpoint" else None

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_megatp.plan.ranges import Ranges, length, split_evenly
-from lightning_megatp.shim.torch import all_gather_single, reduce_scatter_single
+from lightning_megatp.shim.torch import all_gather_single, is_fake, reduce_scatter_single
 
 
 def sequence_sizes(length: int, ways: int) -> list[int]:
@@ -197,13 +197,16 @@ class _ReduceScatter(torch.autograd.Function):
 def all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The sum over the group as a new tensor."""
     total = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total, group=group)
+    if not is_fake(x):  # a dry run sends nothing
+        dist.all_reduce(total, group=group)
     return total
 
 
 def all_gather(x: Tensor, group: dist.ProcessGroup, dim: int, sizes: Sequence[int]) -> Tensor:
     """Concatenate the ranks' tensors along `dim`; uneven sizes are padded on the wire and stripped."""
     ways, most, dim = len(sizes), max(sizes), dim % x.dim()
+    if is_fake(x):
+        return x.new_empty((*x.shape[:dim], sum(sizes), *x.shape[dim + 1 :]))
     sent = x.contiguous() if x.shape[dim] == most else _pad(x, dim, most)
     received = sent.new_empty((ways * sent.shape[0], *sent.shape[1:]))
     all_gather_single(received, sent, group=group)
@@ -216,6 +219,8 @@ def all_gather(x: Tensor, group: dist.ProcessGroup, dim: int, sizes: Sequence[in
 def reduce_scatter(x: Tensor, group: dist.ProcessGroup, dim: int, sizes: Sequence[int]) -> Tensor:
     """Sum over the group, keep this rank's piece along `dim`; uneven pieces are padded on the wire and stripped."""
     rank, most = dist.get_rank(group), max(sizes)
+    if is_fake(x):
+        return x.narrow(dim, 0, sizes[rank]).clone(memory_format=torch.contiguous_format)
     if min(sizes) == most:
         dim = dim % x.dim()
         split = x.reshape(*x.shape[:dim], len(sizes), most, *x.shape[dim + 1 :]).movedim(dim, 0)

@@ -1,0 +1,1 @@
+"""Pipeline parallelism under an unmodified training_step: cut, schedule, run."""

@@ -1,0 +1,129 @@
+"""What stands in for methods while a step is planned or run by stages: calls of units and metrics, self.log."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from lightning_megatp.pipeline.running import StageMode
+from lightning_megatp.pipeline.tracing import Tracer
+
+_METRIC_METHODS = ("forward", "update", "compute", "reset")
+
+
+@dataclass
+class Switch:
+    """The mode that decides about calls right now; None outside of steps."""
+
+    mode: Tracer | StageMode | None = None
+
+    @contextlib.contextmanager
+    def to(self, mode: Tracer | StageMode) -> Iterator[None]:
+        """Let a mode decide meanwhile."""
+        self.mode = mode
+        try:
+            yield
+        finally:
+            self.mode = None
+
+
+class Intercepted:
+    """A method of one module that asks first.
+
+    Args:
+        switch: whom to ask.
+        name: of the unit, or of the metric and its method.
+        stage: the unit's; None for a metric's, that belong to the last one.
+        function: the method.
+    """
+
+    def __init__(self, switch: Switch, name: str, stage: int | None, function: Callable[..., Any]) -> None:
+        self._switch, self._name, self._stage, self._function = switch, name, stage, function
+        functools.update_wrapper(self, function, updated=())
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        mode = self._switch.mode
+        if mode is None:
+            return self._function(*args, **kwargs)
+        if self._stage is None:
+            return mode.metric(self._name, self._function, args, kwargs)
+        return mode.unit(self._name, self._stage, self._function, args, kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A copy of the module runs by itself: the method of the copy, which asks nobody."""
+        return copy.deepcopy(self._function, memo)
+
+
+class Interception:
+    """Intercepts the units and the metrics of a module, once, until `undo`.
+
+    Args:
+        module: the whole.
+        stage_of_unit: unit name -> stage.
+        switch: whom the calls ask.
+    """
+
+    def __init__(self, module: nn.Module, stage_of_unit: dict[str, int], switch: Switch) -> None:
+        self._before: list[tuple[nn.Module, str, Any]] = []
+        modules = dict(module.named_modules())
+        for name, stage in stage_of_unit.items():
+            for method, function in _entries(modules[name]).items():
+                self._replace(modules[name], method, Intercepted(switch, name, stage, function))
+        for name, child in modules.items():
+            if _is_metric(child):
+                for method in _METRIC_METHODS:
+                    function = getattr(child, method)
+                    self._replace(child, method, Intercepted(switch, f"{name}.{method}", None, function))
+
+    def undo(self) -> None:
+        """Give all methods back."""
+        for module, name, before in reversed(self._before):
+            _put(module, name, before)
+        self._before.clear()
+
+    def _replace(self, module: nn.Module, name: str, method: Intercepted) -> None:
+        self._before.append((module, name, module.__dict__.get(name)))
+        module.__dict__[name] = method
+
+
+@contextlib.contextmanager
+def logging_replaced(module: nn.Module, log: Callable[..., None]) -> Iterator[None]:
+    """Let `log(original, *args, **kwargs)` stand for `self.log(...)` and `self.log_dict(...)` of a LightningModule, and of
+    those in it."""
+    names = ("log", "log_dict")
+    loggers = [child for child in module.modules() if all(hasattr(type(child), name) for name in names)]
+    before = [(child, name, child.__dict__.get(name)) for child in loggers for name in names]
+    for child, name, _ in before:
+        child.__dict__[name] = functools.partial(log, getattr(child, name))
+    try:
+        yield
+    finally:
+        for child, name, value in before:
+            _put(child, name, value)
+
+
+def _entries(unit: nn.Module) -> dict[str, Callable[..., Any]]:
+    """How a unit is called. `_call_impl` is what `unit(...)` runs, hooks included; `unit.compile()` keeps a compiled one
+    beside it, which runs instead (torch 2.11-2.13). `forward` is for code that calls it directly; the compiler must not
+    meet a replaced one."""
+    compiled = unit.__dict__.get("_compiled_call_impl")
+    if compiled is not None:
+        return {"_compiled_call_impl": compiled}
+    return {"_call_impl": unit._call_impl, "forward": unit.forward}
+
+
+def _is_metric(module: nn.Module) -> bool:
+    return any(base.__module__.startswith("torchmetrics") for base in type(module).__mro__)
+
+
+def _put(module: nn.Module, name: str, value: Any) -> None:
+    if value is None:
+        module.__dict__.pop(name, None)
+    else:
+        module.__dict__[name] = value

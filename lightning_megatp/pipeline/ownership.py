@@ -1,0 +1,134 @@
+"""The tensors of other stages: gone from memory, and still there for code that asks for their shape."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_megatp.pipeline.plan import SliceError
+from lightning_megatp.shim.torch import FakeTensorMode
+
+_KINDS = ("_parameters", "_buffers")
+
+
+@dataclass(frozen=True)
+class _Emptied:
+    """A module some of whose tensors were freed."""
+
+    module: nn.Module
+    kind: str
+    order: tuple[str, ...]
+    fakes: dict[str, Tensor]
+
+
+class Ownership:
+    """Which stages each parameter and buffer of a module belongs to, and which of them this rank let go of.
+
+    Args:
+        module: the whole.
+        stage_of_unit: unit name -> stage.
+        fake_mode: makes what stands for freed tensors.
+    """
+
+    def __init__(self, module: nn.Module, stage_of_unit: Mapping[str, int], fake_mode: FakeTensorMode) -> None:
+        self._module, self._stage_of_unit, self._fake_mode = module, stage_of_unit, fake_mode
+        self._emptied: list[_Emptied] = []
+        self._uses: dict[str, set[int]] = {}
+        self._frozen = False
+
+    @property
+    def names(self) -> dict[int, str]:
+        """id -> name of the parameters; of the first name, if it has several."""
+        return {id(p): name for name, p in self._module.named_parameters()}
+
+    def of_units(self) -> dict[int, set[int]]:
+        """id(parameter or buffer of a unit) -> the stages of its units, and of operations that were seen using it."""
+        modules = dict(self._module.named_modules())
+        owners: dict[int, set[int]] = {}
+        for unit, stage in self._stage_of_unit.items():
+            for tensor in (*modules[unit].parameters(), *modules[unit].buffers()):
+                owners.setdefault(id(tensor), set()).add(stage)
+        for tensor_id, name in self.names.items():
+            if tensor_id in owners:
+                owners[tensor_id] |= self._uses.get(name, set())
+        return owners
+
+    def learn(self, owners: Mapping[int, set[int]]) -> None:
+        """Remember on which stages a plan uses the units' parameters.
+
+        Raises:
+            SliceError: parameters are freed already, and this plan would have needed some of them.
+        """
+        for tensor_id, name in self.names.items():
+            stages = owners.get(tensor_id, set())
+            if self._frozen and not stages <= self._uses.get(name, set()):
+                new = sorted(stages - self._uses.get(name, set()))
+                raise SliceError(
+                    f"this kind of batch uses `{name}` on pipeline stage {new[0]}, which earlier kinds did not, and its"
+                    " values are freed there. Use it only through its own module."
+                )
+            self._uses.setdefault(name, set()).update(stages)
+
+    def free(self, own: Collection[int]) -> None:
+        """Let go of the parameters and buffers that belong to units of other stages only. Tied ones stay tied."""
+        owners = self.of_units()
+        self.learn(owners)
+        self._frozen = True
+        for child in self._module.modules():
+            for kind in _KINDS:
+                held: dict[str, Tensor | None] = child.__dict__[kind]
+                foreign = {
+                    name: tensor
+                    for name, tensor in held.items()
+                    if tensor is not None and id(tensor) in owners and not owners[id(tensor)] & set(own)
+                }
+                if foreign:
+                    self._empty(child, kind, foreign)
+
+    @contextlib.contextmanager
+    def present(self) -> Iterator[None]:
+        """Put what stands for freed tensors where `module.parameters()` finds it, as it would on one device."""
+        before = [(emptied, emptied.module.__dict__[emptied.kind]) for emptied in self._emptied]
+        for emptied, held in before:
+            full = {name: held[name] if name in held else emptied.fakes[name] for name in emptied.order}
+            emptied.module.__dict__[emptied.kind] = full
+        try:
+            yield
+        finally:
+            for emptied, held in before:
+                emptied.module.__dict__[emptied.kind] = held
+
+    @contextlib.contextmanager
+    def buffers_aside(self) -> Iterator[None]:
+        """Let the module run on copies of its buffers: without data those of units, real ones the others."""
+        owners = self.of_units()
+        before: list[tuple[nn.Module, dict[str, Tensor | None]]] = []
+        copies: dict[int, Tensor] = {}
+        for child in self._module.modules():
+            held: dict[str, Tensor | None] = child.__dict__["_buffers"]
+            if not held:
+                continue
+            before.append((child, held))
+            child.__dict__["_buffers"] = {name: self._aside(x, owners, copies) for name, x in held.items()}
+        try:
+            yield
+        finally:
+            for child, held in before:
+                child.__dict__["_buffers"] = held
+
+    def _aside(self, x: Tensor | None, owners: dict[int, set[int]], copies: dict[int, Tensor]) -> Any:
+        if x is not None and id(x) not in copies:
+            copies[id(x)] = self._fake_mode.from_tensor(x) if id(x) in owners else x.detach().clone()
+        return None if x is None else copies[id(x)]
+
+    def _empty(self, child: nn.Module, kind: str, foreign: dict[str, Tensor]) -> None:
+        held = child.__dict__[kind]
+        fakes = {name: self._fake_mode.from_tensor(tensor) for name, tensor in foreign.items()}
+        self._emptied.append(_Emptied(child, kind, tuple(held), fakes))
+        for name, fake in fakes.items():
+            setattr(child, name, fake)  # recurrent layers keep a list of their weights, and follow this
+            child.__dict__[name] = child.__dict__[kind].pop(name)

@@ -1,0 +1,419 @@
+"""Pipeline: a user's own step over the microbatches of one batch, on the stages of this rank.
+
+What a Trainer sees is one step per batch: one loss, one call of each hook, one value per logged name, the same on every
+rank. What happens is a schedule of microbatches.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_megatp.mesh import ParallelMesh
+from lightning_megatp.messages import warn_once_per_run
+from lightning_megatp.module import ParallelModule
+from lightning_megatp.pipeline.executor import Executor
+from lightning_megatp.pipeline.logs import Logs, merge, metric_value
+from lightning_megatp.pipeline.plan import Relay, SliceError, SlicePlan
+from lightning_megatp.pipeline.schedule import Schedule
+from lightning_megatp.pipeline.slicing import Slicer
+from lightning_megatp.pipeline.split import batch_size, merge_outputs, split_batch
+from lightning_megatp.pipeline.weights import TargetCount
+
+Step = Callable[[Any], Any]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a run needs to know beyond the batch.
+
+    Args:
+        microbatches: per batch, at most.
+        schedule: number of microbatches -> the schedule of training.
+        evaluation: the same for validation, test and predict.
+    """
+
+    microbatches: int
+    schedule: Callable[[int], Schedule]
+    evaluation: Callable[[int], Schedule]
+
+
+@dataclass
+class Backward:
+    """How the last stage starts a backward, and what every stage calls before its first.
+
+    Args:
+        scale: the loss's factor for gradient accumulation and for float16.
+        before: called once per batch, with a scalar.
+    """
+
+    scale: Callable[[Tensor], Tensor]
+    before: Callable[[Tensor], None]
+
+
+@dataclass(frozen=True)
+class Shared:
+    """A parameter that several stages hold: a tied one, or one outside of all units."""
+
+    name: str
+    shape: torch.Size
+    """On this tensor rank."""
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, name: str, parameter: Tensor) -> Shared:
+        return cls(name, parameter.shape, parameter.dtype)
+
+
+class Pipeline:
+    """The pipeline of one fit (or validate, test, predict) on one rank.
+
+    Args:
+        parallel: the module, its layers already swapped.
+        slicer: cuts its steps.
+        executor: runs schedules on this rank.
+        mesh: who is where.
+        settings: microbatches and schedules.
+        logs: stands in for the module's `log`.
+        shared: parameters that several stages hold, in the same order on all of them.
+        stage_of_unit: unit name -> stage.
+    """
+
+    def __init__(
+        self,
+        parallel: ParallelModule,
+        slicer: Slicer,
+        executor: Executor,
+        mesh: ParallelMesh,
+        settings: Settings,
+        logs: Logs,
+        shared: Sequence[Shared],
+        stage_of_unit: Mapping[str, int],
+    ) -> None:
+        self.parallel, self.slicer, self.executor = parallel, slicer, executor
+        self.mesh, self.settings, self.logs = mesh, settings, logs
+        self.shared, self.stage_of_unit = shared, stage_of_unit
+        self.stateful = False
+        """Whether a step left something on the module, which then exists on the last stage only."""
+        self._plans: dict[tuple[str, Hashable], SlicePlan] = {}
+        self._schedules: dict[tuple[bool, int], Schedule] = {}
+        self._parked: list[tuple[Tensor, Tensor]] = []
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this rank has the last stage: the loss, metrics, logs, and what a step leaves on the module."""
+        return self.mesh.is_last_stage
+
+    def close(self) -> None:
+        """Give the module its own methods back."""
+        self.slicer.close()
+        self.logs.close()
+
+    # ---------------------------------------------------------------- a batch
+
+    def train(self, step: Step, batch: Any, backward: Backward) -> Any:
+        """Run forward and backward of a batch. The gradients are parked, see `release`.
+
+        Args:
+            step: the user's training step on a microbatch, in its contexts.
+            batch: the same on all ranks of one copy of the model.
+
+        Returns:
+            What the step returned for the batch: all of it on the last stage, the loss alone on the others.
+        """
+        held = self._set_aside()
+        run = self._start("train", step, batch, backward)
+        self.executor.run(self._schedule(True, len(run.microbatches)), run)
+        loss, factor = self._conclude(run)
+        self._park(held, factor)
+        if not self.is_last:
+            return loss
+        outputs = run.merged_results()
+        return {**outputs, "loss": loss} if isinstance(outputs, Mapping) else loss
+
+    def evaluate(self, kind: str, step: Step, batch: Any) -> Any:
+        """Run the forward of a batch. What the step returned, on the last stage; None on the others."""
+        run = self._start(kind, step, batch, None)
+        self.executor.run(self._schedule(False, len(run.microbatches)), run)
+        self._conclude(run)
+        return run.merged_results() if self.is_last else None
+
+    def release(self) -> None:
+        """Give the gradients of the last batch back to the parameters, in addition to what was accumulated before.
+
+        Lightning clears gradients between a training step and its backward; the pipeline's backward is over then.
+        """
+        for parameter, gradient in self._parked:
+            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+        self._parked = []
+
+    def sum_shared_gradients(self) -> None:
+        """Sum over the stages the gradients of parameters that several of them hold.
+
+        Communication: one all-reduce over pp per dtype, 2 (p - 1) / p of these parameters' elements and a flag each.
+        """
+        for dtype in dict.fromkeys(shared.dtype for shared in self.shared):
+            group = [shared for shared in self.shared if shared.dtype == dtype]
+            held = [self.parallel.names.get(shared.name) for shared in group]
+            grads = [None if p is None else p.grad for p in held]
+            flags = torch.tensor([grad is not None for grad in grads], dtype=dtype, device=self.mesh.device)
+            parts = [
+                torch.zeros(shared.shape, dtype=dtype, device=self.mesh.device) if grad is None else grad
+                for shared, grad in zip(group, grads, strict=True)
+            ]
+            flat = torch.cat([*(part.reshape(-1) for part in parts), flags])
+            dist.all_reduce(flat, group=self.mesh.group("pp"))
+            *totals, flags = flat.split([*(part.numel() for part in parts), len(parts)])
+            for shared, parameter, total, flag in zip(group, held, totals, flags.tolist(), strict=True):
+                if parameter is not None and flag > 0:
+                    parameter.grad = total.view(shared.shape)
+
+    def hook(self, call: Callable[[], Any]) -> Any:
+        """Run one of the user's hooks that may read what steps left on the module: if they did, on the last stage
+        only, and what it logs is logged everywhere."""
+        if not self.stateful:
+            return call()
+        result = None
+        if self.is_last:
+            with self.logs.recording() as calls:
+                result = call()
+            self._exchange([e for e, _ in calls], [v for _, v in calls], torch.zeros(1, dtype=torch.float64))
+        else:
+            self._exchange([], [], torch.zeros(1, dtype=torch.float64))
+        return result
+
+    # ---------------------------------------------------------------- parts of it
+
+    def _start(self, kind: str, step: Step, batch: Any, backward: Backward | None) -> _Run:
+        own_split = getattr(self.parallel.module, "split_batch", None)
+        microbatches = (own_split or split_batch)(batch, self.settings.microbatches)
+        seed = int(torch.empty((), dtype=torch.int64).random_())  # of the generator that is alike on all stages
+        plans = [self._plan(kind, step, microbatch) for microbatch in microbatches]
+        return _Run(self, step, microbatches, plans, seed, backward)
+
+    def _plan(self, kind: str, step: Step, microbatch: Any) -> SlicePlan:
+        key = kind, self.slicer.signature(microbatch)
+        if key not in self._plans:
+            plan = self.slicer.plan(step, microbatch)
+            self._check_alike(plan)
+            self._plans[key] = plan
+        return self._plans[key]
+
+    def _check_alike(self, plan: SlicePlan) -> None:
+        """All stages must have planned the same, or they would wait for messages that never come."""
+        digests: list[str] = [""] * self.mesh.size("pp")
+        dist.all_gather_object(digests, plan.digest(), group=self.mesh.group("pp"))
+        if len(set(digests)) > 1:
+            raise SliceError(
+                "the stages planned the same batch differently. What a step does between modules may not depend on the"
+                " rank, on Python's or NumPy's random numbers, or on the order of a set."
+            )
+
+    def _schedule(self, training: bool, microbatches: int) -> Schedule:
+        key = training, microbatches
+        if key not in self._schedules:
+            make = self.settings.schedule if training else self.settings.evaluation
+            self._schedules[key] = make(microbatches)
+        return self._schedules[key]
+
+    def _set_aside(self) -> list[tuple[Tensor, Tensor]]:
+        held: list[tuple[Tensor, Tensor]] = [
+            (p, p.grad) for p in self.parallel.module.parameters() if p.grad is not None
+        ]
+        for parameter, _ in held:
+            parameter.grad = None
+        return held
+
+    def _park(self, held: Sequence[tuple[Tensor, Tensor]], factor: float) -> None:
+        parameters: list[Tensor] = [p for p in self.parallel.module.parameters() if p.grad is not None]
+        self._parked = [(p, p.grad) for p in parameters if p.grad is not None]
+        if factor != 1.0 and self._parked:
+            torch._foreach_mul_([gradient for _, gradient in self._parked], factor)
+        for parameter in parameters:
+            parameter.grad = None
+        for parameter, gradient in held:
+            parameter.grad = gradient
+
+    def _conclude(self, run: _Run) -> tuple[Tensor, float]:
+        """Send what only the last stage knows: the loss, the factor that makes the weights add up to 1, the logs."""
+        device = self.mesh.device
+        if self.is_last:
+            weights = run.weights()
+            factor = float(run.provisional_total / weights.sum())
+            loss = run.loss(weights)
+            entries, values = merge(run.logged, weights)
+            numbers = torch.tensor([float(loss), factor, float(run.left_state)], dtype=torch.float64, device=device)
+            self._exchange(entries, values, numbers)
+        else:
+            numbers = self._exchange([], [], torch.zeros(3, dtype=torch.float64, device=device))
+            loss, factor = numbers[0], float(numbers[1])
+        self.stateful = self.stateful or bool(numbers[2])
+        return loss, factor
+
+    def _exchange(self, entries: Sequence[Any], values: Sequence[Any], numbers: Tensor) -> Tensor:
+        group, source = self.mesh.group("pp"), self.mesh.ranks("pp")[0]
+        if not self.is_last:
+            return self.logs.receive(numbers, group, source)
+        self.logs.send(entries, [metric_value(value) for value in values], numbers, group, source)
+        self.logs.replay(entries, values)
+        return numbers
+
+
+@dataclass
+class _Run:
+    """One batch: what the executor drives."""
+
+    pipeline: Pipeline
+    step: Step
+    microbatches: Sequence[Any]
+    plans: Sequence[SlicePlan]
+    seed: int
+    backward: Backward | None
+    results: dict[int, Any] = field(default_factory=dict)
+    logged: list[list[Any]] = field(default_factory=list)
+    left_state: bool = False
+    _weights: dict[int, Tensor | float] = field(default_factory=dict)
+    _began_backward: bool = False
+
+    def relays(self, boundary: int, microbatch: int) -> Sequence[Relay]:
+        return self.plans[microbatch].relays[boundary]
+
+    def forward(self, stage: int, microbatch: int, received: list[Tensor]) -> list[Tensor]:
+        pipeline, plan = self.pipeline, self.plans[microbatch]
+        last = stage == plan.n_stages - 1
+        seed = _mixed(self.seed, microbatch)
+        counting = TargetCount() if last and self.backward is not None else None
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(_seeded(_mixed(seed, stage)))
+            stack.enter_context(torch.set_grad_enabled(self.backward is not None and torch.is_grad_enabled()))
+            if counting is not None:
+                stack.enter_context(counting)
+            calls = stack.enter_context(pipeline.logs.recording()) if last else []
+            before = _attributes(pipeline.parallel.module) if last and not pipeline.stateful else None
+            done = pipeline.slicer.run(plan, stage, self.step, self.microbatches[microbatch], received, seed)
+        if before is not None:
+            self.left_state |= before != _attributes(pipeline.parallel.module)
+        if not last:
+            if self.backward is not None:
+                needed = [x for x, r in zip(done.sent, plan.relays[stage + 1], strict=True) if r.requires_grad]
+                pipeline.parallel.trace(needed, received)
+            return list(done.sent)
+        self.results[microbatch] = done.result
+        self.logged.append(calls)
+        self._weights[microbatch] = self._weight(counting, microbatch)
+        if self.backward is None:
+            return []
+        return [self._root(self._loss_of(done.result), microbatch, received)]
+
+    def before_backward(self, stage: int, microbatch: int) -> None:
+        if self.backward is not None and not self._began_backward:
+            self._began_backward = True
+            loss = self._loss_of(self.results[microbatch]) if microbatch in self.results else torch.zeros(())
+            self.backward.before(loss)
+
+    def complete(self, stage: int) -> None:
+        """Gradients of this stage are reduced with those of the others, in the strategy's backward."""
+
+    @property
+    def provisional_total(self) -> float:
+        """By what the weights were divided in the losses, before their sum was known."""
+        return self._reference() * len(self.microbatches)
+
+    def weights(self) -> Tensor:
+        """(m,) float64, of the microbatches."""
+        device = self.pipeline.mesh.device
+        order = [self._weights[i] for i in range(len(self.microbatches))]
+        return torch.stack([torch.as_tensor(w, dtype=torch.float64, device=device) for w in order])
+
+    def loss(self, weights: Tensor) -> Tensor:
+        """The loss of the batch; nan for evaluation."""
+        if self.backward is None:
+            return torch.tensor(torch.nan)
+        losses = torch.stack([self._loss_of(self.results[i]).detach() for i in range(len(self.microbatches))])
+        total: Tensor = (losses.double() * weights).sum() / weights.sum()
+        return total.to(losses.dtype)
+
+    def merged_results(self) -> Any:
+        """What the steps returned, put together."""
+        order = [self.results[i] for i in range(len(self.microbatches))]
+        if order[0] is None:
+            return None
+        detached = [_detached(result) for result in order]
+        return merge_outputs(detached, [float(w) for w in self.weights()])
+
+    def _loss_of(self, result: Any) -> Tensor:
+        loss = result.get("loss") if isinstance(result, Mapping) else result
+        if not isinstance(loss, Tensor):
+            raise RuntimeError(
+                f"MegaTPStrategy: training_step returned {type(loss).__name__} instead of a loss. Under pipeline"
+                " parallelism every step needs one: all stages take part in each batch. To skip a batch, leave it out"
+                " of the data."
+            )
+        return loss
+
+    def _weight(self, counting: TargetCount | None, microbatch: int) -> Tensor | float:
+        batch = self.microbatches[microbatch]
+        own = getattr(self.pipeline.parallel.module, "loss_weight", None)
+        if own is not None:
+            weight: Tensor | float = own(batch)
+            return weight
+        samples = batch_size(batch) or 1
+        if counting is None:
+            return float(samples)
+        if len(counting.counts) > 1:
+            warn_once_per_run(
+                "the training step averages several cross-entropies, so its microbatches are weighted by their samples."
+                " If they hold different numbers of targets, define `loss_weight(self, batch)` on the LightningModule."
+            )
+        return counting.weight(samples)
+
+    def _root(self, loss: Tensor, microbatch: int, received: Sequence[Tensor]) -> Tensor:
+        assert self.backward is not None
+        self.pipeline.parallel.trace([loss], received)
+        weight = torch.as_tensor(self._weights[microbatch], dtype=loss.dtype, device=loss.device)
+        return self.backward.scale(loss * (weight / self.provisional_total))
+
+    def _reference(self) -> float:
+        """A typical weight, known before the first microbatch: so large numbers of targets don't blow up gradients."""
+        return float(batch_size(self.microbatches[0]) or 1)
+
+
+def _detached(result: Any) -> Any:
+    if isinstance(result, Tensor):
+        return result.detach()
+    if isinstance(result, Mapping):
+        return {key: _detached(value) for key, value in result.items()}
+    if isinstance(result, (list, tuple)) and not hasattr(result, "_fields"):
+        return type(result)(_detached(value) for value in result)
+    return result
+
+
+def _attributes(module: Any) -> dict[str, Any]:
+    """What a step may leave on its module: attributes by identity, containers also by length."""
+    found = {}
+    for name, value in vars(module).items():
+        if not name.startswith("_"):
+            found[name] = id(value), len(value) if isinstance(value, (list, dict, set)) else None
+    return found
+
+
+@contextlib.contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """Random numbers of one stage and microbatch; the generators go on afterwards as if nothing was drawn."""
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    with torch.random.fork_rng(devices):
+        torch.manual_seed(seed)
+        yield
+
+
+def _mixed(seed: int, index: int) -> int:
+    """Unrelated seeds for neighbouring indices."""
+    x = (seed ^ (index + 1) * 0x9E3779B97F4A7C15) & (2**64 - 1)
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & (2**64 - 1)
+    return (x ^ (x >> 27)) % 2**63

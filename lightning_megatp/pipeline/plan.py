@@ -1,0 +1,214 @@
+"""SlicePlan: which operation of a user's step runs on which stage, and which values cross between stages.
+
+A plan is data, made by one dry run (tracing.py) and carried out by every stage on its own (running.py).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_megatp.shim.torch import tree_leaves
+
+
+class SliceError(RuntimeError):
+    """A step that can't be cut, or that left its plan: the text names the operation, the module and the remedy."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(f"MegaTPStrategy: {text}")
+
+
+class Key(NamedTuple):
+    """A value of the step: the operation that made it, and which of its tensors it is.
+
+    What an operation returns is counted first, then what it changed in place.
+    """
+
+    operation: int
+    output: int
+
+
+@dataclass(frozen=True)
+class Relay:
+    """A value that crosses a boundary between two stages."""
+
+    key: Key
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+    """Whether its gradient crosses back. False also where the value has one, but nothing behind the boundary that could
+    use it."""
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One operation of the step: a unit, a torch function between units, or an autograd function."""
+
+    what: Any
+    """How a run recognises it: a unit's name, or the function."""
+    name: str
+    where: str
+    """The user's line, and the module it is in."""
+    stage: int | None
+    """None: replicated. It depends only on the batch, constants and glue parameters, and every stage computes it."""
+    units: tuple[str, ...] = ()
+    """The units called: itself, or those inside of an autograd function (activation checkpointing)."""
+    inputs: tuple[Key, ...] = ()
+    """The values of stages among its inputs."""
+    ghosts: Any = None
+    """Its result without data, in the structure it returns."""
+    outputs: tuple[Key | None, ...] = ()
+    """The values that it returned, by position in its result; one of an earlier operation where it returned its input.
+    None for values that aren't of a stage."""
+    changed: tuple[tuple[int, Key], ...] = ()
+    """What it changed in place: position among the tensors of its arguments, and the value that became."""
+    random: bool = False
+    """It draws random numbers, and is replicated: every stage has to draw the same."""
+    shape_only: bool = False
+    """It reads nothing but shape and dtype of its tensors (`zeros_like`)."""
+    scalars: tuple[Any, ...] = ()
+    """Its plain arguments, which have to be the same on all ranks."""
+
+
+@dataclass(frozen=True)
+class SlicePlan:
+    """How the steps of one signature are cut.
+
+    `relays[s]` is what crosses from stage s - 1 to stage s; `relays[0]` is empty.
+    """
+
+    n_stages: int
+    operations: tuple[Operation, ...]
+    relays: tuple[tuple[Relay, ...], ...]
+    shared: Mapping[str, tuple[int, ...]]
+    """Parameters used on several stages, with those stages: their gradients are summed over them."""
+    glue: Mapping[str, tuple[int, ...]]
+    """Parameters outside of all units, with the stages that use them. Every rank holds them."""
+    changed: Mapping[str, int]
+    """Buffers (and other tensors of the module) outside of units that the step changes in place, with the stage that
+    does: only that stage's copy is up to date."""
+    not_operations: frozenset[Any]
+    """Functions that only ask for shapes, dtypes, modes, or values of the batch."""
+    touches_parameters: bool
+    """Some operation between units takes a unit's parameter."""
+    changes_batch: bool
+    """The step changes tensors of the batch in place."""
+    uses_functions: bool
+    """Some operation between units is an autograd function, which no mode sees."""
+    clones: frozenset[Key] = frozenset()
+    """Relayed values that a later stage changes in place."""
+    _scripts: dict[int, Script] = field(default_factory=dict, compare=False, repr=False)
+
+    def script(self, stage: int) -> Script:
+        """What one stage does, operation by operation."""
+        if stage not in self._scripts:
+            self._scripts[stage] = Script.of(self, stage)
+        return self._scripts[stage]
+
+    def digest(self) -> str:
+        """The same on all ranks that planned the same."""
+        text = repr(
+            (
+                [
+                    (op.name, op.stage, op.units, op.outputs, op.changed, op.random, op.scalars)
+                    for op in self.operations
+                ],
+                [[(r.key, r.shape, r.stride, r.dtype, r.requires_grad) for r in relays] for relays in self.relays],
+                sorted(self.shared.items()),
+                sorted(self.glue.items()),
+            )
+        )
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+@dataclass(slots=True)
+class Instruction:
+    """One operation as one stage carries it out."""
+
+    operation: Operation
+    what: Any
+    computed: bool
+    ghosts: Any
+    special: bool
+    """Computed, but not by simply calling it: its arguments or its random numbers need care."""
+    received: tuple[tuple[int, Key], ...]
+    """Not computed, but it returns these relayed values, by position in its result."""
+    shared: bool
+    """Not computed, and its ghosts can be returned as they are: nothing is received, nobody can change the structure."""
+    became: tuple[tuple[int, Key], ...]
+    """Not computed, and changed what are relayed values since, by position among the tensors of its arguments."""
+    kept: tuple[tuple[int, Key], ...]
+    """Computed, and these values of its result are sent on."""
+    kept_changed: tuple[tuple[int, Key], ...]
+    """The same of what it changed in place, by position among the tensors of its arguments."""
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """A plan as one stage sees it."""
+
+    instructions: tuple[Instruction, ...]
+    last: int
+    """Index of the operation after which the stage has nothing left to do."""
+    free_after: int
+    """On the last stage: from here on it holds all it needs, and the step may do other operations than planned."""
+
+    @classmethod
+    def of(cls, plan: SlicePlan, stage: int) -> Script:
+        received = {relay.key for relay in plan.relays[stage]}
+        is_last = stage == plan.n_stages - 1
+        sent = set() if is_last else {relay.key for relay in plan.relays[stage + 1]} - received
+        stood_in: set[Key] = set()
+        instructions = tuple(_instruct(op, stage, received, sent, stood_in) for op in plan.operations)
+        own = [i for i, op in enumerate(plan.operations) if op.stage == stage]
+        awaited = [key.operation for key in received]
+        return cls(
+            instructions=instructions,
+            last=len(plan.operations) if is_last else own[-1],
+            free_after=max(awaited, default=-1),
+        )
+
+
+def _instruct(op: Operation, stage: int, received: set[Key], sent: set[Key], stood_in: set[Key]) -> Instruction:
+    """What a stage does about one operation.
+
+    Args:
+        stood_in: values that the step knows by a tensor which an operation of another stage changed in place: on this
+            stage what was received stands in for it. Operations are to be given in order; this one's are added.
+    """
+    computed = op.stage is None or op.stage == stage
+    needs_stand_ins = any(key in stood_in for key in op.inputs)
+    stood_in.update(key for _, key in op.changed if (needs_stand_ins if computed else key in received))
+
+    def chosen(pairs: Iterable[tuple[int, Key | None]], keys: set[Key]) -> tuple[tuple[int, Key], ...]:
+        return tuple((position, key) for position, key in pairs if key in keys and key is not None)
+
+    returned = () if computed else chosen(enumerate(op.outputs), received)
+    return Instruction(
+        operation=op,
+        what=op.what,
+        computed=computed,
+        ghosts=op.ghosts,
+        special=needs_stand_ins or op.random or op.shape_only,
+        received=returned,
+        shared=not (computed or returned) and _is_immutable(op.ghosts),
+        became=() if computed else chosen(op.changed, received),
+        kept=chosen(enumerate(op.outputs), sent) if computed else (),
+        kept_changed=chosen(op.changed, sent) if computed else (),
+    )
+
+
+def _is_immutable(ghosts: Any) -> bool:
+    return ghosts is None or isinstance(ghosts, Tensor) or (type(ghosts) is tuple and all(map(_is_immutable, ghosts)))
+
+
+def tensors_in(*values: Any) -> list[Tensor]:
+    """The tensors in nested lists, tuples and dicts, in order."""
+    return [x for x in tree_leaves(values) if isinstance(x, Tensor)]

@@ -1,0 +1,64 @@
+"""From what a dry run saw to the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from lightning_megatp.pipeline.plan import Key, Relay, SliceError, SlicePlan
+from lightning_megatp.pipeline.tracing import Tracer
+from lightning_megatp.pipeline.values import Value
+
+
+def make_plan(tracer: Tracer, names: Mapping[int, str], n_stages: int, changes_batch: bool) -> SlicePlan:
+    """Decide what crosses each boundary.
+
+    Args:
+        tracer: after its run.
+        names: id -> name of the parameters.
+        n_stages: how many stages.
+        changes_batch: whether the step changes tensors of the batch in place.
+
+    Raises:
+        SliceError: a stage has nothing to do, or a stage changes what others use.
+    """
+    changed = tracer.values.changed_for_good(tracer.owners)
+    for stage in range(n_stages):
+        if not any(operation.stage == stage for operation in tracer.operations):
+            raise SliceError(
+                f"pipeline stage {stage} of {n_stages} has nothing to do in this step: none of its modules is called."
+                " Use fewer stages, or spread the modules that are by `stages=[[...], ...]`."
+            )
+    shared = {names[i]: tuple(sorted(at)) for i, at in tracer.owners.items() if len(at) > 1 and i in names}
+    return SlicePlan(
+        n_stages=n_stages,
+        operations=tuple(tracer.operations),
+        relays=tuple(_relays(tracer.values.by_key, stage) for stage in range(n_stages)),
+        shared={**shared, **{names[i]: tuple(sorted(at)) for i, at in tracer.glue_uses.items() if len(at) > 1}},
+        glue={name: tuple(sorted(tracer.glue_uses.get(i, ()))) for i, name in tracer.glue.items()},
+        not_operations=frozenset(tracer.not_operations),
+        touches_parameters=tracer.touches_parameters,
+        changes_batch=changes_batch,
+        uses_functions=tracer.uses_functions,
+        changed=changed,
+        clones=frozenset(tracer.values.clones),
+    )
+
+
+def _relays(values: Mapping[Key, Value], stage: int) -> tuple[Relay, ...]:
+    """What crosses the boundary before a stage: values of earlier stages that it, or a later one, uses."""
+    crossing = [value for value in values.values() if (value.stage or 0) < stage <= max(value.consumers, default=-1)]
+    return tuple(_relay(value, stage) for value in sorted(crossing, key=lambda value: value.key or Key(0, 0)))
+
+
+def _relay(value: Value, stage: int) -> Relay:
+    assert value.key is not None and value.ghost is not None
+    back = any(gradient for user, gradient in value.consumers.items() if user >= stage)
+    ghost = value.ghost
+    return Relay(
+        key=value.key,
+        shape=tuple(ghost.shape),
+        stride=tuple(ghost.stride()),
+        dtype=ghost.dtype,
+        device=ghost.device,
+        requires_grad=back and ghost.requires_grad,
+    )

@@ -1,0 +1,266 @@
+"""One stage's run of a user's step on one microbatch, by the plan.
+
+The stage computes its own operations and the replicated ones. In place of what other stages compute it returns what
+was received, or a ghost made once per plan. A real tensor needs no bookkeeping here: the operations come in the order of
+the plan, so the index says it all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from lightning_megatp.pipeline.place import Place
+from lightning_megatp.pipeline.plan import Instruction, Key, Operation, SliceError, SlicePlan, tensors_in
+from lightning_megatp.pipeline.tracing import StepEnded, generators_of, is_bookkeeping, with_memory
+from lightning_megatp.shim.torch import is_fake, tensor_version, tree_leaves, tree_map, without_mode
+from lightning_megatp.tensor.functions import operation_name
+
+
+class StageMode(TorchFunctionMode):
+    """Sees the operations between units, and the calls of units.
+
+    Args:
+        plan: of the batch's signature.
+        stage: the one that is run.
+        received: the values of `plan.relays[stage]`.
+        seed: of the random numbers that all stages share; another one for every step and microbatch.
+        place: names where an operation is.
+    """
+
+    def __init__(self, plan: SlicePlan, stage: int, received: dict[Key, Tensor], seed: int, place: Place) -> None:
+        super().__init__()
+        script = plan.script(stage)
+        self._instructions, self._last, self._free_after = script.instructions, script.last, script.free_after
+        self._not_operations = plan.not_operations | _PROPERTIES
+        self._stage, self._is_last, self._seed, self._place = stage, stage == plan.n_stages - 1, seed, place
+        self._received = {key: x.clone() if key in plan.clones else x for key, x in received.items()}
+        self._stand_ins: dict[int, tuple[Tensor, Tensor]] = {}
+        self._index = -1
+        self._free = False
+        self.done = False
+        self.inside = False
+        """A unit runs: it is not looked into."""
+        self.made: dict[Key, tuple[Tensor, int]] = {}
+        """What is sent on, with its version when it was made."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in self._not_operations:
+            return func(*args, **kwargs) if kwargs else func(*args)
+        if func is torch.Tensor.__iter__:
+            return iter(self.__torch_function__(torch.Tensor.unbind, types, args))
+        instruction = self._next(func)
+        if instruction is None:
+            return self._call_freely(func, args, kwargs or {})
+        if instruction.computed:
+            return self._compute(instruction, func, args, kwargs or {})
+        return self._skip(instruction, args, kwargs or {})
+
+    def unit(
+        self, name: str, stage: int, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """A call of a unit."""
+        if self.inside:
+            return function(*args, **kwargs)
+        if self.done:
+            raise StepEnded
+        return self._opaque(name, stage == self._stage, function, args, kwargs)
+
+    def metric(self, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call of a metric's method: the last stage's."""
+        if self.inside or self.done:
+            return function(*args, **kwargs) if self._is_last else None
+        return self._opaque(name, self._is_last, function, args, kwargs)
+
+    def function(self, cls: type, apply: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call of an autograd function."""
+        if self.inside or self.done or is_bookkeeping(cls):
+            return apply(*args, **kwargs)
+        return self._opaque(cls, True, apply, args, kwargs)
+
+    def log(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        """`self.log` and `self.log_dict`: the last stage's."""
+        if not self._is_last:
+            return
+        with contextlib.nullcontext() if self.inside else self._outside():
+            args, kwargs = self.stood_in((args, kwargs))
+            if any(map(is_fake, tree_leaves((args, kwargs)))):
+                self._explain("self.log", args, kwargs, None)
+            original(*args, **kwargs)
+
+    def stood_in(self, values: Any) -> Any:
+        """Nested values, with what was received for those that other stages changed in place."""
+        if not self._stand_ins:
+            return values
+        return tree_map(lambda x: self._stand_ins.get(id(x), (x, x))[1], values)
+
+    def operation(self, key: Key) -> Operation:
+        """What made a value."""
+        return self._instructions[key.operation].operation
+
+    @contextlib.contextmanager
+    def _outside(self) -> Iterator[None]:
+        """Code that is not looked into: no mode meets it, and units inside run as they are."""
+        self.inside = True
+        try:
+            with without_mode(self):
+                yield
+        finally:
+            self.inside = False
+
+    def _opaque(
+        self, what: Any, is_own: bool, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        instruction = self._next(what)
+        if instruction is not None and instruction.shared and not instruction.became:
+            return instruction.ghosts
+        if instruction is None and not is_own:
+            self._diverged(what)
+        with self._outside():
+            if instruction is None:
+                return self._call_freely(function, args, kwargs)
+            if instruction.computed:
+                return self._compute(instruction, function, args, kwargs)
+            return self._skip(instruction, args, kwargs)
+
+    def check_complete(self) -> None:
+        """After the step.
+
+        Raises:
+            SliceError: it ended before the stage had done its part.
+        """
+        if not self._is_last and self._index < self._last:
+            missing = self._instructions[self._index + 1].operation
+            raise SliceError(
+                f"the step ended on pipeline stage {self._stage} before `{missing.name}` ({missing.where}), which the"
+                " plan has next. What a step does may depend on shapes and on the batch's structure, not on values that"
+                " differ from stage to stage, such as the rank."
+            )
+
+    def _next(self, what: Any) -> Instruction | None:
+        """The instruction for an operation; None where the step is free to do what it likes."""
+        if self._free or self.done:
+            return None
+        self._index += 1
+        if self._index > self._last:
+            self.done = True
+            raise StepEnded
+        if self._index < len(self._instructions):
+            instruction = self._instructions[self._index]
+            if instruction.what == what:
+                return instruction
+        if not self._is_last or self._index <= self._free_after:
+            self._diverged(what)
+        self._free = True
+        return None
+
+    def _compute(
+        self, instruction: Instruction, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        try:
+            if instruction.special:
+                out = self._compute_specially(instruction, function, args, kwargs)
+            else:
+                out = function(*args, **kwargs)
+        except Exception as error:
+            self._explain(instruction.operation.name, args, kwargs, error)
+            raise
+        if instruction.kept:
+            tensors = tensors_in(out)
+            for position, key in instruction.kept:
+                self.made[key] = tensors[position], tensor_version(tensors[position])
+        if instruction.kept_changed:
+            tensors = tensors_in(self.stood_in((args, kwargs)))
+            for position, key in instruction.kept_changed:
+                self.made[key] = tensors[position], tensor_version(tensors[position])
+        return out
+
+    def _compute_specially(
+        self, instruction: Instruction, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        operation = instruction.operation
+        if operation.shape_only:
+            args, kwargs = with_memory(args, kwargs)
+        args, kwargs = self.stood_in((args, kwargs))
+        if not operation.random:
+            return function(*args, **kwargs)
+        with _seeded(hash((self._seed, self._index)), generators_of(args, kwargs)):
+            return function(*args, **kwargs)
+
+    def _skip(self, instruction: Instruction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return what another stage computes: received values where there are any, ghosts else."""
+        if instruction.became:
+            tensors = tensors_in(args, kwargs)
+            for position, key in instruction.became:
+                self._stand_ins[id(tensors[position])] = tensors[position], self._received[key]
+        if instruction.shared:
+            return instruction.ghosts
+        received, position = dict(instruction.received), iter(range(len(instruction.operation.outputs)))
+
+        def fill(x: Any) -> Any:
+            if not isinstance(x, Tensor):
+                return x
+            key = received.get(next(position))
+            return x if key is None else self._received[key]
+
+        return tree_map(fill, instruction.ghosts)
+
+    def _call_freely(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """An operation of which the plan says nothing: the last stage's, after it holds all it needs, or those of a
+        `finally` after the stage's last operation."""
+        try:
+            out = function(*args, **kwargs)
+        except Exception as error:
+            if self.done:
+                raise StepEnded from error
+            self._explain(operation_name(function), args, kwargs, error)
+            raise
+        if not self.done and any(map(is_fake, tree_leaves(out))):
+            self._explain(operation_name(function), args, kwargs, None)
+        return out
+
+    def _explain(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception | None) -> None:
+        """Turn an error about a ghost into one that says so."""
+        if any(map(is_fake, tree_leaves((args, kwargs)))):
+            raise SliceError(
+                f"`{name}` ({self._place.here()}) on pipeline stage {self._stage} needs a value of another stage that"
+                " was not sent to it: when the step was planned, this operation was not seen, or not on this stage. What"
+                " a step computes from values of earlier stages may not depend on data or on the step's number."
+            ) from error
+
+    def _diverged(self, what: Any) -> None:
+        planned = "its end"
+        if self._index < len(self._instructions):
+            operation = self._instructions[self._index].operation
+            planned = f"`{operation.name}` ({operation.where})"
+        name = what if isinstance(what, str) else operation_name(what)
+        raise SliceError(
+            f"the step left its plan on pipeline stage {self._stage}: it does `{name}` ({self._place.here()}), and when"
+            f" it was planned it did {planned}. Until the last stage has all it needs, a step does the same operations"
+            " for all batches of the same shapes. Move what depends on data, or on the step's number, into the forward"
+            " of a module, or after the loss."
+        )
+
+
+@contextlib.contextmanager
+def _seeded(seed: int, generators: list[torch.Generator]) -> Iterator[None]:
+    """Draw from a seed, and leave the generators as they were."""
+    states = [generator.get_state() for generator in generators]
+    try:
+        for generator in generators:
+            generator.manual_seed(seed % 2**63)
+        yield
+    finally:
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
+
+
+_PROPERTIES = frozenset([torch.Tensor.device.__get__])  # type: ignore[attr-defined]
+"""What fake tensors answer by a property of their own, so that the dry run doesn't see it asked."""

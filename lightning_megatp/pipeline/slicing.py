@@ -1,0 +1,268 @@
+"""Slicer: plans how a user's own step is cut into pipeline stages, and runs one stage's part of it.
+
+A step is cut between *units* (blocks, embeddings, heads), which are never looked into. One dry run per kind of batch
+gives every value between units a stage: the latest of its inputs'. What depends only on the batch, constants and
+parameters outside of units is *replicated*: every stage computes it. A value of stage s used on stage t > s is relayed
+hop by hop over the boundaries s + 1, ..., t. To run, each stage executes the same step; other stages' operations return
+ghosts, and the step is left after the stage's last own operation. So the step's Python code, and the order of what it
+does, is the user's own on every stage.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import sys
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_megatp.pipeline.calls import Interception, Switch, logging_replaced
+from lightning_megatp.pipeline.ownership import Ownership
+from lightning_megatp.pipeline.place import Place
+from lightning_megatp.pipeline.plan import Key, Relay, SliceError, SlicePlan
+from lightning_megatp.pipeline.planning import make_plan
+from lightning_megatp.pipeline.running import StageMode
+from lightning_megatp.pipeline.signature import signature_of, tensors_of
+from lightning_megatp.pipeline.snapshot import Snapshot, random_state_kept
+from lightning_megatp.pipeline.tracing import StepEnded, Tracer
+from lightning_megatp.pipeline.units import children_of
+from lightning_megatp.pipeline.values import Values
+from lightning_megatp.shim.torch import FakeTensorMode, handle_functions, is_fake, tensor_version, tree_leaves
+
+Step = Callable[[Any], Any]
+"""A user's step on one batch, in the contexts it runs in (autocast)."""
+
+
+@dataclass(frozen=True)
+class StageRun:
+    """What one stage made of one microbatch."""
+
+    sent: tuple[Tensor, ...]
+    """In the order of `plan.relays[stage + 1]`, with their graph; what a relay says needs no gradient may have one."""
+    result: Any = None
+    """What the step returned; on the last stage only."""
+
+
+class Slicer:
+    """Cuts the steps of one module. Make it once: the calls of units are intercepted from then on, until `close`.
+
+    Args:
+        module: whose step is cut.
+        stage_of_unit: unit name -> stage; units don't contain each other.
+        n_stages: how many stages.
+    """
+
+    def __init__(self, module: nn.Module, stage_of_unit: Mapping[str, int], n_stages: int) -> None:
+        self.module, self.n_stages = module, n_stages
+        self._fake_mode = FakeTensorMode()
+        self._ownership = Ownership(module, stage_of_unit, self._fake_mode)
+        self._place = Place(module)
+        self._switch = Switch()
+        self._interception = Interception(module, dict(stage_of_unit), self._switch)
+
+    def close(self) -> None:
+        """Give the module its own methods back."""
+        self._interception.undo()
+
+    def signature(self, batch: Any) -> Hashable:
+        """Batches with the same one have the same plan: what the module does with them can only differ by values."""
+        return signature_of(self.module, batch)
+
+    def plan(self, step: Step, batch: Any) -> SlicePlan:
+        """Find out what the step does, without computing more than what is replicated, and without leaving a trace.
+
+        Args:
+            step: the user's step, in its contexts.
+            batch: a microbatch. It is not changed.
+
+        Raises:
+            SliceError: the step can't be cut.
+        """
+        snapshot = Snapshot(self.module)
+        batch = copy.deepcopy(batch)
+        in_batch = tensors_of(batch)
+        versions = [tensor_version(x) for x in in_batch]
+        try:
+            with self._prepared_to_plan(), self._ownership.present(), self._ownership.buffers_aside():
+                tracer = self._tracer(snapshot)
+                self._trace(tracer, step, batch, snapshot)
+                changes_batch = versions != [tensor_version(x) for x in in_batch]
+                names = self._ownership.names
+                plan = make_plan(tracer, names, self.n_stages, changes_batch)
+                self._ownership.learn(tracer.owners)
+        finally:
+            snapshot.restore()
+        return plan
+
+    def run(
+        self, plan: SlicePlan, stage: int, step: Step, batch: Any, received: Sequence[Tensor], seed: int = 0
+    ) -> StageRun:
+        """Run one stage's part of the step on a microbatch.
+
+        Args:
+            plan: of the microbatch's signature.
+            stage: whose part.
+            step: the user's step, in its contexts.
+            batch: the microbatch.
+            received: in the order of `plan.relays[stage]`: leaves, that require a gradient where the relay says so.
+            seed: of the random numbers in replicated operations: the same on all stages, another for every microbatch.
+
+        Raises:
+            SliceError: the step did something else than planned.
+        """
+        got = _received(plan.relays[stage], received, stage)
+        mode = StageMode(plan, stage, got, seed, self._place)
+        is_last = stage == self.n_stages - 1
+        batch = copy.deepcopy(batch) if plan.changes_batch else batch
+        result = None
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._switch.to(mode))
+            stack.enter_context(logging_replaced(self.module, mode.log))
+            if plan.touches_parameters:
+                stack.enter_context(self._ownership.present())
+            if plan.uses_functions:
+                stack.enter_context(handle_functions(mode.function))
+            with contextlib.suppress(StepEnded), mode:
+                result = step(batch)
+        mode.check_complete()
+        if not is_last:
+            return StageRun(tuple(_sent(relay, mode, got, stage) for relay in plan.relays[stage + 1]))
+        result = mode.stood_in(result)
+        if any(map(is_fake, tree_leaves(result))):
+            raise SliceError(
+                f"the step returned a value of another stage than the last one ({stage}), that was not sent to it."
+            )
+        return StageRun((), result)
+
+    def free(self, own: Collection[int]) -> None:
+        """Let go of the parameters and buffers that no stage of this rank uses. After the first plan, which tells of
+        uses outside their own units.
+
+        `module.parameters()` gives only what is left; `module.weight` of a freed one still tells shape, dtype, device.
+        """
+        self._ownership.free(own)
+
+    @contextlib.contextmanager
+    def _prepared_to_plan(self) -> Iterator[None]:
+        """Nothing outside notices a dry run: neither generators nor autocast's cache of weights, nor the compiler."""
+        grad = torch.is_grad_enabled()
+        self._fake_mode.allow_non_fake_inputs = True
+        cached = torch.is_autocast_cache_enabled()
+        try:
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(random_state_kept())
+                stack.enter_context(torch.inference_mode(False))  # inference tensors can't tell in-place changes
+                stack.enter_context(torch.set_grad_enabled(grad))
+                if "torch._dynamo" in sys.modules:
+                    stack.enter_context(torch.compiler.set_stance("force_eager"))
+                yield
+        finally:
+            self._fake_mode.allow_non_fake_inputs = False
+            torch.set_autocast_cache_enabled(cached)
+            torch.clear_autocast_cache()
+
+    def _tracer(self, snapshot: Snapshot) -> Tracer:
+        owners = self._ownership.of_units()
+        names = self._ownership.names
+        glue = {tensor_id: name for tensor_id, name in names.items() if tensor_id not in owners}
+        buffers = {id(x): name for name, x in self.module.named_buffers()}
+        values = Values(self._fake_mode, {**snapshot.tensors, **buffers, **names})
+        return Tracer(owners, glue, values, self._fake_mode, self.n_stages, self._place)
+
+    def _trace(self, tracer: Tracer, step: Step, batch: Any, snapshot: Snapshot) -> None:
+        with (
+            self._switch.to(tracer),
+            handle_functions(tracer.function),
+            logging_replaced(self.module, tracer.log),
+        ):
+            try:
+                with tracer:
+                    result = step(batch)
+            except StepEnded:
+                result = None
+            except SliceError:
+                raise
+            except Exception:
+                if not tracer.guessed:
+                    raise
+                result = None
+        tracer.consume_left(snapshot.new_tensors())
+        loss = result.get("loss") if isinstance(result, Mapping) else result
+        tracer.consume(loss, gradient=True, by="the result of the step")
+        tracer.consume(result, gradient=False, by="the result of the step")
+
+
+def execution_order(module: nn.Module, units: Sequence[str], step: Step, batch: Any) -> list[str]:
+    """The units in the order in which a step first calls them; those that it never calls follow the one defined before.
+
+    A unit that is never called because the model calls its parts, is replaced by these.
+    """
+    called = _called(module, units, step, batch)
+    parts = {unit: children_of(module, unit) for unit in units if unit not in called}
+    split = [part for unit in units for part in parts.get(unit) or [unit]]
+    if split != list(units):
+        called_parts = _called(module, split, step, batch)
+        split = [part for unit in units for part in _used(unit, parts, called_parts)]
+        if split != list(units):
+            return execution_order(module, split, step, batch)
+    order = list(called)
+    for before, unit in zip(["", *units], units, strict=False):
+        if unit not in called:
+            order.insert(order.index(before) + 1 if before in order else 0, unit)
+    return order
+
+
+def _called(module: nn.Module, units: Sequence[str], step: Step, batch: Any) -> list[str]:
+    slicer = Slicer(module, dict.fromkeys(units, 0), 1)
+    try:
+        operations = slicer.plan(step, batch).operations
+    finally:
+        slicer.close()
+    return list(dict.fromkeys(unit for operation in operations for unit in operation.units))
+
+
+def _used(unit: str, parts: Mapping[str, list[str]], called: Sequence[str]) -> list[str]:
+    of_unit = parts.get(unit, [])
+    return of_unit if any(part in called for part in of_unit) else [unit]
+
+
+def _received(relays: Sequence[Relay], tensors: Sequence[Tensor], stage: int) -> dict[Key, Tensor]:
+    if len(tensors) != len(relays):
+        raise SliceError(f"pipeline stage {stage} received {len(tensors)} values, and the plan has {len(relays)}.")
+    for relay, tensor in zip(relays, tensors, strict=True):
+        if (tuple(tensor.shape), tensor.dtype) != (relay.shape, relay.dtype):
+            raise SliceError(f"pipeline stage {stage} received {_describe(tensor)}; planned was {_describe(relay)}.")
+    return {relay.key: tensor for relay, tensor in zip(relays, tensors, strict=True)}
+
+
+def _sent(relay: Relay, mode: StageMode, received: Mapping[Key, Tensor], stage: int) -> Tensor:
+    """A value for the next stage, if it is what the plan promised."""
+    if relay.key in received:
+        return received[relay.key]
+    operation = mode.operation(relay.key)
+    tensor, version = mode.made[relay.key]
+    if is_fake(tensor) or (tensor.requires_grad, tuple(tensor.shape), tensor.dtype) != (
+        relay.requires_grad or tensor.requires_grad,
+        relay.shape,
+        relay.dtype,
+    ):
+        raise SliceError(
+            f"`{operation.name}` ({operation.where}) on pipeline stage {stage} made {_describe(tensor)}; planned was"
+            f" {_describe(relay)}. The batch has the shapes of the planned one, so something else differs between the"
+            " calls: a random choice, a counter, the rank."
+        )
+    if tensor_version(tensor) != version:
+        raise SliceError(
+            f"what `{operation.name}` ({operation.where}) made on pipeline stage {stage} was changed in place before it"
+            " was sent. Use the operation that returns a new tensor."
+        )
+    return tensor
+
+
+def _describe(x: Tensor | Relay) -> str:
+    data = "a value without data, " if is_fake(x) else ""
+    return f"{data}shape {tuple(x.shape)}, {x.dtype}, requires_grad={x.requires_grad}"

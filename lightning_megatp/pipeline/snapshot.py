@@ -1,0 +1,109 @@
+"""What a dry run must not change: the state of a module, and the random number generators."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+from collections import deque
+from collections.abc import Iterator
+from types import FunctionType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_LARGE = 10_000
+"""Containers with more entries (data sets, vocabularies) are restored as they were, but not searched."""
+
+_NOT_SEARCHED = ("torch", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_megatp", "numpy")
+"""Objects of these packages are neither searched nor restored: the trainer, loggers, process groups."""
+
+
+class Snapshot:
+    """The attributes of a module and of what hangs on them: submodules, lists, dicts, sets, the user's own objects."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._holders = [(holder, _copy(holder)) for holder in _holders(module)]
+        self._tensors = list(_tensors(self._holders))
+        self.tensors = {id(x): "a tensor of the module" for x in self._tensors}
+        """id -> name of all tensors found."""
+
+    def restore(self) -> None:
+        """Put everything back, in place."""
+        for holder, before in self._holders:
+            _fill(holder, before)
+
+    def new_tensors(self) -> list[Tensor]:
+        """What hangs on the module now and did not before."""
+        now = [(holder, holder) for holder in _holders(self._module)]
+        return [x for x in _tensors(now) if id(x) not in self.tensors]
+
+
+@contextlib.contextmanager
+def random_state_kept() -> Iterator[None]:
+    """Leave the generators of torch (CPU and the current accelerator), Python and NumPy as they were found."""
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() and torch.cuda.is_initialized() else []
+    python, numpy = random.getstate(), sys.modules.get("numpy")
+    of_numpy = numpy.random.get_state() if numpy is not None else None
+    with torch.random.fork_rng(devices):
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            if numpy is not None:
+                numpy.random.set_state(of_numpy)
+
+
+def _holders(module: nn.Module) -> list[Any]:
+    """Everything under a module that can be changed in place, each once; modules and objects as their `__dict__`."""
+    found: dict[int, Any] = {}
+    waiting: list[Any] = [child.__dict__ for child in module.modules()]
+    while waiting:
+        holder = waiting.pop()
+        if id(holder) in found:
+            continue
+        found[id(holder)] = holder
+        if len(holder) <= _LARGE:
+            waiting.extend(part for part in map(_held, _entries(holder)) if part is not None)
+    return list(found.values())
+
+
+def _held(entry: Any) -> Any:
+    """What of an entry may change in place; None for plain values and what belongs to others."""
+    if isinstance(entry, (list, dict, set, deque)):
+        return entry
+    if isinstance(entry, tuple):
+        return list(entry)
+    if isinstance(entry, (Tensor, nn.Module, FunctionType, ModuleType, type)):
+        return None
+    of = type(entry).__module__.partition(".")[0]
+    return None if of in _NOT_SEARCHED or of == "builtins" else getattr(entry, "__dict__", None)
+
+
+def _entries(holder: Any) -> list[Any]:
+    return list(holder.values()) if isinstance(holder, dict) else list(holder)
+
+
+def _copy(holder: Any) -> Any:
+    return dict(holder) if isinstance(holder, dict) else list(holder)
+
+
+def _fill(holder: Any, before: Any) -> None:
+    if isinstance(holder, dict):
+        if len(holder) != len(before) or any(holder.get(key) is not value for key, value in before.items()):
+            holder.clear()
+            holder.update(before)
+    elif isinstance(holder, set):
+        holder.clear()
+        holder.update(before)
+    else:
+        holder.clear()
+        holder.extend(before)
+
+
+def _tensors(holders: list[tuple[Any, Any]]) -> Iterator[Tensor]:
+    for _, entries in holders:
+        if len(entries) <= _LARGE:
+            yield from (x for x in _entries(entries) if isinstance(x, Tensor))

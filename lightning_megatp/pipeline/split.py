@@ -1,0 +1,97 @@
+"""Batches to microbatches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
+
+from lightning_megatp.plan.ranges import split_evenly
+
+
+def split_batch(batch: Any, microbatches: int) -> list[Any]:
+    """Split a batch along its batch dim, into parts of the same structure.
+
+    The rule: the batch size is the size of dim 0 of the first tensor that has one. Tensors with as many rows are split
+    along dim 0, lists of as many strings, numbers or other plain objects likewise; everything else (scalars, tables of
+    another size, None) is given to every microbatch as it is. If that is not what a batch means, define
+    `split_batch(self, batch, microbatches)` on the LightningModule, and return a list.
+
+    Args:
+        batch: tuples, lists, dicts and other mappings (Hugging Face's BatchEncoding), dataclasses, at any depth.
+        microbatches: how many parts are wanted; batches with fewer rows give fewer parts, of one row each. Where rows
+            do not divide, the first parts have one more.
+
+    Raises:
+        ValueError: no tensor with a batch dim, and more than one microbatch.
+    """
+    if microbatches == 1:
+        return [batch]
+    rows = batch_size(batch)
+    if not rows:
+        raise ValueError(
+            f"MegaTPStrategy: a batch ({type(batch).__name__}) holds no tensor with rows in dim 0, so it can't be split"
+            f" into microbatches={microbatches}. Define `split_batch(self, batch, microbatches)` on the"
+            " LightningModule, or use microbatches=1."
+        )
+    parts = split_evenly(rows, min(microbatches, rows))
+    return [_take(batch, rows, start, stop) for start, stop in parts]
+
+
+def batch_size(batch: Any) -> int | None:
+    """Rows of the first tensor that has a dim 0; None without one."""
+    return next((len(x) for x in _tensors(batch) if x.dim() > 0), None)
+
+
+def _take(batch: Any, rows: int, start: int, stop: int) -> Any:
+    def part(x: Any) -> Any:
+        if isinstance(x, Tensor):
+            return x[start:stop] if x.dim() > 0 and len(x) == rows else x
+        plain = not any(isinstance(item, (Tensor, list, tuple, dict)) for item in x)
+        if len(x) == rows and plain:
+            return x[start:stop]
+        return [_take(item, rows, start, stop) for item in x]
+
+    return apply_to_collection(batch, (Tensor, list), part)
+
+
+def _tensors(batch: Any) -> Iterator[Tensor]:
+    found: list[Tensor] = []
+    apply_to_collection(batch, Tensor, found.append)
+    yield from found
+
+
+def merge_outputs(parts: list[Any], weights: list[float]) -> Any:
+    """What a step returned for each microbatch, as it would have for the batch.
+
+    Floating scalars are averaged by weight, other tensors with a dim are concatenated along dim 0, lists joined;
+    of other values the last one stays.
+
+    Args:
+        parts: one per microbatch, of the same structure.
+        weights: of the microbatches.
+    """
+    first = parts[-1]
+    if isinstance(first, Tensor):
+        if first.dim() == 0:
+            return _average(parts, weights)
+        import torch
+
+        same = all(part.shape[1:] == first.shape[1:] for part in parts)
+        return torch.cat(parts) if same else parts
+    if isinstance(first, dict):
+        return type(first)((key, merge_outputs([part[key] for part in parts], weights)) for key in first)
+    if isinstance(first, tuple) and not hasattr(first, "_fields"):
+        return tuple(merge_outputs(list(items), weights) for items in zip(*parts, strict=True))
+    if isinstance(first, list):
+        return [item for part in parts for item in part]
+    return first
+
+
+def _average(parts: list[Tensor], weights: list[float]) -> Tensor:
+    if not parts[0].is_floating_point():
+        return parts[-1]
+    total = sum(weights)
+    return sum((part * (weight / total) for part, weight in zip(parts, weights, strict=True)), start=parts[0] * 0.0)

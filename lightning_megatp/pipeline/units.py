@@ -1,0 +1,190 @@
+"""Which modules a pipeline never cuts (its units: blocks, embeddings, heads), and how they are spread over stages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from itertools import accumulate
+
+from torch import nn
+
+_LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+_PARAMETERS = (nn.ParameterList, nn.ParameterDict)
+
+
+def find_units(module: nn.Module, names: Sequence[str] | None = None) -> list[str]:
+    """The units of a module, in the order of definition.
+
+    What a ModuleList, Sequential or ModuleDict holds are units; lists in lists are opened, blocks are not, whatever they
+    hold. Outside of lists, a module that has such lists somewhere in it is opened, and any other module with parameters
+    is a unit: an embedding, a norm, a head. A model without any list is opened down to its layers. Only modules with
+    parameters count, and no parameterised layer is in two units.
+
+    Args:
+        module: the whole, a LightningModule.
+        names: the user's own choice instead, checked.
+
+    Raises:
+        ValueError: a name that is no module of it, or a module inside of another chosen one.
+    """
+    if names is not None:
+        return _checked(module, names)
+    found = {
+        id(module.get_submodule(name)): name for name in reversed([*_units("", module, not _has_lists(module), False)])
+    }
+    return [*found.values()][::-1]  # a module with two names is one unit, by its first name
+
+
+def assign(
+    units: Sequence[str],
+    n_stages: int,
+    cost: Mapping[str, float],
+    stages: Sequence[Sequence[str]] | None = None,
+) -> dict[str, int]:
+    """Spread units over stages.
+
+    Contiguous in the given order, every stage with at least one unit, such that the costliest stage costs least.
+
+    Args:
+        units: in order of execution.
+        n_stages: how many stages.
+        cost: of each unit: its time, or number of parameters.
+        stages: the user's own choice instead: for each stage its units, as names or patterns (`blocks.[0-3]`).
+
+    Returns:
+        Unit name -> stage.
+
+    Raises:
+        ValueError: fewer units than stages, or a choice that does not place every unit once.
+    """
+    if stages is not None:
+        return _chosen(units, n_stages, stages)
+    if len(units) < n_stages:
+        raise ValueError(
+            f"MegaTPStrategy: {n_stages} pipeline stages need at least as many units, and the model has {len(units)}:"
+            f" {', '.join(units) or 'none'}. Use fewer stages (pp * virtual_stages), or name smaller modules by"
+            " `stages=[[...], ...]`."
+        )
+    starts = _balance([cost[unit] for unit in units], n_stages)
+    bounds = [*starts, len(units)]
+    return {unit: s for s in range(n_stages) for unit in units[bounds[s] : bounds[s + 1]]}
+
+
+def children_of(module: nn.Module, unit: str) -> list[str]:
+    """The units to try instead of one whose forward is never called, because the model calls its parts."""
+    return [f"{unit}.{name}" for name, child in module.get_submodule(unit).named_children() if _is_callable(child)]
+
+
+def _units(name: str, module: nn.Module, open_all: bool, in_list: bool) -> Iterator[str]:
+    inner = [(f"{name}.{child}".lstrip("."), part) for child, part in module.named_children()]
+    inner = [(child, part) for child, part in inner if _is_callable(part)]
+    is_list = _is_list(module)
+    is_root = name == ""
+    opened = is_list or is_root or (not in_list and _has_lists(module)) or (open_all and not _own_parameters(module))
+    if is_compiled(module) or not opened or not inner:
+        if _is_callable(module) and not is_root:
+            yield name
+        return
+    for child, part in inner:
+        yield from _units(child, part, open_all, in_list=is_list)
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether this is what `torch.compile(module)` returned."""
+    return "_orig_mod" in module._modules
+
+
+def _is_list(module: nn.Module) -> bool:
+    return isinstance(module, _LISTS) and type(module).forward in {kind.forward for kind in _LISTS}
+
+
+def _blocks(container: nn.Module) -> list[nn.Module]:
+    return [child for child in container.children() if _is_callable(child)]
+
+
+def _has_lists(module: nn.Module) -> bool:
+    return not is_compiled(module) and any(_is_list(child) and _blocks(child) for child in module.modules())
+
+
+def _is_callable(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None and not isinstance(module, _PARAMETERS)
+
+
+def _own_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(recurse=False), None) is not None
+
+
+def _checked(module: nn.Module, names: Sequence[str]) -> list[str]:
+    known = {name for name, _ in module.named_modules(remove_duplicate=False) if name}
+    for name in names:
+        if name not in known:
+            raise ValueError(
+                f"MegaTPStrategy: `{name}` is chosen as a pipeline unit, but the model has no such module."
+            )
+        outer = next((other for other in names if name.startswith(f"{other}.")), None)
+        if outer is not None:
+            raise ValueError(
+                f"MegaTPStrategy: `{name}` is inside of `{outer}`, and both are chosen as pipeline units. Leave one out."
+            )
+    return list(dict.fromkeys(names))
+
+
+def _chosen(units: Sequence[str], n_stages: int, stages: Sequence[Sequence[str]]) -> dict[str, int]:
+    if len(stages) != n_stages:
+        raise ValueError(
+            f"MegaTPStrategy: `stages` lists {len(stages)} stages, but there are {n_stages} (pp * virtual_stages)."
+        )
+    placed: dict[str, int] = {}
+    for stage, patterns in enumerate(stages):
+        for pattern in patterns:
+            matching = [unit for unit in units if _matches(unit, pattern)]
+            if not matching:
+                raise ValueError(
+                    f"MegaTPStrategy: `{pattern}` in `stages[{stage}]` matches no unit. The units are"
+                    f" {', '.join(units)}."
+                )
+            for unit in matching:
+                if placed.setdefault(unit, stage) != stage:
+                    raise ValueError(
+                        f"MegaTPStrategy: `stages` places `{unit}` on stage {placed[unit]} and, by `{pattern}`, on stage"
+                        f" {stage}. Every unit goes to one stage."
+                    )
+        if stage not in placed.values():
+            raise ValueError(
+                f"MegaTPStrategy: `stages[{stage}]` is empty. Every stage needs a unit; or use fewer stages."
+            )
+    missing = [unit for unit in units if unit not in placed]
+    if missing:
+        raise ValueError(f"MegaTPStrategy: `stages` leaves out {', '.join(missing)}. Every unit goes to one stage.")
+    return placed
+
+
+def _matches(unit: str, pattern: str) -> bool:
+    """A pattern names units, or a module all of whose units are meant."""
+    return fnmatchcase(unit, pattern) or unit.startswith(f"{pattern}.")
+
+
+def _balance(costs: Sequence[float], parts: int) -> list[int]:
+    """Where each part starts, if a list is cut into so many parts that the costliest costs least.
+
+    best[k][i] is the cost of the costliest of k + 1 parts of the first i entries.
+    """
+    total = [0.0, *accumulate(costs)]
+    best = [list(total)]
+    cuts: list[list[int]] = [[0] * len(total)]
+    for k in range(1, parts):
+        row, cut = [float("inf")] * len(total), [0] * len(total)
+        for i in range(k + 1, len(total)):
+            for j in range(i - 1, k - 1, -1):
+                last = total[i] - total[j]
+                if last >= row[i]:
+                    break
+                if max(best[-1][j], last) < row[i]:
+                    row[i], cut[i] = max(best[-1][j], last), j
+        best.append(row)
+        cuts.append(cut)
+    starts, end = [], len(costs)
+    for cut in reversed(cuts):
+        starts.append(cut[end])
+        end = cut[end]
+    return starts[::-1]

@@ -1,0 +1,169 @@
+"""The tensors of a step as the dry run knows them: the stage of each, who uses it, and who shares its memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from lightning_megatp.pipeline.plan import Key, SliceError
+from lightning_megatp.shim.torch import FakeTensorMode, is_fake, storage_id, tensor_version
+
+
+@dataclass(eq=False)
+class Value:
+    """A tensor of the step."""
+
+    tensor: Tensor
+    fake: Tensor | None
+    """Stands for it in computations without data; itself, where it has none. Made when needed."""
+    stage: int | None
+    """None: replicated, every stage has it."""
+    key: Key | None
+    maker: str
+    parameters: frozenset[int] = frozenset()
+    """id() of the glue parameters that a replicated value depends on."""
+    consumers: dict[int, bool] = field(default_factory=dict)
+    """Later stages that use it -> whether a gradient comes back from there."""
+    changed_elsewhere: tuple[int | None, str] | None = None
+    """Another tensor in the same memory was changed in place: on which stage, and by what."""
+    ghost: Tensor | None = None
+    """What a run returns for it on the stages that don't have it: no data, no graph."""
+
+
+class Values:
+    """All tensors of one step.
+
+    Args:
+        fake_mode: makes stand-ins.
+        persistent: id() -> name of the tensors that outlive the step: parameters, buffers.
+    """
+
+    def __init__(self, fake_mode: FakeTensorMode, persistent: dict[int, str]) -> None:
+        self._fake_mode, self._persistent = fake_mode, persistent
+        self._known: dict[int, Value] = {}
+        self._in_memory: dict[int, list[Value]] = {}
+        self.by_key: dict[Key, Value] = {}
+        self.uses: dict[int, set[int | None]] = {}
+        """id(persistent tensor) -> stages whose operations take it; None: replicated ones."""
+        self.changed_persistent: dict[int, tuple[int, str]] = {}
+        """id(persistent tensor) -> the stage that changes it in place, and by what."""
+        self.clones: set[Key] = set()
+
+    def outlives(self, tensor: Tensor) -> bool:
+        """Whether a tensor was there before the step."""
+        return id(tensor) in self._persistent
+
+    def get(self, tensor: Tensor) -> Value | None:
+        """The value of a tensor, if it was met before."""
+        return self._known.get(id(tensor))
+
+    def fake(self, tensor: Tensor) -> Tensor:
+        """A tensor without data in place of this one."""
+        if is_fake(tensor):
+            return tensor
+        known = self.get(tensor)
+        if known is None:
+            return self._fake_mode.from_tensor(tensor)
+        if known.fake is None:
+            known.fake = self._fake_mode.from_tensor(tensor)
+        return known.fake
+
+    def add(
+        self,
+        tensor: Tensor,
+        stage: int | None,
+        maker: str,
+        key: Key | None = None,
+        parameters: frozenset[int] = frozenset(),
+    ) -> Value:
+        """Learn of a tensor."""
+        before = self.get(tensor)
+        value = Value(tensor, None if before is None else before.fake, stage, key, maker, parameters)
+        self._known[id(tensor)] = value
+        if key is not None:
+            self.by_key[key] = value
+            fake = self.fake(tensor)
+            value.ghost = fake.detach().requires_grad_(fake.requires_grad)
+        for storage in self._storages(value):
+            self._in_memory.setdefault(storage, []).append(value)
+        return value
+
+    def use(self, value: Value, stage: int | None, gradient: bool, by: str) -> None:
+        """An operation of a stage takes a value."""
+        if id(value.tensor) in self._persistent:
+            self.uses.setdefault(id(value.tensor), set()).add(stage)
+        if value.changed_elsewhere is not None:
+            self._check_change(value, stage, by)
+        if value.stage is not None and stage is not None and stage > value.stage:
+            value.consumers[stage] = value.consumers.get(stage, False) or gradient
+
+    def change(self, value: Value, stage: int | None, key: Key | None, by: str) -> Value:
+        """An operation of a stage changed a tensor in place: it is another value from now on.
+
+        Raises:
+            SliceError: another stage would not see the change, or sees it though it should not.
+        """
+        if id(value.tensor) in self._persistent:
+            self._change_persistent(value, stage, by)
+        if value.stage is not None and value.stage != stage and value.key is not None:
+            self.clones.add(value.key)
+        sharing = {id(other): other for storage in self._storages(value) for other in self._in_memory.get(storage, ())}
+        for other in sharing.values():
+            if other.stage is not None and other.stage == stage and other.consumers:
+                raise SliceError(
+                    f"{by} changes in place what {other.maker} made on pipeline stage {stage}, after stage"
+                    f" {min(other.consumers)} used it; that stage would receive the changed values. Use the operation"
+                    " that returns a new tensor."
+                )
+            if other.tensor is not value.tensor and (stage is not None or other.stage is not None):
+                other.changed_elsewhere = (stage, by)
+        return self.add(value.tensor, stage, by, key, value.parameters)
+
+    def changed_for_good(self, owners: Mapping[int, set[int]]) -> dict[str, int]:
+        """At the end of the step: what outlives it and was changed in place, and by which stage, the only one to use it.
+
+        Args:
+            owners: id(parameter or buffer of a unit) -> the stages of its units.
+
+        Raises:
+            SliceError: other stages use it too.
+        """
+        for tensor_id, (stage, by) in self.changed_persistent.items():
+            others = (self.uses.get(tensor_id, set()) | owners.get(tensor_id, set())) - {stage}
+            if others:
+                raise SliceError(
+                    f"{by} changes `{self._persistent[tensor_id]}` on pipeline stage {stage}, and other stages use it"
+                    " too; they would not see the change. Keep the module that owns it and what reads it on one stage,"
+                    " or make it a part of a unit's forward."
+                )
+        return {self._persistent[tensor_id]: stage for tensor_id, (stage, _) in self.changed_persistent.items()}
+
+    def _storages(self, value: Value) -> set[int]:
+        return {storage_id(x) for x in (value.tensor, value.fake) if x is not None}
+
+    def _change_persistent(self, value: Value, stage: int | None, by: str) -> None:
+        name = self._persistent[id(value.tensor)]
+        if stage is None:
+            raise SliceError(
+                f"{by} changes `{name}`, which outlives the step, between the pipeline's units: stages that end"
+                " their part of the step earlier would miss the change. Do it in the forward of a module that belongs"
+                " to a unit, or in a hook such as on_train_batch_end."
+            )
+        self.changed_persistent[id(value.tensor)] = (stage, by)
+
+    def _check_change(self, value: Value, stage: int | None, by: str) -> None:
+        assert value.changed_elsewhere is not None
+        changed_on, change = value.changed_elsewhere
+        if value.stage != changed_on or stage != changed_on:
+            raise SliceError(
+                f"{by} uses what {value.maker} made, and {change} changed its memory in place under another name (a"
+                " view). Pipeline stages don't share memory, so one of them would see old values. Use the operation"
+                " that returns a new tensor."
+            )
+
+
+def versions(values: list[Value]) -> list[tuple[int, int]]:
+    """How often the tensors of values, and their stand-ins, were changed in place so far."""
+    return [(tensor_version(v.tensor), 0 if v.fake is None else tensor_version(v.fake)) for v in values]

@@ -1,0 +1,688 @@
+"""A step in stages is the step: same loss, same gradients, same logs; or an error that says why not.
+
+The stages of one process: each has its own copy of the module without the other stages' parameters, and tensors cross
+as they would between processes.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_megatp.pipeline.plan import SliceError, SlicePlan
+from lightning_megatp.pipeline.slicing import Slicer, StageRun, execution_order
+from lightning_megatp.pipeline.units import assign, find_units
+from tests.pipeline_models import CASES, GPT, HIDDEN, VOCAB, Asking, Block, Hooked, Leaking, Noisy, Watched, tokens
+
+Step = Callable[[Any], Any]
+
+
+@dataclass
+class Pipeline:
+    """The stages of a module, each on a copy of it that holds its own parameters only."""
+
+    whole: nn.Module
+    stages: dict[str, int]
+    modules: list[nn.Module]
+    slicers: list[Slicer]
+    plans: list[SlicePlan]
+
+    @property
+    def n(self) -> int:
+        return len(self.modules)
+
+
+def pipeline(module: nn.Module, batch: Any, n: int, stages: list[list[str]] | None = None) -> Pipeline:
+    units = execution_order(module, find_units(module), module.training_step, batch)
+    cost = {unit: sum(p.numel() for p in module.get_submodule(unit).parameters()) for unit in units}
+    stage_of_unit = assign(units, n, cost, stages)
+    modules = [copy.deepcopy(module) for _ in range(n)]
+    slicers = [Slicer(each, stage_of_unit, n) for each in modules]
+    plans = [slicer.plan(each.training_step, batch) for slicer, each in zip(slicers, modules, strict=True)]
+    for stage, slicer in enumerate(slicers):
+        slicer.free({stage})
+    return Pipeline(module, stage_of_unit, modules, slicers, plans)
+
+
+def forward(
+    pipe: Pipeline, batch: Any, tamper: Callable[[int, list[Tensor]], None] = lambda *_: None, **kwargs: Any
+) -> list[tuple[list[Tensor], StageRun]]:
+    """All stages, one after another."""
+    runs: list[tuple[list[Tensor], StageRun]] = []
+    for stage, (module, slicer, plan) in enumerate(zip(pipe.modules, pipe.slicers, pipe.plans, strict=True)):
+        sent = runs[-1][1].sent if runs else ()
+        pairs = zip(sent, plan.relays[stage], strict=True)
+        received = [x.detach().clone().requires_grad_(relay.requires_grad) for x, relay in pairs]
+        tamper(stage, received)
+        runs.append(
+            (received, slicer.run(plan, stage, lambda b, m=module: m.training_step(b, **kwargs), batch, received))
+        )
+    return runs
+
+
+def backward(pipe: Pipeline, runs: list[tuple[list[Tensor], StageRun]]) -> None:
+    """All stages, in reverse."""
+    loss_of(runs[-1][1].result).backward()
+    for stage in range(pipe.n - 2, -1, -1):
+        relays, back = pipe.plans[stage].relays[stage + 1], runs[stage + 1][0]
+        pairs = [
+            (x, y.grad) for x, y, relay in zip(runs[stage][1].sent, back, relays, strict=True) if relay.requires_grad
+        ]
+        pairs = [(x, torch.zeros_like(x) if grad is None else grad) for x, grad in pairs]
+        if pairs:
+            torch.autograd.backward(*map(list, zip(*pairs, strict=True)))
+
+
+def loss_of(result: Any) -> Tensor:
+    return result["loss"] if isinstance(result, dict) else result
+
+
+def gradients(pipe: Pipeline) -> dict[str, Tensor]:
+    """Summed over the stages that hold a parameter."""
+    total: dict[str, Tensor] = {}
+    for module in pipe.modules:
+        for name, p in module.named_parameters(remove_duplicate=False):
+            if p.grad is not None:
+                total[name] = total[name] + p.grad if name in total else p.grad
+    return total
+
+
+def assert_same(whole: nn.Module, pipe: Pipeline, result: Any, loss: Tensor) -> None:
+    torch.testing.assert_close(loss_of(result), loss, rtol=1e-12, atol=1e-12)
+    found = gradients(pipe)
+    for name, p in whole.named_parameters(remove_duplicate=False):
+        if p.grad is None:
+            assert name not in found or not found[name].any(), name
+        else:
+            torch.testing.assert_close(found[name], p.grad, rtol=1e-12, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("name", CASES)
+def test_stages_together_are_the_whole(name: str, n: int) -> None:
+    torch.manual_seed(0)
+    module, batch = CASES[name].build().double(), CASES[name].batch()
+    pipe = pipeline(module, batch, n)
+    for step in range(3):
+        whole = copy.deepcopy(module)
+        loss = loss_of(whole.training_step(batch, batch_idx=step))
+        loss.backward()
+        runs = forward(pipe, batch, batch_idx=step)
+        backward(pipe, runs)
+        assert_same(whole, pipe, runs[-1][1].result, loss)
+        for each in pipe.modules:
+            each.zero_grad()
+    assert len({plan.digest() for plan in pipe.plans}) == 1
+
+
+def test_each_stage_holds_its_own_parameters_only() -> None:
+    module = GPT(tied=True)
+    pipe = pipeline(module, tokens(), 2)
+    held = [dict(each.named_parameters(remove_duplicate=False)) for each in pipe.modules]
+    assert "blocks.0.up.weight" in held[0] and "blocks.0.up.weight" not in held[1]
+    assert "blocks.3.up.weight" in held[1] and "blocks.3.up.weight" not in held[0]
+    assert held[1]["head.weight"] is held[1]["tokens.weight"]
+    assert pipe.plans[0].shared == {"tokens.weight": (0, 1)}
+    assert pipe.plans[0].glue == {"positions": (0,)}
+    away = pipe.modules[1].blocks[0].up.weight
+    assert (away.shape, away.dtype, away.device.type) == ((2 * HIDDEN, HIDDEN), torch.float32, "cpu")
+    alone = GPT()
+    all_stages = pipeline(alone, tokens(), 4).modules
+    total = sum(p.numel() for each in all_stages for p in each.parameters())
+    assert total == sum(p.numel() for p in alone.parameters()) + 3 * alone.positions.numel()
+
+
+def test_one_rank_may_hold_several_stages() -> None:
+    module = GPT().double()
+    pipe = pipeline(module, tokens(), 4)
+    both = copy.deepcopy(module)
+    slicer = Slicer(both, pipe.stages, 4)
+    slicer.plan(both.training_step, tokens())
+    slicer.free({0, 3})
+    names = {name for name, _ in both.named_parameters()}
+    assert {"tokens.weight", "head.weight"} <= names and not any(
+        name.startswith(unit) for name in names for unit, stage in pipe.stages.items() if stage in (1, 2)
+    )
+
+
+def test_what_is_logged_and_left_behind_is_on_the_last_stage() -> None:
+    torch.manual_seed(0)
+    module, batch = Watched().double(), tokens()
+    pipe = pipeline(module, batch, 4)
+    whole = copy.deepcopy(module)
+    whole.training_step(batch)
+    runs = forward(pipe, batch)
+    last = pipe.modules[-1]
+    assert isinstance(last, Watched)
+    for name in ("early", "loss", "spread"):
+        torch.testing.assert_close(last.logged[name], whole.logged[name], rtol=0, atol=0)
+    torch.testing.assert_close(last.early, whole.early)
+    torch.testing.assert_close(last.accuracy.compute(), whole.accuracy.compute())
+    assert len(last.outputs) == 1 and torch.equal(last.outputs[0], runs[-1][1].result)
+    for each in pipe.modules[:-1]:
+        assert isinstance(each, Watched)
+        assert not each.logged and not each.outputs and each.accuracy.update_count == 0
+    early = [relay for relay in pipe.plans[0].relays[3] if relay.shape == ()]
+    assert early and not any(relay.requires_grad for relay in early)
+
+
+def test_a_dry_run_leaves_no_trace() -> None:
+    module, batch = Watched(), tokens()
+    module.norm = nn.BatchNorm1d(6)
+    slicer = Slicer(module, assign(find_units(module), 2, {}, STAGES), 2)
+    before = {name: value for name, value in module.__dict__.items() if not name.startswith("_")}
+    buffers = {name: x.clone() for name, x in module.named_buffers()}
+    generator, ids = torch.get_rng_state(), batch[0].clone()
+
+    def step(batch: Any) -> Tensor:
+        torch.rand(3)
+        batch[0].clamp_(max=VOCAB - 2)
+        module.counter = 1
+        return module.training_step(batch)
+
+    slicer.plan(step, batch)
+    assert torch.equal(torch.get_rng_state(), generator) and torch.equal(batch[0], ids)
+    assert {name: value for name, value in module.__dict__.items() if not name.startswith("_")} == before
+    assert module.outputs == [] and module.logged == {} and module.accuracy.update_count == 0
+    assert all(torch.equal(x, buffers[name]) for name, x in module.named_buffers())
+    assert all(p.grad is None for p in module.parameters())
+
+
+def test_hooks_fire_where_their_module_is() -> None:
+    module, batch = Hooked(), tokens()
+    pipe = pipeline(module, batch, 4)
+    forward(pipe, batch)
+    for i in range(4):
+        own = pipe.stages[f"blocks.{i}"]
+        assert [each.blocks[i].calls for each in pipe.modules] == [int(stage == own) for stage in range(4)]
+
+
+def test_random_numbers_of_replicated_operations_are_the_same_everywhere() -> None:
+    module, batch = Noisy().double(), tokens()
+    losses = []
+    for n in (2, 4):
+        pipe = pipeline(module, batch, n)
+        state = torch.get_rng_state()
+        losses.append([forward(pipe, batch)[-1][1].result.item() for _ in range(2)])
+        assert torch.equal(torch.get_rng_state(), state)
+    assert losses[0] == losses[1]
+    assert losses[0][0] == losses[0][1]
+    seeds = []
+    for seed in (1, 2):
+        slicer = Slicer(module, dict.fromkeys(pipe.stages, 0), 1)
+        plan = slicer.plan(module.training_step, batch)
+        seeds.append(slicer.run(plan, 0, module.training_step, batch, [], seed).result.item())
+        slicer.close()
+    assert seeds[0] != seeds[1]
+
+
+def test_lengths_may_vary() -> None:
+    torch.manual_seed(0)
+    module = GPT().double()
+    pipe = pipeline(module, tokens(6), 2)
+    for length in (6, 3, 9):
+        batch = tokens(length)
+        pipe.plans = [s.plan(m.training_step, batch) for s, m in zip(pipe.slicers, pipe.modules, strict=True)]
+        whole = copy.deepcopy(module)
+        loss = whole.training_step(batch)
+        loss.backward()
+        runs = forward(pipe, batch)
+        backward(pipe, runs)
+        assert_same(whole, pipe, runs[-1][1].result, loss)
+        for each in pipe.modules:
+            each.zero_grad()
+
+
+@pytest.mark.parametrize("mode", ["no_grad", "inference_mode"])
+def test_validation(mode: str) -> None:
+    torch.manual_seed(0)
+    module, batch = GPT().double().eval(), tokens()
+    with getattr(torch, mode)():
+        pipe = pipeline(module, batch, 4)
+        runs = forward(pipe, batch)
+        torch.testing.assert_close(runs[-1][1].result, module.training_step(batch))
+    assert not any(relay.requires_grad for relays in pipe.plans[0].relays for relay in relays)
+
+
+def test_autocast() -> None:
+    torch.manual_seed(0)
+    module, batch = GPT(), tokens()
+    pipe = pipeline(module, batch, 2)
+
+    def step(module: nn.Module) -> Step:
+        def run(batch: Any) -> Any:
+            with torch.autocast("cpu", torch.bfloat16):
+                return module.training_step(batch)
+
+        return run
+
+    plan = pipe.slicers[0].plan(step(pipe.modules[0]), batch)
+    first = pipe.slicers[0].run(plan, 0, step(pipe.modules[0]), batch, [])
+    assert [relay.dtype for relay in plan.relays[1]] == [x.dtype for x in first.sent] == [torch.float32]
+    received = [x.detach().requires_grad_() for x in first.sent]
+    second = pipe.slicers[1].run(plan, 1, step(pipe.modules[1]), batch, received)
+    whole = copy.deepcopy(module)
+    loss = step(whole)(batch)
+    loss.backward()
+    backward(Pipeline(module, {}, pipe.modules, pipe.slicers, [plan, plan]), [([], first), (received, second)])
+    torch.testing.assert_close(second.result, loss, rtol=0, atol=0)
+    for name, grad in gradients(pipe).items():
+        torch.testing.assert_close(grad, whole.get_parameter(name).grad, rtol=0, atol=0)
+
+
+def test_compiled_blocks() -> None:
+    torch.manual_seed(0)
+    module, batch = GPT().double(), tokens()
+    pipe = pipeline(module, batch, 2)
+    pipe.slicers[1].close()
+    for i in range(4):
+        pipe.modules[1].blocks[i].compile(backend="eager", fullgraph=True)
+    pipe.slicers[1] = Slicer(pipe.modules[1], pipe.stages, 2)
+    pipe.plans[1] = pipe.slicers[1].plan(pipe.modules[1].training_step, batch)
+    whole = copy.deepcopy(module)
+    loss = whole.training_step(batch)
+    loss.backward()
+    runs = forward(pipe, batch)
+    backward(pipe, runs)
+    assert_same(whole, pipe, runs[-1][1].result, loss)
+
+
+def test_copies_of_an_intercepted_module_run_by_themselves() -> None:
+    module, batch = GPT(), tokens()
+    pipe = pipeline(module, batch, 2)
+    slicer = Slicer(module, pipe.stages, 2)
+    copied = copy.deepcopy(module)
+    with torch.no_grad():
+        module.blocks[0].up.weight.zero_()
+    assert not torch.equal(copied.training_step(batch), module.training_step(batch))
+    slicer.close()
+    assert "forward" not in module.blocks[0].__dict__
+
+
+def test_signatures_differ_where_plans_may() -> None:
+    module = GPT()
+    slicer = Slicer(module, {"tokens": 0, "head": 0}, 1)
+    x = torch.zeros(2, 3)
+    same = slicer.signature({"x": x, "n": 1})
+    assert same == slicer.signature({"x": x + 1, "n": 1}) and hash(same) is not None
+    others = [
+        {"x": x[:1], "n": 1},
+        {"x": x.double(), "n": 1},
+        {"x": x, "n": 2},
+        {"y": x, "n": 1},
+        [x, 1],
+        {"x": [x], "n": 1},
+    ]
+    assert all(slicer.signature(other) != same for other in others)
+    module.eval()
+    assert slicer.signature({"x": x, "n": 1}) != same
+    module.train()
+    with torch.no_grad():
+        assert slicer.signature({"x": x, "n": 1}) != same
+
+
+# What can't be done is said.
+
+
+def keep(model: GPT, x: Tensor) -> Tensor:
+    model.kept = x
+    return x
+
+
+def branch(model: GPT, x: Tensor) -> Tensor:
+    return x * 2 if x.mean() > 0 else x
+
+
+def print_value(model: GPT, x: Tensor) -> Tensor:
+    print(f"{x.mean():.3f}")
+    return x
+
+
+def select(model: GPT, x: Tensor) -> Tensor:
+    x[x > 0].sum()
+    return x
+
+
+def change_a_view(model: GPT, x: Tensor) -> Tensor:
+    row = x[0]
+    y = model.blocks[2](x)
+    row.mul_(2)
+    return model.blocks[3](y) + x
+
+
+def change_after_use(model: GPT, x: Tensor) -> Tensor:
+    y = model.blocks[3](x)
+    x.mul_(2)
+    return y
+
+
+def differentiate(model: GPT, x: Tensor) -> Tensor:
+    return x * torch.autograd.grad(x.sum(), x)[0]
+
+
+def run_backward(model: GPT, x: Tensor) -> Tensor:
+    x.sum().backward()
+    return x
+
+
+def go_back(model: GPT, x: Tensor) -> Tensor:
+    return model.blocks[0](model.blocks[3](x))
+
+
+def functional(model: GPT, x: Tensor) -> Tensor:
+    return torch.func.vmap(lambda row: row * 2)(x)
+
+
+def set_data(model: GPT, x: Tensor) -> Tensor:
+    x.data = x * 2
+    return x
+
+
+def over_stages(model: GPT, x: Tensor) -> Tensor:
+    return torch.utils.checkpoint.checkpoint(lambda y: model.blocks[3](model.blocks[0](y)), x, use_reentrant=False)
+
+
+def over_stages_reentrant(model: GPT, x: Tensor) -> Tensor:
+    return torch.utils.checkpoint.checkpoint(lambda y: model.blocks[3](model.blocks[0](y)), x, use_reentrant=True)
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (branch, ["`__bool__`", "in branch", "stage 0", "host"]),
+        (lambda model, x: x * x.mean().item(), ["`item`", "stage 0"]),
+        (lambda model, x: x * float(x.detach().numpy().sum()), ["`numpy`", "stage 0"]),
+        (lambda model, x: x * x.tolist()[0][0][0], ["`item`", "stage 0"]),
+        (print_value, ["`__format__`", "in print_value"]),
+        (select, ["shape", "depends on values", "in select"]),
+        (lambda model, x: x[torch.nonzero(x.sum(-1))[0, 0]], ["`nonzero`", "depends on values"]),
+        (change_a_view, ["`mul_`", "in change_a_view", "returns a new tensor"]),
+        (change_after_use, ["`mul_`", "returns a new tensor"]),
+        (differentiate, ["`grad`", "differentiates inside the step"]),
+        (run_backward, ["`backward`", "differentiates inside the step"]),
+        (go_back, ["`blocks.0`", "later stage 1", "`blocks.3`", "stages=[["]),
+        (functional, ["torch.func"]),
+        (set_data, ["`data`", "sets an attribute"]),
+        (over_stages, ["checkpoint", "stages [0, 1]"]),
+        (over_stages_reentrant, ["CheckpointFunction", "blocks.0, blocks.3"]),
+    ],
+)
+def test_what_cannot_be_cut_is_refused_when_planned(
+    function: Callable[[GPT, Tensor], Tensor], words: list[str]
+) -> None:
+    with pytest.raises(SliceError) as error:
+        planned(Asking(function), tokens())
+    for word in words:
+        assert word in str(error.value), str(error.value)
+
+
+def read_inner(model: Leaking, x: Tensor) -> Tensor:
+    x = model.blocks[0](x)
+    return model.blocks[2](x) + model.blocks[0].inner
+
+
+def read_output(model: Leaking, x: Tensor) -> Tensor:
+    model.blocks[0](x)
+    return model.blocks[2](model.blocks[0].seen)
+
+
+def read_argument(model: Leaking, x: Tensor) -> Tensor:
+    seen: list[Tensor] = []
+    x = model.blocks[0](x, seen)
+    return model.blocks[2](x) + seen[0]
+
+
+class Reader(nn.Module):
+    """Uses what another module keeps."""
+
+    def __init__(self, other: nn.Module) -> None:
+        super().__init__()
+        self.others, self.linear = [other], nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x_BLD: Tensor) -> Tensor:
+        return self.linear(x_BLD) + self.others[0].inner
+
+
+def read_in_unit(model: Leaking, x: Tensor) -> Tensor:
+    return model.blocks[3](model.blocks[0](x))
+
+
+@pytest.mark.parametrize("function", [read_inner, read_output, read_argument])
+def test_what_units_hand_out_by_a_side_door_is_refused(function: Callable[[Leaking, Tensor], Tensor]) -> None:
+    with pytest.raises(
+        SliceError, match=r"came out of `blocks.0`.* by a side door.*Let the module's forward return it"
+    ):
+        planned(Leaking(function), tokens())
+
+
+def test_a_unit_that_reads_what_one_of_another_stage_keeps_is_refused() -> None:
+    module = Leaking(read_in_unit)
+    module.blocks[3] = Reader(module.blocks[0])
+    with pytest.raises(SliceError, match=r"`blocks.3`.* came out of `blocks.0`.* on another pipeline stage \(0\)"):
+        planned(module, tokens())
+    module.blocks[1] = Reader(module.blocks[0])
+    module.function = lambda model, x: model.blocks[2](model.blocks[1](model.blocks[0](x)))
+    assert len(planned(module, tokens()).relays[1]) == 1
+
+
+def test_a_value_that_a_unit_takes_from_an_attribute_is_relayed() -> None:
+    torch.manual_seed(0)
+
+    class Attribute(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(HIDDEN, HIDDEN)
+            self.first: Tensor | None = None
+
+        def forward(self, x_BLD: Tensor) -> Tensor:
+            return self.linear(x_BLD) + self.first
+
+    def set_attribute(model: Leaking, x: Tensor) -> Tensor:
+        model.blocks[3].first = model.blocks[0](x)
+        return model.blocks[3](model.blocks[2](model.blocks[3].first.tanh()))
+
+    module, batch = Leaking(set_attribute).double(), tokens()
+    module.blocks[3] = Attribute().double()
+    pipe = pipeline(module, batch, 2, STAGES)
+    whole = copy.deepcopy(module)
+    loss = whole.training_step(batch)
+    loss.backward()
+    runs = forward(pipe, batch)
+    backward(pipe, runs)
+    assert_same(whole, pipe, runs[-1][1].result, loss)
+
+
+def test_values_may_decide_on_the_last_stage() -> None:
+    class Selecting(Block):
+        def forward(self, x_BLD: Tensor) -> Tensor:
+            return x_BLD[x_BLD.sum(-1) > 0].mean(0).expand(3, 6, HIDDEN)
+
+    torch.manual_seed(0)
+    module, batch = GPT().double(), tokens()
+    module.blocks[3] = Selecting().double()
+    pipe = pipeline(module, batch, 2)
+    torch.testing.assert_close(forward(pipe, batch)[-1][1].result, module.training_step(batch))
+    module.blocks[0] = Selecting().double()
+    with pytest.raises(
+        SliceError, match=r"`blocks.0`.*stage 0: the shape of what `__getitem__` returns depends on values"
+    ):
+        pipeline(module, batch, 2)
+
+
+def test_logging_inside_an_early_unit_is_refused() -> None:
+    class Logging(Block):
+        def forward(self, x_BLD: Tensor) -> Tensor:
+            self.log("mean", x_BLD.mean())
+            return super().forward(x_BLD)
+
+    module = GPT()
+    module.blocks[0] = Logging()
+    module.blocks[0].__dict__["log"] = lambda *args: module.log(*args)
+    with pytest.raises(SliceError, match=r"`self.log\('mean'\)`.*inside a module of pipeline stage 0"):
+        planned(module, tokens())
+
+
+def test_buffers_changed_between_units() -> None:
+    class Counting(GPT):
+        def __init__(self, at: str) -> None:
+            super().__init__()
+            self.at = at
+            self.register_buffer("count", torch.zeros(()))
+
+        def training_step(self, batch: Any, batch_idx: int = 0) -> Any:
+            x = self.middle(self.embed(batch[0]))
+            if self.at == "replicated":
+                self.count += 1
+            if self.at == "last":
+                self.count += x.detach().mean()
+            if self.at == "used":
+                self.count += x.detach().mean()
+                x = x + self.blocks[0].up.weight.sum() * self.count
+            if self.at == "first":
+                self.count += self.embed(batch[0]).detach().mean()
+            if self.at == "elsewhere":
+                x = x + self.count
+                self.count += self.embed(batch[0]).detach().mean()
+            return self.loss(self.head(self.norm(x)), batch[1])
+
+    for at in ("replicated", "elsewhere"):
+        with pytest.raises(SliceError, match="changes `count`"):
+            planned(Counting(at), tokens())
+    for at, stage in (("last", 1), ("used", 1), ("first", 0)):
+        module, batch = Counting(at).double(), tokens()
+        pipe = pipeline(module, batch, 2)
+        torch.testing.assert_close(forward(pipe, batch)[-1][1].result, module.training_step(batch))
+        assert module.count != 0
+        assert [torch.equal(each.count, module.count) for each in pipe.modules] == [s == stage for s in range(2)]
+        assert pipe.plans[0].changed == {"count": stage}
+
+
+def test_a_stage_without_work_is_refused() -> None:
+    module = GPT()
+    module.middle = lambda x: model_middle(module, x)
+    with pytest.raises(SliceError, match="pipeline stage 0 of 2 has nothing to do"):
+        Slicer(module, {"blocks.3": 0, "tokens": 1, "head": 1}, 2).plan(module.training_step, tokens())
+
+
+def model_middle(model: GPT, x: Tensor) -> Tensor:
+    return model.blocks[0](x)
+
+
+def test_a_loss_of_no_stage_has_nothing_to_do_for_any() -> None:
+    module = GPT()
+    slicer = Slicer(module, assign(find_units(module), 2, {}, STAGES), 2)
+    with pytest.raises(SliceError, match="has nothing to do"):
+        slicer.plan(lambda batch: batch[0].float().mean(), tokens())
+
+
+def test_a_step_that_leaves_its_plan_is_refused() -> None:
+    module, batch = GPT(), tokens()
+    pipe = pipeline(module, batch, 2)
+    for each in pipe.modules:
+        each.embed = lambda ids, each=each: torch.tanh(GPT.embed(each, ids))
+    with pytest.raises(
+        SliceError, match=r"left its plan on pipeline stage 0: it does `tanh` .*planned it did `blocks.0`"
+    ):
+        forward(pipe, batch)
+    for each in pipe.modules:
+        each.embed = lambda ids, each=each: each.tokens(ids)
+    with pytest.raises(
+        SliceError, match=r"left its plan on pipeline stage 0: it does `blocks.0` .*planned it did `__getitem__`"
+    ):
+        forward(pipe, batch)
+    for each in pipe.modules:
+        del each.embed
+        each.middle = lambda x: x
+    with pytest.raises(
+        SliceError, match=r"left its plan on pipeline stage 0: it does `norm` .*planned it did `blocks.0`"
+    ):
+        forward(pipe, batch)
+
+
+def test_a_step_that_ends_early_is_refused() -> None:
+    module, batch = GPT(), tokens()
+    pipe = pipeline(module, batch, 2)
+    pipe.modules[0].training_step = lambda batch: None
+    with pytest.raises(SliceError, match=r"ended on pipeline stage 0 before `tokens`"):
+        forward(pipe, batch)
+
+
+def test_the_last_stage_is_told_what_it_lacks() -> None:
+    class Late(GPT):
+        def training_step(self, batch: Any, batch_idx: int = 0) -> Any:
+            x = self.embed(batch[0])
+            loss = self.loss(self.head(self.norm(self.middle(x))), batch[1])
+            if batch_idx:
+                self.log("early", x if batch_idx == 1 else x.mean())
+            return loss
+
+    module, batch = Late(), tokens()
+    pipe = pipeline(module, batch, 2)
+    forward(pipe, batch)
+    for batch_idx, name in ((1, "self.log"), (2, "mean")):
+        with pytest.raises(SliceError, match=rf"`{name}` .* on pipeline stage 1 needs a value of another stage"):
+            forward(pipe, batch, batch_idx=batch_idx)
+
+
+def test_parameters_that_are_freed_are_missed_by_name() -> None:
+    class Longer(GPT):
+        def training_step(self, batch: Any, batch_idx: int = 0) -> Any:
+            loss = super().training_step(batch)
+            return loss if batch[0].shape[1] < 7 else loss * self.tokens.weight.mul(loss).mean()
+
+    module = Longer()
+    pipe = pipeline(module, tokens(6), 2)
+    for slicer, each in zip(pipe.slicers, pipe.modules, strict=True):
+        with pytest.raises(SliceError, match=r"uses `tokens.weight` on pipeline stage 1"):
+            slicer.plan(each.training_step, tokens(7))
+
+
+# A pipeline that is broken on purpose is found out.
+
+
+def test_a_dropped_relay_is_noticed() -> None:
+    module, batch = GPT(), tokens()
+    pipe = pipeline(module, batch, 2)
+    with pytest.raises(SliceError, match="pipeline stage 1 received 0 values, and the plan has 1"):
+        forward(pipe, batch, tamper=lambda stage, received: received.clear())
+
+
+def test_a_corrupted_relay_is_noticed_by_these_tests() -> None:
+    torch.manual_seed(0)
+    module, batch = GPT().double(), tokens()
+    pipe = pipeline(module, batch, 2)
+
+    def corrupt(stage: int, received: list[Tensor]) -> None:
+        for x in received:
+            x.data[0, 0, 0] += 1e-6
+
+    whole = copy.deepcopy(module)
+    loss = whole.training_step(batch)
+    loss.backward()
+    runs = forward(pipe, batch, corrupt)
+    backward(pipe, runs)
+    with pytest.raises(AssertionError):
+        assert_same(whole, pipe, runs[-1][1].result, loss)
+
+
+def test_a_relay_of_another_kind_is_noticed() -> None:
+    module, batch = GPT(), tokens()
+    pipe = pipeline(module, batch, 2)
+    pipe.modules[0].blocks[1].forward = lambda x: x[:1]
+    with pytest.raises(SliceError, match=r"`blocks.1` .*stage 0 made shape \(1, 6, 8\).*planned was shape \(3, 6, 8\)"):
+        forward(pipe, batch)
+
+
+STAGES = [["tokens", "blocks.0", "blocks.1"], ["blocks.2", "blocks.3", "norm", "head"]]
+
+
+def planned(module: nn.Module, batch: Any) -> SlicePlan:
+    units = find_units(module)
+    return Slicer(module, assign(units, 2, {}, STAGES), 2).plan(module.training_step, batch)
