@@ -14,7 +14,7 @@ from lightning_megatp.messages import warn_once_per_run
 from lightning_megatp.module import ParallelModule
 from lightning_megatp.plan.resolve import LayerPlan, ParallelPlan, plain_name, resolve
 from lightning_megatp.plan.styles import Style, StyleLike
-from lightning_megatp.shim.torch import tree_map
+from lightning_megatp.shim.torch import is_fake, tree_map
 from lightning_megatp.tensor.context import Region, TensorContext
 from lightning_megatp.tensor.layers import (
     ColumnParallelLinear,
@@ -70,7 +70,7 @@ class ParallelismPlugin:
         specs = plan.parameters if mesh.size("tp") > 1 else {}
         self._place_values(module, mesh, device, specs)
         if mesh.size("tp") > 1:
-            self._swap_all(module, plan, context)
+            self._swap_all(module, plan, context, whole_between=mesh.size("pp") > 1)
         parallel = ParallelModule(module, plan, context, specs)
         module.__dict__[_KEPT] = parallel
         return parallel
@@ -118,7 +118,10 @@ class ParallelismPlugin:
                 assert isinstance(tensor, nn.Parameter)
                 shard_(tensor, specs[name], mesh.rank("tp"))
 
-    def _swap_all(self, module: nn.Module, plan: ParallelPlan, context: TensorContext) -> None:
+    def _swap_all(self, module: nn.Module, plan: ParallelPlan, context: TensorContext, whole_between: bool) -> None:
+        """Args:
+        whole_between: let `sequence` blocks return whole sequences, since pipeline stages send whole values.
+        """
         modules = {plain_name(name): child for name, child in module.named_modules()}
         regions = {layer.region: Region(layer.region) for layer in plan.layers.values() if layer.region is not None}
         for layer in plan.layers.values():
@@ -128,6 +131,8 @@ class ParallelismPlugin:
             setattr(modules[attribute.module], attribute.attribute, attribute.by_rank[context.rank])
         for name, style in plan.sequences.items():
             modules[name].register_forward_pre_hook(_SequenceEntry(name, style, context), with_kwargs=True)
+            if whole_between:
+                modules[name].register_forward_hook(_leave_sequence)
         for name in plan.token_local:
             modules[name].register_forward_pre_hook(_unwrap_tokens, with_kwargs=True)
             modules[name].register_forward_hook(_wrap_tokens, with_kwargs=True)
@@ -174,7 +179,7 @@ class _SequenceEntry:
                 f"MegaTPStrategy: `{self.name}` has the style `sequence` with dim={self.style.dim}, but no argument of"
                 " its forward is a floating tensor with that dim. Name it by `input` in the plan, or drop the style."
             )
-        if isinstance(x, SequenceShard):
+        if isinstance(x, SequenceShard) or is_fake(x):  # a dry run asks for shapes, which are those of the whole
             return None
         shard: Tensor = SequenceShard.shard(x, self.style.dim, self.context)
         if isinstance(where, int):
@@ -188,6 +193,11 @@ class _SequenceEntry:
         for where, x in everything:
             if isinstance(x, Tensor) and x.is_floating_point() and x.dim() > self.style.dim + 1:
                 yield where
+
+
+def _leave_sequence(module: nn.Module, args: Any, output: Any) -> Any:
+    """The end of a `sequence` block that returns whole sequences."""
+    return tree_map(lambda x: x.whole() if isinstance(x, SequenceShard) else x, output)
 
 
 def _unwrap_tokens(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

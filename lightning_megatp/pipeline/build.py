@@ -87,7 +87,7 @@ def check_pipelined(parallel: ParallelModule) -> None:
     """Refuse what can't work when a step runs on several stages.
 
     Raises:
-        ValueError: manual optimization, a step that takes an iterator, an own `backward`, sequence shards.
+        ValueError: manual optimization, a step that takes an iterator, an own `backward`.
     """
     module = parallel.module
     found = None
@@ -97,8 +97,6 @@ def check_pipelined(parallel: ParallelModule) -> None:
         found = "a step that takes `dataloader_iter`", "a step that takes a batch"
     elif not getattr(type(module), "backward", print).__module__.endswith(("core.module", "builtins")):
         found = "a LightningModule with its own `backward`: the pipeline's schedule runs it", "on_before_backward"
-    elif parallel.plan.sequences and parallel.plan.tp > 1:
-        found = "the style `sequence`: sequence shards can't cross stages yet", "sequence_parallel=False"
     if found:
         what, use = found
         raise ValueError(f"MegaTPStrategy: pp > 1 does not go together with {what}. Use {use}.")

@@ -31,6 +31,7 @@ class Setting:
     accumulate: int = 1
     clip: str = "none"
     length: int = 4
+    rows: int = GLOBAL_BATCH
 
 
 @dataclasses.dataclass
@@ -106,7 +107,7 @@ def fit(
         **CLIPPING[setting.clip],
     )
     batches = OPTIMIZER_STEPS if manual else OPTIMIZER_STEPS * setting.accumulate
-    data = loader(chosen.vocab, setting.length, batches * GLOBAL_BATCH, dp)
+    data = loader(chosen.vocab, setting.length, batches * setting.rows, dp, rows=setting.rows)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer.fit(module, data)

@@ -126,6 +126,8 @@ EXTRA: dict[str, Variant] = {
     "dropout": gpt(dropout=0.1),
     "attention_dropout": gpt(attention_dropout=0.1),
     "both_dropouts": gpt(dropout=0.1, attention_dropout=0.1),
+    "deep": gpt(layers=6, tied=False),
+    "deep_tied": gpt(layers=7),
 }
 
 
@@ -133,8 +135,10 @@ def variant(name: str) -> Variant:
     return VARIANTS.get(name) or EXTRA[name]
 
 
-def loader(vocab: int, length: int, samples: int, dp: int = 1, seed: int = 11) -> DataLoader:
-    """The same batches for every dp.
+def loader(
+    vocab: int, length: int, samples: int, dp: int = 1, seed: int = 11, rows: int = GLOBAL_BATCH
+) -> DataLoader:
+    """The same batches of `rows` samples for every dp.
 
     At dp > 1 Lightning puts its DistributedSampler into a training loader, which always shuffles (seed 0, epoch 0) and
     gives rank r the shuffled indices r, r + dp, ...: step k of all dp ranks covers what step k of one device covers in
@@ -144,4 +148,4 @@ def loader(vocab: int, length: int, samples: int, dp: int = 1, seed: int = 11) -
     tokens = torch.randint(0, vocab, (samples, length + 1), generator=generator)
     if dp == 1:
         tokens = tokens[torch.randperm(samples, generator=torch.Generator().manual_seed(0))]
-    return DataLoader(TensorDataset(tokens[:, :-1], tokens[:, 1:]), batch_size=GLOBAL_BATCH // dp, shuffle=False)
+    return DataLoader(TensorDataset(tokens[:, :-1], tokens[:, 1:]), batch_size=rows // dp, shuffle=False)
