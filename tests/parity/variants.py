@@ -135,9 +135,7 @@ def variant(name: str) -> Variant:
     return VARIANTS.get(name) or EXTRA[name]
 
 
-def loader(
-    vocab: int, length: int, samples: int, dp: int = 1, seed: int = 11, rows: int = GLOBAL_BATCH
-) -> DataLoader:
+def loader(vocab: int, length: int, samples: int, dp: int = 1, seed: int = 11, rows: int = GLOBAL_BATCH) -> DataLoader:
     """The same batches of `rows` samples for every dp.
 
     At dp > 1 Lightning puts its DistributedSampler into a training loader, which always shuffles (seed 0, epoch 0) and

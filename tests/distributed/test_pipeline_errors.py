@@ -1,0 +1,237 @@
+"""What a pipeline can't do raises before anything was trained, on each of four real ranks, and names what and how."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import Trainer
+from torch import Tensor, nn
+
+from tests.distributed.training import QUIET, Layout, train_loader
+from tests.parity.models import GPT, GPTConfig
+from tests.ranks import RankError, run_ranks
+
+
+class Base(GPT):
+    """Fails the test if a step gets as far as the optimizer."""
+
+    def __init__(self, layers: int = 4) -> None:
+        super().__init__(GPTConfig(tied=False, layers=layers))
+        self.cache: dict[str, Tensor] = {}
+
+    def blocks_of(self, x_BLD: Tensor) -> Tensor:
+        for block in self.blocks:
+            x_BLD = block(x_BLD)
+        return x_BLD
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        raise AssertionError("a step was trained")
+
+
+class ReadsOnHost(Base):
+    def trunk(self, tokens_BL: Tensor) -> Tensor:
+        x_BLD = self.tok(tokens_BL)
+        if x_BLD.abs().mean().item() > 1e9:
+            x_BLD = x_BLD / 2
+        return self.norm(self.blocks_of(x_BLD))
+
+
+class BranchesOnData(Base):
+    def trunk(self, tokens_BL: Tensor) -> Tensor:
+        x_BLD = self.blocks[0](self.tok(tokens_BL))
+        x_BLD = x_BLD * 2 if (x_BLD > 0).any() else x_BLD
+        return self.norm(self.blocks_of(x_BLD))
+
+
+class LooksAtNumpy(Base):
+    def trunk(self, tokens_BL: Tensor) -> Tensor:
+        x_BLD = self.tok(tokens_BL)
+        x_BLD = x_BLD + float(x_BLD.detach().numpy().mean())
+        return self.norm(self.blocks_of(x_BLD))
+
+
+class FlowsBack(Base):
+    """The last block's output goes through the first block again."""
+
+    def trunk(self, tokens_BL: Tensor) -> Tensor:
+        x_BLD = self.blocks_of(self.tok(tokens_BL))
+        return self.norm(self.blocks[0](x_BLD))
+
+
+class SetsAttribute(nn.Module):
+    """Leaves its output on itself, where another stage's module reads it."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.last: Tensor | None = None
+
+    def forward(self, x_BLD: Tensor) -> Tensor:
+        self.last = self.inner(x_BLD)
+        assert self.last is not None
+        return self.last * 1.0
+
+
+class Leaks(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0] = SetsAttribute(self.blocks[0])
+
+    def trunk(self, tokens_BL: Tensor) -> Tensor:
+        x_BLD = self.blocks_of(self.tok(tokens_BL))
+        return self.norm(x_BLD + self.blocks[0].last)  # type: ignore[operator]
+
+
+class Appends(nn.Module):
+    """Passes a value on by a list it was given."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x_BLD: Tensor, found: list[Tensor]) -> Tensor:
+        found.append(x_BLD * 2)
+        return self.inner(x_BLD)
+
+
+class MutatesContainer(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0] = Appends(self.blocks[0])
+
+    def trunk(self, tokens_BL: Tensor) -> Tensor:
+        found: list[Tensor] = []
+        x_BLD = self.blocks[0](self.tok(tokens_BL), found)
+        for block in self.blocks[1:]:
+            x_BLD = block(x_BLD)
+        return self.norm(x_BLD + found[0])
+
+
+class ChangesView(Base):
+    """Changes a part of a value after another stage took it."""
+
+    def trunk(self, tokens_BL: Tensor) -> Tensor:
+        x_BLD = self.tok(tokens_BL) * 1.0
+        y_BLD = self.blocks_of(x_BLD)
+        x_BLD[:, 0].mul_(2.0)
+        return self.norm(y_BLD + x_BLD)
+
+
+class Differentiates(Base):
+    def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        loss = super().loss(batch)
+        (grad,) = torch.autograd.grad(loss, self.norm.weight, create_graph=True)
+        return loss + grad.square().sum()
+
+
+class CallsBackward(Base):
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        loss.backward()
+        return loss.detach()
+
+
+class Manual(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class SelectsByData(Base):
+    """A shape that depends on values."""
+
+    def trunk(self, tokens_BL: Tensor) -> Tensor:
+        x_BLD = self.blocks[0](self.tok(tokens_BL))
+        kept = x_BLD[x_BLD[..., 0] > 0]
+        return self.norm(self.blocks_of(x_BLD + kept.mean()))
+
+
+class LeavesThePlan(Base):
+    """Does another thing from the second batch on."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        pass
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        self.index = batch_idx
+        return super().training_step(batch, batch_idx)
+
+    def trunk(self, tokens_BL: Tensor) -> Tensor:
+        x_BLD = self.tok(tokens_BL)
+        x_BLD = x_BLD.exp() if self.index == 1 else x_BLD
+        return self.norm(self.blocks_of(x_BLD))
+
+
+class NoLoss(Base):
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor | None:  # type: ignore[override]
+        super().training_step(batch, batch_idx)
+        return None
+
+
+class OwnBackward(Base):
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        loss.backward()
+
+
+class TooSmall(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+        del self.tok, self.pos, self.blocks, self.norm, self.head
+
+    def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return F.mse_loss(self.net(batch[0][:, :4].double()), batch[1][:, :4].double())
+
+
+ERRORS: dict[str, tuple[type[Base], list[str]]] = {
+    "a host read": (ReadsOnHost, ["item", "test_pipeline_errors.py"]),
+    "a branch on data": (BranchesOnData, ["__bool__", "test_pipeline_errors.py"]),
+    "numpy": (LooksAtNumpy, ["numpy"]),
+    "data that flows back": (FlowsBack, ["blocks.0", "stage"]),
+    "an attribute as a side door": (Leaks, ["side door", "blocks.0"]),
+    "a container as a side door": (MutatesContainer, ["blocks.0"]),
+    "a view that is changed": (ChangesView, ["in place"]),
+    "gradients inside the step": (Differentiates, ["differentiates inside the step", "return the loss"]),
+    "backward inside the step": (CallsBackward, ["differentiates inside the step"]),
+    "manual optimization": (Manual, ["manual optimization", "pp=1"]),
+    "a shape that depends on data": (SelectsByData, ["__getitem__"]),
+    "an own backward": (OwnBackward, ["its own `backward`"]),
+    "too few modules": (TooSmall, ["4 pipeline stages need at least as many units"]),
+}
+
+
+def _fit(rank: int, world_size: int, name: str) -> None:
+    kind = {"leaves": LeavesThePlan, "no loss": NoLoss}.get(name) or ERRORS[name][0]
+    from lightning_megatp import MegaTPStrategy
+
+    strategy = MegaTPStrategy(pp=world_size, microbatches=2, summary=False)
+    options: dict[str, Any] = {"accelerator": "cpu", "precision": "64-true", "max_epochs": 1, **QUIET}
+    Trainer(devices=world_size, strategy=strategy, **options).fit(kind(), train_loader(Layout(), 3))
+
+
+def _messages(name: str) -> list[str]:
+    start = time.monotonic()
+    with pytest.raises(RankError) as error:
+        run_ranks(4, _fit, name)
+    assert time.monotonic() - start < 60, "nobody waits for a timeout"
+    return [failure.message for failure in error.value.failures]
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_what_can_not_be_done_raises_on_every_rank(name: str) -> None:
+    messages = _messages(name)
+    assert len(messages) == 4, "every rank says so"
+    for message in messages:
+        assert message.startswith("MegaTPStrategy: "), message
+        for text in ERRORS[name][1]:
+            assert text in message, f"{text!r} is not in: {message}"
+
+
+@pytest.mark.parametrize(("name", "text"), [("leaves", "exp"), ("no loss", "instead of a loss")])
+def test_what_one_stage_finds_out_ends_all_ranks(name: str, text: str) -> None:
+    messages = _messages(name)
+    assert any(text in message and "MegaTPStrategy" in message for message in messages), messages
