@@ -10,12 +10,13 @@ PYTEST_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help install train test test-all lint docs clean
+.PHONY: help install train test test-all lint bench docs clean
 
 help:
-	@echo 'make train     train a small GPT with tensor parallelism over two processes (CPU) or two GPUs'
+	@echo 'make train     train a small GPT with tensor and pipeline parallelism over four processes (CPU) or GPUs'
 	@echo 'make test      ruff, mypy and the fast tests'
 	@echo 'make test-all  the same with the full parity matrix'
+	@echo 'make bench     one pipelined step beside other implementations'
 	@echo 'make docs      build the documentation into site/'
 	@echo 'make clean     remove the environment and caches; runs/ stays'
 
@@ -35,11 +36,14 @@ $(VENV)/.installed-docs: $(VENV)/.installed
 	$(BIN)/python -m pip install --constraint $(VENV)/constraints.txt --editable ".[docs]"
 	@touch $@
 
-# tp2.yaml says `accelerator: auto`: two GPUs if the machine has them. With fewer, both ranks are processes on the CPU,
-# one thread each: two ranks that each start a thread per core would fight for the same cores.
+# Four ranks (two stages of two tensor ranks) if the machine has four GPUs, two tensor ranks if it has two or three, and
+# four processes on the CPU otherwise, one thread each: ranks that start a thread per core would fight for the same cores.
 train: $(VENV)/.installed
-	OMP_NUM_THREADS=1 $(BIN)/python examples/gpt/train.py fit --config examples/gpt/tp2.yaml \
-		$$($(BIN)/python -c 'import torch; print("" if torch.cuda.device_count() > 1 else "--trainer.accelerator cpu")') $(ARGS)
+	@gpus=$$($(BIN)/python -c 'import torch; print(torch.cuda.device_count())'); \
+	config=tp2_pp2.yaml; device="--trainer.accelerator cpu"; \
+	if [ $$gpus -ge 2 ]; then device=""; fi; \
+	if [ $$gpus -eq 2 ] || [ $$gpus -eq 3 ]; then config=tp2.yaml; fi; \
+	set -x; OMP_NUM_THREADS=1 $(BIN)/python examples/gpt/train.py fit --config examples/gpt/$$config $$device $(ARGS)
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
@@ -51,6 +55,9 @@ test: lint
 
 test-all: lint
 	$(BIN)/python -m pytest --all-cases $(PYTEST_ARGS)
+
+bench: $(VENV)/.installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.benchmarks.pipeline
 
 docs: $(VENV)/.installed-docs
 	$(BIN)/python -m mkdocs build --strict

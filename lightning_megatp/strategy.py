@@ -38,14 +38,22 @@ from lightning_megatp.mesh import MeshShape, ParallelMesh
 from lightning_megatp.messages import warn_once_per_run
 from lightning_megatp.metrics import gather_metrics_over
 from lightning_megatp.module import ParallelModule
-from lightning_megatp.pipeline.build import PipelineOptions, build_pipeline, check_pipelined
+from lightning_megatp.pipeline.build import (
+    PipelineOptions,
+    build_pipeline,
+    check_pipelined,
+    reuse_pipeline,
+)
 from lightning_megatp.pipeline.pipeline import Backward, Pipeline
 from lightning_megatp.pipeline.schedule import make_schedule
+from lightning_megatp.pipeline.trace import StepTrace
 from lightning_megatp.plugin import ParallelismPlugin
 from lightning_megatp.randomness import gather_random_states, set_random_state, synchronize_random_state
 from lightning_megatp.report import print_layout
 from lightning_megatp.shim.lightning import Namespace, averaging_callback, default_store
+from lightning_megatp.shim.torch import is_fake
 from lightning_megatp.tensor.parameters import gather_shards
+from lightning_megatp.verify import FirstBatch
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import ParallelStrategy as _Base
@@ -69,7 +77,11 @@ class MegaTPStrategyBase(_Base):
         schedule: Order of the microbatches: "1f1b", "gpipe", "interleaved", "zb_h1" or "zb_v".
         virtual_stages: Stages per rank; by default what the schedule needs (1; for interleaved and zb_v 2).
         stages: The modules of each pipeline stage, as names or patterns; by default they are balanced by parameters.
+        trace: A file for the timeline of one step of the pipeline (the second, and the last batch of it), to be opened
+            at ui.perfetto.dev or drawn by `megatp trace FILE --png`.
         parallelism: A ParallelismPlugin, or a subclass of your own.
+        verify: Compare the first training batch with the unsplit model, which global rank 0 keeps a copy of until then:
+            its loss and, at dp = 1 without accumulation, every gradient. A mismatch stops the run.
         strict: Raise where otherwise a warning says that something stays whole.
         summary: Print at set-up who is where and what is split.
         bucket_mb: Size of the data-parallel gradient buckets in MiB; 0 reduces after backward instead of during it.
@@ -98,7 +110,9 @@ class MegaTPStrategyBase(_Base):
         schedule: str = "1f1b",
         virtual_stages: int | None = None,
         stages: list[list[str]] | None = None,
+        trace: str | None = None,
         parallelism: ParallelismPlugin | None = None,
+        verify: bool = False,
         strict: bool = False,
         summary: bool = True,
         bucket_mb: float = 25.0,
@@ -127,10 +141,18 @@ class MegaTPStrategyBase(_Base):
         self.sequence_parallel, self.summary, self.bucket_mb = sequence_parallel, summary, bucket_mb
         self.timeout = timeout or timedelta(minutes=30)
         self.process_group_backend = process_group_backend
+        self.verify = verify
+        self._first_batch: FirstBatch | None = None
         self.num_nodes = 1
         MeshShape.fit(tp * pp * (dp or 1), tp=tp, pp=pp, dp=dp)  # sizes below 1 raise here, where they were written
         if pp > 1:
             make_schedule(schedule, pp, 1 if microbatches is None else microbatches, virtual_stages)
+        elif trace is not None:
+            raise ValueError(
+                f"MegaTPStrategy: trace={trace!r} is a timeline of pipeline stages, and pp={pp} has none. Use pp=2 or"
+                " more; for a single stage use Trainer(profiler=...)."
+            )
+        self._trace = None if trace is None else StepTrace(trace)
         self.mesh: ParallelMesh | None = None
         self.parallel: ParallelModule | None = None
         self.pipeline: Pipeline | None = None
@@ -232,18 +254,15 @@ class MegaTPStrategyBase(_Base):
         if trainer.state.fn == "fit" and self._layer_sync is not None:
             self._layer_sync.apply(module)  # Trainer(sync_batchnorm=True)
         self.model = self.precision_plugin.convert_module(module)
+        if self.verify and trainer.state.fn == "fit" and self.parallelism.split_form(module) is None:
+            self._first_batch = FirstBatch(module, keep=self.is_global_zero)
         self.parallel = self.parallelism.parallelize(module, mesh, self.root_device, self.sequence_parallel)
         self.model_to_device()
-        if self.pp > 1:
-            check_pipelined(self.parallel)
-            if self.parallel.pipeline is None:
-                self.parallel.pipeline = build_pipeline(self.parallel, mesh, self.pipeline_options, self.timeout)
-            self.pipeline = self.parallel.pipeline
-        if self.parallel.sharded and (averaging := averaging_callback(trainer)) is not None:
+        self.pipeline = self._make_pipeline(self.parallel, mesh)
+        if (self.parallel.sharded or self.pp > 1) and (averaging := averaging_callback(trainer)) is not None:
             raise ValueError(
                 f"MegaTPStrategy: the callback {averaging} averages a copy of the whole model, made before it was"
-                " split."
-                " That is not supported at tp > 1: remove the callback, or use tp=1."
+                " split. That is not supported at tp > 1 or pp > 1: remove the callback."
             )
         synchronize_random_state(mesh)
         gather_metrics_over(module, mesh.group("dp"))
@@ -257,6 +276,44 @@ class MegaTPStrategyBase(_Base):
         self._agree_on_precision()
         if self.summary and fitting and self.is_global_zero:
             print_layout(self.parallel, mesh, self.pipeline)
+
+    def _make_pipeline(self, parallel: ParallelModule, mesh: ParallelMesh) -> Pipeline | None:
+        if parallel.pipeline is not None:
+            reuse_pipeline(parallel.pipeline, mesh, self.pipeline_options)
+        elif self.pp > 1:
+            check_pipelined(parallel)
+            parallel.pipeline = build_pipeline(parallel, mesh, self.pipeline_options, self.timeout)
+        pipeline: Pipeline | None = parallel.pipeline
+        if pipeline is not None:
+            pipeline.open()
+        return pipeline
+
+    def setup_optimizers(self, trainer: Any) -> None:
+        """Each pipeline stage optimizes what it holds; a user may have named parameters of other stages.
+
+        Communication: at pp > 1 one all-reduce of one element over the world.
+        """
+        if self.pp == 1:
+            super().setup_optimizers(trainer)
+            return
+        empty = None
+        try:
+            super().setup_optimizers(trainer)
+        except ValueError as error:
+            if "empty parameter list" not in str(error):
+                raise
+            empty = error
+        if self.reduce_boolean_decision(empty is not None, all=False):
+            raise ValueError(
+                f"MegaTPStrategy: {self._mesh().describe() if empty else 'another pipeline stage'} holds no"
+                " parameter to optimize. Every stage needs one that is trained: choose `stages` so that each has"
+                " some, or use a smaller pp."
+            ) from empty
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                held = [not is_fake(parameter) for parameter in group["params"]]
+                for key in group.keys() & {"params", "param_names"}:
+                    group[key] = [item for item, keep in zip(group[key], held, strict=True) if keep]
 
     def model_to_device(self) -> None:
         assert self.model is not None
@@ -295,7 +352,8 @@ class MegaTPStrategyBase(_Base):
             if [id(p) for p in parameters] == [id(p) for p in self._buckets.parameters]:
                 return
             self._buckets.close()
-        self._buckets = GradientBuckets(parameters, mesh.group("dp"), self.bucket_mb)
+        bucket_mb = 0 if self.pp > 1 else self.bucket_mb  # microbatches accumulate: nothing is final before the last
+        self._buckets = GradientBuckets(parameters, mesh.group("dp"), bucket_mb)
 
     # ---------------------------------------------------------------- a step
 
@@ -304,14 +362,23 @@ class MegaTPStrategyBase(_Base):
         return batch if self._same_batch is None else self._same_batch(batch)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        assert self.lightning_module is not None
+        if self._random_states is not None:
+            if self.lightning_module.trainer.fit_loop.batch_idx > 0:
+                self._resume_random()  # in the middle of an epoch: starting the loader again has drawn numbers
+            self._random_states = None
         if self._first("train") or self._steps == 1:  # after the first step, and once per epoch
             self._parallel().check_replicas(self._mesh().group("dp", "tp"))
         self._steps += 1
         if self.pipeline is None:
-            return self._run_step("train", super().training_step, args, kwargs)
-        return self.pipeline.train(
-            *self._on_microbatch("train", super().training_step, args), self._pipeline_backward()
-        )
+            outputs = self._watched("train", super().training_step)(*args, **kwargs)
+        else:
+            step, batch = self._on_microbatch("train", super().training_step, args)
+            outputs = self.pipeline.train(step, batch, self._pipeline_backward())
+        if self._first_batch is not None:
+            with self.precision_plugin.train_step_context():
+                self._first_batch.run_and_compare_loss(outputs, args, self.root_device, self.pipeline)
+        return outputs
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         return self._evaluate("validate", super().validation_step, args, kwargs)
@@ -324,7 +391,7 @@ class MegaTPStrategyBase(_Base):
 
     def _evaluate(self, kind: str, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if self.pipeline is None:
-            outputs = self._run_step(kind, step, args, kwargs)
+            outputs = self._watched(kind, step)(*args, **kwargs)
         else:
             outputs = self.pipeline.evaluate(kind, *self._on_microbatch(kind, step, args))
         self._parallel().keep_whole_where_used_outside(self.optimizers)
@@ -333,7 +400,8 @@ class MegaTPStrategyBase(_Base):
     def _on_microbatch(self, kind: str, step: Callable[..., Any], args: Any) -> tuple[Callable[[Any], Any], Any]:
         """The user's step as a function of a microbatch, and the batch."""
         batch, *rest = args
-        return lambda microbatch: self._run_step(kind, step, (microbatch, *rest), {}), batch
+        run = self._watched(kind, step)
+        return lambda microbatch: run(microbatch, *rest), batch
 
     def _pipeline_backward(self) -> Backward:
         """How a pipeline's last stage scales its losses, and the hook before the first backward."""
@@ -352,12 +420,16 @@ class MegaTPStrategyBase(_Base):
 
         return Backward(scale, before)
 
-    def _run_step(self, kind: str, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        parallel = self._parallel()
-        watch = self._first(kind)
+    def _watched(self, kind: str, step: Callable[..., Any]) -> Callable[..., Any]:
+        """The user's step in its contexts. It is watched, with all its microbatches, if it is the first of its kind."""
+        parallel, watch = self._parallel(), self._first(kind)
         self._seen.add(self._moment(kind))
-        with parallel.step(watch):
-            return parallel.outputs(step(*args, **kwargs))
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with parallel.step(watch):
+                return parallel.outputs(step(*args, **kwargs))
+
+        return run
 
     def _first(self, kind: str) -> bool:
         """Whether this is the first step of its kind in this epoch: one is watched per epoch, since a step may
@@ -401,10 +473,17 @@ class MegaTPStrategyBase(_Base):
                 parallel.forget_traces()
             for parameter, grad in held.items():
                 parameter.grad = grad if parameter.grad is None else parameter.grad + grad
+            self._verify_gradients()
             parallel.keep_whole_where_used_outside(self.optimizers)
             closure_loss = self.precision_plugin.post_backward(closure_loss, module)
         self.post_backward(closure_loss)
         return closure_loss
+
+    def _verify_gradients(self) -> None:
+        first, self._first_batch = self._first_batch, None
+        scaled = getattr(self.precision_plugin, "scaler", None) is not None
+        if first is not None and self._mesh().size("dp") == 1 and not self._accumulating and not scaled:
+            first.compare_gradients(self.full_gradients())
 
     def _finish_pipeline(self, pipeline: Pipeline, closure_loss: Tensor) -> Tensor:
         """The backward of a batch that went through the pipeline: its gradients are there, and are completed."""
@@ -412,16 +491,18 @@ class MegaTPStrategyBase(_Base):
         assert module is not None
         pipeline.release()
         if not self._accumulating:
-            self._refresh_buckets()
-            if self._buckets is not None:
-                self._buckets.finish()
-            self.parallelism.finalize_gradients(parallel)
-            pipeline.sum_shared_gradients()
-            parallel.forget_traces()
+            with pipeline.executor.recorded("gradients"):
+                self._refresh_buckets()
+                if self._buckets is not None:
+                    self._buckets.finish()
+                self.parallelism.finalize_gradients(parallel)
+                pipeline.sum_shared_gradients()
+                parallel.forget_traces()
+        self._verify_gradients()
         parallel.keep_whole_where_used_outside(self.optimizers)
-        call_after_backward = self.precision_plugin.post_backward(closure_loss, module)
+        closure_loss = self.precision_plugin.post_backward(closure_loss, module)
         self.post_backward(closure_loss)
-        return call_after_backward
+        return closure_loss
 
     def _set_aside_gradients(self) -> dict[Tensor, Tensor]:
         """Manual optimization may call backward several times before a step: what was reduced must not be summed
@@ -441,7 +522,10 @@ class MegaTPStrategyBase(_Base):
                 "MegaTPStrategy: the optimizer is stepped, but no gradient came from `self.manual_backward(loss)`, so"
                 " none was summed over the ranks. Use it instead of `loss.backward()`."
             )
-        with self._parallel().context.running(user_code=not no_closure and self._parallel().context.user_code):
+        traced: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if self._trace is not None and self.pipeline is not None:
+            traced = self._trace.step(self.pipeline, self._mesh())
+        with traced, self._parallel().context.running(not no_closure and self._parallel().context.user_code):
             return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     # ---------------------------------------------------------------- all ranks together
@@ -525,7 +609,8 @@ class MegaTPStrategyBase(_Base):
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)
-        self._random_states = checkpoint.get("random_states")
+        fitting = self.lightning_module is not None and self.lightning_module.trainer.state.fn == "fit"
+        self._random_states = checkpoint.get("random_states") if fitting else None
         return checkpoint
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -545,10 +630,13 @@ class MegaTPStrategyBase(_Base):
             if self.pp > 1:
                 state = own_optimizer_state(state, optimizer, parallel, mesh)
             optimizer.load_state_dict(local_optimizer_state(state, optimizer, parallel))
-        states = self._random_states
-        if states is not None and len(states) == mesh.size("dp"):  # the last thing restored before the first batch
+        self._resume_random()  # the last thing restored before the first batch
+
+    def _resume_random(self) -> None:
+        """Go on with the random numbers of the checkpoint that was loaded."""
+        states, mesh = self._random_states, self._mesh()
+        if states is not None and len(states) == mesh.size("dp"):
             set_random_state(states[mesh.rank("dp")])
-        self._random_states = None
 
     def _cannot_gather(self) -> bool:
         return self._interrupted() and self._mesh().size("tp") * self.pp > 1
@@ -562,6 +650,8 @@ class MegaTPStrategyBase(_Base):
 
     def teardown(self) -> None:
         super().teardown()
+        if self.pipeline is not None:
+            self.pipeline.close()
         if self._buckets is not None:
             self._buckets.close()
             self._buckets = None

@@ -5,6 +5,7 @@ Shape suffixes: B batch, L sequence, D hidden, V vocabulary, C channels.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -377,7 +378,7 @@ class Sequence(Logged):
     def __init__(self) -> None:
         super().__init__()
         sizes = [HIDDEN, 16, 16, 16, CLASSES]
-        layers = [[nn.Linear(a, b), nn.ReLU()] for a, b in zip(sizes, sizes[1:], strict=False)]
+        layers = [[nn.Linear(a, b), nn.ReLU()] for a, b in itertools.pairwise(sizes)]
         self.net = nn.Sequential(*[part for pair in layers for part in pair][:-1])
 
     def training_step(self, batch: Any, batch_idx: int = 0) -> Any:

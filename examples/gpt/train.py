@@ -1,6 +1,6 @@
 """Train the GPT: a LightningCLI program, and what it prints when training has ended.
 
-python examples/gpt/train.py fit --config examples/gpt/tp2.yaml
+python examples/gpt/train.py fit --config examples/gpt/tp2_pp2.yaml
 """
 
 import csv

@@ -27,7 +27,8 @@ def gather_state_dict(state: dict[str, Any], parallel: ParallelModule, mesh: Par
     if mesh.rank("tp") > 0:
         return {}
     by_stage = _gather(state, mesh)
-    merged = {name: value for stage in by_stage for name, value in stage.items()}
+    # What several stages hold is the last one's: only there do steps change metrics, and buffers outside of modules.
+    merged = {name: value for stage in reversed(by_stage) for name, value in stage.items()}
     known = {name: merged[name] for name in parallel.order if name in merged}
     return known | {name: value for name, value in merged.items() if name not in known}
 

@@ -45,7 +45,8 @@ class GradientBuckets:
         self._buckets = [_Bucket(group_) for group_ in _fill(self.parameters, bucket_mb * 2**20)]
         self._bucket_of = {id(p): bucket for bucket in self._buckets for p in bucket.parameters}
         self._next = 0
-        self._hooks = [p.register_post_accumulate_grad_hook(self._on_gradient) for p in self.parameters]
+        hooked = self.parameters if self._overlap else []
+        self._hooks = [p.register_post_accumulate_grad_hook(self._on_gradient) for p in hooked]
 
     def close(self) -> None:
         """Take the hooks off the parameters."""
@@ -61,7 +62,7 @@ class GradientBuckets:
         self._next = 0
 
     def _on_gradient(self, parameter: Tensor) -> None:
-        if not self.enabled or not self._overlap:
+        if not self.enabled:
             return
         bucket = self._bucket_of[id(parameter)]
         if bucket.flat is not None:

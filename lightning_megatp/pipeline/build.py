@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,13 +12,18 @@ from rich.table import Table
 from torch import nn
 
 from lightning_megatp.mesh import ParallelMesh
+from lightning_megatp.metrics import LastStageMetrics
 from lightning_megatp.module import ParallelModule
-from lightning_megatp.pipeline.executor import Executor, Links
+from lightning_megatp.pipeline.executor import Executor, Links, lanes
 from lightning_megatp.pipeline.logs import Logs
 from lightning_megatp.pipeline.pipeline import Pipeline, Settings, Shared
 from lightning_megatp.pipeline.schedule import Schedule, forward_only, make_schedule
 from lightning_megatp.pipeline.slicing import Slicer
 from lightning_megatp.pipeline.units import assign, find_units
+from lightning_megatp.shim.lightning import default_store
+from lightning_megatp.tensor.deferred import defer_linears
+
+_KINDS = ("training", "validation", "test", "predict")
 
 
 @dataclass(frozen=True)
@@ -51,36 +57,66 @@ def build_pipeline(
     Raises:
         ValueError: sizes, a schedule or stages that don't fit the model.
 
-    Communication: two rendezvous over pp.
+    Communication: two rendezvous over pp, four if pp > 2, two more for a schedule that goes round.
     """
     ranks = mesh.size("pp")
-    microbatches = options.microbatches or 4 * ranks
-    schedule = make_schedule(options.schedule, ranks, microbatches, options.virtual_stages)
+    settings = _settings(options, ranks)
+    schedule = settings.schedule(settings.microbatches)
     units = find_units(parallel.module)
     stage_of_unit = assign(units, schedule.stages, unit_costs(parallel.module, units), options.stages)
-    slicer = Slicer(parallel.module, stage_of_unit, schedule.stages)
+    deferred = parallel.context.deferred
+    compiled = defer_linears(parallel.module, units, deferred) if schedule.defers_weights else []
+    slicer = Slicer(parallel.module, stage_of_unit, schedule.stages)  # intercepts what is the units' forward by now
     rank = pipeline_rank(mesh, schedule)
     links = Links(
         ranks=[mesh.ranks("pp")[i] for i in _order(schedule)],
         rank=rank,
-        up=mesh.new_group("pp", timeout),
-        down=mesh.new_group("pp", timeout),
+        groups={lane: mesh.new_group("pp", timeout) for lane in lanes(schedule)},
         device=mesh.device,
     )
     holders = _holders(parallel.module, stage_of_unit, schedule)
+    parallel.context.pipelined = True
     parallel.counted_elsewhere = {i for i, ranks_of in holders.items() if ranks_of[-1] != rank}
     names = {id(p): name for name, p in parallel.module.named_parameters()}
     shared = [Shared.of(names[i], parallel.names[names[i]]) for i, ranks_of in holders.items() if len(ranks_of) > 1]
     parallel.order = tuple(parallel.module.state_dict(keep_vars=True))
     slicer.free(schedule.stages_of(rank))
     parallel.forget_freed()
-    settings = Settings(
-        microbatches=microbatches,
-        schedule=lambda m: make_schedule(options.schedule, ranks, m, options.virtual_stages),
-        evaluation=lambda m: forward_only(schedule.placement, m),
+    logs = Logs(parallel.module, mesh.device)
+    metrics = LastStageMetrics(parallel.module, mesh, default_store(), timeout or timedelta(minutes=30))
+    return Pipeline(
+        parallel, slicer, Executor(links, deferred), mesh, settings, logs, metrics, shared, stage_of_unit, compiled
     )
-    logs = Logs(parallel.module)
-    return Pipeline(parallel, slicer, Executor(links), mesh, settings, logs, shared, stage_of_unit)
+
+
+def reuse_pipeline(pipeline: Pipeline, mesh: ParallelMesh, options: PipelineOptions) -> None:
+    """Let another Trainer go on with a pipeline: what each rank holds stays, the rest is as it asks.
+
+    Raises:
+        ValueError: it asks for other stages.
+    """
+    settings = _settings(options, mesh.size("pp"))
+    before, after = pipeline.settings.schedule(1), settings.schedule(1)
+    same = (before.placement, before.defers_weights) == (after.placement, after.defers_weights)
+    same = same and pipeline.settings.stages == settings.stages
+    if pipeline.mesh.shape != mesh.shape or not same:
+        raise ValueError(
+            "MegaTPStrategy: this LightningModule was already cut into pipeline stages by an earlier Trainer, with"
+            " another layout, another kind of schedule or other `stages`. Give the same ones, or build a new module and"
+            " load the checkpoint into it."
+        )
+    pipeline.use(settings)
+
+
+def _settings(options: PipelineOptions, ranks: int) -> Settings:
+    make = functools.partial(make_schedule, options.schedule, ranks)
+    placement = make(1, options.virtual_stages).placement
+    return Settings(
+        microbatches=options.microbatches or 4 * ranks,
+        schedule=lambda m: make(m, options.virtual_stages),
+        evaluation=lambda m: forward_only(placement, m),
+        stages=options.stages,
+    )
 
 
 def check_pipelined(parallel: ParallelModule) -> None:
@@ -93,7 +129,7 @@ def check_pipelined(parallel: ParallelModule) -> None:
     found = None
     if not getattr(module, "automatic_optimization", True):
         found = "manual optimization (automatic_optimization=False): the pipeline's schedule runs the backward", "pp=1"
-    elif "dataloader_iter" in inspect.signature(getattr(module, "training_step", print)).parameters:
+    elif any("dataloader_iter" in inspect.signature(getattr(module, f"{kind}_step")).parameters for kind in _KINDS):
         found = "a step that takes `dataloader_iter`", "a step that takes a batch"
     elif not getattr(type(module), "backward", print).__module__.endswith(("core.module", "builtins")):
         found = "a LightningModule with its own `backward`: the pipeline's schedule runs it", "on_before_backward"
@@ -150,4 +186,7 @@ def stage_table(pipeline: Pipeline) -> Table:
         table.add_row(str(stage), str(schedule.placement[stage]), f"{len(units)}: {', '.join(shown)}")
     m, p = schedule.microbatches, schedule.ranks
     table.caption = f"{m} microbatches over {p} ranks (batches with fewer rows have fewer)"
+    if pipeline.compiled:
+        names = ", ".join(pipeline.compiled[:4]) + (", ..." if len(pipeline.compiled) > 4 else "")
+        table.caption += f"; compiled, so that weight gradients can't be put off: {names}"
     return table

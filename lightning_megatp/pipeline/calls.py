@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import nn
 from lightning_megatp.pipeline.running import StageMode
 from lightning_megatp.pipeline.tracing import Tracer
 
+_LOGGING = ("log", "log_dict")
 _METRIC_METHODS = ("forward", "update", "compute", "reset")
 
 
@@ -92,13 +93,15 @@ class Interception:
         module.__dict__[name] = method
 
 
+def loggers_in(module: nn.Module) -> list[nn.Module]:
+    """The LightningModules among a module and its parts: those that log."""
+    return [child for child in module.modules() if all(hasattr(type(child), name) for name in _LOGGING)]
+
+
 @contextlib.contextmanager
-def logging_replaced(module: nn.Module, log: Callable[..., None]) -> Iterator[None]:
-    """Let `log(original, *args, **kwargs)` stand for `self.log(...)` and `self.log_dict(...)` of a LightningModule, and of
-    those in it."""
-    names = ("log", "log_dict")
-    loggers = [child for child in module.modules() if all(hasattr(type(child), name) for name in names)]
-    before = [(child, name, child.__dict__.get(name)) for child in loggers for name in names]
+def logging_replaced(loggers: Sequence[nn.Module], log: Callable[..., None]) -> Iterator[None]:
+    """Let `log(original, *args, **kwargs)` stand for `self.log(...)` and `self.log_dict(...)`."""
+    before = [(child, name, child.__dict__.get(name)) for child in loggers for name in _LOGGING]
     for child, name, _ in before:
         child.__dict__[name] = functools.partial(log, getattr(child, name))
     try:
@@ -109,7 +112,7 @@ def logging_replaced(module: nn.Module, log: Callable[..., None]) -> Iterator[No
 
 
 def _entries(unit: nn.Module) -> dict[str, Callable[..., Any]]:
-    """How a unit is called. `_call_impl` is what `unit(...)` runs, hooks included; `unit.compile()` keeps a compiled one
+    """How a unit is called. `_call_impl` is what `unit(...)` runs, hooks included; `unit.compile()` puts a compiled one
     beside it, which runs instead (torch 2.11-2.13). `forward` is for code that calls it directly; the compiler must not
     meet a replaced one."""
     compiled = unit.__dict__.get("_compiled_call_impl")

@@ -6,9 +6,10 @@ is its caller's business (`Stages`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -16,7 +17,14 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from lightning_megatp.pipeline.plan import Relay
+from lightning_megatp.pipeline.recorder import Recorder
 from lightning_megatp.pipeline.schedule import Action, At, Kind, Schedule
+from lightning_megatp.tensor.deferred import DeferredWeights
+
+Direction = Literal["up", "down"]
+"""Towards a higher pipeline rank, or a lower one."""
+Lane = tuple[int, Direction]
+"""A group for messages, in which every rank has one peer, and to which it only sends or from which it only receives."""
 
 
 class Stages(Protocol):
@@ -42,12 +50,78 @@ class Stages(Protocol):
         """The gradients of a stage are complete on this rank."""
 
 
+class Pending(Protocol):
+    """A tensor on its way, as a `torch.distributed.Work` is."""
+
+    def wait(self) -> Any:
+        """Return when the tensor has left, or is there. On CUDA: let the current stream wait for it."""
+
+    def is_completed(self) -> bool:
+        """Whether `wait` would return at once."""
+
+
+class Transport(Protocol):
+    """Moves tensors between pipeline ranks. Messages from one rank to another arrive in the order of their sends."""
+
+    @property
+    def rank(self) -> int:
+        """This one's pipeline rank."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where tensors are."""
+
+    def send(self, x: Tensor, to: int, direction: Direction) -> Pending:
+        """Send a contiguous tensor to a pipeline rank. Doesn't wait; x must not change until it has left."""
+
+    def receive(self, x: Tensor, source: int, direction: Direction) -> Pending:
+        """Post the receive of a tensor into x. Doesn't wait."""
+
+
+@dataclass(frozen=True)
+class Links:
+    """The transport of real ranks: a process group per lane.
+
+    NCCL runs the point-to-point calls of one pair of ranks and group in one order, both directions together; if the
+    group was made with a `device_id`, even all calls of a rank in that group. A receive that is posted ahead would hold
+    up the sends behind it, until ranks wait for each other in a circle. So messages in either direction have groups of
+    their own, and so have the two neighbours of a rank.
+    """
+
+    ranks: Sequence[int]
+    """Pipeline rank -> global rank."""
+    rank: int
+    groups: Mapping[Lane, dist.ProcessGroup]
+    device: torch.device
+
+    def send(self, x: Tensor, to: int, direction: Direction) -> Pending:
+        return _work(dist.isend(x, self.ranks[to], self.groups[lane(self.rank, to, direction)]))
+
+    def receive(self, x: Tensor, source: int, direction: Direction) -> Pending:
+        return _work(dist.irecv(x, self.ranks[source], self.groups[lane(self.rank, source, direction)]))
+
+
+def lane(rank: int, peer: int, direction: Direction) -> Lane:
+    """The lane between two pipeline ranks: pairs (0, 1), (2, 3), ... share one, so do (1, 2), (3, 4), ..., and the way
+    from the last rank back to the first has its own."""
+    low, high = sorted((rank, peer))
+    return (low % 2 if high == low + 1 else 2), direction
+
+
+def lanes(schedule: Schedule) -> list[Lane]:
+    """The lanes that a schedule needs, in one order on all ranks."""
+    placement = schedule.placement
+    pairs = [(placement[s - 1], placement[s]) for s in range(1, schedule.stages) if schedule.crosses(s)]
+    directions: tuple[Direction, Direction] = ("up", "down")
+    return sorted({lane(*pair, direction) for pair in pairs for direction in directions})
+
+
 @dataclass(slots=True)
 class _Message:
     """Tensors on their way, and what to wait for."""
 
     tensors: list[Tensor]
-    works: list[dist.Work]
+    works: list[Pending]
 
     def wait(self) -> list[Tensor]:
         for work in self.works:
@@ -65,23 +139,6 @@ class _Flight:
 
 
 @dataclass
-class Links:
-    """The ranks of a pipeline and how they talk.
-
-    Two groups: one for messages to higher pipeline ranks, one to lower. NCCL runs the point-to-point calls of a pair
-    and group in one order, both directions together, so that one group could deadlock where both ranks send first.
-    """
-
-    ranks: Sequence[int]
-    """Pipeline rank -> global rank."""
-    rank: int
-    """This one's pipeline rank."""
-    up: dist.ProcessGroup
-    down: dist.ProcessGroup
-    device: torch.device
-
-
-@dataclass
 class Executor:
     """Runs schedules on one rank of a pipeline.
 
@@ -92,7 +149,11 @@ class Executor:
     ahead of the computation that needs them.
     """
 
-    links: Links
+    transport: Transport
+    deferred: DeferredWeights = field(default_factory=DeferredWeights)
+    """Where the layers of the stages put off what `BACKWARD_WEIGHT` computes."""
+    recorder: Recorder | None = None
+    """Takes the time of what is executed."""
     executed: list[Action] = field(default_factory=list)
     """The actions of the last batch, in the order in which they were executed."""
 
@@ -103,19 +164,25 @@ class Executor:
             schedule: for the number of microbatches of this batch.
             stages: what to run.
         """
-        batch = _Batch(schedule, stages, self.links)
+        batch = _Batch(schedule, stages, self)
         self.executed = []
-        for action in schedule.actions[self.links.rank]:
-            batch.execute(action)
-            self.executed.append(action)
+        with self.deferred.batch() if schedule.defers_weights else contextlib.nullcontext():
+            for action in schedule.actions[self.transport.rank]:
+                batch.execute(action)
+                self.executed.append(action)
         batch.finish()
+
+    def recorded(self, what: str, action: Action | None = None) -> contextlib.AbstractContextManager[None]:
+        """Around something whose time is taken, if a recorder is there."""
+        return contextlib.nullcontext() if self.recorder is None else self.recorder.span(what, action)
 
 
 class _Batch:
     """One batch on its way through the pipeline, as one rank sees it."""
 
-    def __init__(self, schedule: Schedule, stages: Stages, links: Links) -> None:
-        self.schedule, self.stages, self.links = schedule, stages, links
+    def __init__(self, schedule: Schedule, stages: Stages, executor: Executor) -> None:
+        self.schedule, self.stages = schedule, stages
+        self.transport, self.deferred, self.recorded = executor.transport, executor.deferred, executor.recorded
         self.incoming: dict[Action, _Message] = {}
         """Posted receives."""
         self.outgoing: dict[Action, list[Tensor]] = {}
@@ -130,7 +197,8 @@ class _Batch:
             case Kind.BACKWARD | Kind.BACKWARD_INPUT:
                 self._backward(action)
             case Kind.BACKWARD_WEIGHT:
-                pass  # what could be put off was put off by the stage itself; the rest ran inside BACKWARD_INPUT
+                with self.recorded("wgrad", action):  # what layers couldn't put off ran inside of BACKWARD_INPUT
+                    self.deferred.compute((action.stage, action.microbatch))
             case Kind.RECV_FORWARD:
                 self._post(action, self.stages.relays(action.stage, action.microbatch))
             case Kind.RECV_BACKWARD:
@@ -143,15 +211,17 @@ class _Batch:
 
     def finish(self) -> None:
         """Wait until everything has left."""
-        for message in self.leaving:
-            message.wait()
+        with self.recorded("wait"):
+            for message in self.leaving:
+                message.wait()
 
     def _forward(self, action: Action) -> None:
         stage, microbatch = action.stage, action.microbatch
         relays = self.stages.relays(stage, microbatch)
         arrived = self._arrived(action, Action(Kind.SEND_FORWARD, stage - 1, microbatch), bool(stage))
-        received = [_leaf(x, relay) for x, relay in zip(arrived, relays, strict=True)]
-        sent = self.stages.forward(stage, microbatch, received)
+        with self.recorded("forward", action):
+            received = [_leaf(x, relay) for x, relay in zip(arrived, relays, strict=True)]
+            sent = self.stages.forward(stage, microbatch, received)
         last = stage == self.schedule.stages - 1
         outgoing = () if last else self.stages.relays(stage + 1, microbatch)
         with_gradient = sent if last else [x for x, r in zip(sent, outgoing, strict=True) if r.requires_grad]
@@ -166,9 +236,14 @@ class _Batch:
         flight = self.flights.pop((stage, microbatch))
         last = stage == self.schedule.stages - 1
         gradients = self._arrived(action, Action(Kind.SEND_BACKWARD, stage + 1, microbatch), not last)
-        self.stages.before_backward(stage, microbatch)
-        if flight.roots:
-            torch.autograd.backward(flight.roots, None if last else gradients)
+        putting_off = action.kind is Kind.BACKWARD_INPUT
+        with (
+            self.recorded("backward input" if putting_off else "backward", action),
+            self.deferred.put_off((stage, microbatch)) if putting_off else contextlib.nullcontext(),
+        ):
+            self.stages.before_backward(stage, microbatch)
+            if flight.roots:
+                torch.autograd.backward(flight.roots, None if last else gradients)
         # A value nothing differentiable was made of has no gradient; the stage before waits for one all the same.
         back = [torch.zeros_like(x) if x.grad is None else x.grad for x in flight.received]
         self.outgoing[Action(Kind.SEND_BACKWARD, stage, microbatch)] = back
@@ -177,26 +252,25 @@ class _Batch:
         """What an action waits for: from another rank, or from a neighbouring stage on this one."""
         receive = self.schedule.receive_for(action)
         if receive is not None:
-            return self.incoming.pop(receive).wait()
+            with self.recorded("wait", receive):
+                return self.incoming.pop(receive).wait()
         return self.outgoing.pop(sent_here) if expected else []
 
     def _post(self, action: Action, relays: Sequence[Relay]) -> None:
-        buffers = [torch.empty(r.shape, dtype=r.dtype, device=self.links.device) for r in relays]
-        source, _ = self.schedule.stream(action)
-        peer, group = self.links.ranks[source], self._group(action)
-        works = [_work(dist.irecv(x, peer, group)) for x in buffers if x.numel()]
+        transport, (source, _) = self.transport, self.schedule.stream(action)
+        buffers = [torch.empty(r.shape, dtype=r.dtype, device=transport.device) for r in relays]
+        direction = self.schedule.group(action)
+        works = [transport.receive(x, source, direction) for x in buffers if x.numel()]
         self.incoming[action] = _Message(buffers, works)
 
     def _send(self, action: Action) -> None:
-        tensors = [x.contiguous() for x in self.outgoing.pop(action)]
-        _, destination = self.schedule.stream(action)
-        peer, group = self.links.ranks[destination], self._group(action)
-        works = [_work(dist.isend(x, peer, group)) for x in tensors if x.numel()]
+        with self.recorded("send", action):
+            tensors = [x.contiguous() for x in self.outgoing.pop(action)]
+            _, to = self.schedule.stream(action)
+            direction = self.schedule.group(action)
+            works = [self.transport.send(x, to, direction) for x in tensors if x.numel()]
         self.leaving = [message for message in self.leaving if not all(work.is_completed() for work in message.works)]
         self.leaving.append(_Message(tensors, works))
-
-    def _group(self, action: Action) -> dist.ProcessGroup:
-        return self.links.up if self.schedule.group(action) == "up" else self.links.down
 
 
 def _work(work: dist.Work | None) -> dist.Work:

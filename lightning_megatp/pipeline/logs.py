@@ -7,6 +7,7 @@ stage logged for a batch is averaged over its microbatches, sent to the other st
 from __future__ import annotations
 
 import contextlib
+import numbers
 import pickle
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -17,35 +18,51 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torchmetrics import Metric
 
+from lightning_megatp.shim.torchmetrics import batch_value, set_batch_value
 
-@dataclass
+
+@dataclass(frozen=True)
 class Entry:
-    """One call of `self.log`, without its value."""
+    """What is logged under one name, without its value."""
 
     name: str
     options: dict[str, Any]
+    dtype: torch.dtype
     metric: str | None = None
     """The module's name of a torchmetrics object that was logged itself."""
+    has_value: bool = True
+    """False for a metric that was only updated, and gave nothing for this batch."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of `self.log`."""
+
+    entry: Entry
+    value: Tensor
+    """() float64; nan without one."""
 
 
 @dataclass
 class Logs:
-    """Stands in for the `log` of a LightningModule.
+    """Stands in for the `log` of a LightningModule, from `open` to `close`.
 
     Args:
         module: the LightningModule.
+        device: where values are sent from.
     """
 
     module: nn.Module
-    _calls: list[tuple[Entry, Any]] | None = None
+    device: torch.device
+    _calls: list[Call] | None = None
     """Of the microbatch or hook that is being recorded; None while calls go through."""
     _known: dict[bytes, int] = field(default_factory=dict)
     """Lists of entries that the other stages know, by their number."""
-    _lists: list[bytes] = field(default_factory=list)
+    _lists: list[list[Entry]] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
+    def open(self) -> None:
+        """Stand in from now on."""
         self._log: Callable[..., None] = self.module.log  # type: ignore[assignment]
-        self._metrics = {id(child): name for name, child in self.module.named_modules() if isinstance(child, Metric)}
         self.module.__dict__["log"] = self
 
     def close(self) -> None:
@@ -53,16 +70,14 @@ class Logs:
         self.module.__dict__.pop("log", None)
 
     def __call__(self, name: str, value: Any, *args: Any, **options: Any) -> None:
-        if self._calls is None:
-            self._log(name, value, *args, **options)
-            return
         options |= dict(zip(_POSITIONAL, args, strict=False))
-        metric = self._metrics.get(id(value)) if isinstance(value, Metric) else None
-        value = value.detach() if isinstance(value, Tensor) else value
-        self._calls.append((Entry(name, options, metric), value))
+        if self._calls is None or not _loggable(value):
+            self._log(name, value, **options)  # what can't be logged is refused in Lightning's own words
+            return
+        self._calls.append(self._call(name, value, options))
 
     @contextlib.contextmanager
-    def recording(self) -> Iterator[list[tuple[Entry, Any]]]:
+    def recording(self) -> Iterator[list[Call]]:
         """Keep calls instead of passing them on."""
         before, self._calls = self._calls, []
         try:
@@ -70,107 +85,121 @@ class Logs:
         finally:
             self._calls = before
 
-    def send(self, entries: Sequence[Entry], values: Sequence[Tensor], numbers: Tensor, group: dist.ProcessGroup,
-             source: int) -> Tensor:  # fmt: skip
-        """Tell the other stages, and log everywhere. Called on the last stage.
+    def send(self, calls: Sequence[Call], facts: Tensor, group: dist.ProcessGroup, source: int) -> None:
+        """Log everywhere. Called on the last stage, and `receive` on the others.
 
         Args:
-            entries: what was logged.
-            values: scalars, beside them; for metrics what they gave for this batch.
-            numbers: (n,) float64, sent along.
+            calls: one per name.
+            facts: (n,) float64, sent along.
 
-        Communication: one broadcast of n + 3 + len(values) float64; the names only when they are new.
+        Communication: one broadcast of n + 3 + len(calls) float64; the names only when they are new.
         """
-        described = pickle.dumps([(e.name, _portable(e.options), e.metric) for e in entries])
+        entries = [call.entry for call in calls]
+        described = pickle.dumps(entries)
         new = described not in self._known
         number = self._known.setdefault(described, len(self._known))
-        head = torch.tensor([float(number), float(new), float(len(values))], dtype=torch.float64, device=numbers.device)
-        row = torch.stack([v.to(numbers.device, torch.float64) for v in values]) if values else numbers.new_empty(0)
-        _broadcast_sized(torch.cat([head, numbers, row]), group, source)
+        head = torch.tensor([number, new], dtype=torch.float64, device=self.device)
+        values = torch.stack([call.value for call in calls]) if calls else head.new_empty(0)
+        _broadcast_sized(torch.cat([head, facts, values]), group, source)
         if new:
             dist.broadcast_object_list([described], src=source, group=group)
-        return numbers
+        self._replay(entries, values)
 
-    def receive(self, numbers: Tensor, group: dist.ProcessGroup, source: int) -> Tensor:
-        """The other end of `send`: logs the same, and returns the numbers. `numbers` says how many there are."""
-        row = _broadcast_sized(None, group, source, numbers)
-        number, new, _ = row[:3].tolist()
+    def receive(self, n_facts: int, group: dist.ProcessGroup, source: int) -> Tensor:
+        """The other end of `send`: logs the same, and returns the facts."""
+        row = _broadcast_sized(torch.empty(0, dtype=torch.float64, device=self.device), group, source, receives=True)
+        number, new = row[:2].tolist()
         if new:
             box: list[Any] = [None]
             dist.broadcast_object_list(box, src=source, group=group)
-            self._lists.append(box[0])
-        n = len(numbers)
-        self.replay([Entry(*e) for e in pickle.loads(self._lists[int(number)])], list(row[3 + n :].unbind()))
-        return row[3 : 3 + n]
+            self._lists.append(pickle.loads(box[0]))
+        self._replay(self._lists[int(number)], row[2 + n_facts :])
+        return row[2 : 2 + n_facts]
 
-    def replay(self, entries: Sequence[Entry], values: Sequence[Any]) -> None:
-        """Log for the whole batch."""
-        metrics = dict(self.module.named_modules())
-        for entry, value in zip(entries, values, strict=True):
+    def _call(self, name: str, value: Tensor | float | Metric, options: dict[str, Any]) -> Call:
+        metric = self._metric_name(value, options) if isinstance(value, Metric) else None
+        given = batch_value(value) if isinstance(value, Metric) else value
+        dtype = given.dtype if isinstance(given, Tensor) and given.is_floating_point() else torch.get_default_dtype()
+        number = torch.as_tensor(torch.nan if given is None else given, dtype=torch.float64, device=self.device)
+        entry = Entry(name, _portable(options), dtype, metric, given is not None)
+        return Call(entry, number.detach().reshape(()))
+
+    def _metric_name(self, metric: Metric, options: dict[str, Any]) -> str:
+        found = options.get("metric_attribute") or next(
+            (name for name, child in self.module.named_modules() if child is metric), None
+        )
+        if found is None:
+            raise RuntimeError(
+                f"MegaTPStrategy: self.log was given a {type(metric).__name__} that is no attribute of the"
+                " LightningModule, so the other pipeline stages can't know it. Make it one in `__init__`."
+            )
+        return str(found)
+
+    def _replay(self, entries: Sequence[Entry], values: Tensor) -> None:
+        for entry, value in zip(entries, values.unbind(), strict=True):
+            value = value.to(entry.dtype)
             if entry.metric is None:
                 self._log(entry.name, value, **entry.options)
-            else:
-                metric: Any = metrics[entry.metric]
-                if metric._forward_cache is None:
-                    metric._forward_cache = value
-                self._log(entry.name, metric, **entry.options)
+                continue
+            metric: Any = self.module.get_submodule(entry.metric)
+            set_batch_value(metric, value if entry.has_value else None)
+            self._log(entry.name, metric, metric_attribute=entry.metric, **entry.options)
 
 
-def merge(microbatches: Sequence[Sequence[tuple[Entry, Any]]], weights: Tensor) -> tuple[list[Entry], list[Any]]:
+def merge(microbatches: Sequence[Sequence[Call]], weights: Tensor) -> list[Call]:
     """What the microbatches logged, as one batch would have.
 
-    A value is averaged by the microbatches' weights, or summed, or the largest or smallest one is taken, as its
-    `reduce_fx` says. Of metrics the last microbatch's object stays: it has seen them all.
+    A value is averaged by the microbatches' weights, or by the batch sizes that were logged with it; or summed, or the
+    largest or smallest one is taken, as its `reduce_fx` says.
+
+    Args:
+        weights: (m,) float64.
     """
-    order: dict[str, Entry] = {}
-    found: dict[str, list[tuple[Any, Tensor]]] = {}
+    weights = weights if weights.sum() > 0 else torch.ones_like(weights)
+    found: dict[str, list[tuple[Call, Tensor]]] = {}
     for calls, weight in zip(microbatches, weights.unbind(), strict=True):
-        for entry, value in calls:
-            order.setdefault(entry.name, entry)
-            found.setdefault(entry.name, []).append((value, weight))
-    return list(order.values()), [_reduce(order[name], found[name]) for name in order]
+        for call in calls:
+            found.setdefault(call.entry.name, []).append((call, weight))
+    return [_merged([call for call, _ in pairs], torch.stack([w for _, w in pairs])) for pairs in found.values()]
 
 
-def _reduce(entry: Entry, found: list[tuple[Any, Tensor]]) -> Any:
-    if isinstance(found[0][0], Metric):
-        return found[-1][0]
-    weights = torch.stack([weight for _, weight in found]).double()
-    values = torch.stack([torch.as_tensor(v, dtype=torch.float64, device=weights.device).reshape(()) for v, _ in found])
-    how = entry.options.get("reduce_fx", "mean")
-    name = how if isinstance(how, str) else getattr(how, "__name__", "mean")
-    if name in ("sum", "max", "min"):
-        return getattr(values, name)()
-    return (values * weights).sum() / weights.sum()
+def _merged(calls: list[Call], weights: Tensor) -> Call:
+    entry, values = calls[-1].entry, torch.stack([call.value for call in calls])
+    sizes = [call.entry.options.get("batch_size") for call in calls]
+    options = entry.options
+    if None not in sizes:
+        weights = torch.tensor(sizes, dtype=torch.float64, device=values.device)
+        options = {**options, "batch_size": sum(sizes)}
+    how = options.get("reduce_fx", "mean")
+    value = getattr(values, how)() if how in ("sum", "max", "min") else (values * weights).sum() / weights.sum()
+    return Call(Entry(entry.name, options, entry.dtype, entry.metric, entry.has_value), value)
 
 
-def metric_value(value: Any) -> Tensor:
-    """A logged value as a scalar to send; for a metric what it gave for this batch, nan if it gave nothing."""
-    if isinstance(value, Metric):
-        value = value._forward_cache
-    usable = isinstance(value, Tensor) and value.numel() == 1
-    return value.detach().double().reshape(()) if usable else torch.tensor(torch.nan, dtype=torch.float64)
-
-
-def _broadcast_sized(row: Tensor | None, group: dist.ProcessGroup, source: int, like: Tensor | None = None) -> Tensor:
-    """Broadcast a row whose length the receivers don't know: at first 64 numbers, and the rest if it is longer."""
-    given = row if row is not None else like
-    assert given is not None
-    first = torch.zeros(_ROW, dtype=torch.float64, device=given.device)
-    if row is not None:
-        first[0] = len(row)
-        first[1 : 1 + len(row)] = row[: _ROW - 1]
-    dist.broadcast(first, src=source, group=group)
-    length = len(row) if row is not None else int(first[0])
-    if length < _ROW:
-        return first[1 : 1 + length]
-    rest = row[_ROW - 1 :].clone() if row is not None else first.new_empty(length - _ROW + 1)
-    dist.broadcast(rest, src=source, group=group)
-    return torch.cat([first[1:], rest])
+def _loggable(value: Any) -> bool:
+    return isinstance(value, (numbers.Number, Metric)) or (isinstance(value, Tensor) and value.numel() == 1)
 
 
 def _portable(options: dict[str, Any]) -> dict[str, Any]:
-    """Without the metric itself, which Lightning finds by its attribute, and without process groups."""
-    return {name: value for name, value in options.items() if name not in ("metric_attribute", "sync_dist_group")}
+    """Options that another rank understands: no process group, and functions by the names Lightning has for them."""
+    kept = {name: value for name, value in options.items() if name not in ("metric_attribute", "sync_dist_group")}
+    if callable(how := kept.get("reduce_fx")):
+        kept["reduce_fx"] = how.__name__
+    return kept
+
+
+def _broadcast_sized(row: Tensor, group: dist.ProcessGroup, source: int, receives: bool = False) -> Tensor:
+    """Broadcast a row whose length the receivers don't know: at first 64 numbers, and the rest if it is longer."""
+    first = row.new_zeros(_ROW)
+    if not receives:
+        first[0] = len(row)
+        first[1 : 1 + len(row)] = row[: _ROW - 1]
+    dist.broadcast(first, src=source, group=group)
+    length = int(first[0]) if receives else len(row)
+    if length < _ROW:
+        return first[1 : 1 + length]
+    rest = row.new_empty(length - _ROW + 1) if receives else row[_ROW - 1 :].clone()
+    dist.broadcast(rest, src=source, group=group)
+    return torch.cat([first[1:], rest])
 
 
 _ROW = 64

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_megatp.pipeline.plan import SliceError
-from lightning_megatp.shim.torch import FakeTensorMode
+from lightning_megatp.shim.torch import FakeTensorMode, is_fake
 
 _KINDS = ("_parameters", "_buffers")
 
@@ -121,13 +121,15 @@ class Ownership:
                 child.__dict__["_buffers"] = held
 
     def _aside(self, x: Tensor | None, owners: dict[int, set[int]], copies: dict[int, Tensor]) -> Any:
+        if is_fake(x):  # freed: the module finds it under its own name, and there is nothing to protect
+            return x
         if x is not None and id(x) not in copies:
             copies[id(x)] = self._fake_mode.from_tensor(x) if id(x) in owners else x.detach().clone()
         return None if x is None else copies[id(x)]
 
     def _empty(self, child: nn.Module, kind: str, foreign: dict[str, Tensor]) -> None:
         held = child.__dict__[kind]
-        fakes = {name: self._fake_mode.from_tensor(tensor) for name, tensor in foreign.items()}
+        fakes: dict[str, Tensor] = {name: self._fake_mode.from_tensor(tensor) for name, tensor in foreign.items()}
         self._emptied.append(_Emptied(child, kind, tuple(held), fakes))
         for name, fake in fakes.items():
             setattr(child, name, fake)  # recurrent layers keep a list of their weights, and follow this

@@ -7,6 +7,7 @@ rank. What happens is a schedule of microbatches.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,14 +18,19 @@ from torch import Tensor
 
 from lightning_megatp.mesh import ParallelMesh
 from lightning_megatp.messages import warn_once_per_run
+from lightning_megatp.metrics import LastStageMetrics
 from lightning_megatp.module import ParallelModule
+from lightning_megatp.pipeline.detour import Detour
 from lightning_megatp.pipeline.executor import Executor
-from lightning_megatp.pipeline.logs import Logs, merge, metric_value
+from lightning_megatp.pipeline.hooks import Hook, hooks_after_steps
+from lightning_megatp.pipeline.leftovers import Attributes
+from lightning_megatp.pipeline.logs import Call, Logs, merge
 from lightning_megatp.pipeline.plan import Relay, SliceError, SlicePlan
 from lightning_megatp.pipeline.schedule import Schedule
 from lightning_megatp.pipeline.slicing import Slicer
 from lightning_megatp.pipeline.split import batch_size, merge_outputs, split_batch
 from lightning_megatp.pipeline.weights import TargetCount
+from lightning_megatp.shim.torch import tensor_version
 
 Step = Callable[[Any], Any]
 
@@ -37,11 +43,13 @@ class Settings:
         microbatches: per batch, at most.
         schedule: number of microbatches -> the schedule of training.
         evaluation: the same for validation, test and predict.
+        stages: the units of each stage, if the user chose them.
     """
 
     microbatches: int
     schedule: Callable[[int], Schedule]
     evaluation: Callable[[int], Schedule]
+    stages: Sequence[Sequence[str]] | None = None
 
 
 @dataclass
@@ -81,8 +89,10 @@ class Pipeline:
         mesh: who is where.
         settings: microbatches and schedules.
         logs: stands in for the module's `log`.
+        metrics: stands in for what its metrics compute.
         shared: parameters that several stages hold, in the same order on all of them.
         stage_of_unit: unit name -> stage.
+        compiled: modules whose weight gradients can't be put off, though the schedule would.
     """
 
     def __init__(
@@ -93,14 +103,19 @@ class Pipeline:
         mesh: ParallelMesh,
         settings: Settings,
         logs: Logs,
+        metrics: LastStageMetrics,
         shared: Sequence[Shared],
         stage_of_unit: Mapping[str, int],
+        compiled: Sequence[str] = (),
     ) -> None:
         self.parallel, self.slicer, self.executor = parallel, slicer, executor
-        self.mesh, self.settings, self.logs = mesh, settings, logs
-        self.shared, self.stage_of_unit = shared, stage_of_unit
+        self.mesh, self.settings, self.logs, self.metrics = mesh, settings, logs, metrics
+        self.shared, self.stage_of_unit, self.compiled = shared, stage_of_unit, compiled
         self.stateful = False
         """Whether a step left something on the module, which then exists on the last stage only."""
+        self._returned = False
+        """Whether the last step returned something that exists on the last stage only."""
+        self._hooks: list[Detour] = []
         self._plans: dict[tuple[str, Hashable], SlicePlan] = {}
         self._schedules: dict[tuple[bool, int], Schedule] = {}
         self._parked: list[tuple[Tensor, Tensor]] = []
@@ -110,9 +125,26 @@ class Pipeline:
         """Whether this rank has the last stage: the loss, metrics, logs, and what a step leaves on the module."""
         return self.mesh.is_last_stage
 
+    def use(self, settings: Settings) -> None:
+        """Go on with other numbers of microbatches, or in another order."""
+        self.settings = settings
+        self._schedules.clear()
+
+    def open(self) -> None:
+        """Stand in for those methods of the module that mean something else on several stages, until `close`."""
+        self.close()
+        module = self.parallel.module
+        self.logs.open()
+        self.metrics.open()
+        after = list(hooks_after_steps(module))
+        self._hooks = [Detour(module, hook.name, functools.partial(self._run_hook, hook)) for hook in after]
+
     def close(self) -> None:
-        """Give the module its own methods back."""
-        self.slicer.close()
+        """Give the module its own methods back. Its units stay intercepted: what other stages own is gone."""
+        for detour in self._hooks:
+            detour.end()
+        self._hooks = []
+        self.metrics.close()
         self.logs.close()
 
     # ---------------------------------------------------------------- a batch
@@ -128,19 +160,15 @@ class Pipeline:
             What the step returned for the batch: all of it on the last stage, the loss alone on the others.
         """
         held = self._set_aside()
-        run = self._start("train", step, batch, backward)
-        self.executor.run(self._schedule(True, len(run.microbatches)), run)
+        run = self._run("train", step, batch, backward)
         loss, factor = self._conclude(run)
         self._park(held, factor)
-        if not self.is_last:
-            return loss
-        outputs = run.merged_results()
+        outputs = run.merged_results() if self.is_last else None
         return {**outputs, "loss": loss} if isinstance(outputs, Mapping) else loss
 
     def evaluate(self, kind: str, step: Step, batch: Any) -> Any:
         """Run the forward of a batch. What the step returned, on the last stage; None on the others."""
-        run = self._start(kind, step, batch, None)
-        self.executor.run(self._schedule(False, len(run.microbatches)), run)
+        run = self._run(kind, step, batch, None)
         self._conclude(run)
         return run.merged_results() if self.is_last else None
 
@@ -174,36 +202,82 @@ class Pipeline:
                 if parameter is not None and flag > 0:
                     parameter.grad = total.view(shared.shape)
 
-    def hook(self, call: Callable[[], Any]) -> Any:
-        """Run one of the user's hooks that may read what steps left on the module: if they did, on the last stage
-        only, and what it logs is logged everywhere."""
-        if not self.stateful:
-            return call()
-        result = None
-        if self.is_last:
-            with self.logs.recording() as calls:
-                result = call()
-            self._exchange([e for e, _ in calls], [v for _, v in calls], torch.zeros(1, dtype=torch.float64))
-        else:
-            self._exchange([], [], torch.zeros(1, dtype=torch.float64))
-        return result
+    def microbatches(self, batch: Any) -> Sequence[Any]:
+        """The parts of a batch, by the user's `split_batch` or by the rule."""
+        own_split = getattr(self.parallel.module, "split_batch", None)
+        microbatches = (own_split or split_batch)(batch, self.settings.microbatches)
+        if not isinstance(microbatches, Sequence) or not len(microbatches):
+            raise ValueError("MegaTPStrategy: `split_batch` has to return a list of at least one microbatch.")
+        return microbatches
 
     # ---------------------------------------------------------------- parts of it
 
-    def _start(self, kind: str, step: Step, batch: Any, backward: Backward | None) -> _Run:
-        own_split = getattr(self.parallel.module, "split_batch", None)
-        microbatches = (own_split or split_batch)(batch, self.settings.microbatches)
-        seed = int(torch.empty((), dtype=torch.int64).random_())  # of the generator that is alike on all stages
-        plans = [self._plan(kind, step, microbatch) for microbatch in microbatches]
-        return _Run(self, step, microbatches, plans, seed, backward)
+    def _run(self, kind: str, step: Step, batch: Any, backward: Backward | None) -> _Run:
+        microbatches = self.microbatches(batch)
+        seed = self._shared_seed()
+        self.metrics.next_batch()
+        with self.metrics.apart():
+            plans = [self._plan(kind, step, microbatch) for microbatch in microbatches]
+            run = _Run(self, step, microbatches, plans, seed, backward)
+            with self._noticing(run):
+                self.executor.run(self._schedule(backward is not None, len(microbatches)), run)
+        return run
+
+    @contextlib.contextmanager
+    def _noticing(self, run: _Run) -> Iterator[None]:
+        """Find out whether anything is left on the module. Once something was, it is no question any more."""
+        before = Attributes(self.parallel.module) if self.is_last and not self.stateful else None
+        yield
+        run.left_state = before is not None and Attributes(self.parallel.module).differ_from(before)
+
+    def _run_hook(self, hook: Hook, call: Callable[[], Any]) -> Any:
+        """Run one of the user's hooks: on all stages, or if steps left or returned something that exists on the last
+        stage, there alone. What it logs is logged everywhere."""
+        if not (self.stateful or (hook.gets_outputs and self._returned)):
+            return call()
+        seed = self._shared_seed()
+        if not self.is_last:
+            left, *self.metrics.resets = self._share([], [0.0, *self.metrics.resets])
+            self.stateful = self.stateful or bool(left)
+            return None
+        before, versions = Attributes(self.parallel.module), self._versions()
+        with self.metrics.apart(counts_resets=True), self.logs.recording() as calls, _seeded(seed):
+            result = call()
+        if versions != self._versions():
+            raise RuntimeError(
+                f"MegaTPStrategy: `{hook.name}` changes parameters, and runs on the last pipeline stage only, since"
+                " what steps returned or left on the module exists there. Move that part to a callback, which runs on"
+                " all stages."
+            )
+        self.stateful = self.stateful or Attributes(self.parallel.module).differ_from(before)
+        merged = merge([calls], torch.ones(1, dtype=torch.float64, device=self.mesh.device))
+        self._share(merged, [float(self.stateful), *self.metrics.resets])
+        return result
+
+    def _versions(self) -> list[int]:
+        """Of the parameters: they count changes in place."""
+        return [tensor_version(parameter) for parameter in self.parallel.module.parameters()]
+
+    def _shared_seed(self) -> int:
+        """Of the generator that is alike on all stages."""
+        return int(torch.empty((), dtype=torch.int64).random_())
 
     def _plan(self, kind: str, step: Step, microbatch: Any) -> SlicePlan:
         key = kind, self.slicer.signature(microbatch)
         if key not in self._plans:
-            plan = self.slicer.plan(step, microbatch)
+            plan = self.slicer.plan(_returning_a_loss(step) if kind == "train" else step, microbatch)
+            self._check_touched(plan)
             self._check_alike(plan)
             self._plans[key] = plan
         return self._plans[key]
+
+    def _check_touched(self, plan: SlicePlan) -> None:
+        split = sorted(plan.touched & self.parallel.plan.parameters.keys()) if self.mesh.size("tp") > 1 else []
+        if split:
+            raise SliceError(
+                f"the step uses `{split[0]}`, which the plan splits, outside of its own layer. With pp > 1 its parts"
+                " can't be gathered there: take its layer out of the plan."
+            )
 
     def _check_alike(self, plan: SlicePlan) -> None:
         """All stages must have planned the same, or they would wait for messages that never come."""
@@ -241,28 +315,37 @@ class Pipeline:
             parameter.grad = gradient
 
     def _conclude(self, run: _Run) -> tuple[Tensor, float]:
-        """Send what only the last stage knows: the loss, the factor that makes the weights add up to 1, the logs."""
-        device = self.mesh.device
+        """Tell what only the last stage knows: the loss, the factor that makes the weights add up to 1, the logs, and
+        whether more was left or returned there.
+
+        Returns:
+            The loss of the batch, and the factor.
+        """
         if self.is_last:
             weights = run.weights()
+            total = run.loss(weights)
             factor = float(run.provisional_total / weights.sum())
-            loss = run.loss(weights)
-            entries, values = merge(run.logged, weights)
-            numbers = torch.tensor([float(loss), factor, float(run.left_state)], dtype=torch.float64, device=device)
-            self._exchange(entries, values, numbers)
+            facts = [float(total), factor, float(run.left_state), float(run.returns_more)]
+            self._share(merge(run.logged, weights), facts)
         else:
-            numbers = self._exchange([], [], torch.zeros(3, dtype=torch.float64, device=device))
-            loss, factor = numbers[0], float(numbers[1])
-        self.stateful = self.stateful or bool(numbers[2])
-        return loss, factor
+            facts = self._share([], [0.0] * 4)
+            total, factor = torch.tensor(facts[0], dtype=torch.float64, device=self.mesh.device), facts[1]
+        self.stateful, self._returned = self.stateful or bool(facts[2]), bool(facts[3])
+        return total, factor
 
-    def _exchange(self, entries: Sequence[Any], values: Sequence[Any], numbers: Tensor) -> Tensor:
+    def _share(self, calls: Sequence[Call], facts: list[float]) -> list[float]:
+        """Log everywhere what the last stage logged, and return its facts.
+
+        Args:
+            calls: of the last stage.
+            facts: likewise; from the other stages their number counts.
+        """
         group, source = self.mesh.group("pp"), self.mesh.ranks("pp")[0]
         if not self.is_last:
-            return self.logs.receive(numbers, group, source)
-        self.logs.send(entries, [metric_value(value) for value in values], numbers, group, source)
-        self.logs.replay(entries, values)
-        return numbers
+            received: list[float] = self.logs.receive(len(facts), group, source).tolist()
+            return received
+        self.logs.send(calls, torch.tensor(facts, dtype=torch.float64, device=self.mesh.device), group, source)
+        return facts
 
 
 @dataclass
@@ -276,9 +359,11 @@ class _Run:
     seed: int
     backward: Backward | None
     results: dict[int, Any] = field(default_factory=dict)
-    logged: list[list[Any]] = field(default_factory=list)
+    logged: list[list[Call]] = field(default_factory=list)
+    """By microbatch, which the last stage runs in order."""
     left_state: bool = False
     _weights: dict[int, Tensor | float] = field(default_factory=dict)
+    _counted: set[bool] = field(default_factory=set)
     _began_backward: bool = False
 
     def relays(self, boundary: int, microbatch: int) -> Sequence[Relay]:
@@ -288,17 +373,14 @@ class _Run:
         pipeline, plan = self.pipeline, self.plans[microbatch]
         last = stage == plan.n_stages - 1
         seed = _mixed(self.seed, microbatch)
-        counting = TargetCount() if last and self.backward is not None else None
+        counting = TargetCount() if last else None
         with contextlib.ExitStack() as stack:
             stack.enter_context(_seeded(_mixed(seed, stage)))
             stack.enter_context(torch.set_grad_enabled(self.backward is not None and torch.is_grad_enabled()))
             if counting is not None:
                 stack.enter_context(counting)
             calls = stack.enter_context(pipeline.logs.recording()) if last else []
-            before = _attributes(pipeline.parallel.module) if last and not pipeline.stateful else None
             done = pipeline.slicer.run(plan, stage, self.step, self.microbatches[microbatch], received, seed)
-        if before is not None:
-            self.left_state |= before != _attributes(pipeline.parallel.module)
         if not last:
             if self.backward is not None:
                 needed = [x for x, r in zip(done.sent, plan.relays[stage + 1], strict=True) if r.requires_grad]
@@ -309,13 +391,16 @@ class _Run:
         self._weights[microbatch] = self._weight(counting, microbatch)
         if self.backward is None:
             return []
-        return [self._root(self._loss_of(done.result), microbatch, received)]
+        return [self._root(_loss_of(done.result), microbatch, received)]
 
     def before_backward(self, stage: int, microbatch: int) -> None:
         if self.backward is not None and not self._began_backward:
             self._began_backward = True
-            loss = self._loss_of(self.results[microbatch]) if microbatch in self.results else torch.zeros(())
-            self.backward.before(loss)
+            loss = _loss_of(self.results[microbatch]) if microbatch in self.results else torch.zeros(())
+            with self.pipeline.logs.recording() as calls:
+                self.backward.before(loss)
+            if self.logged:
+                self.logged[0] += calls
 
     def complete(self, stage: int) -> None:
         """Gradients of this stage are reduced with those of the others, in the strategy's backward."""
@@ -326,7 +411,17 @@ class _Run:
         return self._reference() * len(self.microbatches)
 
     def weights(self) -> Tensor:
-        """(m,) float64, of the microbatches."""
+        """(m,) float64, of the microbatches.
+
+        Raises:
+            RuntimeError: some are numbers of targets, and others of samples.
+        """
+        if len(self._counted) > 1:
+            raise RuntimeError(
+                "MegaTPStrategy: the step averages one cross-entropy in some microbatches of a batch, and none or"
+                " several in others, so what they weigh can't be told. Define `loss_weight(self, batch)` on the"
+                " LightningModule."
+            )
         device = self.pipeline.mesh.device
         order = [self._weights[i] for i in range(len(self.microbatches))]
         return torch.stack([torch.as_tensor(w, dtype=torch.float64, device=device) for w in order])
@@ -335,9 +430,17 @@ class _Run:
         """The loss of the batch; nan for evaluation."""
         if self.backward is None:
             return torch.tensor(torch.nan)
-        losses = torch.stack([self._loss_of(self.results[i]).detach() for i in range(len(self.microbatches))])
+        losses = torch.stack([_loss_of(self.results[i]).detach() for i in range(len(self.microbatches))])
         total: Tensor = (losses.double() * weights).sum() / weights.sum()
         return total.to(losses.dtype)
+
+    @property
+    def returns_more(self) -> bool:
+        """Whether the step returns more than a loss."""
+        result = self.results[0]
+        if self.backward is None:
+            return result is not None
+        return isinstance(result, Mapping) and len(result) > 1
 
     def merged_results(self) -> Any:
         """What the steps returned, put together."""
@@ -347,31 +450,27 @@ class _Run:
         detached = [_detached(result) for result in order]
         return merge_outputs(detached, [float(w) for w in self.weights()])
 
-    def _loss_of(self, result: Any) -> Tensor:
-        loss = result.get("loss") if isinstance(result, Mapping) else result
-        if not isinstance(loss, Tensor):
-            raise RuntimeError(
-                f"MegaTPStrategy: training_step returned {type(loss).__name__} instead of a loss. Under pipeline"
-                " parallelism every step needs one: all stages take part in each batch. To skip a batch, leave it out"
-                " of the data."
-            )
-        return loss
-
     def _weight(self, counting: TargetCount | None, microbatch: int) -> Tensor | float:
         batch = self.microbatches[microbatch]
         own = getattr(self.pipeline.parallel.module, "loss_weight", None)
         if own is not None:
             weight: Tensor | float = own(batch)
             return weight
-        samples = batch_size(batch) or 1
-        if counting is None:
-            return float(samples)
+        assert counting is not None
+        self._counted.add(len(counting.counts) == 1)
         if len(counting.counts) > 1:
             warn_once_per_run(
-                "the training step averages several cross-entropies, so its microbatches are weighted by their samples."
+                "the step averages several cross-entropies, so its microbatches are weighted by their samples."
                 " If they hold different numbers of targets, define `loss_weight(self, batch)` on the LightningModule."
             )
-        return counting.weight(samples)
+        if counting.own_reduction is not None and not counting.counts:
+            warn_once_per_run(
+                f"the step averages a cross-entropy by itself (reduction={counting.own_reduction!r}), so its"
+                " microbatches are weighted by their samples. If they hold different numbers of targets, define"
+                " `loss_weight(self, batch)` on the LightningModule. A loss that is a sum has to be divided by the"
+                " step."
+            )
+        return counting.weight(batch_size(batch) or 1)
 
     def _root(self, loss: Tensor, microbatch: int, received: Sequence[Tensor]) -> Tensor:
         assert self.backward is not None
@@ -384,6 +483,28 @@ class _Run:
         return float(batch_size(self.microbatches[0]) or 1)
 
 
+def _loss_of(result: Any) -> Tensor:
+    loss = result.get("loss") if isinstance(result, Mapping) else result
+    if not isinstance(loss, Tensor):
+        raise RuntimeError(
+            f"MegaTPStrategy: training_step returned {type(loss).__name__} instead of a loss. Under pipeline"
+            " parallelism every step needs one: all stages take part in each batch. To skip a batch, leave it out of"
+            " the data."
+        )
+    return loss
+
+
+def _returning_a_loss(step: Step) -> Step:
+    """For the dry run, which all stages make: a step without a loss is refused on all of them."""
+
+    def checked(batch: Any) -> Any:
+        result = step(batch)
+        _loss_of(result)
+        return result
+
+    return checked
+
+
 def _detached(result: Any) -> Any:
     if isinstance(result, Tensor):
         return result.detach()
@@ -392,15 +513,6 @@ def _detached(result: Any) -> Any:
     if isinstance(result, (list, tuple)) and not hasattr(result, "_fields"):
         return type(result)(_detached(value) for value in result)
     return result
-
-
-def _attributes(module: Any) -> dict[str, Any]:
-    """What a step may leave on its module: attributes by identity, containers also by length."""
-    found = {}
-    for name, value in vars(module).items():
-        if not name.startswith("_"):
-            found[name] = id(value), len(value) if isinstance(value, (list, dict, set)) else None
-    return found
 
 
 @contextlib.contextmanager

@@ -97,9 +97,13 @@ class SlicePlan:
     not_operations: frozenset[Any]
     """Functions that only ask for shapes, dtypes, modes, or values of the batch."""
     touches_parameters: bool
-    """Some operation between units takes a unit's parameter."""
+    """Some operation between units takes a unit's parameter or buffer."""
+    touched: frozenset[str]
+    """The names of such parameters."""
     changes_batch: bool
     """The step changes tensors of the batch in place."""
+    leaves_ghosts: bool
+    """The step leaves values on the module that stages before the last know as ghosts."""
     uses_functions: bool
     """Some operation between units is an autograd function, which no mode sees."""
     clones: frozenset[Key] = frozenset()
@@ -140,8 +144,10 @@ class Instruction:
     """Computed, but not by simply calling it: its arguments or its random numbers need care."""
     received: tuple[tuple[int, Key], ...]
     """Not computed, but it returns these relayed values, by position in its result."""
+    targets: tuple[tuple[int, int], ...]
+    """Not computed, and it returns what it would have changed in place: positions in its result and its arguments."""
     shared: bool
-    """Not computed, and its ghosts can be returned as they are: nothing is received, nobody can change the structure."""
+    """Not computed, and its ghosts are returned as they are: nothing is received, nobody can change the structure."""
     became: tuple[tuple[int, Key], ...]
     """Not computed, and changed what are relayed values since, by position among the tensors of its arguments."""
     kept: tuple[tuple[int, Key], ...]
@@ -190,7 +196,9 @@ def _instruct(op: Operation, stage: int, received: set[Key], sent: set[Key], sto
     def chosen(pairs: Iterable[tuple[int, Key | None]], keys: set[Key]) -> tuple[tuple[int, Key], ...]:
         return tuple((position, key) for position, key in pairs if key in keys and key is not None)
 
-    returned = () if computed else chosen(enumerate(op.outputs), received)
+    argument = {key: position for position, key in op.changed}
+    targets = tuple((position, argument[key]) for position, key in enumerate(op.outputs) if key in argument)
+    returned = () if computed else chosen(enumerate(op.outputs), received - argument.keys())
     return Instruction(
         operation=op,
         what=op.what,
@@ -198,7 +206,8 @@ def _instruct(op: Operation, stage: int, received: set[Key], sent: set[Key], sto
         ghosts=op.ghosts,
         special=needs_stand_ins or op.random or op.shape_only,
         received=returned,
-        shared=not (computed or returned) and _is_immutable(op.ghosts),
+        targets=() if computed else targets,
+        shared=not (computed or returned or targets) and _is_immutable(op.ghosts),
         became=() if computed else chosen(op.changed, received),
         kept=chosen(enumerate(op.outputs), sent) if computed else (),
         kept_changed=chosen(op.changed, sent) if computed else (),

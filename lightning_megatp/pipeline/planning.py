@@ -9,7 +9,9 @@ from lightning_megatp.pipeline.tracing import Tracer
 from lightning_megatp.pipeline.values import Value
 
 
-def make_plan(tracer: Tracer, names: Mapping[int, str], n_stages: int, changes_batch: bool) -> SlicePlan:
+def make_plan(
+    tracer: Tracer, names: Mapping[int, str], n_stages: int, changes_batch: bool, leaves_ghosts: bool
+) -> SlicePlan:
     """Decide what crosses each boundary.
 
     Args:
@@ -17,6 +19,7 @@ def make_plan(tracer: Tracer, names: Mapping[int, str], n_stages: int, changes_b
         names: id -> name of the parameters.
         n_stages: how many stages.
         changes_batch: whether the step changes tensors of the batch in place.
+        leaves_ghosts: whether it leaves values of earlier stages on the module.
 
     Raises:
         SliceError: a stage has nothing to do, or a stage changes what others use.
@@ -29,19 +32,26 @@ def make_plan(tracer: Tracer, names: Mapping[int, str], n_stages: int, changes_b
                 " Use fewer stages, or spread the modules that are by `stages=[[...], ...]`."
             )
     shared = {names[i]: tuple(sorted(at)) for i, at in tracer.owners.items() if len(at) > 1 and i in names}
+    glue = {name: _stages(tracer.values.uses.get(i, set()), n_stages) for i, name in tracer.glue.items()}
     return SlicePlan(
         n_stages=n_stages,
         operations=tuple(tracer.operations),
         relays=tuple(_relays(tracer.values.by_key, stage) for stage in range(n_stages)),
-        shared={**shared, **{names[i]: tuple(sorted(at)) for i, at in tracer.glue_uses.items() if len(at) > 1}},
-        glue={name: tuple(sorted(tracer.glue_uses.get(i, ()))) for i, name in tracer.glue.items()},
+        shared={**shared, **{name: stages for name, stages in glue.items() if len(stages) > 1}},
+        glue=glue,
         not_operations=frozenset(tracer.not_operations),
-        touches_parameters=tracer.touches_parameters,
+        touches_parameters=bool(tracer.touched),
+        touched=frozenset(names[i] for i in tracer.touched if i in names),
         changes_batch=changes_batch,
+        leaves_ghosts=leaves_ghosts,
         uses_functions=tracer.uses_functions,
         changed=changed,
         clones=frozenset(tracer.values.clones),
     )
+
+
+def _stages(users: set[int | None], n_stages: int) -> tuple[int, ...]:
+    return tuple(range(n_stages)) if None in users else tuple(sorted(stage for stage in users if stage is not None))
 
 
 def _relays(values: Mapping[Key, Value], stage: int) -> tuple[Relay, ...]:

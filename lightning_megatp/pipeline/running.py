@@ -1,13 +1,14 @@
 """One stage's run of a user's step on one microbatch, by the plan.
 
 The stage computes its own operations and the replicated ones. In place of what other stages compute it returns what
-was received, or a ghost made once per plan. A real tensor needs no bookkeeping here: the operations come in the order of
-the plan, so the index says it all.
+was received, or a ghost made once per plan. A real tensor needs no bookkeeping here: the operations come in the order
+of the plan, so the index says it all.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from lightning_megatp.pipeline.operations import StepEnded, generators_of, is_bookkeeping, with_memory
 from lightning_megatp.pipeline.place import Place
 from lightning_megatp.pipeline.plan import Instruction, Key, Operation, SliceError, SlicePlan, tensors_in
-from lightning_megatp.pipeline.tracing import StepEnded, generators_of, is_bookkeeping, with_memory
 from lightning_megatp.shim.torch import is_fake, tensor_version, tree_leaves, tree_map, without_mode
 from lightning_megatp.tensor.functions import operation_name
 
@@ -43,6 +44,7 @@ class StageMode(TorchFunctionMode):
         self._stand_ins: dict[int, tuple[Tensor, Tensor]] = {}
         self._index = -1
         self._free = False
+        self._error: SliceError | None = None
         self.done = False
         self.inside = False
         """A unit runs: it is not looked into."""
@@ -130,12 +132,14 @@ class StageMode(TorchFunctionMode):
                 return self._compute(instruction, function, args, kwargs)
             return self._skip(instruction, args, kwargs)
 
-    def check_complete(self) -> None:
+    def check(self) -> None:
         """After the step.
 
         Raises:
-            SliceError: it ended before the stage had done its part.
+            SliceError: it ended before the stage had done its part, or its code caught an error of the pipeline's.
         """
+        if self._error is not None:
+            raise self._error
         if not self._is_last and self._index < self._last:
             missing = self._instructions[self._index + 1].operation
             raise SliceError(
@@ -173,14 +177,16 @@ class StageMode(TorchFunctionMode):
             self._explain(instruction.operation.name, args, kwargs, error)
             raise
         if instruction.kept:
-            tensors = tensors_in(out)
-            for position, key in instruction.kept:
-                self.made[key] = tensors[position], tensor_version(tensors[position])
+            self._keep(instruction.kept, tensors_in(out))
         if instruction.kept_changed:
-            tensors = tensors_in(self.stood_in((args, kwargs)))
-            for position, key in instruction.kept_changed:
-                self.made[key] = tensors[position], tensor_version(tensors[position])
+            self._keep(instruction.kept_changed, tensors_in(self.stood_in((args, kwargs))))
         return out
+
+    def _keep(self, kept: tuple[tuple[int, Key], ...], tensors: list[Tensor]) -> None:
+        """Remember what will be sent; what is missing, or is not as planned, is found out then."""
+        for position, key in kept:
+            if position < len(tensors):
+                self.made[key] = tensors[position], tensor_version(tensors[position])
 
     def _compute_specially(
         self, instruction: Instruction, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -196,21 +202,15 @@ class StageMode(TorchFunctionMode):
 
     def _skip(self, instruction: Instruction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return what another stage computes: received values where there are any, ghosts else."""
-        if instruction.became:
-            tensors = tensors_in(args, kwargs)
-            for position, key in instruction.became:
-                self._stand_ins[id(tensors[position])] = tensors[position], self._received[key]
+        tensors = tensors_in(args, kwargs)
+        for position, key in instruction.became:
+            self._stand_ins[id(tensors[position])] = tensors[position], self._received[key]
         if instruction.shared:
             return instruction.ghosts
-        received, position = dict(instruction.received), iter(range(len(instruction.operation.outputs)))
-
-        def fill(x: Any) -> Any:
-            if not isinstance(x, Tensor):
-                return x
-            key = received.get(next(position))
-            return x if key is None else self._received[key]
-
-        return tree_map(fill, instruction.ghosts)
+        known = {position: self._received[key] for position, key in instruction.received}
+        known.update((position, tensors[argument]) for position, argument in instruction.targets)
+        count = itertools.count()
+        return tree_map(lambda x: known.get(next(count), x) if isinstance(x, Tensor) else x, instruction.ghosts)
 
     def _call_freely(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """An operation of which the plan says nothing: the last stage's, after it holds all it needs, or those of a
@@ -229,11 +229,12 @@ class StageMode(TorchFunctionMode):
     def _explain(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception | None) -> None:
         """Turn an error about a ghost into one that says so."""
         if any(map(is_fake, tree_leaves((args, kwargs)))):
-            raise SliceError(
+            self._error = SliceError(
                 f"`{name}` ({self._place.here()}) on pipeline stage {self._stage} needs a value of another stage that"
-                " was not sent to it: when the step was planned, this operation was not seen, or not on this stage. What"
-                " a step computes from values of earlier stages may not depend on data or on the step's number."
-            ) from error
+                " was not sent to it: when the step was planned, this operation was not seen, or not on this stage."
+                " What a step computes from values of earlier stages may not depend on data or on the step's number."
+            )
+            raise self._error from error
 
     def _diverged(self, what: Any) -> None:
         planned = "its end"
@@ -241,12 +242,13 @@ class StageMode(TorchFunctionMode):
             operation = self._instructions[self._index].operation
             planned = f"`{operation.name}` ({operation.where})"
         name = what if isinstance(what, str) else operation_name(what)
-        raise SliceError(
+        self._error = SliceError(
             f"the step left its plan on pipeline stage {self._stage}: it does `{name}` ({self._place.here()}), and when"
             f" it was planned it did {planned}. Until the last stage has all it needs, a step does the same operations"
             " for all batches of the same shapes. Move what depends on data, or on the step's number, into the forward"
             " of a module, or after the loss."
         )
+        raise self._error
 
 
 @contextlib.contextmanager
@@ -262,5 +264,5 @@ def _seeded(seed: int, generators: list[torch.Generator]) -> Iterator[None]:
             generator.set_state(state)
 
 
-_PROPERTIES = frozenset([torch.Tensor.device.__get__])  # type: ignore[attr-defined]
+_PROPERTIES = frozenset([torch.Tensor.device.__get__])
 """What fake tensors answer by a property of their own, so that the dry run doesn't see it asked."""

@@ -120,6 +120,11 @@ class Schedule:
         """Whether there is no backward: evaluation."""
         return not any(action.is_backward for actions in self.actions for action in actions)
 
+    @property
+    def defers_weights(self) -> bool:
+        """Whether the gradients of weights are computed by themselves, after those of the inputs."""
+        return any(action.kind is Kind.BACKWARD_WEIGHT for action in self.actions[0])
+
     def stages_of(self, rank: int) -> list[int]:
         """The stages on a rank, in the order of data flow."""
         return [stage for stage, at in enumerate(self.placement) if at == rank]

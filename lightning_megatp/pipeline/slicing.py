@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_megatp.pipeline.calls import Interception, Switch, logging_replaced
+from lightning_megatp.pipeline.calls import Interception, Switch, loggers_in, logging_replaced
+from lightning_megatp.pipeline.operations import StepEnded
 from lightning_megatp.pipeline.ownership import Ownership
 from lightning_megatp.pipeline.place import Place
 from lightning_megatp.pipeline.plan import Key, Relay, SliceError, SlicePlan
@@ -28,7 +29,7 @@ from lightning_megatp.pipeline.planning import make_plan
 from lightning_megatp.pipeline.running import StageMode
 from lightning_megatp.pipeline.signature import signature_of, tensors_of
 from lightning_megatp.pipeline.snapshot import Snapshot, random_state_kept
-from lightning_megatp.pipeline.tracing import StepEnded, Tracer
+from lightning_megatp.pipeline.tracing import Tracer
 from lightning_megatp.pipeline.units import children_of
 from lightning_megatp.pipeline.values import Values
 from lightning_megatp.shim.torch import FakeTensorMode, handle_functions, is_fake, tensor_version, tree_leaves
@@ -61,6 +62,7 @@ class Slicer:
         self._fake_mode = FakeTensorMode()
         self._ownership = Ownership(module, stage_of_unit, self._fake_mode)
         self._place = Place(module)
+        self._loggers = loggers_in(module)
         self._switch = Switch()
         self._interception = Interception(module, dict(stage_of_unit), self._switch)
 
@@ -82,20 +84,20 @@ class Slicer:
         Raises:
             SliceError: the step can't be cut.
         """
-        snapshot = Snapshot(self.module)
         batch = copy.deepcopy(batch)
         in_batch = tensors_of(batch)
         versions = [tensor_version(x) for x in in_batch]
-        try:
-            with self._prepared_to_plan(), self._ownership.present(), self._ownership.buffers_aside():
-                tracer = self._tracer(snapshot)
-                self._trace(tracer, step, batch, snapshot)
-                changes_batch = versions != [tensor_version(x) for x in in_batch]
-                names = self._ownership.names
-                plan = make_plan(tracer, names, self.n_stages, changes_batch)
-                self._ownership.learn(tracer.owners)
-        finally:
-            snapshot.restore()
+        with self._prepared_to_plan(), self._ownership.present(), self._ownership.buffers_aside():
+            snapshot = Snapshot(self.module)
+            tracer = self._tracer(snapshot)
+            try:
+                self._trace(tracer, step, batch)
+                left_early = tracer.consume_left(snapshot)
+            finally:
+                snapshot.restore()
+            changes_batch = versions != [tensor_version(x) for x in in_batch]
+            plan = make_plan(tracer, self._ownership.names, self.n_stages, changes_batch, left_early)
+            self._ownership.learn(tracer.owners)
         return plan
 
     def run(
@@ -120,15 +122,17 @@ class Slicer:
         batch = copy.deepcopy(batch) if plan.changes_batch else batch
         result = None
         with contextlib.ExitStack() as stack:
+            if plan.leaves_ghosts and not is_last:
+                stack.callback(Snapshot(self.module).drop_fakes)
             stack.enter_context(self._switch.to(mode))
-            stack.enter_context(logging_replaced(self.module, mode.log))
+            stack.enter_context(logging_replaced(self._loggers, mode.log))
             if plan.touches_parameters:
                 stack.enter_context(self._ownership.present())
             if plan.uses_functions:
                 stack.enter_context(handle_functions(mode.function))
             with contextlib.suppress(StepEnded), mode:
                 result = step(batch)
-        mode.check_complete()
+        mode.check()
         if not is_last:
             return StageRun(tuple(_sent(relay, mode, got, stage) for relay in plan.relays[stage + 1]))
         result = mode.stood_in(result)
@@ -151,7 +155,6 @@ class Slicer:
         """Nothing outside notices a dry run: neither generators nor autocast's cache of weights, nor the compiler."""
         grad = torch.is_grad_enabled()
         self._fake_mode.allow_non_fake_inputs = True
-        cached = torch.is_autocast_cache_enabled()
         try:
             with contextlib.ExitStack() as stack:
                 stack.enter_context(random_state_kept())
@@ -162,7 +165,6 @@ class Slicer:
                 yield
         finally:
             self._fake_mode.allow_non_fake_inputs = False
-            torch.set_autocast_cache_enabled(cached)
             torch.clear_autocast_cache()
 
     def _tracer(self, snapshot: Snapshot) -> Tracer:
@@ -170,27 +172,29 @@ class Slicer:
         names = self._ownership.names
         glue = {tensor_id: name for tensor_id, name in names.items() if tensor_id not in owners}
         buffers = {id(x): name for name, x in self.module.named_buffers()}
-        values = Values(self._fake_mode, {**snapshot.tensors, **buffers, **names})
+        others = dict.fromkeys(snapshot.tensors, "a tensor of the module")
+        values = Values(self._fake_mode, {**others, **buffers, **names})
         return Tracer(owners, glue, values, self._fake_mode, self.n_stages, self._place)
 
-    def _trace(self, tracer: Tracer, step: Step, batch: Any, snapshot: Snapshot) -> None:
+    def _trace(self, tracer: Tracer, step: Step, batch: Any) -> None:
         with (
             self._switch.to(tracer),
             handle_functions(tracer.function),
-            logging_replaced(self.module, tracer.log),
+            logging_replaced(self._loggers, tracer.log),
         ):
+            result = None
             try:
                 with tracer:
                     result = step(batch)
             except StepEnded:
-                result = None
+                pass
             except SliceError:
                 raise
             except Exception:
                 if not tracer.guessed:
                     raise
-                result = None
-        tracer.consume_left(snapshot.new_tensors())
+        if tracer.error is not None:
+            raise tracer.error
         loss = result.get("loss") if isinstance(result, Mapping) else result
         tracer.consume(loss, gradient=True, by="the result of the step")
         tracer.consume(result, gradient=False, by="the result of the step")
@@ -244,14 +248,11 @@ def _sent(relay: Relay, mode: StageMode, received: Mapping[Key, Tensor], stage: 
     if relay.key in received:
         return received[relay.key]
     operation = mode.operation(relay.key)
-    tensor, version = mode.made[relay.key]
-    if is_fake(tensor) or (tensor.requires_grad, tuple(tensor.shape), tensor.dtype) != (
-        relay.requires_grad or tensor.requires_grad,
-        relay.shape,
-        relay.dtype,
-    ):
+    tensor, version = mode.made.get(relay.key, (None, 0))
+    if tensor is None or not _is_as_planned(tensor, relay):
+        made = "fewer values" if tensor is None else _describe(tensor)
         raise SliceError(
-            f"`{operation.name}` ({operation.where}) on pipeline stage {stage} made {_describe(tensor)}; planned was"
+            f"`{operation.name}` ({operation.where}) on pipeline stage {stage} made {made}; planned was"
             f" {_describe(relay)}. The batch has the shapes of the planned one, so something else differs between the"
             " calls: a random choice, a counter, the rank."
         )
@@ -261,6 +262,12 @@ def _sent(relay: Relay, mode: StageMode, received: Mapping[Key, Tensor], stage: 
             " was sent. Use the operation that returns a new tensor."
         )
     return tensor
+
+
+def _is_as_planned(tensor: Tensor, relay: Relay) -> bool:
+    """A value may have a graph that the relay has no use for; it may not lack one."""
+    same = (tuple(tensor.shape), tensor.dtype) == (relay.shape, relay.dtype)
+    return same and not is_fake(tensor) and (tensor.requires_grad or not relay.requires_grad)
 
 
 def _describe(x: Tensor | Relay) -> str:

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_megatp.shim.torch import is_fake
+
 _LARGE = 10_000
 """Containers with more entries (data sets, vocabularies) are restored as they were, but not searched."""
 
@@ -26,19 +28,32 @@ class Snapshot:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._holders = [(holder, _copy(holder)) for holder in _holders(module)]
-        self._tensors = list(_tensors(self._holders))
-        self.tensors = {id(x): "a tensor of the module" for x in self._tensors}
-        """id -> name of all tensors found."""
+        self.tensors = {id(x): x for _, before in self._holders for x in _tensors(before)}
+        """id -> tensor, for all that were found."""
 
     def restore(self) -> None:
         """Put everything back, in place."""
         for holder, before in self._holders:
             _fill(holder, before)
 
+    def drop_fakes(self) -> None:
+        """Put back only what tensors without data were put into."""
+        for holder, before in self._holders:
+            if any(is_fake(x) and id(x) not in self.tensors for x in _tensors(holder)):
+                _fill(holder, before)
+
     def new_tensors(self) -> list[Tensor]:
         """What hangs on the module now and did not before."""
-        now = [(holder, holder) for holder in _holders(self._module)]
-        return [x for x in _tensors(now) if id(x) not in self.tensors]
+        return [x for holder in _holders(self._module) for x in _tensors(holder) if id(x) not in self.tensors]
+
+    def replaced_tensors(self) -> list[tuple[str, Tensor]]:
+        """Attributes and entries that were tensors and now are others: name, and the tensor before."""
+        found = []
+        for holder, before in self._holders:
+            if isinstance(before, dict):
+                pairs = [(str(key), x, holder.get(key)) for key, x in before.items()]
+                found += [(key, x, y) for key, x, y in pairs if isinstance(x, Tensor) and isinstance(y, Tensor)]
+        return [(key, x) for key, x, y in found if x is not y]
 
 
 @contextlib.contextmanager
@@ -103,7 +118,5 @@ def _fill(holder: Any, before: Any) -> None:
         holder.extend(before)
 
 
-def _tensors(holders: list[tuple[Any, Any]]) -> Iterator[Tensor]:
-    for _, entries in holders:
-        if len(entries) <= _LARGE:
-            yield from (x for x in _entries(entries) if isinstance(x, Tensor))
+def _tensors(holder: Any) -> list[Tensor]:
+    return [x for x in _entries(holder) if isinstance(x, Tensor)] if len(holder) <= _LARGE else []

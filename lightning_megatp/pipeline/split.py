@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
+import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
@@ -15,9 +17,10 @@ def split_batch(batch: Any, microbatches: int) -> list[Any]:
     """Split a batch along its batch dim, into parts of the same structure.
 
     The rule: the batch size is the size of dim 0 of the first tensor that has one. Tensors with as many rows are split
-    along dim 0, lists of as many strings, numbers or other plain objects likewise; everything else (scalars, tables of
-    another size, None) is given to every microbatch as it is. If that is not what a batch means, define
-    `split_batch(self, batch, microbatches)` on the LightningModule, and return a list.
+    along dim 0, and so are lists of as many entries, one per row (strings, numbers, dicts, lists of them), unless they
+    hold tensors themselves, as default collation makes of tuples. Everything else (scalars, tables of another size,
+    None) is given to every microbatch as it is. If that is not what a batch means, define `split_batch(self, batch,
+    microbatches)` on the LightningModule, and return a list.
 
     Args:
         batch: tuples, lists, dicts and other mappings (Hugging Face's BatchEncoding), dataclasses, at any depth.
@@ -49,12 +52,16 @@ def _take(batch: Any, rows: int, start: int, stop: int) -> Any:
     def part(x: Any) -> Any:
         if isinstance(x, Tensor):
             return x[start:stop] if x.dim() > 0 and len(x) == rows else x
-        plain = not any(isinstance(item, (Tensor, list, tuple, dict)) for item in x)
-        if len(x) == rows and plain:
+        if len(x) == rows and not any(map(_holds_tensors, x)):
             return x[start:stop]
         return [_take(item, rows, start, stop) for item in x]
 
     return apply_to_collection(batch, (Tensor, list), part)
+
+
+def _holds_tensors(x: Any) -> bool:
+    """Whether an entry of a list is a column of the batch, or a group of columns, rather than a row."""
+    return isinstance(x, Tensor) or (isinstance(x, (list, tuple)) and any(map(_holds_tensors, x)))
 
 
 def _tensors(batch: Any) -> Iterator[Tensor]:
@@ -66,8 +73,8 @@ def _tensors(batch: Any) -> Iterator[Tensor]:
 def merge_outputs(parts: list[Any], weights: list[float]) -> Any:
     """What a step returned for each microbatch, as it would have for the batch.
 
-    Floating scalars are averaged by weight, other tensors with a dim are concatenated along dim 0, lists joined;
-    of other values the last one stays.
+    Floating scalars are averaged by weight, tensors with a dim are concatenated along dim 0, lists joined, and what
+    holds them (dicts, tuples, dataclasses) keeps its type; of other values the last one stays.
 
     Args:
         parts: one per microbatch, of the same structure.
@@ -75,22 +82,26 @@ def merge_outputs(parts: list[Any], weights: list[float]) -> Any:
     """
     first = parts[-1]
     if isinstance(first, Tensor):
-        if first.dim() == 0:
-            return _average(parts, weights)
-        import torch
-
-        same = all(part.shape[1:] == first.shape[1:] for part in parts)
-        return torch.cat(parts) if same else parts
-    if isinstance(first, dict):
-        return type(first)((key, merge_outputs([part[key] for part in parts], weights)) for key in first)
-    if isinstance(first, tuple) and not hasattr(first, "_fields"):
-        return tuple(merge_outputs(list(items), weights) for items in zip(*parts, strict=True))
+        return _merge_tensors(parts, weights)
+    if isinstance(first, float):
+        return sum(part * weight for part, weight in zip(parts, weights, strict=True)) / sum(weights)
+    if isinstance(first, Mapping):
+        return type(first)((key, merge_outputs([part[key] for part in parts], weights)) for key in first)  # type: ignore[call-arg]
+    if isinstance(first, tuple):
+        merged = [merge_outputs(list(items), weights) for items in zip(*parts, strict=True)]
+        return type(first)(*merged) if hasattr(first, "_fields") else tuple(merged)
     if isinstance(first, list):
         return [item for part in parts for item in part]
+    if is_dataclass(first) and not isinstance(first, type):
+        values = {field.name: [getattr(part, field.name) for part in parts] for field in fields(first) if field.init}
+        return replace(first, **{name: merge_outputs(items, weights) for name, items in values.items()})
     return first
 
 
-def _average(parts: list[Tensor], weights: list[float]) -> Tensor:
+def _merge_tensors(parts: list[Tensor], weights: list[float]) -> Tensor | list[Tensor]:
+    if parts[0].dim() > 0:
+        same = all(part.shape[1:] == parts[0].shape[1:] for part in parts)
+        return torch.cat(parts) if same else parts
     if not parts[0].is_floating_point():
         return parts[-1]
     total = sum(weights)

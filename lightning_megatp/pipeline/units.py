@@ -15,10 +15,10 @@ _PARAMETERS = (nn.ParameterList, nn.ParameterDict)
 def find_units(module: nn.Module, names: Sequence[str] | None = None) -> list[str]:
     """The units of a module, in the order of definition.
 
-    What a ModuleList, Sequential or ModuleDict holds are units; lists in lists are opened, blocks are not, whatever they
-    hold. Outside of lists, a module that has such lists somewhere in it is opened, and any other module with parameters
-    is a unit: an embedding, a norm, a head. A model without any list is opened down to its layers. Only modules with
-    parameters count, and no parameterised layer is in two units.
+    What a ModuleList, Sequential or ModuleDict holds are units; lists in lists are opened, blocks are not, whatever
+    they hold. Outside of lists, a module that has such lists somewhere in it is opened, and any other module with
+    parameters is a unit: an embedding, a norm, a head. A model without any list is opened down to its layers. Only
+    modules with parameters count, and no layer is in two units.
 
     Args:
         module: the whole, a LightningModule.
@@ -29,10 +29,11 @@ def find_units(module: nn.Module, names: Sequence[str] | None = None) -> list[st
     """
     if names is not None:
         return _checked(module, names)
-    found = {
-        id(module.get_submodule(name)): name for name in reversed([*_units("", module, not _has_lists(module), False)])
-    }
-    return [*found.values()][::-1]  # a module with two names is one unit, by its first name
+    found = dict.fromkeys(_units("", module, open_all=not _has_lists(module), in_list=False))
+    modules = {name: module.get_submodule(name) for name in found}
+    inner = {id(part) for unit in modules.values() for part in unit.modules() if part is not unit}
+    first_names = {id(unit): name for name, unit in reversed(modules.items())}
+    return [name for name, unit in modules.items() if id(unit) not in inner and first_names[id(unit)] == name]
 
 
 def assign(
@@ -124,7 +125,7 @@ def _checked(module: nn.Module, names: Sequence[str]) -> list[str]:
         outer = next((other for other in names if name.startswith(f"{other}.")), None)
         if outer is not None:
             raise ValueError(
-                f"MegaTPStrategy: `{name}` is inside of `{outer}`, and both are chosen as pipeline units. Leave one out."
+                f"MegaTPStrategy: `{name}` is inside of `{outer}`, and both are chosen as pipeline units. Drop one."
             )
     return list(dict.fromkeys(names))
 
@@ -146,8 +147,8 @@ def _chosen(units: Sequence[str], n_stages: int, stages: Sequence[Sequence[str]]
             for unit in matching:
                 if placed.setdefault(unit, stage) != stage:
                     raise ValueError(
-                        f"MegaTPStrategy: `stages` places `{unit}` on stage {placed[unit]} and, by `{pattern}`, on stage"
-                        f" {stage}. Every unit goes to one stage."
+                        f"MegaTPStrategy: `stages` places `{unit}` on stage {placed[unit]} and, by `{pattern}`, on"
+                        f" stage {stage}. Every unit goes to one stage."
                     )
         if stage not in placed.values():
             raise ValueError(

@@ -22,8 +22,8 @@ class Value:
     """None: replicated, every stage has it."""
     key: Key | None
     maker: str
-    parameters: frozenset[int] = frozenset()
-    """id() of the glue parameters that a replicated value depends on."""
+    origins: frozenset[int] = frozenset()
+    """id() of the tensors outside of units, there before the step, that a replicated value depends on."""
     consumers: dict[int, bool] = field(default_factory=dict)
     """Later stages that use it -> whether a gradient comes back from there."""
     changed_elsewhere: tuple[int | None, str] | None = None
@@ -46,14 +46,10 @@ class Values:
         self._in_memory: dict[int, list[Value]] = {}
         self.by_key: dict[Key, Value] = {}
         self.uses: dict[int, set[int | None]] = {}
-        """id(persistent tensor) -> stages whose operations take it; None: replicated ones."""
+        """id(persistent tensor) -> stages that use it, or what replicated operations make of it; None: all."""
         self.changed_persistent: dict[int, tuple[int, str]] = {}
         """id(persistent tensor) -> the stage that changes it in place, and by what."""
         self.clones: set[Key] = set()
-
-    def outlives(self, tensor: Tensor) -> bool:
-        """Whether a tensor was there before the step."""
-        return id(tensor) in self._persistent
 
     def get(self, tensor: Tensor) -> Value | None:
         """The value of a tensor, if it was met before."""
@@ -76,11 +72,11 @@ class Values:
         stage: int | None,
         maker: str,
         key: Key | None = None,
-        parameters: frozenset[int] = frozenset(),
+        origins: frozenset[int] = frozenset(),
     ) -> Value:
         """Learn of a tensor."""
         before = self.get(tensor)
-        value = Value(tensor, None if before is None else before.fake, stage, key, maker, parameters)
+        value = Value(tensor, None if before is None else before.fake, stage, key, maker, origins)
         self._known[id(tensor)] = value
         if key is not None:
             self.by_key[key] = value
@@ -92,14 +88,23 @@ class Values:
 
     def use(self, value: Value, stage: int | None, gradient: bool, by: str) -> None:
         """An operation of a stage takes a value."""
-        if id(value.tensor) in self._persistent:
-            self.uses.setdefault(id(value.tensor), set()).add(stage)
+        if stage is not None:
+            self.use_origins(value, stage)
         if value.changed_elsewhere is not None:
             self._check_change(value, stage, by)
         if value.stage is not None and stage is not None and stage > value.stage:
             value.consumers[stage] = value.consumers.get(stage, False) or gradient
 
-    def change(self, value: Value, stage: int | None, key: Key | None, by: str) -> Value:
+    def use_origins(self, value: Value, stage: int | None) -> None:
+        """A stage depends on a replicated value, and so on what that was made from."""
+        for origin in value.origins:
+            self.uses.setdefault(origin, set()).add(stage)
+
+    def is_persistent(self, tensor: Tensor) -> bool:
+        """Whether it was there before the step, and will be after."""
+        return id(tensor) in self._persistent
+
+    def change(self, value: Value, stage: int | None, key: Key | None, origins: frozenset[int], by: str) -> Value:
         """An operation of a stage changed a tensor in place: it is another value from now on.
 
         Raises:
@@ -119,10 +124,10 @@ class Values:
                 )
             if other.tensor is not value.tensor and (stage is not None or other.stage is not None):
                 other.changed_elsewhere = (stage, by)
-        return self.add(value.tensor, stage, by, key, value.parameters)
+        return self.add(value.tensor, stage, by, key, origins)
 
     def changed_for_good(self, owners: Mapping[int, set[int]]) -> dict[str, int]:
-        """At the end of the step: what outlives it and was changed in place, and by which stage, the only one to use it.
+        """At the end of the step: what outlives it and was changed in place, with the stage that did, its only user.
 
         Args:
             owners: id(parameter or buffer of a unit) -> the stages of its units.

@@ -7,7 +7,7 @@ mean of the microbatches' means. Otherwise the user's `loss_weight(batch)` says 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -25,8 +25,14 @@ class TargetCount(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.counts: list[Tensor] = []
-        """One scalar per averaged loss: the number of its targets, or the sum of their class weights."""
+        self.own_reduction: str | None = None
+        """What the step asked for instead of a mean, to average by itself."""
+        self._by_target: dict[Hashable, tuple[Tensor, Tensor]] = {}
+
+    @property
+    def counts(self) -> list[Tensor]:
+        """One scalar per kind of targets that was averaged over: their number, or the sum of their class weights."""
+        return [count for count, _ in self._by_target.values()]
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -41,14 +47,18 @@ class TargetCount(TorchFunctionMode):
         given = dict(zip(names, args, strict=False)) | kwargs
         legacy = given.get("size_average") is not None or given.get("reduce") is not None
         target, by_class = given["target"], given.get("weight")
-        if legacy or given.get("reduction", "mean") != "mean" or target.is_floating_point():
+        reduction = given.get("reduction", "mean")
+        if legacy or reduction != "mean" or target.is_floating_point():
+            self.own_reduction = None if legacy or reduction == "mean" else reduction
             return func(*args, **kwargs)
-        counted = target != given.get("ignore_index", -100)
+        ignored = given.get("ignore_index", -100)
+        counted = target != ignored
         weights = counted if by_class is None else by_class[target.masked_fill(~counted, 0)] * counted
         count = weights.sum()
-        self.counts.append(count)
+        by = target.data_ptr(), target.shape, target.stride(), ignored, None if by_class is None else id(by_class)
+        self._by_target[by] = count, target  # kept alive, so that its address means it
         total = func(**{**given, "reduction": "sum"})
-        return torch.where(count > 0, total / count, total)
+        return total / torch.where(count > 0, count, torch.ones_like(count))
 
     def weight(self, samples: int) -> Tensor | float:
         """The weight of the microbatch.

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch._C import DisableTorchFunctionSubclass
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -32,12 +32,14 @@ __all__ = [
     "FakeTensorMode",
     "UnsupportedOperatorException",
     "accumulated_parameter",
+    "accumulates_into",
     "all_gather_single",
     "checkpoint_region",
     "current_backward_node",
     "functorch_is_active",
+    "gradient_hooks",
     "handle_functions",
-    "intercept_functions",
+    "is_compiled",
     "is_fake",
     "reduce_scatter_single",
     "storage_id",
@@ -68,28 +70,25 @@ def accumulated_parameter(node: Any) -> Tensor | None:
     return variable if isinstance(variable, torch.Tensor) else None
 
 
+def accumulates_into(leaf: Tensor) -> bool:
+    """Whether the backward that runs on this thread adds to the `.grad` of a leaf. False in `autograd.grad`, where the
+    engine refuses to answer, and where `backward(inputs=...)` leaves it out. No public name (2.11-2.13)."""
+    node = torch.autograd.graph.get_gradient_edge(leaf).node
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:
+        return False
+
+
+def gradient_hooks(leaf: Tensor) -> bool:
+    """Whether somebody registered a hook on the gradient of a leaf; no public name (2.11-2.13). Both kinds are called,
+    with None, where a backward leaves the gradient undefined."""
+    return bool(leaf._backward_hooks) or bool(leaf._post_accumulate_grad_hooks)
+
+
 def current_backward_node() -> object:
     """The autograd node whose backward runs on this thread, None outside of backward. No public name (2.11-2.13)."""
     return torch._C._current_autograd_node()
-
-
-@contextlib.contextmanager
-def intercept_functions(convert: Callable[[tuple[Any, ...], dict[str, Any]], tuple[Any, Any]]) -> Iterator[None]:
-    """Let `convert(args, kwargs)` replace the arguments of every `torch.autograd.Function.apply`.
-
-    `apply` is a classmethod that consults neither `__torch_function__` nor a TorchFunctionMode (2.11-2.13).
-    """
-    before = torch.autograd.Function.__dict__["apply"]
-
-    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        args, kwargs = convert(args, kwargs)
-        return before.__get__(None, cls)(*args, **kwargs)
-
-    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
-    try:
-        yield
-    finally:
-        torch.autograd.Function.apply = before  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager
@@ -98,11 +97,13 @@ def handle_functions(
 ) -> Iterator[None]:
     """Let `handle(cls, apply, args, kwargs)` stand for every `torch.autograd.Function.apply`.
 
-    One class further down than `intercept_functions`: `gelu = GeluFunction.apply` in a model file binds
-    `Function.apply` before anything can replace it, but that method calls its base class's (2.11-2.13).
+    `apply` asks neither `__torch_function__` nor a TorchFunctionMode. It is replaced one class further down than where
+    it is documented: `gelu = GeluFunction.apply` in a model file binds `Function.apply` before anything can replace it,
+    but that method calls its base class's (2.11-2.13). Contexts may be nested: the inner one is asked first.
     """
     base = torch.autograd.function._SingleLevelFunction
-    original = torch._C._FunctionBase.__dict__["apply"]
+    outer = base.__dict__.get("apply")
+    original = outer or torch._C._FunctionBase.__dict__["apply"]
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         return handle(cls, original.__get__(None, cls), args, kwargs)
@@ -111,7 +112,10 @@ def handle_functions(
     try:
         yield
     finally:
-        del base.apply  # type: ignore[attr-defined]
+        if outer is None:
+            del base.apply  # type: ignore[attr-defined]
+        else:
+            base.apply = outer  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager
@@ -136,15 +140,20 @@ def without_mode(mode: TorchFunctionMode) -> Iterator[None]:
             _push_mode(other)
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """Whether this is what `torch.compile(module)` returned, or `module.compile()` was called (2.11-2.13)."""
+    return "_orig_mod" in module._modules or module.__dict__.get("_compiled_call_impl") is not None
+
+
 def is_fake(x: object) -> bool:
-    """Whether this is a tensor without data, as a dry run has them. Collectives return a fake of the right shape for it:
+    """Whether this is a tensor without data, as a dry run has them. Collectives return one of the right shape for it:
     the c10d operations have no fake kernels for a real process group (2.13)."""
     return isinstance(x, FakeTensor)
 
 
 def storage_id(x: Tensor) -> int:
-    """The same for tensors that share memory. Storages of fake tensors have no address to compare (2.13); sparse tensors
-    have no storage."""
+    """The same for tensors that share memory. Storages of fake tensors have no address to compare (2.13), and sparse
+    tensors have no storage."""
     return int(x.untyped_storage()._cdata) if x.layout == torch.strided else id(x)
 
 

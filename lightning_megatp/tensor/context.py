@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_megatp.plan.shard import ShardedTensorSpec
-from lightning_megatp.shim.torch import tensor_version
+from lightning_megatp.shim.torch import is_fake, tensor_version
+from lightning_megatp.tensor.deferred import DeferredWeights
 from lightning_megatp.tensor.random import RankStream
 
 
@@ -40,9 +41,12 @@ class TensorContext:
         self.rank = dist.get_rank(group)
         self.size = group.size()
         self.stream = RankStream(self.rank)
+        self.deferred = DeferredWeights()
         self.open_region: Region | None = None
         self.sharded: dict[int, ShardedTensorSpec] = {}
         """id(parameter) -> its shards."""
+        self.pipelined = False
+        """Whether the model is cut into pipeline stages, between which a split parameter can't be gathered."""
         self.user_code = False
         """Whether the code of a user's step runs, and not that of a layer, an optimizer or the strategy."""
         self.outside: dict[int, tuple[Tensor, str]] = {}
@@ -80,7 +84,7 @@ class TensorContext:
             entered = bring(x)
             self._entered.put(x, entered)
         self.open_region = region
-        if region is not None and region.random and training:
+        if region is not None and region.random and training and not is_fake(x):
             self.stream.enter(x.device)
         return entered
 
@@ -89,11 +93,12 @@ class TensorContext:
         self.stream.leave()
         self.open_region = None
 
-    def draw_inside(self, device: torch.device) -> None:
-        """A random operation was seen in an open region: from here on it has its own stream."""
+    def draw_inside(self, device: torch.device, dry: bool) -> None:
+        """A random operation was seen in an open region: from here on it has its own stream, or after a dry run."""
         if self.open_region is not None and not self.stream.active:
             self.open_region.random = True
-            self.stream.enter(device)
+            if not dry:
+                self.stream.enter(device)
 
     def end_step(self) -> None:
         """Forget the step's tensors; a region left without a row layer hands its random stream back."""

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_megatp.plan.ranges import Ranges, length
+from lightning_megatp.shim.torch import is_fake
 from lightning_megatp.tensor.collectives import (
     canonical_order,
     copy_to_region,
@@ -132,7 +133,7 @@ class ColumnParallelLinear(ParallelLayer, nn.Linear):
     def _compute(self, x: Tensor) -> Tensor:
         entered = self.context.enter(x, self._bring, None if self.gather_output else self.region, self.training)
         bias = None if self.bias is None else self._own("bias", 0)
-        y = F.linear(entered, self._own("weight", 0), bias)
+        y = self.context.deferred.linear(entered, self._own("weight", 0), bias)
         if not self.gather_output:
             return y
         y = gather_from_region(y, self.group, self.sizes)
@@ -171,9 +172,9 @@ class RowParallelLinear(ParallelLayer, nn.Linear):
                 f" `column` layer split the same way; for a whole input use the style `row_split`."
             )
         self.context.leave()  # first of all: a checkpoint's recomputation may stop inside of F.linear
-        partial = F.linear(x, self._own("weight", 1))
+        partial = self.context.deferred.linear(x, self._own("weight", 1))
         dim = self.sequence_dim
-        if dim is None or partial.dim() <= dim + 1:
+        if dim is None or partial.dim() <= dim + 1 or is_fake(partial):  # a dry run knows whole sequences only
             y = reduce_from_region(partial, self.group)
             return y if self.bias is None else y + self.bias.to(y.dtype)
         layout = SequenceLayout(dim - partial.dim(), partial.shape[dim], self.context)

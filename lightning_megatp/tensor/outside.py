@@ -53,8 +53,8 @@ class LayerParameters(dict[str, Any]):
         return dict, (dict(super().items()),)
 
     def _seen(self, parameter: Any) -> Any:
-        if not self.context.user_code or parameter is None:
-            return parameter
+        if not self.context.user_code or parameter is None or self.context.pipelined:
+            return parameter  # a pipeline's plan tells of uses outside of layers, before any step
         spec = self.context.sharded.get(id(parameter))
         return parameter if spec is None else WholeParameter.of(parameter, parameter, spec, self.context)
 

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_megatp.shim.torch import DisableTorchFunctionSubclass, intercept_functions, tree_leaves, tree_map
+from lightning_megatp.shim.torch import DisableTorchFunctionSubclass, handle_functions, tree_leaves, tree_map
 from lightning_megatp.tensor.collectives import copy_to_region, gather_sequence, scatter_sequence
 from lightning_megatp.tensor.context import TensorContext
 from lightning_megatp.tensor.functions import is_in_place, operation_name, operation_names
@@ -127,7 +127,9 @@ def _becomes_leaf(func: Callable[..., Any], name: str, args: tuple[Any, ...]) ->
 def functions_take_whole() -> Iterator[None]:
     """Around a user's code: `torch.autograd.Function`s of the user's own get whole tensors, since what they save and
     compute in backward can't know of shards. (`apply` does not ask `__torch_function__`.)"""
-    with intercept_functions(lambda args, kwargs: tree_map(_gathered, (args, kwargs))):
+    with handle_functions(
+        lambda cls, apply, args, kwargs: apply(*tree_map(_gathered, args), **tree_map(_gathered, kwargs))
+    ):
         yield
 
 

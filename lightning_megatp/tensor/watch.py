@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from lightning_megatp.shim.torch import tree_leaves
+from lightning_megatp.shim.torch import is_fake, tree_leaves
 from lightning_megatp.tensor.context import TensorContext
 from lightning_megatp.tensor.functions import operation_name, operation_names
 from lightning_megatp.tensor.lineage import enters_region
@@ -38,8 +38,10 @@ class RandomWatch(TorchFunctionMode):
         if context.open_region is not None and context.user_code:
             name = operation_name(func)
             if _is_random(name, args, kwargs):
-                self._check_operand(name, args)
-                context.draw_inside(_device(args, kwargs))
+                dry = any(map(is_fake, tree_leaves((args, kwargs))))
+                if not dry:
+                    self._check_operand(name, args)
+                context.draw_inside(_device(args, kwargs), dry)
         return func(*args, **kwargs)
 
     def _check_operand(self, name: str, args: tuple[Any, ...]) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from tests.distributed.training import QUIET, Layout, train_loader
 from tests.parity.models import GPT, GPTConfig
+from tests.parity.variants import variant
 from tests.ranks import RankError, run_ranks
 
 
@@ -235,3 +236,17 @@ def test_what_can_not_be_done_raises_on_every_rank(name: str) -> None:
 def test_what_one_stage_finds_out_ends_all_ranks(name: str, text: str) -> None:
     messages = _messages(name)
     assert any(text in message and "MegaTPStrategy" in message for message in messages), messages
+
+
+def _fit_split(rank: int, world_size: int) -> None:
+    from lightning_megatp import MegaTPStrategy
+
+    entry = variant("regularised")
+    strategy = MegaTPStrategy(tp=2, pp=2, microbatches=2, plan=entry.plan, sequence_parallel=False, summary=False)
+    options: dict[str, Any] = {"accelerator": "cpu", "precision": "64-true", "max_epochs": 1, **QUIET}
+    Trainer(devices=world_size, strategy=strategy, **options).fit(entry.build(), train_loader(Layout(), 1))
+
+
+def test_a_split_parameter_outside_its_layer() -> None:
+    with pytest.raises(RankError, match=r"the step uses `blocks.0.mlp.up.weight`, which the plan splits, outside"):
+        run_ranks(4, _fit_split)

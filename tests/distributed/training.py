@@ -27,22 +27,35 @@ class Layout:
     sequence: bool = True
     plain: bool = False
     """One device, strategy auto, in a process that does not know this package."""
+    pp: int = 1
+    microbatches: int = 4
+    schedule: str = "1f1b"
 
     def __str__(self) -> str:
-        return "plain" if self.plain else f"tp{self.tp}-dp{self.dp}-{'sequence' if self.sequence else 'replicated'}"
+        if self.plain:
+            return "plain"
+        pipeline = f"-pp{self.pp}-{self.schedule}{self.microbatches}" if self.pp > 1 else ""
+        return f"tp{self.tp}-dp{self.dp}-{'sequence' if self.sequence else 'replicated'}{pipeline}"
+
+    @property
+    def ranks(self) -> int:
+        return self.tp * self.dp * self.pp
 
 
 PLAIN = Layout(plain=True)
 TP2 = Layout(tp=2)
 TP2_DP2 = Layout(tp=2, dp=2)
 DP2 = Layout(dp=2)
+PP2 = Layout(pp=2)
+TP2_PP2 = Layout(tp=2, pp=2)
+DP2_PP2 = Layout(dp=2, pp=2, microbatches=2)
 
 
 def run_program(layout: Layout, program: Callable[..., Any], *args: Any) -> list[Any]:
     """`program(layout, *args)` on each rank of the layout; the results by rank."""
     if layout.plain:
         return [run_reference(program, layout, *args)]
-    return run_ranks(layout.tp * layout.dp, _on_rank, program, layout, args)
+    return run_ranks(layout.ranks, _on_rank, program, layout, args)
 
 
 def make_trainer(
@@ -55,9 +68,12 @@ def make_trainer(
         return Trainer(devices=1, **options)
     from lightning_megatp import MegaTPStrategy
 
-    arguments = {"plan": variant(model).plan, "summary": False, **(strategy or {})}
+    arguments: dict[str, Any] = {"plan": variant(model).plan, "summary": False}
+    if layout.pp > 1:
+        arguments |= {"pp": layout.pp, "microbatches": layout.microbatches, "schedule": layout.schedule}
+    arguments |= strategy or {}
     chosen = MegaTPStrategy(tp=layout.tp, dp=layout.dp, sequence_parallel=layout.sequence, **arguments)
-    return Trainer(devices=layout.tp * layout.dp, strategy=chosen, **options)
+    return Trainer(devices=layout.ranks, strategy=chosen, **options)
 
 
 def tokens(samples: int, length: int = 6, vocab: int = 32, seed: int = 3) -> TensorDataset:

@@ -13,12 +13,21 @@ GPT_FOLDER = Path(__file__).parents[2] / "examples" / "gpt"
 
 @pytest.fixture
 def one_device(tmp_path: Path) -> Path:
-    """tp2.yaml without its strategy: what this package adds must be the only difference."""
-    config = yaml.safe_load((GPT_FOLDER / "tp2.yaml").read_text())
+    """tp2_pp2.yaml without its strategy: what this package adds must be the only difference."""
+    config = yaml.safe_load((GPT_FOLDER / "tp2_pp2.yaml").read_text())
     del config["trainer"]["strategy"]
     file = tmp_path / "config.yaml"
     file.write_text(yaml.safe_dump(config))
     return file
+
+
+def test_the_layouts_train_the_same() -> None:
+    tp2, tp2_pp2 = (yaml.safe_load((GPT_FOLDER / name).read_text()) for name in ("tp2.yaml", "tp2_pp2.yaml"))
+    for config in (tp2, tp2_pp2):
+        del config["trainer"]["devices"]
+        for name in ("tp", "pp", "microbatches"):
+            config["trainer"]["strategy"]["init_args"].pop(name, None)
+    assert tp2 == tp2_pp2
 
 
 def test_fit_reports_draws_and_samples(

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_megatp.pipeline.plan import SliceError, SlicePlan
@@ -22,6 +21,7 @@ from lightning_megatp.pipeline.units import assign, find_units
 from tests.pipeline_models import CASES, GPT, HIDDEN, VOCAB, Asking, Block, Hooked, Leaking, Noisy, Watched, tokens
 
 Step = Callable[[Any], Any]
+STAGES = [["tokens", "blocks.0", "blocks.1"], ["blocks.2", "blocks.3", "norm", "head"]]
 
 
 @dataclass
@@ -39,16 +39,29 @@ class Pipeline:
         return len(self.modules)
 
 
-def pipeline(module: nn.Module, batch: Any, n: int, stages: list[list[str]] | None = None) -> Pipeline:
+def pipeline(
+    module: nn.Module,
+    batch: Any,
+    n: int,
+    stages: list[list[str]] | None = None,
+    prepare: Callable[[nn.Module], None] = lambda module: None,
+) -> Pipeline:
     units = execution_order(module, find_units(module), module.training_step, batch)
     cost = {unit: sum(p.numel() for p in module.get_submodule(unit).parameters()) for unit in units}
     stage_of_unit = assign(units, n, cost, stages)
     modules = [copy.deepcopy(module) for _ in range(n)]
+    for each in modules:
+        prepare(each)
     slicers = [Slicer(each, stage_of_unit, n) for each in modules]
     plans = [slicer.plan(each.training_step, batch) for slicer, each in zip(slicers, modules, strict=True)]
     for stage, slicer in enumerate(slicers):
         slicer.free({stage})
     return Pipeline(module, stage_of_unit, modules, slicers, plans)
+
+
+def planned(module: nn.Module, batch: Any) -> SlicePlan:
+    units = find_units(module)
+    return Slicer(module, assign(units, 2, {}, STAGES), 2).plan(module.training_step, batch)
 
 
 def forward(
@@ -278,14 +291,13 @@ def test_autocast() -> None:
 
 
 def test_compiled_blocks() -> None:
+    def compile_blocks(module: nn.Module) -> None:
+        for block in module.blocks:
+            block.compile(backend="eager", fullgraph=True)
+
     torch.manual_seed(0)
     module, batch = GPT().double(), tokens()
-    pipe = pipeline(module, batch, 2)
-    pipe.slicers[1].close()
-    for i in range(4):
-        pipe.modules[1].blocks[i].compile(backend="eager", fullgraph=True)
-    pipe.slicers[1] = Slicer(pipe.modules[1], pipe.stages, 2)
-    pipe.plans[1] = pipe.slicers[1].plan(pipe.modules[1].training_step, batch)
+    pipe = pipeline(module, batch, 2, prepare=compile_blocks)
     whole = copy.deepcopy(module)
     loss = whole.training_step(batch)
     loss.backward()
@@ -678,11 +690,149 @@ def test_a_relay_of_another_kind_is_noticed() -> None:
     pipe.modules[0].blocks[1].forward = lambda x: x[:1]
     with pytest.raises(SliceError, match=r"`blocks.1` .*stage 0 made shape \(1, 6, 8\).*planned was shape \(3, 6, 8\)"):
         forward(pipe, batch)
+    pipe.modules[0].blocks[1].forward = lambda x: None
+    with pytest.raises(SliceError, match=r"`blocks.1` .*stage 0 made fewer values"):
+        forward(pipe, batch)
 
 
-STAGES = [["tokens", "blocks.0", "blocks.1"], ["blocks.2", "blocks.3", "norm", "head"]]
+# What a user's own code may do around and beside the pipeline.
 
 
-def planned(module: nn.Module, batch: Any) -> SlicePlan:
-    units = find_units(module)
-    return Slicer(module, assign(units, 2, {}, STAGES), 2).plan(module.training_step, batch)
+def test_a_step_that_catches_everything_hides_no_error() -> None:
+    class Stubborn(GPT):
+        def middle(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                try:
+                    x = block(x)
+                except BaseException:
+                    x = x + 1
+            return x
+
+    torch.manual_seed(0)
+    module, batch = Stubborn().double(), tokens()
+    pipe = pipeline(module, batch, 4)
+    whole = copy.deepcopy(module)
+    loss = whole.training_step(batch)
+    loss.backward()
+    runs = forward(pipe, batch)
+    backward(pipe, runs)
+    assert_same(whole, pipe, runs[-1][1].result, loss)
+
+    class Deciding(Stubborn):
+        def embed(self, ids: Tensor) -> Tensor:
+            x = super().embed(ids)
+            try:
+                return x * 2 if x.mean() > 0 else x
+            except Exception:
+                return x
+
+    with pytest.raises(SliceError, match="`__bool__`"):
+        planned(Deciding(), batch)
+
+
+def test_parameters_that_a_unit_takes_from_elsewhere_are_shared() -> None:
+    class Head(nn.Module):
+        def __init__(self, model: GPT) -> None:
+            super().__init__()
+            self.linear, self.models = nn.Linear(HIDDEN, HIDDEN), [model]
+
+        def forward(self, x: Tensor) -> Tensor:
+            model = self.models[0]
+            return torch.nn.functional.linear(self.linear(x) * model.scale, model.tokens.weight)
+
+    torch.manual_seed(0)
+    module, batch = GPT(), tokens()
+    module.scale = nn.Parameter(torch.ones(HIDDEN))
+    module.head = Head(module)
+    module.double()
+    pipe = pipeline(module, batch, 2)
+    assert pipe.plans[0].shared == {"tokens.weight": (0, 1)}
+    assert pipe.plans[0].glue == {"positions": (0,), "scale": (1,)}
+    whole = copy.deepcopy(module)
+    loss = whole.training_step(batch)
+    loss.backward()
+    runs = forward(pipe, batch)
+    backward(pipe, runs)
+    assert_same(whole, pipe, runs[-1][1].result, loss)
+
+
+def test_a_unit_that_changes_what_others_see_is_refused() -> None:
+    class Counter(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            counts.add_(1)
+            return super().forward(x)
+
+    counts = torch.zeros(1)
+    module = GPT()
+    module.blocks[0] = Counter()
+    with pytest.raises(SliceError, match=r"`add_` in `blocks.0`.* neither the module's own nor an argument"):
+        planned(module, tokens())
+
+
+def test_attributes_that_a_step_sets_anew() -> None:
+    class Centred(GPT):
+        def __init__(self, early: bool) -> None:
+            super().__init__()
+            self.early = early
+            self.register_buffer("center", torch.zeros(()))
+
+        def training_step(self, batch: Any, batch_idx: int = 0) -> Any:
+            x = self.embed(batch[0]) - (self.center if self.early else 0)
+            x = self.middle(x)
+            x = x if self.early else x - self.center
+            self.center = 0.9 * self.center + x.detach().mean()
+            return self.loss(self.head(self.norm(x)), batch[1])
+
+    with pytest.raises(SliceError, match="sets `center` anew"):
+        planned(Centred(early=True), tokens())
+    module, batch = Centred(early=False).double(), tokens()
+    pipe = pipeline(module, batch, 2)
+    for _ in range(2):
+        torch.testing.assert_close(forward(pipe, batch)[-1][1].result, module.training_step(batch))
+    assert torch.equal(pipe.modules[1].center, module.center) and pipe.modules[0].center == 0
+
+
+def test_what_a_stage_in_between_would_keep_of_others_is_dropped() -> None:
+    class Collecting(GPT):
+        def __init__(self) -> None:
+            super().__init__()
+            self.means: list[Tensor] = []
+
+        def embed(self, ids: Tensor) -> Tensor:
+            x = super().embed(ids)
+            self.means.append(x.mean())
+            return x
+
+    torch.manual_seed(0)
+    module, batch = Collecting().double(), tokens()
+    pipe = pipeline(module, batch, 4)
+    forward(pipe, batch)
+    module.training_step(batch)
+    assert [len(each.means) for each in pipe.modules] == [1, 1, 1, 1]
+    assert all(torch.equal(each.means[0], module.means[0]) for each in pipe.modules)
+
+
+def test_the_batch_may_be_changed_in_place() -> None:
+    class Scaling(GPT):
+        def embed(self, ids: Tensor) -> Tensor:
+            ids.clamp_(min=3)
+            return super().embed(ids)
+
+        def training_step(self, batch: Any, batch_idx: int = 0) -> Any:
+            loss = super().training_step(batch)
+            batch[0].add_(1)
+            return loss
+
+    torch.manual_seed(0)
+    module, batch = Scaling().double(), tokens()
+    pipe = pipeline(module, batch, 4)
+    result = forward(pipe, batch)[-1][1].result
+    torch.testing.assert_close(result, module.training_step(copy.deepcopy(batch)))
+
+
+def test_a_freed_module_can_be_copied() -> None:
+    module, batch = GPT(), tokens()
+    pipe = pipeline(module, batch, 2)
+    copied = copy.deepcopy(pipe.modules[0])
+    assert {name for name, _ in copied.named_parameters()} == {name for name, _ in pipe.modules[0].named_parameters()}
+    assert copied.blocks[3].up.weight.shape == (2 * HIDDEN, HIDDEN)

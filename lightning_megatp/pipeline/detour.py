@@ -1,0 +1,39 @@
+"""A method of one object, replaced on that object alone."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+
+
+class Detour:
+    """Stands for a method of an object until `end`. It looks like the method to whoever inspects it.
+
+    Args:
+        owner: the object.
+        name: the method's.
+        through: what is called in its place, with the call that was meant.
+    """
+
+    def __init__(self, owner: Any, name: str, through: Callable[[Callable[[], Any]], Any]) -> None:
+        self._owner, self._name, self._through = owner, name, through
+        self._before = owner.__dict__.get(name)
+        self._method: Callable[..., Any] = getattr(owner, name)
+        functools.update_wrapper(self, self._method, updated=())
+        owner.__dict__[name] = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._through(functools.partial(self._method, *args, **kwargs))
+
+    def end(self) -> None:
+        """Give the object its own method back."""
+        if self._before is None:
+            self._owner.__dict__.pop(self._name, None)
+        else:
+            self._owner.__dict__[self._name] = self._before
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A copy of the object has the method itself."""
+        return copy.deepcopy(self._method, memo)

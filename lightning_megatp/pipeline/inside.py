@@ -1,0 +1,107 @@
+"""The dry run of what is one operation: a unit, or an autograd function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from lightning_megatp.pipeline.operations import Call
+from lightning_megatp.pipeline.plan import SliceError, tensors_in
+from lightning_megatp.pipeline.values import Value
+from lightning_megatp.shim.torch import tensor_version
+from lightning_megatp.tensor.functions import operation_name
+
+if TYPE_CHECKING:
+    from lightning_megatp.pipeline.tracing import Tracer
+
+
+class Inside(TorchFunctionMode):
+    """Runs a call on fakes; notes what it reads besides its arguments, and what it makes.
+
+    Args:
+        tracer: of the step.
+        call: what runs.
+    """
+
+    def __init__(self, tracer: Tracer, call: Call) -> None:
+        super().__init__()
+        self._tracer, self._call = tracer, call
+        self._inputs = {id(value.tensor) for value in call.inputs}
+        self._stages: set[int] = set()
+        self.made: dict[int, Tensor] = {}
+        """What the operations inside returned: kept, so that no other tensor gets the id."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        tensors = [x for x in tensors_in(args, kwargs) if id(x) not in self._inputs and id(x) not in self.made]
+        for x in tensors:
+            self._read_besides(x)
+        name = operation_name(func)
+        shown = [x for x in tensors if not self._is_own(x)]
+        before = [self._version(x) for x in shown]
+        out = self._tracer.evaluate(name, func, args, kwargs or {})
+        if [self._version(x) for x in shown] != before:
+            raise SliceError(
+                f"`{name}` in {self._call.by} changes a tensor in place that is neither the module's own nor an"
+                " argument: other pipeline stages would not see it. Return what it becomes, or make it a buffer of the"
+                " module."
+            )
+        self.made.update((id(x), x) for x in tensors_in(out))
+        return out
+
+    def enter_unit(self, name: str, stage: int) -> None:
+        """A unit inside of an autograd function (activation checkpointing with use_reentrant=True), or of a unit."""
+        self._stages.add(stage)
+        if name not in self._call.units:
+            self._call.units.append(name)
+
+    def find_stage(self, stage: int | None) -> int | None:
+        """The stage of the whole: the latest of what it reads and of the units inside.
+
+        Args:
+            stage: by its arguments.
+
+        Raises:
+            SliceError: there are units of several stages inside.
+        """
+        if self._call.is_unit:
+            return self._call.unit_stage
+        if len(self._stages) > 1:
+            raise SliceError(
+                f"{self._call.by} runs modules of several pipeline stages: {', '.join(self._call.units)}. Keep them on"
+                " one stage, by `stages=[[...], ...]`, or checkpoint single blocks."
+            )
+        read = [value.stage for value in self._call.inputs if value.stage is not None]
+        return max([*self._stages, *read], default=stage)
+
+    def _is_own(self, x: Tensor) -> bool:
+        return self._tracer.owners.get(id(x)) == {self._call.unit_stage}
+
+    def _version(self, x: Tensor) -> tuple[int, int]:
+        return tensor_version(x), tensor_version(self._tracer.values.fake(x))
+
+    def _read_besides(self, x: Tensor) -> None:
+        """A tensor from an attribute, a closure or a global. A value of the step, or a parameter that is not the unit's
+        own, is an input like any other."""
+        stage = self._call.unit_stage
+        value = self._tracer.values.get(x)
+        if value is not None and value.stage is not None:
+            self._tracer.refuse_stand_in(value, stage, f"a tensor that {self._call.by} takes from an attribute")
+            self._add_input(value)
+        elif self._tracer.values.is_persistent(x) and stage not in self._tracer.owners.get(id(x), ()):
+            self._add_input(self._tracer.find(x, self._call.by))
+        origin, of_stage = self._tracer.side_door(x)
+        if value is None and origin is not None and of_stage != stage:
+            raise SliceError(
+                f"{self._call.by} uses a tensor that came out of {origin} by a side door (an attribute, a cache), on"
+                f" another pipeline stage ({of_stage}). Pass it through the forwards of the modules, or keep both on"
+                " one stage, by `stages=[[...], ...]`."
+            )
+
+    def _add_input(self, value: Value) -> None:
+        self._call.inputs.append(value)
+        self._inputs.add(id(value.tensor))

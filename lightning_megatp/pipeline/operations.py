@@ -1,0 +1,105 @@
+"""What planning and running have to know about single operations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from lightning_megatp.pipeline.plan import tensors_in
+from lightning_megatp.pipeline.values import Value
+from lightning_megatp.shim.torch import is_fake, tree_leaves, tree_map
+from lightning_megatp.tensor.functions import operation_names
+from lightning_megatp.tensor.random import default_generator
+
+
+class StepEnded(BaseException):
+    """Leaves a user's step when nothing is left to do or to learn. No Exception: `except Exception` lets it pass."""
+
+
+class NeedsValues(Exception):
+    """An operation on a ghost that needs its data."""
+
+
+@dataclass(eq=False)
+class Call:
+    """One operation while it is traced."""
+
+    what: Any
+    name: str
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    unit_stage: int | None = None
+    """Of a unit; other operations go where their inputs are."""
+    opaque: bool = False
+    """An autograd function: its forward is seen, but is part of one operation."""
+    gradient: bool = True
+    """Whether gradients may come back through it."""
+    units: list[str] = field(default_factory=list)
+    """The units called: itself, or those inside of an autograd function."""
+    where: str = ""
+    """The user's line."""
+    inputs: list[Value] = field(default_factory=list)
+    shape_only: bool = False
+    """It is in SHAPE_ONLY, and its tensors are of stages."""
+    random: bool = False
+    """It is replicated, and draws random numbers."""
+
+    @property
+    def by(self) -> str:
+        """For messages."""
+        return f"`{self.name}` ({self.where})"
+
+    @property
+    def is_unit(self) -> bool:
+        """Whether this is a call of a unit, or of a metric."""
+        return self.unit_stage is not None
+
+
+def is_bookkeeping(cls: type) -> bool:
+    """Autograd functions of activation checkpointing that only hold on to its arguments."""
+    return cls.__module__ == "torch.utils.checkpoint" and cls.__name__ != "CheckpointFunction"
+
+
+def with_memory(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Ghosts as real tensors with arbitrary values, for operations that only read shapes."""
+
+    def allocate(x: Any) -> Any:
+        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) if is_fake(x) else x
+
+    return tree_map(allocate, (args, kwargs))
+
+
+def generators_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Generator]:
+    """The generators that an operation may draw from."""
+    given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Generator)]
+    devices = {x.device for x in tensors_in(args, kwargs)} | {torch.device(kwargs.get("device") or "cpu")}
+    return given + [default_generator(device) for device in sorted(devices, key=str) if device.type in ("cpu", "cuda")]
+
+
+def random_states(call: Call) -> list[bytes]:
+    """Changes when the operation has drawn."""
+    return [bytes(g.get_state().numpy()) for g in generators_of(call.args, call.kwargs)]
+
+
+EFFECTS = operation_names("register_hook retain_grad register_post_accumulate_grad_hook")
+"""They return no tensor, but do something for good."""
+
+HOST_READS = operation_names(
+    """
+    item tolist numpy data_ptr equal allclose is_nonzero
+    __bool__ __float__ __int__ __index__ __complex__ __array__ __contains__ __dlpack__ __format__
+    """
+)
+"""Those that fake tensors answer by other errors than one about missing data, or answer wrongly."""
+
+SHAPE_ONLY = operation_names(
+    """
+    zeros_like ones_like empty_like full_like rand_like randn_like randint_like
+    new_zeros new_ones new_empty new_full
+    """
+)
+"""They read nothing but the shape and dtype of their tensors: replicated, whatever stage those are of."""

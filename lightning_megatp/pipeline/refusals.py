@@ -1,0 +1,74 @@
+"""Operations between units that no pipeline can do: each error says where, why and what else to do."""
+
+from __future__ import annotations
+
+import torch
+
+from lightning_megatp.pipeline.operations import Call
+from lightning_megatp.pipeline.plan import SliceError
+from lightning_megatp.shim.torch import checkpoint_region, functorch_is_active
+
+
+def refuse_kind(call: Call) -> None:
+    """Before an operation is tried.
+
+    Raises:
+        SliceError: it is of a kind that can't be cut anywhere.
+    """
+    if call.what in (torch.autograd.grad, torch.Tensor.backward):
+        raise SliceError(
+            f"{call.by} differentiates inside the step. Under pipeline parallelism the strategy runs backward, after"
+            " the step: return the loss, or do it inside the forward of a module."
+        )
+    if functorch_is_active():
+        raise SliceError(
+            f"{call.by} runs under torch.func, between the pipeline's units. Do it inside the forward of a module."
+        )
+    if getattr(call.what, "__name__", "") == "__set__":
+        raise SliceError(f"{call.by} sets an attribute of a tensor, between the pipeline's units. Use an operation.")
+
+
+def refuse_backwards(call: Call, stage: int | None) -> None:
+    """When an operation's stage is known.
+
+    Raises:
+        SliceError: it takes what a later stage makes.
+    """
+    late = [value for value in call.inputs if value.stage is not None and not call.shape_only]
+    late = [value for value in late if stage is None or (value.stage or 0) > stage]
+    if late:
+        raise SliceError(
+            f"{call.by} is on pipeline stage {stage}, and takes what {late[0].maker} made on the later stage"
+            f" {late[0].stage}. Data flows forward only: keep the modules in between on one stage, by"
+            " `stages=[[...], ...]`."
+        )
+
+
+class CheckpointRegions:
+    """The activation checkpoints of a step (use_reentrant=False), each of which has to be of one stage: that one
+    alone recomputes it, in backward and without a plan."""
+
+    def __init__(self) -> None:
+        self._stages: dict[int, tuple[object, set[int]]] = {}
+
+    def add(self, call: Call, stage: int | None) -> None:
+        """An operation of a stage, perhaps in a region.
+
+        Raises:
+            SliceError: its recomputation would give something else.
+        """
+        region = checkpoint_region()
+        if region is None:
+            return
+        _, stages = self._stages.setdefault(id(region), (region, set()))
+        stages.update(() if stage is None else [stage])
+        if len(stages) > 1:
+            raise SliceError(
+                f"{call.by} is part of an activation checkpoint that reaches over pipeline stages {sorted(stages)}."
+                " Checkpoint single blocks, or keep these modules on one stage by `stages=[[...], ...]`."
+            )
+        if call.random:
+            raise SliceError(
+                f"{call.by} draws random numbers that all pipeline stages share, inside an activation checkpoint, which"
+                " would draw others when it recomputes. Draw them before the checkpoint, or inside a module."
+            )

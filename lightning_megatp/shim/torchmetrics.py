@@ -1,0 +1,19 @@
+"""Private names of torchmetrics. Seen in 1.5-1.8."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torchmetrics import Metric
+
+
+def batch_value(metric: Metric) -> Tensor | None:
+    """What the last `metric(...)` gave for its batch, which Lightning logs on steps; None if it was only updated."""
+    value: Any = metric._forward_cache
+    return value.detach() if isinstance(value, Tensor) and value.numel() == 1 else None
+
+
+def set_batch_value(metric: Metric, value: Tensor | None) -> None:
+    """Let Lightning log this on steps."""
+    metric._forward_cache = value  # type: ignore[assignment]

@@ -1,0 +1,221 @@
+"""Weight gradients of linear layers, put off: what a zero-bubble schedule fills its bubble with.
+
+The backward of a linear has two halves. The gradient of its input is what the stage before waits for; those of its
+weight and bias wait for nobody, and nobody waits for them. Here the first is computed at once, and the second is kept
+as what it needs (input and output gradient) until the schedule's backward-weight.
+
+Shapes: n tokens or rows (all dims but the last), i input features, o output features.
+Source: Qi et al. 2024 (Zero Bubble Pipeline Parallelism), section 2.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import handle_torch_function, has_torch_function_unary
+
+from lightning_megatp.shim.torch import (
+    accumulates_into,
+    functorch_is_active,
+    gradient_hooks,
+    is_compiled,
+    tensor_version,
+)
+
+
+class DeferredWeights:
+    """Weight gradients that wait, in a queue per key (a stage's microbatch).
+
+    Outside of `batch`, and wherever a gradient can't be put off without changing it, `linear` is `F.linear`: for
+    weights that are computed (slices, casts, parametrizations), inside torch.func, in compiled code. Weights with
+    gradient hooks, and `autograd.grad` inside of a backward, get their gradient at once.
+
+    Memory: until it is computed, a put-off gradient holds the layer's input (n, i) and output gradient (n, o).
+    """
+
+    def __init__(self) -> None:
+        self._active = False
+        self._open: list[_Gradient] | None = None
+        self._queues: dict[Hashable, list[_Gradient]] = {}
+
+    def __deepcopy__(self, memo: dict[int, object]) -> DeferredWeights:
+        return self  # a copied model runs in the same schedule
+
+    @contextlib.contextmanager
+    def batch(self) -> Iterator[None]:
+        """Around a batch whose schedule puts weights off. What an exception leaves in the queues is dropped."""
+        self._active = True
+        try:
+            yield
+        finally:
+            self._active = False
+            self._queues.clear()
+
+    @contextlib.contextmanager
+    def put_off(self, key: Hashable) -> Iterator[None]:
+        """Around a backward: meanwhile, weight gradients go to the queue of `key`."""
+        self._open = self._queues.setdefault(key, [])
+        try:
+            yield
+        finally:
+            self._open = None
+
+    def compute(self, key: Hashable) -> None:
+        """Compute what was put off for `key`, and add it to the parameters' `.grad`. No hook is called."""
+        with torch.no_grad():
+            for gradient in self._queues.pop(key, ()):
+                gradient.accumulate()
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """`F.linear`: x (..., i), weight (o, i), bias (o) -> (..., o). Autocast and tensor subclasses are followed."""
+        if not self._active:
+            return F.linear(x, weight, bias)
+        if has_torch_function_unary(x):  # a SequenceShard calls this again, with the tokens of this rank
+            result: Tensor = handle_torch_function(self.linear, (x,), x, weight, bias)
+            return result
+        wanted = torch.is_grad_enabled() and weight.requires_grad and weight.is_leaf
+        if not wanted or functorch_is_active():
+            return F.linear(x, weight, bias)
+        device = x.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        output: Tensor = _Linear.apply(_cast(x, dtype), weight, bias, dtype, self)
+        return output
+
+    def _take(self, gradient: _Gradient) -> bool:
+        """Put a gradient off, if a queue is open."""
+        if self._open is not None:
+            self._open.append(gradient)
+        return self._open is not None
+
+
+class DeferredLinear(nn.Linear):
+    """An `nn.Linear`, made from one in place, whose weight gradients can be put off."""
+
+    deferred: DeferredWeights
+
+    def forward(self, input: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():
+            return F.linear(input, self.weight, self.bias)
+        return self.deferred.linear(input, self.weight, self.bias)
+
+
+def defer_linears(module: nn.Module, units: Sequence[str], deferred: DeferredWeights) -> list[str]:
+    """Let the plain linears of some units (`nn.Linear` itself, no subclass) put their weight gradients off.
+
+    Args:
+        module: the whole.
+        units: names of its modules.
+
+    Returns:
+        The compiled modules among them, or in them: the compiler's code computes all gradients at once.
+    """
+    compiled: list[str] = []
+    for unit in units:
+        _defer(unit, module.get_submodule(unit), deferred, compiled)
+    return compiled
+
+
+def _defer(name: str, module: nn.Module, deferred: DeferredWeights, compiled: list[str]) -> None:
+    if is_compiled(module):
+        compiled.append(name)
+        return
+    if type(module) is nn.Linear:
+        module.__class__ = DeferredLinear
+        module.deferred = deferred  # type: ignore[assignment]
+    for child_name, child in module.named_children():
+        _defer(f"{name}.{child_name}", child, deferred, compiled)
+
+
+class _Linear(torch.autograd.Function):
+    """y = x A^T + b. Its backward is made of differentiable operations, for gradients of gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None, deferred: DeferredWeights
+    ) -> Tensor:
+        needs_x, needs_weight, *_ = ctx.needs_input_grad
+        ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None)
+        ctx.weight, ctx.bias, ctx.deferred = weight, bias, deferred  # the parameters, whose `.grad` is added to
+        return F.linear(x, _cast(weight, dtype), None if bias is None else _cast(bias, dtype))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        grad_x = grad @ weight.to(grad.dtype) if needs_x else None
+        weight_now, bias_now = needs_weight, needs_bias
+        if needs_weight and _can_wait(ctx.weight) and not torch.is_grad_enabled():
+            bias = ctx.bias if needs_bias and _can_wait(ctx.bias) else None
+            if ctx.deferred._take(_Gradient(x, grad, ctx.weight, bias, tensor_version(x))):
+                weight_now, bias_now = False, needs_bias and bias is None
+        grad_weight = _weight_gradient(x, grad).to(ctx.weight.dtype) if weight_now else None
+        grad_bias = _bias_gradient(grad).to(ctx.bias.dtype) if bias_now else None
+        return grad_x, grad_weight, grad_bias, None, None
+
+
+@dataclass(slots=True)
+class _Gradient:
+    """What is left to compute of one call of one layer."""
+
+    x: Tensor
+    grad: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    version: int
+    """Of x, which must not change in the meantime."""
+
+    def accumulate(self) -> None:
+        if tensor_version(self.x) != self.version:
+            raise RuntimeError(
+                f"MegaTPStrategy: the input {tuple(self.x.shape)} of a linear layer was changed in place before the"
+                " schedule came to the gradient of its weight. Change a copy instead, or use a schedule that puts no"
+                " weight gradients off (1f1b, interleaved, gpipe)."
+            )
+        held = self.weight.grad
+        if held is not None and held.dtype == self.grad.dtype and held.layout == torch.strided:
+            held.addmm_(_rows(self.grad).t(), _rows(self.x))  # one pass: no gradient of its own
+        else:
+            _add_gradient(self.weight, _weight_gradient(self.x, self.grad))
+        if self.bias is not None:
+            _add_gradient(self.bias, _bias_gradient(self.grad))
+
+
+def _cast(x: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """As autocast does: everything floating but float64."""
+    return x.to(dtype) if dtype is not None and x.is_floating_point() and x.dtype != torch.float64 else x
+
+
+def _rows(x: Tensor) -> Tensor:
+    """(..., k) -> (n, k)."""
+    return x.reshape(-1, x.shape[-1])
+
+
+def _weight_gradient(x: Tensor, grad: Tensor) -> Tensor:
+    """(o, n) @ (n, i) -> (o, i)."""
+    return _rows(grad).t() @ _rows(x)
+
+
+def _bias_gradient(grad: Tensor) -> Tensor:
+    """(n, o) -> (o)."""
+    return _rows(grad).sum(0)
+
+
+def _can_wait(parameter: Tensor) -> bool:
+    """Whether the gradient would only be added to `.grad`, with nobody looking."""
+    return parameter.is_leaf and not gradient_hooks(parameter) and accumulates_into(parameter)
+
+
+def _add_gradient(parameter: Tensor, gradient: Tensor) -> None:
+    held = parameter.grad
+    if held is None:
+        parameter.grad = gradient.to(parameter.dtype)
+    elif held.layout == torch.strided:
+        held.add_(gradient)
+    else:  # an embedding with sparse gradients, tied to a linear
+        parameter.grad = gradient + held

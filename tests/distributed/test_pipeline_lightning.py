@@ -1,0 +1,598 @@
+"""What a Lightning user expects of a Trainer holds under pipeline parallelism: the numbers are those of one device."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import os
+import subprocess
+import sys
+from collections import Counter, defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import torchmetrics
+from lightning.pytorch import Callback
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.plugins import MixedPrecision
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
+
+from tests.distributed.test_trainer_callbacks import _callbacks, _metrics, _scheduled
+from tests.distributed.test_trainer_failure import LIMIT_S
+from tests.distributed.test_trainer_precision import Poison
+from tests.distributed.test_trainer_stages import Sanity
+from tests.distributed.training import (
+    DP2_PP2,
+    PLAIN,
+    PP2,
+    TP2_PP2,
+    Layout,
+    eval_loader,
+    make_trainer,
+    run_program,
+    shared_directory,
+    tokens,
+    train_loader,
+)
+from tests.parity.models import GPT, GPTConfig
+from tests.parity.variants import variant
+from tests.ranks import RankError
+
+LAYOUTS = [PP2, TP2_PP2, DP2_PP2]
+HOOKS = ("on_before_backward", "on_after_backward", "on_before_optimizer_step", "on_before_zero_grad")
+
+
+def approx(expected: Any, tolerance: float = 1e-9) -> Any:
+    return pytest.approx(expected, abs=tolerance, rel=tolerance)
+
+
+# ---------------------------------------------------------------- callbacks that decide
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_stopping_checkpoints_and_plateaus_are_those_of_one_device(layout: Layout, tmp_path: Path) -> None:
+    expected = run_program(PLAIN, _callbacks, str(tmp_path))[0]
+    assert 0 < expected["stopped"] < 11 and len(set(expected["rates"])) > 1, "the case must stop and reach a plateau"
+    for found in run_program(layout, _callbacks, str(tmp_path)):
+        for name in ("rates", "losses", "last_rate"):
+            assert found.pop(name) == approx(expected[name]), name
+        assert found == {name: expected[name] for name in found}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_metrics_count_every_sample_once(layout: Layout) -> None:
+    expected = run_program(PLAIN, _metrics)[0]
+    for found in run_program(layout, _metrics):
+        for name in expected.keys() - ({"loss"} if layout.dp > 1 else set()):
+            assert found[name] == pytest.approx(expected[name], rel=1e-6, abs=1e-9), name
+
+
+def test_a_scheduler_per_step() -> None:
+    expected = run_program(PLAIN, _scheduled)[0]
+    for found in run_program(PP2, _scheduled):
+        assert found == approx(expected)
+
+
+# ---------------------------------------------------------------- all ways to log
+
+
+class Logging(GPT):
+    """Logs in the ways users do; with `keeps`, steps leave something on the module."""
+
+    def __init__(self, keeps: bool) -> None:
+        super().__init__(GPTConfig(tied=False))
+        self.keeps = keeps
+        self.outputs: list[Tensor] = []
+        self.sums: dict[str, dict[str, float]] = {"train": defaultdict(float), "validation": defaultdict(float)}
+        self.counts: Counter[str] = Counter()
+        classes = {"task": "multiclass", "num_classes": 32}
+        both = {"acc": torchmetrics.Accuracy(**classes), "top": torchmetrics.Accuracy(**classes, top_k=3)}
+        self.stepped = torchmetrics.Accuracy(**classes)
+        self.train_both = torchmetrics.MetricCollection(both, prefix="train_")
+        self.val_both = self.train_both.clone(prefix="val_")
+        self.perplexity = torchmetrics.text.Perplexity()
+        self.by_hand = torchmetrics.MeanMetric()
+        self.confusion = torchmetrics.ConfusionMatrix(**classes)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Any:
+        logits_BLV = self(batch[0])
+        loss = F.cross_entropy(logits_BLV.flatten(0, 1), batch[1].flatten())
+        rows = len(batch[0])
+        self.log("loss", loss, on_step=True, on_epoch=True, prog_bar=True)
+        self.log("sized", loss.detach() * 2, on_step=True, on_epoch=True, batch_size=rows)
+        self.log("rows", float(rows), on_step=True, on_epoch=True, reduce_fx="sum")
+        self.log("largest", batch[0].max().double(), True, True, None, True, torch.max)
+        self.log("smallest", batch[0].min().double(), reduce_fx=min, on_epoch=True)
+        self.log_dict({"synced": loss, "constant": 0.1, "whole": 3}, sync_dist=True)
+        if batch_idx % 2 == 0:
+            self.log("sometimes", loss)
+        self.stepped(logits_BLV.flatten(0, 1), batch[1].flatten())
+        self.log("stepped", self.stepped, on_step=True, on_epoch=True, prog_bar=True)
+        self.train_both.update(logits_BLV.flatten(0, 1), batch[1].flatten())
+        self.log_dict(self.train_both, on_step=False, on_epoch=True)
+        self.by_hand.update(loss, weight=rows)
+        if self.keeps:
+            self.outputs.append(loss.detach() * rows)
+            self.sums["train"]["rows"] += rows
+        return {"loss": loss, "logits": logits_BLV.detach(), "rows": rows}
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int, dataloader_idx: int = 0) -> Any:
+        logits_BLV = self(batch[0])
+        loss = F.cross_entropy(logits_BLV.flatten(0, 1), batch[1].flatten())
+        self.log("val_loss", loss, sync_dist=True)
+        if dataloader_idx == 0:
+            self.val_both(logits_BLV.flatten(0, 1), batch[1].flatten())
+            self.log_dict(self.val_both, add_dataloader_idx=False)
+            self.perplexity(logits_BLV, batch[1])
+            self.log("perplexity", self.perplexity, add_dataloader_idx=False)
+        self.confusion.update(logits_BLV.argmax(-1).flatten(), batch[1].flatten())
+        if self.keeps:
+            self.sums["validation"]["loss"] += float(loss) * len(batch[0])
+        return {"predicted": logits_BLV.argmax(-1), "loss": loss}
+
+    def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        right = (outputs["predicted"] == batch[1]).double().mean()
+        if dataloader_idx == 0:
+            self.log("right", right, on_epoch=True, add_dataloader_idx=False, batch_size=len(batch[0]))
+
+    def on_before_backward(self, loss: Tensor) -> None:
+        self.log("before", 2.0)
+
+    def on_train_epoch_end(self) -> None:
+        self.log("hand_mean", self.by_hand.compute())
+        self.by_hand.reset()
+        if self.keeps:
+            self.log("kept", torch.stack(self.outputs).sum() / self.sums["train"]["rows"])
+            self.outputs.clear()
+            self.sums["train"].clear()
+
+    def on_validation_epoch_end(self) -> None:
+        table_CC = self.confusion.compute()
+        self.log_dict({"diagonal": table_CC.diag().sum().double(), "total": table_CC.sum().double()})
+        self.confusion.reset()
+        if self.keeps:
+            self.log("val_sum", self.sums["validation"]["loss"])
+            self.sums["validation"].clear()
+
+
+class Hooks(Callback):
+    """Counts calls, and looks at what the Trainer passes on."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self.losses: list[float] = []
+        self.keys: set[str] = set()
+        self.rows: list[int] = []
+        self.before: list[bool] = []
+
+    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
+        self.counts["on_before_backward"] += 1
+        self.before.append(any(p.grad is not None for p in pl_module.parameters()))
+
+    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+        self.counts["on_after_backward"] += 1
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        self.counts["on_before_optimizer_step"] += 1
+
+    def on_before_zero_grad(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        self.counts["on_before_zero_grad"] += 1
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *args: Any) -> None:
+        self.losses.append(float(outputs["loss"]))
+        self.keys |= set(outputs)
+        if "logits" in outputs:
+            self.rows.append(len(outputs["logits"]))
+
+
+def _log_everything(layout: Layout, keeps: bool, root: str) -> dict[str, Any]:
+    torch.manual_seed(3)
+    directory = shared_directory(layout, f"logs-{keeps}", root)
+    hooks = Hooks()
+    trainer = make_trainer(
+        layout, max_epochs=2, callbacks=[hooks], logger=CSVLogger(directory, name="", version="log"),
+        log_every_n_steps=1, accumulate_grad_batches=2, val_check_interval=2, enable_progress_bar=True,
+    )  # fmt: skip
+    loaders = [DataLoader(tokens(samples, seed=seed), batch_size=4) for samples, seed in ((15, 3), (7, 4), (4, 5))]
+    module = Logging(keeps)
+    trainer.fit(module, loaders[0], loaders[1:])
+    trainer.strategy.barrier()
+    results = trainer.validate(module, loaders[1:], verbose=False)
+    with (directory / "log" / "metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    return {
+        "rows": [{name: float(value) for name, value in row.items() if value} for row in rows],
+        "callback_metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
+        "results": results,
+        "hooks": hooks.counts,
+        "gradients": hooks.before,
+        "losses": hooks.losses,
+        "keys": hooks.keys,
+        "logits": hooks.rows,
+        "steps": trainer.global_step,
+        "own_methods": {"log", "on_train_epoch_end", "on_validation_batch_end"} & set(vars(module)),
+    }
+
+
+@pytest.mark.parametrize("keeps", [False, True], ids=["", "keeps"])
+@pytest.mark.parametrize("layout", [PP2, TP2_PP2, Layout(pp=2, microbatches=3, schedule="zb_v")], ids=str)
+def test_logs_are_those_of_one_device(layout: Layout, keeps: bool, tmp_path: Path) -> None:
+    expected = run_program(PLAIN, _log_everything, keeps, str(tmp_path))[0]
+    for rank, found in enumerate(run_program(layout, _log_everything, keeps, str(tmp_path))):
+        assert len(found["rows"]) == len(expected["rows"]) > 8
+        for ours, plain in zip(found["rows"], expected["rows"], strict=True):
+            _compare_values(ours, plain)
+        _compare_values(found["callback_metrics"], expected["callback_metrics"])
+        for ours, plain in zip(found["results"], expected["results"], strict=True):
+            _compare_values(ours, plain)
+        assert found["losses"] == approx(expected["losses"])
+        assert found["hooks"] == expected["hooks"]
+        assert not any(found["gradients"]), "on_before_backward comes before the rank's first backward"
+        assert found["steps"] == expected["steps"]
+        last = rank < layout.tp
+        assert found["keys"] == (expected["keys"] if last else {"loss"})
+        assert found["logits"] == (expected["logits"] if last else [])
+        assert not found["own_methods"], "the module has its own methods back"
+
+
+def _compare_values(found: dict[str, float], expected: dict[str, float]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        # Metrics keep their sums in float32.
+        metric = any(part in name for part in ("stepped", "acc", "top", "perplexity", "hand_mean"))
+        assert found[name] == approx(value, 1e-6 if metric else 1e-9), name
+
+
+# ---------------------------------------------------------------- the stages of a Trainer
+
+
+def _all_stages(layout: Layout, model: str) -> dict[str, Any]:
+    """Sanity check, fit, validate, test, predict and fit again; then a second Trainer with the same module."""
+    sanity = Sanity()
+    trainer = make_trainer(layout, model, max_epochs=2, callbacks=[sanity], num_sanity_val_steps=2)
+    module = variant(model).build()
+    ragged = DataLoader(tokens(9, seed=6), batch_size=4)
+    train, validation = (train_loader(layout, 3), eval_loader(layout, 3)) if layout.dp > 1 else (ragged, ragged)
+    trainer.fit(module, train, validation)
+    seen: dict[str, Any] = {"fit": float(trainer.callback_metrics["val_loss"]), "sanity": sanity.batches}
+    seen["validate"] = trainer.validate(module, validation, verbose=False)[0]["val_loss"]
+    seen["test"] = trainer.test(module, eval_loader(layout, 2), verbose=False)[0]["test_loss"]
+    seen["predict"] = trainer.predict(module, eval_loader(layout, 2))
+    trainer.fit_loop.max_epochs = 3
+    trainer.fit(module, train, validation)
+    seen["again"] = float(trainer.callback_metrics["val_loss"])
+    seen["steps"] = trainer.global_step
+    changed = dataclasses.replace(layout, microbatches=2, schedule="gpipe" if layout.schedule == "1f1b" else "zb_v")
+    second = make_trainer(changed, model, max_epochs=1)
+    second.fit(module, train, validation)
+    seen["second"] = float(second.callback_metrics["val_loss"])
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("layout", "model"),
+    [(PP2, "tied"), (DP2_PP2, "untied"), (TP2_PP2, "swiglu_rms"), (Layout(pp=2, schedule="zb_v"), "tied")],
+    ids=str,
+)
+def test_all_stages_are_those_of_one_device(layout: Layout, model: str) -> None:
+    expected = run_program(PLAIN, _all_stages, model)[0]
+    if layout.dp > 1:
+        expected = run_program(Layout(dp=2), _all_stages, model)[0]
+    for rank, found in enumerate(run_program(layout, _all_stages, model)):
+        predictions = found.pop("predict")
+        assert found == approx({name: expected[name] for name in found})
+        assert found["sanity"] == 2
+        if rank == 0:
+            torch.testing.assert_close(predictions, expected["predict"], atol=1e-9, rtol=0)
+        elif rank >= layout.tp * layout.dp:
+            assert predictions == [None, None], "predictions are on the last stage"
+
+
+# ---------------------------------------------------------------- batches
+
+
+@dataclasses.dataclass
+class Sample:
+    """A batch as a user's own class."""
+
+    ids: Tensor
+    names: list[str]
+    nothing: None = None
+    spans: list[list[int]] = dataclasses.field(default_factory=list)
+
+
+class Shapes(GPT):
+    """Takes batches of all kinds, and says what it saw of each row."""
+
+    def parts(self, batch: Any) -> tuple[Tensor, list[Any]]:
+        if isinstance(batch, Sample):
+            return batch.ids, [*zip(batch.names, batch.spans, strict=True)]
+        if isinstance(batch, dict):
+            assert batch["table"].shape == (3, 2) and batch["scale"].dim() == 0 and batch["mode"] == "all"
+            return batch["ids"], [*zip(batch["names"], batch["boxes"], strict=True)]
+        (ids, (flags, nothing)), *rest = batch
+        assert nothing is None and not rest and len(flags) == len(ids)
+        return ids, flags.tolist()
+
+    def loss(self, batch: Any) -> Tensor:
+        ids, _ = self.parts(batch)
+        return super().loss((ids[:, :-1], ids[:, 1:]))
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        ids, rows = self.parts(batch)
+        logits = self(ids)
+        return {"rows": rows, "pair": (logits.argmax(-1), logits.mean()), "whole": Sample(ids, [str(x) for x in rows])}
+
+
+class OwnSplit(Shapes):
+    """Splits a batch in which the batch dim is the second, and weighs by hand."""
+
+    def split_batch(self, batch: Any, microbatches: int) -> list[Any]:
+        return [(part.t().contiguous().t(), weight) for part, weight in zip(batch.split(2), (1.0, 3.0), strict=False)]
+
+    def loss_weight(self, batch: Any) -> float:
+        return batch[1]
+
+    def loss(self, batch: Any) -> Tensor:
+        if isinstance(batch, Tensor):  # one device
+            parts = self.split_batch(batch, 2)
+            return sum(self.loss_weight(part) * self.loss(part) for part in parts) / 4.0  # type: ignore[no-any-return]
+        return GPT.loss(self, (batch[0][:, :-1], batch[0][:, 1:]))
+
+
+def _collate(kind: str) -> Any:
+    def collate(samples: list[Tensor]) -> Any:
+        ids = torch.stack(samples)
+        names = [f"text {int(row[0])}" for row in ids]
+        spans = [[int(x) for x in row[: 1 + int(row[0]) % 3]] for row in ids]
+        if kind == "dataclass":
+            return Sample(ids, names, None, spans)
+        if kind == "dict":
+            boxes = [{"box": row[: 1 + int(row[0]) % 3]} for row in ids]
+            table, scale = torch.zeros(3, 2), torch.tensor(1.0)
+            return {"ids": ids, "names": names, "boxes": boxes, "table": table, "scale": scale, "mode": "all"}
+        if kind == "own":
+            return ids
+        return ([ids, (ids[:, 0] % 2 == 0, None)],)
+
+    return collate
+
+
+def _fit_shapes(layout: Layout, kind: str) -> dict[str, Any]:
+    data = [row for row, _ in tokens(10, length=7)]
+    loader = DataLoader(data, batch_size=4, collate_fn=_collate(kind))  # type: ignore[arg-type]
+    torch.manual_seed(3)
+    module = (OwnSplit if kind == "own" else Shapes)()
+    hooks = Hooks()
+    trainer = make_trainer(layout, "tied", callbacks=[hooks])
+    trainer.fit(module, DataLoader(data[:8], batch_size=4, collate_fn=_collate(kind)), loader)  # type: ignore[arg-type]
+    found: dict[str, Any] = {"losses": hooks.losses}
+    if kind != "own":
+        found["val_loss"] = float(trainer.callback_metrics["val_loss"])
+        found["predictions"] = trainer.predict(module, loader)
+    return found
+
+
+@pytest.mark.parametrize("kind", ["dict", "tuple", "dataclass", "own"])
+def test_batches_of_any_kind(kind: str) -> None:
+    expected = run_program(PLAIN, _fit_shapes, kind)[0]
+    for rank, found in enumerate(run_program(PP2, _fit_shapes, kind)):
+        assert found["losses"] == approx(expected["losses"])
+        if kind != "own":
+            assert found["val_loss"] == approx(expected["val_loss"])
+        if rank == 0 and kind != "own":
+            for ours, plain in zip(found["predictions"], expected["predictions"], strict=True):
+                assert str(ours["rows"]) == str(plain["rows"]) and ours["whole"].names == plain["whole"].names
+                torch.testing.assert_close(ours["pair"], plain["pair"], atol=1e-9, rtol=0)
+                assert torch.equal(ours["whole"].ids, plain["whole"].ids)
+
+
+# ---------------------------------------------------------------- microbatches of unequal weight
+
+
+class Masked(GPT):
+    """A masked language model: rows count different numbers of targets."""
+
+    def __init__(self, module: bool) -> None:
+        super().__init__(GPTConfig(tied=False))
+        self.criterion = torch.nn.CrossEntropyLoss(label_smoothing=0.1) if module else F.cross_entropy
+        self.accuracy = torchmetrics.Accuracy("multiclass", num_classes=32, ignore_index=-100)
+
+    def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        logits_BLV = self(batch[0])
+        self.accuracy(logits_BLV.transpose(1, 2), batch[1])
+        self.log("accuracy", self.accuracy, on_step=False, on_epoch=True)
+        loss: Tensor = self.criterion(logits_BLV.flatten(0, 1), batch[1].flatten())
+        return loss
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.log("val_loss", loss)
+        return loss
+
+
+def _masked_data(layout: Layout) -> DataLoader:
+    inputs, targets = (x.clone() for x in tokens(8).tensors)
+    for row, kept in enumerate((6, 0, 1, 3, 0, 0, 2, 5)):  # a row, and so a microbatch, without any target
+        targets[row, kept:] = -100
+    return DataLoader(TensorDataset(inputs, targets), batch_size=4)
+
+
+def _fit_masked(layout: Layout, module: bool) -> dict[str, Any]:
+    torch.manual_seed(3)
+    hooks = Hooks()
+    trainer = make_trainer(layout, max_epochs=3, callbacks=[hooks], gradient_clip_val=0.5)
+    trainer.fit(Masked(module), _masked_data(layout), _masked_data(layout))
+    found = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    return {**found, "losses": hooks.losses}
+
+
+@pytest.mark.parametrize("module", [False, True], ids=["function", "module"])
+@pytest.mark.parametrize("layout", [PP2, TP2_PP2], ids=str)
+def test_masked_targets_weigh_alike(layout: Layout, module: bool) -> None:
+    expected = run_program(PLAIN, _fit_masked, module)[0]
+    for found in run_program(layout, _fit_masked, module):
+        assert found.pop("accuracy") == approx(expected["accuracy"], 1e-6)
+        assert found.pop("losses") == approx(expected["losses"])
+        assert found == approx({name: expected[name] for name in found})
+
+
+# ---------------------------------------------------------------- precision
+
+
+def _poisoned(layout: Layout) -> tuple[list[float], list[bool]]:
+    """A loss scaler; one stage alone finds an inf in the third batch."""
+    callback = Poison(1, 2, "tok.weight")
+    plugins = [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=1000))]
+    options = {"gradient_clip_val": 0.1, "accumulate_grad_batches": 1}
+    trainer = make_trainer(layout, callbacks=[callback], precision=None, plugins=plugins, **options)
+    trainer.fit(variant("untied").build(), train_loader(layout, 4))
+    steps = zip(callback.weights, callback.weights[1:], strict=False)
+    return callback.scales, [any(not torch.equal(b[name], a[name]) for name in b) for a, b in steps]
+
+
+def test_an_inf_on_one_stage_makes_all_ranks_skip() -> None:
+    for scales, moved in run_program(PP2, _poisoned):
+        assert scales == [2.0**8, 2.0**8, 2.0**7, 2.0**7] and moved == [True, False, True]
+
+
+def _mixed(layout: Layout) -> list[float]:
+    hooks = Hooks()
+    trainer = make_trainer(layout, callbacks=[hooks], precision="bf16-mixed", gradient_clip_val=0.1)
+    trainer.fit(variant("untied").build(), train_loader(layout, 4))
+    return hooks.losses
+
+
+def test_bf16_mixed() -> None:
+    expected = run_program(PLAIN, _mixed)[0]
+    for found in run_program(PP2, _mixed):
+        assert found == pytest.approx(expected, rel=2.0**-6), "the tolerance of tests/parity/compare.py"
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+class Refused(GPT):
+    """Asks for what a pipeline can't do."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(GPTConfig(tied=False))
+        self.what = what
+        self.seen: list[Tensor] = []
+        self.automatic_optimization = what != "manual"
+        if what == "iterator":
+            self.training_step = self._iterator_step  # type: ignore[method-assign]
+        if what == "backward":
+            self.__class__ = OwnBackward
+
+    def _iterator_step(self, dataloader_iter: Any) -> Tensor:
+        raise AssertionError
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        if self.what == "reduce":
+            self.log("reduced", loss, reduce_fx=torch.linalg.norm)
+        if self.what == "hook":
+            self.seen.append(loss.detach())
+        if self.what == "mixed" and batch[0][0, 0] > 15:
+            loss = loss + F.cross_entropy(loss.expand(3, 2), torch.zeros(3, dtype=torch.int64))
+        return {"none": None, "dict": {"los": loss}}.get(self.what, loss)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.what == "hook":
+            with torch.no_grad():
+                self.head.weight.mul_(0.5)
+
+    def configure_optimizers(self) -> Any:
+        if self.what == "frozen":
+            return torch.optim.AdamW(self.head.parameters())
+        return super().configure_optimizers()
+
+    def split_batch(self, batch: Any, microbatches: int) -> list[Any]:
+        parts = zip(*(x.split(1) for x in batch), strict=True)
+        return [] if self.what == "split" else [*parts]
+
+
+class OwnBackward(Refused):
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+
+
+def _refused(layout: Layout, what: str, strategy: dict[str, Any]) -> None:
+    torch.manual_seed(3)
+    trainer = make_trainer(layout, strategy=strategy)
+    trainer.fit(Refused(what), train_loader(layout, 2))
+
+
+@pytest.mark.parametrize(
+    ("what", "strategy", "texts", "ranks"),
+    [
+        ("manual", {}, ["manual optimization", "pp=1"], 2),
+        ("backward", {}, ["own `backward`", "on_before_backward"], 2),
+        ("iterator", {}, ["`dataloader_iter`", "takes a batch"], 2),
+        ("none", {}, ["returned NoneType instead of a loss", "leave it out"], 2),
+        ("dict", {}, ["returned NoneType instead of a loss"], 2),
+        ("split", {}, ["split_batch", "at least one"], 2),
+        ("reduce", {}, ["{min,max,mean,sum}"], 2),
+        ("hook", {}, ["on_train_batch_end", "changes parameters", "callback"], 1),
+        ("mixed", {}, ["loss_weight(self, batch)"], 1),
+        ("frozen", {}, ["no parameter to optimize", "`stages`"], 2),
+        ("", {"pp": 8}, ["8"], 2),
+        ("", {"schedule": "zb"}, ["zb", "zb_h1"], 2),
+        ("", {"virtual_stages": 3, "schedule": "zb_v"}, ["virtual_stages"], 2),
+        ("", {"microbatches": 0}, ["microbatches"], 2),
+        ("", {"schedule": "interleaved", "virtual_stages": 8}, ["units"], 2),
+    ],
+    ids=lambda value: str(value) if isinstance(value, (str, dict)) else "",
+)
+def test_what_is_refused(what: str, strategy: dict[str, Any], texts: list[str], ranks: int) -> None:
+    with pytest.raises(RankError) as error:
+        run_program(PP2, _refused, what, strategy)
+    clear = [f for f in error.value.failures if all(text in f.message for text in texts)]
+    assert len(clear) >= ranks, [f"{f.rank}: {f.type_name}: {f.message}" for f in error.value.failures]
+    assert all(f.type_name != "Timeout" for f in error.value.failures), "what one rank finds ends the others"
+
+
+def _other_layout(layout: Layout, second: Layout) -> None:
+    module = variant("untied").build()
+    make_trainer(layout).fit(module, train_loader(layout, 1))
+    make_trainer(second).fit(module, train_loader(layout, 1))
+
+
+@pytest.mark.parametrize("second", [Layout(pp=2, schedule="zb_v"), Layout(dp=2)], ids=str)
+def test_a_second_trainer_with_other_stages_is_refused(second: Layout) -> None:
+    with pytest.raises(RankError) as error:
+        run_program(PP2, _other_layout, second)
+    assert ["already cut into pipeline stages" in failure.message for failure in error.value.failures] == [True] * 2
+
+
+# ---------------------------------------------------------------- a rank that fails
+
+
+SCRIPT = Path(__file__).parent / "failure_scripts" / "pipeline.py"
+
+
+@pytest.mark.parametrize(
+    ("what", "point", "rank"),
+    [("raise", "backward", 0), ("kill", "forward", 0), ("kill", "backward", 1)],
+)
+def test_one_rank_ends_all_and_is_named(what: str, point: str, rank: int, tmp_path: Path) -> None:
+    """In the middle of a schedule, where the others wait for its messages."""
+    distributed = ("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    environment = {name: value for name, value in os.environ.items() if name not in distributed}
+    root = str(Path(__file__).parents[2])
+    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([root, environment.get("PYTHONPATH", "")])}
+    ended = subprocess.run(
+        [sys.executable, str(SCRIPT), what, point, str(rank), str(tmp_path)],
+        env=environment, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=LIMIT_S,
+        check=False,
+    )  # fmt: skip
+    assert ended.returncode != 0 and "finished" not in ended.stdout, ended.stdout
+    cause = f"ValueError: struck in {point}" if what == "raise" else "died first"
+    verdicts = [line for line in ended.stdout.splitlines() if "MegaTPStrategy: rank" in line]
+    assert verdicts, ended.stdout
+    assert all(f"rank {rank} " in line and cause in line for line in verdicts), verdicts

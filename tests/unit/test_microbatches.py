@@ -1,0 +1,132 @@
+"""How batches become microbatches, and what microbatches gave becomes a batch's."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_megatp.pipeline.leftovers import Attributes
+from lightning_megatp.pipeline.split import merge_outputs, split_batch
+from lightning_megatp.pipeline.weights import TargetCount
+
+Pair = collections.namedtuple("Pair", ["x", "rest"])
+
+
+@dataclasses.dataclass
+class Record:
+    x: Tensor
+    tags: list[str]
+
+
+def _plain(value: Any) -> Any:
+    """Tensors as lists, to compare."""
+    if isinstance(value, Tensor):
+        return value.tolist()
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return _plain(vars(value)) if dataclasses.is_dataclass(value) else value
+
+
+X = torch.arange(3)
+
+
+@pytest.mark.parametrize(
+    ("batch", "first", "last"),
+    [
+        (X, [0, 1], [2]),
+        ([X, X + 1], [[0, 1], [1, 2]], [[2], [3]]),
+        ([X, [X, X, X]], [[0, 1], [[0, 1]] * 3], [[2], [[2]] * 3]),
+        ({"x": X, "s": ["a", "b", "c"]}, {"x": [0, 1], "s": ["a", "b"]}, {"x": [2], "s": ["c"]}),
+        ({"x": X, "l": [[1], [2, 3], [4]]}, {"x": [0, 1], "l": [[1], [2, 3]]}, {"x": [2], "l": [[4]]}),
+        ((X, [{"b": X}, {"b": X[:1]}, {"b": X}]), [[0, 1], [{"b": [0, 1, 2]}, {"b": [0]}]], [[2], [{"b": [0, 1, 2]}]]),
+        (Pair(X, (None, 7, "s", torch.tensor(5))), [[0, 1], [None, 7, "s", 5]], [[2], [None, 7, "s", 5]]),
+        (Record(X, ["a", "b", "c"]), {"x": [0, 1], "tags": ["a", "b"]}, {"x": [2], "tags": ["c"]}),
+        ([X, torch.zeros(2)], [[0, 1], [0, 0]], [[2], [0, 0]]),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_split(batch: Any, first: Any, last: Any) -> None:
+    parts = split_batch(batch, 2)
+    assert [_plain(part) for part in parts] == [first, last]
+    assert all(type(part) is type(batch) for part in parts)
+    assert len(split_batch(batch, 8)) == 3, "not more microbatches than rows"
+
+
+def test_what_can_not_be_split() -> None:
+    assert split_batch("text", 1) == ["text"]
+    with pytest.raises(ValueError, match="split_batch"):
+        split_batch(["a", "b"], 2)
+
+
+def test_merge() -> None:
+    parts = [
+        {"loss": torch.tensor(1.0), "y": torch.zeros(2, 3), "s": ["a"], "mean": 1.0, "n": 3, "pair": Pair(X, 1.0)},
+        {"loss": torch.tensor(4.0), "y": torch.ones(1, 3), "s": ["b"], "mean": 4.0, "n": 4, "pair": Pair(X, 4.0)},
+    ]
+    merged = merge_outputs(parts, [2.0, 1.0])
+    assert (float(merged["loss"]), merged["mean"], merged["n"], merged["s"]) == (2.0, 2.0, 4, ["a", "b"])
+    assert merged["y"].shape == (3, 3)
+    assert merged["pair"].x.tolist() == [0, 1, 2, 0, 1, 2] and merged["pair"].rest == 2.0
+    record = merge_outputs([Record(X, ["a"]), Record(X, ["b"])], [1.0, 1.0])
+    assert record.tags == ["a", "b"] and len(record.x) == 6
+
+
+def test_targets_are_counted() -> None:
+    logits, targets = torch.randn(4, 5, requires_grad=True), torch.tensor([1, -100, 3, -100])
+    with TargetCount() as twice:
+        loss = F.cross_entropy(logits, targets) + nn.CrossEntropyLoss()(logits, targets)
+    assert twice.weight(4) == 2.0, "the same targets count once"
+    torch.testing.assert_close(loss, 2 * F.cross_entropy(logits, targets))
+    with TargetCount() as two:
+        F.cross_entropy(logits, targets)
+        F.nll_loss(logits, targets.clone().clamp(min=0))
+    assert two.weight(4) == 4.0, "of different losses nobody knows: samples"
+    with TargetCount() as none:
+        F.cross_entropy(logits, torch.full((4,), -100)).backward()
+    assert none.weight(4) == 0.0 and logits.grad is not None and not logits.grad.any(), "no nan"
+    with TargetCount() as weighted:
+        F.cross_entropy(logits, targets, weight=torch.arange(5.0))
+    assert weighted.weight(4) == 4.0
+    with TargetCount() as own:
+        F.cross_entropy(logits, targets, reduction="none")
+    assert own.weight(4) == 4.0 and own.own_reduction == "none"
+
+
+class Holder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.deep: dict[str, Any] = {"a": [1], "sums": {"x": 0.0}}
+        self.own = Record(X, [])
+        self.number = 1000.5
+        self.loop: list[Any] = []
+        self.loop.append(self.loop)
+        self._hidden = collections.deque([X])
+        self.register_buffer("kept", torch.zeros(2))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m: m.deep["a"].append(2),
+        lambda m: m.deep["sums"].update(x=1.5),
+        lambda m: m.own.tags.append("b"),
+        lambda m: setattr(m, "number", m.number + 1),
+        lambda m: m._hidden.append(X),
+        lambda m: setattr(m, "kept", torch.ones(2)),
+        lambda m: setattr(m, "new", 1),
+    ],
+)
+def test_what_a_step_leaves_is_seen(change: Any) -> None:
+    module = Holder()
+    before = Attributes(module)
+    assert not Attributes(module).differ_from(before)
+    change(module)
+    assert Attributes(module).differ_from(before)

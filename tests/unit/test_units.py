@@ -1,0 +1,182 @@
+"""Which modules are units, and how they are spread over stages."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_megatp.pipeline.slicing import execution_order
+from lightning_megatp.pipeline.units import assign, find_units
+from tests.pipeline_models import CASES, GPT, Block, tokens
+
+FOUND = {
+    "gpt": ["tokens", "blocks.0", "blocks.1", "blocks.2", "blocks.3", "norm", "head"],
+    "encoder": ["embedding", *(f"encoder.layers.{i}" for i in range(4)), "head"],
+    "sequential": ["net.0", "net.2", "net.4", "net.6"],
+    "resnet": ["stem", "stem_norm", "layer1.0", "layer1.1", "layer2.0", "layer2.1", "head"],
+    "encoder-decoder": [
+        "shared",
+        "bias",
+        *(f"{part}.{i}" for part in ("encoder", "decoder") for i in range(3)),
+        "head",
+    ],
+    "recurrent": ["embedding", "layers.0", "layers.1", "layers.2", "head"],
+}
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_units_of_models(name: str) -> None:
+    assert find_units(CASES[name].build()) == FOUND[name]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_layer_with_parameters_is_in_one_unit_at_most(name: str) -> None:
+    module = CASES[name].build()
+    units = find_units(module)
+    parameters = [p for unit in units for p in set(module.get_submodule(unit).parameters())]
+    inside = {id(part) for unit in units for part in module.get_submodule(unit).modules()}
+    assert len(inside) == sum(len(list(module.get_submodule(unit).modules())) for unit in units)
+    tied = {id(p) for p in module.parameters()} < {id(p) for p in parameters} or len(parameters) > len(
+        {id(p) for p in parameters}
+    )
+    assert tied == (len(dict(module.named_parameters())) < len(dict(module.named_parameters(remove_duplicate=False))))
+
+
+class Wrapped(nn.Module):
+    """As Hugging Face nests its models; embeddings of several layers; experts in a block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Module()
+        self.model.embeddings = nn.Module()
+        self.model.embeddings.word, self.model.embeddings.place = nn.Embedding(5, 4), nn.Embedding(5, 4)
+        self.model.layers = nn.ModuleList(nn.Module() for _ in range(2))
+        for layer in self.model.layers:
+            layer.experts = nn.ModuleList(Block(4) for _ in range(3))
+        self.stages = nn.ModuleList(nn.Sequential(Block(4), nn.GELU(), Block(4)) for _ in range(2))
+        self.scales = nn.ParameterList([nn.Parameter(torch.ones(4))])
+        self.activation, self.empty = nn.GELU(), nn.ModuleList()
+        self.again = self.model.layers[0]
+
+
+def test_nested_models() -> None:
+    found = find_units(Wrapped())
+    expected = [
+        "model.embeddings",
+        "model.layers.0",
+        "model.layers.1",
+        *(f"stages.{i}.{j}" for i in (0, 1) for j in (0, 2)),
+    ]
+    assert found == expected
+
+
+def test_a_model_without_lists_is_opened() -> None:
+    module, net = nn.Module(), nn.Module()
+    net.first, net.second, net.act = nn.Linear(2, 2), nn.LSTM(2, 2), nn.ReLU()
+    module.net = net
+    assert find_units(module) == ["net.first", "net.second"]
+
+
+def test_a_compiled_model_is_one_unit() -> None:
+    module = nn.Module()
+    module.model = torch.compile(GPT(), backend="eager")
+    assert find_units(module) == ["model"]
+
+
+def test_chosen_units() -> None:
+    module = GPT()
+    assert find_units(module, ["tokens", "blocks.1"]) == ["tokens", "blocks.1"]
+    with pytest.raises(ValueError, match=r"`token` is chosen as a pipeline unit, but the model has no such module"):
+        find_units(module, ["token"])
+    with pytest.raises(ValueError, match=r"`blocks.0.up` is inside of `blocks.0`, and both are chosen"):
+        find_units(module, ["blocks.0", "blocks.0.up"])
+
+
+def test_execution_order() -> None:
+    class Reversed(GPT):
+        def __init__(self) -> None:
+            super().__init__()
+            self.unused = nn.Linear(2, 2)
+
+        def middle(self, x: torch.Tensor) -> torch.Tensor:
+            for block in reversed(self.blocks):
+                x = block(x)
+            return x
+
+    module = Reversed()
+    units = find_units(module)
+    order = execution_order(module, units, module.training_step, tokens())
+    assert order == ["tokens", "blocks.3", "blocks.2", "blocks.1", "blocks.0", "norm", "head", "unused"]
+    assert "forward" not in module.blocks[0].__dict__
+
+
+def test_units_that_are_never_called_are_opened_where_their_parts_are() -> None:
+    class Holder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    class Parts(GPT):
+        def __init__(self) -> None:
+            super().__init__()
+            self.holder = Holder()
+
+        def middle(self, x: torch.Tensor) -> torch.Tensor:
+            return super().middle(self.holder.second(self.holder.first(x)))
+
+    module = Parts()
+    units = find_units(module)
+    assert "holder" in units
+    order = execution_order(module, units, module.training_step, tokens())
+    assert order[:4] == ["tokens", "holder.first", "holder.second", "blocks.0"]
+
+
+def test_the_costliest_stage_costs_least() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(40):
+        n = int(torch.randint(3, 9, (), generator=generator))
+        costs = torch.randint(0, 10, (n,), generator=generator).tolist()
+        units = [str(i) for i in range(n)]
+        for parts in range(1, n + 1):
+            stage_of_unit = assign(units, parts, dict(zip(units, costs, strict=True)))
+            assert list(stage_of_unit) == units and list(stage_of_unit.values()) == sorted(stage_of_unit.values())
+            assert set(stage_of_unit.values()) == set(range(parts))
+            totals = [sum(c for u, c in zip(units, costs, strict=True) if stage_of_unit[u] == s) for s in range(parts)]
+            cuts = itertools.combinations(range(1, n), parts - 1)
+            best = min(max(sum(costs[a:b]) for a, b in itertools.pairwise((0, *cut, n))) for cut in cuts)
+            assert max(totals) == best
+
+
+def test_fewer_units_than_stages() -> None:
+    with pytest.raises(ValueError, match=r"3 pipeline stages need at least as many units, and the model has 2: a, b\."):
+        assign(["a", "b"], 3, {"a": 1, "b": 1})
+
+
+def test_chosen_stages() -> None:
+    units = ["tokens", "model.layers.0", "model.layers.1", "head"]
+    assert assign(units, 2, {}, [["tokens", "model.layers.0"], ["model.layers.1", "head"]]) == {
+        "tokens": 0,
+        "model.layers.0": 0,
+        "model.layers.1": 1,
+        "head": 1,
+    }
+    assert list(assign(units, 2, {}, [["tokens", "model"], ["head"]]).values()) == [0, 0, 0, 1]
+    assert list(assign(units, 2, {}, [["tokens"], ["*.layers.[01]", "head"]]).values()) == [0, 1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("stages", "words"),
+    [
+        ([["a"]], "lists 1 stages, but there are 2"),
+        ([["a", "x.*"], ["b", "c"]], r"`x\.\*` in `stages\[0\]` matches no unit\. The units are a, b, c"),
+        ([["a", "b"], ["b", "c"]], r"places `b` on stage 0 and, by `b`, on stage 1"),
+        ([["a"], ["b"]], "leaves out c"),
+        ([["a", "b", "c"], []], r"`stages\[1\]` is empty"),
+    ],
+)
+def test_chosen_stages_are_checked(stages: list[list[str]], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        assign(["a", "b", "c"], 2, {}, stages)
