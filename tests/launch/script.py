@@ -47,6 +47,7 @@ class Net(L.LightningModule):
             "strategy": type(strategy).__module__ + "." + type(strategy).__name__,
             "environment": type(getattr(strategy, "cluster_environment", None)).__name__,
             "rows": self.up.weight.shape[0],
+            "parameters": sum(p.numel() for p in self.parameters()),
             "loss": float(self.trainer.callback_metrics["loss"]),
         }
         sys.stdout.write(f"RESULT {json.dumps(result)}\n")  # one write: the ranks share the pipe
@@ -94,6 +95,8 @@ if __name__ == "__main__":
     elif how == "cli":
         cli = importlib.import_module(f"{namespace}.cli").LightningCLI
         cli(Net, args=arguments, save_config_callback=None)
+    elif how == "stages":
+        fit(devices=1, num_nodes=2, strategy=strategy_class()(pp=2, microbatches=2, summary=False))
     else:
         nodes = int(how)
         fit(devices=2 // nodes, num_nodes=nodes, strategy=strategy_class()(tp=2, plan=PLAN, summary=False))

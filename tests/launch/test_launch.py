@@ -119,6 +119,17 @@ def test_torchrun_on_two_nodes() -> None:
     _check(_finish(*(_start([*torchrun, f"--node-rank={n}", *script]) for n in (0, 1))), "TorchElasticEnvironment")
 
 
+def test_stages_on_two_nodes() -> None:
+    """Rank 0, on the first node, has the last stage; each stage has its own layer only."""
+    torchrun = [*TORCHRUN, "--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1"]
+    torchrun.append(f"--master-port={_free_port()}")
+    script = _script("pytorch_lightning", "stages")
+    results = _results(_finish(*(_start([*torchrun, f"--node-rank={n}", *script]) for n in (0, 1))))
+    assert [(result["rank"], result["parameters"]) for result in results] == [(0, 9), (1, 40)]
+    for result in results:
+        assert result["loss"] == pytest.approx(_reference(), rel=1e-12)
+
+
 def test_slurm() -> None:
     """srun starts one process per task and describes it by SLURM_* variables."""
     job = {"SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2", "SLURM_NNODES": "1", "SLURM_NODEID": "0"}
@@ -159,7 +170,10 @@ def _package(namespace: str) -> str:
 # ---------------------------------------------------------------- the command line
 
 ARGUMENTS = {
-    "tp": "how many ranks share one copy of the model",
+    "tp": "how many ranks share each layer",
+    "pp": "how many ranks share the layers one after another",
+    "microbatches": "Into how many microbatches a batch is split when pp > 1",
+    "schedule": "Order of the microbatches",
     "dp": "Data-parallel size; by default what the devices leave",
     "plan": "How each layer is split",
     "sequence_parallel": "False ignores the plan's `sequence` entries",
