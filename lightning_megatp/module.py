@@ -45,7 +45,7 @@ class ParallelModule:
         """id(parameter) -> whole parameters whose gradient is partial on every tensor rank, in the backwards since the
         last optimizer step."""
         self._full: set[int] = set()
-        self.whole_parameters = sum(self._whole_size(parameter) for parameter in module.parameters())
+        self.whole_parameters = sum(self.whole_size(parameter) for parameter in module.parameters())
         """Number of parameters of the whole model, tied ones once."""
         self.pipeline: Any = None
         """What cut it over the pp axis, so that another Trainer can go on with it."""
@@ -54,7 +54,8 @@ class ParallelModule:
         self.counted_elsewhere: set[int] = set()
         """id(parameter) of those that another pipeline stage holds too, and counts in norms."""
 
-    def _whole_size(self, parameter: Tensor) -> int:
+    def whole_size(self, parameter: Tensor) -> int:
+        """Elements of a parameter before it was split."""
         spec = self.spec(parameter)
         return parameter.numel() if spec is None else torch.Size(spec.shape).numel()
 

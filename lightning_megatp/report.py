@@ -59,12 +59,15 @@ def memory_table(parallel: ParallelModule) -> Table:
         else:
             split_full += spec.spec(0).numel
             split_own += parameter.numel()
-    table = Table(title="Parameters", title_justify="left")
-    for column in ("", "whole model", "this rank"):
+    pipelined = split_full + whole < parallel.whole_parameters
+    table = Table(title="Parameters of this rank's stages" if pipelined else "Parameters", title_justify="left")
+    for column in ("", "unsplit", "this rank"):
         table.add_column(column, justify="left" if not column else "right")
     table.add_row("split", f"{split_full:,}", f"{split_own:,}")
     table.add_row("whole on every tensor rank", f"{whole:,}", f"{whole:,}")
     table.add_row("all", f"{split_full + whole:,}", f"{split_own + whole:,} ({bytes_own / 2**20:,.1f} MiB)")
+    if pipelined:
+        table.add_row("whole model, all stages", f"{parallel.whole_parameters:,}", "")
     if parallel.plan.tp > 1 and largest:
         names = ", ".join(f"{name} ({numel:,})" for numel, name in sorted(largest, reverse=True)[:3])
         table.caption = f"Largest whole parameters (not in the plan): {names}"

@@ -374,7 +374,8 @@ class MegaTPStrategyBase(_Base):
             outputs = self._watched("train", super().training_step)(*args, **kwargs)
         else:
             step, batch = self._on_microbatch("train", super().training_step, args)
-            outputs = self.pipeline.train(step, batch, self._pipeline_backward())
+            with self._parallel().user_code():  # activation checkpointing runs the user's forward again, in backward
+                outputs = self.pipeline.train(step, batch, self._pipeline_backward())
         if self._first_batch is not None:
             with self.precision_plugin.train_step_context():
                 self._first_batch.run_and_compare_loss(outputs, args, self.root_device, self.pipeline)

@@ -18,6 +18,7 @@ from lightning_megatp.pipeline.executor import Executor, Links, lanes
 from lightning_megatp.pipeline.logs import Logs
 from lightning_megatp.pipeline.pipeline import Pipeline, Settings, Shared
 from lightning_megatp.pipeline.schedule import Schedule, forward_only, make_schedule
+from lightning_megatp.pipeline.shares import Shares
 from lightning_megatp.pipeline.slicing import Slicer
 from lightning_megatp.pipeline.units import assign, find_units
 from lightning_megatp.shim.lightning import default_store
@@ -64,6 +65,7 @@ def build_pipeline(
     schedule = settings.schedule(settings.microbatches)
     units = find_units(parallel.module)
     stage_of_unit = assign(units, schedule.stages, unit_costs(parallel.module, units), options.stages)
+    sizes = _stage_sizes(parallel, stage_of_unit, schedule.stages)
     deferred = parallel.context.deferred
     compiled = defer_linears(parallel.module, units, deferred) if schedule.defers_weights else []
     slicer = Slicer(parallel.module, stage_of_unit, schedule.stages)  # intercepts what is the units' forward by now
@@ -85,7 +87,17 @@ def build_pipeline(
     logs = Logs(parallel.module, mesh.device)
     metrics = LastStageMetrics(parallel.module, mesh, default_store(), timeout or timedelta(minutes=30))
     return Pipeline(
-        parallel, slicer, Executor(links, deferred), mesh, settings, logs, metrics, shared, stage_of_unit, compiled
+        parallel,
+        slicer,
+        Executor(links, deferred, Shares(mesh.group("tp"))),
+        mesh,
+        settings,
+        logs,
+        metrics,
+        shared,
+        stage_of_unit,
+        sizes,
+        compiled,
     )
 
 
@@ -174,16 +186,26 @@ def _holders(module: nn.Module, stage_of_unit: Mapping[str, int], schedule: Sche
     return found
 
 
+def _stage_sizes(parallel: ParallelModule, stage_of_unit: Mapping[str, int], stages: int) -> list[int]:
+    """Parameters of each stage, before they are split over tensor ranks; tied ones in each of their stages."""
+    sizes = []
+    for stage in range(stages):
+        units = [parallel.module.get_submodule(unit) for unit, at in stage_of_unit.items() if at == stage]
+        held = {id(p): parallel.whole_size(p) for unit in units for p in unit.parameters()}
+        sizes.append(sum(held.values()))
+    return sizes
+
+
 def stage_table(pipeline: Pipeline) -> Table:
     """What each stage holds, and where."""
     schedule = pipeline.settings.schedule(pipeline.settings.microbatches)
     table = Table(title=f"Pipeline of {schedule.stages} stages, {schedule.name}", title_justify="left")
-    for column in ("stage", "on pipeline rank", "units"):
-        table.add_column(column)
-    for stage in range(schedule.stages):
+    for column in ("stage", "on pipeline rank", "units", "parameters"):
+        table.add_column(column, justify="right" if column == "parameters" else "left")
+    for stage, size in enumerate(pipeline.stage_parameters):
         units = [unit for unit, at in pipeline.stage_of_unit.items() if at == stage]
         shown = units if len(units) <= 4 else [*units[:2], "...", units[-1]]
-        table.add_row(str(stage), str(schedule.placement[stage]), f"{len(units)}: {', '.join(shown)}")
+        table.add_row(str(stage), str(schedule.placement[stage]), f"{len(units)}: {', '.join(shown)}", f"{size:,}")
     m, p = schedule.microbatches, schedule.ranks
     table.caption = f"{m} microbatches over {p} ranks (batches with fewer rows have fewer)"
     if pipeline.compiled:

@@ -19,6 +19,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from lightning_megatp.pipeline.plan import Relay
 from lightning_megatp.pipeline.recorder import Recorder
 from lightning_megatp.pipeline.schedule import Action, At, Kind, Schedule
+from lightning_megatp.pipeline.shares import Shares
 from lightning_megatp.tensor.deferred import DeferredWeights
 
 Direction = Literal["up", "down"]
@@ -120,13 +121,14 @@ def lanes(schedule: Schedule) -> list[Lane]:
 class _Message:
     """Tensors on their way, and what to wait for."""
 
+    relays: Sequence[Relay]
     tensors: list[Tensor]
+    """This tensor rank's shares of the values."""
     works: list[Pending]
 
-    def wait(self) -> list[Tensor]:
+    def wait(self) -> None:
         for work in self.works:
             work.wait()
-        return self.tensors
 
 
 @dataclass(slots=True)
@@ -145,13 +147,15 @@ class Executor:
     A sent activation is held until it has left, then only its edge in the graph is kept (design: torch's own pipelining
     keeps it until its backward).
 
-    Communication: one message per relay, microbatch and boundary each way; receives are posted where the schedule says,
-    ahead of the computation that needs them.
+    Communication: one message per relay, microbatch and boundary each way, of 1 / t of it with t tensor ranks; receives
+    are posted where the schedule says, ahead of the computation that needs them.
     """
 
     transport: Transport
     deferred: DeferredWeights = field(default_factory=DeferredWeights)
     """Where the layers of the stages put off what `BACKWARD_WEIGHT` computes."""
+    shares: Shares = field(default_factory=Shares)
+    """How tensor ranks divide what is sent."""
     recorder: Recorder | None = None
     """Takes the time of what is executed."""
     executed: list[Action] = field(default_factory=list)
@@ -182,7 +186,8 @@ class _Batch:
 
     def __init__(self, schedule: Schedule, stages: Stages, executor: Executor) -> None:
         self.schedule, self.stages = schedule, stages
-        self.transport, self.deferred, self.recorded = executor.transport, executor.deferred, executor.recorded
+        self.transport, self.shares = executor.transport, executor.shares
+        self.deferred, self.recorded = executor.deferred, executor.recorded
         self.incoming: dict[Action, _Message] = {}
         """Posted receives."""
         self.outgoing: dict[Action, list[Tensor]] = {}
@@ -202,10 +207,11 @@ class _Batch:
             case Kind.RECV_FORWARD:
                 self._post(action, self.stages.relays(action.stage, action.microbatch))
             case Kind.RECV_BACKWARD:
-                relays = self.stages.relays(action.stage + 1, action.microbatch)
-                self._post(action, [r for r in relays if r.requires_grad])
-            case Kind.SEND_FORWARD | Kind.SEND_BACKWARD:
-                self._send(action)
+                self._post(action, self._with_gradient(action.stage + 1, action.microbatch))
+            case Kind.SEND_FORWARD:
+                self._send(action, self.stages.relays(action.stage + 1, action.microbatch))
+            case Kind.SEND_BACKWARD:
+                self._send(action, self._with_gradient(action.stage, action.microbatch))
             case Kind.REDUCE:
                 self.stages.complete(action.stage)
 
@@ -252,25 +258,32 @@ class _Batch:
         """What an action waits for: from another rank, or from a neighbouring stage on this one."""
         receive = self.schedule.receive_for(action)
         if receive is not None:
+            message = self.incoming.pop(receive)
             with self.recorded("wait", receive):
-                return self.incoming.pop(receive).wait()
+                message.wait()
+                pairs = zip(message.tensors, message.relays, strict=True)
+                return [self.shares.gather(share, relay) for share, relay in pairs]
         return self.outgoing.pop(sent_here) if expected else []
 
     def _post(self, action: Action, relays: Sequence[Relay]) -> None:
         transport, (source, _) = self.transport, self.schedule.stream(action)
-        buffers = [torch.empty(r.shape, dtype=r.dtype, device=transport.device) for r in relays]
+        buffers = [self.shares.buffer(relay, transport.device) for relay in relays]
         direction = self.schedule.group(action)
         works = [transport.receive(x, source, direction) for x in buffers if x.numel()]
-        self.incoming[action] = _Message(buffers, works)
+        self.incoming[action] = _Message(relays, buffers, works)
 
-    def _send(self, action: Action) -> None:
+    def _send(self, action: Action, relays: Sequence[Relay]) -> None:
         with self.recorded("send", action):
-            tensors = [x.contiguous() for x in self.outgoing.pop(action)]
+            pairs = zip(self.outgoing.pop(action), relays, strict=True)
+            tensors = [self.shares.take(x, relay) for x, relay in pairs]
             _, to = self.schedule.stream(action)
             direction = self.schedule.group(action)
             works = [self.transport.send(x, to, direction) for x in tensors if x.numel()]
         self.leaving = [message for message in self.leaving if not all(work.is_completed() for work in message.works)]
-        self.leaving.append(_Message(tensors, works))
+        self.leaving.append(_Message(relays, tensors, works))
+
+    def _with_gradient(self, boundary: int, microbatch: int) -> list[Relay]:
+        return [relay for relay in self.stages.relays(boundary, microbatch) if relay.requires_grad]
 
 
 def _work(work: dist.Work | None) -> dist.Work:

@@ -92,6 +92,7 @@ class Pipeline:
         metrics: stands in for what its metrics compute.
         shared: parameters that several stages hold, in the same order on all of them.
         stage_of_unit: unit name -> stage.
+        stage_parameters: of each stage, before they are split over tensor ranks.
         compiled: modules whose weight gradients can't be put off, though the schedule would.
     """
 
@@ -106,11 +107,13 @@ class Pipeline:
         metrics: LastStageMetrics,
         shared: Sequence[Shared],
         stage_of_unit: Mapping[str, int],
+        stage_parameters: Sequence[int],
         compiled: Sequence[str] = (),
     ) -> None:
         self.parallel, self.slicer, self.executor = parallel, slicer, executor
         self.mesh, self.settings, self.logs, self.metrics = mesh, settings, logs, metrics
         self.shared, self.stage_of_unit, self.compiled = shared, stage_of_unit, compiled
+        self.stage_parameters = stage_parameters
         self.stateful = False
         """Whether a step left something on the module, which then exists on the last stage only."""
         self._returned = False
