@@ -527,7 +527,10 @@ class MegaTPStrategyBase(_Base):
         if self._trace is not None and self.pipeline is not None:
             traced = self._trace.step(self.pipeline, self._mesh())
         with traced, self._parallel().context.running(not no_closure and self._parallel().context.user_code):
-            return super().optimizer_step(optimizer, closure, model, **kwargs)
+            stepped = super().optimizer_step(optimizer, closure, model, **kwargs)
+        if self.pipeline is not None:
+            self.pipeline.loans.renew()
+        return stepped
 
     # ---------------------------------------------------------------- all ranks together
 

@@ -15,6 +15,7 @@ from lightning_megatp.mesh import ParallelMesh
 from lightning_megatp.metrics import LastStageMetrics
 from lightning_megatp.module import ParallelModule
 from lightning_megatp.pipeline.executor import Executor, Links, lanes
+from lightning_megatp.pipeline.loans import Loans
 from lightning_megatp.pipeline.logs import Logs
 from lightning_megatp.pipeline.pipeline import Pipeline, Settings, Shared
 from lightning_megatp.pipeline.schedule import Schedule, forward_only, make_schedule
@@ -81,6 +82,7 @@ def build_pipeline(
     parallel.counted_elsewhere = {i for i, ranks_of in holders.items() if ranks_of[-1] != rank}
     names = {id(p): name for name, p in parallel.module.named_parameters()}
     shared = [Shared.of(names[i], parallel.names[names[i]]) for i, ranks_of in holders.items() if len(ranks_of) > 1]
+    homes = {names[i]: [links.ranks[r] for r in ranks_of] for i, ranks_of in holders.items()}
     parallel.order = tuple(parallel.module.state_dict(keep_vars=True))
     slicer.free(schedule.stages_of(rank))
     parallel.forget_freed()
@@ -95,6 +97,7 @@ def build_pipeline(
         logs,
         metrics,
         shared,
+        Loans(slicer, parallel, mesh, homes, [links.ranks[r] for r in schedule.placement]),
         stage_of_unit,
         sizes,
         compiled,

@@ -9,7 +9,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_megatp.pipeline.plan import SliceError
 from lightning_megatp.shim.torch import FakeTensorMode, is_fake
 
 _KINDS = ("_parameters", "_buffers")
@@ -38,7 +37,6 @@ class Ownership:
         self._module, self._stage_of_unit, self._fake_mode = module, stage_of_unit, fake_mode
         self._emptied: list[_Emptied] = []
         self._uses: dict[str, set[int]] = {}
-        self._frozen = False
 
     @property
     def names(self) -> dict[int, str]:
@@ -58,26 +56,13 @@ class Ownership:
         return owners
 
     def learn(self, owners: Mapping[int, set[int]]) -> None:
-        """Remember on which stages a plan uses the units' parameters.
-
-        Raises:
-            SliceError: parameters are freed already, and this plan would have needed some of them.
-        """
+        """Remember on which stages a plan uses the units' parameters."""
         for tensor_id, name in self.names.items():
-            stages = owners.get(tensor_id, set())
-            if self._frozen and not stages <= self._uses.get(name, set()):
-                new = sorted(stages - self._uses.get(name, set()))
-                raise SliceError(
-                    f"this kind of batch uses `{name}` on pipeline stage {new[0]}, which earlier kinds did not, and its"
-                    " values are freed there. Use it only through its own module."
-                )
-            self._uses.setdefault(name, set()).update(stages)
+            self._uses.setdefault(name, set()).update(owners.get(tensor_id, set()))
 
     def free(self, own: Collection[int]) -> None:
         """Let go of the parameters and buffers that belong to units of other stages only. Tied ones stay tied."""
         owners = self.of_units()
-        self.learn(owners)
-        self._frozen = True
         for child in self._module.modules():
             for kind in _KINDS:
                 held: dict[str, Tensor | None] = child.__dict__[kind]
@@ -88,6 +73,26 @@ class Ownership:
                 }
                 if foreign:
                     self._empty(child, kind, foreign)
+
+    def stand_in(self, name: str) -> Tensor:
+        """What is there under a parameter's name: itself, or what stands for a freed one."""
+        path, _, leaf = name.rpartition(".")
+        found: Tensor = getattr(self._module.get_submodule(path), leaf)
+        return found
+
+    def hold(self, name: str, value: Tensor) -> nn.Parameter:
+        """Take a freed parameter back, under all names it had: an operation of this rank's stages uses it.
+
+        Args:
+            value: its values.
+        """
+        fake = self.stand_in(name)
+        parameter = nn.Parameter(value, requires_grad=fake.requires_grad)
+        for emptied in self._emptied:
+            for leaf in [leaf for leaf, other in emptied.fakes.items() if other is fake]:
+                emptied.module.__dict__.pop(leaf, None)
+                setattr(emptied.module, leaf, parameter)
+        return parameter
 
     @contextlib.contextmanager
     def present(self) -> Iterator[None]:

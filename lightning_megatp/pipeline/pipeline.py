@@ -24,6 +24,7 @@ from lightning_megatp.pipeline.detour import Detour
 from lightning_megatp.pipeline.executor import Executor
 from lightning_megatp.pipeline.hooks import Hook, hooks_after_steps
 from lightning_megatp.pipeline.leftovers import Attributes
+from lightning_megatp.pipeline.loans import Loans
 from lightning_megatp.pipeline.logs import Call, Logs, merge
 from lightning_megatp.pipeline.plan import Relay, SliceError, SlicePlan
 from lightning_megatp.pipeline.schedule import Schedule
@@ -67,7 +68,7 @@ class Backward:
 
 @dataclass(frozen=True)
 class Shared:
-    """A parameter that several stages hold: a tied one, or one outside of all units."""
+    """A parameter that several stages hold: a tied one, one outside of all units, or one that is lent."""
 
     name: str
     shape: torch.Size
@@ -91,6 +92,7 @@ class Pipeline:
         logs: stands in for the module's `log`.
         metrics: stands in for what its metrics compute.
         shared: parameters that several stages hold, in the same order on all of them.
+        loans: parameters that a plan uses on other stages than their own.
         stage_of_unit: unit name -> stage.
         stage_parameters: of each stage, before they are split over tensor ranks.
         compiled: modules whose weight gradients can't be put off, though the schedule would.
@@ -106,12 +108,14 @@ class Pipeline:
         logs: Logs,
         metrics: LastStageMetrics,
         shared: Sequence[Shared],
+        loans: Loans,
         stage_of_unit: Mapping[str, int],
         stage_parameters: Sequence[int],
         compiled: Sequence[str] = (),
     ) -> None:
         self.parallel, self.slicer, self.executor = parallel, slicer, executor
         self.mesh, self.settings, self.logs, self.metrics = mesh, settings, logs, metrics
+        self.loans = loans
         self.shared, self.stage_of_unit, self.compiled = shared, stage_of_unit, compiled
         self.stage_parameters = stage_parameters
         self.stateful = False
@@ -202,8 +206,9 @@ class Pipeline:
             dist.all_reduce(flat, group=self.mesh.group("pp"))
             *totals, flags = flat.split([*(part.numel() for part in parts), len(parts)])
             for shared, parameter, total, flag in zip(group, held, totals, flags.tolist(), strict=True):
-                if parameter is not None and flag > 0:
-                    parameter.grad = total.view(shared.shape)
+                if parameter is not None:
+                    lent = self.loans.is_lent(shared.name)  # its own stage has the sum, and the optimizer
+                    parameter.grad = total.view(shared.shape) if flag > 0 and not lent else None
 
     def microbatches(self, batch: Any) -> Sequence[Any]:
         """The parts of a batch, by the user's `split_batch` or by the rule."""
@@ -271,8 +276,15 @@ class Pipeline:
             plan = self.slicer.plan(_returning_a_loss(step) if kind == "train" else step, microbatch)
             self._check_touched(plan)
             self._check_alike(plan)
+            self._lend(plan)
             self._plans[key] = plan
         return self._plans[key]
+
+    def _lend(self, plan: SlicePlan) -> None:
+        known = {shared.name for shared in self.shared}
+        for name in self.loans.lend(plan.shared):
+            if name not in known:
+                self.shared = [*self.shared, Shared.of(name, self.slicer.stand_in(name))]
 
     def _check_touched(self, plan: SlicePlan) -> None:
         split = sorted(plan.touched & self.parallel.plan.parameters.keys()) if self.mesh.size("tp") > 1 else []

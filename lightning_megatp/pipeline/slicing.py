@@ -142,9 +142,17 @@ class Slicer:
             )
         return StageRun((), result)
 
+    def stand_in(self, name: str) -> Tensor:
+        """A parameter by name; of a freed one what tells its shape and dtype."""
+        return self._ownership.stand_in(name)
+
+    def hold(self, name: str, value: Tensor) -> nn.Parameter:
+        """Take a freed parameter back, since the plan uses it on a stage of this rank."""
+        return self._ownership.hold(name, value)
+
     def free(self, own: Collection[int]) -> None:
-        """Let go of the parameters and buffers that no stage of this rank uses. After the first plan, which tells of
-        uses outside their own units.
+        """Let go of the parameters and buffers that belong to no stage of this rank, nor are used there by a plan that
+        was made. What a later plan uses besides is taken back by `hold`.
 
         `module.parameters()` gives only what is left; `module.weight` of a freed one still tells shape, dtype, device.
         """

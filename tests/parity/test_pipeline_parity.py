@@ -88,6 +88,7 @@ CASES_2 = [
             ("twice", 2, "1f1b"),
             ("computed", 2, "gpipe"),
             ("in_place", 2, "1f1b"),
+            ("head_outside", 2, "1f1b"),
         ]
     ),
 ]
@@ -108,6 +109,8 @@ CASES_4 = [
     Case("tied", dp=2, schedule="1f1b", microbatches=2, clip="norm", accumulate=2),
     Case("deep", dp=2, schedule="zb_v", microbatches=4, rows=8),
     Case("deep_tied", dp=2, schedule="interleaved", microbatches=2, precision="32-true"),
+    Case("head_outside", pp=4, schedule="gpipe", microbatches=3, clip="norm", accumulate=2),
+    Case("head_outside", dp=2, schedule="zb_h1", microbatches=2, clip="norm"),
 ]
 CASES_8 = [
     Case("deep_tied", pp=4, tp=2, sequence=True, schedule="zb_v", microbatches=2, length=7),

@@ -1,0 +1,89 @@
+"""Parameters that a step uses on another stage than their own: `F.linear(h, self.tok.weight)` as the head.
+
+Found by the dry run of the first batch, when optimizers exist already and foreign parameters are gone. So such a
+parameter is lent: the stage that uses it gets a copy, its gradients are summed with those at home, the optimizer at
+home makes the step, and the copy is renewed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_megatp.mesh import ParallelMesh
+from lightning_megatp.module import ParallelModule
+from lightning_megatp.pipeline.slicing import Slicer
+
+
+class Loans:
+    """The parameters lent between the stages of one pipeline.
+
+    Args:
+        slicer: puts a copy where the module looks for it.
+        parallel: the module.
+        mesh: who is where.
+        homes: parameter name -> global ranks of this pipeline that hold it, the one that counts it last.
+        rank_of_stage: stage -> global rank.
+    """
+
+    def __init__(
+        self,
+        slicer: Slicer,
+        parallel: ParallelModule,
+        mesh: ParallelMesh,
+        homes: Mapping[str, Sequence[int]],
+        rank_of_stage: Sequence[int],
+    ) -> None:
+        self._slicer, self._parallel, self._mesh = slicer, parallel, mesh
+        self._homes = {name: list(ranks) for name, ranks in homes.items()}
+        self._rank_of_stage = rank_of_stage
+        self._lent: dict[str, set[int]] = {}
+        """Name -> global ranks that have a copy."""
+
+    def is_lent(self, name: str) -> bool:
+        """Whether what this rank has under a name is a copy."""
+        return self._mesh.global_rank in self._lent.get(name, ())
+
+    def lend(self, uses: Mapping[str, Sequence[int]]) -> list[str]:
+        """Give copies to the stages that need some. Every rank of the pipeline has to call it, with the same uses.
+
+        Args:
+            uses: parameter name -> stages that use it.
+
+        Returns:
+            The names of what was lent.
+
+        Communication: one broadcast over pp per lent parameter.
+        """
+        found = []
+        for name in sorted(uses):
+            users = {self._rank_of_stage[stage] for stage in uses[name]}
+            missing = users - set(self._homes[name]) - self._lent.get(name, set())
+            if missing:
+                self._lent.setdefault(name, set()).update(missing)
+                value = self._send(name)
+                if self._mesh.global_rank in missing:
+                    copy = self._slicer.hold(name, value)
+                    self._parallel.counted_elsewhere.add(id(copy))
+                    self._parallel.forget_freed()
+                found.append(name)
+        return found
+
+    def renew(self) -> None:
+        """After an optimizer step: bring the copies up to date.
+
+        Communication: one broadcast over pp per lent parameter.
+        """
+        for name in self._lent:
+            self._send(name)
+
+    def _send(self, name: str) -> Tensor:
+        """Broadcast the values from home; copies take them in place."""
+        held = self._parallel.names.get(name)
+        like = self._slicer.stand_in(name)
+        value = torch.empty(like.shape, dtype=like.dtype, device=self._mesh.device) if held is None else held.detach()
+        dist.broadcast(value, src=self._homes[name][-1], group=self._mesh.group("pp"))
+        return value
