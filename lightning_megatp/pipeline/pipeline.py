@@ -301,7 +301,8 @@ class Pipeline:
         if len(set(digests)) > 1:
             raise SliceError(
                 "the stages planned the same batch differently. What a step does between modules may not depend on the"
-                " rank, on Python's or NumPy's random numbers, or on the order of a set."
+                " rank, on Python's or NumPy's random numbers, or on the order of a set; nor may parameters be frozen"
+                " or unfrozen after fit began."
             )
 
     def _schedule(self, training: bool, microbatches: int) -> Schedule:

@@ -45,6 +45,8 @@ class Relay:
     requires_grad: bool
     """Whether its gradient crosses back. False also where the value has one, but nothing behind the boundary that could
     use it."""
+    has_graph: bool | None = None
+    """Whether the value required a gradient when it was planned; None if that is not known."""
 
 
 @dataclass(frozen=True)

@@ -71,4 +71,5 @@ def _relay(value: Value, stage: int) -> Relay:
         dtype=ghost.dtype,
         device=ghost.device,
         requires_grad=back and ghost.requires_grad,
+        has_graph=ghost.requires_grad,
     )

@@ -264,6 +264,13 @@ def _sent(relay: Relay, mode: StageMode, received: Mapping[Key, Tensor], stage: 
             f" {_describe(relay)}. The batch has the shapes of the planned one, so something else differs between the"
             " calls: a random choice, a counter, the rank."
         )
+    if relay.has_graph not in (None, tensor.requires_grad):
+        now, then = ("is", "was not") if tensor.requires_grad else ("is not", "was")
+        raise SliceError(
+            f"what `{operation.name}` ({operation.where}) makes on pipeline stage {stage} {now} trained, and {then}"
+            " when the step was planned: parameters were frozen or unfrozen since. Other stages can't know that. Freeze"
+            " before fit, and unfreeze by a new Trainer, or keep the layers that change on the last stage."
+        )
     if tensor_version(tensor) != version:
         raise SliceError(
             f"what `{operation.name}` ({operation.where}) made on pipeline stage {stage} was changed in place before it"

@@ -167,6 +167,23 @@ class LeavesThePlan(Base):
         return self.norm(self.blocks_of(x_BLD))
 
 
+class Unfreezes(Base):
+    """Trains the first stage from the second batch on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requires_grad_(False)
+        self.blocks[1:].requires_grad_(True)
+        self.norm.requires_grad_(True)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            self.requires_grad_(True)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        pass
+
+
 class NoLoss(Base):
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor | None:  # type: ignore[override]
         super().training_step(batch, batch_idx)
@@ -206,7 +223,7 @@ ERRORS: dict[str, tuple[type[Base], list[str]]] = {
 
 
 def _fit(rank: int, world_size: int, name: str) -> None:
-    kind = {"leaves": LeavesThePlan, "no loss": NoLoss}.get(name) or ERRORS[name][0]
+    kind = {"leaves": LeavesThePlan, "no loss": NoLoss, "unfreezes": Unfreezes}.get(name) or ERRORS[name][0]
     from lightning_megatp import MegaTPStrategy
 
     strategy = MegaTPStrategy(pp=world_size, microbatches=2, summary=False)
@@ -232,7 +249,10 @@ def test_what_can_not_be_done_raises_on_every_rank(name: str) -> None:
             assert text in message, f"{text!r} is not in: {message}"
 
 
-@pytest.mark.parametrize(("name", "text"), [("leaves", "exp"), ("no loss", "instead of a loss")])
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("leaves", "exp"), ("unfreezes", "frozen or unfrozen since"), ("no loss", "instead of a loss")],
+)
 def test_what_one_stage_finds_out_ends_all_ranks(name: str, text: str) -> None:
     messages = _messages(name)
     assert any(text in message and "MegaTPStrategy" in message for message in messages), messages
