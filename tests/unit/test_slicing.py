@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from lightning_megatp.pipeline.plan import SliceError, SlicePlan
 from lightning_megatp.pipeline.slicing import Slicer, StageRun, execution_order
 from lightning_megatp.pipeline.units import assign, find_units
+from lightning_megatp.shim.torch import is_fake
 from tests.pipeline_models import CASES, GPT, HIDDEN, VOCAB, Asking, Block, Hooked, Leaking, Noisy, Watched, tokens
 
 Step = Callable[[Any], Any]
@@ -643,17 +644,20 @@ def test_the_last_stage_is_told_what_it_lacks() -> None:
             forward(pipe, batch, batch_idx=batch_idx)
 
 
-def test_parameters_that_are_freed_are_missed_by_name() -> None:
+def test_a_freed_parameter_is_taken_back_where_a_later_plan_uses_it() -> None:
     class Longer(GPT):
         def training_step(self, batch: Any, batch_idx: int = 0) -> Any:
             loss = super().training_step(batch)
             return loss if batch[0].shape[1] < 7 else loss * self.tokens.weight.mul(loss).mean()
 
-    module = Longer()
-    pipe = pipeline(module, tokens(6), 2)
+    pipe = pipeline(Longer(), tokens(6), 2)
     for slicer, each in zip(pipe.slicers, pipe.modules, strict=True):
-        with pytest.raises(SliceError, match=r"uses `tokens.weight` on pipeline stage 1"):
-            slicer.plan(each.training_step, tokens(7))
+        assert slicer.plan(each.training_step, tokens(7)).shared["tokens.weight"] == (0, 1)
+    (first, second), slicer = pipe.modules, pipe.slicers[1]
+    assert is_fake(slicer.stand_in("tokens.weight")) and "tokens.weight" not in dict(second.named_parameters())
+    held = slicer.hold("tokens.weight", first.tokens.weight.detach().clone())
+    assert second.tokens.weight is held and dict(second.named_parameters())["tokens.weight"] is held
+    assert torch.equal(held, first.tokens.weight) and held.requires_grad
 
 
 # A pipeline that is broken on purpose is found out.
