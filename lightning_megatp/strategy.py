@@ -38,13 +38,14 @@ from lightning_megatp.mesh import MeshShape, ParallelMesh
 from lightning_megatp.messages import warn_once_per_run
 from lightning_megatp.metrics import gather_metrics_over
 from lightning_megatp.module import ParallelModule
+from lightning_megatp.pipeline.batch import Backward
 from lightning_megatp.pipeline.build import (
     PipelineOptions,
     build_pipeline,
     check_pipelined,
     reuse_pipeline,
 )
-from lightning_megatp.pipeline.pipeline import Backward, Pipeline
+from lightning_megatp.pipeline.pipeline import Pipeline
 from lightning_megatp.pipeline.schedule import make_schedule
 from lightning_megatp.pipeline.trace import StepTrace
 from lightning_megatp.plugin import ParallelismPlugin

@@ -1,0 +1,235 @@
+"""One batch on its way through a pipeline: each stage's part of the user's step, microbatch by microbatch.
+
+On the last stage also what the microbatches made of it: losses and their weights, logs, what the step returned.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_megatp.messages import warn_once_per_run
+from lightning_megatp.module import ParallelModule
+from lightning_megatp.pipeline.logs import Call, Logs
+from lightning_megatp.pipeline.plan import Relay, SlicePlan
+from lightning_megatp.pipeline.slicing import Slicer
+from lightning_megatp.pipeline.split import batch_size, merge_outputs
+from lightning_megatp.pipeline.weights import TargetCount
+
+Step = Callable[[Any], Any]
+
+
+@dataclass
+class Backward:
+    """How the last stage starts a backward, and what every stage calls before its first.
+
+    Args:
+        scale: the loss's factor for gradient accumulation and for float16.
+        before: called once per batch, with a scalar.
+    """
+
+    scale: Callable[[Tensor], Tensor]
+    before: Callable[[Tensor], None]
+
+
+@dataclass
+class BatchRun:
+    """The stages of this rank on the microbatches of one batch: what the executor drives.
+
+    Args:
+        parallel: the module.
+        slicer: cuts its steps.
+        logs: stands in for its `log`.
+        device: of weights that are plain numbers.
+        step: the user's step on a microbatch, in its contexts.
+        microbatches: the parts of the batch.
+        plans: one per microbatch.
+        seed: of the batch, alike on all stages.
+        backward: None for evaluation.
+    """
+
+    parallel: ParallelModule
+    slicer: Slicer
+    logs: Logs
+    device: torch.device
+    step: Step
+    microbatches: Sequence[Any]
+    plans: Sequence[SlicePlan]
+    seed: int
+    backward: Backward | None
+    results: dict[int, Any] = field(default_factory=dict)
+    logged: list[list[Call]] = field(default_factory=list)
+    """By microbatch, which the last stage runs in order."""
+    left_state: bool = False
+    _weights: dict[int, Tensor | float] = field(default_factory=dict)
+    _counted: set[bool] = field(default_factory=set)
+    _began_backward: bool = False
+
+    def relays(self, boundary: int, microbatch: int) -> Sequence[Relay]:
+        return self.plans[microbatch].relays[boundary]
+
+    def forward(self, stage: int, microbatch: int, received: list[Tensor]) -> list[Tensor]:
+        plan = self.plans[microbatch]
+        last = stage == plan.n_stages - 1
+        seed = _mixed(self.seed, microbatch)
+        counting = TargetCount() if last else None
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(seeded(_mixed(seed, stage)))
+            stack.enter_context(torch.set_grad_enabled(self.backward is not None and torch.is_grad_enabled()))
+            if counting is not None:
+                stack.enter_context(counting)
+            calls = stack.enter_context(self.logs.recording()) if last else []
+            done = self.slicer.run(plan, stage, self.step, self.microbatches[microbatch], received, seed)
+        if not last:
+            if self.backward is not None:
+                needed = [x for x, r in zip(done.sent, plan.relays[stage + 1], strict=True) if r.requires_grad]
+                self.parallel.trace(needed, received)
+            return list(done.sent)
+        self.results[microbatch] = done.result
+        self.logged.append(calls)
+        self._weights[microbatch] = self._weight(counting, microbatch)
+        if self.backward is None:
+            return []
+        return [self._root(_loss_of(done.result), microbatch, received)]
+
+    def before_backward(self, stage: int, microbatch: int) -> None:
+        if self.backward is not None and not self._began_backward:
+            self._began_backward = True
+            loss = _loss_of(self.results[microbatch]) if microbatch in self.results else torch.zeros(())
+            with self.logs.recording() as calls:
+                self.backward.before(loss)
+            if self.logged:
+                self.logged[0] += calls
+
+    def complete(self, stage: int) -> None:
+        """Gradients of this stage are reduced with those of the others, in the strategy's backward."""
+
+    @property
+    def provisional_total(self) -> float:
+        """By what the weights were divided in the losses, before their sum was known."""
+        return self._reference() * len(self.microbatches)
+
+    def weights(self) -> Tensor:
+        """(m,) float64, of the microbatches.
+
+        Raises:
+            RuntimeError: some are numbers of targets, and others of samples.
+        """
+        if len(self._counted) > 1:
+            raise RuntimeError(
+                "MegaTPStrategy: the step averages one cross-entropy in some microbatches of a batch, and none or"
+                " several in others, so what they weigh can't be told. Define `loss_weight(self, batch)` on the"
+                " LightningModule."
+            )
+        device = self.device
+        order = [self._weights[i] for i in range(len(self.microbatches))]
+        return torch.stack([torch.as_tensor(w, dtype=torch.float64, device=device) for w in order])
+
+    def loss(self, weights: Tensor) -> Tensor:
+        """The loss of the batch; nan for evaluation."""
+        if self.backward is None:
+            return torch.tensor(torch.nan)
+        losses = torch.stack([_loss_of(self.results[i]).detach() for i in range(len(self.microbatches))])
+        total: Tensor = (losses.double() * weights).sum() / weights.sum()
+        return total.to(losses.dtype)
+
+    @property
+    def returns_more(self) -> bool:
+        """Whether the step returns more than a loss."""
+        result = self.results[0]
+        if self.backward is None:
+            return result is not None
+        return isinstance(result, Mapping) and len(result) > 1
+
+    def merged_results(self) -> Any:
+        """What the steps returned, put together."""
+        order = [self.results[i] for i in range(len(self.microbatches))]
+        if order[0] is None:
+            return None
+        detached = [_detached(result) for result in order]
+        return merge_outputs(detached, [float(w) for w in self.weights()])
+
+    def _weight(self, counting: TargetCount | None, microbatch: int) -> Tensor | float:
+        batch = self.microbatches[microbatch]
+        own = getattr(self.parallel.module, "loss_weight", None)
+        if own is not None:
+            weight: Tensor | float = own(batch)
+            return weight
+        assert counting is not None
+        self._counted.add(len(counting.counts) == 1)
+        if len(counting.counts) > 1:
+            warn_once_per_run(
+                "the step averages several cross-entropies, so its microbatches are weighted by their samples."
+                " If they hold different numbers of targets, define `loss_weight(self, batch)` on the LightningModule."
+            )
+        if counting.own_reduction is not None and not counting.counts:
+            warn_once_per_run(
+                f"the step averages a cross-entropy by itself (reduction={counting.own_reduction!r}), so its"
+                " microbatches are weighted by their samples. If they hold different numbers of targets, define"
+                " `loss_weight(self, batch)` on the LightningModule. A loss that is a sum has to be divided by the"
+                " step."
+            )
+        return counting.weight(batch_size(batch) or 1)
+
+    def _root(self, loss: Tensor, microbatch: int, received: Sequence[Tensor]) -> Tensor:
+        assert self.backward is not None
+        self.parallel.trace([loss], received)
+        weight = torch.as_tensor(self._weights[microbatch], dtype=loss.dtype, device=loss.device)
+        return self.backward.scale(loss * (weight / self.provisional_total))
+
+    def _reference(self) -> float:
+        """A typical weight, known before the first microbatch: so large numbers of targets don't blow up gradients."""
+        return float(batch_size(self.microbatches[0]) or 1)
+
+
+def _loss_of(result: Any) -> Tensor:
+    loss = result.get("loss") if isinstance(result, Mapping) else result
+    if not isinstance(loss, Tensor):
+        raise RuntimeError(
+            f"MegaTPStrategy: training_step returned {type(loss).__name__} instead of a loss. Under pipeline"
+            " parallelism every step needs one: all stages take part in each batch. To skip a batch, leave it out of"
+            " the data."
+        )
+    return loss
+
+
+def returning_a_loss(step: Step) -> Step:
+    """For the dry run, which all stages make: a step without a loss is refused on all of them."""
+
+    def checked(batch: Any) -> Any:
+        result = step(batch)
+        _loss_of(result)
+        return result
+
+    return checked
+
+
+def _detached(result: Any) -> Any:
+    if isinstance(result, Tensor):
+        return result.detach()
+    if isinstance(result, Mapping):
+        return {key: _detached(value) for key, value in result.items()}
+    if isinstance(result, (list, tuple)) and not hasattr(result, "_fields"):
+        return type(result)(_detached(value) for value in result)
+    return result
+
+
+@contextlib.contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Random numbers of one stage and microbatch; the generators go on afterwards as if nothing was drawn."""
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    with torch.random.fork_rng(devices):
+        torch.manual_seed(seed)
+        yield
+
+
+def _mixed(seed: int, index: int) -> int:
+    """Unrelated seeds for neighbouring indices."""
+    x = (seed ^ (index + 1) * 0x9E3779B97F4A7C15) & (2**64 - 1)
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & (2**64 - 1)
+    return (x ^ (x >> 27)) % 2**63
