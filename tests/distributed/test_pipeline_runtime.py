@@ -213,7 +213,8 @@ def test_weights_kept_whole_are_not_put_off() -> None:
 def test_set_up_names_what_cannot_be_put_off() -> None:
     settings = SimpleNamespace(microbatches=4, schedule=lambda m: make_schedule("zb_h1", 2, m))
     units = {"blocks.0": 0, "blocks.1": 1}
-    table = stage_table(SimpleNamespace(settings=settings, stage_of_unit=units, compiled=["blocks.1"]))  # type: ignore[arg-type]
+    found = {"settings": settings, "stage_of_unit": units, "stage_parameters": [3, 4], "compiled": ["blocks.1"]}
+    table = stage_table(SimpleNamespace(**found))  # type: ignore[arg-type]
     assert "compiled, so that weight gradients can't be put off: blocks.1" in str(table.caption)
 
 

@@ -34,6 +34,7 @@ from tests.ranks import run_ranks
 
 EVERY = list(itertools.product([0, 1], [1, 5, 8]))
 """Sequence dim and length: fewer tokens than ranks, uneven, even."""
+RANKS = [2, pytest.param(4, marks=pytest.mark.extended)]
 SOME = [(0, 1), (0, 5), (1, 5), (1, 8)]
 
 
@@ -195,7 +196,7 @@ def _layouts(world_size: int, config: pytest.Config) -> list[tuple[int, int]]:
     return EVERY if world_size == 2 or config.getoption("--all-cases") else SOME
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", RANKS)
 @pytest.mark.parametrize("kind", OPERATIONS)
 def test_operations_give_what_they_give_on_the_whole_tensor(
     kind: str, world_size: int, pytestconfig: pytest.Config
@@ -204,7 +205,7 @@ def test_operations_give_what_they_give_on_the_whole_tensor(
     assert not any(found), "\n\n".join(itertools.chain(*found))
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", RANKS)
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_does_not_give_the_same_raises(name: str, world_size: int, pytestconfig: pytest.Config) -> None:
     found = run_ranks(world_size, _check_refused, name, _layouts(world_size, pytestconfig))

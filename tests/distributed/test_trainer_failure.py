@@ -19,7 +19,7 @@ LIMIT_S = 90  # importing Lightning twice on a busy machine included; from the s
         ("raise", "setup", 1),
         ("raise", "training_step", 1),
         ("kill", "training_step", 1),
-        ("kill", "training_step", 0),
+        pytest.param("kill", "training_step", 0, marks=pytest.mark.extended),
         ("raise", "save", 1),
         ("raise", "on_train_end", 0),
     ],

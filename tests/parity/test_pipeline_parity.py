@@ -151,10 +151,10 @@ def _wrong_gradients(rank: int, world_size: int, case: Case, kind: str) -> Run:
 
     send, summed = _Batch._send, Pipeline.sum_shared_gradients
 
-    def corrupt(self: Any, action: Any) -> None:
+    def corrupt(self: Any, action: Any, relays: Any) -> None:
         if str(action) == kind:
             self.outgoing[action] = [x * 1.01 for x in self.outgoing[action]]
-        send(self, action)
+        send(self, action, relays)
 
     _Batch._send = corrupt  # type: ignore[method-assign]
     if kind == "shared":
