@@ -698,10 +698,6 @@ class MegaTPStrategyBase(_Base):
         parallel = self._parallel()
         return [p for p in parallel.module.parameters() if parallel.spec(p) is not None]
 
-    def _world(self) -> dist.ProcessGroup:
-        assert dist.group.WORLD is not None
-        return dist.group.WORLD
-
     def _mesh(self) -> ParallelMesh:
         if self.mesh is None:
             raise RuntimeError(

@@ -6,7 +6,7 @@ Nothing here imports this package.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -291,7 +291,3 @@ ZOO: dict[str, Entry] = {
 def couples_samples(name: str) -> bool:
     """Whether a model's output for a sample depends on the other samples: then a microbatch is a batch of its own."""
     return name == "resnet"
-
-
-def names() -> Iterator[str]:
-    yield from ZOO
