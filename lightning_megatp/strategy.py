@@ -30,6 +30,7 @@ from lightning_megatp.checkpoint.stages import (
     own_state_dict,
 )
 from lightning_megatp.data import SameBatch
+from lightning_megatp.example import example_step
 from lightning_megatp.failure import FailureWatch, ParentWatch
 from lightning_megatp.gradients.buckets import GradientBuckets
 from lightning_megatp.gradients.elementwise import check_elementwise
@@ -70,8 +71,9 @@ class MegaTPStrategyBase(_Base):
             devices (times nodes).
         pp: Pipeline-parallel size: how many ranks share the layers one after another.
         dp: Data-parallel size; by default what the devices leave.
-        plan: How each layer is split, `{pattern: style}`; see the documentation on plans. Short for
-            `parallelism=ParallelismPlugin(plan=...)`.
+        plan: How each layer is split: "auto" looks at one batch, probes the blocks of the model and proves what it
+            finds; or `{pattern: style}`, see the documentation on plans, where the style `auto` leaves a part to be
+            planned so; None splits nothing. Short for `parallelism=ParallelismPlugin(plan=...)`.
         sequence_parallel: False ignores the plan's `sequence` entries.
         microbatches: Into how many microbatches a batch is split when pp > 1; by default four per stage. More of them
             leave less of the time unused, and each of them less to compute at once.
@@ -105,7 +107,7 @@ class MegaTPStrategyBase(_Base):
         tp: int = 1,
         pp: int = 1,
         dp: int | None = None,
-        plan: dict[str, str | dict[str, Any]] | None = None,
+        plan: dict[str, str | dict[str, Any]] | str | None = "auto",
         sequence_parallel: bool = True,
         microbatches: int | None = None,
         schedule: str = "1f1b",
@@ -132,7 +134,7 @@ class MegaTPStrategyBase(_Base):
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
         )
-        if plan is not None and parallelism is not None:
+        if plan not in (None, "auto") and parallelism is not None:
             raise ValueError("MegaTPStrategy: give the plan either as `plan` or inside `parallelism`, not both.")
         if bucket_mb < 0:
             raise ValueError(f"MegaTPStrategy: bucket_mb={bucket_mb}, but a size is 0 or more MiB.")
@@ -257,7 +259,10 @@ class MegaTPStrategyBase(_Base):
         self.model = self.precision_plugin.convert_module(module)
         if self.verify and trainer.state.fn == "fit" and self.parallelism.split_form(module) is None:
             self._first_batch = FirstBatch(module, keep=self.is_global_zero)
-        self.parallel = self.parallelism.parallelize(module, mesh, self.root_device, self.sequence_parallel)
+        example = functools.partial(example_step, trainer, self.precision_plugin)
+        self.parallel = self.parallelism.parallelize(
+            module, mesh, self.root_device, self.sequence_parallel, example=example
+        )
         self.model_to_device()
         self.pipeline = self._make_pipeline(self.parallel, mesh)
         if (self.parallel.sharded or self.pp > 1) and (averaging := averaging_callback(trainer)) is not None:
