@@ -12,12 +12,14 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
+from lightning_megatp.pipeline.plan import tensors_in
 from lightning_megatp.pipeline.snapshot import Snapshot, random_state_kept
 from lightning_megatp.pipeline.split import batch_size, split_batch
 from lightning_megatp.plan.auto.blocks import without_logging
 from lightning_megatp.shim.lightning import batch_hook, first_loaders
 from lightning_megatp.shim.torch import tree_map
 
+_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 _ROWS = 2
 """Rows of a batch that are tried out."""
 _STEPS = {"fit": "training_step", "validate": "validation_step", "test": "test_step", "predict": "predict_step"}
@@ -41,7 +43,7 @@ def example_step(trainer: Any, precision: Any) -> Callable[[], Any] | None:
             return None
         if (batch_size(batch) or 0) > _ROWS:
             batch = split_batch(batch, -(-batch_size(batch) // _ROWS))[0]  # type: ignore[operator]
-        for hook in ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"):
+        for hook in _HOOKS if not any(x.is_meta for x in tensors_in(batch)) else ():
             device = (torch.device("cpu"),) if hook == "transfer_batch_to_device" else ()
             batch = batch_hook(trainer, hook)(batch, *device, 0)
         batch = precision.convert_input(batch)

@@ -29,6 +29,9 @@ from lightning_megatp.checkpoint.stages import (
     own_optimizer_state,
     own_state_dict,
 )
+from lightning_megatp.commands import Done, requested
+from lightning_megatp.commands.proof import prepare
+from lightning_megatp.commands.show import print_plan
 from lightning_megatp.data import SameBatch
 from lightning_megatp.example import example_step
 from lightning_megatp.failure import FailureWatch, ParentWatch
@@ -49,6 +52,7 @@ from lightning_megatp.pipeline.build import (
 from lightning_megatp.pipeline.pipeline import Pipeline
 from lightning_megatp.pipeline.schedule import make_schedule
 from lightning_megatp.pipeline.trace import StepTrace
+from lightning_megatp.plan.auto.discover import discover, look
 from lightning_megatp.plugin import ParallelismPlugin
 from lightning_megatp.randomness import gather_random_states, set_random_state, synchronize_random_state
 from lightning_megatp.report import print_layout
@@ -194,12 +198,16 @@ class MegaTPStrategyBase(_Base):
     def _configure_launcher(self) -> None:
         environment = self.cluster_environment
         assert environment is not None
+        if requested() == "plan":
+            return  # this process alone looks at the model
         self._launcher = self.namespace.launcher(environment, self.num_processes, self.num_nodes)
 
     def setup_environment(self) -> None:
         super().setup_environment()
         environment = self.cluster_environment
         assert environment is not None
+        if requested() == "plan":
+            return
         environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
         environment.set_world_size(self.num_nodes * self.num_processes)
         rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
@@ -253,10 +261,15 @@ class MegaTPStrategyBase(_Base):
     def setup(self, trainer: Any) -> None:
         assert self.accelerator is not None and self.lightning_module is not None
         self.accelerator.setup(trainer)
-        mesh, module = self._mesh(), self.lightning_module
+        module = self.lightning_module
+        if requested() == "plan":
+            self._print_plan(trainer)
+        mesh = self._mesh()
         if trainer.state.fn == "fit" and self._layer_sync is not None:
             self._layer_sync.apply(module)  # Trainer(sync_batchnorm=True)
         self.model = self.precision_plugin.convert_module(module)
+        if requested() == "verify":
+            self._prepare_to_verify(trainer)
         if self.verify and trainer.state.fn == "fit" and self.parallelism.split_form(module) is None:
             self._first_batch = FirstBatch(module, keep=self.is_global_zero)
         example = functools.partial(example_step, trainer, self.precision_plugin)
@@ -282,6 +295,35 @@ class MegaTPStrategyBase(_Base):
         self._agree_on_precision()
         if self.summary and fitting and self.is_global_zero:
             print_layout(self.parallel, mesh, self.pipeline)
+
+    def _print_plan(self, trainer: Any) -> None:
+        """For `megatp plan`: what would be split, without ranks; then the process ends."""
+        module = self.lightning_module
+        assert module is not None
+        if self.tp == 1:
+            raise ValueError("megatp plan: tp=1 splits nothing. Add the size, e.g. --trainer.strategy.tp 2.")
+        plan = self.parallelism.resolve(module, self.tp, self.sequence_parallel)
+        results: list[Any] = []
+        problems: list[str] = []
+        if plan.open:
+            kinds, problems = look(module, plan, example_step(trainer, self.precision_plugin))
+            found = discover(module, self.tp, kinds, plan)
+            results, problems = found.results, problems + found.problems
+        placement = make_schedule(self.pipeline_options.schedule, self.pp, 1, self.pipeline_options.virtual_stages)
+        print_plan(module, plan, results, problems, placement.stages if self.pp > 1 else 1)
+        raise Done(0)
+
+    def _prepare_to_verify(self, trainer: Any) -> None:
+        """For `megatp verify`: the first training batch, in float64, is compared; then all processes end."""
+        if self._mesh().size("dp") > 1:
+            raise ValueError(
+                f"megatp verify compares every gradient, at dp=1: use {self.tp * self.pp} devices (tp x pp), not"
+                f" {self.world_size}."
+            )
+        assert self.lightning_module is not None
+        prepare(trainer, self.lightning_module)
+        self._precision_plugin = self.namespace.double()
+        self.verify = True
 
     def _make_pipeline(self, parallel: ParallelModule, mesh: ParallelMesh) -> Pipeline | None:
         if parallel.pipeline is not None:
@@ -491,6 +533,9 @@ class MegaTPStrategyBase(_Base):
         scaled = getattr(self.precision_plugin, "scaler", None) is not None
         if first is not None and self._mesh().size("dp") == 1 and not self._accumulating and not scaled:
             first.compare_gradients(self.full_gradients())
+            if requested() == "verify":
+                self.barrier()
+                raise Done(0)
 
     def _finish_pipeline(self, pipeline: Pipeline, closure_loss: Tensor) -> Tensor:
         """The backward of a batch that went through the pipeline: its gradients are there, and are completed."""
@@ -655,10 +700,12 @@ class MegaTPStrategyBase(_Base):
 
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
-        if self._failure_watch is not None:
+        if self._failure_watch is not None and not isinstance(exception, Done):
             self._failure_watch.report(exception)
 
     def teardown(self) -> None:
+        if requested() == "plan":
+            return  # nothing was set up, and the model may be on meta
         super().teardown()
         if self.pipeline is not None:
             self.pipeline.close()

@@ -25,6 +25,8 @@ class Namespace:
     """`_SubprocessScriptLauncher`: what DDPStrategy starts its ranks with; there is no public name for it."""
     precision: Any
     """The base of all precision plugins, whose `pre_backward` calls the hooks and nothing else."""
+    double: Any
+    """The float64 precision plugin."""
     registry: Any
     """`StrategyRegistry`, for `Trainer(strategy="megatp")`."""
 
@@ -40,6 +42,7 @@ class Namespace:
             parallel_strategy=strategies.ParallelStrategy,
             launcher=subprocess_launcher(launchers._SubprocessScriptLauncher),
             precision=importlib.import_module(f"{name}.plugins.precision").Precision,
+            double=importlib.import_module(f"{name}.plugins.precision").DoublePrecision,
             registry=strategies.StrategyRegistry,
         )
 

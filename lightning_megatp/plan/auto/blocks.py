@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -100,16 +101,16 @@ def capture_calls(module: nn.Module, kinds: list[Block], step: Callable[[], Any]
         def run(*args: Any, **kwargs: Any) -> Any:
             shape = _describe((args, kwargs))
             if id(kind) in seen and seen[id(kind)][0] == shape:
-                return tree_map(_copied, seen[id(kind)][1])
+                return tree_map(copied, seen[id(kind)][1])
             out = forward(*args, **kwargs)
             return out
 
         def first(*args: Any, **kwargs: Any) -> Any:
             if id(kind) in seen:
                 return run(*args, **kwargs)
-            kind.call = Call(*tree_map(_copied, (args, kwargs)))
+            kind.call = Call(*tree_map(copied, (args, kwargs)))
             out = forward(*args, **kwargs)
-            seen[id(kind)] = _describe((args, kwargs)), tree_map(_copied, out)
+            seen[id(kind)] = _describe((args, kwargs)), tree_map(copied, out)
             waiting.discard(id(kind))
             if not waiting:
                 raise _Enough
@@ -143,8 +144,16 @@ class _Enough(BaseException):
     """All kinds of blocks were called."""
 
 
-def _copied(x: Any) -> Any:
-    return x.detach().clone() if isinstance(x, Tensor) else x
+def copied(x: Any) -> Any:
+    """A copy of a tensor, or of an object that a module may change (a cache); what can't be copied comes as it is."""
+    if isinstance(x, Tensor):
+        return x.detach().clone()
+    if isinstance(x, _PLAIN) or isinstance(x, nn.Module):
+        return x
+    try:
+        return copy.deepcopy(x)
+    except Exception:
+        return x
 
 
 def _describe(tree: Any) -> Any:

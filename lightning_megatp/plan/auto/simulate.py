@@ -316,7 +316,7 @@ def _difference(found: Tensor | None, wanted: Tensor | None) -> float:
         return 0.0 if other is None or not bool(other.any()) else float("inf")
     if not found.numel():
         return 0.0
-    difference = float((found - wanted).abs().max() / wanted.abs().max().clamp_min(1.0))
+    difference = float(((found - wanted).abs().max() / wanted.abs().max().clamp_min(1.0)).detach())
     return float("inf") if difference != difference else difference
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_megatp.plan.auto.blocks import Call, is_conv1d, is_linear
+from lightning_megatp.plan.auto.blocks import Call, copied, is_conv1d, is_linear
 from lightning_megatp.shim.torch import tree_map
 
 RANK = 6
@@ -81,7 +81,7 @@ def concrete_call(call: Call, seed: int, noise: float = 0.0) -> Call:
 
     def make(x: Any) -> Any:
         if not isinstance(x, Tensor):
-            return x
+            return copied(x)
         x = concrete(x.detach(), generator)
         if not x.is_floating_point():
             return x
