@@ -38,17 +38,24 @@ _SIZES: dict[int, str] = {
         num_conv_pos_embeddings num_mel_bins max_source_positions max_speech_positions num_buckets seq_length
         query_pre_attn_scalar mamba_chunk_size attention_chunk_size max_2d_position_embeddings
         hidden_size_per_layer_input laurel_rank index_topk num_codevectors_per_group""",
-    8: """state_size mamba_d_state ssm_state_size sliding_window chunk_size window_size patch_size n_langs_dim
-        attention_window local_attention sliding_window_size attention_window_size""",
+    8: """state_size mamba_d_state ssm_state_size chunk_size window_size patch_size n_langs_dim
+        attention_window local_attention""",
+    12: "sliding_window sliding_window_size attention_window_size",  # a padded row leaves no query without a key
     1: "n_group topk_group num_expert_group num_nextn_predict_layers initializer_unused",
     0: "n_shared_placeholder",
 }
 SIZES = {name: size for size, names in _SIZES.items() for name in names.split()}
+UNSET = {"num_key_value_heads", "head_dim", "n_routed_experts", "num_experts_per_tok", "vocab_size", "num_experts"}
+"""Attributes set even where the class leaves them None."""
 WIDTHS = (16, 32, 64, 64, 64, 64, 64, 64, 64)
 LISTS: dict[str, tuple[int, ...]] = {
     **dict.fromkeys("depths layers num_blocks depth".split(), (1,) * 9),
-    **dict.fromkeys("hidden_sizes embed_dim neck_hidden_sizes embed_dims stem_channels".split(), WIDTHS),
+    **dict.fromkeys("hidden_sizes embed_dim neck_hidden_sizes embed_dims".split(), WIDTHS),
     **dict.fromkeys("num_attention_heads num_heads".split(), (2, 2, 4, 4, 4, 4)),
+    "image_size": (32, 32, 32),
+    "conv_dim": (16, 16),
+    "conv_stride": (5, 4),
+    "conv_kernel": (10, 4),
 }
 TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2, "sep_token_id": 3}
 DROPOUT = ("dropout", "dropout_prob", "dropout_rate", "pdrop", "drop_rate", "dropout_p")
@@ -77,21 +84,29 @@ def shrink(cls: Any, overrides: dict[str, Any] | None = None, dropout: float = 0
         if dataclasses.is_dataclass(kind):
             values[name] = shrink(kind, below, dropout)
     values |= {key: value for key, value in overrides.items() if "." not in key}
-    return cls(**{key: value for key, value in values.items() if value is not ...})
+    if "kv_lora_rank" in values and "num_key_value_heads" in values and "num_key_value_heads" not in overrides:
+        values["num_key_value_heads"] = values["num_attention_heads"]  # one latent for every head
+    config = cls(**values)
+    for name, token in TOKENS.items():
+        if not hasattr(config, name):
+            setattr(config, name, token)
+    return config
 
 
 def _small(name: str, default: Any, dropout: float) -> Any:
     """The tiny value of one attribute, None to leave the class's own."""
-    if name.endswith(DROPOUT) and isinstance(default, (int, float)):
-        return dropout
     if name.endswith(OFF) and default is not None:
-        return False if isinstance(default, bool) else 0.0
+        if isinstance(default, (list, tuple)):
+            return [0.0] * len(default)
+        return type(default)(0)
+    if name.endswith(DROPOUT) and isinstance(default, (int, float)) and not isinstance(default, bool):
+        return dropout or type(default)(0)
     if isinstance(default, (list, tuple)):
         return list(LISTS[name][: len(default)]) if name in LISTS else None
     if name in TOKENS:
         return TOKENS[name]
     if isinstance(default, bool) or isinstance(default, str):
         return None
-    if default is None and name not in ("num_key_value_heads",):
+    if default is None and name not in UNSET:
         return None
     return SIZES.get(name)
