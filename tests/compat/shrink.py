@@ -59,7 +59,7 @@ LISTS: dict[str, tuple[int, ...]] = {
 }
 TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2, "sep_token_id": 3}
 DROPOUT = ("dropout", "dropout_prob", "dropout_rate", "pdrop", "drop_rate", "dropout_p")
-OFF = ("layerdrop", "drop_path_rate", "drop_path", "jitter_noise", "mask_time_prob", "mask_feature_prob", "spec_augment")
+OFF = ("layerdrop", "drop_connect_rate", "drop_path_rate", "drop_path", "jitter_noise", "mask_time_prob", "mask_feature_prob", "spec_augment")
 
 
 def shrink(cls: Any, overrides: dict[str, Any] | None = None, dropout: float = 0.0) -> Any:
