@@ -6,6 +6,7 @@ lists them.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import inspect
@@ -20,6 +21,7 @@ from torch import Tensor
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from tests.compat import handwritten
 from tests.compat.shrink import shrink
 
 ROWS, LENGTH, IMAGE, CLASSES = 4, 16, 32, 4
@@ -44,11 +46,12 @@ class Head:
     labels: str
 
 
+# A family with several heads has the first of these.
 HEADS = (
-    Head("CAUSAL_LM", "decoder", "tokens"),
-    Head("MASKED_LM", "encoder", "tokens"),
-    Head("SEQ_TO_SEQ_CAUSAL_LM", "encoder-decoder", "tokens"),
     Head("SPEECH_SEQ_2_SEQ", "speech", "text"),
+    Head("SEQ_TO_SEQ_CAUSAL_LM", "encoder-decoder", "tokens"),
+    Head("MASKED_LM", "encoder", "tokens"),
+    Head("CAUSAL_LM", "decoder", "tokens"),
     Head("CTC", "speech", "text"),
     Head("IMAGE_CLASSIFICATION", "vision", "class"),
     Head("AUDIO_CLASSIFICATION", "speech", "class"),
@@ -99,7 +102,12 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "qwen3_next": {"layer_types": MIXED},
     "recurrent_gemma": {"num_hidden_layers": 3},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
-    "zamba": {"num_hidden_layers": 3, "layers_block_type": ["hybrid", "linear_attention", "hybrid"], "num_key_value_heads": 4, "use_mamba_kernels": False},
+    "zamba": {
+        "num_hidden_layers": 3,
+        "layers_block_type": ["hybrid", "linear_attention", "hybrid"],
+        "num_key_value_heads": 4,
+        "use_mamba_kernels": False,
+    },
     "zamba2": {"layers_block_type": ["linear_attention", "hybrid"], "num_key_value_heads": 4},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "gemma3n_text": {
@@ -110,11 +118,19 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "gemma4_unified_assistant": {"text_config.num_kv_shared_layers": 0},
     "gemma4_assistant": {"text_config.hidden_size_per_layer_input": 0},
     "mamba2": {"num_heads": 4, "head_dim": 32, "n_groups": 2},
+    "encoder-decoder": {"decoder.is_decoder": True, "decoder.add_cross_attention": True},
+    "flint": {"mlp_only_layers": [0]},
+    "nllb-moe": {"encoder_sparse_step": 2, "decoder_sparse_step": 2},
+    "switch_transformers": {"num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1},
     "cpmant": {"dim_ff": 128, "prompt_length": 4},
     "roc_bert": {"shape_vocab_size": 128, "pronunciation_vocab_size": 128},
     "reformer": {
-        "is_decoder": True, "attn_layers": ["local", "local"], "axial_pos_embds": False, "feed_forward_size": 128,
-        "local_attn_chunk_length": 8, "attention_head_size": 16,
+        "is_decoder": True,
+        "attn_layers": ["local", "local"],
+        "axial_pos_embds": False,
+        "feed_forward_size": 128,
+        "local_attn_chunk_length": 8,
+        "attention_head_size": 16,
     },
     "zaya": {"num_experts_per_tok": 1},
     "esmc": {"num_key_value_heads": 4},
@@ -148,15 +164,24 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "got_ocr2": {"vision_config.output_channels": 16, "vision_config.mlp_dim": 128},
     "qwen3_asr": {"audio_config.downsample_hidden_size": 16, "audio_config.output_dim": 64},
     "perceiver": {
-        "max_position_embeddings": 16, "d_latents": 64, "num_latents": 8, "num_self_attention_heads": 4,
-        "num_cross_attention_heads": 4, "qk_channels": 32, "v_channels": 64,
+        "max_position_embeddings": 16,
+        "d_latents": 64,
+        "num_latents": 8,
+        "num_self_attention_heads": 4,
+        "num_cross_attention_heads": 4,
+        "qk_channels": 32,
+        "v_channels": 64,
     },
     "dia": {"decoder_config.cross_hidden_size": 64, "decoder_config.cross_head_dim": 16},
     "gemma4_unified": {"vision_config.mm_embed_dim": 64, "vision_config.mm_posemb_size": 16},
     "hgnet_v2": {
-        "hidden_sizes": [32, 48, 48, 64], "stem_channels": [3, 8, 16], "stage_in_channels": [16, 32, 48, 48],
-        "stage_mid_channels": [16, 16, 16, 16], "stage_out_channels": [32, 48, 48, 64],
-        "stage_num_blocks": [1, 1, 1, 1], "stage_numb_of_layers": [2, 2, 2, 2],
+        "hidden_sizes": [32, 48, 48, 64],
+        "stem_channels": [3, 8, 16],
+        "stage_in_channels": [16, 32, 48, 48],
+        "stage_mid_channels": [16, 16, 16, 16],
+        "stage_out_channels": [32, 48, 48, 64],
+        "stage_num_blocks": [1, 1, 1, 1],
+        "stage_numb_of_layers": [2, 2, 2, 2],
     },
     "hiera": {"embed_dim": 16, "depths": [1, 1], "num_heads": [1, 2], "embed_dim_multiplier": 2.0, "num_query_pool": 1},
     "videoprism": {"vision_config.num_frames": 2, "vision_config.tubelet_size": [1, 8, 8]},
@@ -166,20 +191,32 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "levit": {"patch_size": 16},
     "align": {"projection_dim": 80, "vision_config.hidden_dim": 64, "vision_config.width_coefficient": 0.25},
     "upernet": {
-        "hidden_size": 32, "auxiliary_channels": 16, "auxiliary_in_channels": 64,
+        "hidden_size": 32,
+        "auxiliary_channels": 16,
+        "auxiliary_in_channels": 64,
         "backbone_config": {
-            "model_type": "resnet", "embedding_size": 16, "hidden_sizes": [16, 32, 64, 64], "depths": [1, 1, 1, 1],
-            "layer_type": "basic", "out_features": ["stage1", "stage2", "stage3", "stage4"],
+            "model_type": "resnet",
+            "embedding_size": 16,
+            "hidden_sizes": [16, 32, 64, 64],
+            "depths": [1, 1, 1, 1],
+            "layer_type": "basic",
+            "out_features": ["stage1", "stage2", "stage3", "stage4"],
         },
     },
     "layoutlmv3": {"coordinate_size": 10, "shape_size": 12, "input_size": 32, "max_2d_position_embeddings": 1024},
     "audio-spectrogram-transformer": {"max_length": 32, "time_stride": 8, "frequency_stride": 8},
     "canine": {"local_transformer_stride": 8, "max_position_embeddings": 64},
-    "dpt": {"num_hidden_layers": 4, "backbone_out_indices": [0, 1, 2, 3], "fusion_hidden_size": 32,
+    "dpt": {
+        "num_hidden_layers": 4,
+        "backbone_out_indices": [0, 1, 2, 3],
+        "fusion_hidden_size": 32,
     },
     "phi4_multimodal": {
-        "vision_config.image_size": 32, "vision_config.crop_size": 32, "audio_config.ext_pw_out_channel": 64,
-        "audio_config.depthwise_separable_out_channel": 64, "audio_config.nemo_conv_channels": 16,
+        "vision_config.image_size": 32,
+        "vision_config.crop_size": 32,
+        "audio_config.ext_pw_out_channel": 64,
+        "audio_config.depthwise_separable_out_channel": 64,
+        "audio_config.nemo_conv_channels": 16,
         "audio_config.num_blocks": 2,
     },
 }
@@ -197,7 +234,11 @@ def _patches(g: torch.Generator) -> dict[str, Tensor]:
     """Siglip 2 takes an image already cut, and how many patches each has."""
     shapes = torch.full((ROWS, 2), 4)
     ones = torch.ones(ROWS, 16, dtype=torch.long)
-    return {"pixel_values": torch.randn(ROWS, 16, 192, generator=g), "spatial_shapes": shapes, "pixel_attention_mask": ones}
+    return {
+        "pixel_values": torch.randn(ROWS, 16, 192, generator=g),
+        "spatial_shapes": shapes,
+        "pixel_attention_mask": ones,
+    }
 
 
 RANDOM: dict[str, str] = {"dpt": "its auxiliary head has a dropout of 0.1 that no attribute sets"}
@@ -209,7 +250,10 @@ INPUTS: dict[str, Callable[[torch.Generator], dict[str, Tensor]]] = {
     "audio-spectrogram-transformer": lambda g: {"input_values": torch.randn(ROWS, 32, 16, generator=g)},
     "granite_speech5_ctc": lambda g: {"input_features": torch.randn(ROWS, 32, 64, generator=g)},
     "mobilevitv2": lambda g: {"pixel_values": _image(g, 64)},
-    "videoprism": lambda g: {"input_ids": _tokens(g), "pixel_values_videos": torch.randn(ROWS, 2, 3, 32, 32, generator=g)},
+    "videoprism": lambda g: {
+        "input_ids": _tokens(g),
+        "pixel_values_videos": torch.randn(ROWS, 2, 3, 32, 32, generator=g),
+    },
 }
 UNMASKED = {"audio-spectrogram-transformer"}  # its attention_mask is of patches
 ALWAYS_MASKED = {"lasr_ctc", "parakeet_ctc", "granite_speech5_ctc"}
@@ -222,7 +266,7 @@ FLOAT32: dict[str, str] = {
     "prophetnet": "NaN with padding: its mask overflows",
 }
 """Families whose step the library itself cannot take in float64."""
-HEAD_OF: dict[str, str] = {}
+HEAD_OF = {"reformer": "CAUSAL_LM", "speecht5": "SPEECH_SEQ_2_SEQ"}
 UNBUILDABLE: dict[str, str] = {
     "gemma3n": "needs the package timm (its text tower is gemma3n_text)",
     "xlstm": "its native kernel changes in place what its own backward needs",
@@ -268,7 +312,11 @@ def build(name: str, head: Head, dropout: float = 0.0) -> LightningModule:
 def batch(name: str, head: Head, seed: int, padding: bool) -> dict[str, Any] | None:
     cls = model_class(name, head.mapping)
     parameters = inspect.signature(cls.forward).parameters
-    if padding and (name in UNMASKED or "attention_mask" not in parameters or (cls.main_input_name == "pixel_values" and head.labels != "pairs")):
+    if padding and (
+        name in UNMASKED
+        or "attention_mask" not in parameters
+        or (cls.main_input_name == "pixel_values" and head.labels != "pairs")
+    ):
         return None
     generator = torch.Generator().manual_seed(seed)
     main = cls.main_input_name
@@ -325,8 +373,67 @@ def discovered() -> dict[str, Head]:
     return heads
 
 
+MOE: frozenset[str] = frozenset("""""".split())
+"""Families with experts in their tiny form."""
 FAMILIES: dict[str, Family] = {
-    name: Family(name, head.kind, functools.partial(build, name, head), functools.partial(batch, name, head))
+    name: Family(
+        name,
+        "moe" if name in MOE else head.kind,
+        functools.partial(build, name, head),
+        functools.partial(batch, name, head),
+    )
     for name, head in discovered().items()
     if name not in UNBUILDABLE
 }
+
+
+def _handwritten(name: str) -> Family:
+    kind, model, batches = handwritten.MODELS[name]
+    return Family(name, kind, lambda dropout=0.0: handwritten.Handwritten(model(dropout)), batches)
+
+
+FAMILIES |= {name: _handwritten(name) for name in handwritten.MODELS}
+
+
+def dtype_of(name: str) -> torch.dtype:
+    return torch.float32 if name in FLOAT32 else torch.float64
+
+
+def to(batch: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """The batch with its floating inputs in `dtype`."""
+    real = {key for key, value in batch.items() if isinstance(value, Tensor) and value.is_floating_point()}
+    return {key: value.to(dtype) if key in real else value for key, value in batch.items()}
+
+
+def step(module: LightningModule, batch: dict[str, Any], seed: int = 0) -> Tensor:
+    """One training step outside a trainer, its gradients in the parameters."""
+    torch.manual_seed(seed)
+    module.log = lambda *arguments, **options: None  # type: ignore[method-assign]
+    loss = module.training_step(batch, 0)
+    module.zero_grad()
+    loss.backward()
+    return loss
+
+
+def main() -> None:
+    transformers.logging.set_verbosity_error()
+    began = time.perf_counter()
+    print(f"{'family':30}{'kind':17}{'parameters':>11}{'loss':>10}{'padded':>10}{'seconds':>9}")
+    for name, family in sorted(FAMILIES.items(), key=lambda item: (item[1].kind, item[0])):
+        start = time.perf_counter()
+        torch.manual_seed(0)
+        module = family.build().to(dtype_of(name))
+        batches = (family.batch(0, padding) for padding in (False, True))
+        losses = ["-" if b is None else f"{step(module, to(b, dtype_of(name))):.4f}" for b in batches]
+        count = sum(parameter.numel() for parameter in module.parameters())
+        seconds = time.perf_counter() - start
+        print(f"{name:30}{family.kind:17}{count:11,}{losses[0]:>10}{losses[1]:>10}{seconds:9.2f}", flush=True)
+    kinds = collections.Counter(family.kind for family in FAMILIES.values())
+    counts = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
+    print(f"\n{len(FAMILIES)} families in {time.perf_counter() - began:.0f} s: {counts}")
+    for title, reasons in (("Not here", UNBUILDABLE), ("In float32 only", FLOAT32), ("Random", RANDOM)):
+        print(f"\n{title}:", *(f"  {name:28}{reason}" for name, reason in sorted(reasons.items())), sep="\n")
+
+
+if __name__ == "__main__":
+    main()

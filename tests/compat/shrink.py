@@ -26,23 +26,23 @@ _SIZES: dict[int, str] = {
         num_encoder_layers num_experts_per_tok num_experts_per_token moe_topk top_k_experts num_hidden_groups
         n_encoder_layers n_decoder_layers n_encoder_layer n_decoder_layer encoder_num_hidden_layers
         decoder_num_hidden_layers moe_k speech_encoder_layers t2u_encoder_layers t2u_decoder_layers
-        num_self_attends_per_block num_key_value_groups""",
+        num_self_attends_per_block""",
     4: """num_attention_heads n_head n_heads num_heads encoder_attention_heads decoder_attention_heads attention_heads
         num_decoder_attention_heads num_encoder_attention_heads num_ngram_heads num_experts num_local_experts
         n_routed_experts moe_num_experts linear_num_value_heads index_n_heads swa_num_attention_heads linear_num_heads
         encoder_num_attention_heads decoder_num_attention_heads speech_encoder_attention_heads
         t2u_encoder_attention_heads t2u_decoder_attention_heads num_conv_pos_embedding_groups block_size
-        entity_emb_size kv_channels_heads mamba_n_heads mamba_num_heads n_mamba_heads n_groups""",
+        entity_emb_size mamba_n_heads mamba_num_heads n_mamba_heads n_groups""",
     16: """head_dim d_kv d_head dim_head qk_nope_head_dim qk_rope_head_dim v_head_dim index_head_dim linear_key_head_dim
         linear_value_head_dim linear_head_dim swa_head_dim kv_channels attention_head_dim global_head_dim rotary_dim
         num_conv_pos_embeddings num_mel_bins max_source_positions max_speech_positions num_buckets seq_length
         query_pre_attn_scalar mamba_chunk_size attention_chunk_size max_2d_position_embeddings
         hidden_size_per_layer_input laurel_rank index_topk num_codevectors_per_group""",
-    8: """state_size mamba_d_state ssm_state_size chunk_size window_size patch_size n_langs_dim
+    8: """state_size mamba_d_state ssm_state_size chunk_size window_size patch_size
         attention_window local_attention""",
     12: "sliding_window sliding_window_size attention_window_size",  # a padded row leaves no query without a key
-    1: "n_group topk_group num_expert_group num_nextn_predict_layers initializer_unused",
-    0: "n_shared_placeholder",
+    1: """n_group topk_group num_expert_group num_nextn_predict_layers
+        first_k_dense_replace num_dense_layers""",
 }
 SIZES = {name: size for size, names in _SIZES.items() for name in names.split()}
 UNSET = {"num_key_value_heads", "head_dim", "n_routed_experts", "num_experts_per_tok", "vocab_size", "num_experts"}
@@ -59,7 +59,16 @@ LISTS: dict[str, tuple[int, ...]] = {
 }
 TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2, "sep_token_id": 3}
 DROPOUT = ("dropout", "dropout_prob", "dropout_rate", "pdrop", "drop_rate", "dropout_p")
-OFF = ("layerdrop", "drop_connect_rate", "drop_path_rate", "drop_path", "jitter_noise", "mask_time_prob", "mask_feature_prob", "spec_augment")
+OFF = (
+    "layerdrop",
+    "drop_connect_rate",
+    "drop_path_rate",
+    "drop_path",
+    "jitter_noise",
+    "mask_time_prob",
+    "mask_feature_prob",
+    "spec_augment",
+)
 
 
 def shrink(cls: Any, overrides: dict[str, Any] | None = None, dropout: float = 0.0) -> Any:
