@@ -48,8 +48,8 @@ class Head:
 
 # A family with several heads has the first of these.
 HEADS = (
-    Head("SPEECH_SEQ_2_SEQ", "speech", "text"),
     Head("SEQ_TO_SEQ_CAUSAL_LM", "encoder-decoder", "tokens"),
+    Head("SPEECH_SEQ_2_SEQ", "speech", "text"),
     Head("MASKED_LM", "encoder", "tokens"),
     Head("CAUSAL_LM", "decoder", "tokens"),
     Head("CTC", "speech", "text"),
@@ -249,24 +249,33 @@ INPUTS: dict[str, Callable[[torch.Generator], dict[str, Tensor]]] = {
     "siglip2": _patches,
     "audio-spectrogram-transformer": lambda g: {"input_values": torch.randn(ROWS, 32, 16, generator=g)},
     "granite_speech5_ctc": lambda g: {"input_features": torch.randn(ROWS, 32, 64, generator=g)},
+    "whisper": lambda g: {"input_features": torch.randn(ROWS, 16, 32, generator=g)},
+    "lasr_ctc": lambda g: {"input_features": torch.randn(ROWS, 128, 16, generator=g)},
+    "parakeet_ctc": lambda g: {"input_features": torch.randn(ROWS, 128, 16, generator=g)},
     "mobilevitv2": lambda g: {"pixel_values": _image(g, 64)},
     "videoprism": lambda g: {
         "input_ids": _tokens(g),
         "pixel_values_videos": torch.randn(ROWS, 2, 3, 32, 32, generator=g),
     },
 }
-UNMASKED = {"audio-spectrogram-transformer"}  # its attention_mask is of patches
+UNMASKED = {"audio-spectrogram-transformer", "whisper"}  # their attention_mask is of patches, or for augmentation
 ALWAYS_MASKED = {"lasr_ctc", "parakeet_ctc", "granite_speech5_ctc"}
 FLOAT32: dict[str, str] = {
+    "longformer": "NaN gradients with padding",
+    "led": "NaN gradients with padding",
     "xglm": "fills a mask with float64's lowest number through a float32 scalar",
     "fsmt": "fills a mask with float64's lowest number through a float32 scalar",
     "mra": "its attention works in float32 and does not go back",
     "inkling2_text": "its router casts the tokens to float32",
-    "canine": "NaN: its attention mask uses float32's lowest number",
-    "prophetnet": "NaN with padding: its mask overflows",
+    "canine": "NaN loss",
+    "prophetnet": "NaN loss with padding",
 }
 """Families whose step the library itself cannot take in float64."""
-HEAD_OF = {"reformer": "CAUSAL_LM", "speecht5": "SPEECH_SEQ_2_SEQ"}
+HEAD_OF = {
+    "reformer": "CAUSAL_LM",
+    "speecht5": "SPEECH_SEQ_2_SEQ",
+    **dict.fromkeys(("clip", "siglip", "metaclip_2"), "ZERO_SHOT_IMAGE_CLASSIFICATION"),
+}
 UNBUILDABLE: dict[str, str] = {
     "gemma3n": "needs the package timm (its text tower is gemma3n_text)",
     "xlstm": "its native kernel changes in place what its own backward needs",
@@ -373,7 +382,70 @@ def discovered() -> dict[str, Head]:
     return heads
 
 
-MOE: frozenset[str] = frozenset("""""".split())
+MOE: frozenset[str] = frozenset(
+    [
+        "afmoe",
+        "aria_text",
+        "axk1",
+        "axk2",
+        "bailing_hybrid",
+        "cohere2_moe",
+        "dbrx",
+        "deepseek_v2",
+        "deepseek_v3",
+        "deepseek_v32",
+        "deepseek_v4",
+        "dots1",
+        "dots3_note_text",
+        "ernie4_5_moe",
+        "exaone_moe",
+        "flex_olmo",
+        "flint",
+        "glm4_moe",
+        "glm4_moe_lite",
+        "glm_moe_dsa",
+        "gpt_oss",
+        "granitemoe",
+        "granitemoe_swa",
+        "granitemoehybrid",
+        "granitemoeshared",
+        "hunyuan_v1_moe",
+        "hy_v3",
+        "hy_v4",
+        "inkling2_text",
+        "inkling_text",
+        "jamba",
+        "jetmoe",
+        "kimi_linear",
+        "kolibri1",
+        "laguna",
+        "lfm2_moe",
+        "llama4",
+        "llama4_text",
+        "longcat_flash",
+        "mellum",
+        "mimo_v2_flash",
+        "minimax",
+        "minimax_m2",
+        "minimax_m3_vl_text",
+        "mistral4",
+        "mixtral",
+        "nemotron_h",
+        "nllb-moe",
+        "olmoe",
+        "phimoe",
+        "qwen2_moe",
+        "qwen3_5_moe",
+        "qwen3_5_moe_text",
+        "qwen3_moe",
+        "qwen3_next",
+        "qwen4_exp",
+        "qwen4_exp_text",
+        "solar_open",
+        "switch_transformers",
+        "zaya",
+    ]
+)
 """Families with experts in their tiny form."""
 FAMILIES: dict[str, Family] = {
     name: Family(

@@ -49,9 +49,9 @@ UNSET = {"num_key_value_heads", "head_dim", "n_routed_experts", "num_experts_per
 """Attributes set even where the class leaves them None."""
 WIDTHS = (16, 32, 64, 64, 64, 64, 64, 64, 64)
 LISTS: dict[str, tuple[int, ...]] = {
-    **dict.fromkeys("depths layers num_blocks depth".split(), (1,) * 9),
-    **dict.fromkeys("hidden_sizes embed_dim neck_hidden_sizes embed_dims".split(), WIDTHS),
-    **dict.fromkeys("num_attention_heads num_heads".split(), (2, 2, 4, 4, 4, 4)),
+    **dict.fromkeys(["depths", "layers", "num_blocks", "depth"], (1,) * 9),
+    **dict.fromkeys(["hidden_sizes", "embed_dim", "neck_hidden_sizes", "embed_dims"], WIDTHS),
+    **dict.fromkeys(["num_attention_heads", "num_heads"], (2, 2, 4, 4, 4, 4)),
     "image_size": (32, 32, 32),
     "conv_dim": (16, 16),
     "conv_stride": (5, 4),
@@ -114,7 +114,7 @@ def _small(name: str, default: Any, dropout: float) -> Any:
         return list(LISTS[name][: len(default)]) if name in LISTS else None
     if name in TOKENS:
         return TOKENS[name]
-    if isinstance(default, bool) or isinstance(default, str):
+    if isinstance(default, bool | str):
         return None
     if default is None and name not in UNSET:
         return None
