@@ -285,7 +285,7 @@ UNBUILDABLE: dict[str, str] = {
     "pp_lcnet": "its image classification head returns no loss",
     "blip-2": "its image-text retrieval head returns no loss",
     "shieldgemma2": "its head keeps Gemma 3's token loss, which labels of classes do not fit (gemma3 is here)",
-    "dots3_note": "left out: the shrunk config fails its check of per-layer settings (its text tower is dots3_note_text)",
+    "dots3_note": "left out: its per-layer settings do not fit two layers (its text tower is dots3_note_text)",
     "gemma4_assistant": "left out: its checks refuse the shrunk text config",
     "gemma4_unified_assistant": "left out: its layers share keys and values, which two layers cannot",
     "musicgen": "left out: composed of three models, one a codec",
