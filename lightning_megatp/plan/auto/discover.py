@@ -15,7 +15,7 @@ from lightning_megatp.plan.ranges import Ranges, split_evenly
 from lightning_megatp.plan.resolve import LayerPlan, ParallelPlan, parameter_specs
 from lightning_megatp.plan.styles import Style, matches
 
-_SMALL_TABLE = 0.02
+_SMALL_TABLE = 0.005
 """Embeddings and heads with a smaller share of the model's parameters stay whole."""
 
 
