@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_megatp.pipeline.plan import tensors_in
@@ -25,22 +27,23 @@ _ROWS = 2
 _STEPS = {"fit": "training_step", "validate": "validation_step", "test": "test_step", "predict": "predict_step"}
 
 
-def example_step(trainer: Any, precision: Any) -> Callable[[], Any] | None:
-    """A call of the user's step on the first rows of the first batch, on the CPU.
+def example_steps(trainer: Any, precision: Any) -> list[Callable[[], Any]]:
+    """Calls of the user's step on the first rows of the first batch, on the CPU; and, if that batch has a padding mask
+    which hides nothing, on the same rows with some hidden, since models take another path then.
 
     Args:
         trainer: about to run; its data is set up.
         precision: its precision plugin.
 
     Returns:
-        None if there is no batch to look at: data that can be iterated once only, or that failed to load.
+        None of them if there is no batch to look at: data that can be iterated once only, or is empty.
     """
     module = trainer.lightning_module
     step = getattr(module, _STEPS[trainer.state.fn])
     with random_state_kept(), torch.no_grad():
         batch = _first_batch(first_loaders(trainer))
         if batch is None or "dataloader_iter" in inspect.signature(step).parameters:
-            return None
+            return []
         if (batch_size(batch) or 0) > _ROWS:
             batch = split_batch(batch, -(-batch_size(batch) // _ROWS))[0]  # type: ignore[operator]
         for hook in _HOOKS if not any(x.is_meta for x in tensors_in(batch)) else ():
@@ -48,11 +51,25 @@ def example_step(trainer: Any, precision: Any) -> Callable[[], Any] | None:
             batch = batch_hook(trainer, hook)(batch, *device, 0)
         batch = precision.convert_input(batch)
 
-    def run() -> Any:
+    def run(batch: Any) -> Any:
         with random_state_kept(), untouched(module), without_logging(module), precision.forward_context():
             return step(batch, *_indices(step))
 
-    return run
+    return [functools.partial(run, x) for x in (batch, *_padded(batch))]
+
+
+def _padded(batch: Any) -> list[Any]:
+    """The batch with the end of its first row hidden by a mask that hid nothing."""
+    if not isinstance(batch, Mapping):
+        return []
+    masks = {k: x for k, x in batch.items() if "mask" in str(k) and isinstance(x, Tensor) and x.dim() == 2}
+    if not masks or any(x.is_meta or x.shape[1] < 2 or not bool((x == 1).all()) for x in masks.values()):
+        return []
+    hidden = copy.copy(batch)
+    for key, mask in masks.items():
+        hidden[key] = mask.clone()  # type: ignore[index]
+        hidden[key][0, -(mask.shape[1] // 4 or 1) :] = 0
+    return [hidden]
 
 
 def _indices(step: Callable[..., Any]) -> list[int]:

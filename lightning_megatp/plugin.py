@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -60,7 +60,7 @@ class ParallelismPlugin:
         mesh: ParallelMesh,
         device: torch.device,
         sequence_parallel: bool = True,
-        example: Callable[[], Callable[[], Any] | None] | None = None,
+        example: Callable[[], Sequence[Callable[[], Any]]] | None = None,
     ) -> ParallelModule:
         """Give every rank rank 0's values, then swap the planned layers, in place.
 
@@ -68,7 +68,7 @@ class ParallelismPlugin:
             module: the whole model, the same structure on every rank. One that was swapped before, by the same plan at
                 the same tp, is taken as it is.
             device: where the parameters go, shard by shard.
-            example: gives a call of the user's step on one batch, or None without a batch; asked for if the plan leaves
+            example: gives calls of the user's step on one batch, none without a batch; asked for if the plan leaves
                 layers to `auto`.
 
         Raises:
@@ -81,7 +81,7 @@ class ParallelismPlugin:
             return self._again(before, mesh, sequence_parallel)
         plan = self.resolve(module, mesh.size("tp"), sequence_parallel)
         if plan.open and mesh.size("tp") > 1:
-            plan = self.discover(module, plan, None if example is None else example())
+            plan = self.discover(module, plan, () if example is None else example())
         if mesh.size("tp") > 1 and not plan.layers:
             self._warn_whole(module, mesh.size("tp"))
         context = TensorContext(mesh.group("tp"))
@@ -102,20 +102,20 @@ class ParallelismPlugin:
         """What is split where; pure."""
         return resolve(self.plan, module, tp, sequence_parallel)
 
-    def discover(self, module: nn.Module, plan: ParallelPlan, step: Callable[[], Any] | None) -> ParallelPlan:
+    def discover(self, module: nn.Module, plan: ParallelPlan, steps: Sequence[Callable[[], Any]]) -> ParallelPlan:
         """Plan what the plan leaves to `auto`, on global rank 0, for all.
 
         Args:
             module: the whole model.
             plan: what `resolve` made.
-            step: calls the user's step on one batch. Every rank does, since a step may communicate.
+            steps: call the user's step on one batch. Every rank does, since a step may communicate.
 
         Raises:
             ValueError: with `strict`, where something stays whole.
 
         Communication: one broadcast of the plan over the world.
         """
-        kinds, problems = look(module, plan, step)
+        kinds, problems = look(module, plan, steps)
         found: list[Any] = [None, problems]
         if dist.get_rank() == 0:
             problems += discover(module, plan.tp, kinds, plan).problems

@@ -33,7 +33,7 @@ from lightning_megatp.commands import Done, requested
 from lightning_megatp.commands.proof import prepare
 from lightning_megatp.commands.show import print_plan
 from lightning_megatp.data import SameBatch
-from lightning_megatp.example import example_step
+from lightning_megatp.example import example_steps
 from lightning_megatp.failure import FailureWatch, ParentWatch
 from lightning_megatp.gradients.buckets import GradientBuckets
 from lightning_megatp.gradients.elementwise import check_elementwise
@@ -272,7 +272,7 @@ class MegaTPStrategyBase(_Base):
             self._prepare_to_verify(trainer)
         if self.verify and trainer.state.fn == "fit" and self.parallelism.split_form(module) is None:
             self._first_batch = FirstBatch(module, keep=self.is_global_zero)
-        example = functools.partial(example_step, trainer, self.precision_plugin)
+        example = functools.partial(example_steps, trainer, self.precision_plugin)
         self.parallel = self.parallelism.parallelize(
             module, mesh, self.root_device, self.sequence_parallel, example=example
         )
@@ -306,7 +306,7 @@ class MegaTPStrategyBase(_Base):
         results: list[Any] = []
         problems: list[str] = []
         if plan.open:
-            kinds, problems = look(module, plan, example_step(trainer, self.precision_plugin))
+            kinds, problems = look(module, plan, example_steps(trainer, self.precision_plugin))
             found = discover(module, self.tp, kinds, plan)
             results, problems = found.results, problems + found.problems
         placement = make_schedule(self.pipeline_options.schedule, self.pp, 1, self.pipeline_options.virtual_stages)

@@ -73,7 +73,7 @@ def check(rank: int, world_size: int, name: str, sequence: bool) -> Result:
     with warnings.catch_warnings(record=True) as caught, without_logging(module), without_logging(reference):
         warnings.simplefilter("always")
         parallel = ParallelismPlugin("auto").parallelize(
-            module, mesh, torch.device("cpu"), sequence, example=lambda: _example(module, batches[0])
+            module, mesh, torch.device("cpu"), sequence, example=lambda: [_example(module, batch) for batch in batches]
         )
         result.why = "; ".join(str(w.message) for w in caught if "MegaTPStrategy" in str(w.message))[:400]
         result.share = _share(parallel, reference)

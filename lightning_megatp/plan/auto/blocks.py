@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +26,10 @@ class Call:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
+    def describe(self) -> Any:
+        """The shapes and types of what is given."""
+        return _describe((self.args, {key: x for key, x in self.kwargs.items() if x is not None}))
+
 
 @dataclass
 class Block:
@@ -35,13 +39,33 @@ class Block:
     """The first of its kind."""
     names: list[str] = field(default_factory=list)
     """Of all modules of its kind; the first is `module`'s."""
-    call: Call | None = None
-    """What a step calls it with; None if it does not."""
+    calls: list[Call] = field(default_factory=list)
+    """What each step that was tried out calls it with; none if they don't."""
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether this is a plain nn.Linear, or Hugging Face's Conv1D, with a weight of its own."""
-    return (type(module) is nn.Linear or is_conv1d(module)) and module._parameters.get("weight") is not None
+    """Whether this is a linear layer with a weight of its own: an nn.Linear, Hugging Face's Conv1D, or a subclass of
+    nn.Linear that was seen to compute the same."""
+    if module._parameters.get("weight") is None:
+        return False
+    return type(module) is nn.Linear or is_conv1d(module) or _computes_linear(module)
+
+
+def _computes_linear(module: nn.Module) -> bool:
+    """Try a subclass of nn.Linear on a few numbers. One that holds anything else is not tried."""
+    if not isinstance(module, nn.Linear) or set(module._parameters) - {"weight", "bias"}:
+        return False
+    if module._buffers or module._modules or type(module).__module__.startswith("torch."):
+        return False
+    twin = copy.copy(module)
+    weight, x = torch.linspace(-1, 1, 15).view(5, 3), torch.linspace(-2, 3, 24).view(2, 4, 3)
+    bias = None if module.bias is None else torch.arange(5.0)
+    twin.__dict__ |= {"_parameters": {"weight": nn.Parameter(weight), "bias": bias}, "in_features": 3, "out_features": 5}
+    with contextlib.suppress(Exception), torch.no_grad():
+        wanted = torch.nn.functional.linear(x, weight, bias)
+        results = [(twin.train(mode)(y), z) for mode in (True, False) for y, z in ((x, wanted), (x[0], wanted[0]))]
+        return all(torch.allclose(found, z, atol=1e-6) for found, z in results)
+    return False
 
 
 def is_conv1d(module: nn.Module) -> bool:
@@ -56,11 +80,15 @@ def find_blocks(module: nn.Module) -> list[str]:
     return list(_blocks("", module, in_list=False))
 
 
-def kinds_of_blocks(module: nn.Module) -> list[Block]:
-    """The blocks by kind: same classes, shapes and settings. A setting that differs in every block (its index) does
-    not make kinds."""
+def kinds_of_blocks(module: nn.Module, names: Sequence[str] | None = None) -> list[Block]:
+    """Blocks by kind: same classes, shapes and settings. A setting that differs in every block (its index) does not
+    make kinds.
+
+    Args:
+        names: of the blocks; None for all.
+    """
     shapes: dict[Any, dict[str, dict[str, Any]]] = {}
-    for name in find_blocks(module):
+    for name in find_blocks(module) if names is None else names:
         block = module.get_submodule(name)
         shapes.setdefault(_shape(block), {})[name] = _settings(block)
     kinds: dict[Any, Block] = {}
@@ -85,7 +113,7 @@ def capture_calls(module: nn.Module, kinds: list[Block], step: Callable[[], Any]
 
     Args:
         module: the whole.
-        kinds: get their `call`.
+        kinds: each gets another entry in its `calls`.
         step: calls the model, e.g. a training step on one batch. It is left once all kinds have been called.
 
     Returns:
@@ -108,7 +136,7 @@ def capture_calls(module: nn.Module, kinds: list[Block], step: Callable[[], Any]
         def first(*args: Any, **kwargs: Any) -> Any:
             if id(kind) in seen:
                 return run(*args, **kwargs)
-            kind.call = Call(*tree_map(copied, (args, kwargs)))
+            kind.calls.append(Call(*tree_map(copied, (args, kwargs))))
             out = forward(*args, **kwargs)
             seen[id(kind)] = _describe((args, kwargs)), tree_map(copied, out)
             waiting.discard(id(kind))
@@ -125,7 +153,7 @@ def capture_calls(module: nn.Module, kinds: list[Block], step: Callable[[], Any]
             handles.append((target, own))
             target.__dict__["forward"] = make(kind, target)
     try:
-        with torch.no_grad():
+        with torch.enable_grad():  # which values need a gradient matters
             step()
     except _Enough:
         pass
@@ -145,9 +173,9 @@ class _Enough(BaseException):
 
 
 def copied(x: Any) -> Any:
-    """A copy of a tensor, or of an object that a module may change (a cache); what can't be copied comes as it is."""
+    """A copy of a tensor, a leaf, or of an object that a module may change (a cache); what can't be copied comes as it is."""
     if isinstance(x, Tensor):
-        return x.detach().clone()
+        return x.detach().clone().requires_grad_(x.requires_grad)
     if isinstance(x, _PLAIN) or isinstance(x, nn.Module):
         return x
     try:
@@ -157,7 +185,7 @@ def copied(x: Any) -> Any:
 
 
 def _describe(tree: Any) -> Any:
-    return [(tuple(x.shape), x.dtype) if isinstance(x, Tensor) else type(x) for x in tree_leaves(tree)]
+    return [(tuple(x.shape), x.dtype) if isinstance(x, Tensor) else type(x) for x in tree_leaves(tree) if x is not None]
 
 
 def _blocks(name: str, module: nn.Module, in_list: bool) -> Iterator[str]:

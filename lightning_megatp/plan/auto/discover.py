@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_megatp.plan.auto.blocks import Block, capture_calls, is_linear, kinds_of_blocks
+from lightning_megatp.plan.auto.blocks import Block, capture_calls, find_blocks, is_linear, kinds_of_blocks
 from lightning_megatp.plan.auto.huggingface import own_plan, plan_of_block
 from lightning_megatp.plan.auto.search import BlockResult, plan_block
 from lightning_megatp.plan.ranges import Ranges, split_evenly
@@ -28,23 +28,24 @@ class Discovery:
     """What stays whole, or was not used, and why: to be said aloud."""
 
 
-def look(model: nn.Module, plan: ParallelPlan, step: Callable[[], Any] | None) -> tuple[list[Block], list[str]]:
+def look(model: nn.Module, plan: ParallelPlan, steps: Sequence[Callable[[], Any]]) -> tuple[list[Block], list[str]]:
     """The kinds of blocks that a plan leaves open, with what a step calls them with.
 
     Args:
         model: the unsplit model.
         plan: what the user said; blocks with layers in it are left alone.
-        step: calls the model once, e.g. its training step on one batch; None if there is no batch.
+        steps: each calls the model once, e.g. its training step on one batch; none if there is no batch.
 
     Returns:
         The kinds, and in words what went wrong.
     """
-    kinds = [kind for kind in kinds_of_blocks(model) if _is_open(kind.names[0], plan) and not _touched(kind, plan)]
-    if step is None:
+    names = [name for name in find_blocks(model) if _is_open(name, plan) and not _touched(name, plan)]
+    kinds = kinds_of_blocks(model, names)
+    if not steps:
         return kinds, ["no batch could be looked at, so no block was probed"]
-    error = capture_calls(model, kinds, step)
-    if error is not None and any(kind.call is None for kind in kinds):
-        return kinds, [f"the step that was tried out raised {type(error).__name__}: {error}"]
+    errors = [capture_calls(model, kinds, step) for step in steps]
+    if errors[0] is not None and not all(kind.calls for kind in kinds):
+        return kinds, [f"the step that was tried out raised {type(errors[0]).__name__}: {errors[0]}"]
     return kinds, []
 
 
@@ -65,7 +66,7 @@ def discover(model: nn.Module, tp: int, kinds: Sequence[Block], plan: ParallelPl
         result = plan_block(kind, tp, trusted)
         found.results.append(result)
         _spread(plan, result)
-    _plan_tables(plan, model, tp, kinds)
+    _plan_tables(plan, model, tp)
     _agree_on_ties(plan, model, tp)
     plan.parameters = parameter_specs(plan, model)
     found.problems += _what_stays_whole(found.results)
@@ -79,9 +80,10 @@ def _is_open(name: str, plan: ParallelPlan) -> bool:
     return any(matches(pattern, module) for pattern in plan.open for module in above)
 
 
-def _touched(kind: Block, plan: ParallelPlan) -> bool:
+def _touched(block: str, plan: ParallelPlan) -> bool:
+    """Whether the user's plan says something about a block's inside."""
     names = [*plan.layers, *(attribute.module for attribute in plan.attributes)]
-    return any(f"{name}.".startswith(f"{block}.") for name in names for block in kind.names)
+    return any(f"{name}.".startswith(f"{block}.") for name in names)
 
 
 def _spread(plan: ParallelPlan, result: BlockResult) -> None:
@@ -99,10 +101,10 @@ def _spread(plan: ParallelPlan, result: BlockResult) -> None:
             plan.whole[f"{block}.{name}"] = why
 
 
-def _plan_tables(plan: ParallelPlan, model: nn.Module, tp: int, kinds: Sequence[Block]) -> None:
+def _plan_tables(plan: ParallelPlan, model: nn.Module, tp: int) -> None:
     """Large embeddings by their rows, and large linear layers outside of blocks by their outputs."""
     total = sum(p.numel() for p in model.parameters())
-    inside = tuple(f"{name}." for kind in kinds for name in kind.names)
+    inside = tuple(f"{name}." for name in find_blocks(model))
     for name, child in model.named_modules():
         if (
             name in plan.layers

@@ -10,7 +10,7 @@ from torch import nn
 
 from lightning_megatp.plan.auto.blocks import Block, Call
 from lightning_megatp.plan.auto.influence import Candidate, deal, find_candidates
-from lightning_megatp.plan.auto.simulate import BlockPlan, Outcome, Reference
+from lightning_megatp.plan.auto.simulate import BlockPlan, NotFinite, Outcome, Reference
 from lightning_megatp.plan.auto.thin import ThinLinear, thin_copy
 from lightning_megatp.plan.ranges import Ranges, length
 from lightning_megatp.plan.resolve import AttributePlan, LayerPlan
@@ -42,18 +42,17 @@ def plan_block(block: Block, tp: int, trusted: BlockPlan | None = None) -> Block
     """Find and prove a plan for one kind of block.
 
     Args:
-        block: with its call.
+        block: with its calls.
         tp: number of tensor ranks.
         trusted: what a model's own plan says about its layers; tried first, and proven like any other.
     """
     result = BlockResult(block)
-    if block.call is None:
+    if not block.calls:
         result.problem = "the step does not call it"
         return result
     try:
-        twin = thin_copy(block.module, seed=0)
-        references = list(_references(twin, block.call))
-        influence = find_candidates(twin, block.call, tp)
+        twin, references = _thin_references(block, result)
+        influence = find_candidates(twin, block.calls[0], tp)
     except Exception as error:
         result.problem = f"it can't be probed: {type(error).__name__}: {error}"[:300]
         return result
@@ -73,17 +72,40 @@ def plan_block(block: Block, tp: int, trusted: BlockPlan | None = None) -> Block
     return result
 
 
-def _references(twin: nn.Module, call: Call) -> Iterator[Reference]:
-    """Training and evaluation; and without its masks, where the block runs without them."""
+def _thin_references(block: Block, result: BlockResult) -> tuple[nn.Module, list[Reference]]:
+    """A thin copy, and what it computes. Where a block uses the weight of a linear layer otherwise than by calling it,
+    that layer stays as it is."""
+    twin = thin_copy(block.module, seed=0)
+    try:
+        return twin, list(_references(twin, block.calls))
+    except NotFinite as error:
+        dense = [name for name, child in error.ran.named_modules() if isinstance(child, ThinLinear) and child.touched]
+        if not dense:
+            raise
+        result.whole.update(dict.fromkeys(dense, "the block uses its weight otherwise than by calling it"))
+        twin = thin_copy(block.module, seed=0, dense=dense)
+        return twin, list(_references(twin, block.calls))
+
+
+def _references(twin: nn.Module, calls: Sequence[Call]) -> Iterator[Reference]:
+    """Training and evaluation; other calls, if they differ in more than values; and the first without its masks, where
+    the block runs without them."""
     for train in (True, False):
-        yield Reference(twin, call, train)
-    masks = [key for key, x in call.kwargs.items() if "mask" in key and x is not None]
-    if masks:
+        yield Reference(twin, calls[0], train)
+    seen = [calls[0].describe()]
+    for call in calls[1:]:
+        if call.describe() not in seen:
+            seen.append(call.describe())
+            yield Reference(twin, call)
+    for call in calls:
+        masks = [key for key, x in call.kwargs.items() if "mask" in key and x is not None]
         bare = Call(call.args, {**call.kwargs, **dict.fromkeys(masks)})
-        try:
-            yield Reference(twin, bare)
-        except Exception:
-            return  # it needs them
+        if masks and bare.describe() not in seen:
+            seen.append(bare.describe())
+            try:
+                yield Reference(twin, bare)
+            except Exception:
+                continue  # it needs them
 
 
 class _Search:

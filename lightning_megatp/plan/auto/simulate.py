@@ -56,6 +56,18 @@ class Outcome:
         return self.error is None
 
 
+class NotFinite(ValueError):
+    """A block's outputs are not finite.
+
+    Args:
+        ran: the block that was run.
+    """
+
+    def __init__(self, ran: nn.Module) -> None:
+        super().__init__("its outputs are not finite")
+        self.ran = ran
+
+
 class Reference:
     """A whole block's results, to be compared with several plans.
 
@@ -73,7 +85,7 @@ class Reference:
             self.outputs = _floating(whole(*own.args, **own.kwargs))
         self.cotangents = [torch.randn_like(y) for y in self.outputs]
         if not all(bool(y.isfinite().all()) for y in self.outputs):
-            raise ValueError("its outputs are not finite")
+            raise NotFinite(whole)
         _backward(self.outputs, self.cotangents)
         self.inputs = [x.grad for x in _floating((own.args, own.kwargs))]
         self.parameters = {name: p.grad for name, p in whole.named_parameters()}
@@ -90,7 +102,7 @@ class Reference:
         for rank in shards:
             outcome.error = outcome.error or self._compare_outputs(rank, outcome)
         if outcome.error is None:
-            outcome.error = _crossing(shards[0].outputs, shards[0].module)
+            outcome.error = _crossing(shards[0].outputs, shards[0].module, calls[0])
         if outcome.error is None:
             _backward(shards[0].outputs, self.cotangents)
             self._compare_gradients(shards, calls, outcome)
@@ -279,12 +291,14 @@ _SPLITS: dict[str, Callable[[LayerPlan, SimulatedExchange], Any]] = {
 }
 
 
-def _crossing(outputs: Sequence[Tensor], module: nn.Module) -> str | None:
+def _crossing(outputs: Sequence[Tensor], module: nn.Module, call: Call) -> str | None:
     """Whether values slip into or out of a region beside its layers, where real ranks would refuse or go wrong."""
     lineage = trace_regions(outputs)
     if lineage.crossings:
         found, used = sorted(lineage.crossings)[0]
         return f"a {found} value is used where values are {used}"
+    if any(lineage.regions.get(id(x), {"whole"}) != {"whole"} for x in _floating((call.args, call.kwargs))):
+        return "an input is used where values are split"
     names = {id(p): name for name, p in module.named_parameters()}
     for leaf, regions in lineage.regions.items():
         if leaf in names and not isinstance(_owner(module, names[leaf]), ThinLinear) and len(regions) > 1:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -32,8 +33,12 @@ class ThinLinear(nn.Linear):
     record: list[tuple[Tensor, Tensor]] | None = None
     """Inputs and outputs of its calls, while a probe listens."""
 
+    touched = False
+    """Whether something asked for the weight."""
+
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
+        self.touched = True
         return torch.full((), math.nan, dtype=torch.float64).expand(self.out_features, self.in_features)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -48,14 +53,17 @@ class ThinLinear(nn.Linear):
         return y if self.bias is None or not bias else y + self.bias
 
 
-def thin_copy(block: nn.Module, seed: int) -> nn.Module:
+def thin_copy(block: nn.Module, seed: int, dense: Collection[str] = ()) -> nn.Module:
     """A thin copy of a block, on the CPU, in training mode.
+
+    Args:
+        dense: linear layers that keep a weight, since the block uses it otherwise than by calling them.
 
     Raises:
         Exception: whatever deepcopy raises for a block that can't be copied.
     """
     generator = torch.Generator().manual_seed(seed)
-    linears = {name: child for name, child in block.named_modules() if is_linear(child)}
+    linears = {name: child for name, child in block.named_modules() if is_linear(child) and name not in dense}
     memo: dict[int, Any] = {
         id(child.weight): nn.Parameter(torch.empty(0), requires_grad=False) for child in linears.values()
     }
@@ -73,21 +81,27 @@ def thin_copy(block: nn.Module, seed: int) -> nn.Module:
 
 
 def concrete_call(call: Call, seed: int, noise: float = 0.0) -> Call:
-    """A call's arguments on the CPU, floating ones in float64 with fresh gradients and some noise.
+    """A call's arguments on the CPU, floating ones in float64 with some noise, and fresh leaves.
 
+    Those that needed a gradient do, and so does the first floating tensor: the hidden states, if embeddings are frozen.
     Tensors on meta become random ones of their shape. Values that mean minus infinity stay as they are.
     """
     generator = torch.Generator().manual_seed(seed)
 
+    first = True
+
     def make(x: Any) -> Any:
+        nonlocal first
         if not isinstance(x, Tensor):
             return copied(x)
+        needs, floating = x.requires_grad or (first and x.is_floating_point()), x.is_floating_point()
+        first = first and not floating
         x = concrete(x.detach(), generator)
         if not x.is_floating_point():
             return x
         if noise and x.numel() and bool((x > -1e4).all()) and bool(x.isfinite().all()):
             x = x + noise * torch.randn(x.shape, generator=generator, dtype=x.dtype)
-        return x.clone().requires_grad_()
+        return x.clone().requires_grad_(needs)
 
     return Call(*tree_map(make, (call.args, call.kwargs)))
 
