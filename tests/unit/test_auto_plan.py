@@ -233,7 +233,7 @@ def test_a_model_without_weights_is_planned() -> None:
     assert len(found.layers) == 2 * 4 + 2
 
 
-def test_a_step_that_raises_leaves_blocks_whole_and_says_so() -> None:
+def test_after_a_step_that_raises_layers_are_gathered_and_it_is_said() -> None:
     model = Model()
 
     def step() -> None:
@@ -242,7 +242,7 @@ def test_a_step_that_raises_leaves_blocks_whole_and_says_so() -> None:
     found = resolve({"**": "auto"}, model, 2)
     kinds, problems = look(model, found, [step])
     assert "KeyError: 'labels'" in problems[0]
-    assert "stays whole: the step does not call it" in discover(model, 2, kinds, found).problems[0]
+    assert "gathered: the step that was tried out does not call it" in discover(model, 2, kinds, found).problems[0]
 
 
 def test_candidates_name_what_feeds_a_row() -> None:

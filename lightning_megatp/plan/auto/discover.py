@@ -178,5 +178,6 @@ def _what_stays_whole(results: Iterable[BlockResult]) -> list[str]:
     for result in results:
         if result.problem is not None:
             count = f" (and {len(result.block.names) - 1} more)" if len(result.block.names) > 1 else ""
-            said.append(f"`{result.block.names[0]}`{count} stays whole: {result.problem}")
+            done = "is split layer by layer, and gathered" if result.plan.layers else "stays whole"
+            said.append(f"`{result.block.names[0]}`{count} {done}: {result.problem}")
     return said

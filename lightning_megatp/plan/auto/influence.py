@@ -134,6 +134,8 @@ def _probe(
     for name in rows:
         if len(inputs[name]) == 1 and inputs[name][0].requires_grad:
             others = [(other, y) for other, ys in outputs.items() if other != name for y in ys]
+            if not others:
+                continue
             reached = dict(_reach(inputs[name][0], others, tp, twin))
             if any(reached.values()):
                 found[name] = _Row(layers[name].in_features, reached)

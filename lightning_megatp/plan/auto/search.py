@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import nn
 
-from lightning_megatp.plan.auto.blocks import Block, Call
+from lightning_megatp.plan.auto.blocks import Block, Call, is_conv1d, is_linear
 from lightning_megatp.plan.auto.influence import Candidate, deal, find_candidates
 from lightning_megatp.plan.auto.simulate import BlockPlan, NotFinite, Outcome, Reference
 from lightning_megatp.plan.auto.thin import ThinLinear, thin_copy
@@ -33,7 +34,7 @@ class BlockResult:
     whole: dict[str, str] = field(default_factory=dict)
     """Layer -> why it stays whole."""
     problem: str | None = None
-    """Why nothing could be probed, or proven."""
+    """Why nothing could be probed, or proven; its layers are then split one by one."""
     errors: dict[str, float] = field(default_factory=dict)
     gathers: dict[str, int] = field(default_factory=dict)
 
@@ -45,17 +46,20 @@ def plan_block(block: Block, tp: int, trusted: BlockPlan | None = None) -> Block
         block: with its calls.
         tp: number of tensor ranks.
         trusted: what a model's own plan says about its layers; tried first, and proven like any other.
+
+    Returns:
+        What was found. Where a block can't be probed, its layers are split one by one and gathered, which computes the
+        same whatever the block does with them.
     """
     result = BlockResult(block)
     if not block.calls:
-        result.problem = "the step does not call it"
-        return result
+        return _one_by_one(result, tp, "the step that was tried out does not call it")
     try:
         twin, references = _thin_references(block, result)
-        influence = find_candidates(twin, block.calls[0], tp)
+        influence = find_candidates(copy.deepcopy(twin), block.calls[0], tp)
     except Exception as error:
-        result.problem = f"it can't be probed: {type(error).__name__}: {error}"[:300]
-        return result
+        text = str(error).splitlines()
+        return _one_by_one(result, tp, f"it can't be probed ({type(error).__name__}: {text[0] if text else ''})")
     search = _Search(twin, references, tp, result)
     if trusted is None or not search.accept(trusted, "as the model's own plan says"):
         for candidate in influence.candidates:
@@ -64,12 +68,28 @@ def plan_block(block: Block, tp: int, trusted: BlockPlan | None = None) -> Block
     search.gather_the_rest()
     outcome = search.prove(result.plan)
     if not outcome.holds:
-        result.problem = f"its parts together do not compute the same: {outcome.error}"
-        result.plan = BlockPlan()
+        return _one_by_one(BlockResult(block), tp, f"its parts together do not compute the same ({outcome.error})")
     result.errors, result.gathers = outcome.errors, outcome.gathers
     for name in result.plan.layers:
         result.whole.pop(name, None)
     return result
+
+
+def _one_by_one(result: BlockResult, tp: int, why: str) -> BlockResult:
+    """Split every layer of a block by its outputs, and gather them."""
+    result.problem = why
+    layers = {name: child for name, child in result.block.module.named_modules() if is_linear(child)}
+    sizes = {name: child.weight.numel() for name, child in layers.items()}
+    for name, child in layers.items():
+        outputs = child.weight.shape[1 if is_conv1d(child) else 0]
+        if outputs >= tp and sizes[name] >= _SMALL * sum(sizes.values()):
+            result.plan.layers[name] = _gathered(name, outputs, tp)
+            result.how[name] = f"gathered: {why}"
+    return result
+
+
+def _gathered(name: str, outputs: int, tp: int) -> LayerPlan:
+    return LayerPlan(name, Style(name, "column_gather"), deal(outputs, tp, 1))
 
 
 def _thin_references(block: Block, result: BlockResult) -> tuple[nn.Module, list[Reference]]:
@@ -162,9 +182,8 @@ class _Search:
                 continue
             if layer.out_features < self.tp:
                 continue
-            by_rank = deal(layer.out_features, self.tp, 1)
-            why = self.result.whole.get(name, "")
-            self.accept(BlockPlan({name: LayerPlan(name, Style(name, "column_gather"), by_rank)}), f"gathered: {why}")
+            plan = BlockPlan({name: _gathered(name, layer.out_features, self.tp)})
+            self.accept(plan, f"gathered: {self.result.whole.get(name, '')}")
 
     def _attributes(self, candidate: Candidate) -> Iterator[tuple[AttributePlan, ...]]:
         shares = self._shares(candidate)
