@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from lightning_megatp.plan.resolve import plain_name
 from lightning_megatp.shim.torch import tree_leaves, tree_map
 
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
-_PLAIN = (bool, int, float, str, type(None))
+_PLAIN: tuple[type, ...] = (bool, int, float, str, type(None))
 
 
 @dataclass
@@ -158,13 +159,14 @@ def capture_calls(module: nn.Module, kinds: list[Block], step: Callable[[], Any]
     except _Enough:
         pass
     except Exception as error:
-        return error
+        return error.with_traceback(None)
     finally:
         for target, own in handles:
             if own is None:
                 target.__dict__.pop("forward", None)
             else:
                 target.__dict__["forward"] = own
+        gc.collect()  # a graph that lived on would remember the shapes of parameters before they are split
     return None
 
 
@@ -179,9 +181,20 @@ def copied(x: Any) -> Any:
     if isinstance(x, _PLAIN) or isinstance(x, nn.Module):
         return x
     try:
-        return copy.deepcopy(x)
+        return copy.deepcopy(x, {id(held): copied(held) for held in _tensors(x, set())})
     except Exception:
         return x
+
+
+def _tensors(x: Any, seen: set[int]) -> Iterator[Tensor]:
+    """What an object holds, at any depth."""
+    if isinstance(x, Tensor):
+        yield x
+    elif not isinstance(x, (*_PLAIN, type, nn.Module)) and id(x) not in seen:
+        seen.add(id(x))
+        parts = x.values() if isinstance(x, dict) else x if isinstance(x, (list, tuple, set)) else ()
+        for part in (*parts, *getattr(x, "__dict__", {}).values()):
+            yield from _tensors(part, seen)
 
 
 def _describe(tree: Any) -> Any:

@@ -88,12 +88,16 @@ def _touched(block: str, plan: ParallelPlan) -> bool:
 
 def _spread(plan: ParallelPlan, result: BlockResult) -> None:
     """Give every block of a kind what was found for the first."""
+    dim = result.sequence_dim if plan.sequence_parallel else None
     for block in result.block.names:
+        if dim is not None:
+            plan.sequences[block] = Style(block, "sequence", dim=dim)
         for name, layer in result.plan.layers.items():
             full = f"{block}.{name}"
             region = None if layer.region is None else f"{block}.{layer.region}".rstrip(".")
             style = replace(layer.style, pattern=full)
-            plan.layers[full] = replace(layer, name=full, region=region, style=style)
+            rows_dim = dim if layer.style.style == "row" else None
+            plan.layers[full] = replace(layer, name=full, region=region, style=style, sequence_dim=rows_dim)
             plan.how[full] = result.how[name]
         for attribute in result.plan.attributes:
             plan.attributes.append(replace(attribute, module=f"{block}.{attribute.module}".rstrip(".")))

@@ -13,6 +13,7 @@ from lightning_megatp.plan.auto.blocks import Block, Call, is_conv1d, is_linear
 from lightning_megatp.plan.auto.influence import Candidate, deal, find_candidates
 from lightning_megatp.plan.auto.simulate import BlockPlan, NotFinite, Outcome, Reference
 from lightning_megatp.plan.auto.thin import ThinLinear, thin_copy
+from lightning_megatp.plan.auto.tokens import sequence_dim
 from lightning_megatp.plan.ranges import Ranges, length
 from lightning_megatp.plan.resolve import AttributePlan, LayerPlan
 from lightning_megatp.plan.styles import Style
@@ -37,6 +38,8 @@ class BlockResult:
     """Why nothing could be probed, or proven; its layers are then split one by one."""
     errors: dict[str, float] = field(default_factory=dict)
     gathers: dict[str, int] = field(default_factory=dict)
+    sequence_dim: int | None = None
+    """The dim of the hidden states that may be divided between regions."""
 
 
 def plan_block(block: Block, tp: int, trusted: BlockPlan | None = None) -> BlockResult:
@@ -72,6 +75,7 @@ def plan_block(block: Block, tp: int, trusted: BlockPlan | None = None) -> Block
     result.errors, result.gathers = outcome.errors, outcome.gathers
     for name in result.plan.layers:
         result.whole.pop(name, None)
+    result.sequence_dim = sequence_dim(twin, block.calls[0], result.plan.layers)
     return result
 
 

@@ -33,6 +33,8 @@ class ThinLinear(nn.Linear):
     record: list[tuple[Tensor, Tensor]] | None = None
     """Inputs and outputs of its calls, while a probe listens."""
 
+    cut: bool = False
+    """Whether its output is a leaf, while a probe looks at what lies between layers."""
     touched = False
     """Whether something asked for the weight."""
 
@@ -43,6 +45,7 @@ class ThinLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.compute(x) if self.split is None else self.split(self, x)
+        y = y.detach().requires_grad_() if self.cut else y
         if self.record is not None:
             self.record.append((x, y))
         return y
