@@ -103,7 +103,7 @@ def _first_batch(loaders: Any) -> Any:
         return None if any(batch is None for batch in held) else batches
     try:
         return None if iter(loaders) is loaders else next(iter(loaders), None)
-    except TypeError:
+    except TypeError:  # not iterable
         return None
 
 
@@ -113,20 +113,19 @@ def _is_batches(loaders: Any) -> bool:
 
 
 def _of_loader(loader: DataLoader[Any]) -> Any:
-    """A loader's first batch, made here: its workers aren't started for it."""
+    """The first rows of a loader's data, collated here. Neither its workers are started nor its sampler asked: the
+    sampler's random numbers are the order of training."""
     dataset: Any = loader.dataset
+    together = loader.batch_size is not None or loader.batch_sampler is not None
     if isinstance(dataset, IterableDataset):
-        rows = iter(dataset)
-        if rows is dataset:
+        samples = iter(dataset)
+        if samples is dataset:
             return None
-        if loader.batch_size is None:
-            return loader.collate_fn(next(rows))
-        return loader.collate_fn(list(islice(rows, loader.batch_size)))
-    if loader.batch_sampler is None:
-        return loader.collate_fn(dataset[next(iter(loader.sampler))])
-    indices = next(iter(loader.batch_sampler), None)
-    if indices is None:
+        rows = list(islice(samples, _ROWS if together else 1))
+    else:
+        indices = list(range(min(_ROWS, len(dataset)) if together else 1))
+        fetch = getattr(dataset, "__getitems__", None)
+        rows = fetch(indices) if fetch is not None else [dataset[index] for index in indices]
+    if not rows:
         return None
-    fetch = getattr(dataset, "__getitems__", None)
-    rows = fetch(indices) if fetch is not None else [dataset[index] for index in indices]
-    return loader.collate_fn(rows)
+    return loader.collate_fn(rows if together else rows[0])
