@@ -16,13 +16,8 @@ from lightning_megatp.plan.resolve import LayerPlan, ParallelPlan, plain_name, r
 from lightning_megatp.plan.styles import Style, StyleLike
 from lightning_megatp.shim.torch import is_fake, tree_map
 from lightning_megatp.tensor.context import Region, TensorContext
-from lightning_megatp.tensor.layers import (
-    ColumnParallelLinear,
-    HiddenParallelEmbedding,
-    ParallelLayer,
-    RowParallelLinear,
-    VocabParallelEmbedding,
-)
+from lightning_megatp.tensor.conv1d import column_kind, row_kind
+from lightning_megatp.tensor.layers import HiddenParallelEmbedding, ParallelLayer, VocabParallelEmbedding
 from lightning_megatp.tensor.parameters import shard_
 from lightning_megatp.tensor.sequence import SequenceLayout, SequenceShard
 
@@ -90,10 +85,10 @@ class ParallelismPlugin:
         common: dict[str, Any] = {"label": plan.name, "region": region}
         if style in ("column", "column_gather"):
             gather = style == "column_gather"
-            return ColumnParallelLinear.adopt(layer, context, plan.by_rank, gather_output=gather, **common)
+            return column_kind(layer).adopt(layer, context, plan.by_rank, gather_output=gather, **common)
         if style in ("row", "row_split"):
             options: dict[str, Any] = {"split_input": style == "row_split", "sequence_dim": plan.sequence_dim}
-            return RowParallelLinear.adopt(layer, context, plan.by_rank, **options, **common)
+            return row_kind(layer).adopt(layer, context, plan.by_rank, **options, **common)
         kind = VocabParallelEmbedding if style == "vocab" else HiddenParallelEmbedding
         return kind.adopt(layer, context, plan.by_rank, **common)
 

@@ -11,10 +11,21 @@ from torch import nn
 from lightning_megatp.plan.ranges import Ranges, deal_units, length, shard_ranges, show
 from lightning_megatp.plan.shard import ShardedTensorSpec
 from lightning_megatp.plan.styles import Style, StyleLike, matches, read_plan
+from lightning_megatp.shim.transformers import is_conv1d
 
 _LINEAR = {"column", "column_gather", "row", "row_split"}
 _EMBEDDING = {"vocab", "hidden"}
 _SPLIT_DIM = {"column": 0, "column_gather": 0, "row": 1, "row_split": 1, "vocab": 0, "hidden": 1}
+
+
+@dataclass(frozen=True)
+class Split:
+    """One parameter of a layer that is split."""
+
+    leaf: str
+    """Its name in the layer."""
+    dim: int
+    by_rank: tuple[Ranges, ...]
 
 
 @dataclass(frozen=True)
@@ -29,6 +40,8 @@ class LayerPlan:
     """Name of the module that holds the columns and rows which belong together."""
     sequence_dim: int | None = None
     """For rows inside a `sequence` block: the dim their output is reduce-scattered along."""
+    splits: tuple[Split, ...] = ()
+    """Its split parameters; the others are whole on every rank."""
 
 
 @dataclass(frozen=True)
@@ -123,8 +136,9 @@ def _names(pattern: str, modules: Mapping[str, nn.Module]) -> list[str]:
 def _layer(name: str, style: Style, modules: Mapping[str, nn.Module], tp: int) -> LayerPlan:
     module = modules[name]
     _check_type(name, style, module)
-    assert isinstance(module, (nn.Linear, nn.Embedding))
-    size = module.weight.shape[_SPLIT_DIM[style.style]]
+    dim = _SPLIT_DIM[style.style]
+    weight_dim = 1 - dim if is_conv1d(module) else dim
+    size = module.get_parameter("weight").shape[weight_dim]
     unit = _unit(name, style, modules)
     try:
         by_rank = shard_ranges(size, tp, style.parts if isinstance(style.parts, int) else list(style.parts), unit)
@@ -141,7 +155,10 @@ def _layer(name: str, style: Style, modules: Mapping[str, nn.Module], tp: int) -
             )
         if style.style != "row" and style.style != "row_split" and min(map(length, by_rank)) == 0:
             raise ValueError(f"MegaTPStrategy: `{name}` has {size} features for tp={tp} ranks; each needs one or more.")
-    return LayerPlan(name, style, by_rank, unit)
+    splits = [Split("weight", weight_dim, by_rank)]
+    if dim == 0 and module._parameters.get("bias") is not None:  # a row's bias is whole
+        splits.append(Split("bias", 0, by_rank))
+    return LayerPlan(name, style, by_rank, unit, splits=tuple(splits))
 
 
 def _unit(name: str, style: Style, modules: Mapping[str, nn.Module]) -> int:
@@ -161,7 +178,7 @@ def _check_type(name: str, style: Style, module: nn.Module) -> None:
     wanted = nn.Linear if style.style in _LINEAR else nn.Embedding
     kind = type(module).__name__
     why = None
-    if type(module) is not wanted:
+    if type(module) is not wanted and not (wanted is nn.Linear and is_conv1d(module)):
         why = f"is a {kind}; only exactly nn.{wanted.__name__} is swapped, since a subclass may compute something else"
         if kind == "NonDynamicallyQuantizableLinear":
             why = "belongs to nn.MultiheadAttention, which uses its weight without calling it"
@@ -351,27 +368,25 @@ def _parameters(plan: ParallelPlan, model: nn.Module) -> dict[str, ShardedTensor
     specs: dict[str, ShardedTensorSpec] = {}
     for layer in plan.layers.values():
         raw, module = modules[layer.name]
-        dim = _SPLIT_DIM[layer.style.style]
-        for leaf, parameter in module.named_parameters(recurse=False):
-            if leaf == "bias" and dim == 1:
-                continue  # a row's bias is whole
-            spec = ShardedTensorSpec(f"{raw}.{leaf}", tuple(parameter.shape), dim, layer.by_rank)
+        for split in layer.splits:
+            parameter = module.get_parameter(split.leaf)
+            spec = ShardedTensorSpec(f"{raw}.{split.leaf}", tuple(parameter.shape), split.dim, split.by_rank)
             for name in names[id(parameter)]:
                 if name in specs and specs[name].renamed("") != spec.renamed(""):
-                    raise ValueError(_tied(name, f"{raw}.{leaf}", "split differently"))
+                    raise ValueError(_tied(name, spec.name, "split differently"))
                 specs[name] = spec.renamed(name)
-    swapped = {id(modules[name][1]) for name in plan.layers}
+    swapped = {id(modules[name][1]): layer for name, layer in plan.layers.items()}
     planned = {
-        f"{name}.{leaf}"
+        f"{name}.{split.leaf}"
         for name, module in model.named_modules(remove_duplicate=False)
         if id(module) in swapped
-        for leaf in ("weight", "bias")
+        for split in swapped[id(module)].splits
     }
     for parameter_names in names.values():
-        split = [name for name in parameter_names if name in specs]
+        sharded = [name for name in parameter_names if name in specs]
         for name in parameter_names:
-            if split and name not in planned:
-                source = next(n for n in split if n in planned)
+            if sharded and name not in planned:
+                source = next(n for n in sharded if n in planned)
                 raise ValueError(_tied(name, source, "split by the plan only at one of them"))
     return specs
 

@@ -321,6 +321,18 @@ def test_a_subclass_is_not_swapped() -> None:
     _check(_error({"head": "column_gather"}, model), "is a Scaled", "a subclass may compute something else")
 
 
+def test_a_conv1d_is_a_linear_layer_whose_weight_lies_the_other_way() -> None:
+    conv1d = pytest.importorskip("transformers.pytorch_utils").Conv1D
+    model = nn.ModuleDict({"up": conv1d(16, 8), "down": conv1d(8, 16)})
+    specs = resolve({"up": {"style": "column", "parts": 2}, "down": {"style": "row", "parts": 2}}, model, 2).parameters
+    assert {name: (spec.dim, spec.spec(1).local_shape) for name, spec in specs.items()} == {
+        "up.weight": (1, (8, 8)), "up.bias": (0, (8,)), "down.weight": (0, (8, 8)),
+    }  # fmt: skip
+    assert specs["up.weight"].by_rank[1] == specs["down.weight"].by_rank[1] == ((4, 8), (12, 16))
+    _check(_error({"up": "vocab"}, model), "is a Conv1D; only exactly nn.Embedding is swapped")
+    _check(_error({"up": "column", "down": {"style": "row", "unit": 3}}, model), "`down` (row, 16 features)")
+
+
 def test_the_output_projection_of_multihead_attention() -> None:
     model = nn.ModuleDict({"attn": nn.MultiheadAttention(8, 2)})
     _check(_error({"attn.out_proj": "row_split"}, model), "belongs to nn.MultiheadAttention", "without calling it")
