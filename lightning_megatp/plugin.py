@@ -15,6 +15,7 @@ from lightning_megatp.module import ParallelModule
 from lightning_megatp.plan.resolve import LayerPlan, ParallelPlan, plain_name, resolve
 from lightning_megatp.plan.styles import Style, StyleLike
 from lightning_megatp.shim.torch import is_fake, tree_map
+from lightning_megatp.tensor.attention import ParallelAttention, no_nested_tensors
 from lightning_megatp.tensor.context import Region, TensorContext
 from lightning_megatp.tensor.conv1d import column_kind, row_kind
 from lightning_megatp.tensor.layers import HiddenParallelEmbedding, ParallelLayer, VocabParallelEmbedding
@@ -89,6 +90,8 @@ class ParallelismPlugin:
         if style in ("row", "row_split"):
             options: dict[str, Any] = {"split_input": style == "row_split", "sequence_dim": plan.sequence_dim}
             return row_kind(layer).adopt(layer, context, plan.by_rank, **options, **common)
+        if style == "attention":
+            return ParallelAttention.adopt(layer, context, plan.by_rank, sequence_dim=plan.sequence_dim, **common)
         kind = VocabParallelEmbedding if style == "vocab" else HiddenParallelEmbedding
         return kind.adopt(layer, context, plan.by_rank, **common)
 
@@ -122,6 +125,7 @@ class ParallelismPlugin:
         for layer in plan.layers.values():
             region = None if layer.region is None else regions[layer.region]
             self.swap(modules[layer.name], layer, context, region)
+        no_nested_tensors(module)
         for attribute in plan.attributes:
             setattr(modules[attribute.module], attribute.attribute, attribute.by_rank[context.rank])
         for name, style in plan.sequences.items():

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from torch import nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from lightning_megatp.plan.ranges import Ranges, deal_units, length, shard_ranges, show
 from lightning_megatp.plan.shard import ShardedTensorSpec
@@ -135,6 +136,8 @@ def _names(pattern: str, modules: Mapping[str, nn.Module]) -> list[str]:
 
 def _layer(name: str, style: Style, modules: Mapping[str, nn.Module], tp: int) -> LayerPlan:
     module = modules[name]
+    if style.style == "attention":
+        return _attention(name, style, module, tp)
     _check_type(name, style, module)
     dim = _SPLIT_DIM[style.style]
     weight_dim = 1 - dim if is_conv1d(module) else dim
@@ -161,6 +164,39 @@ def _layer(name: str, style: Style, modules: Mapping[str, nn.Module], tp: int) -
     return LayerPlan(name, style, by_rank, unit, splits=tuple(splits))
 
 
+_PROJECTIONS = {"in_proj_weight": 3, "q_proj_weight": 1, "k_proj_weight": 1, "v_proj_weight": 1, "in_proj_bias": 3}
+"""Parameters of an nn.MultiheadAttention split on dim 0 -> how many projections lie in them one after another."""
+
+
+def _attention(name: str, style: Style, module: nn.Module, tp: int) -> LayerPlan:
+    if type(module) is not nn.MultiheadAttention:
+        raise ValueError(
+            f"MegaTPStrategy: the plan gives `{name}` the style `attention`, but it is a {type(module).__name__}; only"
+            " exactly nn.MultiheadAttention is swapped, since a subclass may compute something else. Give the linear"
+            " layers of another attention `column` and `row`, or leave it out of the plan."
+        )
+    out = module.out_proj
+    weights = ["in_proj_weight"] if module._qkv_same_embed_dim else ["q_proj_weight", "k_proj_weight", "v_proj_weight"]
+    own = all(module._parameters.get(leaf) is not None for leaf in weights)
+    if not own or type(out) is not NonDynamicallyQuantizableLinear or out._parameters.get("weight") is None:
+        raise ValueError(
+            f"MegaTPStrategy: the plan gives `{name}` the style `attention`, but some weight of it is no parameter of"
+            " its own (weight_norm, a parametrization or pruning replaces it). Leave it out of the plan."
+        )
+    heads, width, head = module.num_heads, module.embed_dim, module.head_dim
+    if heads < tp:
+        raise ValueError(
+            f"MegaTPStrategy: `{name}` has {heads} heads for tp={tp} ranks, and each needs one or more. Use"
+            f" tp <= {heads}, or leave this attention out of the plan."
+        )
+    by_rank = shard_ranges(width, tp, 1, head)
+    packed = {parts: shard_ranges(parts * width, tp, parts, head) for parts in (1, 3)}
+    splits = [Split(leaf, 0, packed[parts]) for leaf, parts in _PROJECTIONS.items()]
+    splits += [Split("bias_k", 2, by_rank), Split("bias_v", 2, by_rank)]
+    held = [split for split in splits if module._parameters.get(split.leaf) is not None]
+    return LayerPlan(name, style, by_rank, head, splits=(*held, Split("out_proj.weight", 1, by_rank)))
+
+
 def _unit(name: str, style: Style, modules: Mapping[str, nn.Module]) -> int:
     if isinstance(style.unit, int):
         return style.unit
@@ -181,7 +217,11 @@ def _check_type(name: str, style: Style, module: nn.Module) -> None:
     if type(module) is not wanted and not (wanted is nn.Linear and is_conv1d(module)):
         why = f"is a {kind}; only exactly nn.{wanted.__name__} is swapped, since a subclass may compute something else"
         if kind == "NonDynamicallyQuantizableLinear":
-            why = "belongs to nn.MultiheadAttention, which uses its weight without calling it"
+            holder = name.rpartition(".")[0]
+            why = (
+                "belongs to nn.MultiheadAttention, which uses its weight without calling it: give"
+                f" `{holder}` itself the style `attention`"
+            )
     elif module._parameters.get("weight") is None:
         why = "has no parameter `weight` of its own (weight_norm, a parametrization or pruning replaces it)"
     elif isinstance(module, nn.Embedding):
@@ -261,8 +301,8 @@ def _place(plan: ParallelPlan) -> None:
                     f" `{other}` layer. Add one, or use `{fix}` for `{name}`."
                 )
         blocks = [a for a in _ancestors(name) if a in plan.sequences]
-        is_row = layer.style.style in ("row", "row_split")
-        dim = plan.sequences[blocks[0]].dim if blocks and is_row else None
+        closes = layer.style.style in ("row", "row_split", "attention")
+        dim = plan.sequences[blocks[0]].dim if blocks and closes else None
         plan.layers[name] = replace(layer, region=region, sequence_dim=dim)
     for name in rows:
         _check_row(plan, name)

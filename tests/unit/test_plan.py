@@ -335,7 +335,56 @@ def test_a_conv1d_is_a_linear_layer_whose_weight_lies_the_other_way() -> None:
 
 def test_the_output_projection_of_multihead_attention() -> None:
     model = nn.ModuleDict({"attn": nn.MultiheadAttention(8, 2)})
-    _check(_error({"attn.out_proj": "row_split"}, model), "belongs to nn.MultiheadAttention", "without calling it")
+    _check(
+        _error({"attn.out_proj": "row_split"}, model),
+        "belongs to nn.MultiheadAttention",
+        "`attn` itself the style `attention`",
+    )
+
+
+def test_an_attention_is_split_by_its_heads() -> None:
+    model = nn.ModuleDict({"attn": nn.MultiheadAttention(12, 3, add_bias_kv=True)})
+    found = resolve({"attn": "attention"}, model, 2)
+    assert found.layers["attn"].by_rank == (((0, 8),), ((8, 12),))
+    assert {name: (spec.dim, spec.spec(1).local_shape) for name, spec in found.parameters.items()} == {
+        "attn.in_proj_weight": (0, (12, 12)),
+        "attn.in_proj_bias": (0, (12,)),
+        "attn.bias_k": (2, (1, 1, 4)),
+        "attn.bias_v": (2, (1, 1, 4)),
+        "attn.out_proj.weight": (1, (12, 4)),
+    }
+    assert found.parameters["attn.in_proj_weight"].by_rank[1] == ((8, 12), (20, 24), (32, 36))
+    other = nn.ModuleDict({"attn": nn.MultiheadAttention(12, 3, kdim=5, bias=False)})
+    specs = resolve({"attn": "attention"}, other, 2).parameters
+    assert specs["attn.k_proj_weight"].spec(0).local_shape == (8, 5)
+    assert set(specs) == {f"attn.{name}" for name in ("q_proj_weight", "k_proj_weight", "v_proj_weight")} | {
+        "attn.out_proj.weight"
+    }
+
+
+def test_an_attention_in_a_sequence_block() -> None:
+    model = nn.ModuleDict({"layer": nn.TransformerEncoderLayer(8, 2, 8)})
+    plan = {"layer": {"style": "sequence", "dim": 0}, "layer.self_attn": "attention"}
+    assert resolve(plan, model, 2).layers["layer.self_attn"].sequence_dim == 0
+
+
+def test_an_attention_with_fewer_heads_than_ranks() -> None:
+    model = nn.ModuleDict({"attn": nn.MultiheadAttention(8, 2)})
+    message = _error({"attn": "attention"}, model, tp=4)
+    _check(message, "`attn` has 2 heads for tp=4 ranks, and each needs one or more", "Use tp <= 2, or leave")
+
+
+def test_what_is_no_attention_that_can_be_split() -> None:
+    class Rotary(nn.MultiheadAttention):
+        pass
+
+    _check(_error({"blocks.*.attn": "attention"}), "is a Attention; only exactly nn.MultiheadAttention", "`column`")
+    message = _error({"attn": "attention"}, nn.ModuleDict({"attn": Rotary(8, 2)}))
+    _check(message, "is a Rotary; only exactly", "a subclass may compute something else", "leave it out of the plan")
+    model = nn.ModuleDict({"attn": nn.MultiheadAttention(8, 2)})
+    nn.utils.prune.random_unstructured(model.attn, "in_proj_weight", amount=0.5)
+    _check(_error({"attn": "attention"}, model), "some weight of it is no parameter of its own", "pruning")
+    _check(_error({"attn": {"style": "attention", "unit": 2}}, model), "has no option unit. It takes: no options.")
 
 
 def test_parametrized_and_pruned_weights() -> None:
