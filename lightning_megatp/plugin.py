@@ -18,6 +18,7 @@ from lightning_megatp.shim.torch import is_fake, tree_map
 from lightning_megatp.tensor.attention import ParallelAttention, no_nested_tensors
 from lightning_megatp.tensor.context import Region, TensorContext
 from lightning_megatp.tensor.conv1d import column_kind, row_kind
+from lightning_megatp.tensor.experts import expert_kind
 from lightning_megatp.tensor.layers import HiddenParallelEmbedding, ParallelLayer, VocabParallelEmbedding
 from lightning_megatp.tensor.parameters import shard_
 from lightning_megatp.tensor.sequence import SequenceLayout, SequenceShard
@@ -92,6 +93,9 @@ class ParallelismPlugin:
             return row_kind(layer).adopt(layer, context, plan.by_rank, **options, **common)
         if style == "attention":
             return ParallelAttention.adopt(layer, context, plan.by_rank, sequence_dim=plan.sequence_dim, **common)
+        if style == "experts":
+            splits = {split.leaf: (split.dim, split.by_rank) for split in plan.splits}
+            return expert_kind(layer).adopt(layer, context, plan.by_rank, splits=splits, once=plan.once, **common)
         kind = VocabParallelEmbedding if style == "vocab" else HiddenParallelEmbedding
         return kind.adopt(layer, context, plan.by_rank, **common)
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
+from lightning_megatp.plan.experts import check_parameters, usual_parameters
 from lightning_megatp.plan.ranges import Ranges, deal_units, length, shard_ranges, show
 from lightning_megatp.plan.shard import ShardedTensorSpec
 from lightning_megatp.plan.styles import Style, StyleLike, matches, read_plan
@@ -43,6 +44,8 @@ class LayerPlan:
     """For rows inside a `sequence` block: the dim their output is reduce-scattered along."""
     splits: tuple[Split, ...] = ()
     """Its split parameters; the others are whole on every rank."""
+    once: tuple[str, ...] = ()
+    """For experts: parameters that one rank adds to what is summed."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +106,7 @@ def resolve(plan: Mapping[str, StyleLike], model: nn.Module, tp: int, sequence_p
                     )
                 found.layers[name] = _layer(name, style, modules, tp)
     _check_heads(found, modules)
+    found.attributes += _expert_counts(found, modules)
     _place(found)
     found.parameters = _parameters(found, model)
     return found
@@ -138,6 +142,8 @@ def _layer(name: str, style: Style, modules: Mapping[str, nn.Module], tp: int) -
     module = modules[name]
     if style.style == "attention":
         return _attention(name, style, module, tp)
+    if style.style == "experts":
+        return _experts(name, style, modules, tp)
     _check_type(name, style, module)
     dim = _SPLIT_DIM[style.style]
     weight_dim = 1 - dim if is_conv1d(module) else dim
@@ -195,6 +201,56 @@ def _attention(name: str, style: Style, module: nn.Module, tp: int) -> LayerPlan
     splits += [Split("bias_k", 2, by_rank), Split("bias_v", 2, by_rank)]
     held = [split for split in splits if module._parameters.get(split.leaf) is not None]
     return LayerPlan(name, style, by_rank, head, splits=(*held, Split("out_proj.weight", 1, by_rank)))
+
+
+def _experts(name: str, style: Style, modules: Mapping[str, nn.Module], tp: int) -> LayerPlan:
+    module, unit = modules[name], _unit(name, style, modules)
+    parameters = style.parameters or usual_parameters(name, module)
+    check_parameters(name, module, parameters)
+    splits, sizes = [], {}
+    for entry in parameters:
+        if entry.dim is not None:
+            size = module.get_parameter(entry.name).shape[entry.dim]
+            parts = entry.parts if isinstance(entry.parts, int) else list(entry.parts)
+            try:
+                by_rank = shard_ranges(size, tp, parts, entry.unit * unit)
+            except ValueError as error:
+                raise ValueError(
+                    f"MegaTPStrategy: `{name}.{entry.name}` (experts, {size} features) can't be split over tp={tp}:"
+                    f" {error}. Change `parameters` or `unit` in the plan, or tp, or leave these experts out of it."
+                ) from None
+            splits.append(Split(entry.name, entry.dim, by_rank))
+            sizes[entry.name] = {part // entry.unit for part in _pieces(size, entry.parts)}
+    inside = set.union(*sizes.values())
+    if len(inside) > 1:
+        raise ValueError(
+            f"MegaTPStrategy: the split parameters of `{name}` have different numbers of features inside each expert:"
+            f" {', '.join(f'{leaf} {sorted(found)}' for leaf, found in sizes.items())}. Change `parts` and `unit` of"
+            " its `parameters` in the plan."
+        )
+    (features,) = inside
+    if features // unit < tp:
+        raise ValueError(
+            f"MegaTPStrategy: `{name}` has {features // unit} units of {unit} features inside each expert for tp={tp}"
+            " ranks, and each needs one or more. Use a smaller tp or unit, or leave these experts out of the plan."
+        )
+    by_rank = shard_ranges(features, tp, 1, unit)
+    once = tuple(entry.name for entry in parameters if entry.once)
+    return LayerPlan(name, style, by_rank, unit, region=name, splits=tuple(splits), once=once)
+
+
+_COUNTS = {"intermediate_dim", "intermediate_size", "moe_intermediate_size", "expert_dim", "ffn_dim", "ffn_hidden_size"}
+"""Attributes of experts that count the features inside of each."""
+
+
+def _expert_counts(plan: ParallelPlan, modules: Mapping[str, nn.Module]) -> Iterator[AttributePlan]:
+    """The attributes of experts that become those of this rank."""
+    for name, layer in plan.layers.items():
+        if layer.style.style == "experts":
+            sizes = tuple(map(length, layer.by_rank))
+            held = vars(modules[name])
+            counts = (attribute for attribute in sorted(_COUNTS & held.keys()) if held[attribute] == sum(sizes))
+            yield from (AttributePlan(name, attribute, sizes) for attribute in counts)
 
 
 def _unit(name: str, style: Style, modules: Mapping[str, nn.Module]) -> int:
@@ -289,7 +345,7 @@ def _place(plan: ParallelPlan) -> None:
     columns = [name for name, layer in plan.layers.items() if layer.style.style == "column"]
     rows = [name for name, layer in plan.layers.items() if layer.style.style == "row"]
     for name, layer in list(plan.layers.items()):
-        region = None
+        region = layer.region
         if layer.style.style in ("column", "row"):
             partners = rows if layer.style.style == "column" else columns
             region = next((a for a in _ancestors(name) if any(_inside(partner, a) for partner in partners)), None)
@@ -390,7 +446,10 @@ def _size(by_rank: tuple[Ranges, ...]) -> int:
 
 
 def _part_sizes(layer: LayerPlan) -> list[int]:
-    parts, size = layer.style.parts, _size(layer.by_rank)
+    return _pieces(_size(layer.by_rank), layer.style.parts)
+
+
+def _pieces(size: int, parts: int | tuple[int, ...]) -> list[int]:
     return [size // parts] * parts if isinstance(parts, int) else list(parts)
 
 
