@@ -16,9 +16,10 @@ class TorchEncoder(AdamWModule):
 
     def __init__(self, vocab: int = 32, hidden: int = 18, heads: int = 6) -> None:
         super().__init__()
-        self.tok, self.head = nn.Embedding(vocab, hidden), nn.Linear(hidden, vocab)
+        self.tok = nn.Embedding(vocab, hidden)
         layer = nn.TransformerEncoderLayer(hidden, heads, 20, 0.0, batch_first=True, norm_first=True)
         self.net = nn.TransformerEncoder(layer, 2, nn.LayerNorm(hidden), enable_nested_tensor=False)
+        self.head = nn.Linear(hidden, vocab)
 
     def forward(self, tokens_BL: Tensor) -> Tensor:
         mask = nn.Transformer.generate_square_subsequent_mask(tokens_BL.size(1), device=tokens_BL.device)
@@ -46,7 +47,9 @@ class ExpertsBlock(nn.Module):
         from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
 
         config: Any = GptOssConfig(hidden_size=hidden, intermediate_size=10, num_local_experts=4, num_experts_per_tok=2)
-        config._experts_implementation = "eager"
+        config._experts_implementation = (
+            "batched_mm"  # a dry run of a pipeline knows no values, and eager asks for them
+        )
         self.norm, self.moe = nn.LayerNorm(hidden), GptOssMLP(config)
         for parameter in self.moe.parameters():
             nn.init.normal_(parameter, std=0.3)
@@ -60,8 +63,9 @@ class Blocks(AdamWModule):
 
     def __init__(self, kind: type[nn.Module], vocab: int = 32, hidden: int = 8) -> None:
         super().__init__()
-        self.tok, self.head = nn.Embedding(vocab, hidden), nn.Linear(hidden, vocab)
+        self.tok = nn.Embedding(vocab, hidden)
         self.blocks = nn.ModuleList(kind(hidden) for _ in range(2))
+        self.head = nn.Linear(hidden, vocab)
 
     def forward(self, tokens_BL: Tensor) -> Tensor:
         x_BLD = self.tok(tokens_BL)
