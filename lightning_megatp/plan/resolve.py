@@ -43,7 +43,7 @@ class LayerPlan:
     sequence_dim: int | None = None
     """For rows inside a `sequence` block: the dim their output is reduce-scattered along."""
     splits: tuple[Split, ...] = ()
-    """Its split parameters; the others are whole on every rank."""
+    """Its split parameters, where they are not `weight` and `bias` as its style splits them."""
     once: tuple[str, ...] = ()
     """For experts: parameters that one rank adds to what is summed."""
 
@@ -145,9 +145,7 @@ def _layer(name: str, style: Style, modules: Mapping[str, nn.Module], tp: int) -
     if style.style == "experts":
         return _experts(name, style, modules, tp)
     _check_type(name, style, module)
-    dim = _SPLIT_DIM[style.style]
-    weight_dim = 1 - dim if is_conv1d(module) else dim
-    size = module.get_parameter("weight").shape[weight_dim]
+    size = module.get_parameter("weight").shape[_weight_dim(style, module)]
     unit = _unit(name, style, modules)
     try:
         by_rank = shard_ranges(size, tp, style.parts if isinstance(style.parts, int) else list(style.parts), unit)
@@ -164,10 +162,7 @@ def _layer(name: str, style: Style, modules: Mapping[str, nn.Module], tp: int) -
             )
         if style.style != "row" and style.style != "row_split" and min(map(length, by_rank)) == 0:
             raise ValueError(f"MegaTPStrategy: `{name}` has {size} features for tp={tp} ranks; each needs one or more.")
-    splits = [Split("weight", weight_dim, by_rank)]
-    if dim == 0 and module._parameters.get("bias") is not None:  # a row's bias is whole
-        splits.append(Split("bias", 0, by_rank))
-    return LayerPlan(name, style, by_rank, unit, splits=tuple(splits))
+    return LayerPlan(name, style, by_rank, unit)
 
 
 _PROJECTIONS = {"in_proj_weight": 3, "q_proj_weight": 1, "k_proj_weight": 1, "v_proj_weight": 1, "in_proj_bias": 3}
@@ -251,6 +246,21 @@ def _expert_counts(plan: ParallelPlan, modules: Mapping[str, nn.Module]) -> Iter
             held = vars(modules[name])
             counts = (attribute for attribute in sorted(_COUNTS & held.keys()) if held[attribute] == sum(sizes))
             yield from (AttributePlan(name, attribute, sizes) for attribute in counts)
+
+
+def _weight_dim(style: Style, module: nn.Module) -> int:
+    dim = _SPLIT_DIM[style.style]
+    return 1 - dim if is_conv1d(module) else dim
+
+
+def _splits(layer: LayerPlan, module: nn.Module) -> tuple[Split, ...]:
+    """The split parameters of a layer; the others are whole on every rank."""
+    if layer.splits:
+        return layer.splits
+    weight = Split("weight", _weight_dim(layer.style, module), layer.by_rank)
+    if _SPLIT_DIM[layer.style.style] == 1 or module._parameters.get("bias") is None:
+        return (weight,)  # a row's bias is whole
+    return weight, Split("bias", 0, layer.by_rank)
 
 
 def _unit(name: str, style: Style, modules: Mapping[str, nn.Module]) -> int:
@@ -467,7 +477,7 @@ def _parameters(plan: ParallelPlan, model: nn.Module) -> dict[str, ShardedTensor
     specs: dict[str, ShardedTensorSpec] = {}
     for layer in plan.layers.values():
         raw, module = modules[layer.name]
-        for split in layer.splits:
+        for split in _splits(layer, module):
             parameter = module.get_parameter(split.leaf)
             spec = ShardedTensorSpec(f"{raw}.{split.leaf}", tuple(parameter.shape), split.dim, split.by_rank)
             for name in names[id(parameter)]:
@@ -479,7 +489,7 @@ def _parameters(plan: ParallelPlan, model: nn.Module) -> dict[str, ShardedTensor
         f"{name}.{split.leaf}"
         for name, module in model.named_modules(remove_duplicate=False)
         if id(module) in swapped
-        for split in swapped[id(module)].splits
+        for split in _splits(swapped[id(module)], module)
     }
     for parameter_names in names.values():
         sharded = [name for name in parameter_names if name in specs]
