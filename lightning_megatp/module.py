@@ -249,7 +249,8 @@ class ParallelModule:
         )
 
     def _failed_inside(self, region: Region, error: RuntimeError) -> str:
-        columns = [c for c in self.plan.layers.values() if c.region == region.name and c.style.style == "column"]
+        makers = ("column", "experts")
+        columns = [c for c in self.plan.layers.values() if c.region == region.name and c.style.style in makers]
         listed = ", ".join(f"`{c.name}` ({length(c.by_rank[self.context.rank])} features)" for c in columns[:3])
         return (
             f"MegaTPStrategy: the step failed inside the tensor-parallel region `{region.name}`, where this rank holds"

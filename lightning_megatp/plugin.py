@@ -16,14 +16,11 @@ from lightning_megatp.plan.auto.discover import discover, look
 from lightning_megatp.plan.resolve import LayerPlan, ParallelPlan, plain_name, resolve
 from lightning_megatp.plan.styles import Style, StyleLike
 from lightning_megatp.shim.torch import is_fake, tree_map
+from lightning_megatp.tensor.attention import ParallelAttention, no_nested_tensors
 from lightning_megatp.tensor.context import Region, TensorContext
-from lightning_megatp.tensor.layers import (
-    ColumnParallelLinear,
-    HiddenParallelEmbedding,
-    ParallelLayer,
-    RowParallelLinear,
-    VocabParallelEmbedding,
-)
+from lightning_megatp.tensor.conv1d import column_kind, row_kind
+from lightning_megatp.tensor.experts import expert_kind
+from lightning_megatp.tensor.layers import HiddenParallelEmbedding, ParallelLayer, VocabParallelEmbedding
 from lightning_megatp.tensor.outside import LayerParameters
 from lightning_megatp.tensor.parameters import shard_
 from lightning_megatp.tensor.sequence import SequenceLayout, SequenceShard
@@ -134,10 +131,15 @@ class ParallelismPlugin:
         common: dict[str, Any] = {"label": plan.name, "region": region}
         if style in ("column", "column_gather"):
             gather = style == "column_gather"
-            return ColumnParallelLinear.adopt(layer, context, plan.by_rank, gather_output=gather, **common)
+            return column_kind(layer).adopt(layer, context, plan.by_rank, gather_output=gather, **common)
         if style in ("row", "row_split"):
             options: dict[str, Any] = {"split_input": style == "row_split", "sequence_dim": plan.sequence_dim}
-            return RowParallelLinear.adopt(layer, context, plan.by_rank, **options, **common)
+            return row_kind(layer).adopt(layer, context, plan.by_rank, **options, **common)
+        if style == "attention":
+            return ParallelAttention.adopt(layer, context, plan.by_rank, sequence_dim=plan.sequence_dim, **common)
+        if style == "experts":
+            splits = {split.leaf: (split.dim, split.by_rank) for split in plan.splits}
+            return expert_kind(layer).adopt(layer, context, plan.by_rank, splits=splits, once=plan.once, **common)
         kind = VocabParallelEmbedding if style == "vocab" else HiddenParallelEmbedding
         return kind.adopt(layer, context, plan.by_rank, **common)
 
@@ -172,6 +174,7 @@ class ParallelismPlugin:
         for layer in plan.layers.values():
             region = None if layer.region is None else regions[layer.region]
             self.swap(modules[layer.name], layer, context, region)
+        no_nested_tensors(module)
         for attribute in plan.attributes:
             setattr(modules[attribute.module], attribute.attribute, attribute.by_rank[context.rank])
         for name, style in plan.sequences.items():

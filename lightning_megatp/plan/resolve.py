@@ -7,14 +7,27 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from torch import nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
+from lightning_megatp.plan.experts import check_parameters, looks_like_experts, usual_parameters
 from lightning_megatp.plan.ranges import Ranges, deal_units, length, shard_ranges, show
 from lightning_megatp.plan.shard import ShardedTensorSpec
 from lightning_megatp.plan.styles import Style, StyleLike, matches, read_plan
+from lightning_megatp.shim.transformers import is_conv1d
 
 _LINEAR = {"column", "column_gather", "row", "row_split"}
 _EMBEDDING = {"vocab", "hidden"}
 _SPLIT_DIM = {"column": 0, "column_gather": 0, "row": 1, "row_split": 1, "vocab": 0, "hidden": 1}
+
+
+@dataclass(frozen=True)
+class Split:
+    """One parameter of a layer that is split."""
+
+    leaf: str
+    """Its name in the layer."""
+    dim: int
+    by_rank: tuple[Ranges, ...]
 
 
 @dataclass(frozen=True)
@@ -31,6 +44,10 @@ class LayerPlan:
     """For rows inside a `sequence` block: the dim their output is reduce-scattered along."""
     global_sizes: bool = False
     """Whether code between column and row sees the sizes of the whole (a `FeatureShard`)."""
+    splits: tuple[Split, ...] = ()
+    """Its split parameters, where they are not `weight` and `bias` as its style splits them."""
+    once: tuple[str, ...] = ()
+    """For experts: parameters that one rank adds to what is summed."""
 
 
 @dataclass(frozen=True)
@@ -99,9 +116,24 @@ def resolve(plan: Mapping[str, StyleLike], model: nn.Module, tp: int, sequence_p
                     )
                 found.layers[name] = _layer(name, style, modules, tp)
     _check_heads(found, modules)
+    found.attributes += expert_counts(found, modules)
     _place(found)
     found.parameters = parameter_specs(found, model)
     return found
+
+
+def whole_modules(model: nn.Module, tp: int) -> Iterator[tuple[LayerPlan | ValueError, str]]:
+    """The modules that are split as a whole, nn.MultiheadAttention and stacks of experts, with their names; or why one
+    of them can't be."""
+    modules = dict(model.named_modules())
+    for name, module in modules.items():
+        try:
+            if type(module) is nn.MultiheadAttention:
+                yield _attention(name, Style(name, "attention"), module, tp), name
+            elif looks_like_experts(module):
+                yield _experts(name, Style(name, "experts"), modules, tp), name
+        except ValueError as error:
+            yield error, name
 
 
 def plain_name(name: str) -> str:
@@ -132,9 +164,12 @@ def _names(pattern: str, modules: Mapping[str, nn.Module]) -> list[str]:
 
 def _layer(name: str, style: Style, modules: Mapping[str, nn.Module], tp: int) -> LayerPlan:
     module = modules[name]
+    if style.style == "attention":
+        return _attention(name, style, module, tp)
+    if style.style == "experts":
+        return _experts(name, style, modules, tp)
     _check_type(name, style, module)
-    assert isinstance(module, (nn.Linear, nn.Embedding))
-    size = module.weight.shape[_SPLIT_DIM[style.style]]
+    size = module.get_parameter("weight").shape[_weight_dim(style, module)]
     unit = _unit(name, style, modules)
     try:
         by_rank = shard_ranges(size, tp, style.parts if isinstance(style.parts, int) else list(style.parts), unit)
@@ -154,6 +189,104 @@ def _layer(name: str, style: Style, modules: Mapping[str, nn.Module], tp: int) -
     return LayerPlan(name, style, by_rank, unit)
 
 
+_PROJECTIONS = {"in_proj_weight": 3, "q_proj_weight": 1, "k_proj_weight": 1, "v_proj_weight": 1, "in_proj_bias": 3}
+"""Parameters of an nn.MultiheadAttention split on dim 0 -> how many projections lie in them one after another."""
+
+
+def _attention(name: str, style: Style, module: nn.Module, tp: int) -> LayerPlan:
+    if type(module) is not nn.MultiheadAttention:
+        raise ValueError(
+            f"MegaTPStrategy: the plan gives `{name}` the style `attention`, but it is a {type(module).__name__}; only"
+            " exactly nn.MultiheadAttention is swapped, since a subclass may compute something else. Give the linear"
+            " layers of another attention `column` and `row`, or leave it out of the plan."
+        )
+    out = module.out_proj
+    weights = ["in_proj_weight"] if module._qkv_same_embed_dim else ["q_proj_weight", "k_proj_weight", "v_proj_weight"]
+    own = all(module._parameters.get(leaf) is not None for leaf in weights)
+    if not own or type(out) is not NonDynamicallyQuantizableLinear or out._parameters.get("weight") is None:
+        raise ValueError(
+            f"MegaTPStrategy: the plan gives `{name}` the style `attention`, but some weight of it is no parameter of"
+            " its own (weight_norm, a parametrization or pruning replaces it). Leave it out of the plan."
+        )
+    heads, width, head = module.num_heads, module.embed_dim, module.head_dim
+    if heads < tp:
+        raise ValueError(
+            f"MegaTPStrategy: `{name}` has {heads} heads for tp={tp} ranks, and each needs one or more. Use"
+            f" tp <= {heads}, or leave this attention out of the plan."
+        )
+    by_rank = shard_ranges(width, tp, 1, head)
+    packed = {parts: shard_ranges(parts * width, tp, parts, head) for parts in (1, 3)}
+    splits = [Split(leaf, 0, packed[parts]) for leaf, parts in _PROJECTIONS.items()]
+    splits += [Split("bias_k", 2, by_rank), Split("bias_v", 2, by_rank)]
+    held = [split for split in splits if module._parameters.get(split.leaf) is not None]
+    return LayerPlan(name, style, by_rank, head, splits=(*held, Split("out_proj.weight", 1, by_rank)))
+
+
+def _experts(name: str, style: Style, modules: Mapping[str, nn.Module], tp: int) -> LayerPlan:
+    module, unit = modules[name], _unit(name, style, modules)
+    parameters = style.parameters or usual_parameters(name, module)
+    check_parameters(name, module, parameters)
+    splits, sizes = [], {}
+    for entry in parameters:
+        if entry.dim is not None:
+            size = module.get_parameter(entry.name).shape[entry.dim]
+            parts = entry.parts if isinstance(entry.parts, int) else list(entry.parts)
+            try:
+                by_rank = shard_ranges(size, tp, parts, entry.unit * unit)
+            except ValueError as error:
+                raise ValueError(
+                    f"MegaTPStrategy: `{name}.{entry.name}` (experts, {size} features) can't be split over tp={tp}:"
+                    f" {error}. Change `parameters` or `unit` in the plan, or tp, or leave these experts out of it."
+                ) from None
+            splits.append(Split(entry.name, entry.dim, by_rank))
+            sizes[entry.name] = {part // entry.unit for part in _pieces(size, entry.parts)}
+    inside = set.union(*sizes.values())
+    if len(inside) > 1:
+        raise ValueError(
+            f"MegaTPStrategy: the split parameters of `{name}` have different numbers of features inside each expert:"
+            f" {', '.join(f'{leaf} {sorted(found)}' for leaf, found in sizes.items())}. Change `parts` and `unit` of"
+            " its `parameters` in the plan."
+        )
+    (features,) = inside
+    if features // unit < tp:
+        raise ValueError(
+            f"MegaTPStrategy: `{name}` has {features // unit} units of {unit} features inside each expert for tp={tp}"
+            " ranks, and each needs one or more. Use a smaller tp or unit, or leave these experts out of the plan."
+        )
+    by_rank = shard_ranges(features, tp, 1, unit)
+    once = tuple(entry.name for entry in parameters if entry.once)
+    return LayerPlan(name, style, by_rank, unit, region=name, splits=tuple(splits), once=once)
+
+
+_COUNTS = {"intermediate_dim", "intermediate_size", "moe_intermediate_size", "expert_dim", "ffn_dim", "ffn_hidden_size"}
+"""Attributes of experts that count the features inside of each."""
+
+
+def expert_counts(plan: ParallelPlan, modules: Mapping[str, nn.Module]) -> Iterator[AttributePlan]:
+    """The attributes of experts that become those of this rank."""
+    for name, layer in plan.layers.items():
+        if layer.style.style == "experts":
+            sizes = tuple(map(length, layer.by_rank))
+            held = vars(modules[name])
+            counts = (attribute for attribute in sorted(_COUNTS & held.keys()) if held[attribute] == sum(sizes))
+            yield from (AttributePlan(name, attribute, sizes) for attribute in counts)
+
+
+def _weight_dim(style: Style, module: nn.Module) -> int:
+    dim = _SPLIT_DIM[style.style]
+    return 1 - dim if is_conv1d(module) else dim
+
+
+def _splits(layer: LayerPlan, module: nn.Module) -> tuple[Split, ...]:
+    """The split parameters of a layer; the others are whole on every rank."""
+    if layer.splits:
+        return layer.splits
+    weight = Split("weight", _weight_dim(layer.style, module), layer.by_rank)
+    if _SPLIT_DIM[layer.style.style] == 1 or module._parameters.get("bias") is None:
+        return (weight,)  # a row's bias is whole
+    return weight, Split("bias", 0, layer.by_rank)
+
+
 def _unit(name: str, style: Style, modules: Mapping[str, nn.Module]) -> int:
     if isinstance(style.unit, int):
         return style.unit
@@ -171,10 +304,14 @@ def _check_type(name: str, style: Style, module: nn.Module) -> None:
     wanted = nn.Linear if style.style in _LINEAR else nn.Embedding
     kind = type(module).__name__
     why = None
-    if type(module) is not wanted:
+    if type(module) is not wanted and not (wanted is nn.Linear and is_conv1d(module)):
         why = f"is a {kind}; only exactly nn.{wanted.__name__} is swapped, since a subclass may compute something else"
         if kind == "NonDynamicallyQuantizableLinear":
-            why = "belongs to nn.MultiheadAttention, which uses its weight without calling it"
+            holder = name.rpartition(".")[0]
+            why = (
+                "belongs to nn.MultiheadAttention, which uses its weight without calling it: give"
+                f" `{holder}` itself the style `attention`"
+            )
     elif module._parameters.get("weight") is None:
         why = "has no parameter `weight` of its own (weight_norm, a parametrization or pruning replaces it)"
     elif isinstance(module, nn.Embedding):
@@ -242,7 +379,7 @@ def _place(plan: ParallelPlan) -> None:
     columns = [name for name, layer in plan.layers.items() if layer.style.style == "column"]
     rows = [name for name, layer in plan.layers.items() if layer.style.style == "row"]
     for name, layer in list(plan.layers.items()):
-        region = None
+        region = layer.region
         if layer.style.style in ("column", "row"):
             partners = rows if layer.style.style == "column" else columns
             region = next((a for a in _ancestors(name) if any(_inside(partner, a) for partner in partners)), None)
@@ -254,8 +391,8 @@ def _place(plan: ParallelPlan) -> None:
                     f" `{other}` layer. Add one, or use `{fix}` for `{name}`."
                 )
         blocks = [a for a in _ancestors(name) if a in plan.sequences]
-        is_row = layer.style.style in ("row", "row_split")
-        dim = plan.sequences[blocks[0]].dim if blocks and is_row else None
+        closes = layer.style.style in ("row", "row_split", "attention")
+        dim = plan.sequences[blocks[0]].dim if blocks and closes else None
         plan.layers[name] = replace(layer, region=region, sequence_dim=dim)
     for name in rows:
         _check_row(plan, name)
@@ -343,7 +480,10 @@ def _size(by_rank: tuple[Ranges, ...]) -> int:
 
 
 def _part_sizes(layer: LayerPlan) -> list[int]:
-    parts, size = layer.style.parts, _size(layer.by_rank)
+    return _pieces(_size(layer.by_rank), layer.style.parts)
+
+
+def _pieces(size: int, parts: int | tuple[int, ...]) -> list[int]:
     return [size // parts] * parts if isinstance(parts, int) else list(parts)
 
 
@@ -361,28 +501,26 @@ def parameter_specs(plan: ParallelPlan, model: nn.Module) -> dict[str, ShardedTe
     specs: dict[str, ShardedTensorSpec] = {}
     for layer in plan.layers.values():
         raw, module = modules[layer.name]
-        dim = _SPLIT_DIM[layer.style.style]
-        for leaf, parameter in module.named_parameters(recurse=False):
-            if leaf == "bias" and dim == 1:
-                continue  # a row's bias is whole
-            spec = ShardedTensorSpec(f"{raw}.{leaf}", tuple(parameter.shape), dim, layer.by_rank)
+        for split in _splits(layer, module):
+            parameter = module.get_parameter(split.leaf)
+            spec = ShardedTensorSpec(f"{raw}.{split.leaf}", tuple(parameter.shape), split.dim, split.by_rank)
             for name in names[id(parameter)]:
                 if name in specs and specs[name].renamed("") != spec.renamed(""):
-                    raise ValueError(_tied(name, f"{raw}.{leaf}", "split differently"))
+                    raise ValueError(_tied(name, spec.name, "split differently"))
                 specs[name] = spec.renamed(name)
-    swapped = {id(modules[name][1]) for name in plan.layers}
+    swapped = {id(modules[name][1]): layer for name, layer in plan.layers.items()}
     planned = {
-        f"{name}.{leaf}"
+        f"{name}.{split.leaf}"
         for name, module in model.named_modules(remove_duplicate=False)
         if id(module) in swapped
-        for leaf in ("weight", "bias")
+        for split in _splits(swapped[id(module)], module)
     }
     for parameter_names in names.values():
-        split = [name for name in parameter_names if name in specs]
+        sharded = [name for name in parameter_names if name in specs]
         for name in parameter_names:
             owner = model.get_submodule(name.rpartition(".")[0])
-            if split and name not in planned and isinstance(owner, (nn.Linear, nn.Embedding)):
-                source = next(n for n in split if n in planned)
+            if sharded and name not in planned and isinstance(owner, (nn.Linear, nn.Embedding)):
+                source = next(n for n in sharded if n in planned)
                 raise ValueError(_tied(name, source, "split by the plan only at one of them"))
     return specs
 

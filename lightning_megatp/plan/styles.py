@@ -25,6 +25,23 @@ StyleLike = str | Mapping[str, Any]
 
 
 @dataclass(frozen=True)
+class ExpertParameter:
+    """What one stacked parameter of a mixture of experts is: split on a dim, added once, or whole."""
+
+    name: str
+    dim: int | None = None
+    parts: int | tuple[int, ...] = 1
+    unit: int = 1
+    """How many features belong to one of the features inside an expert: 2 where gate and up alternate."""
+    once: bool = False
+    """A bias after the last projection: one rank adds it."""
+
+    @property
+    def split(self) -> bool:
+        return self.dim is not None
+
+
+@dataclass(frozen=True)
 class Style:
     """One entry of a plan."""
 
@@ -33,12 +50,14 @@ class Style:
     parts: int | tuple[int, ...] = 1
     """column, row: how many equal pieces are fused one after another in the split dim, or their sizes."""
     unit: int | str = 1
-    """column, row, divide: features that stay together, the size of a head; or the name of an attribute of the parent
-    module that holds it."""
+    """column, row, divide, experts: features that stay together, the size of a head; or the name of an attribute of the
+    parent module that holds it."""
     dim: int = 1
     """sequence: the sequence dim of the hidden states."""
     input: int | str | None = None
     """sequence: position or keyword of the hidden states; by default the first floating tensor argument."""
+    parameters: tuple[ExpertParameter, ...] = ()
+    """experts: what its parameters are; by default found by their names and shapes."""
 
 
 _OPTIONS = {
@@ -46,6 +65,8 @@ _OPTIONS = {
     "column_gather": {"parts", "unit"},
     "row": {"parts", "unit"},
     "row_split": {"parts", "unit"},
+    "attention": set(),
+    "experts": {"parameters", "unit"},
     "vocab": set(),
     "hidden": {"unit"},
     "divide": {"unit"},
@@ -58,6 +79,8 @@ STYLES = {
     "column_gather": "nn.Linear: output features split, then gathered",
     "row": "nn.Linear: input features split, as a `column` layer left them; outputs summed",
     "row_split": "nn.Linear: input features split by the layer itself; outputs summed",
+    "attention": "nn.MultiheadAttention: heads split; outputs summed",
+    "experts": "a mixture of experts with stacked parameters: every expert's features split; outputs summed",
     "vocab": "nn.Embedding: rows split; outputs summed",
     "hidden": "nn.Embedding: hidden dim split, then gathered",
     "divide": "an int attribute (of heads or features): becomes this rank's share",
@@ -91,11 +114,39 @@ def _read(pattern: str, entry: StyleLike) -> Style:
         )
     if isinstance(options.get("parts"), list):  # what YAML makes of a sequence
         options["parts"] = tuple(options["parts"])
+    if style == "experts" and "parameters" in options:
+        options["parameters"] = _read_parameters(pattern, options["parameters"])
     for name, value in options.items():
+        if name == "parameters":
+            continue
         wanted, fits = _VALUES[name]
         if not fits(value):
             raise ValueError(f"MegaTPStrategy: option {name}={value!r} of `{pattern}` in the plan is not {wanted}.")
     return Style(pattern, style, **options)
+
+
+def _read_parameters(pattern: str, entries: Any) -> tuple[ExpertParameter, ...]:
+    if not isinstance(entries, Mapping) or not entries or not all(isinstance(name, str) for name in entries):
+        raise ValueError(
+            f"MegaTPStrategy: option parameters={entries!r} of `{pattern}` in the plan is not a mapping of parameters'"
+            " names to what they are."
+        )
+    return tuple(_read_parameter(pattern, name, entry) for name, entry in entries.items())
+
+
+def _read_parameter(pattern: str, name: str, entry: Any) -> ExpertParameter:
+    if entry in ("once", "whole"):
+        return ExpertParameter(name, once=entry == "once")
+    options: dict[str, Any] = dict(entry) if isinstance(entry, Mapping) else {"dim": entry}
+    if isinstance(options.get("parts"), list):
+        options["parts"] = tuple(options["parts"])
+    fits = {"dim": lambda x: _is_count(x, 0), "parts": _are_parts, "unit": _is_count}
+    if "dim" not in options or any(key not in fits or not fits[key](value) for key, value in options.items()):
+        raise ValueError(
+            f"MegaTPStrategy: parameter `{name}` of `{pattern}` in the plan is {entry!r}, which is neither the dim that"
+            " is split, nor a mapping with `dim` and perhaps `parts` and `unit`, nor `once` or `whole`."
+        )
+    return ExpertParameter(name, **options)
 
 
 def _is_count(value: object, least: int = 1) -> bool:

@@ -98,17 +98,31 @@ class ParallelLayer(nn.Module):
     def _set_local_sizes(self) -> None:
         raise NotImplementedError
 
-    def _own(self, name: str, dim: int) -> Tensor:
-        """This rank's part of a parameter."""
+    def _own(self, name: str, dim: int, by_rank: tuple[Ranges, ...] | None = None) -> Tensor:
+        """This rank's part of a parameter, a weight as `F.linear` takes it: (out, in).
+
+        Args:
+            name: of the parameter.
+            dim: the split dim.
+            by_rank: its ranges, where they are not the layer's.
+        """
         parameter = getattr(self, name)
-        return slice_whole(parameter, self.group, dim, self.by_rank) if name in self.whole_parameters else parameter
+        if name not in self.whole_parameters:
+            return parameter
+        return slice_whole(parameter, self.group, dim, by_rank or self.by_rank)
+
+    def _bring(self, x: Tensor) -> Tensor:
+        """A whole value, or this rank's tokens of one, into the tensor region."""
+        if isinstance(x, SequenceShard):
+            return gather_sequence(x.plain, self.group, x.tokens.dim, x.tokens.length, "tensor")
+        return copy_to_region(x, self.group)
 
 
 def _no_fast_path(layer: nn.Module, args: Any) -> None:
     """A hook that only has to be there."""
 
 
-class ColumnParallelLinear(ParallelLayer, nn.Linear):
+class ColumnParallel(ParallelLayer):
     """y = x A^T + b with the output features of A split over the tensor ranks.
 
     Input (..., in_features) whole or a SequenceShard; output (..., features of this rank), or all features with
@@ -118,6 +132,7 @@ class ColumnParallelLinear(ParallelLayer, nn.Linear):
     `gather_output` also `gather_from_region`.
     """
 
+    bias: Any
     gather_output: bool = False
 
     @property
@@ -139,13 +154,8 @@ class ColumnParallelLinear(ParallelLayer, nn.Linear):
         y = gather_from_region(y, self.group, self.sizes)
         return y if self._order is None else y.index_select(-1, torch.tensor(self._order, device=y.device))
 
-    def _bring(self, x: Tensor) -> Tensor:
-        if isinstance(x, SequenceShard):
-            return gather_sequence(x.plain, self.group, x.tokens.dim, x.tokens.length, "tensor")
-        return copy_to_region(x, self.group)
 
-
-class RowParallelLinear(ParallelLayer, nn.Linear):
+class RowParallel(ParallelLayer):
     """y = x A^T + b with the input features of A split over the tensor ranks; the partial results are summed.
 
     Input (..., features of this rank), or whole with `split_input`; output (..., out_features) whole, or a
@@ -154,6 +164,7 @@ class RowParallelLinear(ParallelLayer, nn.Linear):
     Communication: `reduce_from_region`, or `reduce_scatter_sequence` in a sequence region (the same bytes).
     """
 
+    bias: Any
     split_input: bool = False
     sequence_dim: int | None = None
 
@@ -180,6 +191,14 @@ class RowParallelLinear(ParallelLayer, nn.Linear):
         layout = SequenceLayout(dim - partial.dim(), partial.shape[dim], self.context)
         y = reduce_scatter_sequence(partial, self.group, layout.dim)
         return SequenceShard.wrap(y if self.bias is None else y + self.bias.to(y.dtype), layout)
+
+
+class ColumnParallelLinear(ColumnParallel, nn.Linear):
+    """An nn.Linear: weight (features of this rank, in_features)."""
+
+
+class RowParallelLinear(RowParallel, nn.Linear):
+    """An nn.Linear: weight (out_features, features of this rank)."""
 
 
 class VocabParallelEmbedding(ParallelLayer, nn.Embedding):

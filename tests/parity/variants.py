@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.parity import models, other_models
+from tests.parity import models, module_kinds, other_models
 from tests.parity import unusual_models as unusual
 from tests.parity.models import GPTConfig
 
@@ -128,6 +128,9 @@ EXTRA: dict[str, Variant] = {
     "both_dropouts": gpt(dropout=0.1, attention_dropout=0.1),
     "deep": gpt(layers=6, tied=False),
     "deep_tied": gpt(layers=7),
+    "torch_encoder": Variant(module_kinds.TorchEncoder, module_kinds.TORCH_PLAN),
+    "conv1d": Variant(lambda: module_kinds.Blocks(module_kinds.Conv1DBlock), module_kinds.CONV1D_PLAN),
+    "experts": Variant(lambda: module_kinds.Blocks(module_kinds.ExpertsBlock), module_kinds.EXPERTS_PLAN),
 }
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_megatp.plan.ranges import show
 from lightning_megatp.plan.resolve import AttributePlan, ParallelPlan, resolve
 from lightning_megatp.plan.styles import STYLES, Style, matches, read_plan
 
@@ -321,9 +322,164 @@ def test_a_subclass_is_not_swapped() -> None:
     _check(_error({"head": "column_gather"}, model), "is a Scaled", "a subclass may compute something else")
 
 
+def test_a_conv1d_is_a_linear_layer_whose_weight_lies_the_other_way() -> None:
+    conv1d = pytest.importorskip("transformers.pytorch_utils").Conv1D
+    model = nn.ModuleDict({"up": conv1d(16, 8), "down": conv1d(8, 16)})
+    specs = resolve({"up": {"style": "column", "parts": 2}, "down": {"style": "row", "parts": 2}}, model, 2).parameters
+    assert {name: (spec.dim, spec.spec(1).local_shape) for name, spec in specs.items()} == {
+        "up.weight": (1, (8, 8)), "up.bias": (0, (8,)), "down.weight": (0, (8, 8)),
+    }  # fmt: skip
+    assert specs["up.weight"].by_rank[1] == specs["down.weight"].by_rank[1] == ((4, 8), (12, 16))
+    _check(_error({"up": "vocab"}, model), "is a Conv1D; only exactly nn.Embedding is swapped")
+    _check(_error({"up": "column", "down": {"style": "row", "unit": 3}}, model), "`down` (row, 16 features)")
+
+
 def test_the_output_projection_of_multihead_attention() -> None:
     model = nn.ModuleDict({"attn": nn.MultiheadAttention(8, 2)})
-    _check(_error({"attn.out_proj": "row_split"}, model), "belongs to nn.MultiheadAttention", "without calling it")
+    _check(
+        _error({"attn.out_proj": "row_split"}, model),
+        "belongs to nn.MultiheadAttention",
+        "`attn` itself the style `attention`",
+    )
+
+
+def test_an_attention_is_split_by_its_heads() -> None:
+    model = nn.ModuleDict({"attn": nn.MultiheadAttention(12, 3, add_bias_kv=True)})
+    found = resolve({"attn": "attention"}, model, 2)
+    assert found.layers["attn"].by_rank == (((0, 8),), ((8, 12),))
+    assert {name: (spec.dim, spec.spec(1).local_shape) for name, spec in found.parameters.items()} == {
+        "attn.in_proj_weight": (0, (12, 12)),
+        "attn.in_proj_bias": (0, (12,)),
+        "attn.bias_k": (2, (1, 1, 4)),
+        "attn.bias_v": (2, (1, 1, 4)),
+        "attn.out_proj.weight": (1, (12, 4)),
+    }
+    assert found.parameters["attn.in_proj_weight"].by_rank[1] == ((8, 12), (20, 24), (32, 36))
+    other = nn.ModuleDict({"attn": nn.MultiheadAttention(12, 3, kdim=5, bias=False)})
+    specs = resolve({"attn": "attention"}, other, 2).parameters
+    assert specs["attn.k_proj_weight"].spec(0).local_shape == (8, 5)
+    assert set(specs) == {f"attn.{name}" for name in ("q_proj_weight", "k_proj_weight", "v_proj_weight")} | {
+        "attn.out_proj.weight"
+    }
+
+
+def test_an_attention_in_a_sequence_block() -> None:
+    model = nn.ModuleDict({"layer": nn.TransformerEncoderLayer(8, 2, 8)})
+    plan = {"layer": {"style": "sequence", "dim": 0}, "layer.self_attn": "attention"}
+    assert resolve(plan, model, 2).layers["layer.self_attn"].sequence_dim == 0
+
+
+def test_an_attention_with_fewer_heads_than_ranks() -> None:
+    model = nn.ModuleDict({"attn": nn.MultiheadAttention(8, 2)})
+    message = _error({"attn": "attention"}, model, tp=4)
+    _check(message, "`attn` has 2 heads for tp=4 ranks, and each needs one or more", "Use tp <= 2, or leave")
+
+
+def test_what_is_no_attention_that_can_be_split() -> None:
+    class Rotary(nn.MultiheadAttention):
+        pass
+
+    _check(_error({"blocks.*.attn": "attention"}), "is a Attention; only exactly nn.MultiheadAttention", "`column`")
+    message = _error({"attn": "attention"}, nn.ModuleDict({"attn": Rotary(8, 2)}))
+    _check(message, "is a Rotary; only exactly", "a subclass may compute something else", "leave it out of the plan")
+    model = nn.ModuleDict({"attn": nn.MultiheadAttention(8, 2)})
+    nn.utils.prune.random_unstructured(model.attn, "in_proj_weight", amount=0.5)
+    _check(_error({"attn": "attention"}, model), "some weight of it is no parameter of its own", "pruning")
+    _check(_error({"attn": {"style": "attention", "unit": 2}}, model), "has no option unit. It takes: no options.")
+
+
+class Experts(nn.Module):
+    """Stacked parameters of given shapes; never run."""
+
+    def __init__(self, attributes: Mapping[str, Any] | None = None, **shapes: tuple[int, ...]) -> None:
+        super().__init__()
+        for name, shape in shapes.items():
+            self.register_parameter(name, nn.Parameter(torch.empty(shape)))
+        vars(self).update(attributes or {})
+
+
+def _experts(attributes: Mapping[str, Any] | None = None, **shapes: tuple[int, ...]) -> nn.ModuleDict:
+    return nn.ModuleDict({"moe": Experts(attributes, **shapes)})
+
+
+def _split(model: nn.Module, style: Any = "experts", tp: int = 2) -> dict[str, tuple[int, str]]:
+    """Parameter -> the dim and what the last rank holds."""
+    specs = resolve({"moe": style}, model, tp).parameters
+    return {name.removeprefix("moe."): (spec.dim, show(spec.by_rank[-1])) for name, spec in specs.items()}
+
+
+def test_experts_are_known_by_names_and_shapes() -> None:
+    gated = {"gate_up_proj": (4, 12, 8), "down_proj": (4, 8, 6)}
+    assert _split(_experts(**gated)) == {"gate_up_proj": (1, "[3:6],[9:12]"), "down_proj": (2, "[3:6]")}
+    assert _split(_experts(**gated), tp=4)["down_proj"] == (2, "[5:6]")
+    assert _split(_experts(**gated), {"style": "experts", "unit": 2})["gate_up_proj"] == (1, "[4:6],[10:12]")
+    transposed = {"gate_up_proj": (4, 8, 12), "down_proj": (4, 6, 8)}
+    assert _split(_experts(**transposed)) == {"gate_up_proj": (2, "[3:6],[9:12]"), "down_proj": (1, "[3:6]")}
+    biased = _experts({"is_concatenated": False}, **transposed, gate_up_proj_bias=(4, 12), down_proj_bias=(4, 8))
+    assert _split(biased) == {
+        "gate_up_proj": (2, "[6:12]"),
+        "gate_up_proj_bias": (1, "[6:12]"),
+        "down_proj": (1, "[3:6]"),
+    }
+    assert resolve({"moe": "experts"}, biased, 2).layers["moe"].once == ("down_proj_bias",)
+    plain = _experts({"is_transposed": False}, up_proj=(4, 6, 8), down_proj=(4, 8, 6))
+    assert _split(plain) == {"up_proj": (1, "[3:6]"), "down_proj": (2, "[3:6]")}
+
+
+def test_attributes_that_count_the_features_inside_an_expert_are_divided() -> None:
+    counts = {"intermediate_dim": 6, "ffn_dim": 5, "hidden_dim": 6, "num_experts": 6}
+    found = resolve({"moe": "experts"}, _experts(counts, gate_up_proj=(6, 12, 6), down_proj=(6, 6, 6)), 4)
+    assert found.attributes == [AttributePlan("moe", "intermediate_dim", (2, 2, 1, 1))]
+
+
+def test_experts_of_other_names_are_said_in_the_plan() -> None:
+    model = _experts(w13=(4, 8, 12), w2=(4, 6, 8), b2=(4, 8), scale=(8,))
+    parameters = {"w13": {"dim": 2, "parts": [6, 6]}, "w2": 1, "b2": "once", "scale": "whole"}
+    style = {"style": "experts", "parameters": parameters}
+    assert _split(model, style) == {"w13": (2, "[3:6],[9:12]"), "w2": (1, "[3:6]")}
+    _check(_error({"moe": "experts"}, model), "`moe` has the style `experts` and the parameters ['b2', 'scale', 'w13'")
+    _check(_error({"moe": "experts"}, model), "only gate_up_proj", "`parameters: {w13: {dim: 1, parts: 2}, w2: 2")
+    for change, text in (
+        ({"w3": 1}, "names `w3`, but the module has the parameters"),
+        ({"w2": 3}, "`moe.w2` has 3 dims and can't be split on dim 3"),
+        ({"w13": {"dim": 2, "parts": 5}}, "`moe.w13` (experts, 12 features) can't be split over tp=2"),
+        ({"w13": 2}, "different numbers of features inside each expert: w13 [12], w2 [6]"),
+        ({"w13": "whole", "w2": "whole"}, "`parameters` of `moe` splits nothing"),
+    ):
+        _check(_error({"moe": {**style, "parameters": {**parameters, **change}}}, model), text)
+    del parameters["scale"]
+    _check(_error({"moe": style}, model), "doesn't say what scale is", "`whole` for what all ranks use")
+
+
+@pytest.mark.parametrize(
+    "entry", ["twice", None, True, -1, 1.0, {"parts": 2}, {"dim": 1, "parts": 0}, {"dim": 1, "size": 2}, [1, 2]]
+)
+def test_what_a_parameter_of_experts_can_not_be(entry: Any) -> None:
+    plan = {"moe": {"style": "experts", "parameters": {"w1": entry}}}
+    _check(_error(plan), f"parameter `w1` of `moe` in the plan is {entry!r}, which is neither the dim that is split")
+
+
+@pytest.mark.parametrize("entries", [[], {}, "w1", {1: 2}])
+def test_parameters_of_experts_are_a_mapping(entries: Any) -> None:
+    _check(_error({"moe": {"style": "experts", "parameters": entries}}), f"option parameters={entries!r} of `moe`")
+
+
+def test_experts_that_can_not_be_split() -> None:
+    usual = {"gate_up_proj": (4, 12, 8), "down_proj": (4, 8, 6)}
+    plan = {"moe": "experts"}
+    message = _error(plan, _experts(gate_up_proj=(4, 12, 8), down_proj=(4, 8, 5)))
+    _check(message, "the shapes of `moe`, gate_up_proj (4, 12, 8), down_proj (4, 8, 5), fit no layout of experts")
+    _check(_error(plan, _experts(up_proj=(4, 6, 8), down_proj=(4, 8, 6))), "fit both layouts of experts")
+    _check(_error(plan, _experts({"is_transposed": True}, **usual)), "fit no layout of experts")
+    _check(_error(plan, _experts({"_apply_gate": len}, **usual)), "has a `_apply_gate` of its own", "(`unit: 2`)")
+    _check(_error(plan, _experts({"has_post_expert_norm": True}, **usual)), "normalises what each expert returns")
+    message = _error(plan, _experts(**usual), tp=8)
+    _check(message, "`moe` has 6 units of 1 features inside each expert for tp=8 ranks, and each needs one or more")
+    message = _error(plan, _experts(gate_up_proj=(5, 12, 8), down_proj=(4, 8, 6)))
+    _check(message, "stacks of [4, 5] experts: some experts do something else than others")
+    _check(_error({"tok": "experts"}), "`tok` has the style `experts` and the parameters ['weight']")
+    message = _error({"moe": {"style": "experts", "unit": 4}}, _experts(**usual))
+    _check(message, "`moe.gate_up_proj` (experts, 12 features) can't be split over tp=2", "units of 4")
 
 
 def test_parametrized_and_pruned_weights() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 
 from lightning_megatp.plan.resolve import plain_name
 from lightning_megatp.shim.torch import tree_leaves, tree_map
+from lightning_megatp.shim.transformers import is_conv1d
 
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 _PLAIN: tuple[type, ...] = (bool, int, float, str, type(None))
@@ -67,12 +67,6 @@ def _computes_linear(module: nn.Module) -> bool:
         results = [(twin.train(mode)(y), z) for mode in (True, False) for y, z in ((x, wanted), (x[0], wanted[0]))]
         return all(torch.allclose(found, z, atol=1e-6) for found, z in results)
     return False
-
-
-def is_conv1d(module: nn.Module) -> bool:
-    """Whether this is `transformers.pytorch_utils.Conv1D`: a linear layer whose weight is (in, out)."""
-    library = sys.modules.get("transformers.pytorch_utils")
-    return library is not None and type(module) is library.Conv1D
 
 
 def find_blocks(module: nn.Module) -> list[str]:

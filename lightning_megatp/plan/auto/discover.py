@@ -12,7 +12,7 @@ from lightning_megatp.plan.auto.blocks import Block, capture_calls, find_blocks,
 from lightning_megatp.plan.auto.huggingface import own_plan, plan_of_block
 from lightning_megatp.plan.auto.search import BlockResult, plan_block
 from lightning_megatp.plan.ranges import Ranges, split_evenly
-from lightning_megatp.plan.resolve import LayerPlan, ParallelPlan, parameter_specs
+from lightning_megatp.plan.resolve import LayerPlan, ParallelPlan, expert_counts, parameter_specs, whole_modules
 from lightning_megatp.plan.styles import Style, matches
 
 _SMALL_TABLE = 0.005
@@ -66,6 +66,7 @@ def discover(model: nn.Module, tp: int, kinds: Sequence[Block], plan: ParallelPl
         result = plan_block(kind, tp, trusted)
         found.results.append(result)
         _spread(plan, result)
+    found.problems += _plan_whole_modules(plan, model, tp)
     _plan_tables(plan, model, tp)
     _agree_on_ties(plan, model, tp)
     plan.parameters = parameter_specs(plan, model)
@@ -103,6 +104,25 @@ def _spread(plan: ParallelPlan, result: BlockResult) -> None:
             plan.attributes.append(replace(attribute, module=f"{block}.{attribute.module}".rstrip(".")))
         for name, why in result.whole.items():
             plan.whole[f"{block}.{name}"] = why
+
+
+def _plan_whole_modules(plan: ParallelPlan, model: nn.Module, tp: int) -> list[str]:
+    """nn.MultiheadAttention by its heads, and experts by the features inside of each; what can't be, in words."""
+    problems = []
+    for layer, name in whole_modules(model, tp):
+        if name in plan.layers or not _is_open(name, plan):
+            continue
+        if isinstance(layer, ValueError):
+            problems.append(str(layer).removeprefix("MegaTPStrategy: "))
+            continue
+        blocks = [block for block in plan.sequences if name.startswith(f"{block}.")]
+        dim = plan.sequences[blocks[0]].dim if blocks and layer.style.style == "attention" else None
+        plan.layers[name] = replace(layer, sequence_dim=dim)
+        plan.how[name] = "by its heads" if layer.style.style == "attention" else "inside of each expert"
+    counts = expert_counts(plan, dict(model.named_modules()))
+    held = {(a.module, a.attribute) for a in plan.attributes}
+    plan.attributes += [count for count in counts if (count.module, count.attribute) not in held]
+    return problems
 
 
 def _plan_tables(plan: ParallelPlan, model: nn.Module, tp: int) -> None:

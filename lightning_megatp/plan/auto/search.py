@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import nn
 
-from lightning_megatp.plan.auto.blocks import Block, Call, is_conv1d, is_linear
+from lightning_megatp.plan.auto.blocks import Block, Call, is_linear
 from lightning_megatp.plan.auto.influence import Candidate, deal, find_candidates
 from lightning_megatp.plan.auto.simulate import BlockPlan, NotFinite, Outcome, Reference
 from lightning_megatp.plan.auto.thin import ThinLinear, thin_copy
@@ -17,6 +17,7 @@ from lightning_megatp.plan.auto.tokens import sequence_dim
 from lightning_megatp.plan.ranges import Ranges, length
 from lightning_megatp.plan.resolve import AttributePlan, LayerPlan
 from lightning_megatp.plan.styles import Style
+from lightning_megatp.shim.transformers import is_conv1d
 
 _MOST_TRIALS = 40
 """Ways of dividing attributes that are tried for one region."""

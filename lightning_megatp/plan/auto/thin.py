@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_megatp.plan.auto.blocks import Call, copied, is_conv1d, is_linear
+from lightning_megatp.plan.auto.blocks import Call, copied, is_linear
 from lightning_megatp.shim.torch import tree_map
+from lightning_megatp.shim.transformers import is_conv1d
 
 RANK = 6
 """Columns of U and V."""

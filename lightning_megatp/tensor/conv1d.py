@@ -1,0 +1,71 @@
+"""Hugging Face's `transformers.pytorch_utils.Conv1D`, a linear layer that stores its weight as (in, out)."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_megatp.plan.ranges import Ranges, length
+from lightning_megatp.shim.transformers import is_conv1d
+from lightning_megatp.tensor.layers import (
+    ColumnParallel,
+    ColumnParallelLinear,
+    ParallelLayer,
+    RowParallel,
+    RowParallelLinear,
+)
+
+
+def column_kind(layer: nn.Module) -> type[ColumnParallel]:
+    """The column class for an nn.Linear or a Conv1D."""
+    original: Any = type(layer)
+    kind: type[ColumnParallel] = _combined(ColumnParallelConv1D, original) if is_conv1d(layer) else ColumnParallelLinear
+    return kind
+
+
+def row_kind(layer: nn.Module) -> type[RowParallel]:
+    """The row class for an nn.Linear or a Conv1D."""
+    original: Any = type(layer)
+    kind: type[RowParallel] = _combined(RowParallelConv1D, original) if is_conv1d(layer) else RowParallelLinear
+    return kind
+
+
+class _Transposed(ParallelLayer):
+    """Reads a weight (in, out) as (out, in). Weight gradients of such a view are computed at once, never put off."""
+
+    nf: int
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)
+
+    def _own(self, name: str, dim: int, by_rank: tuple[Ranges, ...] | None = None) -> Tensor:
+        if name != "weight":
+            return super()._own(name, dim, by_rank)
+        return super()._own(name, 1 - dim, by_rank).t()
+
+
+class ColumnParallelConv1D(_Transposed, ColumnParallel):
+    """weight (in, features of this rank), bias (features of this rank)."""
+
+    def _set_local_sizes(self) -> None:
+        super()._set_local_sizes()
+        vars(self).pop("out_features", None)  # here the name is nf
+        self.nf = self.nf if self.gather_output else length(self.ranges)
+
+
+class RowParallelConv1D(_Transposed, RowParallel):
+    """weight (features of this rank, out), bias (out)."""
+
+    nx: int
+
+    def _set_local_sizes(self) -> None:
+        super()._set_local_sizes()
+        vars(self).pop("in_features", None)  # here the name is nx
+        self.nx = self.nx if self.split_input else self._own_features
+
+
+@functools.cache
+def _combined(kind: Any, conv1d: Any) -> Any:
+    return type(kind.__name__, (kind, conv1d), {"__module__": __name__})
