@@ -32,7 +32,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     trace.set_defaults(run=_trace)
     for name, what in (
         ("plan", "what would be split and where, without starting ranks"),
-        ("verify", "compare the first batch, loss and every gradient, with the unsplit model, in float64 on real ranks"),
+        (
+            "verify",
+            "compare the first batch, loss and every gradient, with the unsplit model, in float64 on real ranks",
+        ),
     ):
         command = commands.add_parser(name, help=what, description=f"{what}.")
         command.add_argument("script", help="your training script; or --hf with a Hugging Face model's name or folder")

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from typing import Any
 
@@ -98,7 +98,7 @@ def _first_batch(loaders: Any) -> Any:
     if isinstance(loaders, DataLoader):
         return _of_loader(loaders)
     if isinstance(loaders, (dict, list, tuple)) and loaders and not _is_batches(loaders):
-        batches = tree_map(_first_batch, loaders)
+        batches: Any = tree_map(_first_batch, loaders)
         held = batches.values() if isinstance(batches, dict) else batches
         return None if any(batch is None for batch in held) else batches
     try:
@@ -109,7 +109,7 @@ def _first_batch(loaders: Any) -> Any:
 
 def _is_batches(loaders: Any) -> bool:
     """Whether this list holds batches rather than loaders."""
-    return isinstance(loaders, Sequence) and not all(isinstance(x, DataLoader) for x in loaders)
+    return isinstance(loaders, (list, tuple)) and not all(isinstance(x, DataLoader) for x in loaders)
 
 
 def _of_loader(loader: DataLoader[Any]) -> Any:

@@ -15,8 +15,8 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_megatp.commands import requested
 from lightning_megatp import MegaTPStrategy
+from lightning_megatp.commands import requested
 
 ROWS, TOKENS = 2, 16
 

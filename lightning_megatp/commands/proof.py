@@ -1,4 +1,4 @@
-"""What `megatp verify` changes about a run: float64, weights of unit scale, no randomness, nothing but the first batch."""
+"""What `megatp verify` changes about a run: float64, weights of unit scale, no randomness, only the first batch."""
 
 from __future__ import annotations
 

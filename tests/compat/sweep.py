@@ -4,8 +4,8 @@
 
 A family is *verified* if its own training step, in float64, with and without a padding mask, in training and in
 evaluation, gives the loss of the unsplit model and every gradient; the share is that of the blocks' parameters which is
-not on a rank. Models compute some things in float32 whatever their weights are; here those stay float64 on both sides, so
-that a difference is never rounding. A few families can't run in float64, and are compared in float32.
+not on a rank. Models compute some things in float32 whatever their weights are; here those stay float64 on both sides,
+so that a difference is never rounding. A few families can't run in float64, and are compared in float32.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_megatp import MeshShape, ParallelismPlugin, ParallelMesh
@@ -123,7 +122,9 @@ def _compare(parallel: ParallelModule, reference: Any, batch: dict[str, Any], dt
         if p.grad is None and q.grad is None:
             continue
         spec = parallel.spec(p)
-        grad = None if p.grad is None else p.grad if spec is None else gather_shards(p.grad, spec, parallel.context.group)
+        grad = (
+            None if p.grad is None else p.grad if spec is None else gather_shards(p.grad, spec, parallel.context.group)
+        )
         if grad is None or q.grad is None:
             error = float("inf") if (grad if q.grad is None else q.grad).any() else 0.0  # type: ignore[union-attr]
         else:

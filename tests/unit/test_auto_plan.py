@@ -18,7 +18,7 @@ from lightning_megatp.plan.auto.simulate import BlockPlan, Reference, SimulatedE
 from lightning_megatp.plan.auto.thin import ThinLinear, thin_copy
 from lightning_megatp.plan.ranges import length
 from lightning_megatp.plan.resolve import resolve
-from tests.unit.auto_models import HIDDEN, Block, Fused, FullNorm, Gated, Interleaved, Model, Separate, SideDoor
+from tests.unit.auto_models import HIDDEN, Block, FullNorm, Fused, Gated, Interleaved, Model, Separate, SideDoor
 
 X = torch.randn(2, 5, HIDDEN, generator=torch.Generator().manual_seed(0))
 

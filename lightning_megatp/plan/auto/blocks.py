@@ -61,7 +61,11 @@ def _computes_linear(module: nn.Module) -> bool:
     twin = copy.copy(module)
     weight, x = torch.linspace(-1, 1, 15).view(5, 3), torch.linspace(-2, 3, 24).view(2, 4, 3)
     bias = None if module.bias is None else torch.arange(5.0)
-    twin.__dict__ |= {"_parameters": {"weight": nn.Parameter(weight), "bias": bias}, "in_features": 3, "out_features": 5}
+    twin.__dict__ |= {
+        "_parameters": {"weight": nn.Parameter(weight), "bias": bias},
+        "in_features": 3,
+        "out_features": 5,
+    }
     with contextlib.suppress(Exception), torch.no_grad():
         wanted = torch.nn.functional.linear(x, weight, bias)
         results = [(twin.train(mode)(y), z) for mode in (True, False) for y, z in ((x, wanted), (x[0], wanted[0]))]
@@ -95,8 +99,7 @@ def kinds_of_blocks(module: nn.Module, names: Sequence[str] | None = None) -> li
         }
         for name, values in settings.items():
             kind = shape, tuple((key, repr(value)) for key, value in values.items() if key not in index_like)
-            block = kinds.setdefault(kind, Block(module.get_submodule(name)))
-            block.names.append(name)
+            kinds.setdefault(kind, Block(module.get_submodule(name))).names.append(name)
     return list(kinds.values())
 
 
@@ -169,10 +172,10 @@ class _Enough(BaseException):
 
 
 def copied(x: Any) -> Any:
-    """A copy of a tensor, a leaf, or of an object that a module may change (a cache); what can't be copied comes as it is."""
+    """A copy of a tensor, a leaf, or of an object that a module may change (a cache); what can't be copied, as it is."""
     if isinstance(x, Tensor):
         return x.detach().clone().requires_grad_(x.requires_grad)
-    if isinstance(x, _PLAIN) or isinstance(x, nn.Module):
+    if isinstance(x, (*_PLAIN, nn.Module)):
         return x
     try:
         return copy.deepcopy(x, {id(held): copied(held) for held in _tensors(x, set())})
@@ -249,7 +252,7 @@ def _settings(block: nn.Module) -> dict[str, Any]:
 @contextlib.contextmanager
 def without_logging(module: nn.Module) -> Iterator[None]:
     """Let `self.log` do nothing meanwhile."""
-    before = {name: module.__dict__[name] for name in ("log", "log_dict") if name in module.__dict__}
+    before: dict[str, Any] = {name: module.__dict__[name] for name in ("log", "log_dict") if name in module.__dict__}
     module.__dict__.update(log=_nothing, log_dict=_nothing)
     try:
         yield

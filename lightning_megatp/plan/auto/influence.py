@@ -1,13 +1,13 @@
 """Which layers belong together, and which of their features: read off gradients.
 
-A cotangent on one rank's share of a layer's input reaches, in the layers before it, exactly the features that this share
-is made of. If they are other features for every rank, the layer can be split by its input (a row), and those before it
-by these features (columns), whatever the code in between is called and however heads are packed.
+A cotangent on one rank's share of a layer's input reaches, in the layers before it, exactly the features that this
+share is made of. If they are other features for every rank, the layer can be split by its input (a row), and those
+before it by these features (columns), whatever the code in between is called and however heads are packed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -151,7 +151,9 @@ def _reach(
             cotangent = torch.zeros_like(x)
             for start, stop in ranges:
                 cotangent[..., start:stop] = torch.randn(*x.shape[:-1], stop - start, dtype=x.dtype) + 2
-            grads = torch.autograd.grad(x, [y for _, y in others], cotangent, retain_graph=True, allow_unused=True)
+            grads: Sequence[Tensor | None] = torch.autograd.grad(
+                x, [y for _, y in others], cotangent, retain_graph=True, allow_unused=True
+            )
             for (name, y), grad in zip(others, grads, strict=True):
                 if grad is None:
                     continue

@@ -1,8 +1,8 @@
 """Tensor ranks as threads of one process: a block's shards, run in step and compared with the whole block.
 
 The ranks' graphs are joined where they would communicate, so one backward gives the gradient of every shard. Where a
-real rank puts its backward collectives is not seen here; the marks of the regions (`tensor.lineage`) are, and they decide
-it.
+real rank puts its backward collectives is not seen here; the marks of the regions (`tensor.lineage`) are, and they
+decide it.
 """
 
 from __future__ import annotations

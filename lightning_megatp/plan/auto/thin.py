@@ -1,8 +1,8 @@
 """Thin copies of blocks: float64, unit-scale random values, and linear layers whose weights are of low rank.
 
-What a plan may split is a matter of which features meet, not of the weights' values. A layer y = U (V^T x) + b with a few
-random columns in U and V lets every output depend on every input, as a dense one does, at a vanishing cost: a block of
-a 7-billion-parameter model is probed in milliseconds, and needs none of its weights.
+What a plan may split is a matter of which features meet, not of the weights' values. A layer y = U (V^T x) + b with a
+few random columns in U and V lets every output depend on every input, as a dense one does, at a vanishing cost: a block
+of a 7-billion-parameter model is probed in milliseconds, and needs none of its weights.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ class ThinLinear(nn.Linear):
     Parameters: `left` U (out, r), `right` V (in, r), `bias` (out) or None.
     """
 
+    left: Tensor
+    right: Tensor
     split: Any = None
     """What a simulated rank does around it; see `simulate`."""
     record: list[tuple[Tensor, Tensor]] | None = None
@@ -36,7 +38,7 @@ class ThinLinear(nn.Linear):
 
     cut: bool = False
     """Whether its output is a leaf, while a probe looks at what lies between layers."""
-    touched = False
+    touched: bool = False
     """Whether something asked for the weight."""
 
     @property
@@ -123,8 +125,8 @@ def concrete(x: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def _make_thin(twin: nn.Module, layer: nn.Module, generator: torch.Generator) -> None:
-    features = layer.weight.shape if is_conv1d(layer) else layer.weight.shape[::-1]
-    inputs, outputs = int(features[0]), int(features[1])
+    shape = tuple(layer.get_parameter("weight").shape)
+    inputs, outputs = shape if is_conv1d(layer) else shape[::-1]
     twin.__class__ = ThinLinear
     assert isinstance(twin, ThinLinear)
     twin.in_features, twin.out_features = inputs, outputs

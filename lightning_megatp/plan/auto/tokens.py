@@ -6,7 +6,7 @@ must depend on token t only. Source: Korthikanti et al. 2022, section 4.2.2.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -68,7 +68,10 @@ def _is_local(target: Tensor, sources: list[Tensor], tokens: int, dim: int) -> b
     token = tokens // 2
     cotangent = torch.zeros_like(target)
     cotangent.select(dim, token).normal_()
-    for grad in torch.autograd.grad(target, sources, cotangent, retain_graph=True, allow_unused=True):
+    grads: Sequence[Tensor | None] = torch.autograd.grad(
+        target, sources, cotangent, retain_graph=True, allow_unused=True
+    )
+    for grad in grads:
         if grad is not None:
             others = grad.clone()
             others.select(dim, token).zero_()
