@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from lightning_megatp.commands import run_script
 from lightning_megatp.pipeline.drawing import draw_trace
 from lightning_megatp.pipeline.trace import Trace
 
+_HUGGING_FACE = str(Path(__file__).parent / "commands" / "huggingface.py")
+
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """`megatp trace run.json [--png [PATH]]`: what a recorded step says of its pipeline.
+    """`megatp plan SCRIPT ARGUMENTS`: what would be split. `megatp verify SCRIPT ARGUMENTS`: proof on real ranks. Both
+    also take `--hf MODEL --tp N` instead of a script. `megatp trace run.json [--png [PATH]]`: what a recorded step says
+    of its pipeline.
 
     Args:
         arguments: those of the command line, unless given.
@@ -24,8 +30,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--png", nargs="?", type=Path, const=Path(), metavar="PATH", help="draw it, by default beside the trace"
     )
     trace.set_defaults(run=_trace)
-    options = parser.parse_args(arguments)
+    for name, what in (
+        ("plan", "what would be split and where, without starting ranks"),
+        ("verify", "compare the first batch, loss and every gradient, with the unsplit model, in float64 on real ranks"),
+    ):
+        command = commands.add_parser(name, help=what, description=f"{what}.")
+        command.add_argument("script", help="your training script; or --hf with a Hugging Face model's name or folder")
+        command.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own arguments")
+        command.set_defaults(run=_run_script, command=name)
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if given[:1] in (["plan"], ["verify"]) and given[1:2] == ["--hf"]:
+        given[1:2] = [_HUGGING_FACE]
+    options = parser.parse_args(given)
     options.run(options)
+
+
+def _run_script(options: argparse.Namespace) -> None:
+    run_script(options.command, Path(options.script), options.arguments)
 
 
 def _trace(options: argparse.Namespace) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from lightning_megatp.mesh import ParallelMesh
 from lightning_megatp.messages import warn_once_per_run
 from lightning_megatp.module import ParallelModule
+from lightning_megatp.plan.auto.discover import discover, look
 from lightning_megatp.plan.resolve import LayerPlan, ParallelPlan, plain_name, resolve
 from lightning_megatp.plan.styles import Style, StyleLike
 from lightning_megatp.shim.torch import is_fake, tree_map
@@ -20,6 +21,7 @@ from lightning_megatp.tensor.context import Region, TensorContext
 from lightning_megatp.tensor.conv1d import column_kind, row_kind
 from lightning_megatp.tensor.experts import expert_kind
 from lightning_megatp.tensor.layers import HiddenParallelEmbedding, ParallelLayer, VocabParallelEmbedding
+from lightning_megatp.tensor.outside import LayerParameters
 from lightning_megatp.tensor.parameters import shard_
 from lightning_megatp.tensor.sequence import SequenceLayout, SequenceShard
 
@@ -34,16 +36,28 @@ class ParallelismPlugin:
     `finalize_gradients` (what is summed at the end of backward).
 
     Args:
-        plan: `{pattern: style}`, see `lightning_megatp.plan.styles`. None leaves every layer whole on every rank.
+        plan: `{pattern: style}`, see `lightning_megatp.plan.styles`; "auto" is short for `{"**": "auto"}`. None leaves
+            every layer whole on every rank.
         strict: raise where a warning would say that something stays whole.
     """
 
-    def __init__(self, plan: Mapping[str, StyleLike] | None = None, strict: bool = False) -> None:
+    def __init__(self, plan: Mapping[str, StyleLike] | str | None = None, strict: bool = False) -> None:
+        if isinstance(plan, str):
+            if plan != "auto":
+                raise ValueError(
+                    f'MegaTPStrategy: plan={plan!r}, but a plan is "auto" or a mapping {{pattern: style}}.'
+                )
+            plan = {"**": "auto"}
         self.plan = dict(plan or {})
         self.strict = strict
 
     def parallelize(
-        self, module: nn.Module, mesh: ParallelMesh, device: torch.device, sequence_parallel: bool = True
+        self,
+        module: nn.Module,
+        mesh: ParallelMesh,
+        device: torch.device,
+        sequence_parallel: bool = True,
+        example: Callable[[], Sequence[Callable[[], Any]]] | None = None,
     ) -> ParallelModule:
         """Give every rank rank 0's values, then swap the planned layers, in place.
 
@@ -51,6 +65,8 @@ class ParallelismPlugin:
             module: the whole model, the same structure on every rank. One that was swapped before, by the same plan at
                 the same tp, is taken as it is.
             device: where the parameters go, shard by shard.
+            example: gives calls of the user's step on one batch, none without a batch; asked for if the plan leaves
+                layers to `auto`.
 
         Raises:
             ValueError: the plan does not fit the model (see `plan.resolve.resolve`).
@@ -61,6 +77,8 @@ class ParallelismPlugin:
         if before is not None:
             return self._again(before, mesh, sequence_parallel)
         plan = self.resolve(module, mesh.size("tp"), sequence_parallel)
+        if plan.open and mesh.size("tp") > 1:
+            plan = self.discover(module, plan, () if example is None else example())
         if mesh.size("tp") > 1 and not plan.layers:
             self._warn_whole(module, mesh.size("tp"))
         context = TensorContext(mesh.group("tp"))
@@ -80,6 +98,32 @@ class ParallelismPlugin:
     def resolve(self, module: nn.Module, tp: int, sequence_parallel: bool) -> ParallelPlan:
         """What is split where; pure."""
         return resolve(self.plan, module, tp, sequence_parallel)
+
+    def discover(self, module: nn.Module, plan: ParallelPlan, steps: Sequence[Callable[[], Any]]) -> ParallelPlan:
+        """Plan what the plan leaves to `auto`, on global rank 0, for all.
+
+        Args:
+            module: the whole model.
+            plan: what `resolve` made.
+            steps: call the user's step on one batch. Every rank does, since a step may communicate.
+
+        Raises:
+            ValueError: with `strict`, where something stays whole.
+
+        Communication: one broadcast of the plan over the world.
+        """
+        kinds, problems = look(module, plan, steps)
+        found: list[Any] = [None, problems]
+        if dist.get_rank() == 0:
+            problems += discover(module, plan.tp, kinds, plan).problems
+            found = [plan, problems]
+        dist.broadcast_object_list(found, src=0)
+        plan, problems = found
+        if problems and self.strict:
+            raise ValueError(f"MegaTPStrategy: {'; '.join(problems)}. (strict=True)")
+        for problem in problems:
+            warn_once_per_run(problem)
+        return plan
 
     def swap(self, layer: nn.Module, plan: LayerPlan, context: TensorContext, region: Region | None) -> ParallelLayer:
         """Turn one layer into its parallel class, in place; its parameters are cut already."""
@@ -125,6 +169,7 @@ class ParallelismPlugin:
         whole_between: let `sequence` blocks return whole sequences, since pipeline stages send whole values.
         """
         modules = {plain_name(name): child for name, child in module.named_modules()}
+        self._watch_tied(module, plan, context)
         regions = {layer.region: Region(layer.region) for layer in plan.layers.values() if layer.region is not None}
         for layer in plan.layers.values():
             region = None if layer.region is None else regions[layer.region]
@@ -139,6 +184,16 @@ class ParallelismPlugin:
         for name in plan.token_local:
             modules[name].register_forward_pre_hook(_unwrap_tokens, with_kwargs=True)
             modules[name].register_forward_hook(_wrap_tokens, with_kwargs=True)
+
+    def _watch_tied(self, module: nn.Module, plan: ParallelPlan, context: TensorContext) -> None:
+        """A split parameter may also be an attribute of a module that is no layer (the bias of a head)."""
+        for name in plan.parameters:
+            owner = module.get_submodule(name.rpartition(".")[0])
+            if (
+                not isinstance(owner, (nn.Linear, nn.Embedding))
+                and plain_name(name.rpartition(".")[0]) not in plan.layers
+            ):
+                owner.__dict__["_parameters"] = LayerParameters(owner._parameters, context)
 
     def _again(self, before: ParallelModule, mesh: ParallelMesh, sequence_parallel: bool) -> ParallelModule:
         if before.context.size != mesh.size("tp") or before.context.rank != mesh.rank("tp"):

@@ -29,7 +29,11 @@ from lightning_megatp.checkpoint.stages import (
     own_optimizer_state,
     own_state_dict,
 )
+from lightning_megatp.commands import Done, requested
+from lightning_megatp.commands.proof import prepare
+from lightning_megatp.commands.show import print_plan
 from lightning_megatp.data import SameBatch
+from lightning_megatp.example import example_steps
 from lightning_megatp.failure import FailureWatch, ParentWatch
 from lightning_megatp.gradients.buckets import GradientBuckets
 from lightning_megatp.gradients.elementwise import check_elementwise
@@ -48,6 +52,7 @@ from lightning_megatp.pipeline.build import (
 from lightning_megatp.pipeline.pipeline import Pipeline
 from lightning_megatp.pipeline.schedule import make_schedule
 from lightning_megatp.pipeline.trace import StepTrace
+from lightning_megatp.plan.auto.discover import discover, look
 from lightning_megatp.plugin import ParallelismPlugin
 from lightning_megatp.randomness import gather_random_states, set_random_state, synchronize_random_state
 from lightning_megatp.report import print_layout
@@ -70,8 +75,9 @@ class MegaTPStrategyBase(_Base):
             devices (times nodes).
         pp: Pipeline-parallel size: how many ranks share the layers one after another.
         dp: Data-parallel size; by default what the devices leave.
-        plan: How each layer is split, `{pattern: style}`; see the documentation on plans. Short for
-            `parallelism=ParallelismPlugin(plan=...)`.
+        plan: How each layer is split: "auto" looks at one batch, probes the blocks of the model and proves what it
+            finds; or `{pattern: style}`, see the documentation on plans, where the style `auto` leaves a part to be
+            planned so; None splits nothing. Short for `parallelism=ParallelismPlugin(plan=...)`.
         sequence_parallel: False ignores the plan's `sequence` entries.
         microbatches: Into how many microbatches a batch is split when pp > 1; by default four per stage. More of them
             leave less of the time unused, and each of them less to compute at once.
@@ -105,7 +111,7 @@ class MegaTPStrategyBase(_Base):
         tp: int = 1,
         pp: int = 1,
         dp: int | None = None,
-        plan: dict[str, str | dict[str, Any]] | None = None,
+        plan: dict[str, str | dict[str, Any]] | str | None = "auto",
         sequence_parallel: bool = True,
         microbatches: int | None = None,
         schedule: str = "1f1b",
@@ -132,7 +138,7 @@ class MegaTPStrategyBase(_Base):
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
         )
-        if plan is not None and parallelism is not None:
+        if plan not in (None, "auto") and parallelism is not None:
             raise ValueError("MegaTPStrategy: give the plan either as `plan` or inside `parallelism`, not both.")
         if bucket_mb < 0:
             raise ValueError(f"MegaTPStrategy: bucket_mb={bucket_mb}, but a size is 0 or more MiB.")
@@ -192,12 +198,16 @@ class MegaTPStrategyBase(_Base):
     def _configure_launcher(self) -> None:
         environment = self.cluster_environment
         assert environment is not None
+        if requested() == "plan":
+            return  # this process alone looks at the model
         self._launcher = self.namespace.launcher(environment, self.num_processes, self.num_nodes)
 
     def setup_environment(self) -> None:
         super().setup_environment()
         environment = self.cluster_environment
         assert environment is not None
+        if requested() == "plan":
+            return
         environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
         environment.set_world_size(self.num_nodes * self.num_processes)
         rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
@@ -251,13 +261,21 @@ class MegaTPStrategyBase(_Base):
     def setup(self, trainer: Any) -> None:
         assert self.accelerator is not None and self.lightning_module is not None
         self.accelerator.setup(trainer)
-        mesh, module = self._mesh(), self.lightning_module
+        module = self.lightning_module
+        if requested() == "plan":
+            self._print_plan(trainer)
+        mesh = self._mesh()
         if trainer.state.fn == "fit" and self._layer_sync is not None:
             self._layer_sync.apply(module)  # Trainer(sync_batchnorm=True)
         self.model = self.precision_plugin.convert_module(module)
+        if requested() == "verify":
+            self._prepare_to_verify(trainer)
         if self.verify and trainer.state.fn == "fit" and self.parallelism.split_form(module) is None:
             self._first_batch = FirstBatch(module, keep=self.is_global_zero)
-        self.parallel = self.parallelism.parallelize(module, mesh, self.root_device, self.sequence_parallel)
+        example = functools.partial(example_steps, trainer, self.precision_plugin)
+        self.parallel = self.parallelism.parallelize(
+            module, mesh, self.root_device, self.sequence_parallel, example=example
+        )
         self.model_to_device()
         self.pipeline = self._make_pipeline(self.parallel, mesh)
         if (self.parallel.sharded or self.pp > 1) and (averaging := averaging_callback(trainer)) is not None:
@@ -277,6 +295,35 @@ class MegaTPStrategyBase(_Base):
         self._agree_on_precision()
         if self.summary and fitting and self.is_global_zero:
             print_layout(self.parallel, mesh, self.pipeline)
+
+    def _print_plan(self, trainer: Any) -> None:
+        """For `megatp plan`: what would be split, without ranks; then the process ends."""
+        module = self.lightning_module
+        assert module is not None
+        if self.tp == 1:
+            raise ValueError("megatp plan: tp=1 splits nothing. Add the size, e.g. --trainer.strategy.tp 2.")
+        plan = self.parallelism.resolve(module, self.tp, self.sequence_parallel)
+        results: list[Any] = []
+        problems: list[str] = []
+        if plan.open:
+            kinds, problems = look(module, plan, example_steps(trainer, self.precision_plugin))
+            found = discover(module, self.tp, kinds, plan)
+            results, problems = found.results, problems + found.problems
+        placement = make_schedule(self.pipeline_options.schedule, self.pp, 1, self.pipeline_options.virtual_stages)
+        print_plan(module, plan, results, problems, placement.stages if self.pp > 1 else 1)
+        raise Done(0)
+
+    def _prepare_to_verify(self, trainer: Any) -> None:
+        """For `megatp verify`: the first training batch, in float64, is compared; then all processes end."""
+        if self._mesh().size("dp") > 1:
+            raise ValueError(
+                f"megatp verify compares every gradient, at dp=1: use {self.tp * self.pp} devices (tp x pp), not"
+                f" {self.world_size}."
+            )
+        assert self.lightning_module is not None
+        prepare(trainer, self.lightning_module)
+        self._precision_plugin = self.namespace.double()
+        self.verify = True
 
     def _make_pipeline(self, parallel: ParallelModule, mesh: ParallelMesh) -> Pipeline | None:
         if parallel.pipeline is not None:
@@ -486,6 +533,9 @@ class MegaTPStrategyBase(_Base):
         scaled = getattr(self.precision_plugin, "scaler", None) is not None
         if first is not None and self._mesh().size("dp") == 1 and not self._accumulating and not scaled:
             first.compare_gradients(self.full_gradients())
+            if requested() == "verify":
+                self.barrier()
+                raise Done(0)
 
     def _finish_pipeline(self, pipeline: Pipeline, closure_loss: Tensor) -> Tensor:
         """The backward of a batch that went through the pipeline: its gradients are there, and are completed."""
@@ -650,10 +700,12 @@ class MegaTPStrategyBase(_Base):
 
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
-        if self._failure_watch is not None:
+        if self._failure_watch is not None and not isinstance(exception, Done):
             self._failure_watch.report(exception)
 
     def teardown(self) -> None:
+        if requested() == "plan":
+            return  # nothing was set up, and the model may be on meta
         super().teardown()
         if self.pipeline is not None:
             self.pipeline.close()

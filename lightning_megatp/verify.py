@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_megatp.commands import requested
+from lightning_megatp.commands.proof import print_errors
 from lightning_megatp.messages import warn_once_per_run
 from lightning_megatp.pipeline.pipeline import Pipeline
 
@@ -20,6 +22,10 @@ _RELATIVE = {torch.float64: 1e-9, torch.float32: 1e-4}
 """Largest relative difference of losses: sums in another order over the layers of a deep model."""
 _HALF = 2.0**-5
 """The same for bfloat16 and float16, also under autocast: a few roundings of 2^-9 per layer."""
+
+
+_PROOF = 1e-7
+"""The same in `megatp verify`: weights are float64, but a model may compute its loss or a norm in float32."""
 
 
 class FirstBatch:
@@ -93,6 +99,8 @@ class FirstBatch:
             else float("inf")
             for name, grad in expected.items()
         }
+        if requested() == "verify":
+            print_errors(errors, 10 * self._tolerance)
         worst = max(errors, key=errors.__getitem__)
         if not errors[worst] <= 10 * self._tolerance:
             raise RuntimeError(
@@ -104,6 +112,8 @@ class FirstBatch:
     @property
     def _tolerance(self) -> float:
         assert self._loss is not None
+        if requested() == "verify":
+            return _PROOF
         return _HALF if self._half else _RELATIVE[self._loss.dtype]
 
 

@@ -46,6 +46,8 @@ class LayerPlan:
     """Its split parameters, where they are not `weight` and `bias` as its style splits them."""
     once: tuple[str, ...] = ()
     """For experts: parameters that one rank adds to what is summed."""
+    global_sizes: bool = False
+    """Whether code between column and row sees the sizes of the whole (a `FeatureShard`)."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,12 @@ class ParallelPlan:
     token_local: list[str] = field(default_factory=list)
     parameters: dict[str, ShardedTensorSpec] = field(default_factory=dict)
     """Every name of every sharded parameter (tied parameters have several) -> its shards."""
+    open: list[str] = field(default_factory=list)
+    """Patterns of what is left to be planned automatically."""
+    how: dict[str, str] = field(default_factory=dict)
+    """Layers that were planned automatically -> how, in words."""
+    whole: dict[str, str] = field(default_factory=dict)
+    """Linear layers that were probed and stay whole -> why."""
 
 
 def resolve(plan: Mapping[str, StyleLike], model: nn.Module, tp: int, sequence_parallel: bool = True) -> ParallelPlan:
@@ -89,7 +97,9 @@ def resolve(plan: Mapping[str, StyleLike], model: nn.Module, tp: int, sequence_p
     found = ParallelPlan(tp, dict(plan), sequence_parallel)
     modules = {plain_name(name): module for name, module in model.named_modules(remove_duplicate=False)}
     for style in read_plan(plan):
-        if style.style in ("sequence", "token_local") and not sequence_parallel:
+        if style.style == "auto":
+            found.open.append(style.pattern)
+        elif style.style in ("sequence", "token_local") and not sequence_parallel:
             _names(style.pattern, modules)
         elif style.style == "divide":
             found.attributes += _divide(style, modules, tp)
@@ -108,7 +118,7 @@ def resolve(plan: Mapping[str, StyleLike], model: nn.Module, tp: int, sequence_p
     _check_heads(found, modules)
     found.attributes += _expert_counts(found, modules)
     _place(found)
-    found.parameters = _parameters(found, model)
+    found.parameters = parameter_specs(found, model)
     return found
 
 
@@ -468,7 +478,7 @@ def _parts_of(layer: LayerPlan, tp: int) -> list[tuple[Ranges, ...]]:
     return [shard_ranges(part, tp, 1, layer.unit) for part in _part_sizes(layer)]
 
 
-def _parameters(plan: ParallelPlan, model: nn.Module) -> dict[str, ShardedTensorSpec]:
+def parameter_specs(plan: ParallelPlan, model: nn.Module) -> dict[str, ShardedTensorSpec]:
     """The shards of every parameter name; tied names must agree."""
     modules = {plain_name(name): (name, module) for name, module in model.named_modules()}
     names: dict[int, list[str]] = {}
@@ -494,7 +504,8 @@ def _parameters(plan: ParallelPlan, model: nn.Module) -> dict[str, ShardedTensor
     for parameter_names in names.values():
         sharded = [name for name in parameter_names if name in specs]
         for name in parameter_names:
-            if sharded and name not in planned:
+            owner = model.get_submodule(name.rpartition(".")[0])
+            if sharded and name not in planned and isinstance(owner, (nn.Linear, nn.Embedding)):
                 source = next(n for n in sharded if n in planned)
                 raise ValueError(_tied(name, source, "split by the plan only at one of them"))
     return specs

@@ -72,6 +72,7 @@ _OPTIONS = {
     "divide": {"unit"},
     "sequence": {"dim", "input"},
     "token_local": set(),
+    "auto": set(),
 }
 STYLES = {
     "column": "nn.Linear: output features split; a `row` layer must consume them",
@@ -85,6 +86,7 @@ STYLES = {
     "divide": "an int attribute (of heads or features): becomes this rank's share",
     "sequence": "a block: its hidden states are split along the sequence between the layers above",
     "token_local": "a module that treats every token alike (your own RMSNorm): runs on the sequence shard",
+    "auto": "whatever the rest of the plan leaves open in there is probed and planned automatically; `**` for all",
 }
 
 

@@ -25,6 +25,8 @@ class Namespace:
     """`_SubprocessScriptLauncher`: what DDPStrategy starts its ranks with; there is no public name for it."""
     precision: Any
     """The base of all precision plugins, whose `pre_backward` calls the hooks and nothing else."""
+    double: Any
+    """The float64 precision plugin."""
     registry: Any
     """`StrategyRegistry`, for `Trainer(strategy="megatp")`."""
 
@@ -40,6 +42,7 @@ class Namespace:
             parallel_strategy=strategies.ParallelStrategy,
             launcher=subprocess_launcher(launchers._SubprocessScriptLauncher),
             precision=importlib.import_module(f"{name}.plugins.precision").Precision,
+            double=importlib.import_module(f"{name}.plugins.precision").DoublePrecision,
             registry=strategies.StrategyRegistry,
         )
 
@@ -57,3 +60,22 @@ def averaging_callback(trainer: Any) -> str | None:
         if getattr(callback, "_average_model", None) is not None:
             return type(callback).__name__
     return None
+
+
+def first_loaders(trainer: Any) -> Any:
+    """The loaders of the run that is about to start, as the user gave them; of several for evaluation, the first. They
+    are set up now rather than a moment later: the loop's own call finds it done. The loops keep them under a private
+    name."""
+    state = trainer.state.fn
+    loop = trainer.fit_loop if state == "fit" else getattr(trainer, f"{state}_loop")
+    loop.setup_data()
+    combined = loop._combined_loader
+    if combined is None:
+        return None
+    return combined.iterables if state == "fit" else next(iter(combined.flattened), None)
+
+
+def batch_hook(trainer: Any, name: str) -> Any:
+    """The hook on a batch's way to the device: the datamodule's if it has its own, else the module's. Only the private
+    selector knows which."""
+    return getattr(trainer._data_connector._datahook_selector.get_instance(name), name)

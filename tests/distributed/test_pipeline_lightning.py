@@ -578,7 +578,11 @@ SCRIPT = Path(__file__).parent / "failure_scripts" / "pipeline.py"
 
 @pytest.mark.parametrize(
     ("what", "point", "rank"),
-    [("raise", "backward", 0), ("kill", "forward", 0), ("kill", "backward", 1)],
+    [
+        ("raise", "backward", 0),
+        pytest.param("kill", "forward", 0, marks=pytest.mark.extended),
+        pytest.param("kill", "backward", 1, marks=pytest.mark.extended),
+    ],
 )
 def test_one_rank_ends_all_and_is_named(what: str, point: str, rank: int, tmp_path: Path) -> None:
     """In the middle of a schedule, where the others wait for its messages."""

@@ -20,8 +20,8 @@ LIMIT_S = 90  # importing Lightning twice on a busy machine included; from the s
         ("raise", "training_step", 1),
         ("kill", "training_step", 1),
         pytest.param("kill", "training_step", 0, marks=pytest.mark.extended),
-        ("raise", "save", 1),
-        ("raise", "on_train_end", 0),
+        pytest.param("raise", "save", 1, marks=pytest.mark.extended),
+        pytest.param("raise", "on_train_end", 0, marks=pytest.mark.extended),
     ],
 )
 def test_one_rank_ends_all_and_is_named(what: str, point: str, rank: int, tmp_path: Path) -> None:

@@ -37,8 +37,20 @@ class Case:
         return "-".join((*parts, f"clip_{self.clip}", f"length{self.length}"))
 
 
-FEWER = {**FACTORS, "precision": ("64-true", "32-true", "bf16-true", "bf16-mixed")}
-"""Without 16-mixed, which Lightning runs as bf16-mixed on a CPU."""
+FEWER = {**FACTORS, "tp": (2, 1), "precision": ("64-true", "32-true", "bf16-true", "bf16-mixed")}
+"""Without 16-mixed, which Lightning runs as bf16-mixed on a CPU, and without tp=4, of which FOUR has a few."""
+
+FOUR = [
+    Case("tied", tp=4, clip="norm", accumulate=2),
+    Case("uneven", tp=4, precision="bf16-mixed", length=7),
+    Case("grouped", tp=4, sequence=False, length=7),
+    Case("grouped_fused", tp=4, precision="32-true"),
+    Case("qk_norm", tp=4, precision="64-true", clip="norm"),
+    Case("swiglu_rms", tp=4, sequence=False, clip="value", length=1),
+    Case("mean_in_region", tp=4, length=1),
+    Case("encoder", tp=4, dp=2, accumulate=2, precision="bf16-true", length=7),
+]
+"""What four tensor ranks may do differently: uneven heads, heads that ranks share, sequences shorter than they are."""
 
 
 def every_case(models: Sequence[str], among: dict[str, Sequence[object]] = FACTORS) -> Iterator[Case]:

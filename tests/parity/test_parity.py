@@ -12,7 +12,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.conftest import CASES
-from tests.parity.cases import FEWER, Case, every_case, matrix, pairwise
+from tests.parity.cases import FEWER, FOUR, Case, every_case, matrix, pairwise
 from tests.parity.compare import ParityError, compare
 from tests.parity.parallel import fit_case, fit_ddp, setting_of
 from tests.parity.running import Run, Setting
@@ -29,7 +29,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             cases = [case for case in every_case(models) if str(case) == name]
             assert cases, f"no parity case is called {name}"
         else:
-            fewer = [*pairwise(models, among=FEWER), Case("tied", precision="16-mixed")]
+            fewer = [*pairwise(models, among=FEWER), *FOUR, Case("tied", precision="16-mixed")]
             cases = list(matrix(models)) if metafunc.config.getoption("--all-cases") else fewer
         cases.sort(key=lambda case: case.tp * case.dp)  # stable: one pool of processes after the other
         metafunc.parametrize("case", cases, ids=str)

@@ -115,8 +115,8 @@ CASES_4 = [
 CASES_8 = [
     Case("deep_tied", pp=4, tp=2, sequence=True, schedule="zb_v", microbatches=2, length=7),
     Case("tied", tp=2, dp=2, schedule="1f1b", microbatches=2, clip="norm", accumulate=2),
-    Case("deep_tied", pp=4, tp=2, schedule="zb_h1", microbatches=4),
 ]
+MORE_8 = [pytest.param(Case("deep_tied", pp=4, tp=2, schedule="zb_h1", microbatches=4), marks=pytest.mark.extended)]
 
 
 def fit_pipeline(rank: int, world_size: int, case: Case, options: dict[str, Any]) -> Run:
@@ -130,7 +130,7 @@ def fit_pipeline(rank: int, world_size: int, case: Case, options: dict[str, Any]
     return fit(case.setting, strategy, world_size, case.dp, whole_gradients)
 
 
-@pytest.mark.parametrize("case", [*CASES_2, *CASES_4, *CASES_8], ids=str)
+@pytest.mark.parametrize("case", [*CASES_2, *CASES_4, *CASES_8, *MORE_8], ids=str)
 def test_pipeline_parity(case: Case, reference: Reference, request: pytest.FixtureRequest) -> None:
     start = time.perf_counter()
     expected = reference(case.setting)

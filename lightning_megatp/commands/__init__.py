@@ -1,0 +1,56 @@
+"""`megatp plan` and `megatp verify`: a user's own script, run up to the point where its model would be split.
+
+The script starts as always and builds its Trainer. The strategy finds the command in the environment, so that the ranks
+which Lightning starts find it too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import runpy
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+_VARIABLE = "MEGATP_COMMAND"
+COMMANDS = ("plan", "verify")
+
+
+class Done(SystemExit):
+    """A command has done what it was asked to, in the middle of a Trainer's run; the process ends with its code."""
+
+
+def requested() -> str | None:
+    """The command that this process was started for: "plan", "verify" or None."""
+    command = os.environ.get(_VARIABLE)
+    return command if command in COMMANDS else None
+
+
+def run_script(command: str, script: Path, arguments: Sequence[str]) -> None:
+    """Run a user's script for a command, as `python script arguments` would.
+
+    Raises:
+        Done: when the command is done.
+        SystemExit: the script ended before a Trainer with this strategy was run.
+    """
+    with _as_main(command, [str(script), *arguments]):
+        runpy.run_path(str(script), run_name="__main__")
+    sys.exit(
+        f"megatp {command}: {script} ended before a Trainer with MegaTPStrategy at tp > 1 was run. Give the arguments"
+        " that make it train, e.g. `fit --config config.yaml --trainer.strategy.tp 2`."
+    )
+
+
+@contextlib.contextmanager
+def _as_main(command: str, argv: list[str]) -> Iterator[None]:
+    before = sys.argv, sys.path[0], os.environ.get(_VARIABLE)
+    sys.argv, sys.path[0], os.environ[_VARIABLE] = argv, str(Path(argv[0]).resolve().parent), command
+    try:
+        yield
+    finally:
+        sys.argv, sys.path[0] = before[:2]
+        if before[2] is None:
+            os.environ.pop(_VARIABLE, None)
+        else:
+            os.environ[_VARIABLE] = before[2]

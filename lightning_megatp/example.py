@@ -1,0 +1,132 @@
+"""One batch of a Trainer's own data, and one step on it: what a plan is probed with before training."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_megatp.pipeline.plan import tensors_in
+from lightning_megatp.pipeline.snapshot import Snapshot, random_state_kept
+from lightning_megatp.pipeline.split import batch_size, split_batch
+from lightning_megatp.plan.auto.blocks import without_logging
+from lightning_megatp.shim.lightning import batch_hook, first_loaders
+from lightning_megatp.shim.torch import tree_map
+
+_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+_ROWS = 2
+"""Rows of a batch that are tried out."""
+_STEPS = {"fit": "training_step", "validate": "validation_step", "test": "test_step", "predict": "predict_step"}
+
+
+def example_steps(trainer: Any, precision: Any) -> list[Callable[[], Any]]:
+    """Calls of the user's step on the first rows of the first batch, on the CPU; and, if that batch has a padding mask
+    which hides nothing, on the same rows with some hidden, since models take another path then.
+
+    Args:
+        trainer: about to run; its data is set up.
+        precision: its precision plugin.
+
+    Returns:
+        None of them if there is no batch to look at: data that can be iterated once only, or is empty.
+    """
+    module = trainer.lightning_module
+    step = getattr(module, _STEPS[trainer.state.fn])
+    with random_state_kept(), torch.no_grad():
+        batch = _first_batch(first_loaders(trainer))
+        if batch is None or "dataloader_iter" in inspect.signature(step).parameters:
+            return []
+        if (batch_size(batch) or 0) > _ROWS:
+            batch = split_batch(batch, -(-batch_size(batch) // _ROWS))[0]  # type: ignore[operator]
+        for hook in _HOOKS if not any(x.is_meta for x in tensors_in(batch)) else ():
+            device = (torch.device("cpu"),) if hook == "transfer_batch_to_device" else ()
+            batch = batch_hook(trainer, hook)(batch, *device, 0)
+        batch = precision.convert_input(batch)
+
+    def run(batch: Any) -> Any:
+        with random_state_kept(), untouched(module), without_logging(module), precision.forward_context():
+            return step(batch, *_indices(step))
+
+    return [functools.partial(run, x) for x in (batch, *_padded(batch))]
+
+
+def _padded(batch: Any) -> list[Any]:
+    """The batch with the end of its first row hidden by a mask that hid nothing."""
+    if not isinstance(batch, Mapping):
+        return []
+    masks = {k: x for k, x in batch.items() if "mask" in str(k) and isinstance(x, Tensor) and x.dim() == 2}
+    if not masks or any(x.is_meta or x.shape[1] < 2 or not bool((x == 1).all()) for x in masks.values()):
+        return []
+    hidden = copy.copy(batch)
+    for key, mask in masks.items():
+        hidden[key] = mask.clone()  # type: ignore[index]
+        hidden[key][0, -(mask.shape[1] // 4 or 1) :] = 0
+    return [hidden]
+
+
+def _indices(step: Callable[..., Any]) -> list[int]:
+    """The batch's and the loader's index, as far as a step takes them; their names are the user's."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    named = [x for x in inspect.signature(step).parameters.values() if x.kind in kinds]
+    return [0] * max(min(len(named) - 1, 2), 0)
+
+
+@contextlib.contextmanager
+def untouched(module: nn.Module) -> Iterator[None]:
+    """Leave the attributes and buffers of a module as they were found."""
+    snapshot = Snapshot(module)
+    buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+    try:
+        yield
+    finally:
+        snapshot.restore()
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+
+
+def _first_batch(loaders: Any) -> Any:
+    """The batch of one loader, or of each in a collection of them; None where one can't be looked at without loss."""
+    if isinstance(loaders, DataLoader):
+        return _of_loader(loaders)
+    if isinstance(loaders, (dict, list, tuple)) and loaders and not _is_batches(loaders):
+        batches = tree_map(_first_batch, loaders)
+        held = batches.values() if isinstance(batches, dict) else batches
+        return None if any(batch is None for batch in held) else batches
+    try:
+        return None if iter(loaders) is loaders else next(iter(loaders), None)
+    except TypeError:
+        return None
+
+
+def _is_batches(loaders: Any) -> bool:
+    """Whether this list holds batches rather than loaders."""
+    return isinstance(loaders, Sequence) and not all(isinstance(x, DataLoader) for x in loaders)
+
+
+def _of_loader(loader: DataLoader[Any]) -> Any:
+    """A loader's first batch, made here: its workers aren't started for it."""
+    dataset: Any = loader.dataset
+    if isinstance(dataset, IterableDataset):
+        rows = iter(dataset)
+        if rows is dataset:
+            return None
+        if loader.batch_size is None:
+            return loader.collate_fn(next(rows))
+        return loader.collate_fn(list(islice(rows, loader.batch_size)))
+    if loader.batch_sampler is None:
+        return loader.collate_fn(dataset[next(iter(loader.sampler))])
+    indices = next(iter(loader.batch_sampler), None)
+    if indices is None:
+        return None
+    fetch = getattr(dataset, "__getitems__", None)
+    rows = fetch(indices) if fetch is not None else [dataset[index] for index in indices]
+    return loader.collate_fn(rows)

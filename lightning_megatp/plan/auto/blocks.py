@@ -1,0 +1,272 @@
+"""The blocks of a model: the modules that repeat, each kind probed once, with the arguments one step gives them."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_megatp.plan.resolve import plain_name
+from lightning_megatp.shim.torch import tree_leaves, tree_map
+
+_LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+_PLAIN: tuple[type, ...] = (bool, int, float, str, type(None))
+
+
+@dataclass
+class Call:
+    """One call of a module."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def describe(self) -> Any:
+        """The shapes and types of what is given."""
+        return _describe((self.args, {key: x for key, x in self.kwargs.items() if x is not None}))
+
+
+@dataclass
+class Block:
+    """One kind of block."""
+
+    module: nn.Module
+    """The first of its kind."""
+    names: list[str] = field(default_factory=list)
+    """Of all modules of its kind; the first is `module`'s."""
+    calls: list[Call] = field(default_factory=list)
+    """What each step that was tried out calls it with; none if they don't."""
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether this is a linear layer with a weight of its own: an nn.Linear, Hugging Face's Conv1D, or a subclass of
+    nn.Linear that was seen to compute the same."""
+    if module._parameters.get("weight") is None:
+        return False
+    return type(module) is nn.Linear or is_conv1d(module) or _computes_linear(module)
+
+
+def _computes_linear(module: nn.Module) -> bool:
+    """Try a subclass of nn.Linear on a few numbers. One that holds anything else is not tried."""
+    if not isinstance(module, nn.Linear) or set(module._parameters) - {"weight", "bias"}:
+        return False
+    if module._buffers or module._modules or type(module).__module__.startswith("torch."):
+        return False
+    twin = copy.copy(module)
+    weight, x = torch.linspace(-1, 1, 15).view(5, 3), torch.linspace(-2, 3, 24).view(2, 4, 3)
+    bias = None if module.bias is None else torch.arange(5.0)
+    twin.__dict__ |= {"_parameters": {"weight": nn.Parameter(weight), "bias": bias}, "in_features": 3, "out_features": 5}
+    with contextlib.suppress(Exception), torch.no_grad():
+        wanted = torch.nn.functional.linear(x, weight, bias)
+        results = [(twin.train(mode)(y), z) for mode in (True, False) for y, z in ((x, wanted), (x[0], wanted[0]))]
+        return all(torch.allclose(found, z, atol=1e-6) for found, z in results)
+    return False
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Whether this is `transformers.pytorch_utils.Conv1D`: a linear layer whose weight is (in, out)."""
+    library = sys.modules.get("transformers.pytorch_utils")
+    return library is not None and type(module) is library.Conv1D
+
+
+def find_blocks(module: nn.Module) -> list[str]:
+    """The names of a module's blocks: in its lists, what holds two or more linear layers; outside of lists, the
+    outermost modules that do. A list inside of a block is opened if the block is little more than that list."""
+    return list(_blocks("", module, in_list=False))
+
+
+def kinds_of_blocks(module: nn.Module, names: Sequence[str] | None = None) -> list[Block]:
+    """Blocks by kind: same classes, shapes and settings. A setting that differs in every block (its index) does not
+    make kinds.
+
+    Args:
+        names: of the blocks; None for all.
+    """
+    shapes: dict[Any, dict[str, dict[str, Any]]] = {}
+    for name in find_blocks(module) if names is None else names:
+        block = module.get_submodule(name)
+        shapes.setdefault(_shape(block), {})[name] = _settings(block)
+    kinds: dict[Any, Block] = {}
+    for shape, settings in shapes.items():
+        index_like = {
+            key
+            for key in next(iter(settings.values()))
+            if len(settings) > 1 and len({repr(values.get(key)) for values in settings.values()}) == len(settings)
+        }
+        for name, values in settings.items():
+            kind = shape, tuple((key, repr(value)) for key, value in values.items() if key not in index_like)
+            block = kinds.setdefault(kind, Block(module.get_submodule(name)))
+            block.names.append(name)
+    return list(kinds.values())
+
+
+def capture_calls(module: nn.Module, kinds: list[Block], step: Callable[[], Any]) -> Exception | None:
+    """Run a step until each kind of block was called once, and keep what the first of each kind was called with.
+
+    Further blocks of a kind return what the first did, so that the cost is that of one block of each kind and of what
+    lies between them.
+
+    Args:
+        module: the whole.
+        kinds: each gets another entry in its `calls`.
+        step: calls the model, e.g. a training step on one batch. It is left once all kinds have been called.
+
+    Returns:
+        What the step raised, if it did.
+    """
+    waiting = {id(kind) for kind in kinds}
+    seen: dict[int, tuple[Any, Any]] = {}
+    handles = []
+
+    def make(kind: Block, target: nn.Module) -> Callable[..., Any]:
+        forward = target.forward
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            shape = _describe((args, kwargs))
+            if id(kind) in seen and seen[id(kind)][0] == shape:
+                return tree_map(copied, seen[id(kind)][1])
+            out = forward(*args, **kwargs)
+            return out
+
+        def first(*args: Any, **kwargs: Any) -> Any:
+            if id(kind) in seen:
+                return run(*args, **kwargs)
+            kind.calls.append(Call(*tree_map(copied, (args, kwargs))))
+            out = forward(*args, **kwargs)
+            seen[id(kind)] = _describe((args, kwargs)), tree_map(copied, out)
+            waiting.discard(id(kind))
+            if not waiting:
+                raise _Enough
+            return out
+
+        return first
+
+    for kind in kinds:
+        for name in kind.names:
+            target = module.get_submodule(name)
+            own = target.__dict__.get("forward")
+            handles.append((target, own))
+            target.__dict__["forward"] = make(kind, target)
+    try:
+        with torch.enable_grad():  # which values need a gradient matters
+            step()
+    except _Enough:
+        pass
+    except Exception as error:
+        return error.with_traceback(None)
+    finally:
+        for target, own in handles:
+            if own is None:
+                target.__dict__.pop("forward", None)
+            else:
+                target.__dict__["forward"] = own
+        gc.collect()  # a graph that lived on would remember the shapes of parameters before they are split
+    return None
+
+
+class _Enough(BaseException):
+    """All kinds of blocks were called."""
+
+
+def copied(x: Any) -> Any:
+    """A copy of a tensor, a leaf, or of an object that a module may change (a cache); what can't be copied comes as it is."""
+    if isinstance(x, Tensor):
+        return x.detach().clone().requires_grad_(x.requires_grad)
+    if isinstance(x, _PLAIN) or isinstance(x, nn.Module):
+        return x
+    try:
+        return copy.deepcopy(x, {id(held): copied(held) for held in _tensors(x, set())})
+    except Exception:
+        return x
+
+
+def _tensors(x: Any, seen: set[int]) -> Iterator[Tensor]:
+    """What an object holds, at any depth."""
+    if isinstance(x, Tensor):
+        yield x
+    elif not isinstance(x, (*_PLAIN, type, nn.Module)) and id(x) not in seen:
+        seen.add(id(x))
+        parts = x.values() if isinstance(x, dict) else x if isinstance(x, (list, tuple, set)) else ()
+        for part in (*parts, *getattr(x, "__dict__", {}).values()):
+            yield from _tensors(part, seen)
+
+
+def _describe(tree: Any) -> Any:
+    return [(tuple(x.shape), x.dtype) if isinstance(x, Tensor) else type(x) for x in tree_leaves(tree) if x is not None]
+
+
+def _blocks(name: str, module: nn.Module, in_list: bool) -> Iterator[str]:
+    if _weight(module) < 2:
+        return
+    children = [(f"{name}.{child}".lstrip("."), part) for child, part in module.named_children()]
+    is_list = isinstance(module, _LISTS) and type(module).forward in {kind.forward for kind in _LISTS}
+    if name == "" or is_list or (not in_list and _has_block_list(module)) or (in_list and _is_mostly_lists(module)):
+        found = [block for child, part in children for block in _blocks(child, part, in_list=is_list or in_list)]
+        if found or name == "" or isinstance(module, nn.ModuleList | nn.ModuleDict):
+            yield from found
+            return
+    yield name
+
+
+def _weight(module: nn.Module) -> int:
+    """Linear layers in a module; nn.MultiheadAttention counts as two."""
+    return sum(2 if type(child) is nn.MultiheadAttention else is_linear(child) for child in module.modules())
+
+
+def _inner_lists(module: nn.Module) -> Iterator[nn.Module]:
+    for child in module.children():
+        if isinstance(child, _LISTS):
+            yield child
+        else:
+            yield from _inner_lists(child)
+
+
+def _has_block_list(module: nn.Module) -> bool:
+    return any(_weight(item) >= 2 for inner in _inner_lists(module) for item in inner.children())
+
+
+def _is_mostly_lists(module: nn.Module) -> bool:
+    """Whether a module has lists of blocks, and outside of them at most one linear layer."""
+    lists = [inner for inner in _inner_lists(module) if any(_weight(item) >= 2 for item in inner.children())]
+    return bool(lists) and _weight(module) - sum(map(_weight, lists)) < 2
+
+
+def _shape(block: nn.Module) -> Any:
+    modules = tuple((name, type(child)) for name, child in block.named_modules())
+    parameters = tuple((name, tuple(p.shape), p.dtype) for name, p in block.named_parameters())
+    return type(block), modules, parameters
+
+
+def _settings(block: nn.Module) -> dict[str, Any]:
+    found = {}
+    for name, child in block.named_modules():
+        for key, value in vars(child).items():
+            if isinstance(value, _PLAIN) or (isinstance(value, tuple) and all(isinstance(x, _PLAIN) for x in value)):
+                found[f"{name}.{key}"] = value
+    return found
+
+
+@contextlib.contextmanager
+def without_logging(module: nn.Module) -> Iterator[None]:
+    """Let `self.log` do nothing meanwhile."""
+    before = {name: module.__dict__[name] for name in ("log", "log_dict") if name in module.__dict__}
+    module.__dict__.update(log=_nothing, log_dict=_nothing)
+    try:
+        yield
+    finally:
+        for name in ("log", "log_dict"):
+            module.__dict__.pop(name, None)
+        module.__dict__.update(before)
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    pass
+
+
+__all__ = ["Block", "Call", "capture_calls", "find_blocks", "is_conv1d", "is_linear", "kinds_of_blocks", "plain_name"]

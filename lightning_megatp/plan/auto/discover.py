@@ -1,0 +1,187 @@
+"""The plan of a whole model: the sources in order, for what a user's own plan leaves open."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import nn
+
+from lightning_megatp.plan.auto.blocks import Block, capture_calls, find_blocks, is_linear, kinds_of_blocks
+from lightning_megatp.plan.auto.huggingface import own_plan, plan_of_block
+from lightning_megatp.plan.auto.search import BlockResult, plan_block
+from lightning_megatp.plan.ranges import Ranges, split_evenly
+from lightning_megatp.plan.resolve import LayerPlan, ParallelPlan, parameter_specs
+from lightning_megatp.plan.styles import Style, matches
+
+_SMALL_TABLE = 0.005
+"""Embeddings and heads with a smaller share of the model's parameters stay whole."""
+
+
+@dataclass
+class Discovery:
+    """What was found, for people to read; the plan itself is a ParallelPlan."""
+
+    results: list[BlockResult] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    """What stays whole, or was not used, and why: to be said aloud."""
+
+
+def look(model: nn.Module, plan: ParallelPlan, steps: Sequence[Callable[[], Any]]) -> tuple[list[Block], list[str]]:
+    """The kinds of blocks that a plan leaves open, with what a step calls them with.
+
+    Args:
+        model: the unsplit model.
+        plan: what the user said; blocks with layers in it are left alone.
+        steps: each calls the model once, e.g. its training step on one batch; none if there is no batch.
+
+    Returns:
+        The kinds, and in words what went wrong.
+    """
+    names = [name for name in find_blocks(model) if _is_open(name, plan) and not _touched(name, plan)]
+    kinds = kinds_of_blocks(model, names)
+    if not steps:
+        return kinds, ["no batch could be looked at, so no block was probed"]
+    errors = [capture_calls(model, kinds, step) for step in steps]
+    if errors[0] is not None and not all(kind.calls for kind in kinds):
+        return kinds, [f"the step that was tried out raised {type(errors[0]).__name__}: {errors[0]}"]
+    return kinds, []
+
+
+def discover(model: nn.Module, tp: int, kinds: Sequence[Block], plan: ParallelPlan) -> Discovery:
+    """Plan what a user's plan leaves open.
+
+    Args:
+        model: the unsplit model; parameters may be on meta.
+        tp: size of the tensor axis, above 1.
+        kinds: from `look`.
+        plan: what the user said; it is extended.
+    """
+    found = Discovery()
+    own, problem = own_plan(model)
+    found.problems += [problem] if problem else []
+    for kind in kinds:
+        trusted = plan_of_block(own, kind.names[0], kind.module, tp) if own else None
+        result = plan_block(kind, tp, trusted)
+        found.results.append(result)
+        _spread(plan, result)
+    _plan_tables(plan, model, tp)
+    _agree_on_ties(plan, model, tp)
+    plan.parameters = parameter_specs(plan, model)
+    found.problems += _what_stays_whole(found.results)
+    return found
+
+
+def _is_open(name: str, plan: ParallelPlan) -> bool:
+    """Whether a module, or one that holds it, matches a pattern of the style `auto`."""
+    parts = name.split(".")
+    above = [".".join(parts[: i + 1]) for i in range(len(parts))]
+    return any(matches(pattern, module) for pattern in plan.open for module in above)
+
+
+def _touched(block: str, plan: ParallelPlan) -> bool:
+    """Whether the user's plan says something about a block's inside."""
+    names = [*plan.layers, *(attribute.module for attribute in plan.attributes)]
+    return any(f"{name}.".startswith(f"{block}.") for name in names)
+
+
+def _spread(plan: ParallelPlan, result: BlockResult) -> None:
+    """Give every block of a kind what was found for the first."""
+    dim = result.sequence_dim if plan.sequence_parallel else None
+    for block in result.block.names:
+        if dim is not None:
+            plan.sequences[block] = Style(block, "sequence", dim=dim)
+        for name, layer in result.plan.layers.items():
+            full = f"{block}.{name}"
+            region = None if layer.region is None else f"{block}.{layer.region}".rstrip(".")
+            style = replace(layer.style, pattern=full)
+            rows_dim = dim if layer.style.style == "row" else None
+            plan.layers[full] = replace(layer, name=full, region=region, style=style, sequence_dim=rows_dim)
+            plan.how[full] = result.how[name]
+        for attribute in result.plan.attributes:
+            plan.attributes.append(replace(attribute, module=f"{block}.{attribute.module}".rstrip(".")))
+        for name, why in result.whole.items():
+            plan.whole[f"{block}.{name}"] = why
+
+
+def _plan_tables(plan: ParallelPlan, model: nn.Module, tp: int) -> None:
+    """Large embeddings by their rows, and large linear layers outside of blocks by their outputs."""
+    total = sum(p.numel() for p in model.parameters())
+    inside = tuple(f"{name}." for name in find_blocks(model))
+    for name, child in model.named_modules():
+        if (
+            name in plan.layers
+            or not _is_open(name, plan)
+            or (not isinstance(child, (nn.Linear, nn.Embedding)) and not is_linear(child))
+        ):
+            continue
+        weight = child._parameters.get("weight")
+        if weight is None or weight.numel() < _SMALL_TABLE * total or weight.shape[0] < tp:
+            continue
+        if type(child) is nn.Embedding and _can_split(child):
+            _add(plan, name, "vocab", _even(child.num_embeddings, tp), "by its rows")
+        elif is_linear(child) and not f"{name}.".startswith(inside):
+            _add(plan, name, "column_gather", _even(child.out_features, tp), "outside of blocks")
+
+
+def _can_split(table: nn.Embedding) -> bool:
+    return not (table.sparse or table.max_norm or table.scale_grad_by_freq)
+
+
+def _agree_on_ties(plan: ParallelPlan, model: nn.Module, tp: int) -> None:
+    """Layers that share a weight are split alike, or all stay whole."""
+    modules = dict(model.named_modules())
+    holders: dict[int, list[str]] = {}
+    for name, child in modules.items():
+        weight = child._parameters.get("weight")
+        if weight is not None:
+            holders.setdefault(id(weight), []).append(name)
+    for names in holders.values():
+        split = [name for name in names if name in plan.layers]
+        if not split or len(names) == 1:
+            continue
+        styles = {name: _tied_style(modules[name]) for name in names}
+        if all(styles.values()) and all(plan.layers[name].style.style in ("vocab", "column_gather") for name in split):
+            rows = _even(modules[names[0]].weight.shape[0], tp)
+            for name in names:
+                _add(plan, name, str(styles[name]), rows, "tied")
+        elif len(split) < len(names) or len({plan.layers[name].by_rank for name in split}) > 1:
+            for name in split:
+                _drop_region(plan, name, f"it shares its weight with {', '.join(n for n in names if n != name)}")
+
+
+def _tied_style(module: nn.Module) -> str | None:
+    if type(module) is nn.Embedding and _can_split(module):
+        return "vocab"
+    return "column_gather" if type(module) is nn.Linear else None
+
+
+def _drop_region(plan: ParallelPlan, name: str, why: str) -> None:
+    region = plan.layers[name].region
+    dropped = [n for n, layer in plan.layers.items() if n == name or (region is not None and layer.region == region)]
+    for other in dropped:
+        del plan.layers[other]
+        plan.how.pop(other, None)
+        plan.whole[other] = why
+    plan.attributes = [a for a in plan.attributes if region is None or a.module != region]
+
+
+def _add(plan: ParallelPlan, name: str, style: str, by_rank: tuple[Ranges, ...], how: str) -> None:
+    plan.layers[name] = LayerPlan(name, Style(name, style), by_rank)
+    plan.how[name] = how
+    plan.whole.pop(name, None)
+
+
+def _even(size: int, tp: int) -> tuple[Ranges, ...]:
+    return tuple((piece,) for piece in split_evenly(size, tp))
+
+
+def _what_stays_whole(results: Iterable[BlockResult]) -> list[str]:
+    said = []
+    for result in results:
+        if result.problem is not None:
+            count = f" (and {len(result.block.names) - 1} more)" if len(result.block.names) > 1 else ""
+            done = "is split layer by layer, and gathered" if result.plan.layers else "stays whole"
+            said.append(f"`{result.block.names[0]}`{count} {done}: {result.problem}")
+    return said

@@ -1,0 +1,55 @@
+"""Blocks without randomness and without rounding: probing and proving compare numbers in float64."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from lightning_megatp.tensor.functions import operation_name, operation_names
+
+_DROPOUT = operation_names("dropout alpha_dropout feature_alpha_dropout dropout1d dropout2d dropout3d dropout_")
+_RANDOM_IN_PLACE = operation_names("bernoulli_ uniform_ normal_ random_ exponential_")
+_RANDOM = operation_names("rand randn rand_like randn_like")
+_CASTS = operation_names("float half bfloat16")
+_NARROW = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class _Exact(TorchFunctionMode):
+    """Dropout keeps everything, other random numbers are one half, and what asks for a narrower float gets float64:
+    a norm that computes in float32 would hide differences below 1e-7."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = {key: _wide(x) if key == "dtype" else x for key, x in (kwargs or {}).items()}
+        name = operation_name(func)
+        if name in _DROPOUT and args:
+            return args[0]
+        if name == "scaled_dot_product_attention":
+            args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
+            kwargs |= {"dropout_p": 0.0} if "dropout_p" in kwargs else {}
+        elif name in ("to", "type", "softmax", "log_softmax"):
+            args = tuple(map(_wide, args))
+        elif name in _CASTS:
+            return args[0].double()
+        elif name in _RANDOM_IN_PLACE and isinstance(args[0], Tensor):
+            return args[0].fill_(1)
+        elif name in _RANDOM:
+            return torch.zeros_like(func(*args, **kwargs)) + 0.5
+        return func(*args, **kwargs)
+
+
+def _wide(x: Any) -> Any:
+    return torch.float64 if isinstance(x, torch.dtype) and x in _NARROW else x
+
+
+@contextlib.contextmanager
+def exact() -> Iterator[None]:
+    """Around a block's run."""
+    with _Exact():
+        yield

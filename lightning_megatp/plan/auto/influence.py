@@ -1,0 +1,179 @@
+"""Which layers belong together, and which of their features: read off gradients.
+
+A cotangent on one rank's share of a layer's input reaches, in the layers before it, exactly the features that this share
+is made of. If they are other features for every rank, the layer can be split by its input (a row), and those before it
+by these features (columns), whatever the code in between is called and however heads are packed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from lightning_megatp.plan.auto.blocks import Call
+from lightning_megatp.plan.auto.exact import exact
+from lightning_megatp.plan.auto.thin import ThinLinear, concrete_call
+from lightning_megatp.plan.ranges import Ranges, merge, split_evenly
+
+_ROUNDS = 3
+"""Probes with other values: a dead unit's gradient is zero by chance."""
+
+
+@dataclass
+class Candidate:
+    """A row layer with the column layers that feed it."""
+
+    row: str
+    by_rank: tuple[Ranges, ...]
+    unit: int
+    """Input features of the row that stay together: the size of a head, or 1."""
+    columns: dict[str, tuple[Ranges, ...]] = field(default_factory=dict)
+    copies: dict[str, float] = field(default_factory=dict)
+    """On how many ranks each column's features are on average: 1, or more for key-value heads that ranks share."""
+
+
+@dataclass
+class Influence:
+    """What a probe found."""
+
+    candidates: list[Candidate] = field(default_factory=list)
+    reasons: dict[str, str] = field(default_factory=dict)
+    """Layer -> why it is in no candidate."""
+
+
+def find_candidates(twin: nn.Module, call: Call, tp: int) -> Influence:
+    """Probe a thin copy of a block.
+
+    Args:
+        twin: from `thin_copy`.
+        call: what a step calls it with.
+        tp: number of tensor ranks.
+    """
+    layers = {name: child for name, child in twin.named_modules() if isinstance(child, ThinLinear)}
+    found = Influence()
+    rows = [name for name, layer in layers.items() if layer.in_features >= tp]
+    sums: dict[str, _Row] = {}
+    for seed in range(_ROUNDS):
+        for name, row in _probe(twin, layers, rows, call, tp, seed).items():
+            if name in sums:
+                sums[name].add(row)
+            else:
+                sums[name] = row
+    taken: set[str] = set()
+    for name, row in sums.items():
+        candidate = row.candidate(name, tp, taken, found.reasons)
+        if candidate is not None:
+            found.candidates.append(candidate)
+            taken |= {name, *candidate.columns}
+    for name in layers:
+        if name not in taken:
+            found.reasons.setdefault(name, "its features mix with others before a layer could take them")
+        else:
+            found.reasons.pop(name, None)
+    return found
+
+
+@dataclass
+class _Row:
+    """Reached features of the layers before a row, for each way of dealing out its input."""
+
+    features: int
+    reached: dict[int, dict[str, list[Tensor]]]
+    """unit -> column -> for each rank a mask over the column's features."""
+
+    def add(self, other: _Row) -> None:
+        for unit, columns in other.reached.items():
+            for name, masks in columns.items():
+                if name in self.reached[unit]:
+                    masks = [a | b for a, b in zip(self.reached[unit][name], masks, strict=True)]
+                self.reached[unit][name] = masks
+
+    def candidate(self, name: str, tp: int, taken: set[str], reasons: dict[str, str]) -> Candidate | None:
+        """The way of dealing out this row's input that repeats the fewest features on several ranks."""
+        if name in taken:
+            return None
+        found = []
+        for unit, columns in self.reached.items():
+            candidate = Candidate(name, deal(self.features, tp, unit), unit)
+            for column, masks in columns.items():
+                if column not in taken and not all(bool(mask.all()) for mask in masks):
+                    _add_column(candidate, column, masks)
+            if any(copies < 2 for copies in candidate.copies.values()):
+                found.append(candidate)
+        if self.reached and not found:
+            reasons[name] = "no way of dealing out its input leaves each rank features of its own"
+        return min(found, key=lambda candidate: sum(candidate.copies.values()), default=None)
+
+
+def _add_column(found: Candidate, column: str, masks: list[Tensor]) -> None:
+    count = torch.stack([mask.int() for mask in masks]).sum(0)
+    if bool((count == 0).any()) or any(not bool(mask.any()) for mask in masks):
+        return
+    found.columns[column] = tuple(_ranges(mask) for mask in masks)
+    found.copies[column] = float(count.double().mean())
+
+
+def _probe(
+    twin: nn.Module, layers: dict[str, ThinLinear], rows: list[str], call: Call, tp: int, seed: int
+) -> dict[str, _Row]:
+    call = concrete_call(call, seed, noise=0.5 * seed)
+    for layer in layers.values():
+        layer.record = []
+    try:
+        with torch.enable_grad(), exact():
+            twin(*call.args, **call.kwargs)
+        outputs = {name: [y for _, y in layer.record or () if y.requires_grad] for name, layer in layers.items()}
+        inputs = {name: [x for x, _ in layer.record or ()] for name, layer in layers.items()}
+    finally:
+        for layer in layers.values():
+            layer.record = None
+    found = {}
+    for name in rows:
+        if len(inputs[name]) == 1 and inputs[name][0].requires_grad:
+            others = [(other, y) for other, ys in outputs.items() if other != name for y in ys]
+            if not others:
+                continue
+            reached = dict(_reach(inputs[name][0], others, tp, twin))
+            if any(reached.values()):
+                found[name] = _Row(layers[name].in_features, reached)
+    return found
+
+
+def _reach(
+    x: Tensor, others: list[tuple[str, Tensor]], tp: int, twin: nn.Module
+) -> Iterator[tuple[int, dict[str, list[Tensor]]]]:
+    for unit in _units(x.shape[-1], tp, twin):
+        masks: dict[str, list[Tensor]] = {}
+        for rank, ranges in enumerate(deal(x.shape[-1], tp, unit)):
+            cotangent = torch.zeros_like(x)
+            for start, stop in ranges:
+                cotangent[..., start:stop] = torch.randn(*x.shape[:-1], stop - start, dtype=x.dtype) + 2
+            grads = torch.autograd.grad(x, [y for _, y in others], cotangent, retain_graph=True, allow_unused=True)
+            for (name, y), grad in zip(others, grads, strict=True):
+                if grad is None:
+                    continue
+                mask = grad.reshape(-1, y.shape[-1]).abs().amax(0) > 0
+                held = masks.setdefault(name, [torch.zeros_like(mask) for _ in range(tp)])
+                held[rank] = held[rank] | mask
+        yield unit, {name: held for name, held in masks.items() if any(bool(mask.any()) for mask in held)}
+
+
+def _units(features: int, tp: int, twin: nn.Module) -> list[int]:
+    """Sizes of heads to try: equal shares first, then numbers that the modules themselves hold."""
+    held = {value for child in twin.modules() for value in vars(child).values() if type(value) is int}
+    sizes = {n for value in held for n in (value, features // value if value and features % value == 0 else 0)}
+    possible = sorted(n for n in sizes if 1 < n < features and features % n == 0 and features // n >= tp)
+    return [1, *(n for n in possible if (features // n) % tp)][:8]
+
+
+def deal(features: int, tp: int, unit: int) -> tuple[Ranges, ...]:
+    """Features in units, dealt to the ranks."""
+    pieces = split_evenly(features // unit, tp)
+    return tuple(((start * unit, stop * unit),) if stop > start else () for start, stop in pieces)
+
+
+def _ranges(mask: Tensor) -> Ranges:
+    return merge([(i, i + 1) for i in torch.nonzero(mask).flatten().tolist()])

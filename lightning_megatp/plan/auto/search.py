@@ -1,0 +1,239 @@
+"""From what a probe found to a plan of one kind of block that was proven to compute the same."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from torch import nn
+
+from lightning_megatp.plan.auto.blocks import Block, Call, is_conv1d, is_linear
+from lightning_megatp.plan.auto.influence import Candidate, deal, find_candidates
+from lightning_megatp.plan.auto.simulate import BlockPlan, NotFinite, Outcome, Reference
+from lightning_megatp.plan.auto.thin import ThinLinear, thin_copy
+from lightning_megatp.plan.auto.tokens import sequence_dim
+from lightning_megatp.plan.ranges import Ranges, length
+from lightning_megatp.plan.resolve import AttributePlan, LayerPlan
+from lightning_megatp.plan.styles import Style
+
+_MOST_TRIALS = 40
+"""Ways of dividing attributes that are tried for one region."""
+_SMALL = 0.02
+"""Layers with a smaller share of a block's linear weights aren't worth a collective of their own."""
+
+
+@dataclass
+class BlockResult:
+    """What was found for one kind of block."""
+
+    block: Block
+    plan: BlockPlan = field(default_factory=BlockPlan)
+    how: dict[str, str] = field(default_factory=dict)
+    """Layer -> in words, how it is split."""
+    whole: dict[str, str] = field(default_factory=dict)
+    """Layer -> why it stays whole."""
+    problem: str | None = None
+    """Why nothing could be probed, or proven; its layers are then split one by one."""
+    errors: dict[str, float] = field(default_factory=dict)
+    gathers: dict[str, int] = field(default_factory=dict)
+    sequence_dim: int | None = None
+    """The dim of the hidden states that may be divided between regions."""
+
+
+def plan_block(block: Block, tp: int, trusted: BlockPlan | None = None) -> BlockResult:
+    """Find and prove a plan for one kind of block.
+
+    Args:
+        block: with its calls.
+        tp: number of tensor ranks.
+        trusted: what a model's own plan says about its layers; tried first, and proven like any other.
+
+    Returns:
+        What was found. Where a block can't be probed, its layers are split one by one and gathered, which computes the
+        same whatever the block does with them.
+    """
+    result = BlockResult(block)
+    if not block.calls:
+        return _one_by_one(result, tp, "the step that was tried out does not call it")
+    try:
+        twin, references = _thin_references(block, result)
+        influence = find_candidates(copy.deepcopy(twin), block.calls[0], tp)
+    except Exception as error:
+        text = str(error).splitlines()
+        return _one_by_one(result, tp, f"it can't be probed ({type(error).__name__}: {text[0] if text else ''})")
+    search = _Search(twin, references, tp, result)
+    if trusted is None or not search.accept(trusted, "as the model's own plan says"):
+        for candidate in influence.candidates:
+            search.region(candidate)
+        result.whole.update(influence.reasons)
+    search.gather_the_rest()
+    outcome = search.prove(result.plan)
+    if not outcome.holds:
+        return _one_by_one(BlockResult(block), tp, f"its parts together do not compute the same ({outcome.error})")
+    result.errors, result.gathers = outcome.errors, outcome.gathers
+    for name in result.plan.layers:
+        result.whole.pop(name, None)
+    result.sequence_dim = sequence_dim(twin, block.calls[0], result.plan.layers)
+    return result
+
+
+def _one_by_one(result: BlockResult, tp: int, why: str) -> BlockResult:
+    """Split every layer of a block by its outputs, and gather them."""
+    result.problem = why
+    layers = {name: child for name, child in result.block.module.named_modules() if is_linear(child)}
+    sizes = {name: child.weight.numel() for name, child in layers.items()}
+    for name, child in layers.items():
+        outputs = child.weight.shape[1 if is_conv1d(child) else 0]
+        if outputs >= tp and sizes[name] >= _SMALL * sum(sizes.values()):
+            result.plan.layers[name] = _gathered(name, outputs, tp)
+            result.how[name] = f"gathered: {why}"
+    return result
+
+
+def _gathered(name: str, outputs: int, tp: int) -> LayerPlan:
+    return LayerPlan(name, Style(name, "column_gather"), deal(outputs, tp, 1))
+
+
+def _thin_references(block: Block, result: BlockResult) -> tuple[nn.Module, list[Reference]]:
+    """A thin copy, and what it computes. Where a block uses the weight of a linear layer otherwise than by calling it,
+    that layer stays as it is."""
+    twin = thin_copy(block.module, seed=0)
+    try:
+        return twin, list(_references(twin, block.calls))
+    except NotFinite as error:
+        dense = [name for name, child in error.ran.named_modules() if isinstance(child, ThinLinear) and child.touched]
+        if not dense:
+            raise
+        result.whole.update(dict.fromkeys(dense, "the block uses its weight otherwise than by calling it"))
+        twin = thin_copy(block.module, seed=0, dense=dense)
+        return twin, list(_references(twin, block.calls))
+
+
+def _references(twin: nn.Module, calls: Sequence[Call]) -> Iterator[Reference]:
+    """Training and evaluation; other calls, if they differ in more than values; and the first without its masks, where
+    the block runs without them."""
+    for train in (True, False):
+        yield Reference(twin, calls[0], train)
+    seen = [calls[0].describe()]
+    for call in calls[1:]:
+        if call.describe() not in seen:
+            seen.append(call.describe())
+            yield Reference(twin, call)
+    for call in calls:
+        masks = [key for key, x in call.kwargs.items() if "mask" in key and x is not None]
+        bare = Call(call.args, {**call.kwargs, **dict.fromkeys(masks)})
+        if masks and bare.describe() not in seen:
+            seen.append(bare.describe())
+            try:
+                yield Reference(twin, bare)
+            except Exception:
+                continue  # it needs them
+
+
+class _Search:
+    def __init__(self, twin: nn.Module, references: Sequence[Reference], tp: int, result: BlockResult) -> None:
+        self.twin, self.references, self.tp, self.result = twin, references, tp, result
+        self.layers = {name: child for name, child in twin.named_modules() if isinstance(child, ThinLinear)}
+        self.trials = 0
+
+    def prove(self, plan: BlockPlan) -> Outcome:
+        """The first outcome that does not hold, or the last one."""
+        outcome = Outcome("nothing was compared")
+        self.trials += 1
+        for reference in self.references:
+            outcome = reference.compare(plan, self.tp)
+            if not outcome.holds:
+                break
+        return outcome
+
+    def accept(self, plan: BlockPlan, how: str) -> bool:
+        """Add a plan to the block's if it is proven to hold."""
+        outcome = self.prove(plan)
+        if outcome.holds:
+            self.result.plan = self.result.plan.merged(plan)
+            self.result.how.update(dict.fromkeys(plan.layers, how))
+        return outcome.holds
+
+    def region(self, candidate: Candidate) -> None:
+        """Try a region as it is, then with attributes divided, then with global sizes."""
+        plan = _region_plan(candidate)
+        first = self.prove(plan)
+        if first.holds:
+            self.accept(plan, "as it is")
+            return
+        for attributes in self._attributes(candidate):
+            divided = BlockPlan(plan.layers, list(attributes))
+            if self.prove(divided).holds:
+                names = ", ".join(f"{a.module}.{a.attribute}".lstrip(".") for a in attributes)
+                self.accept(divided, f"with {names} divided")
+                return
+        tracked = {name: replace(layer, global_sizes=True) for name, layer in plan.layers.items()}
+        last = self.prove(BlockPlan(tracked))
+        if last.holds:
+            gathers = ", ".join(last.gathers)
+            self.accept(BlockPlan(tracked), "with global sizes" + (f", gathered for {gathers}" if gathers else ""))
+            return
+        for name in plan.layers:
+            self.result.whole[name] = f"split, the block does not compute the same: {last.error}"
+
+    def gather_the_rest(self) -> None:
+        """Layers in no region: outputs split and gathered, which is right wherever they are."""
+        sizes = {name: layer.in_features * layer.out_features for name, layer in self.layers.items()}
+        for name, layer in self.layers.items():
+            if name in self.result.plan.layers or sizes[name] < _SMALL * sum(sizes.values()):
+                continue
+            if layer.out_features < self.tp:
+                continue
+            plan = BlockPlan({name: _gathered(name, layer.out_features, self.tp)})
+            self.accept(plan, f"gathered: {self.result.whole.get(name, '')}")
+
+    def _attributes(self, candidate: Candidate) -> Iterator[tuple[AttributePlan, ...]]:
+        shares = self._shares(candidate)
+        above = {""} | {
+            ".".join(name.split(".")[:i])
+            for name in (candidate.row, *candidate.columns)
+            for i in range(1, name.count(".") + 1)
+        }
+        found = [
+            AttributePlan(module, key, share)
+            for module in sorted(above, key=len, reverse=True)
+            for key, value in vars(self.twin.get_submodule(module)).items()
+            if type(value) is int and value > 1 and (share := shares.get(value)) is not None
+        ]
+        combinations = itertools.chain.from_iterable(itertools.combinations(found, n) for n in range(1, len(found) + 1))
+        return itertools.islice(combinations, _MOST_TRIALS)
+
+    def _shares(self, candidate: Candidate) -> dict[int, tuple[int, ...]]:
+        """Numbers of features, and of units of them, -> each rank's."""
+        shares: dict[int, tuple[int, ...]] = {}
+        dealt = [(self.layers[candidate.row].in_features, candidate.by_rank)]
+        dealt += [(self.layers[name].out_features, by_rank) for name, by_rank in candidate.columns.items()]
+        for features, by_rank in dealt:
+            own = [length(ranges) for ranges in by_rank]
+            for size in range(1, features // 2 + 1):
+                if features % size == 0 and all(n % size == 0 for n in own):
+                    shares.setdefault(features // size, tuple(n // size for n in own))
+        return shares
+
+
+def _region_plan(candidate: Candidate) -> BlockPlan:
+    names = [candidate.row, *candidate.columns]
+    region = _common(names)
+    layers = {
+        name: LayerPlan(name, Style(name, "column"), by_rank, region=region)
+        for name, by_rank in candidate.columns.items()
+    }
+    row = LayerPlan(candidate.row, Style(candidate.row, "row"), candidate.by_rank, candidate.unit, region=region)
+    return BlockPlan({**layers, candidate.row: row})
+
+
+def _common(names: Sequence[str]) -> str:
+    """The innermost module that holds all of these."""
+    parts = [name.split(".")[:-1] for name in names]
+    shared = itertools.takewhile(lambda same: len(set(same)) == 1, zip(*parts, strict=False))
+    return ".".join(same[0] for same in shared)
+
+
+__all__ = ["BlockResult", "Ranges", "plan_block"]

@@ -1,0 +1,339 @@
+"""Tensor ranks as threads of one process: a block's shards, run in step and compared with the whole block.
+
+The ranks' graphs are joined where they would communicate, so one backward gives the gradient of every shard. Where a
+real rank puts its backward collectives is not seen here; the marks of the regions (`tensor.lineage`) are, and they decide
+it.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_megatp.plan.auto.blocks import Call
+from lightning_megatp.plan.auto.exact import exact
+from lightning_megatp.plan.auto.thin import ThinLinear, concrete_call
+from lightning_megatp.plan.ranges import Ranges, length
+from lightning_megatp.plan.resolve import AttributePlan, LayerPlan
+from lightning_megatp.shim.torch import tree_leaves
+from lightning_megatp.tensor.collectives import take_ranges
+from lightning_megatp.tensor.lineage import trace_regions
+
+TOLERANCE = 1e-9
+"""Of a float64 result, relative to the largest entry; sums in another order differ by 1e-13 or less."""
+
+
+@dataclass
+class BlockPlan:
+    """What is split in one block; names are relative to it."""
+
+    layers: dict[str, LayerPlan] = field(default_factory=dict)
+    attributes: list[AttributePlan] = field(default_factory=list)
+
+    def merged(self, other: BlockPlan) -> BlockPlan:
+        return BlockPlan({**self.layers, **other.layers}, [*self.attributes, *other.attributes])
+
+
+@dataclass
+class Outcome:
+    """How the shards of a block compare with the whole."""
+
+    error: str | None = None
+    """What failed; None if all numbers agree."""
+    errors: dict[str, float] = field(default_factory=dict)
+    """Largest relative difference of the outputs, and of the gradient of every input and parameter."""
+    gathers: dict[str, int] = field(default_factory=dict)
+    """Operations that needed all features of a rank's shard, and how often."""
+
+    @property
+    def holds(self) -> bool:
+        return self.error is None
+
+
+class NotFinite(ValueError):
+    """A block's outputs are not finite.
+
+    Args:
+        ran: the block that was run.
+    """
+
+    def __init__(self, ran: nn.Module) -> None:
+        super().__init__("its outputs are not finite")
+        self.ran = ran
+
+
+class Reference:
+    """A whole block's results, to be compared with several plans.
+
+    Args:
+        twin: from `thin_copy`.
+        call: what a step calls it with.
+        train: the mode to run it in.
+    """
+
+    def __init__(self, twin: nn.Module, call: Call, train: bool = True, seed: int = 0) -> None:
+        self.twin, self.call, self.train, self.seed = twin, call, train, seed
+        whole = copy.deepcopy(twin).train(train)
+        own = concrete_call(call, seed, noise=0.1)
+        with torch.enable_grad(), exact():
+            self.outputs = _floating(whole(*own.args, **own.kwargs))
+        self.cotangents = [torch.randn_like(y) for y in self.outputs]
+        if not all(bool(y.isfinite().all()) for y in self.outputs):
+            raise NotFinite(whole)
+        _backward(self.outputs, self.cotangents)
+        self.inputs = [x.grad for x in _floating((own.args, own.kwargs))]
+        self.parameters = {name: p.grad for name, p in whole.named_parameters()}
+
+    def compare(self, plan: BlockPlan, tp: int) -> Outcome:
+        """Run the shards of a plan, and compare outputs and every gradient."""
+        ranks = Ranks(tp)
+        shards = [_Rank(self.twin, plan, ranks, rank, self.train) for rank in range(tp)]
+        calls = [concrete_call(self.call, self.seed, noise=0.1) for _ in range(tp)]
+        error = ranks.run(lambda rank: shards[rank].run(calls[rank]))
+        if error is not None:
+            return Outcome(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:300])
+        outcome = Outcome()
+        for rank in shards:
+            outcome.error = outcome.error or self._compare_outputs(rank, outcome)
+        if outcome.error is None:
+            outcome.error = _crossing(shards[0].outputs, shards[0].module, calls[0])
+        if outcome.error is None:
+            _backward(shards[0].outputs, self.cotangents)
+            self._compare_gradients(shards, calls, outcome)
+        outcome.gathers = dict(shards[0].exchange.gathers)
+        return outcome
+
+    def _compare_outputs(self, rank: _Rank, outcome: Outcome) -> str | None:
+        if [y.shape for y in rank.outputs] != [y.shape for y in self.outputs]:
+            shapes = [tuple(y.shape) for y in rank.outputs], [tuple(y.shape) for y in self.outputs]
+            return f"its outputs have the shapes {shapes[0]}, and should have {shapes[1]}"
+        for i, (found, wanted) in enumerate(zip(rank.outputs, self.outputs, strict=True)):
+            outcome.errors[f"output {i}"] = max(outcome.errors.get(f"output {i}", 0.0), _difference(found, wanted))
+        return _worst(outcome.errors)
+
+    def _compare_gradients(self, shards: Sequence[_Rank], calls: Sequence[Call], outcome: Outcome) -> None:
+        by_rank = [[x.grad for x in _floating((call.args, call.kwargs))] for call in calls]
+        for i, wanted in enumerate(self.inputs):
+            outcome.errors[f"gradient of input {i}"] = _difference(_total([grads[i] for grads in by_rank]), wanted)
+        held = [dict(rank.module.named_parameters()) for rank in shards]
+        for name, wanted in self.parameters.items():
+            full: Tensor | None = None
+            for rank, parameters in zip(shards, held, strict=True):
+                grad = parameters[name].grad
+                if grad is not None and wanted is not None:
+                    full = torch.zeros_like(wanted) if full is None else full
+                    rank.add(full, name, grad)
+            outcome.errors[f"gradient of {name}"] = _difference(full, wanted)
+        outcome.error = _worst(outcome.errors)
+
+
+class Ranks:
+    """Threads that exchange tensors in step.
+
+    Args:
+        size: how many.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._barrier = threading.Barrier(size, timeout=60)
+        self._slots: list[Any] = [None] * size
+
+    def share(self, rank: int, x: Tensor) -> list[Tensor]:
+        """What all ranks give, in order."""
+        self._slots[rank] = x
+        self._barrier.wait()
+        found = list(self._slots)
+        self._barrier.wait()
+        return found
+
+    def run(self, work: Callable[[int], Any]) -> BaseException | None:
+        """Let every rank work; the first error, if there is one."""
+        errors: list[BaseException | None] = [None] * self.size
+
+        def body(rank: int) -> None:
+            try:
+                with torch.enable_grad():
+                    work(rank)
+            except BaseException as error:
+                errors[rank] = error
+                self._barrier.abort()
+
+        threads = [threading.Thread(target=body, args=(rank,), daemon=True) for rank in range(self.size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        real = [e for e in errors if e is not None and not isinstance(e, threading.BrokenBarrierError)]
+        return next(iter(real), next((e for e in errors if e is not None), None))
+
+
+class SimulatedExchange:
+    """What a parallel layer asks of its group, between threads."""
+
+    def __init__(self, ranks: Ranks, rank: int) -> None:
+        self.ranks, self.rank, self.size = ranks, rank, ranks.size
+        self.gathers: dict[str, int] = {}
+
+    def copy(self, x: Tensor) -> Tensor:
+        return _Mark.apply(x, "tensor", "whole")
+
+    def scatter(self, x: Tensor, dim: int, by_rank: Sequence[Ranges]) -> Tensor:
+        return _Mark.apply(take_ranges(x, dim, by_rank[self.rank]), "tensor", "whole")
+
+    def gather(self, x: Tensor, dim: int, by_rank: Sequence[Ranges]) -> Tensor:
+        """The whole of a split dim; of features on several ranks the first rank's."""
+        parts = self.ranks.share(self.rank, x)
+        indices = [i for ranges in by_rank for start, stop in ranges for i in range(start, stop)]
+        first = {index: at for at, index in reversed(list(enumerate(indices)))}
+        order = torch.tensor([first[index] for index in sorted(first)])
+        return _Mark.apply(torch.cat(parts, dim).index_select(dim, order), "whole", "tensor")
+
+    def reduce(self, x: Tensor) -> Tensor:
+        parts = self.ranks.share(self.rank, x)
+        return _Mark.apply(sum(parts[1:], parts[0]), "whole", "tensor")
+
+
+class _Mark(torch.autograd.Function):
+    """Identity, with the regions above and below it (see `tensor.lineage`)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, above: str, below: str) -> Tensor:
+        ctx.region_above, ctx.region_below = above, below
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return grad, None, None
+
+
+class _Rank:
+    """One simulated rank's shards of a block."""
+
+    def __init__(self, twin: nn.Module, plan: BlockPlan, ranks: Ranks, rank: int, train: bool) -> None:
+        self.exchange, self.rank = SimulatedExchange(ranks, rank), rank
+        self.module = copy.deepcopy(twin).train(train)
+        self.cuts: dict[str, tuple[int, Ranges]] = {}
+        for name, layer in plan.layers.items():
+            child = self.module.get_submodule(name)
+            assert isinstance(child, ThinLinear)
+            self._cut(name, child, layer)
+        for attribute in plan.attributes:
+            setattr(self.module.get_submodule(attribute.module), attribute.attribute, attribute.by_rank[rank])
+
+    def run(self, call: Call) -> None:
+        with exact():
+            result = self.module(*call.args, **call.kwargs)
+        self.outputs = _floating(result)
+
+    def add(self, full: Tensor, name: str, grad: Tensor) -> None:
+        """Add a shard's gradient to the whole one's place."""
+        dim, ranges = self.cuts.get(name, (0, ()))
+        if name not in self.cuts:
+            full += grad
+            return
+        at = 0
+        for start, stop in ranges:
+            full.narrow(dim, start, stop - start).add_(grad.narrow(dim, at, stop - start))
+            at += stop - start
+
+    def _cut(self, name: str, child: ThinLinear, layer: LayerPlan) -> None:
+        ranges, style = layer.by_rank[self.rank], layer.style.style
+        column = style in ("column", "column_gather")
+        for leaf in ("left", "bias") if column else ("right",):
+            parameter = child._parameters[leaf]
+            if parameter is not None:
+                child._parameters[leaf] = nn.Parameter(take_ranges(parameter.detach(), 0, ranges).clone())
+                self.cuts[f"{name}.{leaf}"] = 0, ranges
+        child.split = _SPLITS[style](layer, self.exchange)
+        if style == "column" and not layer.global_sizes:
+            child.out_features = length(ranges)
+        if style == "row" and not layer.global_sizes:
+            child.in_features = length(ranges)
+
+
+class _Column:
+    def __init__(self, layer: LayerPlan, exchange: SimulatedExchange) -> None:
+        self.layer, self.exchange = layer, exchange
+
+    def __call__(self, linear: ThinLinear, x: Tensor) -> Tensor:
+        y = linear.compute(self.exchange.copy(x))
+        if self.layer.style.style == "column_gather":
+            return self.exchange.gather(y, y.dim() - 1, self.layer.by_rank)
+        return y
+
+
+class _Row:
+    def __init__(self, layer: LayerPlan, exchange: SimulatedExchange) -> None:
+        self.layer, self.exchange = layer, exchange
+
+    def __call__(self, linear: ThinLinear, x: Tensor) -> Tensor:
+        own = self.layer.by_rank[self.exchange.rank]
+        if self.layer.style.style == "row_split":
+            x = self.exchange.scatter(x, x.dim() - 1, self.layer.by_rank)
+        elif x.shape[-1] != length(own):
+            raise ValueError(f"a row layer of {length(own)} features on this rank gets {x.shape[-1]}")
+        y = self.exchange.reduce(linear.compute(x, bias=False))
+        return y if linear.bias is None else y + linear.bias
+
+
+_SPLITS: dict[str, Callable[[LayerPlan, SimulatedExchange], Any]] = {
+    "column": _Column,
+    "column_gather": _Column,
+    "row": _Row,
+    "row_split": _Row,
+}
+
+
+def _crossing(outputs: Sequence[Tensor], module: nn.Module, call: Call) -> str | None:
+    """Whether values slip into or out of a region beside its layers, where real ranks would refuse or go wrong."""
+    lineage = trace_regions(outputs)
+    if lineage.crossings:
+        found, used = sorted(lineage.crossings)[0]
+        return f"a {found} value is used where values are {used}"
+    if any(lineage.regions.get(id(x), {"whole"}) != {"whole"} for x in _floating((call.args, call.kwargs))):
+        return "an input is used where values are split"
+    names = {id(p): name for name, p in module.named_parameters()}
+    for leaf, regions in lineage.regions.items():
+        if leaf in names and not isinstance(_owner(module, names[leaf]), ThinLinear) and len(regions) > 1:
+            return f"`{names[leaf]}` is used both where values are whole and where they are split"
+    return None
+
+
+def _owner(module: nn.Module, parameter: str) -> nn.Module:
+    return module.get_submodule(parameter.rpartition(".")[0])
+
+
+def _floating(tree: Any) -> list[Tensor]:
+    return [x for x in tree_leaves(tree) if isinstance(x, Tensor) and x.is_floating_point()]
+
+
+def _backward(outputs: Sequence[Tensor], cotangents: Sequence[Tensor]) -> None:
+    pairs = [(y, c) for y, c in zip(outputs, cotangents, strict=True) if y.requires_grad]
+    torch.autograd.backward([y for y, _ in pairs], [c for _, c in pairs])
+
+
+def _total(grads: Sequence[Tensor | None]) -> Tensor | None:
+    held = [grad for grad in grads if grad is not None]
+    return sum(held[1:], held[0]) if held else None
+
+
+def _difference(found: Tensor | None, wanted: Tensor | None) -> float:
+    if found is None or wanted is None:
+        other = found if wanted is None else wanted
+        return 0.0 if other is None or not bool(other.any()) else float("inf")
+    if not found.numel():
+        return 0.0
+    difference = float(((found - wanted).abs().max() / wanted.abs().max().clamp_min(1.0)).detach())
+    return float("inf") if difference != difference else difference
+
+
+def _worst(errors: dict[str, float]) -> str | None:
+    name, error = max(errors.items(), key=lambda item: item[1], default=("", 0.0))
+    return f"{name} is off by {error:.1e} of its largest entry" if error > TOLERANCE else None

@@ -1,0 +1,146 @@
+"""Thin copies of blocks: float64, unit-scale random values, and linear layers whose weights are of low rank.
+
+What a plan may split is a matter of which features meet, not of the weights' values. A layer y = U (V^T x) + b with a few
+random columns in U and V lets every output depend on every input, as a dense one does, at a vanishing cost: a block of
+a 7-billion-parameter model is probed in milliseconds, and needs none of its weights.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_megatp.plan.auto.blocks import Call, copied, is_conv1d, is_linear
+from lightning_megatp.shim.torch import tree_map
+
+RANK = 6
+"""Columns of U and V."""
+
+
+class ThinLinear(nn.Linear):
+    """y = U (V^T x) + b. `weight` is there for who asks for its shape, and nan for who computes with it.
+
+    Parameters: `left` U (out, r), `right` V (in, r), `bias` (out) or None.
+    """
+
+    split: Any = None
+    """What a simulated rank does around it; see `simulate`."""
+    record: list[tuple[Tensor, Tensor]] | None = None
+    """Inputs and outputs of its calls, while a probe listens."""
+
+    cut: bool = False
+    """Whether its output is a leaf, while a probe looks at what lies between layers."""
+    touched = False
+    """Whether something asked for the weight."""
+
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]
+        self.touched = True
+        return torch.full((), math.nan, dtype=torch.float64).expand(self.out_features, self.in_features)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.compute(x) if self.split is None else self.split(self, x)
+        y = y.detach().requires_grad_() if self.cut else y
+        if self.record is not None:
+            self.record.append((x, y))
+        return y
+
+    def compute(self, x: Tensor, bias: bool = True) -> Tensor:
+        """The layer's own work, on the rows of U and V that are here."""
+        y = (x @ self.right) @ self.left.T
+        return y if self.bias is None or not bias else y + self.bias
+
+
+def thin_copy(block: nn.Module, seed: int, dense: Collection[str] = ()) -> nn.Module:
+    """A thin copy of a block, on the CPU, in training mode.
+
+    Args:
+        dense: linear layers that keep a weight, since the block uses it otherwise than by calling them.
+
+    Raises:
+        Exception: whatever deepcopy raises for a block that can't be copied.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    linears = {name: child for name, child in block.named_modules() if is_linear(child) and name not in dense}
+    memo: dict[int, Any] = {
+        id(child.weight): nn.Parameter(torch.empty(0), requires_grad=False) for child in linears.values()
+    }
+    twin = copy.deepcopy(block, memo)
+    for name, child in linears.items():
+        _make_thin(twin.get_submodule(name), child, generator)
+    for child in twin.modules():
+        for key, parameter in child._parameters.items():
+            if parameter is not None and not isinstance(child, ThinLinear):
+                child._parameters[key] = _random_parameter(parameter, generator)
+        for key, buffer in child._buffers.items():
+            if buffer is not None:
+                child._buffers[key] = concrete(buffer.detach(), generator)
+    return twin.train()
+
+
+def concrete_call(call: Call, seed: int, noise: float = 0.0) -> Call:
+    """A call's arguments on the CPU, floating ones in float64 with some noise, and fresh leaves.
+
+    Those that needed a gradient do, and so does the first floating tensor: the hidden states, if embeddings are frozen.
+    Tensors on meta become random ones of their shape. Values that mean minus infinity stay as they are.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    first = True
+
+    def make(x: Any) -> Any:
+        nonlocal first
+        if not isinstance(x, Tensor):
+            return copied(x)
+        needs, floating = x.requires_grad or (first and x.is_floating_point()), x.is_floating_point()
+        first = first and not floating
+        x = concrete(x.detach(), generator)
+        if not x.is_floating_point():
+            return x
+        if noise and x.numel() and bool((x > -1e4).all()) and bool(x.isfinite().all()):
+            x = x + noise * torch.randn(x.shape, generator=generator, dtype=x.dtype)
+        return x.clone().requires_grad_(needs)
+
+    return Call(*tree_map(make, (call.args, call.kwargs)))
+
+
+def concrete(x: Tensor, generator: torch.Generator) -> Tensor:
+    """A tensor on the CPU, in float64 if it is floating; random if it had no values."""
+    wide = torch.float64 if x.is_floating_point() else x.dtype
+    if not x.is_meta:
+        return x.to("cpu", wide)
+    if x.is_floating_point():
+        return torch.randn(x.shape, generator=generator, dtype=wide)
+    if x.dtype == torch.bool:
+        return torch.ones(x.shape, dtype=x.dtype)
+    return torch.arange(x.shape[-1] if x.dim() else 1, dtype=x.dtype).expand(x.shape).contiguous()
+
+
+def _make_thin(twin: nn.Module, layer: nn.Module, generator: torch.Generator) -> None:
+    features = layer.weight.shape if is_conv1d(layer) else layer.weight.shape[::-1]
+    inputs, outputs = int(features[0]), int(features[1])
+    twin.__class__ = ThinLinear
+    assert isinstance(twin, ThinLinear)
+    twin.in_features, twin.out_features = inputs, outputs
+    twin._parameters.clear()
+    left = torch.randn(outputs, RANK, generator=generator, dtype=torch.float64) * 1.5 / math.sqrt(RANK)
+    right = torch.randn(inputs, RANK, generator=generator, dtype=torch.float64) / math.sqrt(inputs)
+    bias = None if layer.bias is None else torch.randn(outputs, generator=generator, dtype=torch.float64) * 0.2
+    for name, value in (("left", left), ("right", right), ("bias", bias)):
+        twin.register_parameter(name, None if value is None else nn.Parameter(value))
+
+
+def _random_parameter(parameter: Tensor, generator: torch.Generator) -> nn.Parameter:
+    if not parameter.is_floating_point():
+        return nn.Parameter(concrete(parameter.detach(), generator), requires_grad=False)
+    value = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+    if parameter.dim() >= 2:
+        value *= 1.5 / math.sqrt(parameter.shape[-1])
+    else:
+        value = value * 0.2 + (1.0 if parameter.is_meta else parameter.detach().to("cpu", torch.float64))
+    return nn.Parameter(value)

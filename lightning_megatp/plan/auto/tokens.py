@@ -1,0 +1,77 @@
+"""Where between its layers a block treats every token alike, so that each rank may hold a part of the sequence there.
+
+Between a row layer's output (or the block's input) and the next column layer's input (or the block's output), token t
+must depend on token t only. Source: Korthikanti et al. 2022, section 4.2.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from lightning_megatp.plan.auto.blocks import Call
+from lightning_megatp.plan.auto.exact import exact
+from lightning_megatp.plan.auto.thin import ThinLinear, concrete_call
+from lightning_megatp.plan.resolve import LayerPlan
+from lightning_megatp.shim.torch import tree_leaves
+
+
+def sequence_dim(twin: nn.Module, call: Call, layers: Mapping[str, LayerPlan]) -> int | None:
+    """The dim of a block's hidden states along which it may be divided between its regions; None if there is none.
+
+    Args:
+        twin: from `thin_copy`; it is changed.
+        call: what a step calls it with.
+        layers: what is split in the block.
+    """
+    rows = [name for name, layer in layers.items() if layer.style.style == "row"]
+    columns = [name for name, layer in layers.items() if layer.style.style in ("column", "column_gather")]
+    if not rows:
+        return None
+    own = concrete_call(call, seed=0)
+    hidden = next((x for x in tree_leaves((own.args, own.kwargs)) if _is_floating(x)), None)
+    if hidden is None or hidden.dim() != 3 or not hidden.requires_grad:
+        return None
+    for name in (*rows, *columns):
+        layer = twin.get_submodule(name)
+        assert isinstance(layer, ThinLinear)
+        layer.record, layer.cut = [], name in rows
+    with torch.enable_grad(), exact():
+        result = twin(*own.args, **own.kwargs)
+    outputs = [x for x in tree_leaves(result) if _is_floating(x)]
+    sources = [hidden, *(y for name in rows for _, y in _calls(twin, name))]
+    targets = [*(x for name in columns for x, _ in _calls(twin, name)), *outputs[:1]]
+    if any(x.dim() != 3 for x in (*sources, *targets)):
+        return None
+    for dim in (1, 0):
+        if all(_is_local(x, sources, hidden.shape[dim], dim) for x in targets):
+            return dim
+    return None
+
+
+def _calls(twin: nn.Module, name: str) -> Iterator[tuple[Tensor, Tensor]]:
+    yield from getattr(twin.get_submodule(name), "record", None) or ()
+
+
+def _is_floating(x: object) -> bool:
+    return isinstance(x, Tensor) and x.is_floating_point()
+
+
+def _is_local(target: Tensor, sources: list[Tensor], tokens: int, dim: int) -> bool:
+    """Whether one token of a value depends on that token of its sources only."""
+    if target.shape[dim] != tokens or tokens < 2 or any(x.shape[dim] != tokens for x in sources):
+        return False
+    if not target.requires_grad:
+        return True
+    token = tokens // 2
+    cotangent = torch.zeros_like(target)
+    cotangent.select(dim, token).normal_()
+    for grad in torch.autograd.grad(target, sources, cotangent, retain_graph=True, allow_unused=True):
+        if grad is not None:
+            others = grad.clone()
+            others.select(dim, token).zero_()
+            if bool(others.any()):
+                return False
+    return True

@@ -1,0 +1,195 @@
+"""Every family of `tests.compat.families`, split without a plan on real ranks and compared with one device.
+
+    python -m tests.compat.sweep [--tp 2] [--pp 1] [--sequence] [--only NAME ...] [--json FILE]
+
+A family is *verified* if its own training step, in float64, with and without a padding mask, in training and in
+evaluation, gives the loss of the unsplit model and every gradient; the share is that of the blocks' parameters which is
+not on a rank. Models compute some things in float32 whatever their weights are; here those stay float64 on both sides, so
+that a difference is never rounding. A few families can't run in float64, and are compared in float32.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import dataclasses
+import json
+import time
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_megatp import MeshShape, ParallelismPlugin, ParallelMesh
+from lightning_megatp.example import untouched
+from lightning_megatp.module import ParallelModule
+from lightning_megatp.plan.auto.blocks import without_logging
+from lightning_megatp.plan.auto.exact import exact
+from lightning_megatp.plan.ranges import length
+from lightning_megatp.tensor.parameters import gather_shards
+from tests.compat.families import FAMILIES, FLOAT32, to
+from tests.ranks import RankError, pools, run_ranks
+
+TOLERANCE = {torch.float64: 1e-8, torch.float32: 2e-3}
+"""Of a gradient, relative to its largest entry, or to a thousandth of the model's largest."""
+
+
+@dataclasses.dataclass
+class Result:
+    """What became of one family."""
+
+    name: str
+    kind: str
+    status: str
+    """verified, refused, wrong"""
+    share: float = 0.0
+    """Of the blocks' parameters, not on rank 0."""
+    loss: float = 0.0
+    gradient: float = 0.0
+    why: str = ""
+    gathered: list[str] = dataclasses.field(default_factory=list)
+    seconds: float = 0.0
+
+
+def check(rank: int, world_size: int, name: str, sequence: bool) -> Result:
+    """One family on the ranks of a tensor group."""
+    torch.set_num_threads(1)
+    family = FAMILIES[name]
+    dtype = torch.float32 if name in FLOAT32 else torch.float64
+    result = Result(name, family.kind, "verified")
+    start = time.perf_counter()
+    torch.manual_seed(0)
+    module = family.build().to(dtype)
+    for parameter in module.parameters():
+        if parameter.dim() == 1 and parameter.is_floating_point():
+            parameter.data += 0.2 * torch.randn_like(parameter)  # biases and norms that count
+    reference = copy.deepcopy(module)
+    batches = [to(batch, dtype) for padding in (False, True) if (batch := family.batch(1, padding)) is not None]
+    mesh = ParallelMesh(MeshShape(tp=world_size))
+    with warnings.catch_warnings(record=True) as caught, without_logging(module), without_logging(reference):
+        warnings.simplefilter("always")
+        parallel = ParallelismPlugin("auto").parallelize(
+            module, mesh, torch.device("cpu"), sequence, example=lambda: [_example(module, batch) for batch in batches]
+        )
+        result.why = "; ".join(str(w.message) for w in caught if "MegaTPStrategy" in str(w.message))[:400]
+        result.share = _share(parallel, reference)
+        result.gathered = sorted({n for n, how in parallel.plan.how.items() if "gathered" in how})
+        for batch in batches:
+            _compare(parallel, reference, batch, dtype, result)
+    result.seconds = time.perf_counter() - start
+    return result
+
+
+def _example(module: Any, batch: dict[str, Any]) -> Any:
+    rows = {key: x[:2] if isinstance(x, Tensor) and x.dim() and len(x) == 4 else x for key, x in batch.items()}
+
+    def run() -> Any:
+        with untouched(module):
+            return _loss(module, rows)
+
+    return run
+
+
+def _loss(module: Any, batch: dict[str, Any]) -> Tensor:
+    torch.manual_seed(0)
+    loss: Tensor = module.training_step(batch, 0)
+    return loss
+
+
+def _compare(parallel: ParallelModule, reference: Any, batch: dict[str, Any], dtype: torch.dtype, out: Result) -> None:
+    module: Any = parallel.module
+    with exact() if dtype == torch.float64 else contextlib.nullcontext():
+        for train in (False, True):
+            module.train(train), reference.train(train)
+            module.zero_grad(), reference.zero_grad()
+            wanted = _loss(reference, copy.deepcopy(batch))
+            with parallel.step(watch=True):
+                found = parallel.outputs(_loss(module, copy.deepcopy(batch)))
+            out.loss = max(out.loss, _relative(found.detach(), wanted.detach(), 1e-3))
+        wanted.backward()
+        parallel.trace([found])
+        with parallel.user_code():
+            found.backward()
+        parallel.sum_partial_gradients()
+        parallel.forget_traces()
+        parallel.keep_whole_where_used_outside()
+    largest = max(float(p.grad.abs().max()) for p in reference.parameters() if p.grad is not None)
+    worst = ""
+    for (name, p), q in zip(module.named_parameters(), reference.parameters(), strict=True):
+        if p.grad is None and q.grad is None:
+            continue
+        spec = parallel.spec(p)
+        grad = None if p.grad is None else p.grad if spec is None else gather_shards(p.grad, spec, parallel.context.group)
+        if grad is None or q.grad is None:
+            error = float("inf") if (grad if q.grad is None else q.grad).any() else 0.0  # type: ignore[union-attr]
+        else:
+            error = _relative(grad, q.grad, 1e-3 * largest)
+        if error > out.gradient:
+            out.gradient, worst = error, name
+    limit = TOLERANCE[dtype]
+    if not (out.loss <= limit and out.gradient <= limit) and out.status == "verified":
+        out.status, out.why = "wrong", f"loss {out.loss:.1e}, gradient of {worst} {out.gradient:.1e}; {out.why}"
+
+
+def _relative(found: Tensor, wanted: Tensor, least: float) -> float:
+    error = float((found - wanted).abs().max()) / max(float(wanted.abs().max()), least)
+    return float("inf") if error != error else error
+
+
+def _share(parallel: ParallelModule, reference: nn.Module) -> float:
+    """Of the parameters in lists of modules (all, where there are none): what is not on this rank."""
+    inside = tuple(f"{n}." for n, m in reference.named_modules() if isinstance(m, (nn.ModuleList, nn.Sequential)))
+    total = away = 0
+    for name, parameter in reference.named_parameters():
+        if inside and not name.startswith(inside):
+            continue
+        total += parameter.numel()
+        spec = parallel.plan.parameters.get(name)
+        if spec is not None:
+            away += parameter.numel() * (spec.shape[spec.dim] - length(spec.by_rank[0])) // spec.shape[spec.dim]
+    return away / max(total, 1)
+
+
+def sweep(names: list[str], tp: int, sequence: bool) -> Iterator[Result]:
+    """Check families one after another; a failing one ends in its own result."""
+    for name in names:
+        try:
+            yield run_ranks(tp, check, name, sequence, timeout=100)[0]
+        except RankError as error:
+            first = error.failures[0] if error.failures else None
+            text = f"{first.type_name}: {first.message}" if first else str(error)
+            status = "refused" if "MegaTPStrategy" in text else "failed"
+            yield Result(name, FAMILIES[name].kind, status, why=" ".join(text.split())[:500])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tp", type=int, default=2)
+    parser.add_argument("--sequence", action="store_true")
+    parser.add_argument("--only", nargs="+")
+    parser.add_argument("--json")
+    options = parser.parse_args()
+    results = []
+    for result in sweep(options.only or list(FAMILIES), options.tp, options.sequence):
+        results.append(result)
+        print(
+            f"{result.name:28s} {result.kind:16s} {result.status:9s} {result.share:5.0%} loss {result.loss:.0e}"
+            f" grad {result.gradient:.0e} gathered {len(result.gathered)} {result.seconds:.1f}s {result.why}",
+            flush=True,
+        )
+    if options.json:
+        with open(options.json, "w") as file:
+            json.dump([dataclasses.asdict(result) for result in results], file, indent=1)
+    good = [r for r in results if r.status == "verified"]
+    print(f"{len(good)} of {len(results)} verified; {sum(r.share >= 0.4 for r in good)} with 40 % off each rank")
+    pools.close()
+
+
+if __name__ == "__main__":
+    from tests.compat import sweep as this  # what the ranks get is pickled by the module's name, not as __main__'s
+
+    this.main()

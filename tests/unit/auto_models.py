@@ -1,0 +1,125 @@
+"""Attention and MLP bodies as people write them, for automatic plans."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+HIDDEN, HEADS = 24, 6
+
+
+class Separate(nn.Module):
+    """q, k and v by layers of their own; `kv_heads` of them for keys and values."""
+
+    def __init__(self, kv_heads: int = HEADS, heads: int = HEADS, bias: bool = True) -> None:
+        super().__init__()
+        self.head_dim, self.heads, self.kv_heads = HIDDEN // HEADS, heads, kv_heads
+        self.q = nn.Linear(HIDDEN, heads * self.head_dim, bias=bias)
+        self.k = nn.Linear(HIDDEN, kv_heads * self.head_dim, bias=bias)
+        self.v = nn.Linear(HIDDEN, kv_heads * self.head_dim, bias=bias)
+        self.out = nn.Linear(heads * self.head_dim, HIDDEN, bias=bias)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        b, t, _ = x.shape
+        q, k, v = (layer(x).view(b, t, -1, self.head_dim).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        k, v = (y.repeat_interleave(q.shape[1] // k.shape[1], 1) for y in (k, v))
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        return self.out(y.transpose(1, 2).reshape(b, t, -1))
+
+
+class Fused(nn.Module):
+    """[q | k | v] in one layer, sizes read from attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.n_head, self.n_embd = HEADS, HIDDEN
+        self.qkv, self.proj = nn.Linear(HIDDEN, 3 * HIDDEN), nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, _ = x.shape
+        q, k, v = self.qkv(x).split(self.n_embd, dim=2)
+        q, k, v = (y.view(b, t, self.n_head, -1).transpose(1, 2) for y in (q, k, v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.proj(y.transpose(1, 2).flatten(2))
+
+
+class Interleaved(nn.Module):
+    """q, k and v of each head beside each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head_dim = HIDDEN // HEADS
+        self.qkv, self.proj = nn.Linear(HIDDEN, 3 * HIDDEN), nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, _ = x.shape
+        q, k, v = self.qkv(x).view(b, t, -1, 3, self.head_dim).permute(3, 0, 2, 1, 4)
+        return self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+class Gated(nn.Module):
+    """A gated MLP, gate and up fused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(HIDDEN, 4 * HIDDEN), nn.Linear(2 * HIDDEN, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.up(x).chunk(2, dim=-1)
+        return self.down(F.silu(gate) * up)
+
+
+class FullNorm(nn.Module):
+    """A norm over all heads, between column and row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(HIDDEN, 48), nn.LayerNorm(48), nn.Linear(48, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.norm(self.up(x)))
+
+
+class SideDoor(nn.Module):
+    """A gate computed from the whole input meets split features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.gate, self.down = nn.Linear(HIDDEN, 48), nn.Parameter(torch.ones(HIDDEN)), nn.Linear(48, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x)) * (x * self.gate).mean(-1, keepdim=True))
+
+
+class Block(nn.Module):
+    """Pre-norm residual around a body."""
+
+    def __init__(self, body: nn.Module, index: int = 0) -> None:
+        super().__init__()
+        self.index, self.norm, self.body = index, nn.LayerNorm(HIDDEN), body
+
+    def forward(self, x: Tensor, **options: Any) -> Tensor:
+        return x + self.body(self.norm(x), **options)
+
+
+class Model(nn.Module):
+    """An embedding, blocks, a head, and a step."""
+
+    def __init__(self, make: Any = Separate, layers: int = 3, tied: bool = False) -> None:
+        super().__init__()
+        self.tok = nn.Embedding(40, HIDDEN)
+        self.blocks = nn.ModuleList(Block(make(), index) for index in range(layers))
+        self.head = nn.Linear(HIDDEN, 40, bias=False)
+        if tied:
+            self.head.weight = self.tok.weight
+        self.calls = 0
+
+    def step(self, ids: Tensor) -> Tensor:
+        self.calls += 1
+        h = self.tok(ids)
+        for block in self.blocks:
+            h = block(h)
+        return F.cross_entropy(self.head(h).flatten(0, 1), ids.flatten())

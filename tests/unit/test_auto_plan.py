@@ -1,0 +1,251 @@
+"""Plans that are found: which features belong together, and that a wrong plan is never proven."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_megatp.plan.auto.blocks import Block as Kind
+from lightning_megatp.plan.auto.blocks import Call, capture_calls, find_blocks, is_linear, kinds_of_blocks
+from lightning_megatp.plan.auto.discover import discover, look
+from lightning_megatp.plan.auto.influence import find_candidates
+from lightning_megatp.plan.auto.search import BlockResult, plan_block
+from lightning_megatp.plan.auto.simulate import BlockPlan, Reference, SimulatedExchange
+from lightning_megatp.plan.auto.thin import ThinLinear, thin_copy
+from lightning_megatp.plan.ranges import length
+from lightning_megatp.plan.resolve import resolve
+from tests.unit.auto_models import HIDDEN, Block, Fused, FullNorm, Gated, Interleaved, Model, Separate, SideDoor
+
+X = torch.randn(2, 5, HIDDEN, generator=torch.Generator().manual_seed(0))
+
+
+def plan(body: nn.Module, tp: int, **options: Any) -> BlockResult:
+    return plan_block(Kind(Block(body), ["block"], [Call((X,), options)]), tp)
+
+
+def owned(result: BlockResult, name: str) -> list[list[int]]:
+    """The features of each rank."""
+    by_rank = result.plan.layers[f"body.{name}"].by_rank
+    return [[i for start, stop in ranges for i in range(start, stop)] for ranges in by_rank]
+
+
+def styles(result: BlockResult) -> dict[str, str]:
+    return {name.removeprefix("body."): layer.style.style for name, layer in result.plan.layers.items()}
+
+
+@pytest.mark.parametrize("tp", [2, 3, 6])
+def test_heads_are_dealt_out(tp: int) -> None:
+    result = plan(Separate(), tp)
+    assert styles(result) == {"q": "column", "k": "column", "v": "column", "out": "row"}
+    heads = [list(range(rank * 24 // tp, (rank + 1) * 24 // tp)) for rank in range(tp)]
+    assert all(owned(result, name) == heads for name in ("q", "k", "v", "out"))
+    assert max(result.errors.values()) < 1e-12
+
+
+def test_heads_that_do_not_divide_are_not_cut() -> None:
+    result = plan(Separate(), 4)
+    assert [len(features) for features in owned(result, "q")] == [8, 8, 4, 4]
+    assert owned(result, "v") == owned(result, "q") == owned(result, "out")
+
+
+def test_fewer_key_heads_than_ranks_are_shared() -> None:
+    result = plan(Separate(kv_heads=2), 6)
+    assert owned(result, "k") == [[0, 1, 2, 3]] * 3 + [[4, 5, 6, 7]] * 3
+    assert owned(result, "q") == [list(range(4 * rank, 4 * rank + 4)) for rank in range(6)]
+
+
+def test_a_fused_layer_is_split_in_each_part_and_its_numbers_divided() -> None:
+    result = plan(Fused(), 2)
+    assert owned(result, "qkv")[1] == [*range(12, 24), *range(36, 48), *range(60, 72)]
+    assert {(a.attribute, a.by_rank) for a in result.plan.attributes} >= {("n_embd", (12, 12))}
+
+
+def test_an_interleaved_layer_is_split_by_heads() -> None:
+    assert owned(plan(Interleaved(), 3), "qkv") == [list(range(24 * rank, 24 * rank + 24)) for rank in range(3)]
+
+
+def test_gate_and_up_lie_together() -> None:
+    result = plan(Gated(), 2)
+    assert owned(result, "up") == [[*range(24), *range(48, 72)], [*range(24, 48), *range(72, 96)]]
+    assert owned(result, "down") == [list(range(24)), list(range(24, 48))]
+
+
+def test_a_norm_over_all_features_leaves_layers_that_are_gathered() -> None:
+    result = plan(FullNorm(), 2)
+    assert styles(result) == {"up": "column_gather", "down": "column_gather"}
+    assert "mix" in result.how["body.up"]
+
+
+def test_a_gate_beside_the_columns_is_no_region_as_it_is() -> None:
+    """Its gradient would be partial on every rank."""
+    result = plan(SideDoor(), 2)
+    assert all(how != "as it is" for how in result.how.values())
+
+
+def test_masks_are_tried_and_left_out() -> None:
+    mask = torch.zeros(2, 1, 5, 5).masked_fill(torch.ones(5, 5).triu(1).bool(), float("-inf"))
+    assert set(styles(plan(Separate(), 2, mask=mask)).values()) == {"column", "row"}
+
+
+class _Shifted(nn.Module):
+    """Splits as `Separate` does, but the code knows which heads it has: nothing can be moved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(HIDDEN, 8), nn.Linear(8, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.up(x)
+        return self.down(y * torch.arange(1, 1 + y.shape[-1], dtype=y.dtype))
+
+
+def test_a_constant_made_from_the_local_size_is_not_proven_as_it_is() -> None:
+    """Shapes agree on every rank, and the numbers would be wrong."""
+    result = plan(_Shifted(), 2)
+    assert all(how != "as it is" for how in result.how.values())
+
+
+# What the proof has to catch.
+
+
+def proven(name: str, body: nn.Module, tp: int = 2) -> tuple[Reference, BlockPlan]:
+    result = plan(body, tp)
+    assert result.problem is None
+    return Reference(thin_copy(Block(body), seed=1), Call((X,), {})), result.plan
+
+
+def test_a_proven_plan_holds_for_other_weights() -> None:
+    reference, found = proven("separate", Separate())
+    assert reference.compare(found, 2).holds
+
+
+@pytest.mark.parametrize("layer", ["body.q", "body.k", "body.v", "body.out"])
+def test_shards_swapped_between_ranks_are_caught(layer: str) -> None:
+    reference, found = proven("separate", Separate())
+    swapped = dataclasses.replace(found.layers[layer], by_rank=found.layers[layer].by_rank[::-1])
+    assert not reference.compare(BlockPlan({**found.layers, layer: swapped}), 2).holds
+
+
+def test_a_shifted_range_is_caught() -> None:
+    reference, found = proven("gated", Gated())
+    first, second = found.layers["body.up"].by_rank
+    shifted = tuple(tuple((start + 1, stop + 1) for start, stop in ranges) for ranges in (first, second))
+    wrong = (shifted[0], ((shifted[1][0]), (second[1][0], second[1][1])))
+    layer = dataclasses.replace(found.layers["body.up"], by_rank=wrong)
+    assert not reference.compare(BlockPlan({**found.layers, "body.up": layer}), 2).holds
+
+
+def test_a_missing_reduction_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    reference, found = proven("separate", Separate())
+    monkeypatch.setattr(SimulatedExchange, "reduce", lambda self, x: x)
+    assert not reference.compare(found, 2).holds
+
+
+def test_a_bias_added_by_every_rank_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    reference, found = proven("separate", Separate())
+    compute = ThinLinear.compute
+    monkeypatch.setattr(ThinLinear, "compute", lambda self, x, bias=True: compute(self, x))
+    assert not reference.compare(found, 2).holds
+
+
+def test_a_missing_entry_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one process the numbers are right without it; the marks of the regions are not."""
+    reference, found = proven("separate", Separate())
+    monkeypatch.setattr(SimulatedExchange, "copy", lambda self, x: x)
+    assert not reference.compare(found, 2).holds
+
+
+# Blocks, and whole models.
+
+
+def test_blocks_are_what_lists_hold() -> None:
+    assert find_blocks(Model()) == ["blocks.0", "blocks.1", "blocks.2"]
+    assert find_blocks(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))) == []
+    assert find_blocks(nn.ModuleDict({"mlp": Gated()})) == ["mlp"]
+
+
+def test_an_index_makes_no_kinds_and_a_setting_does() -> None:
+    model = Model()
+    assert [kind.names for kind in kinds_of_blocks(model)] == [["blocks.0", "blocks.1", "blocks.2"]]
+    model.blocks[2].body.window = 3  # type: ignore[union-attr, assignment]
+    assert [len(kind.names) for kind in kinds_of_blocks(model)] == [2, 1]
+
+
+def test_only_one_block_of_a_kind_runs() -> None:
+    model, runs = Model(layers=5), []
+    for block in model.blocks:
+        block.body.register_forward_hook(lambda module, *_: runs.append(module))  # type: ignore[union-attr]
+    kinds = kinds_of_blocks(model)
+    assert capture_calls(model, kinds, lambda: model.step(torch.arange(10).view(2, 5))) is None
+    assert len(runs) == 1 and len(kinds[0].calls) == 1
+    assert "forward" not in vars(model.blocks[0])
+
+
+def test_a_linear_subclass_counts_if_it_computes_the_same() -> None:
+    class Same(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            return input @ self.weight.T if self.bias is None else input @ self.weight.T + self.bias
+
+    class Scaled(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            return super().forward(input) * 1.01
+
+    assert is_linear(nn.Linear(3, 2)) and is_linear(Same(7, 3)) and is_linear(Same(7, 3, bias=False))
+    assert not is_linear(Scaled(7, 3))
+    assert not is_linear(torch.nn.utils.parametrizations.weight_norm(nn.Linear(3, 2)))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_whole_model(tied: bool) -> None:
+    model = Model(tied=tied)
+    found = resolve({"**": "auto"}, model, 2)
+    kinds, problems = look(model, found, [lambda: model.step(torch.arange(10).view(2, 5))])
+    assert not problems and not discover(model, 2, kinds, found).problems
+    assert {name: layer.style.style for name, layer in found.layers.items() if "blocks" not in name} == {
+        "tok": "vocab", "head": "column_gather",
+    }  # fmt: skip
+    assert len(found.layers) == 3 * 4 + 2
+    split = sum(length(spec.by_rank[0]) * 2 == spec.shape[spec.dim] for spec in found.parameters.values())
+    assert split == len(found.parameters) == 3 * 7 + 2
+
+
+def test_the_rest_of_a_plan_is_left_alone() -> None:
+    model = Model(Gated, layers=2)
+    source = {"blocks.0.body.up": {"style": "column", "parts": 2}, "blocks.0.body.down": "row", "blocks.1": "auto"}
+    found = resolve(source, model, 2)
+    kinds, _ = look(model, found, [lambda: model.step(torch.arange(10).view(2, 5))])
+    discover(model, 2, kinds, found)
+    assert set(found.layers) == {f"blocks.{i}.body.{name}" for i in range(2) for name in ("up", "down")}
+    assert "blocks.0.body.up" not in found.how and found.how["blocks.1.body.up"] == "as it is"
+
+
+def test_a_model_without_weights_is_planned() -> None:
+    with torch.device("meta"):
+        model = Model(layers=2)
+        ids = torch.zeros(2, 5, dtype=torch.long)
+    found = resolve({"**": "auto"}, model, 3)
+    kinds, problems = look(model, found, [lambda: model.step(ids)])
+    assert not problems and not discover(model, 3, kinds, found).problems
+    assert len(found.layers) == 2 * 4 + 2
+
+
+def test_after_a_step_that_raises_layers_are_gathered_and_it_is_said() -> None:
+    model = Model()
+
+    def step() -> None:
+        raise KeyError("labels")
+
+    found = resolve({"**": "auto"}, model, 2)
+    kinds, problems = look(model, found, [step])
+    assert "KeyError: 'labels'" in problems[0]
+    assert "gathered: the step that was tried out does not call it" in discover(model, 2, kinds, found).problems[0]
+
+
+def test_candidates_name_what_feeds_a_row() -> None:
+    twin = thin_copy(Block(Separate()), seed=0)
+    (candidate,) = find_candidates(twin, Call((X,), {}), 2).candidates
+    assert candidate.row == "body.out" and set(candidate.columns) == {"body.q", "body.k", "body.v"}
