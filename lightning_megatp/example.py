@@ -101,10 +101,9 @@ def _first_batch(loaders: Any) -> Any:
         batches: Any = tree_map(_first_batch, loaders)
         held = batches.values() if isinstance(batches, dict) else batches
         return None if any(batch is None for batch in held) else batches
-    try:
-        return None if iter(loaders) is loaders else next(iter(loaders), None)
-    except TypeError:  # not iterable
+    if not isinstance(loaders, Iterable) or iter(loaders) is loaders:
         return None
+    return next(iter(loaders), None)
 
 
 def _is_batches(loaders: Any) -> bool:

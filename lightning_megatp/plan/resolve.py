@@ -42,12 +42,12 @@ class LayerPlan:
     """Name of the module that holds the columns and rows which belong together."""
     sequence_dim: int | None = None
     """For rows inside a `sequence` block: the dim their output is reduce-scattered along."""
-    global_sizes: bool = False
-    """Whether code between column and row sees the sizes of the whole (a `FeatureShard`)."""
     splits: tuple[Split, ...] = ()
     """Its split parameters, where they are not `weight` and `bias` as its style splits them."""
     once: tuple[str, ...] = ()
     """For experts: parameters that one rank adds to what is summed."""
+    global_sizes: bool = False
+    """Whether code between column and row sees the sizes of the whole (a `FeatureShard`)."""
 
 
 @dataclass(frozen=True)

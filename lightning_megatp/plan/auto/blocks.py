@@ -172,7 +172,7 @@ class _Enough(BaseException):
 
 
 def copied(x: Any) -> Any:
-    """A copy of a tensor, a leaf, or of an object that a module may change (a cache); what can't be copied, as it is."""
+    """A copy of a tensor, a leaf, or of an object that a module may change (a cache), where it can be copied."""
     if isinstance(x, Tensor):
         return x.detach().clone().requires_grad_(x.requires_grad)
     if isinstance(x, (*_PLAIN, nn.Module)):
