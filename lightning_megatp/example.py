@@ -6,7 +6,7 @@ import contextlib
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any
 
@@ -117,7 +117,7 @@ def _of_loader(loader: DataLoader[Any]) -> Any:
     dataset: Any = loader.dataset
     together = loader.batch_size is not None or loader.batch_sampler is not None
     if isinstance(dataset, IterableDataset):
-        samples = iter(dataset)
+        samples: Any = iter(dataset)
         if samples is dataset:
             return None
         rows = list(islice(samples, _ROWS if together else 1))
