@@ -27,35 +27,53 @@ _ROWS = 2
 _STEPS = {"fit": "training_step", "validate": "validation_step", "test": "test_step", "predict": "predict_step"}
 
 
-def example_steps(trainer: Any, precision: Any) -> list[Callable[[], Any]]:
-    """Calls of the user's step on the first rows of the first batch, on the CPU; and, if that batch has a padding mask
-    which hides nothing, on the same rows with some hidden, since models take another path then.
+class Example:
+    """The first rows of a Trainer's first batch, and its step; nothing is loaded before it is asked for.
 
     Args:
         trainer: about to run; its data is set up.
         precision: its precision plugin.
-
-    Returns:
-        None of them if there is no batch to look at: data that can be iterated once only, or is empty.
     """
-    module = trainer.lightning_module
-    step = getattr(module, _STEPS[trainer.state.fn])
-    with random_state_kept(), torch.no_grad():
-        batch = _first_batch(first_loaders(trainer))
-        if batch is None or "dataloader_iter" in inspect.signature(step).parameters:
+
+    def __init__(self, trainer: Any, precision: Any) -> None:
+        self.trainer, self.precision = trainer, precision
+        self.module = trainer.lightning_module
+        self._step = getattr(self.module, _STEPS[trainer.state.fn])
+
+    @functools.cached_property
+    def batch(self) -> Any:
+        """On the CPU, as the step gets it. None if there is none to look at: data that can be iterated once only, or is
+        empty."""
+        if "dataloader_iter" in inspect.signature(self._step).parameters:
+            return None
+        with random_state_kept(), torch.no_grad():
+            batch = _first_batch(first_loaders(self.trainer))
+            if batch is None:
+                return None
+            rows = batch_size(batch) or 0
+            if rows > _ROWS:
+                batch = split_batch(batch, -(-rows // _ROWS))[0]
+            for hook in _HOOKS if not any(x.is_meta for x in tensors_in(batch)) else ():
+                device = (torch.device("cpu"),) if hook == "transfer_batch_to_device" else ()
+                batch = batch_hook(self.trainer, hook)(batch, *device, 0)
+            return self.precision.convert_input(batch)
+
+    def step(self, batch: Any) -> Any:
+        """The user's step on such a batch, in its contexts. It leaves nothing: no state, log or random number."""
+        with (
+            random_state_kept(),
+            untouched(self.module),
+            without_logging(self.module),
+            self.precision.forward_context(),
+        ):
+            return self._step(batch, *_indices(self._step))
+
+    def calls(self) -> list[Callable[[], Any]]:
+        """The step on the batch; and, if that has a padding mask which hides nothing, on the same rows with some
+        hidden, since models take another path then."""
+        if self.batch is None:
             return []
-        if (batch_size(batch) or 0) > _ROWS:
-            batch = split_batch(batch, -(-batch_size(batch) // _ROWS))[0]  # type: ignore[operator]
-        for hook in _HOOKS if not any(x.is_meta for x in tensors_in(batch)) else ():
-            device = (torch.device("cpu"),) if hook == "transfer_batch_to_device" else ()
-            batch = batch_hook(trainer, hook)(batch, *device, 0)
-        batch = precision.convert_input(batch)
-
-    def run(batch: Any) -> Any:
-        with random_state_kept(), untouched(module), without_logging(module), precision.forward_context():
-            return step(batch, *_indices(step))
-
-    return [functools.partial(run, x) for x in (batch, *_padded(batch))]
+        return [functools.partial(self.step, x) for x in (self.batch, *_padded(self.batch))]
 
 
 def _padded(batch: Any) -> list[Any]:

@@ -33,7 +33,7 @@ from lightning_megatp.commands import Done, requested
 from lightning_megatp.commands.proof import prepare
 from lightning_megatp.commands.show import print_plan
 from lightning_megatp.data import SameBatch
-from lightning_megatp.example import example_steps
+from lightning_megatp.example import Example
 from lightning_megatp.failure import FailureWatch, ParentWatch
 from lightning_megatp.gradients.buckets import GradientBuckets
 from lightning_megatp.gradients.elementwise import check_elementwise
@@ -272,12 +272,12 @@ class MegaTPStrategyBase(_Base):
             self._prepare_to_verify(trainer)
         if self.verify and trainer.state.fn == "fit" and self.parallelism.split_form(module) is None:
             self._first_batch = FirstBatch(module, keep=self.is_global_zero)
-        example = functools.partial(example_steps, trainer, self.precision_plugin)
+        example = Example(trainer, self.precision_plugin)
         self.parallel = self.parallelism.parallelize(
-            module, mesh, self.root_device, self.sequence_parallel, example=example
+            module, mesh, self.root_device, self.sequence_parallel, example=example.calls
         )
         self.model_to_device()
-        self.pipeline = self._make_pipeline(self.parallel, mesh)
+        self.pipeline = self._make_pipeline(self.parallel, mesh, example)
         if (self.parallel.sharded or self.pp > 1) and (averaging := averaging_callback(trainer)) is not None:
             raise ValueError(
                 f"MegaTPStrategy: the callback {averaging} averages a copy of the whole model, made before it was"
@@ -306,7 +306,7 @@ class MegaTPStrategyBase(_Base):
         results: list[Any] = []
         problems: list[str] = []
         if plan.open:
-            kinds, problems = look(module, plan, example_steps(trainer, self.precision_plugin))
+            kinds, problems = look(module, plan, Example(trainer, self.precision_plugin).calls())
             found = discover(module, self.tp, kinds, plan)
             results, problems = found.results, problems + found.problems
         placement = make_schedule(self.pipeline_options.schedule, self.pp, 1, self.pipeline_options.virtual_stages)
@@ -325,12 +325,12 @@ class MegaTPStrategyBase(_Base):
         self._precision_plugin = self.namespace.double()
         self.verify = True
 
-    def _make_pipeline(self, parallel: ParallelModule, mesh: ParallelMesh) -> Pipeline | None:
+    def _make_pipeline(self, parallel: ParallelModule, mesh: ParallelMesh, example: Example) -> Pipeline | None:
         if parallel.pipeline is not None:
             reuse_pipeline(parallel.pipeline, mesh, self.pipeline_options)
         elif self.pp > 1:
             check_pipelined(parallel)
-            parallel.pipeline = build_pipeline(parallel, mesh, self.pipeline_options, self.timeout)
+            parallel.pipeline = build_pipeline(parallel, mesh, self.pipeline_options, self.timeout, example)
         pipeline: Pipeline | None = parallel.pipeline
         if pipeline is not None:
             pipeline.open()

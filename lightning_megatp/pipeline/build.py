@@ -8,9 +8,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 from rich.table import Table
-from torch import nn
+from torch import Tensor, nn
 
+from lightning_megatp.example import Example
 from lightning_megatp.mesh import ParallelMesh
 from lightning_megatp.metrics import LastStageMetrics
 from lightning_megatp.module import ParallelModule
@@ -20,7 +23,7 @@ from lightning_megatp.pipeline.logs import Logs
 from lightning_megatp.pipeline.pipeline import Pipeline, Settings, Shared
 from lightning_megatp.pipeline.schedule import Schedule, forward_only, make_schedule
 from lightning_megatp.pipeline.shares import Shares
-from lightning_megatp.pipeline.slicing import Slicer
+from lightning_megatp.pipeline.slicing import Slicer, execution_order
 from lightning_megatp.pipeline.units import assign, find_units
 from lightning_megatp.shim.lightning import default_store
 from lightning_megatp.tensor.deferred import defer_linears
@@ -46,7 +49,11 @@ class PipelineOptions:
 
 
 def build_pipeline(
-    parallel: ParallelModule, mesh: ParallelMesh, options: PipelineOptions, timeout: timedelta | None = None
+    parallel: ParallelModule,
+    mesh: ParallelMesh,
+    options: PipelineOptions,
+    timeout: timedelta | None = None,
+    example: Example | None = None,
 ) -> Pipeline:
     """Cut a module over the pp axis, and let go of what other stages own.
 
@@ -55,6 +62,7 @@ def build_pipeline(
         mesh: pp > 1.
         options: what the user chose.
         timeout: of messages between stages.
+        example: a batch and a step, which tell in what order the units are called; without one, that of definition.
 
     Raises:
         ValueError: sizes, a schedule or stages that don't fit the model.
@@ -64,7 +72,7 @@ def build_pipeline(
     ranks = mesh.size("pp")
     settings = _settings(options, ranks)
     schedule = settings.schedule(settings.microbatches)
-    units = find_units(parallel.module)
+    units = _in_order(parallel.module, find_units(parallel.module), example, mesh.device)
     stage_of_unit = assign(units, schedule.stages, unit_costs(parallel.module, units), options.stages)
     sizes = _stage_sizes(parallel, stage_of_unit, schedule.stages)
     deferred = parallel.context.deferred
@@ -102,6 +110,17 @@ def build_pipeline(
         sizes,
         compiled,
     )
+
+
+def _in_order(module: nn.Module, units: list[str], example: Example | None, device: torch.device) -> list[str]:
+    """The units in the order in which a step calls them, which is not always that of definition."""
+    if example is None or example.batch is None:
+        return units
+    batch = apply_to_collection(example.batch, Tensor, lambda x: x.to(device))
+    try:
+        return execution_order(module, units, example.step, batch)
+    except Exception:
+        return units  # what keeps the step from being looked at is told when the first batch is planned
 
 
 def reuse_pipeline(pipeline: Pipeline, mesh: ParallelMesh, options: PipelineOptions) -> None:

@@ -15,15 +15,18 @@ import contextlib
 import copy
 import dataclasses
 import json
+import logging
 import time
 import warnings
 from collections.abc import Iterator
 from typing import Any
 
 import torch
+from lightning.pytorch import Callback, Trainer
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
-from lightning_megatp import MeshShape, ParallelismPlugin, ParallelMesh
+from lightning_megatp import MegaTPStrategy, MeshShape, ParallelismPlugin, ParallelMesh
 from lightning_megatp.example import untouched
 from lightning_megatp.module import ParallelModule
 from lightning_megatp.plan.auto.blocks import without_logging
@@ -136,6 +139,64 @@ def _compare(parallel: ParallelModule, reference: Any, batch: dict[str, Any], dt
         out.status, out.why = "wrong", f"loss {out.loss:.1e}, gradient of {worst} {out.gradient:.1e}; {out.why}"
 
 
+class _Gradients(Callback):
+    """Keeps the first step's loss and whole gradients."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, Tensor] = {}
+        self.loss = 0.0
+
+    def on_before_optimizer_step(self, trainer: Trainer, *_: Any) -> None:
+        self.found = trainer.strategy.full_gradients()  # type: ignore[attr-defined]
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, *_: Any) -> None:
+        self.loss = float(outputs["loss"])
+
+
+def check_stages(rank: int, world_size: int, name: str, sequence: bool) -> Result:
+    """One family cut into as many pipeline stages as there are ranks, two microbatches, under a Trainer."""
+    torch.set_num_threads(1)
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    family, dtype = FAMILIES[name], torch.float32 if name in FLOAT32 else torch.float64
+    result, start = Result(name, family.kind, "verified"), time.perf_counter()
+    for padding in (False, True):
+        batch = family.batch(1, padding)
+        if batch is None:
+            continue
+        batch = to(batch, dtype)
+        torch.manual_seed(0)
+        reference: Any = family.build().to(dtype)
+        module: Any = copy.deepcopy(reference)
+        seen = _Gradients()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            trainer = Trainer(
+                accelerator="cpu", devices=world_size, max_steps=1, logger=False, enable_checkpointing=False,
+                strategy=MegaTPStrategy(pp=world_size, microbatches=2, summary=False), callbacks=[seen],
+                enable_progress_bar=False, enable_model_summary=False,
+            )  # fmt: skip
+            trainer.fit(module, DataLoader([copy.deepcopy(batch)], batch_size=None))
+        whole = sum(p.numel() for p in reference.parameters())
+        result.share = 1 - sum(p.numel() for p in module.parameters()) / whole
+        with without_logging(reference):
+            wanted = _loss(reference, batch)
+        wanted.backward()
+        result.loss = max(result.loss, abs(seen.loss - float(wanted)) / max(abs(float(wanted)), 1e-3))
+        grads = {key: p.grad for key, p in reference.named_parameters() if p.grad is not None}
+        largest = max(float(grad.abs().max()) for grad in grads.values())
+        for key, grad in grads.items():
+            found = seen.found.get(key)
+            error = float(grad.any()) if found is None else _relative(found, grad, 1e-3 * largest)
+            if error > result.gradient:
+                result.gradient, result.why = error, f"gradient of {key}"
+    if result.loss > 1e-4 or result.gradient > 2e-3:  # models compute losses in float32
+        result.status = "wrong"
+    else:
+        result.why = ""
+    result.seconds = time.perf_counter() - start
+    return result
+
+
 def _relative(found: Tensor, wanted: Tensor, least: float) -> float:
     error = float((found - wanted).abs().max()) / max(float(wanted.abs().max()), least)
     return float("inf") if error != error else error
@@ -155,11 +216,12 @@ def _share(parallel: ParallelModule, reference: nn.Module) -> float:
     return away / max(total, 1)
 
 
-def sweep(names: list[str], tp: int, sequence: bool) -> Iterator[Result]:
+def sweep(names: list[str], tp: int, pp: int, sequence: bool) -> Iterator[Result]:
     """Check families one after another; a failing one ends in its own result."""
+    ranks, function = (pp, check_stages) if pp > 1 else (tp, check)
     for name in names:
         try:
-            yield run_ranks(tp, check, name, sequence, timeout=100)[0]
+            yield run_ranks(ranks, function, name, sequence, timeout=100)[0]
         except RankError as error:
             first = error.failures[0] if error.failures else None
             text = f"{first.type_name}: {first.message}" if first else str(error)
@@ -170,12 +232,13 @@ def sweep(names: list[str], tp: int, sequence: bool) -> Iterator[Result]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tp", type=int, default=2)
+    parser.add_argument("--pp", type=int, default=1, help="pipeline stages instead of tensor ranks")
     parser.add_argument("--sequence", action="store_true")
     parser.add_argument("--only", nargs="+")
     parser.add_argument("--json")
     options = parser.parse_args()
     results = []
-    for result in sweep(options.only or list(FAMILIES), options.tp, options.sequence):
+    for result in sweep(options.only or list(FAMILIES), options.tp, options.pp, options.sequence):
         results.append(result)
         print(
             f"{result.name:28s} {result.kind:16s} {result.status:9s} {result.share:5.0%} loss {result.loss:.0e}"
