@@ -1,0 +1,98 @@
+"""`megatp plan` and `megatp verify` on a script, as a user calls them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = '''
+import sys
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch.utils.data import DataLoader
+from lightning_megatp import MegaTPStrategy
+from tests.unit.auto_models import Gated, Model, Separate
+
+
+class Lit(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = Model({body}, layers=2)
+
+    def training_step(self, batch, batch_idx):
+        loss = self.net.step(batch)
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters())
+
+
+if __name__ == "__main__":
+    data = DataLoader(torch.arange(40).view(8, 5), batch_size=4)
+    strategy = MegaTPStrategy(tp=int(sys.argv[1]), plan={plan})
+    trainer = Trainer(accelerator="cpu", devices=int(sys.argv[1]), strategy=strategy, max_steps=2, logger=False)
+    trainer.fit(Lit(), data)
+    print("trained")
+'''
+WRONG = """
+from lightning_megatp.tensor import layers
+layers.reduce_from_region = lambda x, group: x
+"""
+
+
+def megatp(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    distributed = ("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    environment = {name: value for name, value in os.environ.items() if name not in distributed}
+    root = str(Path(__file__).parents[2])
+    environment |= {"OMP_NUM_THREADS": "1", "COLUMNS": "200", "PYTHONPATH": root}
+    command = [sys.executable, "-c", "from lightning_megatp.cli import main; main()", *arguments]
+    return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+
+
+def script(tmp_path: Path, body: str = "Separate", plan: str = '"auto"', before: str = "") -> str:
+    path = tmp_path / "train.py"
+    path.write_text(before + SCRIPT.replace("{body}", body).replace("{plan}", plan))
+    return str(path)
+
+
+def test_plan_shows_what_would_be_split_and_trains_nothing(tmp_path: Path) -> None:
+    ended = megatp(tmp_path, "plan", script(tmp_path), "4")
+    assert ended.returncode == 0, ended.stderr
+    assert "net.blocks.0 and 1 more, over tp=4" in ended.stdout
+    assert "body.q" in ended.stdout and "8: [0:8]" in ended.stdout and "proven in float64" in ended.stdout
+    assert "trained" not in ended.stdout
+
+
+def test_verify_compares_every_gradient(tmp_path: Path) -> None:
+    ended = megatp(tmp_path, "verify", script(tmp_path, "Gated"), "2")
+    assert ended.returncode == 0, ended.stderr
+    assert "all 14 agree" in ended.stdout and "trained" not in ended.stdout
+
+
+def test_verify_fails_where_a_reduction_is_missing(tmp_path: Path) -> None:
+    ended = megatp(tmp_path, "verify", script(tmp_path, "Gated", before=WRONG), "2")
+    assert ended.returncode != 0
+    assert "verify=True: the first batch's loss is" in ended.stderr
+
+
+def test_a_script_that_never_trains_is_told_so(tmp_path: Path) -> None:
+    path = tmp_path / "idle.py"
+    path.write_text("print('nothing')")
+    ended = megatp(tmp_path, "plan", str(path))
+    assert ended.returncode == 1 and "ended before a Trainer with MegaTPStrategy" in ended.stderr
+
+
+@pytest.mark.parametrize("command", ["plan", "verify"])
+def test_a_hugging_face_config(command: str, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=64, n_positions=32)
+    config.architectures = ["GPT2LMHeadModel"]
+    config.save_pretrained(tmp_path / "model")
+    ended = megatp(tmp_path, command, "--hf", str(tmp_path / "model"), "--tp", "2")
+    assert ended.returncode == 0, ended.stderr
+    assert ("split_size divided" if command == "plan" else "agree (limit") in ended.stdout
