@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = '''
+SCRIPT = """
 import sys
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -38,7 +38,7 @@ if __name__ == "__main__":
     trainer = Trainer(accelerator="cpu", devices=int(sys.argv[1]), strategy=strategy, max_steps=2, logger=False)
     trainer.fit(Lit(), data)
     print("trained")
-'''
+"""
 WRONG = """
 from lightning_megatp.tensor import layers
 layers.reduce_from_region = lambda x, group: x

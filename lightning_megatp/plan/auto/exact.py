@@ -37,7 +37,7 @@ class _Exact(TorchFunctionMode):
             args = tuple(map(_wide, args))
         elif name in _CASTS:
             return args[0].double()
-        elif name in _RANDOM_IN_PLACE and isinstance(args[0], Tensor):
+        elif name in _RANDOM_IN_PLACE and args and isinstance(args[0], Tensor):
             return args[0].fill_(1)
         elif name in _RANDOM:
             return torch.zeros_like(func(*args, **kwargs)) + 0.5
@@ -50,6 +50,16 @@ def _wide(x: Any) -> Any:
 
 @contextlib.contextmanager
 def exact() -> Iterator[None]:
-    """Around a block's run."""
-    with _Exact():
-        yield
+    """Around a block's run. New tensors are float64 too; that is a setting of the process, not of the thread."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with exact_in_thread():
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def exact_in_thread() -> contextlib.AbstractContextManager[Any]:
+    """The same in a thread that a thread in `exact` waits for."""
+    return _Exact()

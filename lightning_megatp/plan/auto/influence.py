@@ -18,8 +18,8 @@ from lightning_megatp.plan.auto.exact import exact
 from lightning_megatp.plan.auto.thin import ThinLinear, concrete_call
 from lightning_megatp.plan.ranges import Ranges, merge, split_evenly
 
-_ROUNDS = 3
-"""Probes with other values: a dead unit's gradient is zero by chance."""
+_ROUNDS = (3, 10)
+"""Least and most probes, with other values: a dead unit's gradient is zero by chance."""
 
 
 @dataclass
@@ -56,7 +56,9 @@ def find_candidates(twin: nn.Module, call: Call, tp: int) -> Influence:
     found = Influence()
     rows = [name for name, layer in layers.items() if layer.in_features >= tp]
     sums: dict[str, _Row] = {}
-    for seed in range(_ROUNDS):
+    for seed in range(_ROUNDS[1]):
+        if seed >= _ROUNDS[0] and not any(row.has_gaps for row in sums.values()):
+            break
         for name, row in _probe(twin, layers, rows, call, tp, seed).items():
             if name in sums:
                 sums[name].add(row)
@@ -83,6 +85,13 @@ class _Row:
     features: int
     reached: dict[int, dict[str, list[Tensor]]]
     """unit -> column -> for each rank a mask over the column's features."""
+
+    @property
+    def has_gaps(self) -> bool:
+        """Whether some feature of a column was reached from nowhere."""
+        return any(
+            not bool(torch.stack(masks).any(0).all()) for columns in self.reached.values() for masks in columns.values()
+        )
 
     def add(self, other: _Row) -> None:
         for unit, columns in other.reached.items():

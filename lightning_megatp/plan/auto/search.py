@@ -7,7 +7,8 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from lightning_megatp.plan.auto.blocks import Block, Call, is_linear
 from lightning_megatp.plan.auto.influence import Candidate, deal, find_candidates
@@ -17,10 +18,13 @@ from lightning_megatp.plan.auto.tokens import sequence_dim
 from lightning_megatp.plan.ranges import Ranges, length
 from lightning_megatp.plan.resolve import AttributePlan, LayerPlan
 from lightning_megatp.plan.styles import Style
+from lightning_megatp.shim.torch import tree_leaves
 from lightning_megatp.shim.transformers import is_conv1d
 
 _MOST_TRIALS = 40
 """Ways of dividing attributes that are tried for one region."""
+_HIDDEN = -1e3
+"""Added to the score of a hidden token."""
 _SMALL = 0.02
 """Layers with a smaller share of a block's linear weights aren't worth a collective of their own."""
 
@@ -122,15 +126,28 @@ def _references(twin: nn.Module, calls: Sequence[Call]) -> Iterator[Reference]:
         if call.describe() not in seen:
             seen.append(call.describe())
             yield Reference(twin, call)
-    for call in calls:
-        masks = [key for key, x in call.kwargs.items() if "mask" in key and x is not None]
-        bare = Call(call.args, {**call.kwargs, **dict.fromkeys(masks)})
-        if masks and bare.describe() not in seen:
-            seen.append(bare.describe())
+    for other in (x for call in calls for x in _other_masks(call)):
+        if other.describe() not in seen:
             try:
-                yield Reference(twin, bare)
+                yield Reference(twin, other)
             except Exception:
-                continue  # it needs them
+                continue  # not what it takes
+            seen.append(other.describe())
+
+
+def _other_masks(call: Call) -> Iterator[Call]:
+    """The call without its masks, and with masks where it has none: models take other paths then. An added mask is the
+    one that attention adds to its scores, (rows, 1, tokens, tokens), of this sequence or of another that is given."""
+    given = [key for key, x in call.kwargs.items() if "mask" in key and x is not None]
+    if given:
+        yield Call(call.args, {**call.kwargs, **dict.fromkeys(given)})
+    hidden = [x for x in tree_leaves((call.args, call.kwargs)) if isinstance(x, Tensor) and x.is_floating_point()]
+    lengths = list(dict.fromkeys(x.shape[1] for x in hidden if x.dim() == 3 and x.shape[0] == hidden[0].shape[0]))
+    for key in [key for key, x in call.kwargs.items() if "mask" in key and x is None]:
+        for tokens in reversed(lengths):
+            mask = torch.zeros(hidden[0].shape[0], 1, lengths[0], tokens, dtype=torch.float64)
+            mask[0, ..., -1] = _HIDDEN
+            yield Call(call.args, {**call.kwargs, key: mask})
 
 
 class _Search:

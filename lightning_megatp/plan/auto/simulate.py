@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_megatp.plan.auto.blocks import Call
-from lightning_megatp.plan.auto.exact import exact
+from lightning_megatp.plan.auto.exact import exact, exact_in_thread
 from lightning_megatp.plan.auto.thin import ThinLinear, concrete_call
 from lightning_megatp.plan.ranges import Ranges, length
 from lightning_megatp.plan.resolve import AttributePlan, LayerPlan
@@ -95,7 +95,8 @@ class Reference:
         ranks = Ranks(tp)
         shards = [_Rank(self.twin, plan, ranks, rank, self.train) for rank in range(tp)]
         calls = [concrete_call(self.call, self.seed, noise=0.1) for _ in range(tp)]
-        error = ranks.run(lambda rank: shards[rank].run(calls[rank]))
+        with exact():
+            error = ranks.run(lambda rank: shards[rank].run(calls[rank]))
         if error is not None:
             return Outcome(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:300])
         outcome = Outcome()
@@ -228,7 +229,7 @@ class _Rank:
             setattr(self.module.get_submodule(attribute.module), attribute.attribute, attribute.by_rank[rank])
 
     def run(self, call: Call) -> None:
-        with exact():
+        with exact_in_thread():
             result = self.module(*call.args, **call.kwargs)
         self.outputs = _floating(result)
 
