@@ -144,9 +144,9 @@ class FeatureShard(Shard):
             done, result = operation.special(func, operation.name, args, kwargs)
             if done:
                 return result
-        if len(types) > 1:
+        if len(types) > 1 and any(issubclass(kind, GatheredView) for kind in types):
             args, kwargs = tree_map(unsealed, args), tree_map(unsealed, kwargs)
-        if len(types) == 1 or all(kind is cls or issubclass(kind, GatheredView) for kind in types):
+        if len(types) == 1 or all(kind in (cls, Tensor) or issubclass(kind, GatheredView) for kind in types):
             done, result = _run_on_features(func, operation, args, kwargs)
             if done:
                 return result
@@ -177,7 +177,8 @@ def take_local(x: Tensor, dim: int, ranges: Ranges) -> Tensor:
 # ---------------------------------------------------------------- what a rule finds out
 
 
-class Operand(NamedTuple):
+@dataclass(frozen=True)
+class Operand:
     """A tensor among the arguments of an operation, as a rule sees it."""
 
     position: int
