@@ -76,7 +76,7 @@ LOCAL: dict[str, Operation] = {
     "repeats": lambda x, o: (x.repeat(1, 2, 1, 1), x.repeat_interleave(2, dim=1), x.repeat_interleave(2, -1)),
     "repeated heads": lambda x, o: x[:, :, None].expand(-1, HEADS, 3, T, D).reshape(2, -1, T, D) * 2,
     "matmul": lambda x, o: (x @ o.z.mT, x @ o.matrix, o.y @ x.mT, torch.matmul(o.row, x.transpose(2, 3)), x @ o.weight),
-    "linear": lambda x, o: (F.linear(x, o.matrix, o.weight), F.linear(x.float(), o.row.float()).double()),
+    "linear": lambda x, o: (F.linear(x, o.matrix, o.weight), F.linear(o.y, o.row) * x[..., :T]),
     "bmm": lambda x, o: (
         x.flatten(0, 1).bmm(o.z.flatten(0, 1).mT),
         torch.baddbmm(x[0], x[0] @ o.matrix, o.matrix + o.z[0].mT @ o.z[0]),

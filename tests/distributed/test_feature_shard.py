@@ -18,10 +18,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_megatp.plan.ranges import Ranges, shard_ranges
 from lightning_megatp.plan.shard import ShardedTensorSpec
-from lightning_megatp.shim.torch import tree_leaves
+from lightning_megatp.shim.torch import FakeTensorMode, tree_leaves
 from lightning_megatp.tensor.collectives import take_ranges
 from lightning_megatp.tensor.context import Region, TensorContext
 from lightning_megatp.tensor.features import FeatureLayout, FeatureShard
@@ -29,6 +30,7 @@ from lightning_megatp.tensor.layers import ColumnParallelLinear, ParallelLayer, 
 from lightning_megatp.tensor.lineage import trace_regions
 from lightning_megatp.tensor.parameters import shard_
 from lightning_megatp.tensor.shards import functions_take_whole, gathered
+from lightning_megatp.tensor.watch import RandomWatch
 from tests.distributed import feature_operations
 from tests.distributed.feature_bodies import BODIES, FOUR_RANKS, THREE_RANKS, Split
 from tests.distributed.feature_bodies import T as TOKENS
@@ -93,13 +95,16 @@ def check_gradients(parallel: nn.Module, whole: nn.Module, specs: Specs, loss: T
         torch.testing.assert_close(total, expected, rtol=1e-10, atol=1e-10, msg=lambda text: f"{name}: {text}")  # noqa: B023
 
 
-def compare(make: Callable[[], Any], use: Callable[[nn.Module], nn.Module] = lambda body: body) -> dict[str, int]:
-    """Run a body whole and split, compare them, and return what was gathered."""
+def compare(
+    make: Callable[[], Any], use: Callable[[nn.Module], nn.Module] = lambda body: body, copied: bool = False
+) -> dict[str, int]:
+    """Run a body whole and split (or a copy of the split one), compare them, and return what was gathered."""
     torch.manual_seed(1)
     torch.set_default_dtype(torch.float64)
     try:
         whole, context = make(), TensorContext(dist.group.WORLD)
         parallel, specs = split_body(whole, context)
+        parallel = copy.deepcopy(parallel) if copied else parallel
         x = torch.randn(2, TOKENS, whole.width)
         mine, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
         expected, expected_loss = run_body(whole, theirs)
@@ -303,7 +308,7 @@ LOSSES: dict[str, Loss] = {
 GATHERED_LOSSES: dict[str, Loss] = {
     "probabilities": lambda x, t, w: F.cross_entropy(x[0], F.one_hot(t[0], VOCABULARY).double()),
     "log_softmax": lambda x, t, w: F.nll_loss(x.log_softmax(-1)[0], t[0]),
-    "class dim elsewhere": lambda x, t, w: F.cross_entropy(x[:, :, :5], t),
+    "class dim elsewhere": lambda x, t, w: F.cross_entropy(x[:, :, :5], t.clamp(max=4)),
     "legacy reduction": lambda x, t, w: F.cross_entropy(x[0], t[0], size_average=False),
     "accuracy": lambda x, t, w: (x.argmax(-1) == t).double().mean() + x.sum() * 0,
 }
@@ -352,3 +357,177 @@ def test_cross_entropy_never_gathers_the_logits(classes: str) -> None:
 def test_losses_without_a_rule_gather_them() -> None:
     found = run_ranks(2, _losses, "in pieces", list(GATHERED_LOSSES))
     assert not any(found), "\n\n".join(itertools.chain(*found))
+
+
+# ---------------------------------------------------------------- beside plain training
+
+
+class Checkpointed(nn.Module):
+    """A body under activation checkpointing; or the code between its layers."""
+
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self.body = body
+
+    def forward(self, x: Tensor) -> Any:
+        return checkpoint(self.body, x, use_reentrant=False)
+
+
+def _checkpointed(rank: int, world_size: int) -> None:
+    for name in ("nanoGPT by hand", "OLMo2", "in place", "Llama eager", "mixed heads", "per-head parameters"):
+        compare(BODIES[name], Checkpointed)
+        compare(BODIES[name], copied=True)
+
+
+def test_activation_checkpointing_and_copies() -> None:
+    run_ranks(2, _checkpointed)
+
+
+def _modes(rank: int, world_size: int) -> None:
+    torch.manual_seed(1)
+    for make in (BODIES["nanoGPT by hand"], BODIES["OLMo2"], BODIES["Llama sdpa"]):
+        whole, context = make(), TensorContext(dist.group.WORLD)
+        parallel, _ = split_body(whole, context)
+        x = torch.randn(2, TOKENS, whole.width)
+        for mode in (torch.no_grad, torch.inference_mode):
+            with mode():
+                torch.testing.assert_close(parallel(x), whole(x), rtol=1e-4, atol=1e-4)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            found, expected = parallel(x), whole(x)
+        assert found.dtype == expected.dtype == torch.bfloat16
+        torch.testing.assert_close(found, expected, rtol=0.1, atol=0.05)
+
+
+def test_without_gradients_and_under_autocast() -> None:
+    run_ranks(2, _modes)
+
+
+def _gather_once(rank: int, world_size: int) -> list[int]:
+    context = TensorContext(dist.group.WORLD)
+    x, *_ = _workshop(context, OWNED["in pieces"])
+    counts = []
+    with CollectiveCounter() as counter:
+        for use in (
+            lambda: x.sum() + x.std(1).sum(),  # one gather for both
+            lambda: x.softmax(1),  # and another use
+            lambda: x.mul_(2.0),
+            lambda: x.sum(),  # changed: again
+            lambda: torch.no_grad()(lambda: x.sum())(),  # in another mode: again
+        ):
+            use()
+            counts.append(sum(counter.calls.values()))
+    return counts
+
+
+def test_a_shard_is_gathered_once() -> None:
+    assert run_ranks(2, _gather_once) == [[1, 1, 1, 2, 3]] * 2
+
+
+class Double(torch.autograd.Function):
+    """A user's own function, which needs whole shapes in its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.heads = x.shape[1]
+        return x * x.shape[1]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * ctx.heads
+
+
+def _function(rank: int, world_size: int) -> None:
+    context = TensorContext(dist.group.WORLD)
+    (expected, *_), _ = _try(lambda x, o: Double.apply(x * 2.0) + o.z, None, OWNED["uneven"])
+    (found, *_), _ = _try(lambda x, o: Double.apply(x * 2.0) + o.z, context, OWNED["uneven"])
+    torch.testing.assert_close(found, expected)
+
+
+def test_functions_of_the_user_get_whole_tensors() -> None:
+    run_ranks(2, _function)
+
+
+def _random(rank: int, world_size: int) -> tuple[Tensor, Tensor, bool, Tensor, bool]:
+    context = TensorContext(dist.group.WORLD)
+    x = torch.ones(4, HEADS, 8, 8)
+    own, shared = (FeatureShard.shard(x, 1, OWNED[name], context) for name in ("uneven", "overlapping"))
+    torch.manual_seed(5)
+    dropped = F.dropout(own, 0.25)
+    repeated = F.dropout(shared, 0.25)
+    after = torch.rand(3)
+    context.open_region = Region("attention")
+    with context.running(True), RandomWatch(context):
+        scores = FeatureShard.wrap(context.exchange.copy(x[:, : 7 if rank == 0 else 1].requires_grad_()), own.features)
+        F.dropout(scores, 0.5)
+        active = context.stream.active
+    context.end_step()
+    return (
+        dropped.whole(),
+        after,
+        type(dropped) is FeatureShard,
+        gathered(repeated),
+        active and context.gathers["dropout"] == 1,
+    )
+
+
+def test_dropout_draws_other_masks_on_each_rank() -> None:
+    found = run_ranks(2, _random)
+    for dropped, after, local, repeated, active in found:
+        assert local and active
+        assert torch.equal(dropped, found[0][0]) and torch.equal(repeated, found[0][3])
+        assert torch.equal(after, found[0][1]), "the replicated stream goes on alike"
+        assert 0.15 < (dropped == 0).float().mean() < 0.35
+        assert not torch.equal(dropped[:, 0], dropped[:, 7])
+
+
+def _dry(rank: int, world_size: int) -> None:
+    for name, make in BODIES.items():
+        whole, context = make(), TensorContext(dist.group.WORLD)
+        parallel, _ = split_body(whole, context)
+        with FakeTensorMode(allow_non_fake_inputs=True), CollectiveCounter() as counter:
+            outputs = tree_leaves(parallel(torch.randn(2, TOKENS, whole.width)))
+        assert outputs[0].shape == (2, TOKENS, whole.width) and not counter.calls, name
+        assert not any(isinstance(y, FeatureShard) for y in outputs)
+        assert outputs[0].requires_grad
+
+
+def test_a_dry_run_sees_whole_tensors() -> None:
+    run_ranks(2, _dry)
+
+
+def _double_backward(rank: int, world_size: int) -> None:
+    """The gradient penalty of what passes an exchange both ways."""
+    for owned in OWNED.values():
+        penalties = []
+        for context in (None, TensorContext(dist.group.WORLD)):
+            x = torch.randn(2, HEADS, T, D, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+            x.requires_grad_()
+            y = x * 1.0 if context is None else FeatureShard.shard(x * 1.0, 1, owned, context)
+            (grad,) = torch.autograd.grad((gathered(y * y * y) ** 2).sum(), x, create_graph=True)
+            (second,) = torch.autograd.grad((grad**2).sum(), x)
+            penalties.append((grad.detach(), second))
+        torch.testing.assert_close(penalties[0], penalties[1])
+
+
+def test_gradients_of_gradients() -> None:
+    run_ranks(2, _double_backward)
+
+
+def _rows(rank: int, world_size: int) -> None:
+    """A row layer takes its own features of shards that lie otherwise, and of whole values."""
+    torch.manual_seed(0)
+    context = TensorContext(dist.group.WORLD)
+    row = nn.Linear(HEADS, 3).double()
+    x = torch.randn(2, HEADS, dtype=torch.float64)
+    expected, owned = row(x), (((0, 5),), ((5, 8),))
+    shard_(row.weight, ShardedTensorSpec("weight", (3, HEADS), 1, owned), rank)
+    layer = RowParallelLinear.adopt(row, context, owned, "row", global_sizes=True)
+    for other in (owned, *OWNED.values()):
+        torch.testing.assert_close(layer(FeatureShard.shard(x, 1, other, context)), expected)
+    torch.testing.assert_close(layer(x), expected)
+    with pytest.raises(ValueError, match="style `row`"):
+        layer(x[:, :4])
+
+
+def test_a_row_layer_takes_shards_and_whole_values() -> None:
+    run_ranks(2, _rows)
