@@ -20,7 +20,7 @@ from lightning_megatp.tensor.context import Region, TensorContext
 from lightning_megatp.tensor.layers import ParallelLayer
 from lightning_megatp.tensor.lineage import Lineage, trace_regions
 from lightning_megatp.tensor.parameters import gather_shards
-from lightning_megatp.tensor.sequence import SequenceShard, functions_take_whole
+from lightning_megatp.tensor.shards import functions_take_whole, gathered
 from lightning_megatp.tensor.watch import RandomWatch
 
 
@@ -102,15 +102,18 @@ class ParallelModule:
     @contextlib.contextmanager
     def user_code(self) -> Iterator[None]:
         """Around the user's code: a step, and what activation checkpointing runs of it again in backward."""
-        functions = functions_take_whole() if self.plan.sequences else contextlib.nullcontext()
+        functions = functions_take_whole() if self._has_shards else contextlib.nullcontext()
         with self.context.running(user_code=True), functions:
             yield
 
     def outputs(self, outputs: object) -> object:
-        """What a step returns, with sequence shards gathered."""
-        if not self.plan.sequences:
-            return outputs
-        return tree_map(lambda x: x.whole() if isinstance(x, SequenceShard) else x, outputs)
+        """What a step returns, with sequence and feature shards gathered."""
+        return tree_map(gathered, outputs) if self._has_shards else outputs
+
+    @property
+    def _has_shards(self) -> bool:
+        """Whether the step's code meets tensors of which this rank holds a part."""
+        return bool(self.plan.sequences) or self.context.feature_shards
 
     def trace(self, outputs: Iterable[Tensor], received: Iterable[Tensor] = ()) -> None:
         """Read off the graph of a loss which gradients will be partial. Before every backward: steps may differ.

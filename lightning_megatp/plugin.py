@@ -131,9 +131,11 @@ class ParallelismPlugin:
         common: dict[str, Any] = {"label": plan.name, "region": region}
         if style in ("column", "column_gather"):
             gather = style == "column_gather"
-            return column_kind(layer).adopt(layer, context, plan.by_rank, gather_output=gather, **common)
+            sizes: dict[str, Any] = {"gather_output": gather, "global_sizes": plan.global_sizes, "lazy": plan.lazy}
+            return column_kind(layer).adopt(layer, context, plan.by_rank, **sizes, **common)
         if style in ("row", "row_split"):
             options: dict[str, Any] = {"split_input": style == "row_split", "sequence_dim": plan.sequence_dim}
+            options["global_sizes"] = plan.global_sizes
             return row_kind(layer).adopt(layer, context, plan.by_rank, **options, **common)
         if style == "attention":
             return ParallelAttention.adopt(layer, context, plan.by_rank, sequence_dim=plan.sequence_dim, **common)

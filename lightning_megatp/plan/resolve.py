@@ -42,6 +42,8 @@ class LayerPlan:
     """Name of the module that holds the columns and rows which belong together."""
     sequence_dim: int | None = None
     """For rows inside a `sequence` block: the dim their output is reduce-scattered along."""
+    lazy: bool = False
+    """For gathered columns: whether they are gathered only where an operation needs all features."""
     splits: tuple[Split, ...] = ()
     """Its split parameters, where they are not `weight` and `bias` as its style splits them."""
     once: tuple[str, ...] = ()
@@ -393,7 +395,10 @@ def _place(plan: ParallelPlan) -> None:
         blocks = [a for a in _ancestors(name) if a in plan.sequences]
         closes = layer.style.style in ("row", "row_split", "attention")
         dim = plan.sequences[blocks[0]].dim if blocks and closes else None
-        plan.layers[name] = replace(layer, region=region, sequence_dim=dim)
+        tracked = layer.style.global_sizes
+        if layer.style.style == "row":
+            tracked = any(plan.layers[c].style.global_sizes and _inside(c, region or "") for c in columns)
+        plan.layers[name] = replace(layer, region=region, sequence_dim=dim, global_sizes=tracked, lazy=layer.style.lazy)
     for name in rows:
         _check_row(plan, name)
     for name in columns:

@@ -52,6 +52,10 @@ class Style:
     unit: int | str = 1
     """column, row, divide, experts: features that stay together, the size of a head; or the name of an attribute of the
     parent module that holds it."""
+    global_sizes: bool = False
+    """column: code behind it sees the sizes of the whole, whatever numbers of heads and features it has."""
+    lazy: bool = False
+    """column_gather: gathered only where an operation needs all features; a cross-entropy does not."""
     dim: int = 1
     """sequence: the sequence dim of the hidden states."""
     input: int | str | None = None
@@ -61,8 +65,8 @@ class Style:
 
 
 _OPTIONS = {
-    "column": {"parts", "unit"},
-    "column_gather": {"parts", "unit"},
+    "column": {"parts", "unit", "global_sizes"},
+    "column_gather": {"parts", "unit", "lazy"},
     "row": {"parts", "unit"},
     "row_split": {"parts", "unit"},
     "attention": set(),
@@ -160,6 +164,8 @@ def _are_parts(value: object) -> bool:
 _VALUES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "parts": ("a number of equal parts, nor a list of their sizes (1 or more)", _are_parts),
     "unit": ("a number of features (1 or more), nor an attribute's name", lambda x: isinstance(x, str) or _is_count(x)),
+    "global_sizes": ("true or false", lambda x: isinstance(x, bool)),
+    "lazy": ("true or false", lambda x: isinstance(x, bool)),
     "dim": ("a dim counted from the front (0 or more)", lambda x: _is_count(x, 0)),
     "input": ("a position or a keyword", lambda x: x is None or isinstance(x, str) or _is_count(x, 0)),
 }

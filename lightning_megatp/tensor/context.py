@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,6 +16,7 @@ from torch import Tensor
 from lightning_megatp.plan.shard import ShardedTensorSpec
 from lightning_megatp.shim.torch import is_fake, tensor_version
 from lightning_megatp.tensor.deferred import DeferredWeights
+from lightning_megatp.tensor.exchange import GroupExchange
 from lightning_megatp.tensor.random import RankStream
 
 
@@ -41,6 +44,12 @@ class TensorContext:
         self.rank = dist.get_rank(group)
         self.size = group.size()
         self.stream = RankStream(self.rank)
+        self.exchange: Any = GroupExchange(group)
+        """What feature shards send with."""
+        self.feature_shards = False
+        """Whether layers hand out feature shards."""
+        self.gathers: Counter[str] = Counter()
+        """Operation -> how many feature shards were gathered for it."""
         self.deferred = DeferredWeights()
         self.open_region: Region | None = None
         self.sharded: dict[int, ShardedTensorSpec] = {}

@@ -52,7 +52,7 @@ class ColumnParallelConv1D(_Transposed, ColumnParallel):
     def _set_local_sizes(self) -> None:
         super()._set_local_sizes()
         vars(self).pop("out_features", None)  # here the name is nf
-        self.nf = self.nf if self.gather_output else length(self.ranges)
+        self.nf = self.nf if self.gather_output or self.global_sizes else length(self.ranges)
 
 
 class RowParallelConv1D(_Transposed, RowParallel):
@@ -63,7 +63,7 @@ class RowParallelConv1D(_Transposed, RowParallel):
     def _set_local_sizes(self) -> None:
         super()._set_local_sizes()
         vars(self).pop("in_features", None)  # here the name is nx
-        self.nx = self.nx if self.split_input else self._own_features
+        self.nx = self.nx if self.split_input or self.global_sizes else self._own_features
 
 
 @functools.cache

@@ -24,6 +24,7 @@ from lightning_megatp.tensor.collectives import (
     scatter_to_region,
 )
 from lightning_megatp.tensor.context import Region, TensorContext
+from lightning_megatp.tensor.features import FeatureLayout, FeatureShard, own_features
 from lightning_megatp.tensor.outside import LayerParameters
 from lightning_megatp.tensor.parameters import slice_whole
 from lightning_megatp.tensor.sequence import SequenceLayout, SequenceShard
@@ -82,6 +83,11 @@ class ParallelLayer(nn.Module):
         """Features of each rank."""
         return [length(ranges) for ranges in self.by_rank]
 
+    @property
+    def features(self) -> int:
+        """Features of the whole split dimension."""
+        return max(stop for ranges in self.by_rank for _, stop in ranges)
+
     @torch.compiler.disable  # the collectives, and the account of what entered, stay outside of compiled code
     def forward(self, input: Tensor) -> Tensor:
         """The layer's own work: meanwhile its parameters are the shards (see `tensor.outside`)."""
@@ -112,10 +118,10 @@ class ParallelLayer(nn.Module):
         return slice_whole(parameter, self.group, dim, by_rank or self.by_rank)
 
     def _bring(self, x: Tensor) -> Tensor:
-        """A whole value, or this rank's tokens of one, into the tensor region."""
+        """A whole value, or this rank's tokens or features of one, into the tensor region."""
         if isinstance(x, SequenceShard):
             return gather_sequence(x.plain, self.group, x.tokens.dim, x.tokens.length, "tensor")
-        return copy_to_region(x, self.group)
+        return copy_to_region(x.whole("linear") if isinstance(x, FeatureShard) else x, self.group)
 
 
 def _no_fast_path(layer: nn.Module, args: Any) -> None:
@@ -125,15 +131,18 @@ def _no_fast_path(layer: nn.Module, args: Any) -> None:
 class ColumnParallel(ParallelLayer):
     """y = x A^T + b with the output features of A split over the tensor ranks.
 
-    Input (..., in_features) whole or a SequenceShard; output (..., features of this rank), or all features with
-    `gather_output`.
+    Input (..., in_features) whole, a SequenceShard or a FeatureShard; output (..., features of this rank). With
+    `global_sizes` it is a FeatureShard of them; with `gather_output` all features, or with `lazy` too a FeatureShard,
+    which is gathered only where an operation needs it whole.
 
     Communication: `copy_to_region` or `gather_sequence`, once for all column layers that read the same tensor; with
-    `gather_output` also `gather_from_region`.
+    `gather_output` also `gather_from_region`, unless `lazy`.
     """
 
     bias: Any
     gather_output: bool = False
+    global_sizes: bool = False
+    lazy: bool = False
 
     @property
     def out_range(self) -> Ranges:
@@ -141,7 +150,11 @@ class ColumnParallel(ParallelLayer):
         return self.ranges
 
     def _set_local_sizes(self) -> None:
-        if not self.gather_output:
+        self._layout: FeatureLayout | None = None
+        if self.lazy if self.gather_output else self.global_sizes:
+            self._layout = FeatureLayout(-1, self.by_rank, self.features, self.context)
+            self.context.feature_shards = True
+        elif not self.gather_output:
             self.out_features = length(self.ranges)
         self._order = canonical_order(self.by_rank) if self.gather_output else None
 
@@ -149,6 +162,9 @@ class ColumnParallel(ParallelLayer):
         entered = self.context.enter(x, self._bring, None if self.gather_output else self.region, self.training)
         bias = None if self.bias is None else self._own("bias", 0)
         y = self.context.deferred.linear(entered, self._own("weight", 0), bias)
+        if self._layout is not None and self.context.size > 1:
+            whole = is_fake(y)  # a dry run knows whole features only
+            return self.context.exchange.gather(y, -1, self.by_rank) if whole else FeatureShard.wrap(y, self._layout)
         if not self.gather_output:
             return y
         y = gather_from_region(y, self.group, self.sizes)
@@ -158,24 +174,38 @@ class ColumnParallel(ParallelLayer):
 class RowParallel(ParallelLayer):
     """y = x A^T + b with the input features of A split over the tensor ranks; the partial results are summed.
 
-    Input (..., features of this rank), or whole with `split_input`; output (..., out_features) whole, or a
-    SequenceShard along `sequence_dim`. The bias is added once, after the sum.
+    Input (..., features of this rank), whole with `split_input`, or with `global_sizes` a FeatureShard (or what some
+    operation made whole of one); output (..., out_features) whole, or a SequenceShard along `sequence_dim`. The bias is
+    added once, after the sum.
 
     Communication: `reduce_from_region`, or `reduce_scatter_sequence` in a sequence region (the same bytes).
     """
 
     bias: Any
     split_input: bool = False
+    global_sizes: bool = False
     sequence_dim: int | None = None
 
     def _set_local_sizes(self) -> None:
         self._own_features = length(self.ranges)
-        if not self.split_input:
+        self._all_features = self.features
+        if not self.split_input and not self.global_sizes:
             self.in_features = self._own_features
 
+    def _split_features(self, x: Tensor) -> Tensor:
+        """This rank's features of a shard or a whole value."""
+        if isinstance(x, FeatureShard):
+            own = own_features(x, self.by_rank, self._all_features)
+            if own is not None:
+                return own
+            x = x.whole("linear")
+        if isinstance(x, SequenceShard):
+            x = x.whole()
+        return scatter_to_region(x, self.group, self.by_rank) if x.shape[-1] == self._all_features else x
+
     def _compute(self, x: Tensor) -> Tensor:
-        if self.split_input:
-            x = scatter_to_region(x.whole() if isinstance(x, SequenceShard) else x, self.group, self.by_rank)
+        if self.split_input or self.global_sizes or isinstance(x, FeatureShard):
+            x = self._split_features(x)
         if x.shape[-1] != self._own_features:
             raise ValueError(
                 f"MegaTPStrategy: `{self.label}` has the plan's style `row` and expects {self._own_features} of"

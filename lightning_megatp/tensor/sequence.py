@@ -9,19 +9,19 @@ Source: Korthikanti et al. 2022, section 4.2.2.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_megatp.shim.torch import DisableTorchFunctionSubclass, handle_functions, tree_leaves, tree_map
+from lightning_megatp.shim.torch import DisableTorchFunctionSubclass, tree_leaves, tree_map
 from lightning_megatp.tensor.collectives import copy_to_region, gather_sequence, scatter_sequence
 from lightning_megatp.tensor.context import TensorContext
 from lightning_megatp.tensor.functions import is_in_place, operation_name, operation_names
+from lightning_megatp.tensor.shards import METADATA, GatheredView, Shard, becomes_leaf, changes, of_whole
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class SequenceLayout:
         return hash((self.dim, self.length))
 
 
-class SequenceShard(torch.Tensor):
+class SequenceShard(Shard):
     """A tensor of which this rank holds some tokens; shape, size and operations are those of the whole tensor."""
 
     tokens: SequenceLayout
@@ -90,7 +90,7 @@ class SequenceShard(torch.Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         name = operation_name(func)
-        if name in _METADATA and not _becomes_leaf(func, name, args):
+        if name in METADATA and not becomes_leaf(func, name, args):
             with DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if name == "data" and len(args) == 1 and isinstance(args[0], SequenceShard):
@@ -101,67 +101,27 @@ class SequenceShard(torch.Tensor):
             result = _run_on_tokens(func, name, args, kwargs)
             if result is not None:
                 return result
-        if name in ("register_hook", "retain_grad") or _becomes_leaf(func, name, args):
+        if name in ("register_hook", "retain_grad") or becomes_leaf(func, name, args):
             raise RuntimeError(
                 f"MegaTPStrategy: `{name}` on a tensor of which this rank holds some tokens would see a part of its"
                 " gradient. Take the `sequence` style of this block out of the plan."
             )
-        if _changes(SequenceShard, name, args, kwargs):
+        if changes(SequenceShard, name, args, kwargs):
             raise RuntimeError(_changed_in_place(name))
         result = func(*tree_map(_gathered, args), **tree_map(_gathered, kwargs))
-        if name in _VIEWS:
-            return tree_map(_sealed, result)
-        if isinstance(result, np.ndarray):
-            result.flags.writeable = False  # of a copy: nobody would see the change
-        return result
-
-
-def _becomes_leaf(func: Callable[..., Any], name: str, args: tuple[Any, ...]) -> bool:
-    """Whether a shard that needs no gradient is told to collect one."""
-    sets = name == "requires_grad_" or (name == "requires_grad" and func.__name__ == "__set__")
-    wanted = args[1] if len(args) > 1 else True
-    return sets and isinstance(args[0], SequenceShard) and bool(wanted) and not args[0].plain.requires_grad
-
-
-@contextlib.contextmanager
-def functions_take_whole() -> Iterator[None]:
-    """Around a user's code: `torch.autograd.Function`s of the user's own get whole tensors, since what they save and
-    compute in backward can't know of shards. (`apply` does not ask `__torch_function__`.)"""
-    with handle_functions(
-        lambda cls, apply, args, kwargs: apply(*tree_map(_gathered, args), **tree_map(_gathered, kwargs))
-    ):
-        yield
+        return of_whole(name, result, _SequenceView)
 
 
 def _gathered(x: Any) -> Any:
     return x.whole() if isinstance(x, SequenceShard) else x
 
 
-class _GatheredView(torch.Tensor):
-    """A view (a slice, a transpose) of a sequence shard, made of its gathered copy: a plain tensor, except that a
-    change in place raises, since the shard would not see it."""
+class _SequenceView(GatheredView):
+    """A view of a sequence shard's gathered copy."""
 
-    @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        name = operation_name(func)
-        if _changes(_GatheredView, name, args, kwargs):
-            raise RuntimeError(_changed_in_place(name))
-        result = func(*tree_map(_unsealed, args), **tree_map(_unsealed, kwargs))
-        return tree_map(_sealed, result) if name in _VIEWS else result
-
-
-def _sealed(x: Any) -> Any:
-    return x.as_subclass(_GatheredView) if isinstance(x, Tensor) else x
-
-
-def _unsealed(x: Any) -> Any:
-    if not isinstance(x, _GatheredView):
-        return x
-    with DisableTorchFunctionSubclass():
-        return x.as_subclass(Tensor)
+    @staticmethod
+    def refusal(name: str) -> str:
+        return _changed_in_place(name)
 
 
 def _changed_in_place(name: str) -> str:
@@ -169,14 +129,6 @@ def _changed_in_place(name: str) -> str:
         f"MegaTPStrategy: `{name}` changes a sequence-sharded tensor in place, and needs all of its tokens. Write it"
         " without in-place change, or take the `sequence` style of this block out of the plan."
     )
-
-
-def _changes(kind: type[Tensor], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether an operation changes an operand of this kind in place."""
-    if any(isinstance(x, kind) for x in tree_leaves(kwargs.get("out"))):
-        return True
-    changes = is_in_place(name) or bool(kwargs.get("inplace")) or (name == "data" and len(args) == 2)
-    return changes and bool(args) and any(isinstance(x, kind) for x in tree_leaves(args[0]))
 
 
 def _shape(name: str, x: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -291,13 +243,6 @@ def _any_shard(leaves: list[Any]) -> bool:
     return any(isinstance(x, SequenceShard) for x in leaves)
 
 
-_METADATA = operation_names(
-    """
-    dtype device layout requires_grad requires_grad_ is_leaf grad_fn is_cuda is_cpu is_meta is_sparse is_quantized
-    is_nested names dim ndim ndimension is_floating_point is_complex element_size is_inference __hash__ get_device
-    _version
-    """
-)
 _SHAPE = operation_names("shape size numel nelement __len__")
 _POINTWISE = operation_names(
     """
@@ -306,13 +251,6 @@ _POINTWISE = operation_names(
     addcmul pow __pow__ square sqrt rsqrt exp log abs sin cos gelu relu relu_ silu sigmoid tanh softplus leaky_relu elu
     mish hardswish hardtanh relu6 clamp dropout float half bfloat16 double to type_as contiguous clone detach where
     masked_fill lerp maximum minimum
-    """
-)
-_VIEWS = operation_names(
-    """
-    __getitem__ select narrow view view_as transpose permute split split_with_sizes tensor_split chunk unbind squeeze
-    unsqueeze flatten unflatten reshape expand expand_as T mT movedim moveaxis swapaxes swapdims diagonal unfold
-    as_strided __iter__ hsplit vsplit
     """
 )
 _TOKEN_LOCAL: dict[str, Callable[[tuple[Any, ...], dict[str, Any]], bool]] = {

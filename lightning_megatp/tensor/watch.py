@@ -37,7 +37,7 @@ class RandomWatch(TorchFunctionMode):
         context = self.context
         if context.open_region is not None and context.user_code:
             name = operation_name(func)
-            if _is_random(name, args, kwargs):
+            if draws_random(name, args, kwargs):
                 dry = any(map(is_fake, tree_leaves((args, kwargs))))
                 if not dry:
                     self._check_operand(name, args)
@@ -56,7 +56,8 @@ class RandomWatch(TorchFunctionMode):
             )
 
 
-def _is_random(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def draws_random(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether an operation draws from the default generator."""
     if name == "scaled_dot_product_attention":
         return bool(args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0))
     if name in _DROPOUT:

@@ -27,6 +27,7 @@ from lightning_megatp.tensor import sequence
 from lightning_megatp.tensor.context import TensorContext
 from lightning_megatp.tensor.lineage import trace_regions
 from lightning_megatp.tensor.sequence import SequenceShard
+from lightning_megatp.tensor.shards import functions_take_whole
 from tests.distributed import sequence_operations
 from tests.distributed.sequence_operations import BATCH, OPERATIONS, REFUSED, D, Operation, Workshop
 from tests.distributed.test_collective_counts import CollectiveCounter
@@ -90,7 +91,7 @@ def _run(operation: Operation, dim: int, length: int, context: TensorContext | N
     """What it returns (and x afterwards) as plain values, and a loss that depends on every number in them."""
     x, workshop, leaves = _workshop(dim, length, context)
     try:
-        with warnings.catch_warnings(), sequence.functions_take_whole():
+        with warnings.catch_warnings(), functions_take_whole():
             warnings.simplefilter("ignore")
             returned = operation(x, workshop)
             outputs = [_plain(value) for value in tree_flatten((returned, x, workshop.z, workshop.y))[0]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 import pytest
@@ -9,13 +10,29 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_megatp.plan.ranges import (
+    ByRank,
     Ranges,
+    ascending,
+    concatenate,
+    contains,
     deal_units,
+    everything,
+    gathered_runs,
+    grouped_units,
     length,
+    local_span,
     merge,
+    merge_dims,
+    owned_once,
+    owner_counts,
     owners,
+    positions,
+    repeat_dim,
+    repeat_each,
     shard_ranges,
     show,
+    slice_span,
+    split_dim,
     split_evenly,
 )
 
@@ -153,3 +170,110 @@ def test_ranges_as_people_write_them() -> None:
     assert show(((0, 16), (32, 48))) == "[0:16],[32:48]"
     assert show(((0, 1), (2, 3), (4, 5), (6, 7), (8, 9))) == "[0:1],[2:3],[4:5],... 2 more"
     assert show(()) == ""
+
+
+# ---------------------------------------------------------------- ownership, followed through views
+
+
+@st.composite
+def ownerships(draw: st.DrawFn, most: int = 8) -> tuple[ByRank, int]:
+    """Ranges of 1 to 3 ranks in a dim, overlapping or not; each index has an owner."""
+    size, ways = draw(st.integers(1, most)), draw(st.integers(1, 3))
+    owned = draw(st.lists(st.sets(st.integers(0, ways - 1), min_size=1), min_size=size, max_size=size))
+    return tuple(merge([(i, i + 1) for i in range(size) if rank in owned[i]]) for rank in range(ways)), size
+
+
+def place(ranges: Ranges, size: int, outer: int, inner: int) -> list[int]:
+    """The elements of a shard of (outer, size, inner), in its order, numbered as in the whole."""
+    return [(o * size + i) * inner + k for o in range(outer) for i in indices(ranges) for k in range(inner)]
+
+
+@unhurried
+@given(ownerships(), st.integers(1, 3), st.integers(1, 3))
+def test_merged_dims_hold_what_the_shards_hold(owned: tuple[ByRank, int], outer: int, inner: int) -> None:
+    by_rank, size = owned
+    merged = merge_dims(by_rank, size, outer, inner)
+    assert merged is not None
+    for ranges, found in zip(by_rank, merged, strict=True):
+        assert indices(found) == place(ranges, size, outer, inner)
+
+
+@unhurried
+@given(ownerships(), st.integers(1, 3), st.integers(1, 3))
+def test_a_split_dim_undoes_the_merge(owned: tuple[ByRank, int], outer: int, inner: int) -> None:
+    by_rank, size = owned
+    merged = merge_dims(by_rank, size, outer, inner)
+    assert merged is not None
+    found = split_dim(merged, (outer, size, inner))
+    assert found is not None
+    dim, again = found
+    shape = (outer, size, inner)
+    before, after = math.prod(shape[:dim]), math.prod(shape[dim + 1 :])
+    for ranges, back in zip(merged, again, strict=True):
+        assert place(back, shape[dim], before, after) == indices(ranges)
+
+
+def test_a_split_dim_in_numbers() -> None:
+    assert split_dim((((0, 8),), ((8, 16),)), (4, 4)) == (0, (((0, 2),), ((2, 4),)))
+    fused = shard_ranges(24, 2, 3, 4)
+    assert split_dim(fused, (3, 2, 4)) == (1, (((0, 1),), ((1, 2),)))
+    assert split_dim((((0, 6),), ((6, 16),)), (4, 4)) is None, "a head is cut"
+    assert split_dim((((8, 16), (0, 8)),), (2, 8)) is None, "another order"
+    assert split_dim((((0, 4),), ()), (1, 4)) == (0, (((0, 1),), ()))
+
+
+@unhurried
+@given(ownerships(), st.data())
+def test_a_slice_is_what_lies_in_the_span(owned: tuple[ByRank, int], data: st.DataObject) -> None:
+    by_rank, size = owned
+    start = data.draw(st.integers(0, size))
+    stop = data.draw(st.integers(start, size))
+    for ranges, found in zip(by_rank, slice_span(by_rank, start, stop), strict=True):
+        assert indices(found) == [i - start for i in indices(ranges) if start <= i < stop]
+        assert ascending(ranges)
+        first, count = local_span(ranges, start, stop)
+        assert [i - start for i in indices(ranges)[first : first + count]] == indices(found)
+
+
+@unhurried
+@given(ownerships(), ownerships(), st.integers(1, 3))
+def test_repeated_and_concatenated_dims(one: tuple[ByRank, int], two: tuple[ByRank, int], times: int) -> None:
+    by_rank, size = one
+    for ranges, tiled, each in zip(by_rank, repeat_dim(by_rank, size, times), repeat_each(by_rank, times), strict=True):
+        assert indices(tiled) == [n * size + i for n in range(times) for i in indices(ranges)]
+        assert indices(each) == [i * times + n for i in indices(ranges) for n in range(times)]
+    if len(two[0]) == len(by_rank):
+        for ranges, more, both in zip(by_rank, two[0], concatenate((one, two)), strict=True):
+            assert indices(both) == indices(ranges) + [size + i for i in indices(more)]
+
+
+@unhurried
+@given(ownerships(), ownerships())
+def test_positions_of_wanted_indices(one: tuple[ByRank, int], two: tuple[ByRank, int]) -> None:
+    held, wanted = one[0][0], two[0][0]
+    found = positions(held, wanted)
+    if found is None:
+        assert not set(indices(wanted)) <= set(indices(held))
+    else:
+        assert [indices(held)[i] for i in indices(found)] == indices(wanted)
+    assert contains(one[0], one[0])
+
+
+@unhurried
+@given(ownerships())
+def test_shards_are_put_together_in_order(owned: tuple[ByRank, int]) -> None:
+    by_rank, size = owned
+    together = [i for ranges in by_rank for i in indices(ranges)]
+    assert [together[i] for i in indices(gathered_runs(by_rank))] == list(range(size))
+    assert owned_once(by_rank, size) == (len(together) == size)
+    assert everything(by_rank, size) == (len(together) == size * len(by_rank))
+    for rank, ranges in enumerate(by_rank):
+        counts = [count for start, stop, count in owner_counts(by_rank, rank) for _ in range(start, stop)]
+        assert counts == [len(owners(by_rank, i)) for i in indices(ranges)]
+
+
+def test_key_value_heads_of_query_heads() -> None:
+    assert grouped_units((((0, 4),), ((4, 8),)), 4) == (((0, 1),), ((1, 2),))
+    assert grouped_units((((0, 2),), ((2, 4),), ((4, 6),)), 3) == (((0, 1),), ((0, 2),), ((1, 2),))
+    assert grouped_units((((0, 3),), ((3, 6),), ((6, 8),)), 4) is None, "3 of one, then 1 and 2"
+    assert grouped_units((((0, 2),), ()), 2) == (((0, 1),), ())

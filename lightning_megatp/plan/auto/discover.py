@@ -11,9 +11,10 @@ from torch import nn
 from lightning_megatp.plan.auto.blocks import Block, capture_calls, find_blocks, is_linear, kinds_of_blocks
 from lightning_megatp.plan.auto.huggingface import own_plan, plan_of_block
 from lightning_megatp.plan.auto.search import BlockResult, plan_block
-from lightning_megatp.plan.ranges import Ranges, split_evenly
+from lightning_megatp.plan.ranges import Ranges, length, split_evenly
 from lightning_megatp.plan.resolve import LayerPlan, ParallelPlan, expert_counts, parameter_specs, whole_modules
 from lightning_megatp.plan.styles import Style, matches
+from lightning_megatp.shim.transformers import is_conv1d
 
 _SMALL_TABLE = 0.005
 """Embeddings and heads with a smaller share of the model's parameters stay whole."""
@@ -142,7 +143,8 @@ def _plan_tables(plan: ParallelPlan, model: nn.Module, tp: int) -> None:
         if type(child) is nn.Embedding and _can_split(child):
             _add(plan, name, "vocab", _even(child.num_embeddings, tp), "by its rows")
         elif is_linear(child) and not f"{name}.".startswith(inside):
-            _add(plan, name, "column_gather", _even(child.out_features, tp), "outside of blocks")
+            inputs, outputs = weight.shape if is_conv1d(child) else weight.shape[::-1]
+            _add(plan, name, "column_gather", _even(outputs, tp), "outside of blocks", inputs)
 
 
 def _can_split(table: nn.Embedding) -> bool:
@@ -165,7 +167,7 @@ def _agree_on_ties(plan: ParallelPlan, model: nn.Module, tp: int) -> None:
         if all(styles.values()) and all(plan.layers[name].style.style in ("vocab", "column_gather") for name in split):
             rows = _even(modules[names[0]].weight.shape[0], tp)
             for name in names:
-                _add(plan, name, str(styles[name]), rows, "tied")
+                _add(plan, name, str(styles[name]), rows, "tied", modules[name].weight.shape[1])
         elif len(split) < len(names) or len({plan.layers[name].by_rank for name in split}) > 1:
             for name in split:
                 _drop_region(plan, name, f"it shares its weight with {', '.join(n for n in names if n != name)}")
@@ -187,9 +189,14 @@ def _drop_region(plan: ParallelPlan, name: str, why: str) -> None:
     plan.attributes = [a for a in plan.attributes if region is None or a.module != region]
 
 
-def _add(plan: ParallelPlan, name: str, style: str, by_rank: tuple[Ranges, ...], how: str) -> None:
-    plan.layers[name] = LayerPlan(name, Style(name, style), by_rank)
-    plan.how[name] = how
+def _add(plan: ParallelPlan, name: str, style: str, by_rank: tuple[Ranges, ...], how: str, inputs: int = 0) -> None:
+    """Args:
+    inputs: of a linear layer; one with more outputs is a head over a vocabulary.
+    """
+    features = sum(length(ranges) for ranges in by_rank)
+    lazy = style == "column_gather" and features > inputs
+    plan.layers[name] = LayerPlan(name, Style(name, style), by_rank, lazy=lazy)
+    plan.how[name] = how + (", gathered only where something but a cross-entropy needs it" if lazy else "")
     plan.whole.pop(name, None)
 
 

@@ -7,8 +7,10 @@ decide it.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +25,7 @@ from lightning_megatp.plan.ranges import Ranges, length
 from lightning_megatp.plan.resolve import AttributePlan, LayerPlan
 from lightning_megatp.shim.torch import tree_leaves
 from lightning_megatp.tensor.collectives import take_ranges
+from lightning_megatp.tensor.features import FeatureLayout, FeatureShard, own_features
 from lightning_megatp.tensor.lineage import trace_regions
 
 TOLERANCE = 1e-9
@@ -107,7 +110,7 @@ class Reference:
         if outcome.error is None:
             _backward(shards[0].outputs, self.cotangents)
             self._compare_gradients(shards, calls, outcome)
-        outcome.gathers = dict(shards[0].exchange.gathers)
+        outcome.gathers = dict(shards[0].context.gathers)
         return outcome
 
     def _compare_outputs(self, rank: _Rank, outcome: Outcome) -> str | None:
@@ -175,12 +178,26 @@ class Ranks:
         return next(iter(real), next((e for e in errors if e is not None), None))
 
 
+class SimulatedContext:
+    """Stands in for a `TensorContext`: what feature shards ask of it."""
+
+    def __init__(self, ranks: Ranks, rank: int) -> None:
+        self.rank, self.size = rank, ranks.size
+        self.exchange = SimulatedExchange(ranks, rank)
+        self.gathers: Counter[str] = Counter()
+        self.kept_whole: set[int] = set()
+        self.stream = self
+
+    def inside(self, device: torch.device) -> contextlib.AbstractContextManager[None]:
+        """The random stream of a region; nothing is random here."""
+        return contextlib.nullcontext()
+
+
 class SimulatedExchange:
-    """What a parallel layer asks of its group, between threads."""
+    """What a parallel layer, and a feature shard, asks of its group, between threads."""
 
     def __init__(self, ranks: Ranks, rank: int) -> None:
         self.ranks, self.rank, self.size = ranks, rank, ranks.size
-        self.gathers: dict[str, int] = {}
 
     def copy(self, x: Tensor) -> Tensor:
         return _Mark.apply(x, "tensor", "whole")
@@ -218,7 +235,7 @@ class _Rank:
     """One simulated rank's shards of a block."""
 
     def __init__(self, twin: nn.Module, plan: BlockPlan, ranks: Ranks, rank: int, train: bool) -> None:
-        self.exchange, self.rank = SimulatedExchange(ranks, rank), rank
+        self.context, self.rank = SimulatedContext(ranks, rank), rank
         self.module = copy.deepcopy(twin).train(train)
         self.cuts: dict[str, tuple[int, Ranges]] = {}
         for name, layer in plan.layers.items():
@@ -252,7 +269,7 @@ class _Rank:
             if parameter is not None:
                 child._parameters[leaf] = nn.Parameter(take_ranges(parameter.detach(), 0, ranges).clone())
                 self.cuts[f"{name}.{leaf}"] = 0, ranges
-        child.split = _SPLITS[style](layer, self.exchange)
+        child.split = _SPLITS[style](layer, self.context)
         if style == "column" and not layer.global_sizes:
             child.out_features = length(ranges)
         if style == "row" and not layer.global_sizes:
@@ -260,31 +277,45 @@ class _Rank:
 
 
 class _Column:
-    def __init__(self, layer: LayerPlan, exchange: SimulatedExchange) -> None:
-        self.layer, self.exchange = layer, exchange
+    def __init__(self, layer: LayerPlan, context: SimulatedContext) -> None:
+        self.layer, self.exchange = layer, context.exchange
+        size = max(stop for ranges in layer.by_rank for _, stop in ranges)
+        self.layout = FeatureLayout(-1, layer.by_rank, size, context) if layer.global_sizes else None  # type: ignore[arg-type]
 
     def __call__(self, linear: ThinLinear, x: Tensor) -> Tensor:
+        x = x.whole("linear") if isinstance(x, FeatureShard) else x
         y = linear.compute(self.exchange.copy(x))
+        if self.layout is not None:
+            return FeatureShard.wrap(y, self.layout)
         if self.layer.style.style == "column_gather":
             return self.exchange.gather(y, y.dim() - 1, self.layer.by_rank)
         return y
 
 
 class _Row:
-    def __init__(self, layer: LayerPlan, exchange: SimulatedExchange) -> None:
-        self.layer, self.exchange = layer, exchange
+    def __init__(self, layer: LayerPlan, context: SimulatedContext) -> None:
+        self.layer, self.exchange = layer, context.exchange
+        self.size = max(stop for ranges in layer.by_rank for _, stop in ranges)
 
     def __call__(self, linear: ThinLinear, x: Tensor) -> Tensor:
         own = self.layer.by_rank[self.exchange.rank]
-        if self.layer.style.style == "row_split":
-            x = self.exchange.scatter(x, x.dim() - 1, self.layer.by_rank)
-        elif x.shape[-1] != length(own):
+        if self.layer.style.style == "row_split" or self.layer.global_sizes:
+            x = self._split(x)
+        if x.shape[-1] != length(own):
             raise ValueError(f"a row layer of {length(own)} features on this rank gets {x.shape[-1]}")
         y = self.exchange.reduce(linear.compute(x, bias=False))
         return y if linear.bias is None else y + linear.bias
 
+    def _split(self, x: Tensor) -> Tensor:
+        if isinstance(x, FeatureShard):
+            found = own_features(x, self.layer.by_rank, self.size)
+            if found is not None:
+                return found
+            x = x.whole("linear")
+        return self.exchange.scatter(x, x.dim() - 1, self.layer.by_rank) if x.shape[-1] == self.size else x
 
-_SPLITS: dict[str, Callable[[LayerPlan, SimulatedExchange], Any]] = {
+
+_SPLITS: dict[str, Callable[[LayerPlan, SimulatedContext], Any]] = {
     "column": _Column,
     "column_gather": _Column,
     "row": _Row,

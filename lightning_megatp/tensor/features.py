@@ -1,0 +1,590 @@
+"""FeatureShard: this rank's features (heads) of a tensor, that behaves as the whole one.
+
+Between a column and a row layer user code counts heads and features: `view(B, T, self.n_head, -1)`,
+`qkv.split(self.n_embd, dim=2)`. On shards these sizes mean the whole. Which features a rank owns is followed through
+views, slices, products and attention (`feature_rules.py`), and all of these run on its own features. Any other
+operation gathers the whole tensor first: what is not local is merely not faster.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_megatp.plan.ranges import ByRank, Ranges, everything, merge, owned_once, positions
+from lightning_megatp.shim.torch import tensor_version, tree_map
+from lightning_megatp.tensor.collectives import take_ranges
+from lightning_megatp.tensor.context import TensorContext
+from lightning_megatp.tensor.functions import is_in_place, operation_name, operation_names
+from lightning_megatp.tensor.shards import METADATA, GatheredView, Shard, becomes_leaf, changes, of_whole, unsealed
+from lightning_megatp.tensor.watch import draws_random
+
+_MOST_DECISIONS = 4096
+
+
+@dataclass(frozen=True, eq=False)
+class FeatureLayout:
+    """Which rank owns which features of a dim."""
+
+    dim: int
+    """Negative, counted from the last dim."""
+    by_rank: ByRank
+    """The features of every rank, in the order in which they lie there. Ranks may overlap (repeated key-value heads);
+    where all own everything, `dim` means nothing."""
+    size: int
+    """Features of the whole dim."""
+    context: TensorContext = field(repr=False)
+    """What communicates, and the random stream for dropout."""
+    decisions: dict[Any, Decision | None] = field(default_factory=dict, repr=False)
+    """What was found out about operations on shards of this layout."""
+
+    @cached_property
+    def key(self) -> tuple[Any, ...]:
+        return (self.dim, self.by_rank, self.size, id(self.context))
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(self.key)
+
+    @cached_property
+    def replicated(self) -> bool:
+        """Whether every rank owns everything. Each then has a part of the gradient all the same."""
+        return everything(self.by_rank, self.size)
+
+    @cached_property
+    def disjoint(self) -> bool:
+        """Whether no feature has several owners."""
+        return owned_once(self.by_rank, self.size)
+
+    @property
+    def own(self) -> Ranges:
+        """This rank's features."""
+        return self.by_rank[self.context.rank]
+
+    def with_(self, dim: int, by_rank: ByRank, size: int) -> FeatureLayout:
+        """Another layout of the same ranks."""
+        if (dim, by_rank, size) == self.key[:3]:
+            return self
+        return FeatureLayout(dim, by_rank, size, self.context)
+
+    def everywhere(self) -> FeatureLayout:
+        """What every rank has all of."""
+        return FeatureLayout(0, (((0, 1),),) * len(self.by_rank), 1, self.context)
+
+    def shape(self, local: torch.Size) -> torch.Size:
+        """The whole shape of a shard."""
+        if self.replicated:
+            return local
+        whole = list(local)
+        whole[self.dim] = self.size
+        return torch.Size(whole)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, FeatureLayout) and self.key == other.key)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+
+class FeatureShard(Shard):
+    """A tensor of which this rank holds some features; shape, size and operations are those of the whole tensor."""
+
+    features: FeatureLayout
+    plain: Tensor
+    """This rank's features; the shard is a view of it."""
+
+    @staticmethod
+    def wrap(local: Tensor, layout: FeatureLayout) -> FeatureShard:
+        """This rank's features, a plain tensor, as a shard of the whole tensor."""
+        shard = local.as_subclass(FeatureShard)
+        shard.plain, shard.features = local, layout
+        return shard
+
+    @staticmethod
+    def shard(x: Tensor, dim: int, by_rank: Sequence[Ranges], context: TensorContext) -> FeatureShard:
+        """Take this rank's ranges of a dim of a whole tensor. Communication: `GroupExchange.scatter`."""
+        owned = tuple(merge(ranges) for ranges in by_rank)
+        layout = FeatureLayout(dim % x.dim() - x.dim(), owned, x.shape[dim], context)
+        return FeatureShard.wrap(context.exchange.scatter(x, layout.dim, owned), layout)
+
+    def whole(self, operation: str = "whole") -> Tensor:
+        """All features as a plain tensor, the same on every rank. Whoever asks again, of this object, gets the same.
+
+        Args:
+            operation: what needs it, for the account of gathers.
+
+        Communication: `GroupExchange.gather`; none where every rank owns everything.
+        """
+        local, layout = self.plain, self.features
+        with_graph = torch.is_grad_enabled() and local.requires_grad
+        key = (tensor_version(local), with_graph, torch.is_inference_mode_enabled())
+        held: tuple[Any, Tensor, int] | None = self.__dict__.get("_gathered")
+        if held is not None and held[0] == key and tensor_version(held[1]) == held[2]:
+            return held[1]
+        if not layout.replicated:
+            layout.context.gathers[operation] += 1
+        value: Tensor = layout.context.exchange.gather(local, layout.dim, layout.by_rank)
+        self.__dict__["_gathered"] = (key, value, tensor_version(value))
+        return value
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        operation = _operation(func)
+        if operation.special is not None:
+            done, result = operation.special(func, operation.name, args, kwargs)
+            if done:
+                return result
+        if len(types) > 1 and any(issubclass(kind, GatheredView) for kind in types):
+            args, kwargs = tree_map(unsealed, args), tree_map(unsealed, kwargs)
+        if len(types) == 1 or all(kind in (cls, Tensor) or issubclass(kind, GatheredView) for kind in types):
+            done, result = _run_on_features(func, operation, args, kwargs)
+            if done:
+                return result
+        return _run_on_whole(func, operation.name, args, kwargs)
+
+
+def own_features(x: FeatureShard, by_rank: ByRank, size: int) -> Tensor | None:
+    """The given features of the last dim as a plain tensor, without communication; None if the ranks lack some."""
+    layout = x.features
+    if layout.replicated and x.plain.shape[-1] == size:
+        return take_local(x.plain, -1, by_rank[layout.context.rank])
+    if layout.replicated or layout.dim != -1 or layout.size != size:
+        return None
+    if layout.by_rank == by_rank:
+        return x.plain
+    found = [positions(mine, wanted) for mine, wanted in zip(layout.by_rank, by_rank, strict=True)]
+    own = found[layout.context.rank]
+    return None if own is None or None in found else take_local(x.plain, -1, own)
+
+
+def take_local(x: Tensor, dim: int, ranges: Ranges) -> Tensor:
+    """Ranges of a dim, by plain differentiable operations; a view where they are one."""
+    if len(ranges) == 1:
+        return x.narrow(dim, ranges[0][0], ranges[0][1] - ranges[0][0])
+    return take_ranges(x, dim, ranges)
+
+
+# ---------------------------------------------------------------- what a rule finds out
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A tensor among the arguments of an operation, as a rule sees it."""
+
+    position: int
+    """Among the tensors of the call."""
+    shape: torch.Size
+    """Of the whole tensor."""
+    dtype: torch.dtype
+    layout: FeatureLayout | None
+    """None for a whole tensor."""
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def sharded(self) -> bool:
+        """Whether ranks own different features of it."""
+        return self.layout is not None and not self.layout.replicated
+
+
+Action = Callable[[Tensor], Tensor]
+"""What is done with one operand before an operation runs on this rank's features."""
+
+
+class Decision(NamedTuple):
+    """How an operation runs on this rank's features."""
+
+    layouts: Any
+    """Of the result: one for all tensors in it, a tuple of one for each; None if the result is a whole value."""
+    actions: Sequence[Action | None] = ()
+    """For each tensor among the arguments; empty if there is nothing to do."""
+    run: Callable[[Sequence[Tensor]], Any] | None = None
+    """Runs it on the tensors, where sizes or indices differ from the given ones."""
+
+
+@dataclass(frozen=True)
+class Enter:
+    """A whole value used as it is: the gradient of a computed one is all-reduced. That of a leaf is a part, which is
+    summed with the other parameters' at the end of backward."""
+
+    context: TensorContext
+
+    def __call__(self, x: Tensor) -> Tensor:
+        entered: Tensor = self.context.exchange.copy(x) if _is_computed(x, self.context) else x
+        return entered
+
+
+@dataclass(frozen=True)
+class Scatter:
+    """A whole value of which this rank takes its own features."""
+
+    context: TensorContext
+    dim: int
+    by_rank: ByRank
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if _is_computed(x, self.context):
+            own: Tensor = self.context.exchange.scatter(x, self.dim, self.by_rank)
+            return own
+        return take_local(x, self.dim, self.by_rank[self.context.rank])
+
+
+@dataclass(frozen=True)
+class Pick:
+    """Some of the features that a rank holds."""
+
+    dim: int
+    ranges: Ranges
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return take_local(x, self.dim, self.ranges)
+
+
+def _is_computed(x: Tensor, context: TensorContext) -> bool:
+    wanted = x.requires_grad and torch.is_grad_enabled()
+    return wanted and (not x.is_leaf or id(x) in context.kept_whole)
+
+
+# ---------------------------------------------------------------- running
+
+
+class Operation(NamedTuple):
+    """What is known of a function by its name."""
+
+    name: str
+    rule: Callable[[Any], Decision | None] | None
+    special: Callable[[Callable[..., Any], str, tuple[Any, ...], dict[str, Any]], tuple[bool, Any]] | None
+    pointwise: bool
+    """Whether only the tensors among its arguments matter."""
+    in_place: bool
+
+
+@lru_cache(4096)
+def _operation(func: Callable[..., Any]) -> Operation:
+    from lightning_megatp.tensor.feature_rules import POINTWISE, RULES  # they need the classes of this file
+
+    name = operation_name(func)
+    in_place = is_in_place(name)
+    base = name[:-1] if in_place and name[:-1] in POINTWISE else name
+    special = _SPECIAL.get(name) if func is not torch.autograd.grad else None
+    return Operation(name, RULES.get(base), special, base in POINTWISE, in_place)
+
+
+def _run_on_features(
+    func: Callable[..., Any], operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[bool, Any]:
+    """(True, what it returns), or (False, None) where it needs whole tensors."""
+    tensors: list[Tensor] = []
+    key: list[Any] = [func]
+    layout = _describe(args, operation.pointwise, key, tensors)
+    if kwargs:
+        key += kwargs
+        layout = _describe(kwargs.values(), operation.pointwise, key, tensors) or layout
+    if layout is None:
+        return False, None
+    try:
+        question = tuple(key)
+        decision = layout.decisions[question]
+    except KeyError:
+        decision = _decide(operation, layout, args, kwargs)
+        if len(layout.decisions) >= _MOST_DECISIONS:
+            layout.decisions.clear()
+        layout.decisions[question] = decision
+    except TypeError:  # an argument that can't be remembered
+        return False, None
+    if decision is None:
+        return False, None
+    stream = _stream(operation.name, layout, decision, args, kwargs)
+    if stream is None:
+        return False, None
+    layouts, actions, run = decision
+    if actions:
+        tensors = [x if action is None else action(x) for x, action in zip(tensors, actions, strict=True)]
+    with stream:
+        if run is not None:
+            result = run(tensors)
+        else:
+            rest = iter(tensors)
+            own_args = _fill(args, rest)
+            result = func(*own_args, **dict(zip(kwargs, _fill(kwargs.values(), rest), strict=True)))
+    if operation.in_place or (args and type(args[0]) is FeatureShard and result is args[0].plain):
+        return True, None if operation.name == "__setitem__" else args[0]
+    return True, result if layouts is None else _wrap(result, layouts)
+
+
+_NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+
+
+def _stream(
+    name: str, layout: FeatureLayout, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> contextlib.AbstractContextManager[None] | None:
+    """The random numbers an operation draws; None where several ranks would have to draw the same."""
+    if name not in _DRAW or not draws_random(name, args, kwargs):
+        return _NOTHING
+    result = decision.layouts
+    if not isinstance(result, FeatureLayout) or not result.disjoint:
+        return None
+    device = next(x.device for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
+    return layout.context.stream.inside(device)
+
+
+def _describe(values: Iterable[Any], pointwise: bool, key: list[Any], tensors: list[Tensor]) -> FeatureLayout | None:
+    """Take the tensors out of arguments, add to the key what a rule depends on, and find a layout."""
+    found: FeatureLayout | None = None
+    for x in values:
+        kind = type(x)
+        if kind is FeatureShard:
+            found = found or x.features
+            tensors.append(x.plain)
+            key += (x.features, x.plain.shape, x.plain.dtype)
+        elif isinstance(x, Tensor):
+            tensors.append(x)
+            key += (None, x.shape, x.dtype)
+        elif pointwise:
+            key.append(None)
+        elif kind is tuple or kind is list:
+            key.append(len(x))
+            found = _describe(x, False, key, tensors) or found
+        elif kind is slice:
+            edges = (x.start, x.stop, x.step)
+            key += (kind, [] if any(isinstance(edge, Tensor) for edge in edges) else edges)  # a list has no hash
+        else:
+            key += (kind, x)
+    return found
+
+
+def _fill(values: Iterable[Any], tensors: Iterator[Tensor]) -> list[Any]:
+    """The arguments again, with the tensors of this rank."""
+    return [
+        next(tensors)
+        if isinstance(x, Tensor)
+        else type(x)(_fill(x, tensors))
+        if type(x) is tuple or type(x) is list
+        else x
+        for x in values
+    ]
+
+
+def _wrap(result: Any, layouts: Any) -> Any:
+    if isinstance(result, Tensor):
+        return FeatureShard.wrap(result, layouts)
+    if isinstance(result, (tuple, list)):
+        each = layouts if isinstance(layouts, tuple) else [layouts] * len(result)
+        wrapped = [_wrap(x, layout) for x, layout in zip(result, each, strict=True)]
+        return type(result)(wrapped)
+    return result
+
+
+@dataclass
+class Call:
+    """An operation and its arguments, with an Operand for each tensor."""
+
+    name: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    operands: list[Operand]
+    layout: FeatureLayout
+    """Of the first sharded operand."""
+    in_place: bool
+
+    @property
+    def rank(self) -> int:
+        return self.layout.context.rank
+
+    def argument(self, position: int, *names: str, default: Any = None) -> Any:
+        """An argument by position or by one of its names."""
+        if len(self.args) > position:
+            return self.args[position]
+        return next((self.kwargs[name] for name in names if name in self.kwargs), default)
+
+
+def _decide(
+    operation: Operation, layout: FeatureLayout, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Decision | None:
+    operands: list[Operand] = []
+
+    def seen(x: Any) -> Any:
+        if isinstance(x, Tensor):
+            own = x.features if isinstance(x, FeatureShard) else None
+            local = x.plain if isinstance(x, FeatureShard) else x
+            operands.append(Operand(len(operands), own.shape(local.shape) if own else x.shape, local.dtype, own))
+            return operands[-1]
+        return type(x)(map(seen, x)) if type(x) is tuple or type(x) is list else x
+
+    own_args, own_kwargs = tuple(map(seen, args)), {name: seen(x) for name, x in kwargs.items()}
+    if kwargs.get("out") is not None:
+        return None
+    if not any(x.sharded for x in operands):
+        return _decide_on_everything(operation, layout, operands, args)
+    if operation.rule is None:
+        return None
+    first = next(x.layout for x in operands if x.layout is not None and x.sharded)
+    return operation.rule(Call(operation.name, own_args, own_kwargs, operands, first, operation.in_place))
+
+
+def _decide_on_everything(
+    operation: Operation, layout: FeatureLayout, operands: list[Operand], args: tuple[Any, ...]
+) -> Decision | None:
+    """Where every rank owns everything, any operation is right."""
+    changes_whole = operation.in_place and not isinstance(args[0], FeatureShard)
+    if operation.name in _NEED_WHOLE or changes_whole:
+        return None
+    enter = Enter(layout.context)
+    return Decision(layout.everywhere(), [enter if x.layout is None else None for x in operands])
+
+
+def _run_on_whole(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Gather the shards, and run an operation as one device does."""
+    if name in _NEED_GRADIENT or becomes_leaf(func, name, args):
+        raise RuntimeError(
+            f"MegaTPStrategy: `{name}` on a tensor of which this rank holds some features would see a part of its"
+            " gradient. Call it on a whole value: before the column layer, or after the row layer."
+        )
+    if changes(FeatureShard, name, args, kwargs):
+        raise RuntimeError(_FeatureView.refusal(name))
+    draws = name in _DRAW and draws_random(name, args, kwargs)
+    shards: list[FeatureShard] = []
+
+    def take(x: Any) -> Any:
+        if not isinstance(x, FeatureShard):
+            return x
+        shards.append(x)
+        return x.whole(name)
+
+    args, kwargs = tree_map(take, args), tree_map(take, kwargs)
+    with _replicated_stream(shards[0]) if draws and shards else _NOTHING:
+        result = func(*args, **kwargs)
+    return of_whole(name, result, _FeatureView)
+
+
+@contextlib.contextmanager
+def _replicated_stream(x: FeatureShard) -> Iterator[None]:
+    """Random numbers that are the same on all ranks, inside a region too."""
+    stream = x.features.context.stream
+    inside = stream.active
+    stream.leave()
+    try:
+        yield
+    finally:
+        if inside:
+            stream.enter(x.plain.device)
+
+
+class _FeatureView(GatheredView):
+    """A view of a feature shard's gathered copy."""
+
+    @staticmethod
+    def refusal(name: str) -> str:
+        return (
+            f"MegaTPStrategy: `{name}` changes in place a tensor of which each tensor rank holds some features, and"
+            " needs all of them. Write it without in-place change, or leave the layer that made the tensor out of the"
+            " plan."
+        )
+
+
+# ---------------------------------------------------------------- operations that are no computation on the shard
+
+
+def _metadata(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, Any]:
+    x = args[0] if args else None
+    if not isinstance(x, FeatureShard) or becomes_leaf(func, name, args):
+        return False, None
+    return True, id(x) if name == "__hash__" else func(x.plain, *args[1:], **kwargs)
+
+
+def _shape(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, Any]:
+    x = args[0]
+    shape = x.features.shape(x.plain.shape)
+    if name == "size":
+        dim = args[1] if len(args) > 1 else kwargs.get("dim")
+        return True, shape if dim is None else shape[dim]
+    if name == "__len__":
+        return True, shape[0]
+    return True, shape if name == "shape" else shape.numel()
+
+
+def _data(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, Any]:
+    x = args[0]
+    if len(args) > 1 or not isinstance(x, FeatureShard):
+        return False, None
+    return True, FeatureShard.wrap(x.plain.data, x.features)
+
+
+def _new(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, Any]:
+    """A whole tensor of a shard's type and device."""
+    if not isinstance(args[0], FeatureShard) or any(isinstance(x, FeatureShard) for x in args[1:]):
+        return False, None
+    return True, func(args[0].plain, *args[1:], **kwargs)
+
+
+def _iterate(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, Any]:
+    return True, iter(args[0].unbind(0))
+
+
+_CROSS_ENTROPY = ["input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing"]
+
+
+def _cross_entropy(
+    func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[bool, Any]:
+    """Of logits whose classes are split: no rank holds a whole row. What is asked wrongly goes to F.cross_entropy."""
+    given = {**dict(zip(_CROSS_ENTROPY, args, strict=False)), **kwargs}
+    logits, target, weight = given.pop("input", None), given.pop("target", None), given.get("weight")
+    if func is not F.cross_entropy or not isinstance(logits, FeatureShard) or not _is_plain(target, False):
+        return False, None
+    layout, shape = logits.features, logits.features.shape(logits.plain.shape)
+    ndim = len(shape)
+    rows = shape[:1] + shape[2:] if ndim > 1 else shape[:0]
+    classes_are_split = not layout.replicated and layout.disjoint and layout.dim == min(1, ndim - 1) - ndim
+    legal = (
+        target.shape == rows
+        and given.pop("size_average", None) is None
+        and given.pop("reduce", None) is None
+        and given.get("reduction", "mean") in ("none", "mean", "sum")
+        and 0.0 <= given.get("label_smoothing", 0.0) <= 1.0
+        and (weight is None or (_is_plain(weight, True) and weight.shape == (layout.size,)))
+    )
+    exchange = layout.context.exchange
+    if not classes_are_split or not legal or not hasattr(exchange, "cross_entropy"):
+        return False, None
+    local = logits.plain.movedim(layout.dim, -1)
+    return True, exchange.cross_entropy(local, target, layout.own, **given)
+
+
+def _is_plain(x: Any, floating: bool) -> bool:
+    return isinstance(x, Tensor) and not isinstance(x, Shard) and x.is_floating_point() == floating
+
+
+_NEED_GRADIENT = operation_names("register_hook retain_grad register_post_accumulate_grad_hook")
+_NEED_WHOLE = _NEED_GRADIENT | operation_names(
+    """
+    backward grad requires_grad_ requires_grad data set_ share_memory_ numpy __array__ __deepcopy__ __reduce_ex__
+    """
+)
+_DRAW = operation_names(
+    """
+    scaled_dot_product_attention dropout alpha_dropout feature_alpha_dropout dropout1d dropout2d dropout3d bernoulli
+    rand_like randn_like randint_like normal multinomial poisson rrelu gumbel_softmax bernoulli_ normal_ uniform_
+    random_ exponential_ geometric_
+    """
+)
+_SPECIAL: dict[str, Callable[..., tuple[bool, Any]]] = {
+    **dict.fromkeys(METADATA | {"is_contiguous"}, _metadata),
+    **dict.fromkeys(["shape", "size", "numel", "nelement", "__len__"], _shape),
+    **dict.fromkeys(["new_zeros", "new_ones", "new_empty", "new_full", "new_tensor"], _new),
+    "data": _data,
+    "__iter__": _iterate,
+    "cross_entropy": _cross_entropy,
+}

@@ -1,0 +1,114 @@
+"""What the tensors of which a rank holds a part have in common: SequenceShard (tokens), FeatureShard (features)."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_megatp.shim.torch import DisableTorchFunctionSubclass, handle_functions, tree_leaves, tree_map
+from lightning_megatp.tensor.functions import is_in_place, operation_name, operation_names
+
+
+class Shard(torch.Tensor):
+    """A part of a tensor that behaves as the whole one. Not a tensor by itself."""
+
+    def whole(self) -> Tensor:
+        """The whole tensor, a plain one, the same on every rank."""
+        raise NotImplementedError
+
+
+class GatheredView(torch.Tensor):
+    """A view (a slice, a transpose) of a shard, made of its gathered copy: a plain tensor, except that a change in
+    place raises, since the shard would not see it."""
+
+    @staticmethod
+    def refusal(name: str) -> str:
+        """What to say of a change in place by the operation of this name."""
+        raise NotImplementedError
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = operation_name(func)
+        if changes(cls, name, args, kwargs):
+            raise RuntimeError(cls.refusal(name))
+        result = func(*tree_map(unsealed, args), **tree_map(unsealed, kwargs))
+        return seal(result, cls) if name in VIEWS else result
+
+
+def seal(result: Any, kind: type[GatheredView]) -> Any:
+    """The tensors of a result as views that can't be changed in place."""
+    return tree_map(lambda x: x.as_subclass(kind) if isinstance(x, Tensor) else x, result)
+
+
+def unsealed(x: Any) -> Any:
+    """The plain tensor of a gathered view; anything else as it is."""
+    if not isinstance(x, GatheredView):
+        return x
+    with DisableTorchFunctionSubclass():
+        return x.as_subclass(Tensor)
+
+
+def of_whole(name: str, result: Any, kind: type[GatheredView]) -> Any:
+    """What an operation made of whole copies of shards: views and arrays of them must not be changed."""
+    if name in VIEWS:
+        return seal(result, kind)
+    if isinstance(result, np.ndarray):
+        result.flags.writeable = False
+    return result
+
+
+def gathered(x: Any) -> Any:
+    """The whole tensor of a shard; anything else as it is."""
+    return x.whole() if isinstance(x, Shard) else x
+
+
+@contextlib.contextmanager
+def functions_take_whole() -> Iterator[None]:
+    """Around a user's code: `torch.autograd.Function`s of the user's own get whole tensors, since what they save and
+    compute in backward can't know of shards. (`apply` does not ask `__torch_function__`.)"""
+    with handle_functions(
+        lambda cls, apply, args, kwargs: apply(*tree_map(gathered, args), **tree_map(gathered, kwargs))
+    ):
+        yield
+
+
+def becomes_leaf(func: Callable[..., Any], name: str, args: tuple[Any, ...]) -> bool:
+    """Whether a shard that needs no gradient is told to collect one."""
+    sets = name == "requires_grad_" or (name == "requires_grad" and func.__name__ == "__set__")
+    wanted = args[1] if len(args) > 1 else True
+    if not sets or not isinstance(args[0], Shard) or not wanted:
+        return False
+    with DisableTorchFunctionSubclass():
+        return not args[0].requires_grad
+
+
+def changes(kind: type[Tensor], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether an operation changes an operand of this kind in place."""
+    if any(isinstance(x, kind) for x in tree_leaves(kwargs.get("out"))):
+        return True
+    written = is_in_place(name) or bool(kwargs.get("inplace")) or (name == "data" and len(args) == 2)
+    return written and bool(args) and any(isinstance(x, kind) for x in tree_leaves(args[0]))
+
+
+METADATA = operation_names(
+    """
+    dtype device layout requires_grad requires_grad_ is_leaf grad_fn is_cuda is_cpu is_meta is_sparse is_quantized
+    is_nested names dim ndim ndimension is_floating_point is_complex element_size is_inference __hash__ get_device
+    _version
+    """
+)
+VIEWS = operation_names(
+    """
+    __getitem__ select narrow view view_as transpose permute split split_with_sizes tensor_split chunk unbind squeeze
+    unsqueeze flatten unflatten reshape expand expand_as T mT movedim moveaxis swapaxes swapdims diagonal unfold
+    as_strided __iter__ hsplit vsplit
+    """
+)
