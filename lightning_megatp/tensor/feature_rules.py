@@ -511,11 +511,30 @@ def _getitem(call: Call) -> Decision | None:
     x = call.args[0]
     if not isinstance(x, Operand) or not x.sharded:
         return None
-    found = _indexed(call, x, call.args[1])
+    given = call.args[1]
+    ascending_list = _as_slice(given)
+    found = _indexed(call, x, given if ascending_list is None else ascending_list)
     if found is None:
         return None
     index, layout = found
+    if ascending_list is not None:  # a list takes copies, a slice is a view
+        return Decision(layout, (), lambda tensors: tensors[0][index].clone())
     return Decision(layout, (), lambda tensors: tensors[0][_with_tensors(index, tensors)])
+
+
+def _as_slice(index: Any) -> tuple[Any, ...] | None:
+    """An index in which a single list takes neighbours, as one with a slice: [..., [-2, -1], :] -> [..., -2:, :]."""
+    items = list(index) if isinstance(index, tuple) else [index]
+    lists = [i for i, item in enumerate(items) if isinstance(item, list)]
+    if len(lists) != 1 or not all(isinstance(item, (list, slice)) or item in (None, Ellipsis) for item in items):
+        return None
+    values = items[lists[0]]
+    if not values or any(type(value) is not int for value in values):
+        return None
+    if values != list(range(values[0], values[0] + len(values))) or values[0] < 0 <= values[-1]:
+        return None
+    items[lists[0]] = slice(values[0], values[-1] + 1 or None)
+    return tuple(items)
 
 
 def _setitem(call: Call) -> Decision | None:
@@ -613,18 +632,18 @@ def _consumes(item: Any) -> int:
 
 
 def _cat(call: Call) -> Decision | None:
-    parts = call.argument(0, "tensors")
-    dim = _dims(call.operands[0], call.argument(1, "dim", "axis", default=0))
-    same = _agree(call) and all(x.ndim == call.operands[0].ndim for x in call.operands)
-    if not isinstance(parts, (tuple, list)) or dim is None or not same:
+    """Empty tensors of one dim, with which caches begin, count for nothing."""
+    parts = [x for x in call.operands if x.shape != (0,)]
+    x, layout = parts[0], call.layout
+    dim = _dims(x, call.argument(1, "dim", "axis", default=0))
+    if dim is None or not _agree(call) or any(y.ndim != x.ndim for y in parts):
         return None
-    layout = call.layout
     if dim == [layout.dim]:
-        return _cat_features(call)
-    aligned = _align(call, [layout.dim] * len(call.operands))
-    if aligned is None or any(x.shape[layout.dim] != layout.size for x in call.operands):
+        return _cat_features(call) if len(parts) == len(call.operands) else None
+    if any(y.shape[layout.dim] != layout.size for y in parts):
         return None
-    return Decision(layout.with_(layout.dim, aligned[1], layout.size), aligned[0])
+    aligned = _align(call, [None if y.shape == (0,) else layout.dim for y in call.operands])
+    return None if aligned is None else Decision(layout.with_(layout.dim, aligned[1], layout.size), aligned[0])
 
 
 def _cat_features(call: Call) -> Decision | None:
@@ -796,7 +815,7 @@ def _attention(call: Call) -> Decision | None:
         or min(q.ndim, k.ndim, v.ndim) < -dim
     ):
         return None
-    if k.shape[dim] != q.shape[dim]:
+    if k.shape[dim] != q.shape[dim] and (k.shape[dim] != 1 or call.argument(7, "enable_gqa")):
         return _grouped_attention(call, q, k, v, mask)
     dims = _broadcast_dims(call, dim, size) if _agree(call) else None
     aligned = None if dims is None or q.shape[dim] != size else _align(call, dims)

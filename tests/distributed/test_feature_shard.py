@@ -36,7 +36,7 @@ from tests.distributed.feature_bodies import BODIES, FOUR_RANKS, THREE_RANKS, Sp
 from tests.distributed.feature_bodies import T as TOKENS
 from tests.distributed.feature_operations import HEADS, D, Operation, T, Workshop
 from tests.distributed.test_collective_counts import CollectiveCounter
-from tests.ranks import run_ranks
+from tests.ranks import RankError, run_ranks
 
 Specs = dict[str, ShardedTensorSpec]
 
@@ -267,6 +267,22 @@ def _same(y: Any, z: Tensor) -> bool:
 def test_a_wrong_range_is_caught() -> None:
     """The comparison of these tests sees it."""
     assert run_ranks(2, _wrong_range) == [["wrong"], ["wrong"]]
+
+
+def _exchange_keys(body: nn.Module) -> nn.Module:
+    """Let the layer of the keys say that each rank has the other's heads."""
+    layout = body.k._layout
+    body.k._layout = layout.with_(-1, layout.by_rank[::-1], layout.size)
+    return body
+
+
+def _wrong_layer(rank: int, world_size: int) -> None:
+    compare(BODIES["BERT"], _exchange_keys)
+
+
+def test_a_layer_with_a_wrong_range_is_caught() -> None:
+    with pytest.raises(RankError, match="Tensor-likes are not close"):
+        run_ranks(2, _wrong_layer)
 
 
 # ---------------------------------------------------------------- cross-entropy

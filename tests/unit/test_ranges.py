@@ -218,7 +218,7 @@ def test_a_split_dim_in_numbers() -> None:
     fused = shard_ranges(24, 2, 3, 4)
     assert split_dim(fused, (3, 2, 4)) == (1, (((0, 1),), ((1, 2),)))
     assert split_dim((((0, 6),), ((6, 16),)), (4, 4)) is None, "a head is cut"
-    assert split_dim((((8, 16), (0, 8)),), (2, 8)) is None, "another order"
+    assert split_dim((((8, 12), (0, 8), (12, 16)),), (2, 8)) is None, "another order"
     assert split_dim((((0, 4),), ()), (1, 4)) == (0, (((0, 1),), ()))
 
 
