@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from lightning_megatp.mesh import ParallelMesh
 from lightning_megatp.messages import warn_once_per_run
 from lightning_megatp.module import ParallelModule
+from lightning_megatp.pipeline.units import find_units
 from lightning_megatp.plan.auto.discover import discover, look
 from lightning_megatp.plan.resolve import LayerPlan, ParallelPlan, plain_name, resolve
 from lightning_megatp.plan.styles import Style, StyleLike
@@ -24,6 +25,7 @@ from lightning_megatp.tensor.layers import HiddenParallelEmbedding, ParallelLaye
 from lightning_megatp.tensor.outside import LayerParameters
 from lightning_megatp.tensor.parameters import shard_
 from lightning_megatp.tensor.sequence import SequenceLayout, SequenceShard
+from lightning_megatp.tensor.shards import gathered
 
 _KEPT = "_lightning_megatp"
 """Attribute of the LightningModule that keeps its ParallelModule, so that another Trainer can go on with it."""
@@ -183,6 +185,9 @@ class ParallelismPlugin:
             modules[name].register_forward_pre_hook(_SequenceEntry(name, style, context), with_kwargs=True)
             if whole_between:
                 modules[name].register_forward_hook(_leave_sequence)
+        if whole_between and context.feature_shards:
+            for name in find_units(module):
+                module.get_submodule(name).register_forward_hook(_leave_whole)
         for name in plan.token_local:
             modules[name].register_forward_pre_hook(_unwrap_tokens, with_kwargs=True)
             modules[name].register_forward_hook(_wrap_tokens, with_kwargs=True)
@@ -253,6 +258,11 @@ class _SequenceEntry:
         for where, x in everything:
             if isinstance(x, Tensor) and x.is_floating_point() and x.dim() > self.style.dim + 1:
                 yield where
+
+
+def _leave_whole(module: nn.Module, args: Any, output: Any) -> Any:
+    """The end of a pipeline's unit: what crosses to other stages is whole."""
+    return tree_map(gathered, output)
 
 
 def _leave_sequence(module: nn.Module, args: Any, output: Any) -> Any:

@@ -77,6 +77,8 @@ class ParallelPlan:
     """Every name of every sharded parameter (tied parameters have several) -> its shards."""
     open: list[str] = field(default_factory=list)
     """Patterns of what is left to be planned automatically."""
+    compiled: bool = False
+    """Whether the model has compiled modules, which can't take shards that report whole sizes."""
     how: dict[str, str] = field(default_factory=dict)
     """Layers that were planned automatically -> how, in words."""
     whole: dict[str, str] = field(default_factory=dict)

@@ -141,7 +141,10 @@ def test_a_mapping_without_a_style() -> None:
 @pytest.mark.parametrize(
     ("entry", "text"),
     [
-        ({"style": "column", "sise": 3}, "style `column` for `head` has no option sise. It takes: global_sizes, parts, unit."),
+        (
+            {"style": "column", "sise": 3},
+            "style `column` for `head` has no option sise. It takes: global_sizes, parts, unit.",
+        ),
         ({"style": "vocab", "unit": 3}, "style `vocab` for `head` has no option unit. It takes: no options."),
         ({"style": "sequence", "parts": 3, "unit": 1}, "has no option parts, unit. It takes: dim, input."),
         ({"style": "column", "parts": 1.5}, "option parts=1.5 of `head` in the plan is not"),

@@ -14,6 +14,7 @@ from lightning_megatp.plan.auto.search import BlockResult, plan_block
 from lightning_megatp.plan.ranges import Ranges, length, split_evenly
 from lightning_megatp.plan.resolve import LayerPlan, ParallelPlan, expert_counts, parameter_specs, whole_modules
 from lightning_megatp.plan.styles import Style, matches
+from lightning_megatp.shim.torch import is_compiled
 from lightning_megatp.shim.transformers import is_conv1d
 
 _SMALL_TABLE = 0.005
@@ -67,6 +68,7 @@ def discover(model: nn.Module, tp: int, kinds: Sequence[Block], plan: ParallelPl
         result = plan_block(kind, tp, trusted)
         found.results.append(result)
         _spread(plan, result)
+    plan.compiled = any(map(is_compiled, model.modules()))
     found.problems += _plan_whole_modules(plan, model, tp)
     _plan_tables(plan, model, tp)
     _agree_on_ties(plan, model, tp)
@@ -127,22 +129,19 @@ def _plan_whole_modules(plan: ParallelPlan, model: nn.Module, tp: int) -> list[s
 
 
 def _plan_tables(plan: ParallelPlan, model: nn.Module, tp: int) -> None:
-    """Large embeddings by their rows, and large linear layers outside of blocks by their outputs."""
+    """Outside of blocks: large embeddings by their rows, and large linear layers by their outputs. What lies inside of
+    a block may be part of a region."""
     total = sum(p.numel() for p in model.parameters())
     inside = tuple(f"{name}." for name in find_blocks(model))
     for name, child in model.named_modules():
-        if (
-            name in plan.layers
-            or not _is_open(name, plan)
-            or (not isinstance(child, (nn.Linear, nn.Embedding)) and not is_linear(child))
-        ):
+        if name in plan.layers or not _is_open(name, plan) or f"{name}.".startswith(inside):
             continue
         weight = child._parameters.get("weight")
         if weight is None or weight.numel() < _SMALL_TABLE * total or weight.shape[0] < tp:
             continue
         if type(child) is nn.Embedding and _can_split(child):
             _add(plan, name, "vocab", _even(child.num_embeddings, tp), "by its rows")
-        elif is_linear(child) and not f"{name}.".startswith(inside):
+        elif is_linear(child):
             inputs, outputs = weight.shape if is_conv1d(child) else weight.shape[::-1]
             _add(plan, name, "column_gather", _even(outputs, tp), "outside of blocks", inputs)
 
@@ -194,7 +193,7 @@ def _add(plan: ParallelPlan, name: str, style: str, by_rank: tuple[Ranges, ...],
     inputs: of a linear layer; one with more outputs is a head over a vocabulary.
     """
     features = sum(length(ranges) for ranges in by_rank)
-    lazy = style == "column_gather" and features > inputs
+    lazy = style == "column_gather" and features > inputs and not plan.compiled
     plan.layers[name] = LayerPlan(name, Style(name, style), by_rank, lazy=lazy)
     plan.how[name] = how + (", gathered only where something but a cross-entropy needs it" if lazy else "")
     plan.whole.pop(name, None)

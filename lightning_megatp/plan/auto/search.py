@@ -18,7 +18,7 @@ from lightning_megatp.plan.auto.tokens import sequence_dim
 from lightning_megatp.plan.ranges import Ranges, length
 from lightning_megatp.plan.resolve import AttributePlan, LayerPlan
 from lightning_megatp.plan.styles import Style
-from lightning_megatp.shim.torch import tree_leaves
+from lightning_megatp.shim.torch import is_compiled, tree_leaves
 from lightning_megatp.shim.transformers import is_conv1d
 
 _MOST_TRIALS = 40
@@ -63,11 +63,17 @@ def plan_block(block: Block, tp: int, trusted: BlockPlan | None = None) -> Block
     if not block.calls:
         return _one_by_one(result, tp, "the step that was tried out does not call it")
     try:
-        twin, references = _thin_references(block, result)
-        influence = find_candidates(copy.deepcopy(twin), block.calls[0], tp)
-    except Exception as error:
+        return _probed(result, tp, trusted)
+    except Exception as error:  # a block may be any code
         text = str(error).splitlines()
-        return _one_by_one(result, tp, f"it can't be probed ({type(error).__name__}: {text[0] if text else ''})")
+        why = f"it can't be probed ({type(error).__name__}: {text[0] if text else ''})"
+        return _one_by_one(BlockResult(block), tp, why)
+
+
+def _probed(result: BlockResult, tp: int, trusted: BlockPlan | None) -> BlockResult:
+    block = result.block
+    twin, references = _thin_references(block, result)
+    influence = find_candidates(copy.deepcopy(twin), block.calls[0], tp)
     search = _Search(twin, references, tp, result)
     if trusted is None or not search.accept(trusted, "as the model's own plan says"):
         for candidate in influence.candidates:
@@ -154,6 +160,8 @@ class _Search:
     def __init__(self, twin: nn.Module, references: Sequence[Reference], tp: int, result: BlockResult) -> None:
         self.twin, self.references, self.tp, self.result = twin, references, tp, result
         self.layers = {name: child for name, child in twin.named_modules() if isinstance(child, ThinLinear)}
+        self.compiled = any(map(is_compiled, result.block.module.modules()))
+        """Compiled code can't take shards that report whole sizes."""
         self.trials = 0
 
     def prove(self, plan: BlockPlan) -> Outcome:
@@ -188,7 +196,7 @@ class _Search:
                 self.accept(divided, f"with {names} divided")
                 return
         tracked = {name: replace(layer, global_sizes=True) for name, layer in plan.layers.items()}
-        last = self.prove(BlockPlan(tracked))
+        last = Outcome(first.error) if self.compiled else self.prove(BlockPlan(tracked))
         if last.holds:
             gathers = ", ".join(last.gathers)
             self.accept(BlockPlan(tracked), "with global sizes" + (f", gathered for {gathers}" if gathers else ""))

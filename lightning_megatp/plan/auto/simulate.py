@@ -248,7 +248,7 @@ class _Rank:
     def run(self, call: Call) -> None:
         with exact_in_thread():
             result = self.module(*call.args, **call.kwargs)
-        self.outputs = _floating(result)
+            self.outputs = [x.whole("return") if isinstance(x, FeatureShard) else x for x in _floating(result)]
 
     def add(self, full: Tensor, name: str, grad: Tensor) -> None:
         """Add a shard's gradient to the whole one's place."""
