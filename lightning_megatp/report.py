@@ -31,17 +31,20 @@ def print_layout(parallel: ParallelModule, mesh: ParallelMesh, pipeline: Pipelin
 def layer_table(parallel: ParallelModule) -> Table:
     """One row per kind of split layer: layers that differ in their index only are counted."""
     table = Table(title=f"What is split over tp={parallel.plan.tp}", title_justify="left")
-    for column in ("layers", "style", "features", "on this rank", "runs on"):
-        table.add_column(column)
+    table.add_column("layers", overflow="fold")
+    table.add_column("style", no_wrap=True)
+    table.add_column("on this rank", overflow="fold")
+    table.add_column("notes", overflow="fold")
     for name, layers in _grouped(parallel.plan.layers.values()).items():
         layer = layers[0]
         own = layer.by_rank[parallel.context.rank]
+        of = max(stop for ranges in layer.by_rank for _, stop in ranges)
+        notes = [parallel.plan.how.get(layer.name, ""), "sequence shards" if layer.sequence_dim is not None else ""]
         table.add_row(
             name + (f" (x{len(layers)})" if len(layers) > 1 else ""),
             layer.style.style,
-            str(max(stop for ranges in layer.by_rank for _, stop in ranges)),
-            f"{length(own)}: {show(own)}",
-            "sequence shards" if layer.sequence_dim is not None else "whole sequences",
+            f"{length(own)} of {of}: {show(own)}",
+            "; ".join(filter(None, notes)),
         )
     return table
 

@@ -2,10 +2,26 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from tests.ranks import pools
 
+REPEATS = re.compile(
+    r"""
+    collective_counts.*\[fused-4 | trainer_stages.*\[tp2-dp2 | trainer_checkpoint.*tp2-dp2 | trainer_checkpoint.*tp4.*tp1-dp2
+    | pipeline_lightning.*\[tp2.*(keeps|module|plateaus|samples_once) | plateaus.*tp2 | metrics_count.*tp2
+    | pipeline_lightning.*(hook|frozen)-\{\} | finds_out.*unfreezes | pipeline_checkpoint.*(grouped_fused|dp2_pp2)
+    | pipeline_runtime.*(swiglu_rms|grouped|deep_tied-zb_v|happened\[deep-1f1b) | in_flight\[4
+    | pipeline_parity.*(gpipe-m8|1f1b-m8|interleaved-m8|zb_v-m8|pp4.*zb_h1|tp2.*interleaved|separate|head_outside.*dp2)
+    | crash_at_import_while | ends_all\[2 | never_ends_is_stopped | megatp\[pytorch_lightning | zb_v-64 | tokens_of\[4
+    | compat/test_sweep.*(torch_encoder|gpt_oss|vit|tensor_ranks\[bert|four_ranks.*gpt2|stages\[t5)
+    | test_a_hugging_face_config\[plan
+    """,
+    re.VERBOSE,
+)
+"""Cases that repeat others in a further layout: like those marked `extended`, they run with --all-cases."""
 CASES = pytest.StashKey[list[tuple[str, float, float, float, float]]]()
 
 
@@ -21,9 +37,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption("--all-cases"):
-        extended = [item for item in items if item.get_closest_marker("extended")]
+        extended = [item for item in items if item.get_closest_marker("extended") or REPEATS.search(item.nodeid)]
         config.hook.pytest_deselected(items=extended)
-        items[:] = [item for item in items if item not in extended]
+        left_out = set(extended)
+        items[:] = [item for item in items if item not in left_out]
 
 
 def pytest_sessionfinish() -> None:

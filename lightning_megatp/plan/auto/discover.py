@@ -195,7 +195,7 @@ def _add(plan: ParallelPlan, name: str, style: str, by_rank: tuple[Ranges, ...],
     features = sum(length(ranges) for ranges in by_rank)
     lazy = style == "column_gather" and features > inputs and not plan.compiled
     plan.layers[name] = LayerPlan(name, Style(name, style), by_rank, lazy=lazy)
-    plan.how[name] = how + (", gathered only where something but a cross-entropy needs it" if lazy else "")
+    plan.how[name] = how + (", gathered on demand" if lazy else "")
     plan.whole.pop(name, None)
 
 
