@@ -1,6 +1,6 @@
 """`docs/compatibility.md` from sweeps.
 
-    python -m tests.compat.report --tp2 A.json --tp4 B.json --pp2 C.json > docs/compatibility.md
+python -m tests.compat.report --tp2 A.json --tp4 B.json --pp2 C.json > docs/compatibility.md
 """
 
 from __future__ import annotations
@@ -72,7 +72,8 @@ def _cell(result: dict[str, Any] | None) -> str:
 
 
 def _shortened(text: str) -> str:
-    text = text.replace("MegaTPStrategy: ", "").replace("|", "/").replace("<", "&lt;").replace("{", "(").replace("}", ")")
+    for what, by in (("MegaTPStrategy: ", ""), ("|", "/"), ("<", "&lt;"), ("{", "("), ("}", ")")):
+        text = text.replace(what, by)
     return text if len(text) < 240 else text[:240] + "..."
 
 
