@@ -23,7 +23,7 @@ from lightning_megatp.pipeline.logs import Logs
 from lightning_megatp.pipeline.pipeline import Pipeline, Settings, Shared
 from lightning_megatp.pipeline.schedule import Schedule, forward_only, make_schedule
 from lightning_megatp.pipeline.shares import Shares
-from lightning_megatp.pipeline.slicing import Slicer, execution_order
+from lightning_megatp.pipeline.slicing import Slicer, called_units, execution_order
 from lightning_megatp.pipeline.units import assign, find_units
 from lightning_megatp.shim.lightning import default_store
 from lightning_megatp.tensor.deferred import defer_linears
@@ -72,8 +72,9 @@ def build_pipeline(
     ranks = mesh.size("pp")
     settings = _settings(options, ranks)
     schedule = settings.schedule(settings.microbatches)
-    units = _in_order(parallel.module, find_units(parallel.module), example, mesh.device)
-    stage_of_unit = assign(units, schedule.stages, unit_costs(parallel.module, units), options.stages)
+    units, idle = _in_order(parallel.module, find_units(parallel.module), example, mesh.device)
+    costs = {unit: 0.0 if unit in idle else cost for unit, cost in unit_costs(parallel.module, units).items()}
+    stage_of_unit = assign(units, schedule.stages, costs, options.stages)
     sizes = _stage_sizes(parallel, stage_of_unit, schedule.stages)
     deferred = parallel.context.deferred
     compiled = defer_linears(parallel.module, units, deferred) if schedule.defers_weights else []
@@ -112,15 +113,19 @@ def build_pipeline(
     )
 
 
-def _in_order(module: nn.Module, units: list[str], example: Example | None, device: torch.device) -> list[str]:
-    """The units in the order in which a step calls them, which is not always that of definition."""
+def _in_order(
+    module: nn.Module, units: list[str], example: Example | None, device: torch.device
+) -> tuple[list[str], set[str]]:
+    """The units in the order in which a step calls them, which is not always that of definition; and those that it does
+    not call."""
     if example is None or example.batch is None:
-        return units
+        return units, set()
     batch = apply_to_collection(example.batch, Tensor, lambda x: x.to(device))
     try:
-        return execution_order(module, units, example.step, batch)
+        order = execution_order(module, units, example.step, batch)
+        return order, set(order) - set(called_units(module, order, example.step, batch))
     except Exception:
-        return units  # what keeps the step from being looked at is told when the first batch is planned
+        return units, set()  # what keeps the step from being looked at is told when the first batch is planned
 
 
 def reuse_pipeline(pipeline: Pipeline, mesh: ParallelMesh, options: PipelineOptions) -> None:

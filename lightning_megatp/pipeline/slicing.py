@@ -213,11 +213,11 @@ def execution_order(module: nn.Module, units: Sequence[str], step: Step, batch: 
 
     A unit that is never called because the model calls its parts, is replaced by these.
     """
-    called = _called(module, units, step, batch)
+    called = called_units(module, units, step, batch)
     parts = {unit: children_of(module, unit) for unit in units if unit not in called}
     split = [part for unit in units for part in parts.get(unit) or [unit]]
     if split != list(units):
-        called_parts = _called(module, split, step, batch)
+        called_parts = called_units(module, split, step, batch)
         split = [part for unit in units for part in _used(unit, parts, called_parts)]
         if split != list(units):
             return execution_order(module, split, step, batch)
@@ -228,7 +228,8 @@ def execution_order(module: nn.Module, units: Sequence[str], step: Step, batch: 
     return order
 
 
-def _called(module: nn.Module, units: Sequence[str], step: Step, batch: Any) -> list[str]:
+def called_units(module: nn.Module, units: Sequence[str], step: Step, batch: Any) -> list[str]:
+    """The units that a step calls, in order."""
     slicer = Slicer(module, dict.fromkeys(units, 0), 1)
     try:
         operations = slicer.plan(step, batch).operations

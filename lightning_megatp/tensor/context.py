@@ -61,7 +61,8 @@ class TensorContext:
         self.outside: dict[int, tuple[Tensor, str]] = {}
         """id(parameter) -> (parameter, the operation in which this step used it outside its layer)."""
         self.kept_whole: set[int] = set()
-        """id(parameter) of those that a plan splits, but the step also uses outside their layers."""
+        """id(parameter) of those whose gradients are completed at each use on a rank's part, since the step may use
+        them on whole values too."""
         self._entered = _Entered()
 
     @contextlib.contextmanager

@@ -11,7 +11,7 @@ from torch import nn
 from lightning_megatp.plan.auto.blocks import Block, capture_calls, find_blocks, is_linear, kinds_of_blocks
 from lightning_megatp.plan.auto.huggingface import own_plan, plan_of_block
 from lightning_megatp.plan.auto.search import BlockResult, plan_block
-from lightning_megatp.plan.ranges import Ranges, length, split_evenly
+from lightning_megatp.plan.ranges import Ranges, split_evenly
 from lightning_megatp.plan.resolve import LayerPlan, ParallelPlan, expert_counts, parameter_specs, whole_modules
 from lightning_megatp.plan.styles import Style, matches
 from lightning_megatp.shim.torch import is_compiled
@@ -133,6 +133,7 @@ def _plan_tables(plan: ParallelPlan, model: nn.Module, tp: int) -> None:
     a block may be part of a region."""
     total = sum(p.numel() for p in model.parameters())
     inside = tuple(f"{name}." for name in find_blocks(model))
+    vocabularies = {child.num_embeddings for child in model.modules() if isinstance(child, nn.Embedding)}
     for name, child in model.named_modules():
         if name in plan.layers or not _is_open(name, plan) or f"{name}.".startswith(inside):
             continue
@@ -142,8 +143,8 @@ def _plan_tables(plan: ParallelPlan, model: nn.Module, tp: int) -> None:
         if type(child) is nn.Embedding and _can_split(child):
             _add(plan, name, "vocab", _even(child.num_embeddings, tp), "by its rows")
         elif is_linear(child):
-            inputs, outputs = weight.shape if is_conv1d(child) else weight.shape[::-1]
-            _add(plan, name, "column_gather", _even(outputs, tp), "outside of blocks", inputs)
+            outputs = weight.shape[1 if is_conv1d(child) else 0]
+            _add(plan, name, "column_gather", _even(outputs, tp), "outside of blocks", head=outputs in vocabularies)
 
 
 def _can_split(table: nn.Embedding) -> bool:
@@ -166,7 +167,7 @@ def _agree_on_ties(plan: ParallelPlan, model: nn.Module, tp: int) -> None:
         if all(styles.values()) and all(plan.layers[name].style.style in ("vocab", "column_gather") for name in split):
             rows = _even(modules[names[0]].weight.shape[0], tp)
             for name in names:
-                _add(plan, name, str(styles[name]), rows, "tied", modules[name].weight.shape[1])
+                _add(plan, name, str(styles[name]), rows, "tied", head=True)
         elif len(split) < len(names) or len({plan.layers[name].by_rank for name in split}) > 1:
             for name in split:
                 _drop_region(plan, name, f"it shares its weight with {', '.join(n for n in names if n != name)}")
@@ -188,12 +189,11 @@ def _drop_region(plan: ParallelPlan, name: str, why: str) -> None:
     plan.attributes = [a for a in plan.attributes if region is None or a.module != region]
 
 
-def _add(plan: ParallelPlan, name: str, style: str, by_rank: tuple[Ranges, ...], how: str, inputs: int = 0) -> None:
+def _add(plan: ParallelPlan, name: str, style: str, by_rank: tuple[Ranges, ...], how: str, head: bool = False) -> None:
     """Args:
-    inputs: of a linear layer; one with more outputs is a head over a vocabulary.
+    head: whether a linear layer's outputs are a vocabulary, which a cross-entropy takes split.
     """
-    features = sum(length(ranges) for ranges in by_rank)
-    lazy = style == "column_gather" and features > inputs and not plan.compiled
+    lazy = style == "column_gather" and head and not plan.compiled
     plan.layers[name] = LayerPlan(name, Style(name, style), by_rank, lazy=lazy)
     plan.how[name] = how + (", gathered on demand" if lazy else "")
     plan.whole.pop(name, None)
