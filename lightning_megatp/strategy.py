@@ -475,8 +475,14 @@ class MegaTPStrategyBase(_Base):
         self._seen.add(self._moment(kind))
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            with parallel.step(watch):
-                return parallel.outputs(step(*args, **kwargs))
+            try:
+                with parallel.step(watch):
+                    return parallel.outputs(step(*args, **kwargs))
+            except StopIteration as error:  # Lightning would take it for the end of the data, on this rank alone
+                raise RuntimeError(
+                    f"MegaTPStrategy: the {kind} step raised StopIteration: some `next(...)` found nothing, such as"
+                    " `next(module.parameters())` of a module whose parameters are all on other pipeline stages."
+                ) from error
 
         return run
 

@@ -122,8 +122,8 @@ def _in_order(
         return units, set()
     batch = apply_to_collection(example.batch, Tensor, lambda x: x.to(device))
     try:
-        order = execution_order(module, units, example.step, batch)
-        return order, set(order) - set(called_units(module, order, example.step, batch))
+        order = execution_order(module, units, example.bare_step, batch)
+        return order, set(order) - set(called_units(module, order, example.bare_step, batch))
     except Exception:
         return units, set()  # what keeps the step from being looked at is told when the first batch is planned
 

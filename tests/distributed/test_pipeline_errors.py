@@ -184,6 +184,14 @@ class Unfreezes(Base):
         pass
 
 
+class AsksForParameters(Base):
+    """As `module.dtype` of some libraries does."""
+
+    def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        next(self.tok.parameters())
+        return super().loss(batch)
+
+
 class NoLoss(Base):
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor | None:  # type: ignore[override]
         super().training_step(batch, batch_idx)
@@ -223,7 +231,12 @@ ERRORS: dict[str, tuple[type[Base], list[str]]] = {
 
 
 def _fit(rank: int, world_size: int, name: str) -> None:
-    kind = {"leaves": LeavesThePlan, "no loss": NoLoss, "unfreezes": Unfreezes}.get(name) or ERRORS[name][0]
+    kind = {
+        "leaves": LeavesThePlan,
+        "no loss": NoLoss,
+        "unfreezes": Unfreezes,
+        "asks": AsksForParameters,
+    }.get(name) or ERRORS[name][0]
     from lightning_megatp import MegaTPStrategy
 
     strategy = MegaTPStrategy(pp=world_size, microbatches=2, summary=False)
@@ -251,7 +264,12 @@ def test_what_can_not_be_done_raises_on_every_rank(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "text"),
-    [("leaves", "exp"), ("unfreezes", "frozen or unfrozen since"), ("no loss", "instead of a loss")],
+    [
+        ("leaves", "exp"),
+        ("unfreezes", "frozen or unfrozen since"),
+        ("no loss", "instead of a loss"),
+        ("asks", "StopIteration"),
+    ],
 )
 def test_what_one_stage_finds_out_ends_all_ranks(name: str, text: str) -> None:
     messages = _messages(name)
