@@ -39,24 +39,35 @@ class Example:
         self.trainer, self.precision = trainer, precision
         self.module = trainer.lightning_module
         self._step = getattr(self.module, _STEPS[trainer.state.fn])
+        self.problem = "no batch could be looked at"
 
     @functools.cached_property
     def batch(self) -> Any:
-        """On the CPU, as the step gets it. None if there is none to look at: data that can be iterated once only, or is
-        empty."""
+        """On the CPU, as the step gets it. None if there is none to look at: data that can be iterated once only, that
+        is empty, or that could not be loaded here (`problem` says why)."""
         if "dataloader_iter" in inspect.signature(self._step).parameters:
             return None
-        with random_state_kept(), torch.no_grad():
-            batch = _first_batch(first_loaders(self.trainer))
-            if batch is None:
-                return None
-            rows = batch_size(batch) or 0
-            if rows > _ROWS:
-                batch = split_batch(batch, -(-rows // _ROWS))[0]
-            for hook in _HOOKS if not any(x.is_meta for x in tensors_in(batch)) else ():
-                device = (torch.device("cpu"),) if hook == "transfer_batch_to_device" else ()
-                batch = batch_hook(self.trainer, hook)(batch, *device, 0)
-            return self.precision.convert_input(batch)
+        loaders = first_loaders(self.trainer)  # as the loop does it a moment later, random numbers included
+        try:
+            with random_state_kept(), untouched(self.module), torch.no_grad():
+                return self._load(loaders)
+        except Exception as error:  # the data may need what exists during training only
+            self.problem = f"loading a batch to look at raised {type(error).__name__}: {error}"
+            return None
+
+    def _load(self, loaders: Any) -> Any:
+        batch = _first_batch(loaders)
+        if batch is None:
+            return None
+        rows = batch_size(batch) or 0
+        if rows > _ROWS:
+            batch = split_batch(batch, -(-rows // _ROWS))[0]
+        for hook in _HOOKS if not any(x.is_meta for x in tensors_in(batch)) else ():
+            device = (torch.device("cpu"),) if hook == "transfer_batch_to_device" else ()
+            batch = batch_hook(self.trainer, hook)(batch, *device, 0)
+        if any(x.device.type not in ("cpu", "meta") for x in tensors_in(batch)):
+            raise ValueError("the batch's hooks move it to a device of their own choice")
+        return self.precision.convert_input(batch)
 
     def step(self, batch: Any) -> Any:
         """The user's step on such a batch, in its contexts. It leaves nothing: no state, log or random number."""
@@ -83,10 +94,13 @@ def _padded(batch: Any) -> list[Any]:
     masks = {k: x for k, x in batch.items() if "mask" in str(k) and isinstance(x, Tensor) and x.dim() == 2}
     if not masks or any(x.is_meta or x.shape[1] < 2 or not bool((x == 1).all()) for x in masks.values()):
         return []
-    hidden = copy.copy(batch)
-    for key, mask in masks.items():
-        hidden[key] = mask.clone()  # type: ignore[index]
-        hidden[key][0, -(mask.shape[1] // 4 or 1) :] = 0
+    try:
+        hidden: Any = copy.copy(batch)
+        for key, mask in masks.items():
+            hidden[key] = mask.clone()
+            hidden[key][0, -(mask.shape[1] // 4 or 1) :] = 0
+    except Exception:
+        return []  # a mapping of its own kind
     return [hidden]
 
 
@@ -134,13 +148,14 @@ def _of_loader(loader: DataLoader[Any]) -> Any:
     sampler's random numbers are the order of training."""
     dataset: Any = loader.dataset
     together = loader.batch_size is not None or loader.batch_sampler is not None
+    most = min(_ROWS, loader.batch_size or 1) if together else 1  # a batch sampler may sort by length: one row fits
     if isinstance(dataset, IterableDataset):
         samples: Any = iter(dataset)
         if samples is dataset:
             return None
-        rows = list(islice(samples, _ROWS if together else 1))
+        rows = list(islice(samples, most))
     else:
-        indices = list(range(min(_ROWS, len(dataset)) if together else 1))
+        indices = list(range(min(most, len(dataset))))
         fetch = getattr(dataset, "__getitems__", None)
         rows = fetch(indices) if fetch is not None else [dataset[index] for index in indices]
     if not rows:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_megatp.example import Example, untouched
 from lightning_megatp.mesh import ParallelMesh
 from lightning_megatp.messages import warn_once_per_run
 from lightning_megatp.module import ParallelModule
+from lightning_megatp.pipeline.snapshot import random_state_kept
 from lightning_megatp.pipeline.units import find_units
 from lightning_megatp.plan.auto.discover import discover, look
 from lightning_megatp.plan.resolve import LayerPlan, ParallelPlan, plain_name, resolve
@@ -59,7 +61,7 @@ class ParallelismPlugin:
         mesh: ParallelMesh,
         device: torch.device,
         sequence_parallel: bool = True,
-        example: Callable[[], Sequence[Callable[[], Any]]] | None = None,
+        example: Example | None = None,
     ) -> ParallelModule:
         """Give every rank rank 0's values, then swap the planned layers, in place.
 
@@ -67,8 +69,7 @@ class ParallelismPlugin:
             module: the whole model, the same structure on every rank. One that was swapped before, by the same plan at
                 the same tp, is taken as it is.
             device: where the parameters go, shard by shard.
-            example: gives calls of the user's step on one batch, none without a batch; asked for if the plan leaves
-                layers to `auto`.
+            example: calls of the user's step on one batch; asked for if the plan leaves layers to `auto`.
 
         Raises:
             ValueError: the plan does not fit the model (see `plan.resolve.resolve`).
@@ -80,7 +81,7 @@ class ParallelismPlugin:
             return self._again(before, mesh, sequence_parallel)
         plan = self.resolve(module, mesh.size("tp"), sequence_parallel)
         if plan.open and mesh.size("tp") > 1:
-            plan = self.discover(module, plan, () if example is None else example())
+            plan = self.discover(module, plan, example)
         if mesh.size("tp") > 1 and not plan.layers:
             self._warn_whole(module, mesh.size("tp"))
         context = TensorContext(mesh.group("tp"))
@@ -101,23 +102,27 @@ class ParallelismPlugin:
         """What is split where; pure."""
         return resolve(self.plan, module, tp, sequence_parallel)
 
-    def discover(self, module: nn.Module, plan: ParallelPlan, steps: Sequence[Callable[[], Any]]) -> ParallelPlan:
+    def discover(self, module: nn.Module, plan: ParallelPlan, example: Example | None) -> ParallelPlan:
         """Plan what the plan leaves to `auto`, on global rank 0, for all.
 
         Args:
             module: the whole model.
             plan: what `resolve` made.
-            steps: call the user's step on one batch. Every rank does, since a step may communicate.
+            example: a batch to call the user's step on. Every rank does, since a step may communicate.
 
         Raises:
             ValueError: with `strict`, where something stays whole.
 
         Communication: one broadcast of the plan over the world.
         """
+        steps = () if example is None else example.calls()
         kinds, problems = look(module, plan, steps)
+        if not steps:
+            problems.append("no batch" if example is None else example.problem)
         found: list[Any] = [None, problems]
         if dist.get_rank() == 0:
-            problems += discover(module, plan.tp, kinds, plan).problems
+            with random_state_kept(), untouched(module):
+                problems += discover(module, plan.tp, kinds, plan).problems
             found = [plan, problems]
         dist.broadcast_object_list(found, src=0)
         plan, problems = found

@@ -274,7 +274,7 @@ class MegaTPStrategyBase(_Base):
             self._first_batch = FirstBatch(module, keep=self.is_global_zero)
         example = Example(trainer, self.precision_plugin)
         self.parallel = self.parallelism.parallelize(
-            module, mesh, self.root_device, self.sequence_parallel, example=example.calls
+            module, mesh, self.root_device, self.sequence_parallel, example=example
         )
         self.model_to_device()
         self.pipeline = self._make_pipeline(self.parallel, mesh, example)
@@ -306,9 +306,11 @@ class MegaTPStrategyBase(_Base):
         results: list[Any] = []
         problems: list[str] = []
         if plan.open:
-            kinds, problems = look(module, plan, Example(trainer, self.precision_plugin).calls())
+            example = Example(trainer, self.precision_plugin)
+            steps = example.calls()
+            kinds, problems = look(module, plan, steps)
             found = discover(module, self.tp, kinds, plan)
-            results, problems = found.results, problems + found.problems
+            results, problems = found.results, problems + found.problems + ([] if steps else [example.problem])
         placement = make_schedule(self.pipeline_options.schedule, self.pp, 1, self.pipeline_options.virtual_stages)
         print_plan(module, plan, results, problems, placement.stages if self.pp > 1 else 1)
         raise Done(0)
@@ -321,6 +323,8 @@ class MegaTPStrategyBase(_Base):
                 f" {self.world_size}."
             )
         assert self.lightning_module is not None
+        if trainer.state.fn != "fit" or self.parallelism.split_form(self.lightning_module) is not None:
+            raise ValueError("megatp verify compares a training step, and the script runs something else before fit.")
         prepare(trainer, self.lightning_module)
         self._precision_plugin = self.namespace.double()
         self.verify = True
@@ -541,7 +545,7 @@ class MegaTPStrategyBase(_Base):
             first.compare_gradients(self.full_gradients())
             if requested() == "verify":
                 self.barrier()
-                raise Done(0)
+                raise Done(first.unproven)
 
     def _finish_pipeline(self, pipeline: Pipeline, closure_loss: Tensor) -> Tensor:
         """The backward of a batch that went through the pipeline: its gradients are there, and are completed."""

@@ -110,6 +110,11 @@ class FirstBatch:
             )
 
     @property
+    def unproven(self) -> int:
+        """The exit code of `megatp verify`: 1 if this rank should have compared something and could not."""
+        return int(self.module is not None and self._loss is None)
+
+    @property
     def _tolerance(self) -> float:
         assert self._loss is not None
         if requested() == "verify":

@@ -18,7 +18,7 @@ def prepare(trainer: Any, module: nn.Module) -> None:
     """Make the first batch a proof: an error in queries or keys hardly shows at initial weights, whose attention is
     nearly uniform, nor behind dropout, nor beside rounding."""
     trainer.callbacks = [x for x in trainer.callbacks if not hasattr(x, "best_model_path")]
-    trainer.loggers, trainer.num_sanity_val_steps = [], 0
+    trainer.loggers, trainer.num_sanity_val_steps, trainer.accumulate_grad_batches = [], 0, 1
     generator = torch.Generator().manual_seed(0)
     module.double()
     with torch.no_grad():

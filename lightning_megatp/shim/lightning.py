@@ -66,8 +66,8 @@ def first_loaders(trainer: Any) -> Any:
     """The loaders of the run that is about to start, as the user gave them; of several for evaluation, the first. They
     are set up now rather than a moment later: the loop's own call finds it done. The loops keep them under a private
     name."""
-    state = trainer.state.fn
-    loop = trainer.fit_loop if state == "fit" else getattr(trainer, f"{state}_loop")
+    state = trainer.state.fn.value
+    loop = getattr(trainer, f"{state}_loop")
     loop.setup_data()
     combined = loop._combined_loader
     if combined is None:

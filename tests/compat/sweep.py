@@ -76,7 +76,7 @@ def check(rank: int, world_size: int, name: str, sequence: bool) -> Result:
     with warnings.catch_warnings(record=True) as caught, without_logging(module), without_logging(reference):
         warnings.simplefilter("always")
         parallel = ParallelismPlugin("auto").parallelize(
-            module, mesh, torch.device("cpu"), sequence, example=lambda: [_example(module, batch) for batch in batches]
+            module, mesh, torch.device("cpu"), sequence, example=_Steps([_example(module, batch) for batch in batches])
         )
         result.why = "; ".join(str(w.message) for w in caught if "MegaTPStrategy" in str(w.message))[:400]
         result.share = _share(parallel, reference)
@@ -85,6 +85,16 @@ def check(rank: int, world_size: int, name: str, sequence: bool) -> Result:
             _compare(parallel, reference, batch, dtype, result)
     result.seconds = time.perf_counter() - start
     return result
+
+
+class _Steps:
+    """Stands in for an `Example`."""
+
+    def __init__(self, steps: list[Any]) -> None:
+        self._steps = steps
+
+    def calls(self) -> list[Any]:
+        return self._steps
 
 
 def _example(module: Any, batch: dict[str, Any]) -> Any:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_megatp.plan.auto.blocks import Block as Kind
@@ -17,7 +19,7 @@ from lightning_megatp.plan.auto.search import BlockResult, plan_block
 from lightning_megatp.plan.auto.simulate import BlockPlan, Reference, SimulatedExchange
 from lightning_megatp.plan.auto.thin import ThinLinear, thin_copy
 from lightning_megatp.plan.ranges import length
-from lightning_megatp.plan.resolve import resolve
+from lightning_megatp.plan.resolve import ParallelPlan, resolve
 from tests.unit.auto_models import HIDDEN, Block, FullNorm, Fused, Gated, Interleaved, Model, Separate, SideDoor
 
 X = torch.randn(2, 5, HIDDEN, generator=torch.Generator().manual_seed(0))
@@ -173,6 +175,91 @@ def test_an_index_makes_no_kinds_and_a_setting_does() -> None:
     assert [kind.names for kind in kinds_of_blocks(model)] == [["blocks.0", "blocks.1", "blocks.2"]]
     model.blocks[2].body.window = 3  # type: ignore[union-attr, assignment]
     assert [len(kind.names) for kind in kinds_of_blocks(model)] == [2, 1]
+
+
+class Activated(nn.Module):
+    def __init__(self, activation: Any) -> None:
+        super().__init__()
+        self.up, self.down, self.activation = nn.Linear(HIDDEN, 48), nn.Linear(48, HIDDEN), activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.activation(self.up(x)))
+
+
+def softmax(x: Tensor) -> Tensor:
+    return x.softmax(-1)
+
+
+def found_for(*bodies: nn.Module) -> ParallelPlan:
+    model = nn.Module()
+    model.blocks = nn.ModuleList(Block(body) for body in bodies)
+    found = resolve({"**": "auto"}, model, 2)
+    kinds, problems = look(model, found, [lambda: [block(X) for block in model.blocks]])  # type: ignore[operator]
+    assert not problems
+    discover(model, 2, kinds, found)
+    return found
+
+
+@pytest.mark.parametrize(
+    "activations",
+    [(F.gelu, F.gelu, softmax), (partial(F.softmax, dim=-1), partial(F.glu, dim=-2)), (F.relu, lambda x: x.cumsum(-1))],
+)
+def test_blocks_that_compute_something_else_are_of_another_kind(activations: tuple[Any, ...]) -> None:
+    found = found_for(*map(Activated, activations[:-1]), Activated(activations[-1]))
+    last = f"blocks.{len(activations) - 1}.body"
+    if activations[-1] is softmax:
+        assert found.layers["blocks.1.body.down"].style.style == "row"
+    assert found.layers.get(f"{last}.up") is None or found.how[f"{last}.up"] != "as it is"
+
+
+def test_blocks_of_the_same_shapes_and_other_heads_are_of_another_kind() -> None:
+    class Heads(Fused):
+        def __init__(self, heads: int) -> None:
+            super().__init__()
+            self.n_head = heads
+
+    found = found_for(Heads(4), Heads(6), Heads(2))
+    shares = {a.module: a.by_rank for a in found.attributes if a.attribute == "n_head"}
+    assert all(share == (heads // 2,) * 2 for share, heads in zip(shares.values(), (4, 6, 2), strict=False))
+    assert found_for(Heads(4), Heads(5)).attributes != [] and found_for(Heads(2), Heads(3)).layers
+
+
+def test_a_module_that_blocks_share_is_planned_once() -> None:
+    shared = Gated()
+    found = found_for(shared, shared)
+    assert set(found.layers) == {"blocks.0.body.up", "blocks.0.body.down"}
+
+
+def test_compiled_blocks_are_planned_under_their_plain_names() -> None:
+    model = nn.Module()
+    model.blocks = nn.ModuleList(torch.compile(Block(Gated()), backend="eager") for _ in range(2))  # type: ignore[misc]
+    found = resolve({"**": "auto"}, model, 2)
+    kinds, _ = look(model, found, [lambda: [block(X) for block in model.blocks]])  # type: ignore[operator]
+    discover(model, 2, kinds, found)
+    assert found.layers["blocks.1.body.down"].style.style == "row" and not found.sequences
+    assert set(found.parameters) >= {"blocks.0._orig_mod.body.up.weight"}
+
+
+def test_hooks_of_the_users_own_are_called_by_real_steps_only() -> None:
+    block, calls = Block(Gated()), []
+    block.body.register_forward_hook(lambda *x: calls.append(x))
+    result = plan_block(Kind(block, ["block"], [Call((X,), {})]), 2)
+    assert not calls and "has a hook of" in (result.problem or "")
+    assert set(styles(result).values()) == {"column_gather"}
+
+
+def test_what_a_block_leaves_on_itself_is_compared_too() -> None:
+    class Auxiliary(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(HIDDEN, 48), nn.Linear(48, HIDDEN)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.up(x)
+            self.penalty = h.square().mean()
+            return self.down(h.relu())
+
+    assert all(how != "as it is" for how in plan(Auxiliary(), 2).how.values())
 
 
 def test_only_one_block_of_a_kind_runs() -> None:

@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_megatp.plan.resolve import plain_name
-from lightning_megatp.shim.torch import tree_leaves, tree_map
+from lightning_megatp.shim.torch import is_compiled, tree_leaves, tree_map
 from lightning_megatp.shim.transformers import is_conv1d
 
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+_FEW, _DEEP = 4096, 6
+_LIBRARIES = ("torch", "transformers", "lightning", "pytorch_lightning", "lightning_megatp", "torchmetrics", "peft")
+"""Whose hooks are part of what a module computes."""
+_INTERNAL = frozenset(vars(nn.Module()))
+"""What every module has: hooks, parameters, modules."""
 _PLAIN: tuple[type, ...] = (bool, int, float, str, type(None))
 
 
@@ -86,21 +93,28 @@ def kinds_of_blocks(module: nn.Module, names: Sequence[str] | None = None) -> li
     Args:
         names: of the blocks; None for all.
     """
-    shapes: dict[Any, dict[str, dict[str, Any]]] = {}
+    shapes: dict[Any, dict[str, dict[str, str]]] = {}
     for name in find_blocks(module) if names is None else names:
-        block = module.get_submodule(name)
+        block = _uncompiled(module.get_submodule(name))
         shapes.setdefault(_shape(block), {})[name] = _settings(block)
     kinds: dict[Any, Block] = {}
     for shape, settings in shapes.items():
-        index_like = {
-            key
-            for key in next(iter(settings.values()))
-            if len(settings) > 1 and len({repr(values.get(key)) for values in settings.values()}) == len(settings)
-        }
+        indices = _indices(list(settings.values()))
         for name, values in settings.items():
-            kind = shape, tuple((key, repr(value)) for key, value in values.items() if key not in index_like)
-            kinds.setdefault(kind, Block(module.get_submodule(name))).names.append(name)
+            kind = shape, tuple((key, value) for key, value in values.items() if key not in indices)
+            kinds.setdefault(kind, Block(_uncompiled(module.get_submodule(name)))).names.append(name)
     return list(kinds.values())
+
+
+def _indices(settings: list[dict[str, str]]) -> set[str]:
+    """The settings that count the blocks: whole numbers that go up by one from block to block."""
+    found = set()
+    for key in settings[0]:
+        values = [values.get(key, "") for values in settings]
+        numbers = [int(value) for value in values if value.isdecimal()]
+        if len(numbers) == len(values) > 1 and numbers == list(range(numbers[0], numbers[0] + len(numbers))):
+            found.add(key)
+    return found
 
 
 def capture_calls(module: nn.Module, kinds: list[Block], step: Callable[[], Any]) -> Exception | None:
@@ -118,11 +132,13 @@ def capture_calls(module: nn.Module, kinds: list[Block], step: Callable[[], Any]
         What the step raised, if it did.
     """
     waiting = {id(kind) for kind in kinds}
+    if not waiting:
+        return None
     seen: dict[int, tuple[Any, Any]] = {}
     handles = []
 
     def make(kind: Block, target: nn.Module) -> Callable[..., Any]:
-        forward = target.forward
+        forward = _uncompiled(target).forward
 
         def run(*args: Any, **kwargs: Any) -> Any:
             shape = _describe((args, kwargs))
@@ -211,6 +227,25 @@ def _blocks(name: str, module: nn.Module, in_list: bool) -> Iterator[str]:
     yield name
 
 
+def _uncompiled(module: nn.Module) -> nn.Module:
+    """What `torch.compile(module)` was given."""
+    return module._modules.get("_orig_mod") or module
+
+
+def unlooked(block: nn.Module) -> str | None:
+    """Why a block can't be copied and run by itself: it has compiled parts, or hooks of the user's own, which belong to
+    real steps."""
+    for name, child in block.named_modules():
+        if is_compiled(child):
+            return f"`{name}` in it is compiled"
+        for hook in (*child._forward_hooks.values(), *child._forward_pre_hooks.values()):
+            if type(hook).__module__.partition(".")[0] not in _LIBRARIES:
+                of = getattr(hook, "__module__", None) or type(hook).__module__
+                if of.partition(".")[0] not in _LIBRARIES:
+                    return f"`{name or 'it'}` has a hook of {of}"
+    return None
+
+
 def _weight(module: nn.Module) -> int:
     """Linear layers in a module; nn.MultiheadAttention counts as two."""
     return sum(2 if type(child) is nn.MultiheadAttention else is_linear(child) for child in module.modules())
@@ -240,13 +275,38 @@ def _shape(block: nn.Module) -> Any:
     return type(block), modules, parameters
 
 
-def _settings(block: nn.Module) -> dict[str, Any]:
+def _settings(block: nn.Module) -> dict[str, str]:
+    """What a block's modules hold besides parameters and modules, as texts that are the same for the same content."""
     found = {}
     for name, child in block.named_modules():
         for key, value in vars(child).items():
-            if isinstance(value, _PLAIN) or (isinstance(value, tuple) and all(isinstance(x, _PLAIN) for x in value)):
-                found[f"{name}.{key}"] = value
+            if key == "_buffers" or not (key.startswith("_") and key in _INTERNAL):
+                found[f"{name}.{key}"] = _content(value, 0)
     return found
+
+
+def _content(value: Any, depth: int) -> str:
+    """A text for any content. What can't be looked into counts as different everywhere."""
+    if isinstance(value, (*_PLAIN, type, torch.dtype, torch.device)):
+        return repr(value)
+    if isinstance(value, nn.Module):
+        return "module"
+    if isinstance(value, Tensor):
+        small = value.numel() <= _FEW and not value.is_meta
+        return f"{tuple(value.shape)} {value.dtype} {value.tolist() if small else ''}"
+    if depth > _DEEP:
+        return f"{type(value)} {id(value)}"
+    if isinstance(value, functools.partial):
+        return f"partial {_content((value.func, value.args, value.keywords), depth + 1)}"
+    if isinstance(value, FunctionType):
+        cells = [cell.cell_contents for cell in value.__closure__ or ()]
+        return f"{id(value.__code__)} {_content((cells, value.__defaults__, value.__kwdefaults__), depth + 1)}"
+    if isinstance(value, dict):
+        return f"{[(str(key), _content(x, depth + 1)) for key, x in value.items()]}"
+    if isinstance(value, (list, tuple)) and len(value) <= _FEW:
+        return f"{[_content(x, depth + 1) for x in value]}"
+    inside = getattr(value, "__dict__", None)
+    return f"{type(value)} {id(value) if inside is None else _content(inside, depth + 1)}"
 
 
 @contextlib.contextmanager

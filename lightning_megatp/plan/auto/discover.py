@@ -12,7 +12,14 @@ from lightning_megatp.plan.auto.blocks import Block, capture_calls, find_blocks,
 from lightning_megatp.plan.auto.huggingface import own_plan, plan_of_block
 from lightning_megatp.plan.auto.search import BlockResult, plan_block
 from lightning_megatp.plan.ranges import Ranges, split_evenly
-from lightning_megatp.plan.resolve import LayerPlan, ParallelPlan, expert_counts, parameter_specs, whole_modules
+from lightning_megatp.plan.resolve import (
+    LayerPlan,
+    ParallelPlan,
+    expert_counts,
+    parameter_specs,
+    plain_name,
+    whole_modules,
+)
 from lightning_megatp.plan.styles import Style, matches
 from lightning_megatp.shim.torch import is_compiled
 from lightning_megatp.shim.transformers import is_conv1d
@@ -44,7 +51,7 @@ def look(model: nn.Module, plan: ParallelPlan, steps: Sequence[Callable[[], Any]
     names = [name for name in find_blocks(model) if _is_open(name, plan) and not _touched(name, plan)]
     kinds = kinds_of_blocks(model, names)
     if not steps:
-        return kinds, ["no batch could be looked at, so no block was probed"]
+        return kinds, []
     errors = [capture_calls(model, kinds, step) for step in steps]
     if errors[0] is not None and not all(kind.calls for kind in kinds):
         return kinds, [f"the step that was tried out raised {type(errors[0]).__name__}: {errors[0]}"]
@@ -61,14 +68,14 @@ def discover(model: nn.Module, tp: int, kinds: Sequence[Block], plan: ParallelPl
         plan: what the user said; it is extended.
     """
     found = Discovery()
+    plan.compiled = any(map(is_compiled, model.modules()))
     own, problem = own_plan(model)
     found.problems += [problem] if problem else []
     for kind in kinds:
         trusted = plan_of_block(own, kind.names[0], kind.module, tp) if own else None
         result = plan_block(kind, tp, trusted)
         found.results.append(result)
-        _spread(plan, result)
-    plan.compiled = any(map(is_compiled, model.modules()))
+        found.problems += _spread(plan, result, model)
     found.problems += _plan_whole_modules(plan, model, tp)
     _plan_tables(plan, model, tp)
     _agree_on_ties(plan, model, tp)
@@ -90,29 +97,48 @@ def _touched(block: str, plan: ParallelPlan) -> bool:
     return any(f"{name}.".startswith(f"{block}.") for name in names)
 
 
-def _spread(plan: ParallelPlan, result: BlockResult) -> None:
-    """Give every block of a kind what was found for the first."""
-    dim = result.sequence_dim if plan.sequence_parallel else None
+def _spread(plan: ParallelPlan, result: BlockResult, model: nn.Module) -> list[str]:
+    """Give every block of a kind what was found for the first; what can't be, in words. A module that several blocks
+    share is planned once, under its first name."""
+    problems = []
+    first = {id(child): plain_name(name) for name, child in reversed(list(model.named_modules(remove_duplicate=False)))}
+    whole = {plain_name(name): child for name, child in model.named_modules(remove_duplicate=False)}
+    dim = result.sequence_dim if plan.sequence_parallel and not plan.compiled else None
+
+    def named(block: str, inner: str) -> str:
+        return first[id(whole[plain_name(f"{block}.{inner}".rstrip("."))])]
+
     for block in result.block.names:
+        own = [replace(a, module=named(block, a.module)) for a in result.plan.attributes]
+        numbers = [vars(result.block.module.get_submodule(a.module))[a.attribute] for a in result.plan.attributes]
+        if any(vars(whole[a.module])[a.attribute] != n for a, n in zip(own, numbers, strict=True)):
+            problems.append(f"`{block}` stays whole: it has other numbers than `{result.block.names[0]}`")
+            continue
         if dim is not None:
-            plan.sequences[block] = Style(block, "sequence", dim=dim)
+            plan.sequences[plain_name(block)] = Style(plain_name(block), "sequence", dim=dim)
         for name, layer in result.plan.layers.items():
-            full = f"{block}.{name}"
-            region = None if layer.region is None else f"{block}.{layer.region}".rstrip(".")
-            style = replace(layer.style, pattern=full)
+            full = named(block, name)
+            region = None if layer.region is None else plain_name(f"{block}.{layer.region}").rstrip(".")
             rows_dim = dim if layer.style.style == "row" else None
-            plan.layers[full] = replace(layer, name=full, region=region, style=style, sequence_dim=rows_dim)
+            found = replace(layer, name=full, region=region, style=replace(layer.style, pattern=full))
+            before = plan.layers.setdefault(full, replace(found, sequence_dim=rows_dim))
+            if (before.style.style, before.by_rank) != (found.style.style, found.by_rank):
+                _drop_region(plan, full, "blocks that share it are of different kinds")
+                continue
             plan.how[full] = result.how[name]
-        for attribute in result.plan.attributes:
-            plan.attributes.append(replace(attribute, module=f"{block}.{attribute.module}".rstrip(".")))
+        plan.attributes += [
+            a for a in own if (a.module, a.attribute) not in {(b.module, b.attribute) for b in plan.attributes}
+        ]
         for name, why in result.whole.items():
             plan.whole[f"{block}.{name}"] = why
+    return problems
 
 
 def _plan_whole_modules(plan: ParallelPlan, model: nn.Module, tp: int) -> list[str]:
     """nn.MultiheadAttention by its heads, and experts by the features inside of each; what can't be, in words."""
     problems = []
-    for layer, name in whole_modules(model, tp):
+    for layer, raw in whole_modules(model, tp):
+        name = plain_name(raw)
         if name in plan.layers or not _is_open(name, plan):
             continue
         if isinstance(layer, ValueError):
@@ -120,9 +146,9 @@ def _plan_whole_modules(plan: ParallelPlan, model: nn.Module, tp: int) -> list[s
             continue
         blocks = [block for block in plan.sequences if name.startswith(f"{block}.")]
         dim = plan.sequences[blocks[0]].dim if blocks and layer.style.style == "attention" else None
-        plan.layers[name] = replace(layer, sequence_dim=dim)
+        plan.layers[name] = replace(layer, name=name, sequence_dim=dim)
         plan.how[name] = "by its heads" if layer.style.style == "attention" else "inside of each expert"
-    counts = expert_counts(plan, dict(model.named_modules()))
+    counts = expert_counts(plan, {plain_name(name): child for name, child in model.named_modules()})
     held = {(a.module, a.attribute) for a in plan.attributes}
     plan.attributes += [count for count in counts if (count.module, count.attribute) not in held]
     return problems
@@ -132,9 +158,10 @@ def _plan_tables(plan: ParallelPlan, model: nn.Module, tp: int) -> None:
     """Outside of blocks: large embeddings by their rows, and large linear layers by their outputs. What lies inside of
     a block may be part of a region."""
     total = sum(p.numel() for p in model.parameters())
-    inside = tuple(f"{name}." for name in find_blocks(model))
+    inside = tuple(f"{plain_name(name)}." for name in find_blocks(model))
     vocabularies = {child.num_embeddings for child in model.modules() if isinstance(child, nn.Embedding)}
-    for name, child in model.named_modules():
+    for raw, child in model.named_modules():
+        name = plain_name(raw)
         if name in plan.layers or not _is_open(name, plan) or f"{name}.".startswith(inside):
             continue
         weight = child._parameters.get("weight")
@@ -153,7 +180,7 @@ def _can_split(table: nn.Embedding) -> bool:
 
 def _agree_on_ties(plan: ParallelPlan, model: nn.Module, tp: int) -> None:
     """Layers that share a weight are split alike, or all stay whole."""
-    modules = dict(model.named_modules())
+    modules = {plain_name(name): child for name, child in model.named_modules()}
     holders: dict[int, list[str]] = {}
     for name, child in modules.items():
         weight = child._parameters.get("weight")

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
-from lightning_megatp.plan.auto.blocks import Block, Call, is_linear
+from lightning_megatp.plan.auto.blocks import Block, Call, is_linear, unlooked
 from lightning_megatp.plan.auto.influence import Candidate, deal, find_candidates
 from lightning_megatp.plan.auto.simulate import BlockPlan, NotFinite, Outcome, Reference
 from lightning_megatp.plan.auto.thin import ThinLinear, thin_copy
@@ -18,7 +18,7 @@ from lightning_megatp.plan.auto.tokens import sequence_dim
 from lightning_megatp.plan.ranges import Ranges, length
 from lightning_megatp.plan.resolve import AttributePlan, LayerPlan
 from lightning_megatp.plan.styles import Style
-from lightning_megatp.shim.torch import is_compiled, tree_leaves
+from lightning_megatp.shim.torch import tree_leaves
 from lightning_megatp.shim.transformers import is_conv1d
 
 _MOST_TRIALS = 40
@@ -62,6 +62,8 @@ def plan_block(block: Block, tp: int, trusted: BlockPlan | None = None) -> Block
     result = BlockResult(block)
     if not block.calls:
         return _one_by_one(result, tp, "the step that was tried out does not call it")
+    if why := unlooked(block.module):
+        return _one_by_one(result, tp, why)
     try:
         return _probed(result, tp, trusted)
     except Exception as error:  # a block may be any code
@@ -160,8 +162,6 @@ class _Search:
     def __init__(self, twin: nn.Module, references: Sequence[Reference], tp: int, result: BlockResult) -> None:
         self.twin, self.references, self.tp, self.result = twin, references, tp, result
         self.layers = {name: child for name, child in twin.named_modules() if isinstance(child, ThinLinear)}
-        self.compiled = any(map(is_compiled, result.block.module.modules()))
-        """Compiled code can't take shards that report whole sizes."""
         self.trials = 0
 
     def prove(self, plan: BlockPlan) -> Outcome:
@@ -196,7 +196,7 @@ class _Search:
                 self.accept(divided, f"with {names} divided")
                 return
         tracked = {name: replace(layer, global_sizes=True) for name, layer in plan.layers.items()}
-        last = Outcome(first.error) if self.compiled else self.prove(BlockPlan(tracked))
+        last = self.prove(BlockPlan(tracked))
         if last.holds:
             gathers = ", ".join(last.gathers)
             self.accept(BlockPlan(tracked), "with global sizes" + (f", gathered for {gathers}" if gathers else ""))

@@ -86,6 +86,8 @@ class Reference:
         own = concrete_call(call, seed, noise=0.1)
         with torch.enable_grad(), exact():
             self.outputs = _floating(whole(*own.args, **own.kwargs))
+            self.left = _left(whole)
+            self.outputs += self.left.values()
         self.cotangents = [torch.randn_like(y) for y in self.outputs]
         if not all(bool(y.isfinite().all()) for y in self.outputs):
             raise NotFinite(whole)
@@ -114,6 +116,8 @@ class Reference:
         return outcome
 
     def _compare_outputs(self, rank: _Rank, outcome: Outcome) -> str | None:
+        if rank.left.keys() != self.left.keys():
+            return "it leaves other attributes"
         if [y.shape for y in rank.outputs] != [y.shape for y in self.outputs]:
             shapes = [tuple(y.shape) for y in rank.outputs], [tuple(y.shape) for y in self.outputs]
             return f"its outputs have the shapes {shapes[0]}, and should have {shapes[1]}"
@@ -248,7 +252,9 @@ class _Rank:
     def run(self, call: Call) -> None:
         with exact_in_thread():
             result = self.module(*call.args, **call.kwargs)
-            self.outputs = [x.whole("return") if isinstance(x, FeatureShard) else x for x in _floating(result)]
+            self.left = _left(self.module)
+            outputs = [*_floating(result), *self.left.values()]
+            self.outputs = [x.whole("return") if isinstance(x, FeatureShard) else x for x in outputs]
 
     def add(self, full: Tensor, name: str, grad: Tensor) -> None:
         """Add a shard's gradient to the whole one's place."""
@@ -336,6 +342,12 @@ def _crossing(outputs: Sequence[Tensor], module: nn.Module, call: Call) -> str |
         if leaf in names and not isinstance(_owner(module, names[leaf]), ThinLinear) and len(regions) > 1:
             return f"`{names[leaf]}` is used both where values are whole and where they are split"
     return None
+
+
+def _left(module: nn.Module) -> dict[str, Tensor]:
+    """What a run left on the modules as attributes, which others may read: an auxiliary loss, attention maps."""
+    named = ((f"{name}.{key}", x) for name, child in module.named_modules() for key, x in vars(child).items())
+    return {name: x for name, x in named if isinstance(x, Tensor) and x.is_floating_point() and x.requires_grad}
 
 
 def _owner(module: nn.Module, parameter: str) -> nn.Module:

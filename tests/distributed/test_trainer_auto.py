@@ -1,0 +1,151 @@
+"""Fits without a plan: the losses of one device, and nothing of the user's is used up by looking at a batch."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from tests.ranks import RankError, run_ranks, run_reference
+from tests.unit.auto_models import HIDDEN, Fused, Model
+
+QUIET: dict[str, Any] = {
+    "logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False,
+}  # fmt: skip
+
+
+class Lit(LightningModule):
+    """Counts what set-up must not touch."""
+
+    def __init__(self, data: str) -> None:
+        super().__init__()
+        self.net, self.norm, self.data = Model(Fused, layers=2), nn.BatchNorm1d(HIDDEN), data
+        self.asked, self.losses, self.seen = 0, [], []  # type: ignore[var-annotated]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        ids = batch["a"] if isinstance(batch, dict) else batch[0] if isinstance(batch, (list, tuple)) else batch
+        self.seen.append(ids.tolist())
+        self.norm(self.net.tok(ids).flatten(0, 1))
+        loss = self.net.step(ids) + nn.functional.dropout(torch.ones(8)).mean()
+        self.log("loss", loss)
+        self.losses.append(float(loss))
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+    def train_dataloader(self) -> Any:
+        self.asked += 1
+        ids = torch.randint(0, 40, (24, 5), generator=torch.Generator().manual_seed(3))
+        if self.data == "shuffled":
+            order = torch.Generator().manual_seed(5)
+            return DataLoader(TensorDataset(ids), batch_size=4, shuffle=True, generator=order)
+        if self.data == "iterable":
+            return DataLoader(Rows(ids), batch_size=4)
+        return iter(ids.split(4)) if self.data == "once" else {"a": DataLoader(ids, batch_size=4)}
+
+
+class Rows(IterableDataset[Tensor]):
+    def __init__(self, ids: Tensor) -> None:
+        self.ids = ids
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self.ids)
+
+
+def fit(rank: int, world_size: int, data: str, strict: bool = False) -> dict[str, Any]:
+    strategy: Any = "auto"
+    if world_size > 1:
+        from lightning_megatp import MegaTPStrategy
+
+        strategy = MegaTPStrategy(tp=world_size, strict=strict, summary=False)
+    torch.manual_seed(0)
+    module = Lit(data)
+    options: dict[str, Any] = {"accelerator": "cpu", "precision": "64-true", "max_steps": 5, **QUIET}
+    trainer = Trainer(devices=world_size, strategy=strategy, max_epochs=1, **options)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(module)
+    return {
+        "losses": module.losses,
+        "seen": module.seen,
+        "asked": module.asked,
+        "calls": module.net.calls,
+        "mean": module.norm.running_mean,
+        "split": sum(p.numel() for p in module.parameters()),
+        "warnings": [str(warning.message) for warning in caught],
+    }
+
+
+def fit_one(data: str) -> dict[str, Any]:
+    return fit(0, 1, data)
+
+
+@pytest.mark.parametrize("data", ["shuffled", "iterable", "several loaders"])
+def test_a_fit_without_a_plan_is_that_of_one_device(data: str) -> None:
+    expected = run_reference(fit_one, data)
+    for found in run_ranks(2, fit, data):
+        assert found["losses"] == pytest.approx(expected["losses"], rel=1e-9)
+        for what in ("seen", "asked", "calls"):
+            assert found[what] == expected[what], what
+        torch.testing.assert_close(found["mean"], expected["mean"], rtol=0, atol=1e-9)
+        assert found["split"] < 0.6 * expected["split"]
+
+
+def test_data_that_comes_only_once_is_not_touched() -> None:
+    expected = run_reference(fit_one, "once")
+    found = run_ranks(2, fit, "once")
+    assert found[0]["seen"] == expected["seen"]
+    assert found[0]["losses"] == pytest.approx(expected["losses"], rel=1e-9)
+    assert any("no batch could be looked at" in text for text in found[0]["warnings"])
+    assert found[0]["split"] < 0.6 * expected["split"], "its layers are split one by one, and gathered"
+
+
+def evaluate(rank: int, world_size: int, what: str) -> tuple[Any, int]:
+    class Evaluated(Lit):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("score", self.net.step(batch))
+
+        test_step = validation_step
+
+        def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return self.net.step(batch)
+
+    torch.manual_seed(0)
+    module = Evaluated("list")
+    strategy: Any = "auto"
+    if world_size > 1:
+        from lightning_megatp import MegaTPStrategy
+
+        strategy = MegaTPStrategy(tp=world_size, summary=False)
+    options: dict[str, Any] = {"accelerator": "cpu", "precision": "64-true", **QUIET}
+    trainer = Trainer(devices=world_size, strategy=strategy, **options)
+    ids = torch.randint(0, 40, (8, 5), generator=torch.Generator().manual_seed(3))
+    found = getattr(trainer, what)(module, DataLoader(ids, batch_size=4))
+    return found, sum(p.numel() for p in module.parameters())
+
+
+def evaluate_one(what: str) -> tuple[Any, int]:
+    return evaluate(0, 1, what)
+
+
+@pytest.mark.parametrize("what", ["validate", "test", "predict"])
+def test_evaluation_of_a_fresh_module(what: str) -> None:
+    expected, size = run_reference(evaluate_one, what)
+    found, own = run_ranks(2, evaluate, what)[0]
+    if what == "predict":
+        torch.testing.assert_close(found, expected)
+    else:
+        assert found[0] == pytest.approx(expected[0], rel=1e-9)
+    assert own < 0.6 * size
+
+
+def test_strict_raises_instead() -> None:
+    with pytest.raises(RankError, match="no batch could be looked at"):
+        run_ranks(2, fit, "once", True)
