@@ -14,12 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
+from lightning_megatp.messages import warn_once_per_run
 from lightning_megatp.pipeline.plan import tensors_in
 from lightning_megatp.pipeline.snapshot import Snapshot, random_state_kept
 from lightning_megatp.pipeline.split import batch_size, split_batch
 from lightning_megatp.plan.auto.blocks import without_logging
 from lightning_megatp.shim.lightning import batch_hook, first_loaders
-from lightning_megatp.shim.torch import tree_map
+from lightning_megatp.shim.torch import tensor_version, tree_map
 
 _HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 _ROWS = 2
@@ -113,16 +114,29 @@ def _indices(step: Callable[..., Any]) -> list[int]:
 
 @contextlib.contextmanager
 def untouched(module: nn.Module) -> Iterator[None]:
-    """Leave the attributes and buffers of a module as they were found."""
+    """Leave a module as it was found: attributes, buffers, gradients, generators of its own. Of parameters that were
+    changed in place there is no copy: that is said."""
     snapshot = Snapshot(module)
     buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+    gradients = [(parameter, parameter.grad, tensor_version(parameter)) for parameter in module.parameters()]
+    held = (x for child in module.modules() for x in vars(child).values() if isinstance(x, torch.Generator))
+    generators = [(generator, generator.get_state()) for generator in held]
     try:
         yield
     finally:
         snapshot.restore()
+        for generator, state in generators:
+            generator.set_state(state)
         with torch.no_grad():
             for buffer, before in buffers:
                 buffer.copy_(before)
+        for parameter, grad, _ in gradients:
+            parameter.grad = grad
+        if any(tensor_version(parameter) != version for parameter, _, version in gradients):
+            warn_once_per_run(
+                "the step changes parameters in place (an averaged copy of the model?), and it was called once more, to"
+                " find a plan. Give a plan, or plan=None, for the very numbers of one device."
+            )
 
 
 def _first_batch(loaders: Any) -> Any:

@@ -582,6 +582,11 @@ SCRIPT = Path(__file__).parent / "failure_scripts" / "pipeline.py"
         ("raise", "backward", 0),
         pytest.param("kill", "forward", 0, marks=pytest.mark.extended),
         pytest.param("kill", "backward", 1, marks=pytest.mark.extended),
+        *(  # global rank 0 holds the last stage
+            pytest.param(what, point, rank, marks=pytest.mark.extended)
+            for what in ("raise", "kill")
+            for point, rank in [("F", 1), ("I", 0), ("W", 1), ("SF", 1), ("RF", 0), ("SB", 0), ("RB", 1)]
+        ),
     ],
 )
 def test_one_rank_ends_all_and_is_named(what: str, point: str, rank: int, tmp_path: Path) -> None:

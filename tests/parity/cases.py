@@ -95,7 +95,7 @@ def pairwise(models: Sequence[str], seed: int = 2, among: dict[str, Sequence[obj
 
 def _cost(values: dict[str, object]) -> float:
     """In new pairs: eight processes on few cores are slow, and without tensor parallelism a case says little."""
-    costs = {(1, 1): 6.0, (1, 2): 4.0, (4, 2): 12.0}
+    costs = {(1, 1): 6.0, (1, 2): 2.0, (2, 2): 3.0, (4, 2): 12.0}
     return costs.get((values.get("tp"), values.get("dp")), 0.0)  # type: ignore[arg-type]
 
 

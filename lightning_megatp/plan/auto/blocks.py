@@ -142,23 +142,18 @@ def capture_calls(module: nn.Module, kinds: list[Block], step: Callable[[], Any]
 
         def run(*args: Any, **kwargs: Any) -> Any:
             shape = _describe((args, kwargs))
-            if id(kind) in seen and seen[id(kind)][0] == shape:
-                return tree_map(copied, seen[id(kind)][1])
-            out = forward(*args, **kwargs)
-            return out
-
-        def first(*args: Any, **kwargs: Any) -> Any:
             if id(kind) in seen:
-                return run(*args, **kwargs)
+                known, result = seen[id(kind)]
+                return tree_map(copied, result) if known == shape else forward(*args, **kwargs)
             kind.calls.append(Call(*tree_map(copied, (args, kwargs))))
-            out = forward(*args, **kwargs)
-            seen[id(kind)] = _describe((args, kwargs)), tree_map(copied, out)
+            result = forward(*args, **kwargs)
+            seen[id(kind)] = shape, tree_map(copied, result)
             waiting.discard(id(kind))
             if not waiting:
                 raise _Enough
-            return out
+            return result
 
-        return first
+        return run
 
     for kind in kinds:
         for name in kind.names:

@@ -1,4 +1,7 @@
-"""A fit at pp=2 in which one rank raises, or is killed, at a point: `pipeline.py raise|kill POINT RANK FOLDER`."""
+"""A fit at pp=2 in which one rank raises, or is killed, at a point: `pipeline.py raise|kill POINT RANK FOLDER`.
+
+A point is "forward" or "backward" of a module, or the short name of a kind of action ("SF", "W", ...), under ZB-H1.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_megatp import MegaTPStrategy
+from lightning_megatp.pipeline.executor import _Batch
+from lightning_megatp.pipeline.schedule import Action
 
 WHAT, POINT, RANK, FOLDER = sys.argv[1:5]
 STRIKES_AT = 7
@@ -32,11 +37,26 @@ class Block(nn.Module):
         return y.relu()
 
     def strike(self, point: str) -> None:
-        self.calls[point] += 1
-        if point == POINT and self.calls[point] == STRIKES_AT and int(os.environ.get("LOCAL_RANK", "0")) == int(RANK):
-            if WHAT == "kill":
-                os.kill(os.getpid(), signal.SIGKILL)
-            raise ValueError(f"struck in {point}")
+        strike(point, self.calls)
+
+
+def strike(point: str, calls: dict[str, int]) -> None:
+    calls[point] = calls.get(point, 0) + 1
+    if point == POINT and calls[point] == STRIKES_AT and int(os.environ.get("LOCAL_RANK", "0")) == int(RANK):
+        if WHAT == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise ValueError(f"struck in {point}")
+
+
+def strike_at_actions() -> None:
+    """Before an action is executed."""
+    execute, calls = _Batch.execute, dict[str, int]()
+
+    def struck(self: _Batch, action: Action) -> None:
+        strike(action.kind.value, calls)
+        execute(self, action)
+
+    _Batch.execute = struck  # type: ignore[method-assign]
 
 
 class Struck(LightningModule):
@@ -52,10 +72,12 @@ class Struck(LightningModule):
 
 
 if __name__ == "__main__":
+    strike_at_actions()
+    schedule = "1f1b" if POINT in ("forward", "backward") else "zb_h1"
     trainer = Trainer(
         accelerator="cpu",
         devices=2,
-        strategy=MegaTPStrategy(pp=2, microbatches=4, summary=False),
+        strategy=MegaTPStrategy(pp=2, microbatches=4, schedule=schedule, summary=False),
         max_epochs=1,
         logger=False,
         enable_progress_bar=False,
