@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_megatp.plan.resolve import plain_name
 from lightning_megatp.shim.torch import is_compiled, tree_leaves, tree_map
 from lightning_megatp.shim.transformers import is_conv1d
 
@@ -319,6 +318,3 @@ def without_logging(module: nn.Module) -> Iterator[None]:
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
     pass
-
-
-__all__ = ["Block", "Call", "capture_calls", "find_blocks", "is_conv1d", "is_linear", "kinds_of_blocks", "plain_name"]

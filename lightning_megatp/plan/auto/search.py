@@ -15,7 +15,7 @@ from lightning_megatp.plan.auto.influence import Candidate, deal, find_candidate
 from lightning_megatp.plan.auto.simulate import BlockPlan, NotFinite, Outcome, Reference
 from lightning_megatp.plan.auto.thin import ThinLinear, thin_copy
 from lightning_megatp.plan.auto.tokens import sequence_dim
-from lightning_megatp.plan.ranges import Ranges, length
+from lightning_megatp.plan.ranges import length
 from lightning_megatp.plan.resolve import AttributePlan, LayerPlan
 from lightning_megatp.plan.styles import Style
 from lightning_megatp.shim.torch import tree_leaves
@@ -162,12 +162,10 @@ class _Search:
     def __init__(self, twin: nn.Module, references: Sequence[Reference], tp: int, result: BlockResult) -> None:
         self.twin, self.references, self.tp, self.result = twin, references, tp, result
         self.layers = {name: child for name, child in twin.named_modules() if isinstance(child, ThinLinear)}
-        self.trials = 0
 
     def prove(self, plan: BlockPlan) -> Outcome:
         """The first outcome that does not hold, or the last one."""
         outcome = Outcome("nothing was compared")
-        self.trials += 1
         for reference in self.references:
             outcome = reference.compare(plan, self.tp)
             if not outcome.holds:
@@ -260,6 +258,3 @@ def _common(names: Sequence[str]) -> str:
     parts = [name.split(".")[:-1] for name in names]
     shared = itertools.takewhile(lambda same: len(set(same)) == 1, zip(*parts, strict=False))
     return ".".join(same[0] for same in shared)
-
-
-__all__ = ["BlockResult", "Ranges", "plan_block"]
