@@ -22,7 +22,7 @@ Every Hugging Face family with a text, image or audio head that builds offline f
 
 *Verified* means: loss and every gradient agree, in float64 (a few models run in float32 only), with and without a
 padding mask; losses in training and in evaluation. The percentage is the share of the blocks' parameters that is not on
-a rank (at most 50 % at tp=2 and 75 % at tp=4; for stages, of all parameters). Stages run two microbatches; a loss that
+a rank (at most 1 - 1/tp; for stages, of all parameters). Stages run two microbatches; a loss that
 couples samples (contrastive losses, BatchNorm) or sums them is compared with one device over the same microbatches.
 *Refused* means that an error says what can't be done, before a wrong step is taken.
 
