@@ -84,6 +84,12 @@ class ParallelismPlugin:
             plan = self.discover(module, plan, example)
         if mesh.size("tp") > 1 and not plan.layers:
             self._warn_whole(module, mesh.size("tp"))
+        if mesh.size("tp") > 1 and plan.whole_sequences:
+            self._say(
+                f"the plan has `sequence` for {', '.join(plan.whole_sequences[:4])}, which meets compiled code, where"
+                " shards of a sequence can't go. There, tokens stay whole on every tensor rank. Don't compile these"
+                " modules, or drop the style."
+            )
         context = TensorContext(mesh.group("tp"))
         specs = plan.parameters if mesh.size("tp") > 1 else {}
         self._place_values(module, mesh, device, specs)
@@ -230,8 +236,11 @@ class ParallelismPlugin:
             f" numbers are right and nothing is saved. Give plan={{pattern: style}} for its linear layers, e.g."
             f" {', '.join(linears[:4])}."
         )
+        self._say(text)
+
+    def _say(self, text: str) -> None:
         if self.strict:
-            raise ValueError(f"MegaTPStrategy: {text}")
+            raise ValueError(f"MegaTPStrategy: {text} (strict=True)")
         warn_once_per_run(text)
 
 

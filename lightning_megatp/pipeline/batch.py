@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_megatp.messages import warn_once_per_run
 from lightning_megatp.module import ParallelModule
+from lightning_megatp.pipeline.leftovers import Path, PlainValues
 from lightning_megatp.pipeline.logs import Call, Logs
 from lightning_megatp.pipeline.plan import Relay, SlicePlan
 from lightning_megatp.pipeline.slicing import Slicer
@@ -51,6 +52,9 @@ class BatchRun:
         plans: one per microbatch.
         seed: of the batch, alike on all stages.
         backward: None for evaluation.
+        opened: the modules whose Python code runs on every stage, by name.
+        stages: of this rank. What the step sets on modules is undone after all but the highest of them, so that a
+            counter counts each microbatch once.
     """
 
     parallel: ParallelModule
@@ -62,10 +66,15 @@ class BatchRun:
     plans: Sequence[SlicePlan]
     seed: int
     backward: Backward | None
+    opened: Mapping[str, nn.Module]
+    stages: Sequence[int]
     results: dict[int, Any] = field(default_factory=dict)
     logged: list[list[Call]] = field(default_factory=list)
     """By microbatch, which the last stage runs in order."""
     left_state: bool = False
+    """Whether the last stage left something on the module."""
+    set_values: dict[Path, bytes] = field(default_factory=dict)
+    """The Python values that it set."""
     _weights: dict[int, Tensor | float] = field(default_factory=dict)
     _counted: set[bool] = field(default_factory=set)
     _began_backward: bool = False
@@ -84,6 +93,8 @@ class BatchRun:
             if counting is not None:
                 stack.enter_context(counting)
             calls = stack.enter_context(self.logs.recording()) if last else []
+            if stage != max(self.stages):
+                stack.callback(PlainValues(self.opened).put_back)
             done = self.slicer.run(plan, stage, self.step, self.microbatches[microbatch], received, seed)
         if not last:
             if self.backward is not None:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import numbers
+import pickle
 from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from enum import Enum
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
+import numpy as np
 from torch import Tensor, nn
 
 _LARGE = 10_000
@@ -50,3 +56,95 @@ class Attributes:
         if type(value).__module__.partition(".")[0] in _NOT_SEARCHED:
             return id(value)
         return id(value), self._describe(getattr(value, "__dict__", None))
+
+
+Path = tuple[str, ...]
+"""A module's name, then names of attributes: ("", "schedule", "stretch") is `module.schedule.stretch`."""
+
+
+class PlainValues:
+    """The Python values on some modules at one moment: numbers, strings, None, and containers of nothing else.
+
+    Other stages may need them in their part of the next step (a counter, a temperature), and they are small. The user's
+    own objects are looked into.
+
+    Args:
+        modules: by name; what their submodules hold is not looked at.
+    """
+
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+        self._modules = modules
+        self._seen: set[int] = set()
+        self._values: dict[Path, bytes] = {}
+        for name, module in modules.items():
+            self._values.update(self._plain((name,), vars(module), _OF_MODULES))
+
+    def changes(self, earlier: PlainValues) -> dict[Path, bytes]:
+        """What was set since, pickled; what was removed stays."""
+        return {path: value for path, value in self._values.items() if earlier._values.get(path) != value}
+
+    def adopt(self, changes: Mapping[Path, bytes]) -> list[str]:
+        """Set what was changed elsewhere.
+
+        Returns:
+            The names of numbers and the like that were others here.
+        """
+        differed = []
+        for path, pickled in changes.items():
+            mine = self._values.get(path)
+            if mine == pickled:
+                continue
+            value = pickle.loads(pickled)
+            if mine is not None and not isinstance(value, _CONTAINERS):
+                differed.append(".".join(part for part in path if part))
+            _set(self._modules[path[0]], path[1:], value)
+        return differed
+
+    def put_back(self) -> None:
+        """Undo what was set since."""
+        now = PlainValues(self._modules)
+        now.adopt({path: value for path, value in self._values.items() if now._values.get(path) != value})
+
+    def _plain(self, path: Path, holder: dict[str, Any], left_out: Iterable[str] = ()) -> Iterator[tuple[Path, bytes]]:
+        for name, value in holder.items():
+            if name in left_out:
+                continue
+            if _is_plain(value):
+                with contextlib.suppress(pickle.PicklingError, AttributeError):  # of a class made inside a function
+                    yield (*path, name), pickle.dumps(value)
+            elif _is_own_object(value) and id(value) not in self._seen:
+                self._seen.add(id(value))
+                yield from self._plain((*path, name), value.__dict__)
+
+
+_OF_MODULES = frozenset(nn.Module().__dict__)
+_SCALARS = (numbers.Number, str, bytes, type(None), Enum, np.generic)
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, _SCALARS):
+        return True
+    if not isinstance(value, _CONTAINERS) or len(value) > _LARGE:
+        return False
+    return all(map(_is_plain, value)) and (not isinstance(value, dict) or all(map(_is_plain, value.values())))
+
+
+def _is_own_object(value: Any) -> bool:
+    """Of a class of the user's, that keeps attributes."""
+    if isinstance(value, (nn.Module, Tensor, type, FunctionType, MethodType, ModuleType)):
+        return False
+    package = type(value).__module__.partition(".")[0]
+    return package not in (*_NOT_SEARCHED, "transformers") and hasattr(value, "__dict__")
+
+
+def _set(holder: Any, path: Path, value: Any) -> None:
+    """Set an attribute; a container is filled anew, so that whoever else holds it sees the same."""
+    *outer, name = path
+    for part in outer:
+        holder = getattr(holder, part)
+    held = holder.__dict__.get(name)
+    if type(held) is type(value) and isinstance(value, (dict, list, set, deque)):
+        held.clear()
+        (held.extend if isinstance(value, (list, deque)) else held.update)(value)
+    else:
+        setattr(holder, name, value)

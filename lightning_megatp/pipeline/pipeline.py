@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+import pickle
+import warnings
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_megatp.mesh import ParallelMesh
 from lightning_megatp.metrics import LastStageMetrics
@@ -23,7 +25,7 @@ from lightning_megatp.pipeline.batch import Backward, BatchRun, Step, returning_
 from lightning_megatp.pipeline.detour import Detour
 from lightning_megatp.pipeline.executor import Executor
 from lightning_megatp.pipeline.hooks import Hook, hooks_after_steps
-from lightning_megatp.pipeline.leftovers import Attributes
+from lightning_megatp.pipeline.leftovers import Attributes, PlainValues
 from lightning_megatp.pipeline.loans import Loans
 from lightning_megatp.pipeline.logs import Call, Logs, merge
 from lightning_megatp.pipeline.plan import SliceError, SlicePlan
@@ -110,6 +112,7 @@ class Pipeline:
         self._plans: dict[tuple[str, Hashable], SlicePlan] = {}
         self._schedules: dict[tuple[bool, int], Schedule] = {}
         self._parked: list[tuple[Tensor, Tensor]] = []
+        self._opened = _opened(parallel.module, stage_of_unit)
 
     @property
     def is_last(self) -> bool:
@@ -210,19 +213,32 @@ class Pipeline:
         self.metrics.next_batch()
         with self.metrics.apart():
             plans = [self._plan(kind, step, microbatch) for microbatch in microbatches]
+            schedule = self._schedule(backward is not None, len(microbatches))
             run = BatchRun(
-                self.parallel, self.slicer, self.logs, self.mesh.device, step, microbatches, plans, seed, backward
+                self.parallel,
+                self.slicer,
+                self.logs,
+                self.mesh.device,
+                step,
+                microbatches,
+                plans,
+                seed,
+                backward,
+                self._opened,
+                schedule.stages_of(self.executor.transport.rank),
             )
             with self._noticing(run):
-                self.executor.run(self._schedule(backward is not None, len(microbatches)), run)
+                self.executor.run(schedule, run)
         return run
 
     @contextlib.contextmanager
     def _noticing(self, run: BatchRun) -> Iterator[None]:
         """Find out whether anything is left on the module. Once something was, it is no question any more."""
         before = Attributes(self.parallel.module) if self.is_last and not self.stateful else None
+        plain = PlainValues(self._opened) if self.is_last else None
         yield
         run.left_state = before is not None and Attributes(self.parallel.module).differ_from(before)
+        run.set_values = {} if plain is None else PlainValues(self._opened).changes(plain)
 
     def _run_hook(self, hook: Hook, call: Callable[[], Any]) -> Any:
         """Run one of the user's hooks: on all stages, or if steps left or returned something that exists on the last
@@ -231,10 +247,11 @@ class Pipeline:
             return call()
         seed = self._shared_seed()
         if not self.is_last:
-            left, *self.metrics.resets = self._share([], [0.0, *self.metrics.resets])
+            left, size, *self.metrics.resets = self._share([], [0.0, 0.0, *self.metrics.resets])
             self.stateful = self.stateful or bool(left)
+            self._adopt(int(size))
             return None
-        before, versions = Attributes(self.parallel.module), self._versions()
+        before, versions, plain = Attributes(self.parallel.module), self._versions(), PlainValues(self._opened)
         with self.metrics.apart(counts_resets=True), self.logs.recording() as calls, seeded(seed):
             result = call()
         if versions != self._versions():
@@ -245,7 +262,9 @@ class Pipeline:
             )
         self.stateful = self.stateful or Attributes(self.parallel.module).differ_from(before)
         merged = merge([calls], torch.ones(1, dtype=torch.float64, device=self.mesh.device))
-        self._share(merged, [float(self.stateful), *self.metrics.resets])
+        pickled = _pickled(PlainValues(self._opened).changes(plain))
+        self._share(merged, [float(self.stateful), float(len(pickled)), *self.metrics.resets])
+        self._send_values(pickled)
         return result
 
     def _versions(self) -> list[int]:
@@ -327,13 +346,39 @@ class Pipeline:
             weights = run.weights()
             total = run.loss(weights)
             factor = float(run.provisional_total / weights.sum())
-            facts = [float(total), factor, float(run.left_state), float(run.returns_more)]
+            pickled = _pickled(run.set_values)
+            facts = [float(total), factor, float(run.left_state), float(run.returns_more), float(len(pickled))]
             self._share(merge(run.logged, weights), facts)
+            self._send_values(pickled)
         else:
-            facts = self._share([], [0.0] * 4)
+            facts = self._share([], [0.0] * 5)
             total, factor = torch.tensor(facts[0], dtype=torch.float64, device=self.mesh.device), facts[1]
+            self._say_late(self._adopt(int(facts[4])))
         self.stateful, self._returned = self.stateful or bool(facts[2]), bool(facts[3])
         return total, factor
+
+    def _say_late(self, names: Sequence[str]) -> None:
+        """By one of the ranks that notice: global rank 0, which says everything else, has the values in time."""
+        if [self.mesh.rank(axis) for axis in ("pp", "dp", "tp")] == [1, 0, 0]:
+            for name in names:
+                warnings.warn(
+                    f"MegaTPStrategy: the step sets `{name}`, which other pipeline stages than the last learn after the"
+                    " batch: in the microbatches of one batch, they find the value from before it.",
+                    stacklevel=2,
+                )
+
+    def _send_values(self, pickled: bytes) -> None:
+        if pickled:
+            row = torch.frombuffer(bytearray(pickled), dtype=torch.uint8).to(self.mesh.device)
+            dist.broadcast(row, src=self.mesh.ranks("pp")[0], group=self.mesh.group("pp"))
+
+    def _adopt(self, size: int) -> list[str]:
+        """The other end of `_send_values`. The names of numbers that were others here."""
+        if not size:
+            return []
+        row = torch.empty(size, dtype=torch.uint8, device=self.mesh.device)
+        dist.broadcast(row, src=self.mesh.ranks("pp")[0], group=self.mesh.group("pp"))
+        return PlainValues(self._opened).adopt(pickle.loads(row.cpu().numpy().tobytes()))
 
     def _share(self, calls: Sequence[Call], facts: list[float]) -> list[float]:
         """Log everywhere what the last stage logged, and return its facts.
@@ -348,3 +393,16 @@ class Pipeline:
             return received
         self.logs.send(calls, torch.tensor(facts, dtype=torch.float64, device=self.mesh.device), group, source)
         return facts
+
+
+def _opened(module: nn.Module, units: Iterable[str]) -> dict[str, nn.Module]:
+    """The modules around the units, whose Python code runs on every stage, by name."""
+    names = {""}
+    for unit in units:
+        parts = unit.split(".")
+        names |= {".".join(parts[:depth]) for depth in range(1, len(parts))}
+    return {name: module.get_submodule(name) for name in sorted(names)}
+
+
+def _pickled(values: Mapping[Any, bytes]) -> bytes:
+    return pickle.dumps(values) if values else b""

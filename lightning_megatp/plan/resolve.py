@@ -13,6 +13,7 @@ from lightning_megatp.plan.experts import check_parameters, looks_like_experts, 
 from lightning_megatp.plan.ranges import Ranges, deal_units, length, shard_ranges, show
 from lightning_megatp.plan.shard import ShardedTensorSpec
 from lightning_megatp.plan.styles import Style, StyleLike, matches, read_plan
+from lightning_megatp.shim.torch import is_compiled
 from lightning_megatp.shim.transformers import is_conv1d
 
 _LINEAR = {"column", "column_gather", "row", "row_split"}
@@ -81,6 +82,8 @@ class ParallelPlan:
     """Whether the model has compiled modules, which can't take shards that report whole sizes."""
     how: dict[str, str] = field(default_factory=dict)
     """Layers that were planned automatically -> how, in words."""
+    whole_sequences: list[str] = field(default_factory=list)
+    """Modules of the style `sequence` that meet compiled code, where their tokens stay whole."""
     whole: dict[str, str] = field(default_factory=dict)
     """Linear layers that were probed and stay whole -> why."""
 
@@ -100,6 +103,7 @@ def resolve(plan: Mapping[str, StyleLike], model: nn.Module, tp: int, sequence_p
     """
     found = ParallelPlan(tp, dict(plan), sequence_parallel)
     modules = {plain_name(name): module for name, module in model.named_modules(remove_duplicate=False)}
+    compiled = [plain_name(name) for name, module in model.named_modules() if is_compiled(module)]
     for style in read_plan(plan):
         if style.style == "auto":
             found.open.append(style.pattern)
@@ -108,7 +112,9 @@ def resolve(plan: Mapping[str, StyleLike], model: nn.Module, tp: int, sequence_p
         elif style.style == "divide":
             found.attributes += _divide(style, modules, tp)
         elif style.style == "sequence":
-            found.sequences |= dict.fromkeys(_names(style.pattern, modules), style)
+            names = _names(style.pattern, modules)
+            found.whole_sequences += [name for name in names if any(_nested(name, other) for other in compiled)]
+            found.sequences |= {name: style for name in names if name not in found.whole_sequences}
         elif style.style == "token_local":
             found.token_local += _names(style.pattern, modules)
         else:
@@ -124,6 +130,11 @@ def resolve(plan: Mapping[str, StyleLike], model: nn.Module, tp: int, sequence_p
     _place(found)
     found.parameters = parameter_specs(found, model)
     return found
+
+
+def _nested(one: str, other: str) -> bool:
+    """Whether two names are of one module, or of one inside the other."""
+    return f"{one}.".startswith(f"{other}.") or f"{other}.".startswith(f"{one}.")
 
 
 def whole_modules(model: nn.Module, tp: int) -> Iterator[tuple[LayerPlan | ValueError, str]]:

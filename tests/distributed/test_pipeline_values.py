@@ -1,0 +1,117 @@
+"""What a step's Python code sets on the module, and blocks that are compiled, give the numbers of one device."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from tests.distributed.training import PLAIN, Layout, make_trainer, run_program, tokens
+from tests.parity.models import GPT
+
+ONE_BY_ONE = [
+    Layout(pp=2, microbatches=1),
+    Layout(pp=2, microbatches=1, schedule="zb_v"),
+    Layout(tp=2, pp=2, microbatches=1),
+]
+
+
+class Schedule:
+    """An object of the user's own."""
+
+    def __init__(self) -> None:
+        self.stretch = 1.0
+        self.seen: list[float] = []
+
+
+class Remembers(GPT):
+    """Early code depends on what late code, and hooks, have set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.epochs, self.plan = 0, {"done": 0}, Schedule()
+
+    def trunk(self, tokens_BL: Tensor) -> Tensor:
+        x_BLD = self.tok(tokens_BL) * (1 + 0.1 * self.calls) * self.plan.stretch
+        self.calls += 1
+        x_BLD = x_BLD + self.pos.weight.new_full((), 0.01 * len(self.plan.seen) + self.epochs["done"])
+        for block in self.blocks:
+            x_BLD = block(x_BLD)
+        return self.norm(x_BLD)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.plan.stretch = 1 / (1 + loss.item())
+        self.plan.seen.append(loss.item())
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        self.epochs["done"] += 1
+        self.plan.seen.clear()
+
+
+class Losses(Callback):
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *args: Any) -> None:
+        self.seen.append(float(outputs["loss"]))
+
+
+def _remembering(layout: Layout) -> tuple[list[float], list[Any], list[str]]:
+    torch.manual_seed(3)
+    losses, module = Losses(), Remembers()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        make_trainer(layout, max_epochs=2, callbacks=[losses]).fit(module, DataLoader(tokens(12), batch_size=4))
+    late = [name for x in said for name in re.findall(r"the step sets `(.+?)`", str(x.message))]
+    return losses.seen, [module.calls, module.epochs, module.plan.stretch, module.plan.seen], sorted(set(late))
+
+
+@pytest.mark.parametrize("layout", ONE_BY_ONE, ids=str)
+def test_all_stages_know_what_the_last_one_set(layout: Layout) -> None:
+    ((losses, values, _),) = run_program(PLAIN, _remembering)
+    assert values[:2] == [6, {"done": 2}]
+    for rank, (found, left, late) in enumerate(run_program(layout, _remembering)):
+        assert found == pytest.approx(losses, abs=1e-9)
+        assert left[:2] == values[:2] and left[2] == pytest.approx(values[2]) and left[3] == []
+        if rank == layout.tp:
+            assert late == ["plan.stretch"], "a counter is alike on all stages, and needs no warning"
+
+
+def _compiled(layout: Layout, wrap: bool) -> tuple[list[float], dict[str, Tensor]]:
+    torch.manual_seed(3)
+    losses, module = Losses(), GPT()
+    trainer = make_trainer(layout, max_epochs=1, callbacks=[losses])
+    for i, block in enumerate(module.blocks):
+        if layout.plain:
+            continue
+        if wrap:
+            module.blocks[i] = torch.compile(block, backend="aot_eager")  # type: ignore[assignment]
+        else:
+            block.compile(backend="aot_eager")
+    trainer.fit(module, DataLoader(tokens(12), batch_size=4))
+    state = trainer.strategy.lightning_module_state_dict()
+    return losses.seen, {name.replace("_orig_mod.", ""): value for name, value in state.items()}
+
+
+@pytest.mark.parametrize("wrap", [False, True], ids=["in_place", "wrapped"])
+@pytest.mark.parametrize(
+    "layout",
+    [Layout(pp=2), Layout(pp=2, schedule="zb_h1"), Layout(tp=2, pp=2, sequence=False), Layout(tp=2, pp=2)],
+    ids=str,
+)
+def test_compiled_blocks(layout: Layout, wrap: bool) -> None:
+    ((losses, state),) = run_program(PLAIN, _compiled, wrap)
+    results = run_program(layout, _compiled, wrap)
+    for found, _ in results:
+        assert found == pytest.approx(losses, abs=1e-9)
+    assert results[0][1].keys() == state.keys()
+    for name, value in state.items():
+        torch.testing.assert_close(results[0][1][name], value, atol=1e-9, rtol=0, msg=name)
