@@ -6,9 +6,9 @@ import atexit
 import contextlib
 import functools
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,18 +17,7 @@ from torch import Tensor
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim import Optimizer
 
-from lightning_megatp.checkpoint.full import (
-    full_optimizer_state,
-    full_state_dict,
-    local_optimizer_state,
-    local_state_dict,
-)
-from lightning_megatp.checkpoint.stages import (
-    gather_optimizer_state,
-    gather_state_dict,
-    own_optimizer_state,
-    own_state_dict,
-)
+from lightning_megatp.checkpoint.methods import CheckpointMethods
 from lightning_megatp.commands import Done, requested
 from lightning_megatp.commands.proof import prepare
 from lightning_megatp.commands.show import print_plan
@@ -39,7 +28,6 @@ from lightning_megatp.gradients.buckets import GradientBuckets
 from lightning_megatp.gradients.elementwise import check_elementwise
 from lightning_megatp.gradients.norm import clip_by_norm
 from lightning_megatp.mesh import MeshShape, ParallelMesh
-from lightning_megatp.messages import warn_once_per_run
 from lightning_megatp.metrics import gather_metrics_over
 from lightning_megatp.module import ParallelModule
 from lightning_megatp.pipeline.batch import Backward
@@ -54,20 +42,15 @@ from lightning_megatp.pipeline.schedule import make_schedule
 from lightning_megatp.pipeline.trace import StepTrace
 from lightning_megatp.plan.auto.discover import discover, look
 from lightning_megatp.plugin import ParallelismPlugin
-from lightning_megatp.randomness import gather_random_states, set_random_state, synchronize_random_state
+from lightning_megatp.randomness import synchronize_random_state
 from lightning_megatp.report import print_layout
 from lightning_megatp.shim.lightning import Namespace, averaging_callback, default_store
 from lightning_megatp.shim.torch import is_fake
 from lightning_megatp.tensor.parameters import gather_shards
 from lightning_megatp.verify import FirstBatch
 
-if TYPE_CHECKING:
-    from lightning.pytorch.strategies import ParallelStrategy as _Base
-else:
-    _Base = object  # the class is completed per Lightning namespace, by `strategy_class`
 
-
-class MegaTPStrategyBase(_Base):
+class MegaTPStrategyBase(CheckpointMethods):
     """Megatron's tensor, sequence and data parallelism for an unmodified LightningModule.
 
     Args:
@@ -169,7 +152,6 @@ class MegaTPStrategyBase(_Base):
         self._accumulating = False
         self._went_backward = False
         self._steps = 0
-        self._random_states: list[dict[str, Any]] | None = None
         self._seen: set[tuple[Any, ...]] = set()
 
     # ---------------------------------------------------------------- the processes
@@ -641,71 +623,6 @@ class MegaTPStrategyBase(_Base):
         dist.all_reduce(votes)
         return bool(votes == self.world_size) if all else bool(votes > 0)
 
-    # ---------------------------------------------------------------- checkpoints
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The whole model under canonical names, on global rank 0; empty on the other ranks."""
-        assert self.lightning_module is not None
-        parallel, mesh = self._parallel(), self._mesh()
-        if mesh.rank("dp") > 0 or self._cannot_gather():
-            return {}
-        parallel.check_replicas(mesh.group("tp"))
-        state = full_state_dict(self.lightning_module.state_dict(), parallel, keep=mesh.rank("tp") == 0)
-        return gather_state_dict(state, parallel, mesh) if self.pp > 1 else state
-
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        parallel, mesh = self._parallel(), self._mesh()
-        if mesh.rank("dp") > 0 or self._cannot_gather():
-            return {}
-        optimizer = getattr(optimizer, "optimizer", optimizer)
-        state = full_optimizer_state(optimizer, parallel, keep=mesh.rank("tp") == 0)
-        return gather_optimizer_state(state, optimizer, parallel, mesh) if self.pp > 1 else state
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        if self._cannot_gather():
-            warn_once_per_run(
-                f"no checkpoint was written to {filepath}: after an exception the other tensor ranks, which hold the"
-                " rest of the model, can't be asked for it. The last regular checkpoint is the newest."
-            )
-            return
-        if not self._interrupted() and (states := gather_random_states(self._mesh())) is not None:
-            checkpoint["random_states"] = states
-        super().save_checkpoint(checkpoint, filepath, storage_options)
-
-    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)
-        fitting = self.lightning_module is not None and self.lightning_module.trainer.state.fn == "fit"
-        self._random_states = checkpoint.get("random_states") if fitting else None
-        return checkpoint
-
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Lightning restores the model before `setup` splits it; a model split by an earlier run gets its shards."""
-        assert self.lightning_module is not None
-        split: ParallelModule | None = self.parallelism.split_form(self.lightning_module)
-        state = checkpoint["state_dict"]
-        if split is not None:
-            state = local_state_dict(state, split)
-        if split is not None and split.order:
-            state = own_state_dict(state, split)
-        self.lightning_module.load_state_dict(state, strict=strict)
-
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        parallel, mesh = self._parallel(), self._mesh()
-        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            if self.pp > 1:
-                state = own_optimizer_state(state, optimizer, parallel, mesh)
-            optimizer.load_state_dict(local_optimizer_state(state, optimizer, parallel))
-        self._resume_random()  # the last thing restored before the first batch
-
-    def _resume_random(self) -> None:
-        """Go on with the random numbers of the checkpoint that was loaded."""
-        states, mesh = self._random_states, self._mesh()
-        if states is not None and len(states) == mesh.size("dp"):
-            set_random_state(states[mesh.rank("dp")])
-
-    def _cannot_gather(self) -> bool:
-        return self._interrupted() and self._mesh().size("tp") * self.pp > 1
-
     # ---------------------------------------------------------------- the end
 
     def on_exception(self, exception: BaseException) -> None:
@@ -726,10 +643,6 @@ class MegaTPStrategyBase(_Base):
             if self._failure_watch.active:
                 self.barrier()  # as long as one rank still works, all of them watch
             self._failure_watch.stop()
-
-    def _interrupted(self) -> bool:
-        trainer = getattr(self.lightning_module, "_trainer", None)
-        return trainer is not None and bool(trainer.interrupted)
 
     # ---------------------------------------------------------------- what people ask for
 
