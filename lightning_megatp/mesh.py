@@ -139,6 +139,29 @@ class ParallelMesh:
             groups[axes] = made[key]
         return groups
 
+    def divided_data(self, replicas: int) -> DeviceMesh:
+        """The dp axis for sharded data parallelism: as it is, or as two axes, copies and shards. Every rank calls it.
+
+        Args:
+            replicas: copies; the ranks that divide one copy are neighbours.
+
+        Raises:
+            ValueError: dp is not divisible by it.
+        """
+        if replicas == 1:
+            return self.device_mesh["dp"]
+        dp = self.size("dp")
+        if dp % replicas:
+            raise ValueError(f"MegaTPStrategy: dp_replicate={replicas} copies don't divide dp={dp} ranks evenly.")
+        each = dp // replicas
+        axes = self.shape.groups("dp")
+        shards = [ranks[i * each : (i + 1) * each] for ranks in axes for i in range(replicas)]
+        copies = [ranks[i::each] for ranks in axes for i in range(each)]
+        groups = [dist.new_subgroups_by_enumeration(ranks)[0] for ranks in (copies, shards)]
+        names = ("dp_replicate", "dp_shard")
+        ranks = torch.tensor(self.ranks("dp")).view(replicas, each)
+        return DeviceMesh.from_group(groups, self.device.type, mesh=ranks, mesh_dim_names=names)
+
     def new_group(self, axis: str, timeout: timedelta | None = None) -> dist.ProcessGroup:
         """Another group over the ranks of an axis, with a communicator of its own. Every rank has to call it."""
         group: dist.ProcessGroup = dist.new_subgroups_by_enumeration(self.shape.groups(axis), timeout=timeout)[0]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_megatp.gradients.rows import DividedParameter
 from lightning_megatp.messages import warn_once_per_run
 from lightning_megatp.plan.ranges import length
 from lightning_megatp.plan.resolve import ParallelPlan
@@ -22,6 +24,15 @@ from lightning_megatp.tensor.lineage import Lineage, trace_regions
 from lightning_megatp.tensor.parameters import gather_shards
 from lightning_megatp.tensor.shards import functions_take_whole, gathered
 from lightning_megatp.tensor.watch import RandomWatch
+
+
+@dataclass(frozen=True)
+class Role:
+    """What is known of a parameter."""
+
+    spec: ShardedTensorSpec | None
+    kept_whole: bool
+    counted_elsewhere: bool
 
 
 class ParallelModule:
@@ -41,6 +52,10 @@ class ParallelModule:
         self.names = dict(module.named_parameters(remove_duplicate=False))
         self.sharded = context.sharded
         self.sharded.update((id(self.names[name]), spec) for name, spec in specs.items())
+        self.divided: dict[int, DividedParameter] = {}
+        """id of any of its tensors -> a parameter that is divided over data-parallel ranks (zero > 0)."""
+        self.rows_group: dist.ProcessGroup | None = None
+        """The ranks that hold different rows of these."""
         self.partial: dict[int, Tensor] = {}
         """id(parameter) -> whole parameters whose gradient is partial on every tensor rank, in the backwards since the
         last optimizer step."""
@@ -49,6 +64,8 @@ class ParallelModule:
         """Number of parameters of the whole model, tied ones once."""
         self.pipeline: Any = None
         """What cut it over the pp axis, so that another Trainer can go on with it."""
+        self.sharding: Any = None
+        """What divided its parameters over the dp axis, likewise."""
         self.order: tuple[str, ...] = ()
         """Names of the whole model's state dict in order, where pipeline stages hold parts of it."""
         self.counted_elsewhere: set[int] = set()
@@ -56,8 +73,62 @@ class ParallelModule:
 
     def whole_size(self, parameter: Tensor) -> int:
         """Elements of a parameter before it was split."""
-        spec = self.spec(parameter)
-        return parameter.numel() if spec is None else torch.Size(spec.shape).numel()
+        spec, divided = self.spec(parameter), self.divided.get(id(parameter))
+        whole = parameter.shape if divided is None else divided.shape
+        return torch.Size(whole if spec is None else spec.shape).numel()
+
+    def held(self, parameter: Tensor) -> Tensor:
+        """The plain tensor that this rank trains in place of a parameter: itself, or its rows if it is divided."""
+        divided = self.divided.get(id(parameter))
+        return parameter if divided is None else divided.local
+
+    def named_held(self) -> Iterator[tuple[str, Tensor]]:
+        """Name -> plain tensor, each parameter once."""
+        for name, parameter in self.module.named_parameters():
+            yield name, self.held(parameter)
+
+    def of_tensor_rank(self, parameter: Tensor, value: Tensor) -> Tensor:
+        """The whole, on this tensor rank, of a value in the shape of the plain tensor: a gradient, say.
+
+        Communication: one all-gather over the data-parallel ranks that divide the parameter, if some do.
+        """
+        divided = self.divided.get(id(parameter))
+        return value if divided is None else divided.gather(value)
+
+    def roles(self) -> dict[str, Role]:
+        """What is known of each parameter by its identity, before it is replaced by others."""
+        return {
+            name: Role(self.spec(p), id(p) in self.context.kept_whole, id(p) in self.counted_elsewhere)
+            for name, p in self.module.named_parameters()
+        }
+
+    def adopt_divided(
+        self, parameters: Iterable[DividedParameter], group: dist.ProcessGroup, roles: Mapping[str, Role]
+    ) -> None:
+        """The module's parameters were replaced by divided ones.
+
+        Args:
+            group: the ranks that hold different rows.
+            roles: what `roles` said before.
+        """
+        self.rows_group = group
+        self.names = dict(self.module.named_parameters(remove_duplicate=False))
+        names = {name: [self.names[name]] for name in roles}
+        for divided in parameters:
+            tensors = [divided.sharded, divided.whole, divided.local]
+            self.divided.update((id(tensor), divided) for tensor in tensors)
+            names[divided.name] = tensors
+        self.sharded.clear()
+        self.context.kept_whole.clear()
+        self.counted_elsewhere.clear()
+        for name, role in roles.items():
+            ids = [id(tensor) for tensor in names[name]]
+            if role.spec is not None:
+                self.sharded.update(dict.fromkeys(ids, role.spec))
+            if role.kept_whole:
+                self.context.kept_whole.update(ids)
+            if role.counted_elsewhere:
+                self.counted_elsewhere.update(ids)
 
     def forget_freed(self) -> None:
         """Other pipeline stages' parameters are gone: their Parameter objects, and so their ids, mean nothing now."""
@@ -161,7 +232,7 @@ class ParallelModule:
 
         Communication: two all-reduces of two numbers per whole parameter; once per epoch and checkpoint.
         """
-        whole = [(name, p) for name, p in self.module.named_parameters() if id(p) not in self.sharded]
+        whole = [(name, p) for name, p in self.named_held() if id(p) not in self.sharded]
         if group.size() == 1 or not whole:
             return
         sums = torch.stack(
@@ -190,14 +261,14 @@ class ParallelModule:
         are no such parameters.
         """
         pieces: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}
-        for parameter in self.partial.values():
+        for parameter in map(self.held, self.partial.values()):
             if parameter.grad is not None:
                 pieces.setdefault(parameter.grad.dtype, []).append((parameter, parameter.grad))
-        for parameter in self.module.parameters():
-            spec = self.sharded.get(id(parameter))
+        for _, parameter in self.named_held():
+            spec = self.spec(parameter)
             if spec is not None and spec.shared and parameter.grad is not None:
                 full = parameter.grad.new_zeros(spec.shape)
-                spec.spec(self.context.rank).put(full, parameter.grad)
+                spec.spec(self.context.rank).put(full, self.of_tensor_rank(parameter, parameter.grad))
                 pieces.setdefault(full.dtype, []).append((parameter, full))
         for parts in pieces.values():
             flat = torch.cat([grad.reshape(-1) for _, grad in parts])
@@ -205,7 +276,11 @@ class ParallelModule:
             for (parameter, grad), total in zip(parts, flat.split([grad.numel() for _, grad in parts]), strict=True):
                 spec = self.sharded.get(id(parameter))
                 total = total.view(grad.shape)
-                parameter.grad = total if spec is None else spec.spec(self.context.rank).take(total)
+                if spec is not None and spec.shared:
+                    total = spec.spec(self.context.rank).take(total)
+                    divided = self.divided.get(id(parameter))
+                    total = total if divided is None else divided.take(total)
+                parameter.grad = total
 
     def keep_whole_where_used_outside(self, optimizers: Iterable[Optimizer] = ()) -> None:
         """Gather the parameters that this step used outside their layers; they stay whole from now on.
@@ -223,6 +298,11 @@ class ParallelModule:
         self.context.outside.clear()
 
     def _unshard(self, parameter: Tensor, optimizers: Iterable[Optimizer]) -> None:
+        if id(parameter) in self.divided:
+            raise RuntimeError(
+                f"MegaTPStrategy: `{self._name(id(parameter))}` is split by the plan, divided by zero > 0, and used"
+                " outside its own layer. Take its layer out of the plan, or use zero=0."
+            )
         spec = self.sharded.pop(id(parameter))
         group, local = self.context.group, parameter.shape
         full = {id(parameter): gather_shards(parameter.detach(), spec, group)}
@@ -242,6 +322,8 @@ class ParallelModule:
                 layer.whole_parameters |= own
 
     def _name(self, parameter_id: int) -> str:
+        if parameter_id in self.divided:
+            return self.divided[parameter_id].name
         return next((name for name, p in self.names.items() if id(p) == parameter_id), "a tensor made by the step")
 
     def _escaped(self, name: str) -> str:

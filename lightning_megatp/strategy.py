@@ -8,7 +8,7 @@ import functools
 import os
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,7 @@ from lightning_megatp.failure import FailureWatch, ParentWatch
 from lightning_megatp.gradients.buckets import GradientBuckets
 from lightning_megatp.gradients.elementwise import check_elementwise
 from lightning_megatp.gradients.norm import clip_by_norm
+from lightning_megatp.gradients.sharding import ZeroOptions, ZeroSharding
 from lightning_megatp.mesh import MeshShape, ParallelMesh
 from lightning_megatp.metrics import gather_metrics_over
 from lightning_megatp.module import ParallelModule
@@ -36,6 +37,7 @@ from lightning_megatp.pipeline.build import (
     build_pipeline,
     check_pipelined,
     reuse_pipeline,
+    units_in_use,
 )
 from lightning_megatp.pipeline.pipeline import Pipeline
 from lightning_megatp.pipeline.schedule import make_schedule
@@ -75,6 +77,11 @@ class MegaTPStrategyBase(CheckpointMethods):
         strict: Raise where otherwise a warning says that something stays whole.
         summary: Print at set-up who is where and what is split.
         bucket_mb: Size of the data-parallel gradient buckets in MiB; 0 reduces after backward instead of during it.
+        zero: What the data-parallel ranks divide among themselves, by FSDP2, instead of each holding all of it: 1 the
+            optimizer's state, 2 also gradients, 3 also parameters between their uses; 0 nothing.
+        offload: "optimizer" (zero=1 or 2) or "parameters" (zero=3): this rank's part of the parameters, gradients and
+            optimizer's state stays in the host's memory, where the optimizer steps it.
+        dp_replicate: Copies of what zero divides, among the data-parallel ranks (hybrid sharding).
         timeout: Of every collective; Lightning's usual 30 minutes by default.
         process_group_backend: "nccl" or "gloo"; by default what the devices need.
         accelerator: Set by the Trainer.
@@ -106,6 +113,9 @@ class MegaTPStrategyBase(CheckpointMethods):
         strict: bool = False,
         summary: bool = True,
         bucket_mb: float = 25.0,
+        zero: int = 0,
+        offload: Literal["optimizer", "parameters"] | None = None,
+        dp_replicate: int = 1,
         timeout: timedelta | None = None,
         process_group_backend: str | None = None,
         accelerator: Any | None = None,
@@ -132,11 +142,13 @@ class MegaTPStrategyBase(CheckpointMethods):
         self.timeout = timeout or timedelta(minutes=30)
         self.process_group_backend = process_group_backend
         self.verify = verify
+        self.zero = ZeroOptions(zero, offload, dp_replicate)
         self._first_batch: FirstBatch | None = None
         self.num_nodes = 1
         MeshShape.fit(tp * pp * (dp or 1), tp=tp, pp=pp, dp=dp)  # sizes below 1 raise here, where they were written
         if pp > 1:
-            make_schedule(schedule, pp, 1 if microbatches is None else microbatches, virtual_stages)
+            made = make_schedule(schedule, pp, 1 if microbatches is None else microbatches, virtual_stages)
+            self.zero.check_schedule(made.defers_weights, schedule)
         elif trace is not None:
             raise ValueError(
                 f"MegaTPStrategy: trace={trace!r} is a timeline of pipeline stages, and pp={pp} has none. Use pp=2 or"
@@ -146,6 +158,7 @@ class MegaTPStrategyBase(CheckpointMethods):
         self.mesh: ParallelMesh | None = None
         self.parallel: ParallelModule | None = None
         self.pipeline: Pipeline | None = None
+        self.sharding: ZeroSharding | None = None
         self._buckets: GradientBuckets | None = None
         self._same_batch: SameBatch | None = None
         self._failure_watch: FailureWatch | None = None
@@ -260,17 +273,22 @@ class MegaTPStrategyBase(CheckpointMethods):
         )
         self.model_to_device()
         self.pipeline = self._make_pipeline(self.parallel, mesh, example)
-        if (self.parallel.sharded or self.pp > 1) and (averaging := averaging_callback(trainer)) is not None:
+        self.sharding = self._divide(self.parallel, mesh, example)
+        if (self.parallel.sharded or self.pp > 1 or self.sharding) and (
+            averaging := averaging_callback(trainer)
+        ) is not None:
             raise ValueError(
                 f"MegaTPStrategy: the callback {averaging} averages a copy of the whole model, made before it was"
-                " split. That is not supported at tp > 1 or pp > 1: remove the callback."
+                " split. That is not supported at tp > 1, pp > 1 or zero > 0: remove the callback."
             )
         synchronize_random_state(mesh)
         gather_metrics_over(module, mesh.group("dp"))
         fitting = trainer.state.fn == "fit"
         if fitting:
             self.setup_optimizers(trainer)
-            for optimizer in self.optimizers if self.parallel.sharded else ():
+            if self.sharding is not None:
+                self.sharding.give_to(self.optimizers)
+            for optimizer in self.optimizers if self.parallel.sharded or self.sharding else ():
                 check_elementwise(optimizer, self._sharded_parameters())
             self._refresh_buckets()
         self.setup_precision_plugin()
@@ -321,6 +339,27 @@ class MegaTPStrategyBase(CheckpointMethods):
         if pipeline is not None:
             pipeline.open()
         return pipeline
+
+    def _divide(self, parallel: ParallelModule, mesh: ParallelMesh, example: Example) -> ZeroSharding | None:
+        """Divide the parameters over the data-parallel ranks, as `zero` says."""
+        before: ZeroSharding | None = parallel.sharding
+        level = self.zero.level if mesh.size("dp") > 1 else 0
+        if before is not None and (before.options != self.zero or before.mesh.shape != mesh.shape):
+            raise ValueError(
+                "MegaTPStrategy: this LightningModule was already divided over data-parallel ranks by an earlier"
+                " Trainer, with other options or another layout. Give the same ones, or build a new module and load the"
+                " checkpoint into it."
+            )
+        if before is None and level:
+            if self.pipeline is None:
+                units, touched = units_in_use(parallel.module, example, mesh.device)
+            else:
+                units, touched = self.pipeline.own_units, set(self.pipeline.touched)
+            parallel.sharding = ZeroSharding(parallel, mesh, self.zero, units, touched)
+        if self.pipeline is not None:
+            self.pipeline.sharding = parallel.sharding
+        sharding: ZeroSharding | None = parallel.sharding
+        return sharding
 
     def setup_optimizers(self, trainer: Any) -> None:
         """Each pipeline stage optimizes what it holds; a user may have named parameters of other stages.
@@ -381,7 +420,8 @@ class MegaTPStrategyBase(CheckpointMethods):
         assert module is not None
         if mesh.size("dp") == 1:
             return
-        parameters = [p for p in module.parameters() if p.requires_grad]
+        divided = self._parallel().divided
+        parameters = [p for p in module.parameters() if p.requires_grad and id(p) not in divided]
         if self._buckets is not None:
             if [id(p) for p in parameters] == [id(p) for p in self._buckets.parameters]:
                 return
@@ -402,9 +442,12 @@ class MegaTPStrategyBase(CheckpointMethods):
                 self._resume_random()  # in the middle of an epoch: starting the loader again has drawn numbers
             self._random_states = None
         if self._first("train") or self._steps == 1:  # after the first step, and once per epoch
-            self._parallel().check_replicas(self._mesh().group("dp", "tp"))
+            axes = ("dp", "tp") if self.sharding is None else ("tp",)
+            self._parallel().check_replicas(self._mesh().group(*axes))
         self._steps += 1
         if self.pipeline is None:
+            if self.sharding is not None:
+                self.sharding.begin()
             outputs = self._watched("train", super().training_step)(*args, **kwargs)
         else:
             step, batch = self._on_microbatch("train", super().training_step, args)
@@ -426,7 +469,8 @@ class MegaTPStrategyBase(CheckpointMethods):
 
     def _evaluate(self, kind: str, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if self.pipeline is None:
-            outputs = self._watched(kind, step)(*args, **kwargs)
+            with contextlib.nullcontext() if self.sharding is None else self.sharding.evaluating():
+                outputs = self._watched(kind, step)(*args, **kwargs)
         else:
             outputs = self.pipeline.evaluate(kind, *self._on_microbatch(kind, step, args))
         self._parallel().keep_whole_where_used_outside(self.optimizers)
@@ -470,7 +514,10 @@ class MegaTPStrategyBase(CheckpointMethods):
                     " `next(module.parameters())` of a module whose parameters are all on other pipeline stages."
                 ) from error
 
-        return run
+        if self.sharding is None or self.pipeline is not None:
+            return run
+        sharding = self.sharding
+        return lambda *args, **kwargs: sharding.step(lambda: run(*args, **kwargs))
 
     def _first(self, kind: str) -> bool:
         """Whether this is the first step of its kind in this epoch: one is watched per epoch, since a step may
@@ -504,9 +551,17 @@ class MegaTPStrategyBase(CheckpointMethods):
             self._refresh_buckets()
             if self._buckets is not None:
                 self._buckets.enabled = not self._accumulating
+            if self.sharding is not None:
+                self.sharding.drop_old()
+                self.sharding.before_backward(last=not self._accumulating)
             closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
             with parallel.user_code():  # activation checkpointing runs the user's forward again
                 self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
+            if self.sharding is not None:
+                self.sharding.collect()
+                self.sharding.give_to(self.optimizers)
+                if not module.automatic_optimization:
+                    self.sharding.begin()  # the step goes on
             if not self._accumulating:
                 if self._buckets is not None:
                     self._buckets.finish()
@@ -534,6 +589,9 @@ class MegaTPStrategyBase(CheckpointMethods):
         parallel, module = self._parallel(), self.lightning_module
         assert module is not None
         pipeline.release()
+        if self.sharding is not None:
+            self.sharding.collect(pipeline.factor)
+            self.sharding.give_to(self.optimizers)
         if not self._accumulating:
             with pipeline.executor.recorded("gradients"):
                 self._refresh_buckets()
@@ -552,7 +610,7 @@ class MegaTPStrategyBase(CheckpointMethods):
         """Manual optimization may call backward several times before a step: what was reduced must not be summed
         again."""
         assert self.lightning_module is not None
-        held: dict[Tensor, Tensor] = {p: p.grad for p in self.lightning_module.parameters() if p.grad is not None}
+        held: dict[Tensor, Tensor] = {p: p.grad for _, p in self._parallel().named_held() if p.grad is not None}
         for parameter in held:
             parameter.grad = None
         return held
@@ -573,6 +631,9 @@ class MegaTPStrategyBase(CheckpointMethods):
             stepped = super().optimizer_step(optimizer, closure, model, **kwargs)
         if self.pipeline is not None:
             self.pipeline.loans.renew()
+        if self.sharding is not None and no_closure:  # a step of manual optimization goes on
+            self.sharding.end()
+            self.sharding.begin()
         return stepped
 
     # ---------------------------------------------------------------- all ranks together
@@ -649,19 +710,21 @@ class MegaTPStrategyBase(CheckpointMethods):
     def parameter_counts(self) -> tuple[int, int]:
         """Parameters of the whole model, and of this rank; tied ones once."""
         parallel = self._parallel()
-        return parallel.whole_parameters, sum(parameter.numel() for parameter in parallel.module.parameters())
+        return parallel.whole_parameters, sum(held.numel() for _, held in parallel.named_held())
 
     def full_gradients(self) -> dict[str, Tensor]:
         """The gradients of the whole model under canonical names, on every rank; for looking at them.
 
-        Communication: one all-gather over tp per sharded parameter, and an object gather over pp.
+        Communication: one all-gather over tp per sharded parameter, one over dp per divided one, and an object gather
+        over pp.
         """
         parallel = self._parallel()
         gradients = {}
-        for name, parameter in parallel.module.named_parameters():
+        for name, parameter in parallel.named_held():
             if parameter.grad is not None:
                 spec, group = parallel.spec(parameter), parallel.context.group
-                gradients[name] = parameter.grad.clone() if spec is None else gather_shards(parameter.grad, spec, group)
+                grad = parallel.of_tensor_rank(parameter, parameter.grad)
+                gradients[name] = grad.clone() if spec is None else gather_shards(grad, spec, group)
         if self.pipeline is None:
             return gradients
         by_stage: list[dict[str, Tensor]] = [{} for _ in range(self.pp)]
@@ -671,7 +734,7 @@ class MegaTPStrategyBase(CheckpointMethods):
 
     def _sharded_parameters(self) -> list[Tensor]:
         parallel = self._parallel()
-        return [p for p in parallel.module.parameters() if parallel.spec(p) is not None]
+        return [p for _, p in parallel.named_held() if parallel.spec(p) is not None or id(p) in parallel.divided]
 
     def _mesh(self) -> ParallelMesh:
         if self.mesh is None:

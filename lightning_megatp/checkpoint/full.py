@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_megatp.module import ParallelModule
-from lightning_megatp.plan.shard import ShardedTensorSpec
 from lightning_megatp.tensor.parameters import gather_shards
 
 
@@ -23,15 +23,20 @@ def full_state_dict(state: Mapping[str, Any], parallel: ParallelModule, keep: bo
 
     Communication: one all-gather over tp per sharded entry; every rank of the group has to call it.
     """
-    by_storage = {p.data_ptr(): spec for name, p in parallel.names.items() if (spec := parallel.spec_of(name))}
+    held = {name: parallel.held(p) for name, p in parallel.names.items()}
+    by_storage = {p.data_ptr(): name for name, p in reversed(held.items()) if p.numel() > 0}
     full: dict[str, Any] = {}
     for name, value in state.items():
-        spec = parallel.spec_of(name)
-        if spec is None and isinstance(value, Tensor) and value.numel() > 0:
-            spec = by_storage.get(value.data_ptr())  # a user's state_dict() may rename entries
-        if spec is not None:
-            value = gather_shards(value, spec, parallel.context.group)
-            value = value.cpu() if keep else None
+        value = value.to_local() if isinstance(value, DTensor) else value
+        known = name
+        if name not in held and isinstance(value, Tensor) and value.numel() > 0:
+            known = by_storage.get(value.data_ptr(), name)  # a user's state_dict() may rename entries
+        if known in held:
+            spec, divided = parallel.spec_of(known), id(held[known]) in parallel.divided
+            value = parallel.of_tensor_rank(held[known], value)
+            value = value if spec is None else gather_shards(value, spec, parallel.context.group)
+            if divided or spec is not None:
+                value = value.cpu() if keep else None
         full[name] = value
     return full if keep else {}
 
@@ -66,10 +71,12 @@ def full_optimizer_state(optimizer: Optimizer, parallel: ParallelModule, keep: b
     Communication: one all-gather over tp per sharded state tensor; every rank of the group has to call it.
     """
 
-    def gather(value: Tensor, spec: ShardedTensorSpec) -> Tensor | None:
-        if value.shape != spec.spec(parallel.context.rank).local_shape:
+    def gather(value: Tensor, parameter: Tensor) -> Tensor | None:
+        if value.shape != parameter.shape:
             return value
-        full = gather_shards(value, spec, parallel.context.group)
+        spec = parallel.spec(parameter)
+        full = parallel.of_tensor_rank(parameter, value)
+        full = full if spec is None else gather_shards(full, spec, parallel.context.group)
         return full.cpu() if keep else None
 
     state = _map_state(optimizer.state_dict(), optimizer, parallel, gather)
@@ -79,8 +86,13 @@ def full_optimizer_state(optimizer: Optimizer, parallel: ParallelModule, keep: b
 def local_optimizer_state(state: Mapping[str, Any], optimizer: Optimizer, parallel: ParallelModule) -> dict[str, Any]:
     """This rank's part of a full optimizer state dict."""
 
-    def take(value: Tensor, spec: ShardedTensorSpec) -> Tensor:
-        return spec.spec(parallel.context.rank).take(value) if tuple(value.shape) == spec.shape else value
+    def take(value: Tensor, parameter: Tensor) -> Tensor:
+        spec, divided = parallel.spec(parameter), parallel.divided.get(id(parameter))
+        whole = parallel.held(parameter).shape if divided is None else divided.shape
+        if tuple(value.shape) != (tuple(whole) if spec is None else spec.shape):
+            return value
+        value = value if spec is None else spec.spec(parallel.context.rank).take(value)
+        return value if divided is None else divided.take(value)
 
     return _map_state(state, optimizer, parallel, take)
 
@@ -89,17 +101,18 @@ def _map_state(
     state: Mapping[str, Any],
     optimizer: Optimizer,
     parallel: ParallelModule,
-    change: Callable[[Tensor, ShardedTensorSpec], Tensor | None],
+    change: Callable[[Tensor, Tensor], Tensor | None],
 ) -> dict[str, Any]:
-    """Apply a change to the state tensors of sharded parameters; the state dict numbers parameters in group order."""
+    """Apply a change to the state tensors of split and divided parameters; the state dict numbers parameters in the
+    order of the groups."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     changed = dict(state["state"])
     with torch.no_grad():
         for index, parameter in enumerate(parameters):
-            spec = parallel.spec(parameter)
-            if spec is not None and index in changed:
+            partly = parallel.spec(parameter) is not None or id(parameter) in parallel.divided
+            if partly and index in changed:
                 changed[index] = {
-                    key: change(value, spec) if isinstance(value, Tensor) and value.dim() else value
+                    key: change(value, parameter) if isinstance(value, Tensor) and value.dim() else value
                     for key, value in changed[index].items()
                 }
     return {**state, "state": changed}

@@ -48,18 +48,20 @@ class CheckpointMethods(_Base):
         """The whole model under canonical names, on global rank 0; empty on the other ranks."""
         assert self.lightning_module is not None
         parallel, mesh = self._parallel(), self._mesh()
-        if mesh.rank("dp") > 0 or self._cannot_gather():
+        if (mesh.rank("dp") > 0 and not parallel.divided) or self._cannot_gather():
             return {}
         parallel.check_replicas(mesh.group("tp"))
-        state = full_state_dict(self.lightning_module.state_dict(), parallel, keep=mesh.rank("tp") == 0)
+        state = full_state_dict(
+            self.lightning_module.state_dict(), parallel, keep=mesh.rank("tp") == mesh.rank("dp") == 0
+        )
         return gather_state_dict(state, parallel, mesh) if self.pp > 1 else state
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         parallel, mesh = self._parallel(), self._mesh()
-        if mesh.rank("dp") > 0 or self._cannot_gather():
+        if (mesh.rank("dp") > 0 and not parallel.divided) or self._cannot_gather():
             return {}
         optimizer = getattr(optimizer, "optimizer", optimizer)
-        state = full_optimizer_state(optimizer, parallel, keep=mesh.rank("tp") == 0)
+        state = full_optimizer_state(optimizer, parallel, keep=mesh.rank("tp") == mesh.rank("dp") == 0)
         return gather_optimizer_state(state, optimizer, parallel, mesh) if self.pp > 1 else state
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:

@@ -24,7 +24,7 @@ def gather_state_dict(state: dict[str, Any], parallel: ParallelModule, mesh: Par
 
     Communication: one object gather over pp, of all values.
     """
-    if mesh.rank("tp") > 0:
+    if mesh.rank("tp") > 0 or mesh.rank("dp") > 0:
         return {}
     by_stage = _gather(state, mesh)
     # What several stages hold is the last one's: only there do steps change metrics, and buffers outside of modules.
@@ -47,7 +47,7 @@ def gather_optimizer_state(
 
     Communication: one object gather over pp, of all values.
     """
-    if mesh.rank("tp") > 0:
+    if mesh.rank("tp") > 0 or mesh.rank("dp") > 0:
         return {}
     names = _group_names(optimizer, parallel)
     flat = [name for group in names for name in group]
@@ -100,7 +100,7 @@ def own_optimizer_state(
 
 
 def _group_names(optimizer: Optimizer, parallel: ParallelModule) -> list[list[str]]:
-    names = {id(parameter): name for name, parameter in reversed(parallel.names.items())}
+    names = {id(parallel.held(parameter)): name for name, parameter in reversed(parallel.names.items())}
     return [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
 
 

@@ -23,33 +23,43 @@ def global_norm(parameters: Iterable[Tensor], parallel: ParallelModule, mesh: Pa
     Returns:
         A scalar, the same on every rank.
 
-    Communication: one all-reduce of one element over tp, and one over pp.
+    Communication: one all-reduce of two elements over the ranks that divide parameters by rows (zero > 0), one of one
+    element over tp, and one over pp.
     """
-    whole: list[Tensor] = []
-    split: list[Tensor] = []
+    found: dict[tuple[bool, bool], list[Tensor]] = {
+        (rows, split): [] for rows in (True, False) for split in (True, False)
+    }
     for parameter in parameters:
-        grad, spec = parameter.grad, parallel.spec(parameter)
+        grad, spec, divided = parameter.grad, parallel.spec(parameter), parallel.divided.get(id(parameter))
         if grad is None or id(parameter) in parallel.counted_elsewhere:
             continue
-        if spec is None:
-            whole.append(grad)
-        elif not spec.shared:
-            split.append(grad)
-        else:  # elements that n ranks own count 1 / n on each
-            for start, stop, owners in spec.pieces(mesh.rank("tp")):
-                piece = grad.narrow(spec.dim, start, stop - start)
-                split.append(piece if p == torch.inf else piece / owners ** (1.0 / p))
-    if mesh.size("tp") == mesh.size("pp") == 1:
-        return get_total_norm(whole + split, p)
-    like = whole[0] if whole else split[0] if split else torch.zeros((), device=mesh.device)
-    parts = torch.stack([_norm(split, p, like), _norm(whole, p, like)])
+        parts = found[divided is not None, spec is not None]
+        if spec is None or not spec.shared:
+            parts.append(grad)
+            continue
+        rows = (0, spec.spec(mesh.rank("tp")).local_shape[0]) if divided is None else divided.rows
+        for start, stop, owners in spec.pieces(mesh.rank("tp")):  # elements that n ranks own count 1 / n on each
+            if spec.dim == 0:
+                start, stop = (min(max(edge, rows[0]), rows[1]) - rows[0] for edge in (start, stop))
+            piece = grad.narrow(spec.dim, start, stop - start)
+            parts.append(piece if p == torch.inf else piece / owners ** (1.0 / p))
+    if mesh.size("tp") == mesh.size("pp") == 1 and not parallel.divided:
+        return get_total_norm(found[False, False] + found[False, True], p)
+    everything = [grad for parts in found.values() for grad in parts]
+    like = everything[0] if everything else torch.zeros(())
+    norms = torch.stack([_norm(parts, p, like) for parts in found.values()]).to(mesh.device)  # rows may be offloaded
     if p == torch.inf:
-        dist.all_reduce(parts, op=dist.ReduceOp.MAX, group=mesh.group("pp", "tp"))
-        return parts.amax()
-    powers = parts**p
+        for group in (parallel.rows_group, mesh.group("pp", "tp")):
+            if group is not None:
+                dist.all_reduce(norms, op=dist.ReduceOp.MAX, group=group)
+        return norms.amax()
+    powers = norms**p
+    if parallel.rows_group is not None:
+        dist.all_reduce(powers[:2], group=parallel.rows_group)
+    split, whole = powers.view(2, 2).sum(0).unbind()
     if mesh.size("tp") > 1:
-        dist.all_reduce(powers[0], group=mesh.group("tp"))
-    total = powers.sum()
+        dist.all_reduce(split, group=mesh.group("tp"))
+    total = split + whole
     if mesh.size("pp") > 1:
         dist.all_reduce(total, group=mesh.group("pp"))
     return total ** (1.0 / p)

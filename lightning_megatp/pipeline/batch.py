@@ -6,6 +6,8 @@ On the last stage also what the microbatches made of it: losses and their weight
 from __future__ import annotations
 
 import contextlib
+import functools
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,12 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_megatp.gradients.sharding import ZeroSharding
 from lightning_megatp.messages import warn_once_per_run
 from lightning_megatp.module import ParallelModule
 from lightning_megatp.pipeline.leftovers import Path, PlainValues
 from lightning_megatp.pipeline.logs import Call, Logs
 from lightning_megatp.pipeline.plan import Relay, SlicePlan
-from lightning_megatp.pipeline.slicing import Slicer
+from lightning_megatp.pipeline.slicing import Slicer, StageRun
 from lightning_megatp.pipeline.split import batch_size, merge_outputs
 from lightning_megatp.pipeline.weights import TargetCount
 
@@ -55,6 +58,8 @@ class BatchRun:
         opened: the modules whose Python code runs on every stage, by name.
         stages: of this rank. What the step sets on modules is undone after all but the highest of them, so that a
             counter counts each microbatch once.
+        sharding: gathers the parameters of units.
+        stage_of_unit: unit name -> stage.
     """
 
     parallel: ParallelModule
@@ -68,6 +73,8 @@ class BatchRun:
     backward: Backward | None
     opened: Mapping[str, nn.Module]
     stages: Sequence[int]
+    sharding: ZeroSharding | None
+    stage_of_unit: Mapping[str, int]
     results: dict[int, Any] = field(default_factory=dict)
     logged: list[list[Call]] = field(default_factory=list)
     """By microbatch, which the last stage runs in order."""
@@ -77,7 +84,8 @@ class BatchRun:
     """The Python values that it set."""
     _weights: dict[int, Tensor | float] = field(default_factory=dict)
     _counted: set[bool] = field(default_factory=set)
-    _began_backward: bool = False
+    _backwards: Counter[int] = field(default_factory=Counter)
+    """By stage, those that have begun."""
 
     def relays(self, boundary: int, microbatch: int) -> Sequence[Relay]:
         return self.plans[microbatch].relays[boundary]
@@ -95,7 +103,10 @@ class BatchRun:
             calls = stack.enter_context(self.logs.recording()) if last else []
             if stage != max(self.stages):
                 stack.callback(PlainValues(self.opened).put_back)
-            done = self.slicer.run(plan, stage, self.step, self.microbatches[microbatch], received, seed)
+            run = functools.partial(
+                self.slicer.run, plan, stage, self.step, self.microbatches[microbatch], received, seed
+            )
+            done = run() if self.sharding is None else self._gathered(run)
         if not last:
             if self.backward is not None:
                 needed = [x for x, r in zip(done.sent, plan.relays[stage + 1], strict=True) if r.requires_grad]
@@ -108,9 +119,26 @@ class BatchRun:
             return []
         return [self._root(_loss_of(done.result), microbatch, received)]
 
+    def _gathered(self, run: Callable[[], StageRun]) -> StageRun:
+        """Run a stage where FSDP2 sees what leaves it."""
+        assert self.sharding is not None
+
+        def parts() -> tuple[tuple[Tensor, ...], Any]:
+            done = run()
+            return done.sent, done.result
+
+        return StageRun(*self.sharding.step(parts))
+
     def before_backward(self, stage: int, microbatch: int) -> None:
-        if self.backward is not None and not self._began_backward:
-            self._began_backward = True
+        first = not self._backwards
+        self._backwards[stage] += 1
+        if self.sharding is not None:
+            last = self._backwards[stage] == len(self.microbatches)
+            units = [unit for unit, of in self.stage_of_unit.items() if of == stage]
+            self.sharding.before_backward(
+                last, units, self._backwards.total() == len(self.microbatches) * len(self.stages)
+            )
+        if self.backward is not None and first:
             loss = _loss_of(self.results[microbatch]) if microbatch in self.results else torch.zeros(())
             with self.logs.recording() as calls:
                 self.backward.before(loss)

@@ -72,7 +72,7 @@ def build_pipeline(
     ranks = mesh.size("pp")
     settings = _settings(options, ranks)
     schedule = settings.schedule(settings.microbatches)
-    units, idle = _in_order(parallel.module, find_units(parallel.module), example, mesh.device)
+    units, idle, touched = _in_order(parallel.module, find_units(parallel.module), example, mesh.device)
     costs = {unit: 0.0 if unit in idle else cost for unit, cost in unit_costs(parallel.module, units).items()}
     stage_of_unit = assign(units, schedule.stages, costs, options.stages)
     sizes = _stage_sizes(parallel, stage_of_unit, schedule.stages)
@@ -110,22 +110,31 @@ def build_pipeline(
         stage_of_unit,
         sizes,
         compiled,
+        touched,
     )
+
+
+def units_in_use(module: nn.Module, example: Example | None, device: torch.device) -> tuple[list[str], set[str]]:
+    """The units that a step calls, as far as that can be found out; and the names of their parameters that it also uses
+    beside them."""
+    units, _, touched = _in_order(module, find_units(module), example, device)
+    return units, touched
 
 
 def _in_order(
     module: nn.Module, units: list[str], example: Example | None, device: torch.device
-) -> tuple[list[str], set[str]]:
-    """The units in the order in which a step calls them, which is not always that of definition; and those that it does
-    not call."""
+) -> tuple[list[str], set[str], set[str]]:
+    """The units in the order in which a step calls them, which is not always that of definition; those that it does
+    not call; and the names of their parameters that it uses beside them."""
     if example is None or example.batch is None:
-        return units, set()
+        return units, set(), set()
     batch = apply_to_collection(example.batch, Tensor, lambda x: x.to(device))
     try:
         order = execution_order(module, units, example.bare_step, batch)
-        return order, set(order) - set(called_units(module, order, example.bare_step, batch))
+        called, touched = called_units(module, order, example.bare_step, batch)
+        return order, set(order) - set(called), touched
     except Exception:
-        return units, set()  # what keeps the step from being looked at is told when the first batch is planned
+        return units, set(), set()  # what keeps the step from being looked at is told when the first batch is planned
 
 
 def reuse_pipeline(pipeline: Pipeline, mesh: ParallelMesh, options: PipelineOptions) -> None:

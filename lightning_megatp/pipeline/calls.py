@@ -14,6 +14,9 @@ from torch import nn
 from lightning_megatp.pipeline.running import StageMode
 from lightning_megatp.pipeline.tracing import Tracer
 
+Around = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+"""Runs a method with its arguments."""
+
 _LOGGING = ("log", "log_dict")
 _METRIC_METHODS = ("forward", "update", "compute", "reset")
 
@@ -48,6 +51,10 @@ class Intercepted:
         self._switch, self._name, self._stage, self._function = switch, name, stage, function
         functools.update_wrapper(self, function, updated=())
 
+    def put_around(self, around: Around) -> None:
+        """Run the method inside of something else, whenever it is run."""
+        self._function = _Surrounded(around, self._function)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         mode = self._switch.mode
         if mode is None:
@@ -58,6 +65,31 @@ class Intercepted:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A copy of the module runs by itself: the method of the copy, which asks nobody."""
+        return copy.deepcopy(self._function, memo)
+
+
+def around_calls(unit: nn.Module, around: Around) -> None:
+    """Let `around(method, args, kwargs)` run the methods that a unit is called by; inside of an interception, so that
+    it is not asked where another stage's unit is skipped."""
+    for name, function in _entries(unit).items():
+        if isinstance(function, Intercepted):
+            function.put_around(around)
+        else:
+            unit.__dict__[name] = _Surrounded(around, function)
+
+
+class _Surrounded:
+    """A method that something else runs."""
+
+    def __init__(self, around: Around, function: Callable[..., Any]) -> None:
+        self._around, self._function = around, function
+        functools.update_wrapper(self, function, updated=())
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._around(self._function, args, kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A copy of the module runs by itself."""
         return copy.deepcopy(self._function, memo)
 
 

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import pickle
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_megatp.gradients.sharding import ZeroSharding
 from lightning_megatp.mesh import ParallelMesh
 from lightning_megatp.metrics import LastStageMetrics
 from lightning_megatp.module import ParallelModule
@@ -82,6 +83,7 @@ class Pipeline:
         stage_of_unit: unit name -> stage.
         stage_parameters: of each stage, before they are split over tensor ranks.
         compiled: modules whose weight gradients can't be put off, though the schedule would.
+        touched: names of parameters that a step uses beside their units, as far as an example told.
     """
 
     def __init__(
@@ -98,12 +100,17 @@ class Pipeline:
         stage_of_unit: Mapping[str, int],
         stage_parameters: Sequence[int],
         compiled: Sequence[str] = (),
+        touched: Collection[str] = (),
     ) -> None:
         self.parallel, self.slicer, self.executor = parallel, slicer, executor
         self.mesh, self.settings, self.logs, self.metrics = mesh, settings, logs, metrics
         self.loans = loans
         self.shared, self.stage_of_unit, self.compiled = shared, stage_of_unit, compiled
-        self.stage_parameters = stage_parameters
+        self.stage_parameters, self.touched = stage_parameters, touched
+        self.sharding: ZeroSharding | None = None
+        """What divides the parameters over the data-parallel ranks."""
+        self.factor = 1.0
+        """By what the gradients of the last batch have to be multiplied, since its weights add up to something else."""
         self.stateful = False
         """Whether a step left something on the module, which then exists on the last stage only."""
         self._returned = False
@@ -118,6 +125,16 @@ class Pipeline:
     def is_last(self) -> bool:
         """Whether this rank has the last stage: the loss, metrics, logs, and what a step leaves on the module."""
         return self.mesh.is_last_stage
+
+    @property
+    def own_stages(self) -> Sequence[int]:
+        """The stages of this rank."""
+        return self.settings.schedule(1).stages_of(self.executor.transport.rank)
+
+    @property
+    def own_units(self) -> list[str]:
+        """Their units."""
+        return [unit for unit, stage in self.stage_of_unit.items() if stage in self.own_stages]
 
     def use(self, settings: Settings) -> None:
         """Go on with other numbers of microbatches, or in another order."""
@@ -154,15 +171,19 @@ class Pipeline:
             What the step returned for the batch: all of it on the last stage, the loss alone on the others.
         """
         held = self._set_aside()
+        if self.sharding is not None:
+            self.sharding.begin()
+            self.sharding.drop_old()
         run = self._run("train", step, batch, backward)
-        loss, factor = self._conclude(run)
-        self._park(held, factor)
+        loss, self.factor = self._conclude(run)
+        self._park(held, self.factor)
         outputs = run.merged_results() if self.is_last else None
         return {**outputs, "loss": loss} if isinstance(outputs, Mapping) else loss
 
     def evaluate(self, kind: str, step: Step, batch: Any) -> Any:
         """Run the forward of a batch. What the step returned, on the last stage; None on the others."""
-        run = self._run(kind, step, batch, None)
+        with contextlib.nullcontext() if self.sharding is None else self.sharding.evaluating():
+            run = self._run(kind, step, batch, None)
         self._conclude(run)
         return run.merged_results() if self.is_last else None
 
@@ -182,11 +203,11 @@ class Pipeline:
         """
         for dtype in dict.fromkeys(shared.dtype for shared in self.shared):
             group = [shared for shared in self.shared if shared.dtype == dtype]
-            held = [self.parallel.names.get(shared.name) for shared in group]
+            held = [self._held(shared.name) for shared in group]
             grads = [None if p is None else p.grad for p in held]
             flags = torch.tensor([grad is not None for grad in grads], dtype=dtype, device=self.mesh.device)
             parts = [
-                torch.zeros(shared.shape, dtype=dtype, device=self.mesh.device) if grad is None else grad
+                torch.zeros(self._held_shape(shared), dtype=dtype, device=self.mesh.device) if grad is None else grad
                 for shared, grad in zip(group, grads, strict=True)
             ]
             flat = torch.cat([*(part.reshape(-1) for part in parts), flags])
@@ -195,7 +216,16 @@ class Pipeline:
             for shared, parameter, total, flag in zip(group, held, totals, flags.tolist(), strict=True):
                 if parameter is not None:
                     lent = self.loans.is_lent(shared.name)  # its own stage has the sum, and the optimizer
-                    parameter.grad = total.view(shared.shape) if flag > 0 and not lent else None
+                    parameter.grad = total.view(parameter.shape) if flag > 0 and not lent else None
+
+    def _held(self, name: str) -> Tensor | None:
+        """The plain tensor of a parameter, if this rank has it."""
+        parameter = self.parallel.names.get(name)
+        return None if parameter is None else self.parallel.held(parameter)
+
+    def _held_shape(self, shared: Shared) -> torch.Size:
+        """Of a parameter, on this rank or one beside it on the pp axis, which has the same rows."""
+        return shared.shape if self.sharding is None else self.sharding.shape_of_rows(shared.name, shared.shape)
 
     def microbatches(self, batch: Any) -> Sequence[Any]:
         """The parts of a batch, by the user's `split_batch` or by the rule."""
@@ -225,7 +255,9 @@ class Pipeline:
                 seed,
                 backward,
                 self._opened,
-                schedule.stages_of(self.executor.transport.rank),
+                self.own_stages,
+                self.sharding,
+                self.stage_of_unit,
             )
             with self._noticing(run):
                 self.executor.run(schedule, run)
@@ -278,7 +310,9 @@ class Pipeline:
     def _plan(self, kind: str, step: Step, microbatch: Any) -> SlicePlan:
         key = kind, self.slicer.signature(microbatch)
         if key not in self._plans:
-            plan = self.slicer.plan(returning_a_loss(step) if kind == "train" else step, microbatch)
+            checked = returning_a_loss(step) if kind == "train" else step
+            with contextlib.nullcontext() if self.sharding is None else self.slicer.planned_by(self.sharding.planning):
+                plan = self.slicer.plan(checked, microbatch)
             self._check_touched(plan)
             self._check_alike(plan)
             self._lend(plan)
@@ -286,6 +320,11 @@ class Pipeline:
         return self._plans[key]
 
     def _lend(self, plan: SlicePlan) -> None:
+        if plan.shared and self.sharding is not None:
+            raise SliceError(
+                f"the step uses `{next(iter(plan.shared))}` on another pipeline stage than its module's, and parameters"
+                " divided by zero > 0 can't be lent. Keep both on one stage by `stages=[[...], ...]`, or use zero=0."
+            )
         known = {shared.name for shared in self.shared}
         for name in self.loans.lend(plan.shared):
             if name not in known:
@@ -297,6 +336,12 @@ class Pipeline:
             raise SliceError(
                 f"the step uses `{split[0]}`, which the plan splits, outside of its own layer. With pp > 1 its parts"
                 " can't be gathered there: take its layer out of the plan."
+            )
+        apart = sorted(plan.touched & self.sharding.by_unit) if self.sharding is not None else []
+        if apart:
+            raise SliceError(
+                f"the step uses `{apart[0]}` outside of its own module, and no batch could be looked at before training"
+                " to learn that. Its rows can't be gathered there: use zero=0."
             )
 
     def _check_alike(self, plan: SlicePlan) -> None:
@@ -317,16 +362,18 @@ class Pipeline:
             self._schedules[key] = make(microbatches)
         return self._schedules[key]
 
+    def _undivided(self) -> Iterator[Tensor]:
+        """The parameters whose gradients lie in the module: those of divided ones are collected later."""
+        return (p for p in self.parallel.module.parameters() if id(p) not in self.parallel.divided)
+
     def _set_aside(self) -> list[tuple[Tensor, Tensor]]:
-        held: list[tuple[Tensor, Tensor]] = [
-            (p, p.grad) for p in self.parallel.module.parameters() if p.grad is not None
-        ]
+        held: list[tuple[Tensor, Tensor]] = [(p, p.grad) for p in self._undivided() if p.grad is not None]
         for parameter, _ in held:
             parameter.grad = None
         return held
 
     def _park(self, held: Sequence[tuple[Tensor, Tensor]], factor: float) -> None:
-        parameters: list[Tensor] = [p for p in self.parallel.module.parameters() if p.grad is not None]
+        parameters: list[Tensor] = [p for p in self._undivided() if p.grad is not None]
         self._parked = [(p, p.grad) for p in parameters if p.grad is not None]
         if factor != 1.0 and self._parked:
             torch._foreach_mul_([gradient for _, gradient in self._parked], factor)

@@ -142,6 +142,12 @@ class Slicer:
             )
         return StageRun((), result)
 
+    def planned_by(
+        self, planning: Callable[[FakeTensorMode], contextlib.AbstractContextManager[None]]
+    ) -> contextlib.AbstractContextManager[None]:
+        """A context for `plan` that needs the mode in which it runs units."""
+        return planning(self._fake_mode)
+
     def stand_in(self, name: str) -> Tensor:
         """A parameter by name; of a freed one what tells its shape and dtype."""
         return self._ownership.stand_in(name)
@@ -213,11 +219,11 @@ def execution_order(module: nn.Module, units: Sequence[str], step: Step, batch: 
 
     A unit that is never called because the model calls its parts, is replaced by these.
     """
-    called = called_units(module, units, step, batch)
+    called, _ = called_units(module, units, step, batch)
     parts = {unit: children_of(module, unit) for unit in units if unit not in called}
     split = [part for unit in units for part in parts.get(unit) or [unit]]
     if split != list(units):
-        called_parts = called_units(module, split, step, batch)
+        called_parts, _ = called_units(module, split, step, batch)
         split = [part for unit in units for part in _used(unit, parts, called_parts)]
         if split != list(units):
             return execution_order(module, split, step, batch)
@@ -228,14 +234,15 @@ def execution_order(module: nn.Module, units: Sequence[str], step: Step, batch: 
     return order
 
 
-def called_units(module: nn.Module, units: Sequence[str], step: Step, batch: Any) -> list[str]:
-    """The units that a step calls, in order."""
+def called_units(module: nn.Module, units: Sequence[str], step: Step, batch: Any) -> tuple[list[str], set[str]]:
+    """The units that a step calls, in order; and the names of their parameters that it uses beside them."""
     slicer = Slicer(module, dict.fromkeys(units, 0), 1)
     try:
-        operations = slicer.plan(step, batch).operations
+        plan = slicer.plan(step, batch)
     finally:
         slicer.close()
-    return list(dict.fromkeys(unit for operation in operations for unit in operation.units))
+    called = dict.fromkeys(unit for operation in plan.operations for unit in operation.units)
+    return list(called), set(plan.touched)
 
 
 def _used(unit: str, parts: Mapping[str, list[str]], called: Sequence[str]) -> list[str]:

@@ -73,7 +73,8 @@ class Recorder(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         state = trainer.strategy.lightning_module_state_dict()
         self.run.parameters = {name: value.detach().clone() for name, value in state.items()}
-        self.run.local = {name: p.detach().clone() for name, p in pl_module.named_parameters()}
+        own = {name: p for name, p in pl_module.named_parameters() if not hasattr(p, "to_local")}  # no rows of some
+        self.run.local = {name: p.detach().clone() for name, p in own.items()}
         self.run.steps = trainer.global_step
 
 

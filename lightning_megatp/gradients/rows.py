@@ -1,0 +1,58 @@
+"""A parameter of which each data-parallel rank holds some rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Size, Tensor, nn
+from torch.distributed.tensor import DTensor
+
+
+@dataclass(eq=False)
+class DividedParameter:
+    """One parameter of this rank's stages, divided over data-parallel ranks by rows (dim 0)."""
+
+    name: str
+    sharded: nn.Parameter
+    """FSDP2's, a DTensor."""
+    whole: nn.Parameter
+    """What the module computes with; without memory unless it is gathered."""
+    local: nn.Parameter
+    """This rank's rows, plain: what the optimizer steps, and where the gradient ends."""
+    rows: tuple[int, int]
+    """The first of them, and one past the last, in this tensor rank's shard of the parameter."""
+    owners: Sequence[tuple[nn.Module, str]]
+    """Where the module finds it."""
+    together: bool
+    """Gathered for the length of a step, not by its unit."""
+
+    @property
+    def shape(self) -> Size:
+        """On this tensor rank, before it was divided."""
+        return self.sharded.shape
+
+    def gather(self, rows: Tensor) -> Tensor:
+        """The whole of something of which this rank has rows, on this tensor rank.
+
+        Args:
+            rows: the shape of `local`.
+
+        Communication: one all-gather over the ranks that divide it; each of them has to call.
+        """
+        held = self.sharded.data
+        assert isinstance(held, DTensor)
+        divided = DTensor.from_local(
+            rows.detach(),
+            held.device_mesh,
+            held.placements,
+            run_check=False,
+            shape=held.shape,
+            stride=held.stride(),
+        )
+        whole: Tensor = divided.full_tensor()
+        return whole
+
+    def take(self, whole: Tensor) -> Tensor:
+        """This rank's rows of something of the whole's shape."""
+        return whole[slice(*self.rows)].clone()

@@ -1,0 +1,421 @@
+"""ZeRO: what the data-parallel ranks would all hold, divided over them by FSDP2.
+
+Level 1 divides the optimizer's state, level 2 also the reduced gradients of every microbatch, level 3 also the
+parameters between their uses. A unit (block, embedding, head) is gathered as a whole when it runs. What is in no unit,
+is small, or is used beside its unit (tied weights, a regulariser) is gathered together for the length of a step.
+
+FSDP2's own modules stand beside the user's: a unit's call goes through one, and the user's classes, names and hooks are
+as they were. The optimizer steps plain tensors, this rank's rows, that share memory with FSDP2's; DTensors would cost
+more per step than the step (design, decision 2).
+
+Source: Rajbhandari et al. 2020 (ZeRO), section 5; Zhao et al. 2023 (PyTorch FSDP), section 3.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from lightning_megatp.gradients.rows import DividedParameter
+from lightning_megatp.mesh import ParallelMesh
+from lightning_megatp.module import ParallelModule
+from lightning_megatp.pipeline.calls import around_calls
+from lightning_megatp.shim.torch import FakeTensorMode, tree_map
+from lightning_megatp.tensor.features import FeatureShard
+from lightning_megatp.tensor.sequence import SequenceShard
+
+_SMALL = 1 / 32
+"""Units smaller than this share of the largest one are gathered with what is in no unit: a message each would cost more
+than it saves."""
+
+Offload = Literal["optimizer", "parameters"]
+
+
+@dataclass(frozen=True)
+class ZeroOptions:
+    """What a user chooses.
+
+    Raises:
+        ValueError: values that mean nothing, or don't go together.
+    """
+
+    level: int = 0
+    offload: Offload | None = None
+    """Keep this rank's part of the parameters, and so the optimizer's state and step, in the host's memory."""
+    replicas: int = 1
+    """Copies of the divided state among the data-parallel ranks (HSDP); 1 divides it over all of them."""
+    reduce_dtype: torch.dtype | None = None
+    """In which gradients are summed; None for the parameters' own."""
+
+    def __post_init__(self) -> None:
+        if self.level not in (0, 1, 2, 3):
+            raise ValueError(f"MegaTPStrategy: zero={self.level!r}, but the levels are 0, 1, 2 and 3.")
+        if self.offload not in (None, "optimizer", "parameters"):
+            raise ValueError(
+                f'MegaTPStrategy: offload={self.offload!r}, but what can be offloaded is "optimizer" or "parameters".'
+            )
+        if self.offload is not None and self.level != (3 if self.offload == "parameters" else min(self.level, 2) or 1):
+            need = "zero=3" if self.offload == "parameters" else "zero=1 or zero=2"
+            raise ValueError(f'MegaTPStrategy: offload="{self.offload}" needs {need}, not zero={self.level}.')
+        if self.replicas < 1 or (self.replicas > 1 and self.level == 0):
+            raise ValueError(
+                f"MegaTPStrategy: dp_replicate={self.replicas} copies of what is divided need zero > 0, and at least 1."
+            )
+
+    def check_schedule(self, defers_weights: bool, name: str) -> None:
+        """Raise if a pipeline's schedule can't join."""
+        if self.level and defers_weights:
+            raise ValueError(
+                f'MegaTPStrategy: schedule="{name}" computes weight gradients after the backward in which FSDP2'
+                f' (zero={self.level}) reduces them, so they would be lost. Use schedule="1f1b" or "interleaved", or'
+                " zero=0."
+            )
+
+
+class ZeroSharding:
+    """Divides the parameters of one rank's stages over the data-parallel ranks, in place.
+
+    Args:
+        parallel: the module, its layers swapped, other stages' parameters gone.
+        mesh: who is where.
+        options: level > 0.
+        units: names of the modules that are gathered one by one, of this rank only.
+        together: names of parameters that are used beside their units.
+
+    Communication per step, of the P parameters of this rank's stages over d ranks: levels 1 and 2 gather them once,
+    (d - 1) / d P received; level 3 once per forward and once per backward of every microbatch. Gradients are
+    reduce-scattered, (d - 1) / d P, once per step at level 1 (per batch in a pipeline), once per microbatch at 2 and 3.
+    """
+
+    def __init__(
+        self,
+        parallel: ParallelModule,
+        mesh: ParallelMesh,
+        options: ZeroOptions,
+        units: Sequence[str],
+        together: Collection[str] = (),
+    ) -> None:
+        self.parallel, self.mesh, self.options = parallel, mesh, options
+        module = parallel.module
+        roles = parallel.roles()
+        dtype = _main_dtype(module)
+        whole = {id(p) for p in module.parameters() if p.dim() == 0 or p.dtype != dtype}
+        self.whole = [name for name, p in module.named_parameters() if id(p) in whole]
+        """Parameters that are not divided: numbers without a dim, and those of another dtype than most."""
+        apart = {id(parallel.names[name]) for name in together if name in parallel.names}
+        apart |= _in_several(module, units) | whole
+        data_mesh = mesh.divided_data(options.replicas)
+        self.group = data_mesh.get_group(-1)
+        """The ranks that hold different rows."""
+        self._place = data_mesh.get_local_rank(data_mesh.ndim - 1)
+        shard = _Sharder(options, data_mesh)
+        self.units = _large(module, units, apart)
+        self._holders = {unit: _Holder(module.get_submodule(unit)) for unit in self.units}
+        for holder in self._holders.values():
+            shard(holder, {p for p in holder.parameters() if id(p) not in apart}, options.level == 3)
+        rest = {p for p in module.parameters() if id(p) not in whole and not isinstance(p, DTensor)}
+        in_rest = {name for name, p in module.named_parameters() if p in rest}
+        self._root = _Root(module, self._holders.values())
+        shard(self._root, rest, False)
+        self.parameters = self._settle(in_rest)
+        for holder in self._holders.values():
+            around_calls(holder.unit, holder.call)
+        self.by_unit = {p.name for p in self.parameters if not p.together}
+        """Names of what is gathered only while a unit runs."""
+        parallel.adopt_divided(self.parameters, self.group, roles)
+
+    # ---------------------------------------------------------------- around steps
+
+    def begin(self) -> None:
+        """Gather what is held for the length of a step. Every rank calls it before each batch, whatever that is."""
+        self._root.gather()
+
+    def end(self) -> None:
+        """Let go of all that is gathered: after evaluation, and when values have changed."""
+        for holder in (*self._holders.values(), self._root):
+            holder.free()
+
+    def step(self, function: Callable[[], Any]) -> Any:
+        """Run a user's step, or a pipeline stage's part of it; units are gathered as they run."""
+        with torch.inference_mode(False):  # what is gathered here is used in training, too
+            return self._root(function)
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Around a batch without a backward."""
+        self.begin()
+        try:
+            yield
+        finally:
+            self.end()
+
+    @contextlib.contextmanager
+    def planning(self, fake_mode: FakeTensorMode) -> Iterator[None]:
+        """Meanwhile units run as they are, on parameters without data: for a pipeline's dry run."""
+        before: list[tuple[dict[str, Any], str, Any]] = []
+        for parameter in (p for p in self.parameters if not p.together):
+            with fake_mode:
+                empty = torch.empty(parameter.shape, dtype=parameter.local.dtype, device=self.mesh.device)
+            fake = nn.Parameter(empty, requires_grad=parameter.sharded.requires_grad)
+            for owner, leaf in parameter.owners:
+                before.append((owner._parameters, leaf, owner._parameters[leaf]))
+                owner._parameters[leaf] = fake
+        self._switch(on=False)
+        try:
+            yield
+        finally:
+            self._switch(on=True)
+            for held, leaf, value in before:
+                held[leaf] = value
+
+    def _switch(self, on: bool) -> None:
+        for holder in self._holders.values():
+            holder.on = on
+
+    def shape_of_rows(self, name: str, shape: torch.Size) -> torch.Size:
+        """Of what this rank would have of a parameter of another stage."""
+        if name in self.whole or not shape:
+            return shape
+        start, stop = _rows(shape[0], self._place, self.group.size())
+        return torch.Size((stop - start, *shape[1:]))
+
+    # ---------------------------------------------------------------- backward
+
+    def before_backward(self, last: bool, units: Collection[str] | None = None, last_of_all: bool = True) -> None:
+        """Tell what the next backward is for.
+
+        Args:
+            last: no other backward of these units comes before gradients are collected.
+            units: those that it goes through; None for all.
+            last_of_all: the same of all units of this rank.
+        """
+        for name, holder in self._holders.items():
+            if units is None or name in units:
+                self._prepare(holder, last, self.options.level == 3)
+        self._prepare(self._root, last and last_of_all, False)
+        self._root.tell_last(last and last_of_all)
+
+    def _prepare(self, holder: _Group, last: bool, frees: bool) -> None:
+        if isinstance(holder, FSDPModule):
+            holder.set_requires_gradient_sync(last or self.options.level > 1, recurse=False)
+            holder.set_reshard_after_backward(last or frees, recurse=False)
+
+    def drop_old(self) -> None:
+        """Before the first backward of a batch: what earlier ones left is in `local.grad`, or was cleared there."""
+        for parameter in self.parameters:
+            parameter.sharded.grad = None
+
+    @torch.no_grad()
+    def collect(self, factor: float = 1.0) -> None:
+        """After the last backward: add the reduced gradients, times a factor, to those of the plain rows."""
+        found = [(p, p.sharded.grad) for p in self.parameters if p.local.requires_grad]
+        new = [(p, grad.to_local()) for p, grad in found if isinstance(grad, DTensor)]
+        if factor != 1.0 and new:
+            torch._foreach_mul_([grad for _, grad in new], factor)
+        held = [(p.local.grad, grad) for p, grad in new if p.local.grad is not None]
+        if held:
+            torch._foreach_add_([grad for _, grad in held], [before for before, _ in held])
+        for parameter, grad in new:
+            parameter.local.grad = grad
+
+    def give_to(self, optimizers: Iterable[Optimizer]) -> None:
+        """Let optimizers step the plain rows instead of the module's parameters, also those that a callback added."""
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                if any(isinstance(p, DTensor) for p in group["params"]):
+                    group["params"] = [self.parallel.held(p) for p in group["params"]]
+
+    # ---------------------------------------------------------------- set-up
+
+    def _settle(self, in_rest: set[str]) -> list[DividedParameter]:
+        """Let FSDP2 lay out its memory: afterwards this rank's rows, and the tensors it gathers into, stay the same."""
+        module = self.parallel.module
+        groups = (*self._holders.values(), self._root)
+        for group in groups:
+            group.gather()
+            group.free()
+        resting = dict(module.named_parameters())
+        owners = _owners(module)
+        for group in groups:
+            group.gather()
+        gathered = {name: owners[name][0][0]._parameters[owners[name][0][1]] for name in resting}
+        for group in groups:
+            group.free()
+        found = []
+        for name, parameter in resting.items():
+            if isinstance(parameter, DTensor):
+                with torch.no_grad():
+                    local = nn.Parameter(parameter.to_local())
+                whole = gathered[name]
+                assert whole is not None
+                rows = _rows(parameter.shape[0], self._place, self.group.size())
+                found.append(DividedParameter(name, parameter, whole, local, rows, owners[name], name in in_rest))
+        return found
+
+
+class _Group(nn.Module):
+    """What FSDP2 makes a group of, if it has parameters: gathered and let go together."""
+
+    def gather(self) -> None:
+        if isinstance(self, FSDPModule):
+            self.unshard()
+
+    def free(self) -> None:
+        if isinstance(self, FSDPModule):
+            self.reshard()
+
+
+class _Holder(_Group):
+    """Stands around one unit of the user's.
+
+    Shards of sequences and features pass FSDP2's hooks as plain tensors: those put autograd functions around them,
+    which tensor subclasses don't survive.
+    """
+
+    def __init__(self, unit: nn.Module) -> None:
+        super().__init__()
+        self.unit = unit
+        self.on = True
+        self._inside = False
+
+    def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a method of the unit, its parameters gathered meanwhile."""
+        if self._inside or not self.on:
+            return function(*args, **kwargs)
+        result = self(function, *_bare((args, kwargs)))
+        return _dressed(*result)
+
+    def forward(self, function: Callable[..., Any], bare: Any, wraps: Wraps) -> Any:
+        args, kwargs = _dressed(bare, wraps)
+        self._inside = True
+        try:
+            return _bare(function(*args, **kwargs))
+        finally:
+            self._inside = False
+
+
+class _Root(_Group):
+    """Stands around a step. Holds what no unit does."""
+
+    def __init__(self, module: nn.Module, holders: Iterable[_Holder]) -> None:
+        super().__init__()
+        self.holders = nn.ModuleList(holders)
+        self.module = module
+
+    def forward(self, function: Callable[[], Any]) -> Any:
+        return function()
+
+    def tell_last(self, last: bool) -> None:
+        if isinstance(self, FSDPModule):
+            self.set_is_last_backward(last)
+
+
+class _Sharder:
+    """`fully_shard` with one run's options."""
+
+    def __init__(self, options: ZeroOptions, mesh: DeviceMesh) -> None:
+        pinned = mesh.device_type == "cuda"
+        offload = CPUOffloadPolicy(pin_memory=pinned) if options.offload else OffloadPolicy()
+        self._options: dict[str, Any] = {
+            "mesh": mesh,
+            "offload_policy": offload,
+            "mp_policy": MixedPrecisionPolicy(reduce_dtype=options.reduce_dtype, cast_forward_inputs=False),
+        }
+
+    def __call__(self, group: _Group, parameters: set[nn.Parameter], frees: bool) -> None:
+        ignored = set(group.parameters()) - parameters
+        fully_shard(group, reshard_after_forward=frees, ignored_params=ignored, **self._options)
+
+
+Wraps = list[Callable[[Tensor], Tensor] | None]
+
+
+def _bare(tree: Any) -> tuple[Any, Wraps]:
+    """Plain tensors in place of shards, and what makes shards of them again."""
+    wraps: Wraps = []
+
+    def strip(x: Any) -> Any:
+        if isinstance(x, SequenceShard):
+            wraps.append(functools.partial(SequenceShard.wrap, layout=x.tokens))
+            return x.plain
+        if isinstance(x, FeatureShard):
+            wraps.append(functools.partial(FeatureShard.wrap, layout=x.features))
+            return x.plain
+        wraps.append(None)
+        return x
+
+    return tree_map(strip, tree), wraps
+
+
+def _dressed(tree: Any, wraps: Wraps) -> Any:
+    if not any(wraps):
+        return tree
+    order = iter(wraps)
+
+    def dress(x: Any) -> Any:
+        wrap = next(order)
+        return x if wrap is None else wrap(x)
+
+    return tree_map(dress, tree)
+
+
+def _main_dtype(module: nn.Module) -> torch.dtype:
+    """That of most trained parameters, over all stages.
+
+    Communication: one object all-gather over the world.
+    """
+    counts: Counter[torch.dtype] = Counter()
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            counts[parameter.dtype] += parameter.numel()
+    by_rank: list[Counter[torch.dtype]] = [Counter() for _ in range(dist.get_world_size())]
+    dist.all_gather_object(by_rank, counts)
+    total = sum(by_rank, Counter[torch.dtype]())
+    return max(total, key=lambda dtype: (total[dtype], str(dtype)), default=torch.get_default_dtype())
+
+
+def _in_several(module: nn.Module, units: Sequence[str]) -> set[int]:
+    """id of the parameters of more than one unit, or of a unit and something else."""
+    holders: dict[int, set[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        unit = next((unit for unit in units if name.startswith(f"{unit}.")), "")
+        holders.setdefault(id(parameter), set()).add(unit)
+    return {parameter for parameter, found in holders.items() if len(found) > 1}
+
+
+def _large(module: nn.Module, units: Sequence[str], apart: Collection[int]) -> list[str]:
+    """The units that are worth a message of their own."""
+    sizes = {
+        unit: sum(p.numel() for p in module.get_submodule(unit).parameters() if id(p) not in apart) for unit in units
+    }
+    most = max(sizes.values(), default=0)
+    return [unit for unit, size in sizes.items() if size > _SMALL * most]
+
+
+def _rows(size: int, place: int, ranks: int) -> tuple[int, int]:
+    """Which rows FSDP2 gives to a rank: equal parts, the last ones smaller or empty."""
+    each = -(-size // ranks)
+    return min(place * each, size), min((place + 1) * each, size)
+
+
+def _owners(module: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
+    """Parameter name -> modules that hold it, and how they call it."""
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    owners: dict[str, list[tuple[nn.Module, str]]] = {}
+    for child in module.modules():
+        for leaf, parameter in child._parameters.items():
+            if parameter is not None:
+                owners.setdefault(names[id(parameter)], []).append((child, leaf))
+    return owners

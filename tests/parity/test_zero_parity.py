@@ -1,0 +1,73 @@
+"""What data-parallel ranks divide among them (zero > 0): 20 AdamW steps are those of one device."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from lightning.pytorch import Callback
+
+from tests.parity.compare import compare
+from tests.parity.parallel import whole_gradients
+from tests.parity.running import Run, Setting, fit
+from tests.parity.variants import variant
+from tests.ranks import run_ranks
+
+Reference = Callable[[Setting], Run]
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    model: str
+    zero: int
+    tp: int = 1
+    pp: int = 1
+    dp: int = 2
+    schedule: str = "1f1b"
+    microbatches: int = 2
+    precision: str = "64-true"
+    accumulate: int = 1
+    clip: str = "none"
+    length: int = 4
+    sequence: bool = False
+    options: tuple[tuple[str, Any], ...] = ()
+
+    def __str__(self) -> str:
+        layout = f"pp{self.pp}-tp{self.tp}-dp{self.dp}" + ("-sequence" if self.sequence else "")
+        parts = [f"zero{self.zero}", self.model, layout, self.precision, f"accumulate{self.accumulate}", self.clip]
+        return "-".join([*parts, *([self.schedule] if self.pp > 1 else []), *(f"{k}_{v}" for k, v in self.options)])
+
+    @property
+    def setting(self) -> Setting:
+        return Setting(self.model, self.precision, self.accumulate, self.clip, self.length)
+
+
+CASES = [
+    Case("untied", 1),
+    Case("untied", 1, accumulate=2, clip="norm"),
+    Case("tied", 2, accumulate=2, length=7),
+    Case("tied", 3, clip="norm"),
+    Case("untied", 3, accumulate=2),
+    Case("tied", 3, tp=2, clip="norm", sequence=True, length=7),
+    Case("grouped", 1, tp=2, sequence=True),
+    Case("deep", 3, pp=2, microbatches=2, clip="norm"),
+]
+
+
+def _fit(rank: int, world_size: int, case: Case, callbacks: tuple[Callback, ...] = ()) -> Run:
+    from lightning_megatp import MegaTPStrategy
+
+    pipeline: dict[str, Any] = {"microbatches": case.microbatches, "schedule": case.schedule} if case.pp > 1 else {}
+    strategy = MegaTPStrategy(
+        tp=case.tp, pp=case.pp, dp=case.dp, zero=case.zero, plan=variant(case.model).plan, summary=False,
+        sequence_parallel=case.sequence, **pipeline, **dict(case.options),
+    )  # fmt: skip
+    return fit(case.setting, strategy, world_size, case.dp, whole_gradients, callbacks)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_zero_is_one_device(case: Case, reference: Reference) -> None:
+    runs = run_ranks(case.tp * case.pp * case.dp, _fit, case)
+    compare(reference(case.setting), runs, case.tp, case.precision)
