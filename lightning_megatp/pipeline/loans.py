@@ -58,19 +58,23 @@ class Loans:
 
         Communication: one broadcast over pp per lent parameter.
         """
-        found = []
+        wanted = self.missing(uses)
+        for name, ranks in wanted.items():
+            self._lent.setdefault(name, set()).update(ranks)
+            value = self._send(name)
+            if self._mesh.global_rank in ranks:
+                copy = self._slicer.hold(name, value)
+                self._parallel.counted_elsewhere.add(id(copy))
+                self._parallel.forget_freed()
+        return list(wanted)
+
+    def missing(self, uses: Mapping[str, Sequence[int]]) -> dict[str, set[int]]:
+        """Parameter name -> global ranks that use it and don't have it yet."""
+        found = {}
         for name in sorted(uses):
             users = {self._rank_of_stage[stage] for stage in uses[name]}
-            missing = users - set(self._homes[name]) - self._lent.get(name, set())
-            if missing:
-                self._lent.setdefault(name, set()).update(missing)
-                value = self._send(name)
-                if self._mesh.global_rank in missing:
-                    copy = self._slicer.hold(name, value)
-                    self._parallel.counted_elsewhere.add(id(copy))
-                    self._parallel.forget_freed()
-                found.append(name)
-        return found
+            found[name] = users - set(self._homes[name]) - self._lent.get(name, set())
+        return {name: ranks for name, ranks in found.items() if ranks}
 
     def renew(self) -> None:
         """After an optimizer step: bring the copies up to date.

@@ -320,9 +320,10 @@ class Pipeline:
         return self._plans[key]
 
     def _lend(self, plan: SlicePlan) -> None:
-        if plan.shared and self.sharding is not None:
+        missing = self.loans.missing(plan.shared) if self.sharding is not None else {}
+        if missing:
             raise SliceError(
-                f"the step uses `{next(iter(plan.shared))}` on another pipeline stage than its module's, and parameters"
+                f"the step uses `{next(iter(missing))}` on another pipeline stage than its module's, and parameters"
                 " divided by zero > 0 can't be lent. Keep both on one stage by `stages=[[...], ...]`, or use zero=0."
             )
         known = {shared.name for shared in self.shared}

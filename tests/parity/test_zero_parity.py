@@ -53,6 +53,30 @@ CASES = [
     Case("tied", 3, tp=2, clip="norm", sequence=True, length=7),
     Case("grouped", 1, tp=2, sequence=True),
     Case("deep", 3, pp=2, microbatches=2, clip="norm"),
+    Case("tied", 3, precision="bf16-mixed"),
+]
+MORE = [
+    *(Case("deep_tied", zero, pp=2, schedule="1f1b", microbatches=3, clip="norm", accumulate=2) for zero in (1, 2, 3)),
+    *(Case("deep", zero, pp=2, schedule="interleaved", microbatches=4) for zero in (1, 2, 3)),
+    Case("deep_tied", 1, pp=2, schedule="gpipe", microbatches=1),
+    *(Case("deep_tied", zero, tp=2, pp=2, clip="norm", sequence=True) for zero in (1, 3)),
+    *(Case("grouped_fused", zero, tp=4, length=7) for zero in (2, 3)),
+    *(Case("grouped", zero, tp=4, clip="norm", sequence=True) for zero in (1, 3)),
+    *(Case("manual", zero, tp=2) for zero in (1, 2, 3)),
+    *(Case("uneven", zero, tp=2, sequence=True, clip="value") for zero in (1, 3)),
+    *(Case("unused", zero, accumulate=2) for zero in (1, 3)),
+    *(Case("regularised", zero) for zero in (1, 3)),
+    *(Case("head_outside", zero) for zero in (1, 3)),
+    *(
+        Case("tied", zero, precision=precision, clip="norm")
+        for zero in (1, 3)
+        for precision in ("bf16-true", "32-true", "16-mixed")
+    ),
+    *(Case("tied", zero, dp=4, options=(("dp_replicate", 2),), clip="norm") for zero in (1, 3)),
+    Case("tied", 2, options=(("offload", "optimizer"),), clip="norm"),
+    Case("tied", 3, options=(("offload", "parameters"),)),
+    Case("tied", 3, options=(("verify", True),), dp=2),
+    Case("tied", 3, options=(("plan", "auto"),), tp=2),
 ]
 
 
@@ -61,13 +85,13 @@ def _fit(rank: int, world_size: int, case: Case, callbacks: tuple[Callback, ...]
 
     pipeline: dict[str, Any] = {"microbatches": case.microbatches, "schedule": case.schedule} if case.pp > 1 else {}
     strategy = MegaTPStrategy(
-        tp=case.tp, pp=case.pp, dp=case.dp, zero=case.zero, plan=variant(case.model).plan, summary=False,
-        sequence_parallel=case.sequence, **pipeline, **dict(case.options),
+        tp=case.tp, pp=case.pp, dp=case.dp, zero=case.zero, summary=False, sequence_parallel=case.sequence, **pipeline,
+        **{"plan": variant(case.model).plan, **dict(case.options)},
     )  # fmt: skip
     return fit(case.setting, strategy, world_size, case.dp, whole_gradients, callbacks)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", [*CASES, *(pytest.param(case, marks=pytest.mark.extended) for case in MORE)], ids=str)
 def test_zero_is_one_device(case: Case, reference: Reference) -> None:
     runs = run_ranks(case.tp * case.pp * case.dp, _fit, case)
     compare(reference(case.setting), runs, case.tp, case.precision)

@@ -1,0 +1,131 @@
+"""ZeRO keeps its word: bytes held per rank, bytes sent per step; and what it can't do is refused before training."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+
+from tests.distributed.test_collective_counts import CollectiveCounter
+from tests.distributed.training import Layout, make_trainer, run_program, train_loader
+from tests.parity.models import GPT, GPTConfig
+from tests.ranks import RankError
+
+CONFIG = GPTConfig(tied=False, layers=4)
+
+
+class Account(Callback):
+    """Counts the collectives of the second batch, and what is held after it."""
+
+    def __init__(self) -> None:
+        self.counter = CollectiveCounter()
+        self.held: dict[str, int] = {}
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            self.counter.__enter__()
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            self.counter.__exit__(None, None, None)
+            parallel = trainer.strategy.parallel
+            states = trainer.optimizers[0].state.values()
+            self.held = {
+                "parameters": _bytes(parallel.module.parameters(), local=True),
+                "gathered": _bytes(p.whole for p in set(parallel.divided.values())),
+                "optimizer": _bytes(x for state in states for x in state.values() if x.dim()),
+                "gradients": _bytes(p.grad for _, p in parallel.named_held() if p.grad is not None),
+            }
+
+
+def _bytes(tensors: Any, local: bool = False) -> int:
+    """Of the memory behind some tensors."""
+    plain = [x.to_local() if local and hasattr(x, "to_local") else x for x in tensors]
+    return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in plain}.values())
+
+
+def _account(layout: Layout, zero: int, config: GPTConfig = CONFIG) -> dict[str, Any]:
+    torch.manual_seed(0)
+    account = Account()
+    module = GPT(config)
+    total = sum(p.numel() * 8 for p in module.parameters())
+    trainer = make_trainer(layout, "untied", {"zero": zero}, callbacks=[account], limit_train_batches=2)
+    trainer.fit(module, train_loader(layout, 2))
+    sharding = trainer.strategy.sharding
+    units = len(sharding.units) if sharding is not None else 0
+    together = int(any(p.together for p in sharding.parameters)) if sharding is not None else 0
+    counted = {"calls": account.counter.calls, "bytes": account.counter.bytes}
+    return {"total": total, **counted, **account.held, "units": units, "together": together}
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_bytes_of_a_step(zero: int) -> None:
+    """Of P bytes of parameters: an all-reduce moves 2 (d - 1) / d P, and is counted as P here; a reduce-scatter and an
+    all-gather of P move half of that each."""
+    for found in run_program(Layout(dp=2), _account, zero):
+        P = found["total"]
+        sent: Counter[str] = found["bytes"]
+        slack = 0.03 * P  # flags, norms, the loss, and rows that fill up uneven parts
+        if zero == 0:
+            assert sent["all-reduce"] == pytest.approx(P, abs=slack) and sent["reduce-scatter"] == 0
+            continue
+        gathers = 2 if zero == 3 else 1
+        assert sent["reduce-scatter"] == pytest.approx(P, abs=slack)
+        assert sent["all-gather"] == pytest.approx(gathers * P, abs=slack)
+        assert sent["all-reduce"] < slack
+
+
+@pytest.mark.parametrize("layout", [Layout(dp=2), Layout(tp=2, dp=2)], ids=str)
+@pytest.mark.parametrize("zero", [1, 3])
+def test_bytes_that_are_held(layout: Layout, zero: int) -> None:
+    results = run_program(layout, _account, zero)
+    P = results[0]["total"]
+    for found in results:
+        share = P / layout.tp / layout.dp
+        norms = 0.05 * P if layout.tp > 1 else 0.02 * P  # whole on every tensor rank, and uneven rows
+        assert found["parameters"] == pytest.approx(share, abs=norms)
+        assert found["optimizer"] == pytest.approx(2 * found["parameters"], rel=0.02), "AdamW's two moments"
+        assert found["gathered"] == 0, "between steps nothing is gathered"
+
+
+def test_gathers_in_a_pipeline_are_counted() -> None:
+    """At level 3 every microbatch gathers each unit for its forward and for its backward; else each once a batch."""
+    layout = Layout(pp=2, dp=2, microbatches=2)
+    for zero in (1, 2, 3):
+        for found in run_program(layout, _account, zero):
+            per_unit = 2 * layout.microbatches if zero == 3 else 1
+            together = found["together"]
+            assert found["calls"]["all-gather"] == found["units"] * per_unit + together, (zero, found["calls"])
+            reductions = 1 if zero == 1 else layout.microbatches
+            assert found["calls"]["reduce-scatter"] == (found["units"] + together) * reductions
+
+
+REFUSED = [
+    ({"zero": 4}, ["zero=4", "0, 1, 2 and 3"]),
+    ({"zero": 2, "pp": 2, "schedule": "zb_h1"}, ["zb_h1", "zero=2", "1f1b"]),
+    ({"zero": 1, "offload": "parameters"}, ["offload", "zero=3"]),
+    ({"zero": 0, "offload": "optimizer"}, ["offload", "zero=1 or zero=2"]),
+    ({"zero": 3, "offload": "disk"}, ["disk", "optimizer", "parameters"]),
+    ({"dp_replicate": 2}, ["dp_replicate=2", "zero > 0"]),
+]
+
+
+@pytest.mark.parametrize(("options", "texts"), REFUSED, ids=str)
+def test_what_does_not_go_together(options: dict[str, Any], texts: list[str]) -> None:
+    from lightning_megatp import MegaTPStrategy
+
+    with pytest.raises(ValueError, match="MegaTPStrategy") as error:
+        MegaTPStrategy(**options)
+    assert all(text in str(error.value) for text in texts)
+
+
+def _uneven_copies(layout: Layout) -> None:
+    make_trainer(layout, "untied", {"zero": 1, "dp_replicate": 2}).fit(GPT(CONFIG), train_loader(layout, 1))
+
+
+def test_copies_that_do_not_fit() -> None:
+    with pytest.raises(RankError, match="dp_replicate=2 copies don't divide dp=3"):
+        run_program(Layout(dp=3), _uneven_copies)
