@@ -29,7 +29,7 @@ couples samples (contrastive losses, BatchNorm) or sums them is compared with on
 | | verified | of them with at least 40 % off each rank | refused or failed | wrong |
 |---|---|---|---|---|
 """
-COLUMNS = {"tp2": "tp=2, sequence regions", "tp4": "tp=4, sequence regions", "pp2": "pp=2"}
+COLUMNS = {"tp2": "tp=2, sequence regions", "tp4": "tp=4, whole sequences", "pp2": "pp=2"}
 
 
 def main() -> None:
