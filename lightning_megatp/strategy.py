@@ -423,11 +423,11 @@ class MegaTPStrategyBase(CheckpointMethods):
         divided = self._parallel().divided
         parameters = [p for p in module.parameters() if p.requires_grad and id(p) not in divided]
         if self._buckets is not None:
-            if [id(p) for p in parameters] == [id(p) for p in self._buckets.parameters]:
+            if {id(p) for p in parameters} == {id(p) for p in self._buckets.parameters}:
                 return
             self._buckets.close()
-        bucket_mb = 0 if self.pp > 1 else self.bucket_mb  # microbatches accumulate: nothing is final before the last
-        self._buckets = GradientBuckets(parameters, mesh.group("dp"), bucket_mb)
+        parts = [parameters] if self.pipeline is None else self.pipeline.by_stage(parameters)
+        self._buckets = GradientBuckets(parts, mesh.group("dp"), self.bucket_mb, hooks=self.pipeline is None)
 
     # ---------------------------------------------------------------- a step
 
@@ -497,7 +497,11 @@ class MegaTPStrategyBase(CheckpointMethods):
                 scaler.scale(torch.zeros((), device=self.root_device))  # makes its state, where no loss is scaled
             self.namespace.precision.pre_backward(plugin, loss, module)  # the hooks, without scaling again
 
-        return Backward(scale, before)
+        def complete(stage: int) -> None:
+            if accumulated == 1 and self._buckets is not None and self.pipeline is not None:
+                self._buckets.complete(self.pipeline.part_of(stage))
+
+        return Backward(scale, before, complete)
 
     def _watched(self, kind: str, step: Callable[..., Any]) -> Callable[..., Any]:
         """The user's step in its contexts. It is watched, with all its microbatches, if it is the first of its kind."""
@@ -594,9 +598,10 @@ class MegaTPStrategyBase(CheckpointMethods):
             self.sharding.give_to(self.optimizers)
         if not self._accumulating:
             with pipeline.executor.recorded("gradients"):
-                self._refresh_buckets()
+                if not (self._buckets is not None and self._buckets.began):
+                    self._refresh_buckets()
                 if self._buckets is not None:
-                    self._buckets.finish()
+                    self._buckets.finish(pipeline.factor)
                 self.parallelism.finalize_gradients(parallel)
                 pipeline.sum_shared_gradients()
                 parallel.forget_traces()

@@ -16,7 +16,10 @@ from torch import Tensor
 @dataclass(eq=False)
 class _Bucket:
     parameters: list[Tensor]
+    part: int = 0
     ready: set[int] = field(default_factory=set)
+    early: bool = False
+    """Started before its batch was over."""
     flat: Tensor | None = None
     work: dist.Work | None = None
 
@@ -25,41 +28,66 @@ class GradientBuckets:
     """Averages gradients over the data-parallel group.
 
     A bucket starts its all-reduce as soon as the gradients of all its parameters are there and the buckets before it
-    have started, so that every rank issues the same collectives in the same order. `finish` starts what is left: a
-    parameter without a gradient on this rank takes part as zero, and keeps having none if no rank had one.
+    have started, so that every rank issues the same collectives in the same order. In a pipeline, gradients are there
+    when a stage is through with all microbatches, while other stages still work: `complete`. `finish` starts what is
+    left: a parameter without a gradient on this rank takes part as zero, and keeps having none if no rank had one.
 
     Args:
-        parameters: those that require a gradient, in the order of the model; the same on every rank of the group.
+        parameters: those that require a gradient, in the order of the model; the same on every rank of the group. Those
+            of each pipeline stage on this rank are a part of their own, and what is in none is the last part.
         group: the data-parallel group.
         bucket_mb: size of a bucket in MiB; 0 starts everything after backward.
+        hooks: start as gradients appear; otherwise by `complete`.
 
     Communication: one all-reduce per bucket and stepping batch, 2 (d - 1) / d of all elements.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], group: dist.ProcessGroup, bucket_mb: float) -> None:
+    def __init__(
+        self, parameters: Sequence[Sequence[Tensor]], group: dist.ProcessGroup, bucket_mb: float, hooks: bool = True
+    ) -> None:
         self.group = group
-        self.parameters = list(parameters)
+        self.parameters = [parameter for part in parameters for parameter in part]
         self.enabled = False
         """Whether gradients that appear now are final (the stepping batch) and may be sent."""
         self._overlap = bucket_mb > 0
-        self._buckets = [_Bucket(group_) for group_ in _fill(self.parameters, bucket_mb * 2**20)]
+        parts = list(enumerate(parameters))
+        self._buckets = [_Bucket(filled, i) for i, part in parts for filled in _fill(part, bucket_mb * 2**20)]
+        self._complete: set[int] = set()
         self._bucket_of = {id(p): bucket for bucket in self._buckets for p in bucket.parameters}
         self._next = 0
-        hooked = self.parameters if self._overlap else []
+        hooked = self.parameters if self._overlap and hooks else []
         self._hooks = [p.register_post_accumulate_grad_hook(self._on_gradient) for p in hooked]
+
+    @property
+    def began(self) -> bool:
+        """Whether some of the buckets are on their way."""
+        return self._next > 0
 
     def close(self) -> None:
         """Take the hooks off the parameters."""
         for hook in self._hooks:
             hook.remove()
 
-    def finish(self) -> None:
-        """Start the remaining buckets, wait for all, and put the averages into `.grad`. Call when backward is over."""
+    def complete(self, part: int) -> None:
+        """The gradients of a part of the parameters are final."""
+        if self._overlap:
+            self._complete.add(part)
+            while self._next < len(self._buckets) and self._buckets[self._next].part in self._complete:
+                self._buckets[self._next].early = True
+                self._start(self._buckets[self._next])
+
+    def finish(self, factor: float = 1.0) -> None:
+        """Start the remaining buckets, wait for all, and put the averages into `.grad`. Call when backward is over.
+
+        Args:
+            factor: of what was started by `complete`; gradients that are in `.grad` have it already.
+        """
         while self._next < len(self._buckets):
             self._start(self._buckets[self._next])
         for bucket in self._buckets:
-            self._collect(bucket)
+            self._collect(bucket, factor if bucket.early else 1.0)
         self._next = 0
+        self._complete.clear()
 
     def _on_gradient(self, parameter: Tensor) -> None:
         if not self.enabled:
@@ -93,7 +121,7 @@ class GradientBuckets:
         bucket.flat = torch.cat([*grads, flags])
         bucket.work = dist.all_reduce(bucket.flat, group=self.group, async_op=True)
 
-    def _collect(self, bucket: _Bucket) -> None:
+    def _collect(self, bucket: _Bucket, factor: float) -> None:
         assert bucket.flat is not None and bucket.work is not None
         bucket.work.wait()
         *grads, flags = bucket.flat.split([*(p.numel() for p in bucket.parameters), len(bucket.parameters)])
@@ -102,8 +130,9 @@ class GradientBuckets:
             if parameter.grad is not None or flags[i] > 0:
                 parameter.grad = grad.view(parameter.shape)
         if averaged := [p.grad for p in bucket.parameters if p.grad is not None]:
-            torch._foreach_div_(averaged, self.group.size())
+            torch._foreach_div_(averaged, self.group.size() / factor)
         bucket.flat = bucket.work = None
+        bucket.early = False
         bucket.ready.clear()
 
 

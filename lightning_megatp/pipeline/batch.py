@@ -35,10 +35,12 @@ class Backward:
     Args:
         scale: the loss's factor for gradient accumulation and for float16.
         before: called once per batch, with a scalar.
+        complete: called with a stage when its gradients are final, but for a factor.
     """
 
     scale: Callable[[Tensor], Tensor]
     before: Callable[[Tensor], None]
+    complete: Callable[[int], None] = lambda stage: None
 
 
 @dataclass
@@ -146,7 +148,8 @@ class BatchRun:
                 self.logged[0] += calls
 
     def complete(self, stage: int) -> None:
-        """Gradients of this stage are reduced with those of the others, in the strategy's backward."""
+        if self.backward is not None:
+            self.backward.complete(stage)
 
     @property
     def provisional_total(self) -> float:

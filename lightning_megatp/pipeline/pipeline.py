@@ -136,6 +136,22 @@ class Pipeline:
         """Their units."""
         return [unit for unit, stage in self.stage_of_unit.items() if stage in self.own_stages]
 
+    def part_of(self, stage: int) -> int:
+        """The place of a stage in `by_stage`: later stages first, as their gradients are."""
+        return sorted(self.own_stages, reverse=True).index(stage)
+
+    def by_stage(self, parameters: Sequence[Tensor]) -> list[list[Tensor]]:
+        """Parameters of each stage of this rank; what several of them share, or is in no unit, is the last part."""
+        stages: dict[int, set[int]] = {}
+        for unit in self.own_units:
+            for parameter in self.parallel.module.get_submodule(unit).parameters():
+                stages.setdefault(id(parameter), set()).add(self.stage_of_unit[unit])
+        parts: list[list[Tensor]] = [[] for _ in range(len(self.own_stages) + 1)]
+        for tensor in parameters:
+            of = stages.get(id(tensor), set())
+            parts[self.part_of(*of) if len(of) == 1 else -1].append(tensor)
+        return parts
+
     def use(self, settings: Settings) -> None:
         """Go on with other numbers of microbatches, or in another order."""
         self.settings = settings

@@ -107,7 +107,7 @@ CASES_4 = [
     Case("swiglu_own", tp=2, sequence=True, schedule="zb_h1", microbatches=4, clip="norm"),
     Case("encoder", tp=2, sequence=True, schedule="gpipe", microbatches=2),
     Case("tied", dp=2, schedule="1f1b", microbatches=2, clip="norm", accumulate=2),
-    Case("deep", dp=2, schedule="zb_v", microbatches=4, rows=8),
+    Case("deep", dp=2, schedule="zb_v", microbatches=3, rows=8),
     Case("deep_tied", dp=2, schedule="interleaved", microbatches=2, precision="32-true"),
     Case("head_outside", pp=4, schedule="gpipe", microbatches=3, clip="norm", accumulate=2),
     Case("head_outside", dp=2, schedule="zb_h1", microbatches=2, clip="norm"),
