@@ -82,6 +82,8 @@ class MegaTPStrategyBase(CheckpointMethods):
         offload: "optimizer" (zero=1 or 2) or "parameters" (zero=3): this rank's part of the parameters, gradients and
             optimizer's state stays in the host's memory, where the optimizer steps it.
         dp_replicate: Copies of what zero divides, among the data-parallel ranks (hybrid sharding).
+        reduce_dtype: "float32" sums gradients of bf16 or fp16 parameters in float32: over microbatches and accumulated
+            batches as long as they are not divided (zero=1), and over ranks (zero > 0).
         timeout: Of every collective; Lightning's usual 30 minutes by default.
         process_group_backend: "nccl" or "gloo"; by default what the devices need.
         accelerator: Set by the Trainer.
@@ -116,6 +118,7 @@ class MegaTPStrategyBase(CheckpointMethods):
         zero: int = 0,
         offload: Literal["optimizer", "parameters"] | None = None,
         dp_replicate: int = 1,
+        reduce_dtype: Literal["float32"] | None = None,
         timeout: timedelta | None = None,
         process_group_backend: str | None = None,
         accelerator: Any | None = None,
@@ -142,7 +145,7 @@ class MegaTPStrategyBase(CheckpointMethods):
         self.timeout = timeout or timedelta(minutes=30)
         self.process_group_backend = process_group_backend
         self.verify = verify
-        self.zero = ZeroOptions(zero, offload, dp_replicate)
+        self.zero = ZeroOptions(zero, offload, dp_replicate, reduce_dtype)
         self._first_batch: FirstBatch | None = None
         self.num_nodes = 1
         MeshShape.fit(tp * pp * (dp or 1), tp=tp, pp=pp, dp=dp)  # sizes below 1 raise here, where they were written
@@ -344,6 +347,11 @@ class MegaTPStrategyBase(CheckpointMethods):
         """Divide the parameters over the data-parallel ranks, as `zero` says."""
         before: ZeroSharding | None = parallel.sharding
         level = self.zero.level if mesh.size("dp") > 1 else 0
+        if self.zero.reduce_dtype is not None and level == 0:
+            raise ValueError(
+                f'MegaTPStrategy: reduce_dtype="{self.zero.reduce_dtype}" needs data-parallel ranks that FSDP2 serves:'
+                f" zero > 0 and dp > 1, not zero={self.zero.level} and dp={mesh.size('dp')}."
+            )
         if before is not None and (before.options != self.zero or before.mesh.shape != mesh.shape):
             raise ValueError(
                 "MegaTPStrategy: this LightningModule was already divided over data-parallel ranks by an earlier"

@@ -56,7 +56,7 @@ class ZeroOptions:
     """Keep this rank's part of the parameters, and so the optimizer's state and step, in the host's memory."""
     replicas: int = 1
     """Copies of the divided state among the data-parallel ranks (HSDP); 1 divides it over all of them."""
-    reduce_dtype: torch.dtype | None = None
+    reduce_dtype: str | None = None
     """In which gradients are summed; None for the parameters' own."""
 
     def __post_init__(self) -> None:
@@ -69,6 +69,8 @@ class ZeroOptions:
         if self.offload is not None and self.level != (3 if self.offload == "parameters" else min(self.level, 2) or 1):
             need = "zero=3" if self.offload == "parameters" else "zero=1 or zero=2"
             raise ValueError(f'MegaTPStrategy: offload="{self.offload}" needs {need}, not zero={self.level}.')
+        if self.reduce_dtype not in (None, "float32"):
+            raise ValueError(f'MegaTPStrategy: reduce_dtype={self.reduce_dtype!r}, but there is "float32", or None.')
         if self.replicas < 1 or (self.replicas > 1 and self.level == 0):
             raise ValueError(
                 f"MegaTPStrategy: dp_replicate={self.replicas} copies of what is divided need zero > 0, and at least 1."
@@ -331,7 +333,9 @@ class _Sharder:
         self._options: dict[str, Any] = {
             "mesh": mesh,
             "offload_policy": offload,
-            "mp_policy": MixedPrecisionPolicy(reduce_dtype=options.reduce_dtype, cast_forward_inputs=False),
+            "mp_policy": MixedPrecisionPolicy(
+                reduce_dtype=torch.float32 if options.reduce_dtype else None, cast_forward_inputs=False
+            ),
         }
 
     def __call__(self, group: _Group, parameters: set[nn.Parameter], frees: bool) -> None:

@@ -103,7 +103,40 @@ def test_gathers_in_a_pipeline_are_counted() -> None:
             assert found["calls"]["reduce-scatter"] == (found["units"] + together) * reductions
 
 
+def _first_gradients(layout: Layout, precision: str, options: dict[str, Any]) -> dict[str, torch.Tensor]:
+    gradients: dict[str, torch.Tensor] = {}
+
+    class Looks(Callback):
+        def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+            gradients.update({k: g.double() for k, g in trainer.strategy.full_gradients().items()})
+
+    torch.manual_seed(0)
+    trainer = make_trainer(
+        layout,
+        "untied",
+        options,
+        callbacks=[Looks()],
+        limit_train_batches=4,
+        accumulate_grad_batches=4,
+        precision=precision,
+    )
+    trainer.fit(GPT(CONFIG), train_loader(layout, 4))
+    return gradients
+
+
+def test_sums_in_float32() -> None:
+    """Eight rounded gradients, summed in bfloat16 and in float32: the second sum is nearer to the true one."""
+    layout = Layout(dp=2)
+    true = run_program(layout, _first_gradients, "64-true", {"zero": 1})[0]
+    errors = []
+    for options in ({"zero": 1}, {"zero": 1, "reduce_dtype": "float32"}):
+        found = run_program(layout, _first_gradients, "bf16-true", options)[0]
+        errors.append(sum(float((found[name] - true[name]).square().sum()) for name in true))
+    assert errors[1] < 0.9 * errors[0]
+
+
 REFUSED = [
+    ({"reduce_dtype": "float16", "zero": 1}, ["reduce_dtype='float16'", "float32"]),
     ({"zero": 4}, ["zero=4", "0, 1, 2 and 3"]),
     ({"zero": 2, "pp": 2, "schedule": "zb_h1"}, ["zb_h1", "zero=2", "1f1b"]),
     ({"zero": 1, "offload": "parameters"}, ["offload", "zero=3"]),
