@@ -69,6 +69,14 @@ def memory_table(parallel: ParallelModule) -> Table:
     table.add_row("split", f"{split_full:,}", f"{split_own:,}")
     table.add_row("whole on every tensor rank", f"{whole:,}", f"{whole:,}")
     table.add_row("all", f"{split_full + whole:,}", f"{split_own + whole:,} ({bytes_own / 2**20:,.1f} MiB)")
+    if parallel.sharding is not None:
+        rows = sum(held.numel() for _, held in parallel.named_held())
+        level, ranks = parallel.sharding.options.level, parallel.rows_group.size() if parallel.rows_group else 1
+        what = "held between uses" if level == 3 else "optimized here"
+        table.add_row(f"{what} (zero={level}, over {ranks} ranks)", "", f"{rows:,}")
+        if parallel.sharding.whole:
+            names = ", ".join(parallel.sharding.whole[:3])
+            table.add_row(f"not divided: {names}{', ...' if len(parallel.sharding.whole) > 3 else ''}", "", "")
     if pipelined:
         table.add_row("whole model, all stages", f"{parallel.whole_parameters:,}", "")
     if parallel.plan.tp > 1 and largest:

@@ -32,7 +32,7 @@ from lightning_megatp.gradients.rows import DividedParameter
 from lightning_megatp.mesh import ParallelMesh
 from lightning_megatp.module import ParallelModule
 from lightning_megatp.pipeline.calls import around_calls
-from lightning_megatp.shim.torch import FakeTensorMode, tree_map
+from lightning_megatp.shim.torch import FakeTensorMode, is_view, tree_map
 from lightning_megatp.tensor.features import FeatureShard
 from lightning_megatp.tensor.sequence import SequenceShard
 
@@ -303,7 +303,8 @@ class _Holder(_Group):
         args, kwargs = _dressed(bare, wraps)
         self._inside = True
         try:
-            return _bare(function(*args, **kwargs))
+            outputs, wraps = _bare(function(*args, **kwargs))
+            return tree_map(_no_view, outputs), wraps
         finally:
             self._inside = False
 
@@ -317,7 +318,7 @@ class _Root(_Group):
         self.module = module
 
     def forward(self, function: Callable[[], Any]) -> Any:
-        return function()
+        return tree_map(_no_view, function())
 
     def tell_last(self, last: bool) -> None:
         if isinstance(self, FSDPModule):
@@ -373,6 +374,23 @@ def _dressed(tree: Any, wraps: Wraps) -> Any:
         return x if wrap is None else wrap(x)
 
     return tree_map(dress, tree)
+
+
+class _Identity(torch.autograd.Function):
+    """The same memory and version, as a tensor that is no view: FSDP2 hooks a unit's outputs, and an operation in place
+    on a view would lose the hook."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+def _no_view(x: Any) -> Any:
+    return _Identity.apply(x) if isinstance(x, Tensor) and x.requires_grad and is_view(x) else x
 
 
 def _main_dtype(module: nn.Module) -> torch.dtype:

@@ -41,6 +41,7 @@ __all__ = [
     "handle_functions",
     "is_compiled",
     "is_fake",
+    "is_view",
     "reduce_scatter_single",
     "storage_id",
     "tensor_version",
@@ -54,6 +55,11 @@ __all__ = [
 # torch 2.13 renames these two and warns at the names that 2.11 knows.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def is_view(x: Tensor) -> bool:
+    """Whether autograd follows changes in place of a tensor back to another (`Tensor._base`, 2.11-2.13)."""
+    return x._base is not None
 
 
 def tensor_version(x: Tensor) -> int:
