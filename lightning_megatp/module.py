@@ -49,6 +49,8 @@ class ParallelModule:
         """Number of parameters of the whole model, tied ones once."""
         self.pipeline: Any = None
         """What cut it over the pp axis, so that another Trainer can go on with it."""
+        self.recomputation: Any = None
+        """What its blocks recompute in backward."""
         self.order: tuple[str, ...] = ()
         """Names of the whole model's state dict in order, where pipeline stages hold parts of it."""
         self.counted_elsewhere: set[int] = set()

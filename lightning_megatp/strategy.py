@@ -55,6 +55,9 @@ from lightning_megatp.pipeline.trace import StepTrace
 from lightning_megatp.plan.auto.discover import discover, look
 from lightning_megatp.plugin import ParallelismPlugin
 from lightning_megatp.randomness import gather_random_states, set_random_state, synchronize_random_state
+from lightning_megatp.recompute.blocks import recompute_blocks
+from lightning_megatp.recompute.offload import OffloadActivations
+from lightning_megatp.recompute.options import RecomputeOptions
 from lightning_megatp.report import print_layout
 from lightning_megatp.shim.lightning import Namespace, averaging_callback, default_store
 from lightning_megatp.shim.torch import is_fake
@@ -86,6 +89,10 @@ class MegaTPStrategyBase(_Base):
         stages: The modules of each pipeline stage, as names or patterns; by default they are balanced by parameters.
         trace: A file for the timeline of one step of the pipeline (the second, and the last batch of it), to be opened
             at ui.perfetto.dev or drawn by `megatp trace FILE --png`.
+        recompute: What backward computes again instead of keeping it: "selective", the attention core of every block
+            (scores, softmax, dropout); "full", every block from its inputs; `{"blocks": n}`, the first n blocks of each
+            pipeline stage from their inputs; "none".
+        offload_activations: Keep what autograd saves in host memory until backward.
         parallelism: A ParallelismPlugin, or a subclass of your own.
         verify: Compare the first training batch with the unsplit model, which global rank 0 keeps a copy of until then:
             its loss and, at dp = 1 without accumulation, every gradient. A mismatch stops the run.
@@ -118,6 +125,8 @@ class MegaTPStrategyBase(_Base):
         virtual_stages: int | None = None,
         stages: list[list[str]] | None = None,
         trace: str | None = None,
+        recompute: str | dict[str, int] = "none",
+        offload_activations: bool = False,
         parallelism: ParallelismPlugin | None = None,
         verify: bool = False,
         strict: bool = False,
@@ -145,6 +154,7 @@ class MegaTPStrategyBase(_Base):
         self.tp, self.pp, self.dp = tp, pp, dp
         self.pipeline_options = PipelineOptions(microbatches, schedule, virtual_stages, stages)
         self.parallelism = parallelism or ParallelismPlugin(plan, strict)
+        self.recompute, self.offload_activations = RecomputeOptions.of(recompute), offload_activations
         self.sequence_parallel, self.summary, self.bucket_mb = sequence_parallel, summary, bucket_mb
         self.timeout = timeout or timedelta(minutes=30)
         self.process_group_backend = process_group_backend
@@ -277,7 +287,11 @@ class MegaTPStrategyBase(_Base):
             module, mesh, self.root_device, self.sequence_parallel, example=example
         )
         self.model_to_device()
+        recompute_blocks(self.parallel, self.recompute)  # stands in for forwards before a pipeline intercepts them
         self.pipeline = self._make_pipeline(self.parallel, mesh, example)
+        if self.parallel.recomputation is not None:
+            stages = None if self.pipeline is None else self.pipeline.stage_of_unit
+            self.parallel.recomputation.choose(self.recompute, stages)
         if (self.parallel.sharded or self.pp > 1) and (averaging := averaging_callback(trainer)) is not None:
             raise ValueError(
                 f"MegaTPStrategy: the callback {averaging} averages a copy of the whole model, made before it was"
@@ -480,7 +494,7 @@ class MegaTPStrategyBase(_Base):
 
         def run(*args: Any, **kwargs: Any) -> Any:
             try:
-                with parallel.step(watch):
+                with parallel.step(watch), self._offloading(kind):
                     return parallel.outputs(step(*args, **kwargs))
             except StopIteration as error:  # Lightning would take it for the end of the data, on this rank alone
                 raise RuntimeError(
@@ -489,6 +503,12 @@ class MegaTPStrategyBase(_Base):
                 ) from error
 
         return run
+
+    def _offloading(self, kind: str) -> contextlib.AbstractContextManager[None]:
+        if not self.offload_activations or kind != "train":
+            return contextlib.nullcontext()
+        module = self._parallel().module
+        return OffloadActivations([*module.parameters(), *module.buffers()], self.root_device.type == "cuda")
 
     def _first(self, kind: str) -> bool:
         """Whether this is the first step of its kind in this epoch: one is watched per epoch, since a step may

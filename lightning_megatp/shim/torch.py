@@ -36,12 +36,15 @@ __all__ = [
     "all_gather_single",
     "checkpoint_region",
     "current_backward_node",
+    "entry_of",
     "functorch_is_active",
     "gradient_hooks",
     "handle_functions",
     "is_compiled",
     "is_fake",
+    "is_parameter_view",
     "reduce_scatter_single",
+    "sdpa_is_fused",
     "storage_id",
     "tensor_version",
     "tree_flatten",
@@ -145,10 +148,28 @@ def is_compiled(module: nn.Module) -> bool:
     return "_orig_mod" in module._modules or module.__dict__.get("_compiled_call_impl") is not None
 
 
+def entry_of(module: nn.Module) -> str:
+    """The method to replace in order to stand in for a module's forward. `module.compile()` puts a compiled call beside
+    it, which runs instead, hooks included; the compiler must not meet a replaced forward (2.11-2.13)."""
+    return "forward" if module.__dict__.get("_compiled_call_impl") is None else "_compiled_call_impl"
+
+
 def is_fake(x: object) -> bool:
     """Whether this is a tensor without data, as a dry run has them. Collectives return one of the right shape for it:
     the c10d operations have no fake kernels for a real process group (2.13)."""
     return isinstance(x, FakeTensor)
+
+
+def is_parameter_view(x: Tensor) -> bool:
+    """Whether this is a view of a leaf that collects a gradient; views have no public way to their base (2.11-2.13)."""
+    base = x._base
+    return base is not None and base.is_leaf and base.requires_grad
+
+
+def sdpa_is_fused(*args: Any, **kwargs: Any) -> bool:
+    """Whether `F.scaled_dot_product_attention` of these arguments takes a kernel that never builds the scores. What the
+    function itself asks; 0 stands for SDPBackend.MATH (2.11-2.13)."""
+    return int(torch._fused_sdp_choice(*args, **kwargs)) != 0
 
 
 def storage_id(x: Tensor) -> int:
