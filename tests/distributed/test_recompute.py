@@ -1,0 +1,128 @@
+"""Recomputation on real ranks: the run without it, bit by bit, in every layout, with dropout everywhere."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import Trainer
+from torch import Tensor
+
+from tests.distributed.training import PLAIN, Layout, make_trainer, run_program, train_loader
+from tests.parity.models import GPT, Attention, GPTConfig
+from tests.parity.running import Recorder, Run
+from tests.parity.variants import gpt_plan
+
+CONFIG = GPTConfig(layers=4, dropout=0.1, attention_dropout=0.2, tied=False)
+
+
+class EagerAttention(Attention):
+    """Attention as many model files write it."""
+
+    def forward(self, x_BLD: Tensor) -> Tensor:
+        parts = self.qkv(x_BLD).chunk(3, dim=-1)
+        q, k, v = (part.unflatten(-1, (self.n_head, -1)).transpose(1, 2) for part in parts)
+        scores_BHLL = q @ k.transpose(-2, -1) * self.head_size**-0.5
+        later_LL = torch.ones(x_BLD.size(1), x_BLD.size(1), dtype=torch.bool, device=x_BLD.device).triu(1)
+        weights_BHLL = F.softmax(scores_BHLL.masked_fill(later_LL, float("-inf")), dim=-1)
+        y_BHLK = F.dropout(weights_BHLL, self.dropout, self.training) @ v
+        return self.out(y_BHLK.transpose(1, 2).flatten(2))
+
+
+class Eager(GPT):
+    def __init__(self, config: GPTConfig = CONFIG) -> None:
+        super().__init__(config)
+        for block in self.blocks:
+            block.attn.__class__ = EagerAttention
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """What is compared with the same run without recomputation."""
+
+    layout: Layout
+    recompute: Any
+    precision: str = "64-true"
+    global_sizes: bool = False
+    offload: bool = False
+    eager: bool = True
+
+    def __str__(self) -> str:
+        kind = self.recompute if isinstance(self.recompute, str) else f"blocks{self.recompute['blocks']}"
+        extra = [name for name in ("global_sizes", "offload") if getattr(self, name)]
+        return "-".join([kind, *extra, "" if self.eager else "sdpa", self.precision, str(self.layout)]).replace("--", "-")
+
+
+def _whole_gradients(trainer: Trainer, module: Any) -> dict[str, Tensor]:
+    return trainer.strategy.full_gradients()  # type: ignore[attr-defined]
+
+
+def _plan(case: Case) -> dict[str, Any]:
+    plan = gpt_plan(CONFIG)
+    if case.global_sizes:
+        plan = {name: style for name, style in plan.items() if not name.endswith(("n_head", "n_kv_head"))}
+        plan["blocks.*.attn.qkv"] |= {"global_sizes": True}
+        plan["blocks.*.attn.out"] |= {"global_sizes": True}
+    return plan
+
+
+def fit(layout: Layout, case: Case, recompute: Any) -> Run:
+    torch.manual_seed(5)
+    module = Eager() if case.eager else GPT(CONFIG)
+    recorder = Recorder(_whole_gradients)
+    strategy = {"plan": _plan(case), "recompute": recompute, "offload_activations": case.offload and recompute != "none"}
+    trainer = make_trainer(layout, strategy=strategy, precision=case.precision, callbacks=[recorder])
+    trainer.fit(module, train_loader(layout, 3))
+    return recorder.run
+
+
+def check(case: Case) -> None:
+    pairs = zip(*(run_program(case.layout, fit, case, kind) for kind in ("none", case.recompute)), strict=True)
+    for expected, found in pairs:
+        assert found.losses == expected.losses and len(set(found.losses)) > 1
+        assert found.gradients.keys() == expected.gradients.keys()
+        for name, gradient in expected.gradients.items():
+            assert torch.equal(found.gradients[name], gradient), name
+        for name, parameter in expected.local.items():
+            assert torch.equal(found.local[name], parameter), name
+
+
+TP2, PP2 = Layout(tp=2), Layout(pp=2)
+TP2_WHOLE = Layout(tp=2, sequence=False)
+ZB = Layout(tp=2, pp=2, schedule="zb_h1", microbatches=2)
+FEW = [
+    Case(TP2, "selective"),
+    Case(TP2_WHOLE, "full"),
+    Case(ZB, {"blocks": 1}),
+]
+LAYOUTS = [
+    TP2,
+    TP2_WHOLE,
+    Layout(tp=2, dp=2),
+    PP2,
+    ZB,
+    *(Layout(pp=2, schedule=name, microbatches=2) for name in ("gpipe", "interleaved", "zb_h1", "zb_v")),
+    Layout(tp=2, pp=2, sequence=False),
+]
+MANY = [
+    *itertools.starmap(Case, itertools.product(LAYOUTS, ["full", "selective", {"blocks": 1}])),
+    *(Case(TP2_WHOLE, kind, global_sizes=True) for kind in ("full", "selective")),
+    *(Case(layout, kind, precision="bf16-mixed") for layout in (TP2, PP2) for kind in ("full", "selective")),
+    *(Case(layout, kind, offload=True) for layout in (TP2, ZB) for kind in ("full", "selective")),
+    *(Case(layout, "selective", eager=False) for layout in (TP2, PP2)),
+]
+
+
+@pytest.mark.parametrize("case", FEW, ids=str)
+def test_the_run_is_that_without_recomputation(case: Case) -> None:
+    check(case)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("case", MANY, ids=str)
+def test_the_run_is_that_without_recomputation_everywhere(case: Case) -> None:
+    check(case)
