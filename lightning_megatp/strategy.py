@@ -507,8 +507,10 @@ class MegaTPStrategyBase(_Base):
     def _offloading(self, kind: str) -> contextlib.AbstractContextManager[None]:
         if not self.offload_activations or kind != "train":
             return contextlib.nullcontext()
-        module = self._parallel().module
-        return OffloadActivations([*module.parameters(), *module.buffers()], self.root_device.type == "cuda")
+        parallel = self._parallel()
+        with parallel.context.running(user_code=False):
+            held = [*parallel.module.parameters(), *parallel.module.buffers()]
+        return OffloadActivations(held, self.root_device.type == "cuda")
 
     def _first(self, kind: str) -> bool:
         """Whether this is the first step of its kind in this epoch: one is watched per epoch, since a step may
