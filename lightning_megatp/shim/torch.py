@@ -39,6 +39,7 @@ __all__ = [
     "entry_of",
     "functorch_is_active",
     "gradient_hooks",
+    "handle_checkpoints",
     "handle_functions",
     "is_compiled",
     "is_fake",
@@ -119,6 +120,38 @@ def handle_functions(
             del base.apply  # type: ignore[attr-defined]
         else:
             base.apply = outer  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def handle_checkpoints(unwrap: Callable[[Any], tuple[Any, Callable[[Any], Any] | None]]) -> Iterator[None]:
+    """Let the user's non-reentrant checkpoints keep other tensors than they are called with.
+
+    They keep their arguments as saved tensors. Inside of another checkpoint, or of other saved-tensor hooks, these come
+    back as plain tensors, whatever subclass they were. The generator that does it looks the same in 2.11 and 2.13:
+    (function, settings, arguments of the function).
+
+    Args:
+        unwrap: from an argument to what is kept of it, and to what makes an argument of that again (None: the same).
+    """
+    import torch.utils.checkpoint as checkpoints
+
+    original = checkpoints._checkpoint_without_reentrant_generator
+
+    def generator(function: Callable[..., Any], *rest: Any, **kwargs: Any) -> Any:
+        kept, wraps = zip(*map(unwrap, rest), strict=True)
+
+        def again(*args: Any, **named: Any) -> Any:
+            own = wraps[len(wraps) - len(args) :] if args else ()
+            args = tuple(x if wrap is None else wrap(x) for x, wrap in zip(args, own, strict=True))
+            return function(*args, **named)
+
+        return original(again if any(wraps) else function, *kept, **kwargs)
+
+    checkpoints._checkpoint_without_reentrant_generator = generator  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        checkpoints._checkpoint_without_reentrant_generator = original
 
 
 @contextlib.contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,8 +12,10 @@ from torch import Tensor
 from lightning_megatp.tensor.features import FeatureShard
 from lightning_megatp.tensor.sequence import SequenceShard
 
+T = TypeVar("T")
 
-def unwrapped(x: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor] | None]:
+
+def unwrapped(x: T) -> tuple[T | Tensor, Callable[[Tensor], Tensor] | None]:
     """A tensor as autograd can keep it, and what makes the same of it again: saved-tensor hooks lose subclasses."""
     if isinstance(x, SequenceShard):
         return x.plain, functools.partial(SequenceShard.wrap, layout=x.tokens)
