@@ -2,8 +2,8 @@
 
 A block's share is what a model of three blocks calls more than one of two: the entry to the first block and the exit of
 the last are not part of a block. Source: Korthikanti et al. 2022, section 4.2.2: four all-reduces, or four all-gathers
-and four reduce-scatters of the same volume, and in backward two more all-gathers: of the inputs of the column layers, of
-which each rank keeps its own tokens.
+and four reduce-scatters of the same volume; in backward two more all-gathers, since of the inputs of column layers each
+rank keeps its own tokens.
 """
 
 from __future__ import annotations
