@@ -438,6 +438,8 @@ class MegaTPStrategyBase(_Base):
         self._steps += 1
         if self.pipeline is None:
             outputs = self._watched("train", super().training_step)(*args, **kwargs)
+            if self._steps == 1 and self._parallel().recomputation is not None:
+                self._parallel().recomputation.warn_if_unused()
         else:
             step, batch = self._on_microbatch("train", super().training_step, args)
             with self._parallel().user_code():  # activation checkpointing runs the user's forward again, in backward

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_megatp.messages import warn_once_per_run
 from lightning_megatp.module import ParallelModule
 from lightning_megatp.pipeline.detour import Detour
 from lightning_megatp.pipeline.units import find_units
@@ -105,6 +106,11 @@ class Recomputation:
             stage = 0 if stage_of_unit is None else stage_of_unit[name]
             ranked.append((name, counts[stage]))
             counts[stage] += 1
+        if options.kind != "none" and not ranked:
+            raise ValueError(
+                f"MegaTPStrategy: the step calls the parts of {next(iter(self._blocks))} and its like, and never their"
+                ' forward, so there is nothing to run again. Call the blocks themselves, or use recompute="none".'
+            )
         most = max(counts.values(), default=0)
         if options.first is not None and options.first > most:
             where = "the model has" if stage_of_unit is None else "no pipeline stage has more than"
@@ -112,10 +118,25 @@ class Recomputation:
                 f'MegaTPStrategy: recompute={{"blocks": {options.first}}}, but {where} {most} blocks. Use a smaller'
                 ' number, or "full" for all of them.'
             )
+        compiled = [name for name, _ in ranked if self._blocks[name].compiled]
+        if options.kind == "selective" and compiled:
+            warn_once_per_run(
+                f'recompute="selective" leaves {compiled[0]} and its like as they are: they are compiled, and the'
+                ' compiler decides what is kept. recompute="full" runs them again as a whole.'
+            )
         self.options = options
         for name, index in ranked:
             chosen = options.first is None or index < options.first
             self._blocks[name].kind = options.kind if chosen else "none"
+
+    def warn_if_unused(self) -> None:
+        """After a step on the whole model: whether blocks were called at all."""
+        chosen = [name for name, block in self._blocks.items() if block.kind != "none"]
+        if chosen and not any(self._blocks[name].called for name in chosen):
+            warn_once_per_run(
+                f"`recompute` has no effect: the step calls the parts of {chosen[0]} and its like, and never their"
+                " forward."
+            )
 
     def describe(self) -> str:
         """One line for people."""
@@ -132,14 +153,15 @@ class _Block:
     """One block."""
 
     def __init__(self, block: nn.Module, context: TensorContext, shares: InputShares) -> None:
-        self.kind = "none"
-        compiled = is_compiled(block)
+        self.kind, self.called = "none", False
+        self.compiled = any(map(is_compiled, block.modules()))
         full = FullRecompute(block, shares)
         core = functools.partial(recomputing_core, context)
-        self._run: dict[str, Callable[[Call], Any]] = {"full": full, "selective": _plainly if compiled else core}
+        self._run: dict[str, Callable[[Call], Any]] = {"full": full, "selective": _plainly if self.compiled else core}
         Detour(block, entry_of(block), self._call)
 
     def _call(self, call: Call) -> Any:
+        self.called = True
         if self.kind == "none" or not _is_kept(call):
             return call()
         return self._run[self.kind](call)

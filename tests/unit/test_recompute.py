@@ -269,3 +269,40 @@ def test_offloading_leaves_parameters_and_small_tensors_where_they_are() -> None
         loss = (model(x).relu() * torch.ones(256)).sum()
     loss.backward()
     assert ((128, 256), True) in copied and ((256, 256), False) in copied and ((256,), False) in copied
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("in_place", [True, False], ids=["compile()", "torch.compile"])
+def test_compiled_blocks_run_again_as_a_whole(in_place: bool) -> None:
+    """Compiled, here into what torch does anyway: a machine for tests need not have a compiler."""
+    model = Model("plain")
+    expected, _ = run(model, "none")
+    for i in range(2):
+        if in_place:
+            model.blocks[i].compile(backend="eager")
+        else:
+            model.blocks[i] = torch.compile(model.blocks[i], backend="eager")
+    torch.manual_seed(0)
+    model, x = model.double(), torch.randn(B, S, H, dtype=torch.float64)
+    recomputation = Recomputation(model, context())
+    with pytest.warns(UserWarning, match='recompute="selective" leaves blocks.0 and its like as they are'):
+        recomputation.choose(RecomputeOptions("selective"))
+    recomputation.choose(RecomputeOptions("full"))
+    for _ in range(2):
+        kept = Kept(model)
+        with kept.hooks:
+            model(x).backward()
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    for gradient, wanted in zip(gradients, expected[2:], strict=False):
+        torch.testing.assert_close(gradient, wanted)
+    assert kept.bytes < 4 * B * S * H * 8
+
+
+def test_blocks_whose_forward_is_never_called_are_told() -> None:
+    model = Model("plain")
+    recomputation = Recomputation(model, context())
+    recomputation.choose(RecomputeOptions("full"))
+    with pytest.warns(UserWarning, match="`recompute` has no effect: the step calls the parts of blocks.0"):
+        recomputation.warn_if_unused()
+    with pytest.raises(ValueError, match="never their forward"):
+        recomputation.choose(RecomputeOptions("full"), {"blocks.0.qkv": 0, "head": 1})
