@@ -8,14 +8,22 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
-from lightning.pytorch import Trainer
 from torch import Tensor
 
+from lightning_megatp.recompute.full import InputShares
+from lightning_megatp.tensor.collectives import copy_to_region
+from lightning_megatp.tensor.context import Region, TensorContext
+from tests.benchmarks.activations import Shape, measure, rows
 from tests.distributed.training import Layout, make_trainer, run_program, train_loader
+from tests.parity.cases import Case as ParityCase
 from tests.parity.models import GPT, Attention, GPTConfig
+from tests.parity.parallel import make_strategy, setting_of, whole_gradients
 from tests.parity.running import Recorder, Run
+from tests.parity.running import fit as fit_model
 from tests.parity.variants import gpt_plan
+from tests.ranks import run_ranks
 
 CONFIG = GPTConfig(layers=4, dropout=0.1, attention_dropout=0.2, tied=False)
 
@@ -58,10 +66,6 @@ class Case:
         return "-".join([kind, *extra, self.precision, str(self.layout)])
 
 
-def _whole_gradients(trainer: Trainer, module: Any) -> dict[str, Tensor]:
-    return trainer.strategy.full_gradients()  # type: ignore[attr-defined]
-
-
 def _plan(case: Case) -> dict[str, Any]:
     plan = gpt_plan(CONFIG)
     if case.global_sizes:
@@ -73,7 +77,7 @@ def _plan(case: Case) -> dict[str, Any]:
 def fit(layout: Layout, case: Case, recompute: Any) -> Run:
     torch.manual_seed(5)
     module = Eager() if case.eager else GPT(CONFIG)
-    recorder = Recorder(_whole_gradients)
+    recorder = Recorder(whole_gradients)
     strategy = {
         "plan": _plan(case),
         "recompute": recompute,
@@ -85,8 +89,12 @@ def fit(layout: Layout, case: Case, recompute: Any) -> Run:
 
 
 def check(case: Case) -> None:
-    pairs = zip(*(run_program(case.layout, fit, case, kind) for kind in ("none", case.recompute)), strict=True)
-    for expected, found in pairs:
+    same(*(run_program(case.layout, fit, case, kind) for kind in ("none", case.recompute)))
+
+
+def same(without: list[Run], recomputed: list[Run]) -> None:
+    """Bit by bit."""
+    for expected, found in zip(without, recomputed, strict=True):
         assert found.losses == expected.losses and len(set(found.losses)) > 1
         assert found.gradients.keys() == expected.gradients.keys()
         for name, gradient in expected.gradients.items():
@@ -130,3 +138,55 @@ def test_the_run_is_that_without_recomputation(case: Case) -> None:
 @pytest.mark.parametrize("case", MANY, ids=str)
 def test_the_run_is_that_without_recomputation_everywhere(case: Case) -> None:
     check(case)
+
+
+# ---- what is kept ----
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["eager", "fused"])
+def test_a_layer_keeps_no_more_than_the_formulas_say(fused: bool) -> None:
+    shape = Shape(batch=2, length=64, hidden=64, heads=4, fused=fused)
+    for row in rows(2):
+        for kept, _ in run_ranks(2, measure, row, shape, True):
+            assert kept <= row.formula(shape), row.name
+
+
+def _shares(rank: int, world_size: int) -> None:
+    context = TensorContext(dist.group.WORLD)
+    shares = InputShares(context)
+    x = torch.arange(15.0).view(3, 5).requires_grad_() * 1
+    share = shares.take(x)
+    assert share is not None and share.numel() == (8, 7)[rank]
+    assert shares.take(x) is share, "blocks that get the same value keep one share"
+    assert torch.equal(shares.put_together(share, x.shape), x)
+    inside = copy_to_region(x, context.group) * (rank + 1)
+    assert all(shares.take(other) is None for other in (inside, x.detach(), x.t(), x[0, :1]))
+    context.open_region = Region("between column and row")
+    assert shares.take(x * 2) is None
+
+
+def test_whole_inputs_are_kept_in_shares() -> None:
+    run_ranks(2, _shares)
+
+
+# ---- beside what users do ----
+
+
+def _fit_model(rank: int, world_size: int, case: ParityCase, options: dict[str, Any]) -> Run:
+    return fit_model(setting_of(case), make_strategy(case, **options), world_size, case.dp, whole_gradients)
+
+
+FULL, SELECTIVE, OFFLOAD = {"recompute": "full"}, {"recompute": "selective"}, {"offload_activations": True}
+BESIDE: list[tuple[str, dict[str, Any]]] = [
+    ("recomputed_parts", FULL),
+    *itertools.product(["recomputed", "recomputed_parts"], [SELECTIVE, OFFLOAD]),
+    *itertools.product(["recomputed", "late_regulariser", "twice"], [SELECTIVE, FULL]),
+]
+
+
+@pytest.mark.parametrize(
+    ("model", "options"), [pytest.param(*x, marks=pytest.mark.extended if i else ()) for i, x in enumerate(BESIDE)]
+)
+def test_checkpoints_of_the_users_own_and_odd_steps(model: str, options: dict[str, Any]) -> None:
+    case = ParityCase(model, sequence=True)
+    same(run_ranks(2, _fit_model, case, {}), run_ranks(2, _fit_model, case, options))
