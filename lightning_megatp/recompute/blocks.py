@@ -125,9 +125,9 @@ class Recomputation:
                 ' compiler decides what is kept. recompute="full" runs them again as a whole.'
             )
         self.options = options
-        for name, index in ranked:
-            chosen = options.first is None or index < options.first
-            self._blocks[name].kind = options.kind if chosen else "none"
+        chosen = {name for name, index in ranked if options.first is None or index < options.first}
+        for name, block in self._blocks.items():
+            block.kind = options.kind if name in chosen else "none"
 
     def warn_if_unused(self) -> None:
         """After a step on the whole model: whether blocks were called at all."""

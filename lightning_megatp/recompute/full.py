@@ -42,15 +42,13 @@ class InputShares:
         self._known: Any = WeakTensorKeyDictionary()
 
     def take(self, x: Tensor) -> Tensor | None:
-        """(ceil or floor of numel(x) / t,), a copy; None of what is no replicated activation."""
+        """(ceil or floor of numel(x) / t,), a copy; None of what is too small, no activation, or not dense."""
         context = self.context
         divisible = type(x) is Tensor and x.is_floating_point() and x.requires_grad and x.is_contiguous()
         if not divisible or context.open_region is not None or x.numel() < context.size or context.size == 1:
             return None
         version, share = self._known.get(x, (None, None))
         if version != tensor_version(x):
-            if x.grad_fn is not None and enters_region(x):
-                return None
             start, stop = split_evenly(x.numel(), context.size)[context.rank]
             share = x.detach().view(-1)[start:stop].clone()
             self._known[x] = tensor_version(x), share
@@ -63,7 +61,7 @@ class InputShares:
 
 
 @dataclass
-class _Input:
+class Input:
     """A tensor that a block is called with."""
 
     kept: Tensor
@@ -95,11 +93,14 @@ class FullRecompute:
         self._name = type(block).__name__
         self._shares = shares
         self._buffers = _Buffers(block)
+        self._inside: dict[int, bool] = {}
+        """Which arguments are values of a tensor region, other ones on each rank; found out at the first call, by a
+        walk of their graph."""
 
     def __call__(self, call: functools.partial[Any]) -> Any:
         leaves, structure = tree_flatten(without_cache(call.args, call.keywords))
         tensors = {i: x for i, x in enumerate(leaves) if isinstance(x, Tensor)}
-        inputs = {i: self._input(x) for i, x in tensors.items()}
+        inputs = {i: self.input(i, x) for i, x in tensors.items()}
         versions = [tensor_version(x) for x in tensors.values()]
         others = [None if i in tensors else x for i, x in enumerate(leaves)]
         given: list[dict[int, Tensor]] = [tensors]
@@ -121,12 +122,15 @@ class FullRecompute:
         tensors.clear()
         return result
 
-    def _input(self, x: Tensor) -> _Input:
-        share = self._shares.take(x)
+    def input(self, position: int, x: Tensor) -> Input:
+        """What is kept of an argument."""
+        if position not in self._inside:
+            self._inside[position] = x.grad_fn is not None and enters_region(x)
+        share = None if self._inside[position] else self._shares.take(x)
         if share is not None:
-            return _Input(share, True, whole=functools.partial(self._shares.put_together, shape=x.shape))
+            return Input(share, True, whole=functools.partial(self._shares.put_together, shape=x.shape))
         plain, wrap = unwrapped(x)
-        return _Input(plain.detach(), x.requires_grad, wrap=wrap)
+        return Input(plain.detach(), x.requires_grad, wrap=wrap)
 
     def _check_unchanged(self, tensors: dict[int, Tensor], versions: list[int]) -> None:
         if [tensor_version(x) for x in tensors.values()] != versions:
@@ -136,7 +140,7 @@ class FullRecompute:
             )
 
 
-def _restored(inputs: dict[int, _Input], kept: tuple[Tensor, ...]) -> dict[int, Tensor]:
+def _restored(inputs: dict[int, Input], kept: tuple[Tensor, ...]) -> dict[int, Tensor]:
     return {i: x.restore(saved) for (i, x), saved in zip(inputs.items(), kept, strict=True)}
 
 

@@ -17,6 +17,8 @@ def without_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[
     """The arguments of a layer that will be run twice: without the cache of keys and values, which a call adds to.
     Hugging Face's own gradient checkpointing does the same, by the same names."""
     kind = getattr(sys.modules.get("transformers.cache_utils"), "Cache", ())
+    if not any(isinstance(x, kind) for x in (*args, *kwargs.values())):
+        return args, kwargs
     args = tuple(None if isinstance(x, kind) else x for x in args)
     kwargs = {name: None if isinstance(x, kind) else x for name, x in kwargs.items()}
     return args, {name: False if name == "use_cache" else x for name, x in kwargs.items()}

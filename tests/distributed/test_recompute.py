@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_megatp.recompute.full import InputShares
+from lightning_megatp.recompute.full import FullRecompute, InputShares
 from lightning_megatp.tensor.collectives import copy_to_region
 from lightning_megatp.tensor.context import Region, TensorContext
 from tests.benchmarks.activations import Shape, measure, rows
@@ -160,7 +160,9 @@ def _shares(rank: int, world_size: int) -> None:
     assert shares.take(x) is share, "blocks that get the same value keep one share"
     assert torch.equal(shares.put_together(share, x.shape), x)
     inside = copy_to_region(x, context.group) * (rank + 1)
-    assert all(shares.take(other) is None for other in (inside, x.detach(), x.t(), x[0, :1]))
+    whole, region = (FullRecompute(torch.nn.Identity(), shares).input(0, value) for value in (x, inside))
+    assert whole.whole is not None and region.whole is None, "values of a region are others on each rank"
+    assert all(shares.take(other) is None for other in (x.detach(), x.t(), x[0, :1]))
     context.open_region = Region("between column and row")
     assert shares.take(x * 2) is None
 
