@@ -23,7 +23,7 @@ from tests.parity.parallel import make_strategy, setting_of, whole_gradients
 from tests.parity.running import Recorder, Run
 from tests.parity.running import fit as fit_model
 from tests.parity.variants import gpt_plan
-from tests.ranks import run_ranks
+from tests.ranks import RankError, run_ranks
 
 CONFIG = GPTConfig(layers=4, dropout=0.1, attention_dropout=0.2, tied=False)
 
@@ -192,3 +192,42 @@ BESIDE: list[tuple[str, dict[str, Any]]] = [
 def test_checkpoints_of_the_users_own_and_odd_steps(model: str, options: dict[str, Any]) -> None:
     case = ParityCase(model, sequence=True)
     same(run_ranks(2, _fit_model, case, {}), run_ranks(2, _fit_model, case, options))
+
+
+# ---- one Trainer after another ----
+
+
+def _two_fits(layout: Layout, kinds: tuple[Any, Any]) -> list[list[float]]:
+    torch.manual_seed(5)
+    module, losses = Eager(), []
+    for kind in kinds:
+        recorder = Recorder(whole_gradients)
+        strategy = {"plan": _plan(Case(layout, kind)), "recompute": kind}
+        trainer = make_trainer(layout, strategy=strategy, callbacks=[recorder])
+        torch.manual_seed(6)
+        trainer.fit(module, train_loader(layout, 2))
+        losses.append(recorder.run.losses)
+    return losses
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("layout", [TP2, PP2], ids=str)
+def test_another_trainer_recomputes_something_else(layout: Layout) -> None:
+    expected = run_program(layout, _two_fits, ("none", "none"))
+    for kinds in (("full", "none"), ("selective", "full"), ({"blocks": 1}, "selective")):
+        assert run_program(layout, _two_fits, kinds) == expected
+
+
+def test_stages_cut_without_recomputation_stay_so() -> None:
+    with pytest.raises(
+        RankError, match='already cut into pipeline stages by an earlier Trainer, with recompute="none"'
+    ):
+        run_program(PP2, _two_fits, ("none", "full"))
+
+
+@pytest.mark.extended
+def test_a_model_without_blocks_is_refused_on_every_rank() -> None:
+    case = ParityCase("regression")
+    with pytest.raises(RankError, match="runs the blocks of a model again, and this one has none") as caught:
+        run_ranks(2, _fit_model, case, FULL)
+    assert len(caught.value.failures) == 2
