@@ -17,11 +17,12 @@ from lightning_megatp.messages import warn_once_per_run
 from lightning_megatp.plan.ranges import length
 from lightning_megatp.plan.resolve import ParallelPlan
 from lightning_megatp.plan.shard import ShardedTensorSpec
-from lightning_megatp.shim.torch import tree_map
+from lightning_megatp.shim.torch import handle_checkpoints, tree_map
 from lightning_megatp.tensor.context import Region, TensorContext
 from lightning_megatp.tensor.layers import ParallelLayer
 from lightning_megatp.tensor.lineage import Lineage, trace_regions
 from lightning_megatp.tensor.parameters import gather_shards
+from lightning_megatp.tensor.saving import unwrapped
 from lightning_megatp.tensor.shards import functions_take_whole, gathered
 from lightning_megatp.tensor.watch import RandomWatch
 
@@ -66,6 +67,8 @@ class ParallelModule:
         """What cut it over the pp axis, so that another Trainer can go on with it."""
         self.sharding: Any = None
         """What divided its parameters over the dp axis, likewise."""
+        self.recomputation: Any = None
+        """What its blocks recompute in backward."""
         self.order: tuple[str, ...] = ()
         """Names of the whole model's state dict in order, where pipeline stages hold parts of it."""
         self.counted_elsewhere: set[int] = set()
@@ -173,8 +176,11 @@ class ParallelModule:
     @contextlib.contextmanager
     def user_code(self) -> Iterator[None]:
         """Around the user's code: a step, and what activation checkpointing runs of it again in backward."""
-        functions = functions_take_whole() if self._has_shards else contextlib.nullcontext()
-        with self.context.running(user_code=True), functions:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self.context.running(user_code=True))
+            if self._has_shards:
+                stack.enter_context(functions_take_whole())
+                stack.enter_context(handle_checkpoints(unwrapped))
             yield
 
     def outputs(self, outputs: object) -> object:

@@ -26,6 +26,8 @@ def print_layout(parallel: ParallelModule, mesh: ParallelMesh, pipeline: Pipelin
     if pipeline is not None:
         console.print(stage_table(pipeline))
     console.print(memory_table(parallel))
+    if parallel.recomputation is not None and parallel.recomputation.options.kind != "none":
+        console.print(parallel.recomputation.describe())
 
 
 def layer_table(parallel: ParallelModule) -> Table:

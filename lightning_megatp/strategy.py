@@ -45,6 +45,9 @@ from lightning_megatp.pipeline.trace import StepTrace
 from lightning_megatp.plan.auto.discover import discover, look
 from lightning_megatp.plugin import ParallelismPlugin
 from lightning_megatp.randomness import synchronize_random_state
+from lightning_megatp.recompute.blocks import recompute_blocks
+from lightning_megatp.recompute.offload import OffloadActivations
+from lightning_megatp.recompute.options import RecomputeOptions
 from lightning_megatp.report import print_layout
 from lightning_megatp.shim.lightning import Namespace, averaging_callback, default_store
 from lightning_megatp.shim.torch import is_fake
@@ -71,6 +74,10 @@ class MegaTPStrategyBase(CheckpointMethods):
         stages: The modules of each pipeline stage, as names or patterns; by default they are balanced by parameters.
         trace: A file for the timeline of one step of the pipeline (the second, and the last batch of it), to be opened
             at ui.perfetto.dev or drawn by `megatp trace FILE --png`.
+        recompute: What backward computes again instead of keeping it: "selective", the attention core of every block
+            (scores, softmax, dropout); "full", every block from its inputs; `{"blocks": n}`, the first n blocks of each
+            pipeline stage from their inputs; "none".
+        offload_activations: Keep what autograd saves in host memory until backward.
         parallelism: A ParallelismPlugin, or a subclass of your own.
         verify: Compare the first training batch with the unsplit model, which global rank 0 keeps a copy of until then:
             its loss and, at dp = 1 without accumulation, every gradient. A mismatch stops the run.
@@ -110,6 +117,8 @@ class MegaTPStrategyBase(CheckpointMethods):
         virtual_stages: int | None = None,
         stages: list[list[str]] | None = None,
         trace: str | None = None,
+        recompute: str | dict[str, int] = "none",
+        offload_activations: bool = False,
         parallelism: ParallelismPlugin | None = None,
         verify: bool = False,
         strict: bool = False,
@@ -141,6 +150,7 @@ class MegaTPStrategyBase(CheckpointMethods):
         self.tp, self.pp, self.dp = tp, pp, dp
         self.pipeline_options = PipelineOptions(microbatches, schedule, virtual_stages, stages)
         self.parallelism = parallelism or ParallelismPlugin(plan, strict)
+        self.recompute, self.offload_activations = RecomputeOptions.of(recompute), offload_activations
         self.sequence_parallel, self.summary, self.bucket_mb = sequence_parallel, summary, bucket_mb
         self.timeout = timeout or timedelta(minutes=30)
         self.process_group_backend = process_group_backend
@@ -275,7 +285,11 @@ class MegaTPStrategyBase(CheckpointMethods):
             module, mesh, self.root_device, self.sequence_parallel, example=example
         )
         self.model_to_device()
+        recompute_blocks(self.parallel, self.recompute)  # stands in for forwards before a pipeline intercepts them
         self.pipeline = self._make_pipeline(self.parallel, mesh, example)
+        if self.parallel.recomputation is not None:
+            stages = None if self.pipeline is None else self.pipeline.stage_of_unit
+            self.parallel.recomputation.choose(self.recompute, stages)
         self.sharding = self._divide(self.parallel, mesh, example)
         if (self.parallel.sharded or self.pp > 1 or self.sharding) and (
             averaging := averaging_callback(trainer)
@@ -457,6 +471,8 @@ class MegaTPStrategyBase(CheckpointMethods):
             if self.sharding is not None:
                 self.sharding.begin()
             outputs = self._watched("train", super().training_step)(*args, **kwargs)
+            if self._steps == 1 and self._parallel().recomputation is not None:
+                self._parallel().recomputation.warn_if_unused()
         else:
             step, batch = self._on_microbatch("train", super().training_step, args)
             with self._parallel().user_code():  # activation checkpointing runs the user's forward again, in backward
@@ -518,7 +534,7 @@ class MegaTPStrategyBase(CheckpointMethods):
 
         def run(*args: Any, **kwargs: Any) -> Any:
             try:
-                with parallel.step(watch):
+                with parallel.step(watch), self._offloading(kind):
                     return parallel.outputs(step(*args, **kwargs))
             except StopIteration as error:  # Lightning would take it for the end of the data, on this rank alone
                 raise RuntimeError(
@@ -530,6 +546,15 @@ class MegaTPStrategyBase(CheckpointMethods):
             return run
         sharding = self.sharding
         return lambda *args, **kwargs: sharding.step(lambda: run(*args, **kwargs))
+
+    def _offloading(self, kind: str) -> contextlib.AbstractContextManager[None]:
+        if not self.offload_activations or kind != "train":
+            return contextlib.nullcontext()
+        parallel = self._parallel()
+        with parallel.context.running(user_code=False):
+            gathered = (divided.whole for divided in parallel.divided.values())
+            held = [*parallel.module.parameters(), *parallel.module.buffers(), *gathered]
+        return OffloadActivations(held, self.root_device.type == "cuda")
 
     def _first(self, kind: str) -> bool:
         """Whether this is the first step of its kind in this epoch: one is watched per epoch, since a step may

@@ -14,10 +14,10 @@ class Detour:
     Args:
         owner: the object.
         name: the method's.
-        through: what is called in its place, with the call that was meant.
+        through: what is called in its place, with the call that was meant: a partial.
     """
 
-    def __init__(self, owner: Any, name: str, through: Callable[[Callable[[], Any]], Any]) -> None:
+    def __init__(self, owner: Any, name: str, through: Callable[[functools.partial[Any]], Any]) -> None:
         self._owner, self._name, self._through = owner, name, through
         self._before = owner.__dict__.get(name)
         self._method: Callable[..., Any] = getattr(owner, name)

@@ -36,13 +36,17 @@ __all__ = [
     "all_gather_single",
     "checkpoint_region",
     "current_backward_node",
+    "entry_of",
     "functorch_is_active",
     "gradient_hooks",
+    "handle_checkpoints",
     "handle_functions",
     "is_compiled",
     "is_fake",
+    "is_parameter_view",
     "is_view",
     "reduce_scatter_single",
+    "sdpa_is_fused",
     "storage_id",
     "tensor_version",
     "tree_flatten",
@@ -125,6 +129,38 @@ def handle_functions(
 
 
 @contextlib.contextmanager
+def handle_checkpoints(unwrap: Callable[[Any], tuple[Any, Callable[[Any], Any] | None]]) -> Iterator[None]:
+    """Let the user's non-reentrant checkpoints keep other tensors than they are called with.
+
+    They keep their arguments as saved tensors. Inside of another checkpoint, or of other saved-tensor hooks, these come
+    back as plain tensors, whatever subclass they were. The generator that does it looks the same in 2.11 and 2.13:
+    (function, settings, arguments of the function).
+
+    Args:
+        unwrap: from an argument to what is kept of it, and to what makes an argument of that again (None: the same).
+    """
+    import torch.utils.checkpoint as checkpoints
+
+    original = checkpoints._checkpoint_without_reentrant_generator
+
+    def generator(function: Callable[..., Any], *rest: Any, **kwargs: Any) -> Any:
+        kept, wraps = zip(*map(unwrap, rest), strict=True)
+
+        def again(*args: Any, **named: Any) -> Any:
+            own = wraps[len(wraps) - len(args) :] if args else ()
+            args = tuple(x if wrap is None else wrap(x) for x, wrap in zip(args, own, strict=True))
+            return function(*args, **named)
+
+        return original(again if any(wraps) else function, *kept, **kwargs)
+
+    checkpoints._checkpoint_without_reentrant_generator = generator  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        checkpoints._checkpoint_without_reentrant_generator = original
+
+
+@contextlib.contextmanager
 def without_mode(mode: TorchFunctionMode) -> Iterator[None]:
     """Take a mode off the stack of modes, wherever in it it is; the others stay active.
 
@@ -151,10 +187,28 @@ def is_compiled(module: nn.Module) -> bool:
     return "_orig_mod" in module._modules or module.__dict__.get("_compiled_call_impl") is not None
 
 
+def entry_of(module: nn.Module) -> str:
+    """The method to replace in order to stand in for a module's forward. `module.compile()` puts a compiled call beside
+    it, which runs instead, hooks included; the compiler must not meet a replaced forward (2.11-2.13)."""
+    return "forward" if module.__dict__.get("_compiled_call_impl") is None else "_compiled_call_impl"
+
+
 def is_fake(x: object) -> bool:
     """Whether this is a tensor without data, as a dry run has them. Collectives return one of the right shape for it:
     the c10d operations have no fake kernels for a real process group (2.13)."""
     return isinstance(x, FakeTensor)
+
+
+def is_parameter_view(x: Tensor) -> bool:
+    """Whether this is a view of a leaf that collects a gradient; views have no public way to their base (2.11-2.13)."""
+    base = x._base
+    return base is not None and base.is_leaf and base.requires_grad
+
+
+def sdpa_is_fused(*args: Any, **kwargs: Any) -> bool:
+    """Whether `F.scaled_dot_product_attention` of these arguments takes a kernel that never builds the scores. What the
+    function itself asks; 0 stands for SDPBackend.MATH (2.11-2.13)."""
+    return int(torch._fused_sdp_choice(*args, **kwargs)) != 0
 
 
 def storage_id(x: Tensor) -> int:

@@ -18,6 +18,8 @@ from lightning_megatp.plan.ranges import shard_ranges
 from lightning_megatp.shim.torch import is_fake
 from lightning_megatp.tensor.collectives import copy_to_region, gather_from_region, reduce_from_region
 from lightning_megatp.tensor.layers import ParallelLayer, RowParallel
+from lightning_megatp.tensor.regather import Regather
+from lightning_megatp.tensor.sequence import SequenceShard
 
 
 class OutputProjection(RowParallel, NonDynamicallyQuantizableLinear):
@@ -30,10 +32,11 @@ class ParallelAttention(ParallelLayer, nn.MultiheadAttention):
     Takes and returns whole values, or SequenceShards, as the original does; masks are those of all heads. `num_heads`
     and `embed_dim` stay those of the whole, since nothing outside of this module sees a part.
 
-    Communication: `copy_to_region` or `gather_sequence` of each of query, key and value that is another tensor, and the
-    output projection's `reduce_from_region` or `reduce_scatter_sequence`; with `need_weights` (the default, which
-    nn.TransformerEncoderLayer and its kin turn off) also `reduce_from_region` of b * l * s numbers, or, for the weights
-    of each head, `gather_from_region` of h times as many.
+    Communication: `copy_to_region` or `gather_sequence` of each of query, key and value that is another tensor
+    (self-attention gathers again in backward, see `Regather`), and the output projection's `reduce_from_region` or
+    `reduce_scatter_sequence`; with `need_weights` (the default, which nn.TransformerEncoderLayer and its kin turn off)
+    also `reduce_from_region` of b * l * s numbers, or, for the weights of each head, `gather_from_region` of h times as
+    many.
     """
 
     sequence_dim: int | None = None
@@ -66,7 +69,12 @@ class ParallelAttention(ParallelLayer, nn.MultiheadAttention):
                 )
             is_causal = is_causal and key_padding_mask is None and not need_weights
             mask = None if is_causal else self._mask(query, key, attn_mask, key_padding_mask)
-            q, k, v = self._project(*self._enter(query, key, value))
+            entered = self._enter(query, key, value)
+            reading: contextlib.AbstractContextManager[Tensor] = contextlib.nullcontext(entered[0])
+            if isinstance(query, SequenceShard) and query is key and key is value:
+                reading = Regather(query).reading(entered[0])
+            with reading as read:
+                q, k, v = self._project(*(read if x is entered[0] else x for x in entered))
             y, weights = self._attend(q, k, v, mask, is_causal, need_weights)
             output = self.out_proj.forward(self._joined(y, query.dim() == 3))
             if weights is not None:

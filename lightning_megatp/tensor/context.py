@@ -7,7 +7,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,8 @@ from lightning_megatp.shim.torch import is_fake, tensor_version
 from lightning_megatp.tensor.deferred import DeferredWeights
 from lightning_megatp.tensor.exchange import GroupExchange
 from lightning_megatp.tensor.random import RankStream
+
+T = TypeVar("T")
 
 
 @dataclass(eq=False)
@@ -98,6 +100,13 @@ class TensorContext:
             self.stream.enter(x.device)
         return entered
 
+    def beside(self, make: Callable[[], T]) -> T:
+        """An object for all layers that read the tensor which entered last, made by the first of them."""
+        if self._entered.beside is None:
+            self._entered.beside = make()
+        found: T = self._entered.beside
+        return found
+
     def leave(self) -> None:
         """A row layer is reached: what follows is the same on all ranks, and so are its random numbers."""
         self.stream.leave()
@@ -126,6 +135,7 @@ class _Entered:
     key: tuple[int, bool, bool] | None = None
     source: weakref.ref[Tensor] | None = None
     value: Tensor | None = field(default=None, repr=False)
+    beside: Any = field(default=None, repr=False)
 
     def get(self, x: Tensor) -> Tensor | None:
         if self.source is None or self.source() is not x or self.key != self._key(x):
@@ -133,10 +143,10 @@ class _Entered:
         return self.value
 
     def put(self, x: Tensor, value: Tensor) -> None:
-        self.key, self.source, self.value = self._key(x), weakref.ref(x), value
+        self.key, self.source, self.value, self.beside = self._key(x), weakref.ref(x), value, None
 
     def clear(self) -> None:
-        self.key = self.source = self.value = None
+        self.key = self.source = self.value = self.beside = None
 
     @staticmethod
     def _key(x: Tensor) -> tuple[int, bool, bool]:

@@ -82,9 +82,7 @@ class DeferredWeights:
         wanted = torch.is_grad_enabled() and weight.requires_grad and weight.is_leaf
         if not wanted or functorch_is_active():
             return F.linear(x, weight, bias)
-        device = x.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-        output: Tensor = _Linear.apply(_cast(x, dtype), weight, bias, dtype, self)
+        output: Tensor = _Linear.apply(autocast_to(x), weight, bias, _autocast_dtype(x), self)
         return output
 
     def _take(self, gradient: _Gradient) -> bool:
@@ -184,6 +182,16 @@ class _Gradient:
             _add_gradient(self.weight, _weight_gradient(self.x, self.grad))
         if self.bias is not None:
             _add_gradient(self.bias, _bias_gradient(self.grad))
+
+
+def autocast_to(x: Tensor) -> Tensor:
+    """As a linear layer reads it under autocast."""
+    return _cast(x, _autocast_dtype(x))
+
+
+def _autocast_dtype(x: Tensor) -> torch.dtype | None:
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
 def _cast(x: Tensor, dtype: torch.dtype | None) -> Tensor:

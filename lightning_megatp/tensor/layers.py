@@ -6,6 +6,7 @@ Source: Shoeybi et al. 2019, section 3; Korthikanti et al. 2022, section 4.2.
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any, TypeVar
 
 import torch
@@ -27,6 +28,7 @@ from lightning_megatp.tensor.context import Region, TensorContext
 from lightning_megatp.tensor.features import FeatureLayout, FeatureShard, own_features
 from lightning_megatp.tensor.outside import LayerParameters
 from lightning_megatp.tensor.parameters import slice_whole
+from lightning_megatp.tensor.regather import Regather
 from lightning_megatp.tensor.sequence import SequenceLayout, SequenceShard
 
 L = TypeVar("L", bound="ParallelLayer")
@@ -135,8 +137,8 @@ class ColumnParallel(ParallelLayer):
     `global_sizes` it is a FeatureShard of them; with `gather_output` all features, or with `lazy` too a FeatureShard,
     which is gathered only where an operation needs it whole.
 
-    Communication: `copy_to_region` or `gather_sequence`, once for all column layers that read the same tensor; with
-    `gather_output` also `gather_from_region`, unless `lazy`.
+    Communication: `copy_to_region`, or `gather_sequence` and in backward `Regather`, once for all column layers that
+    read the same tensor; with `gather_output` also `gather_from_region`, unless `lazy`.
     """
 
     bias: Any
@@ -161,7 +163,8 @@ class ColumnParallel(ParallelLayer):
     def _compute(self, x: Tensor) -> Tensor:
         entered = self.context.enter(x, self._bring, None if self.gather_output else self.region, self.training)
         bias = None if self.bias is None else self._own("bias", 0)
-        y = self.context.deferred.linear(entered, self._own("weight", 0), bias)
+        with self._reading(x, entered) as read:
+            y = self.context.deferred.linear(read, self._own("weight", 0), bias)
         if self._layout is not None and self.context.size > 1:
             whole = is_fake(y)  # a dry run knows whole features only
             return self.context.exchange.gather(y, -1, self.by_rank) if whole else FeatureShard.wrap(y, self._layout)
@@ -169,6 +172,12 @@ class ColumnParallel(ParallelLayer):
             return y
         y = gather_from_region(y, self.group, self.sizes)
         return y if self._order is None else y.index_select(-1, torch.tensor(self._order, device=y.device))
+
+    def _reading(self, x: Tensor, entered: Tensor) -> contextlib.AbstractContextManager[Tensor]:
+        """Around the use of what entered: a gathered sequence is not kept for backward."""
+        if not isinstance(x, SequenceShard):
+            return contextlib.nullcontext(entered)
+        return self.context.beside(lambda: Regather(x)).reading(entered)
 
 
 class RowParallel(ParallelLayer):

@@ -63,6 +63,26 @@ class RankStream:
         finally:
             self.leave()
 
+    @property
+    def outside(self) -> torch.Tensor | None:
+        """The state to which the device's generator goes back when this stream is left; None outside."""
+        return self._outside[1] if self.active and self._outside is not None else None
+
+    @contextmanager
+    def repeated(self, device: torch.device, outside: torch.Tensor | None) -> Iterator[None]:
+        """An operation that backward repeats, by generators that were put back to where they were for it.
+
+        Args:
+            outside: what the property of that name was then.
+        """
+        before = self._outside, self._owner
+        self._outside = None if outside is None else (default_generator(device), outside)
+        self._owner = current_backward_node()
+        try:
+            yield
+        finally:
+            self._outside, self._owner = before
+
 
 def default_generator(device: torch.device) -> torch.Generator:
     """The generator random operations on a device use when none is given."""

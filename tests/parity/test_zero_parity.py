@@ -77,6 +77,9 @@ MORE = [
     Case("tied", 3, options=(("offload", "parameters"),)),
     Case("tied", 3, options=(("verify", True),), dp=2),
     Case("tied", 3, options=(("plan", "auto"),), tp=2),
+    *(Case("deep", zero, pp=2, options=(("recompute", kind),)) for zero in (1, 3) for kind in ("full", "selective")),
+    Case("tied", 3, tp=2, sequence=True, options=(("recompute", "full"), ("offload_activations", True))),
+    Case("tied", 2, schedule="gpipe", pp=2, options=(("recompute", "full"),)),
 ]
 
 

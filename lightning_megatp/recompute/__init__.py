@@ -1,0 +1,1 @@
+"""Activation recomputation: what backward computes again instead of keeping it."""

@@ -1,0 +1,196 @@
+"""Full recomputation: a block keeps its inputs, and backward runs it again.
+
+Source: Chen et al. 2016 (Training Deep Nets with Sublinear Memory Cost). Inputs divided over the tensor ranks:
+Korthikanti et al. 2022, section 5.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from lightning_megatp.messages import warn_once_per_run
+from lightning_megatp.plan.ranges import split_evenly
+from lightning_megatp.shim.torch import tensor_version, tree_flatten, tree_unflatten
+from lightning_megatp.shim.transformers import without_cache
+from lightning_megatp.tensor.collectives import all_gather
+from lightning_megatp.tensor.context import TensorContext
+from lightning_megatp.tensor.lineage import enters_region
+from lightning_megatp.tensor.saving import unwrapped
+
+
+class InputShares:
+    """This rank's shares of values that are the same on all tensor ranks.
+
+    Args:
+        context: of the parallel layers.
+
+    Memory: 1 / t of each value; one that several blocks get has one share.
+    Communication: (t - 1) / t * numel(x) elements received per value that is put together again.
+    """
+
+    def __init__(self, context: TensorContext) -> None:
+        self.context = context
+        self._known: Any = WeakTensorKeyDictionary()
+
+    def take(self, x: Tensor) -> Tensor | None:
+        """(ceil or floor of numel(x) / t,), a copy; None of what is too small, no activation, or not dense."""
+        context = self.context
+        divisible = type(x) is Tensor and x.is_floating_point() and x.requires_grad and x.is_contiguous()
+        if not divisible or context.open_region is not None or x.numel() < context.size or context.size == 1:
+            return None
+        version, share = self._known.get(x, (None, None))
+        if version != tensor_version(x):
+            start, stop = split_evenly(x.numel(), context.size)[context.rank]
+            share = x.detach().view(-1)[start:stop].clone()
+            self._known[x] = tensor_version(x), share
+        return share
+
+    def put_together(self, share: Tensor, shape: torch.Size) -> Tensor:
+        """The whole value. Every tensor rank has to call it at the same point, as for the block's own collectives."""
+        sizes = [stop - start for start, stop in split_evenly(shape.numel(), self.context.size)]
+        return all_gather(share, self.context.group, 0, sizes).view(shape)
+
+
+@dataclass
+class Input:
+    """A tensor that a block is called with."""
+
+    kept: Tensor
+    """What is kept of it until backward, a plain tensor without a graph."""
+    needs_gradient: bool
+    whole: Callable[[Tensor], Tensor] | None = None
+    """Puts together what was kept as a share."""
+    wrap: Callable[[Tensor], Tensor] | None = None
+    """From a rank's own part to the shard that the block gets."""
+
+    def restore(self, kept: Tensor) -> Tensor:
+        """What the block gets in the recomputation: the same value, cut off from the graph it came from."""
+        x = kept.detach() if self.whole is None else self.whole(kept)
+        x = x.requires_grad_() if self.needs_gradient else x
+        return x if self.wrap is None else self.wrap(x)
+
+
+class FullRecompute:
+    """Runs one block such that of each call only the inputs are kept.
+
+    Args:
+        block: whose forward it is.
+        shares: divides inputs over the tensor ranks.
+
+    Memory: the block's tensor inputs; 1 / t of those that are the same on all tensor ranks.
+    """
+
+    def __init__(self, block: nn.Module, shares: InputShares) -> None:
+        self._name = type(block).__name__
+        self._shares = shares
+        self._buffers = _Buffers(block)
+        self._inside: dict[int, bool] = {}
+        """Which arguments are values of a tensor region, other ones on each rank; found out at the first call, by a
+        walk of their graph."""
+
+    def __call__(self, call: functools.partial[Any]) -> Any:
+        leaves, structure = tree_flatten(without_cache(call.args, call.keywords))
+        tensors = {i: x for i, x in enumerate(leaves) if isinstance(x, Tensor)}
+        inputs = {i: self.input(i, x) for i, x in tensors.items()}
+        versions = [tensor_version(x) for x in tensors.values()]
+        others = [None if i in tensors else x for i, x in enumerate(leaves)]
+        given: list[dict[int, Tensor]] = [tensors]
+        buffers = self._buffers.copies()
+        function = call.func
+
+        def run(*kept: Tensor) -> Any:
+            again = not given
+            now = _restored(inputs, kept) if again else given.pop()
+            args, kwargs = tree_unflatten([now.get(i, x) for i, x in enumerate(others)], structure)
+            with self._buffers.as_before(buffers) if again else contextlib.nullcontext():
+                return function(*args, **kwargs)
+
+        result = checkpoint(run, *(x.kept for x in inputs.values()), use_reentrant=False)
+        for x in inputs.values():
+            del x.kept  # the checkpoint has them
+        self._check_unchanged(tensors, versions)
+        self._buffers.learn(buffers)
+        tensors.clear()
+        return result
+
+    def input(self, position: int, x: Tensor) -> Input:
+        """What is kept of an argument."""
+        if position not in self._inside:
+            self._inside[position] = x.grad_fn is not None and enters_region(x)
+        share = None if self._inside[position] else self._shares.take(x)
+        if share is not None:
+            return Input(share, True, whole=functools.partial(self._shares.put_together, shape=x.shape))
+        plain, wrap = unwrapped(x)
+        return Input(plain.detach(), x.requires_grad, wrap=wrap)
+
+    def _check_unchanged(self, tensors: dict[int, Tensor], versions: list[int]) -> None:
+        if [tensor_version(x) for x in tensors.values()] != versions:
+            raise RuntimeError(
+                f"MegaTPStrategy: a {self._name} changes its input in place (`x += ...`), so it can't be run again from"
+                ' it. Write `x = x + ...`, or leave such blocks out: recompute="selective" or "none".'
+            )
+
+
+def _restored(inputs: dict[int, Input], kept: tuple[Tensor, ...]) -> dict[int, Tensor]:
+    return {i: x.restore(saved) for (i, x), saved in zip(inputs.items(), kept, strict=True)}
+
+
+class _Buffers:
+    """Buffers that a block's own forward changes (running statistics): running it again must neither see nor change
+    their new values.
+
+    Which modules do so is learned from the first call, of which all buffers are copied.
+    """
+
+    def __init__(self, block: nn.Module) -> None:
+        self._block = block
+        self._changing: set[nn.Module] | None = None
+        self._versions: dict[str, tuple[int, int]] = {}
+
+    def copies(self) -> dict[str, Tensor]:
+        """Of the buffers that a call may change."""
+        named = dict(self._block.named_buffers())
+        self._versions = {name: (id(x), tensor_version(x)) for name, x in named.items()}
+        changing = self._changing
+        return {name: x.clone() for name, x in named.items() if changing is None or self._owner(name) in changing}
+
+    def learn(self, copies: dict[str, Tensor]) -> None:
+        """After the call: forget the copies of what it did not change."""
+        named = dict(self._block.named_buffers())
+        if self._changing is None:  # by value: batch norm changes its statistics without telling their versions
+            changed = {name for name, x in named.items() if name not in copies or not torch.equal(x, copies[name])}
+        else:
+            changed = {name for name, x in named.items() if self._versions.get(name) != (id(x), tensor_version(x))}
+        for name in changed - copies.keys():
+            warn_once_per_run(
+                f"the buffer `{name}` of a {type(self._block).__name__} changes in its forward from now on. This once,"
+                " the recomputation in backward sees the new value."
+            )
+        self._changing = (self._changing or set()) | set(map(self._owner, changed))
+        for name in [name for name in copies if self._owner(name) not in self._changing]:
+            del copies[name]
+
+    @contextlib.contextmanager
+    def as_before(self, copies: dict[str, Tensor]) -> Iterator[None]:
+        """Run with the old values, and throw away what becomes of them."""
+        places = {name: (self._owner(name)._buffers, name.rpartition(".")[2]) for name in copies}
+        now = {name: buffers[key] for name, (buffers, key) in places.items()}
+        try:
+            for name, (buffers, key) in places.items():
+                buffers[key] = copies[name].clone()
+            yield
+        finally:
+            for name, (buffers, key) in places.items():
+                buffers[key] = now[name]
+
+    def _owner(self, name: str) -> nn.Module:
+        return self._block.get_submodule(name.rpartition(".")[0])
