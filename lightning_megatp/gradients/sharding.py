@@ -151,7 +151,8 @@ class ZeroSharding:
 
     def step(self, function: Callable[[], Any]) -> Any:
         """Run a user's step, or a pipeline stage's part of it; units are gathered as they run."""
-        with torch.inference_mode(False):  # what is gathered here is used in training, too
+        with_graph = torch.is_grad_enabled()  # leaving inference mode would set it
+        with torch.inference_mode(False), torch.set_grad_enabled(with_graph):  # what is gathered is trained, too
             return self._root(function)
 
     @contextlib.contextmanager

@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch import Callback
 
 from tests.distributed.test_collective_counts import CollectiveCounter
-from tests.distributed.training import Layout, make_trainer, run_program, train_loader
+from tests.distributed.training import Layout, eval_loader, make_trainer, run_program, train_loader
 from tests.parity.models import GPT, GPTConfig
 from tests.ranks import RankError
 
@@ -133,6 +133,34 @@ def test_sums_in_float32() -> None:
         found = run_program(layout, _first_gradients, "bf16-true", options)[0]
         errors.append(sum(float((found[name] - true[name]).square().sum()) for name in true))
     assert errors[1] < 0.9 * errors[0]
+
+
+class Evaluated(GPT):
+    """Looks whether evaluation keeps a graph."""
+
+    graphs: tuple[bool, ...] = ()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        loss = self.loss(batch)
+        self.graphs = (*self.graphs, loss.requires_grad)
+        self.log("val_loss", loss, sync_dist=True)
+
+
+def _evaluated(layout: Layout, zero: int) -> tuple[tuple[bool, ...], float, float]:
+    torch.manual_seed(3)
+    module, trainer = Evaluated(CONFIG), make_trainer(layout, "untied", {"zero": zero} if zero else {})
+    trainer.fit(module, train_loader(layout, 2), eval_loader(layout, 2))
+    fitted = float(trainer.callback_metrics["val_loss"])
+    return module.graphs, fitted, trainer.validate(module, eval_loader(layout, 2), verbose=False)[0]["val_loss"]
+
+
+@pytest.mark.parametrize("layout", [Layout(dp=2), Layout(dp=2, pp=2, microbatches=2)], ids=str)
+def test_evaluation(layout: Layout) -> None:
+    _, *expected = run_program(Layout(dp=2), _evaluated, 0)[0]
+    for rank, (graphs, *found) in enumerate(run_program(layout, _evaluated, 3)):
+        assert found == pytest.approx(expected, abs=1e-9)
+        assert not any(graphs)
+        assert len(graphs) > 0 or rank >= layout.dp, "the last stage sees its losses"
 
 
 REFUSED = [
