@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from torch import nn
 
@@ -10,3 +14,37 @@ from torch import nn
 def is_conv1d(module: nn.Module) -> bool:
     """Whether this is a `transformers.pytorch_utils.Conv1D` itself, no subclass. Whoever has one has imported it."""
     return type(module) is getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", None)
+
+
+@contextlib.contextmanager
+def replaced_safe_open(replacement: Callable[..., Any]) -> Iterator[None]:
+    """Let transformers open safetensors files by another function. It binds `safetensors.safe_open` in the module that
+    loads models, when that is imported: before, or while this is active."""
+    import safetensors
+
+    original, module = safetensors.safe_open, "transformers.modeling_utils"
+    bound = getattr(sys.modules.get(module), "safe_open", original)
+    safetensors.safe_open = replacement
+    if module in sys.modules:
+        sys.modules[module].safe_open = replacement  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        safetensors.safe_open = original
+        if module in sys.modules:
+            sys.modules[module].safe_open = bound  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def loading_in_this_thread() -> Iterator[None]:
+    """Let transformers convert weights where it was called, not in threads that know nothing of a dispatch mode."""
+    name = "HF_DEACTIVATE_ASYNC_LOAD"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
