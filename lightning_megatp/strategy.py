@@ -7,6 +7,7 @@ import contextlib
 import functools
 import os
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from torch import Tensor
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim import Optimizer
 
+from lightning_megatp.building.building import Building
 from lightning_megatp.checkpoint.full import (
     full_optimizer_state,
     full_state_dict,
@@ -52,9 +54,10 @@ from lightning_megatp.pipeline.build import (
 from lightning_megatp.pipeline.pipeline import Pipeline
 from lightning_megatp.pipeline.schedule import make_schedule
 from lightning_megatp.pipeline.trace import StepTrace
+from lightning_megatp.pipeline.units import find_units
 from lightning_megatp.plan.auto.discover import discover, look
 from lightning_megatp.plugin import ParallelismPlugin
-from lightning_megatp.randomness import gather_random_states, set_random_state, synchronize_random_state
+from lightning_megatp.randomness import gather_random_states, set_random_state, share_random_state, synchronize_random_state
 from lightning_megatp.report import print_layout
 from lightning_megatp.shim.lightning import Namespace, averaging_callback, default_store
 from lightning_megatp.shim.torch import is_fake
@@ -150,6 +153,7 @@ class MegaTPStrategyBase(_Base):
         self.process_group_backend = process_group_backend
         self.verify = verify
         self._first_batch: FirstBatch | None = None
+        self._building: Building | None = None
         self.num_nodes = 1
         MeshShape.fit(tp * pp * (dp or 1), tp=tp, pp=pp, dp=dp)  # sizes below 1 raise here, where they were written
         if pp > 1:
@@ -258,26 +262,51 @@ class MegaTPStrategyBase(_Base):
 
     # ---------------------------------------------------------------- set-up
 
+    @contextlib.contextmanager
+    def model_sharded_context(self) -> Iterator[None]:
+        """Around `configure_model`: what creates layers there is recorded, and each rank makes only what it holds.
+
+        Communication: one object broadcast over the world, of the random state.
+        """
+        module = self.lightning_module
+        if module is None or module.trainer.state.status != "running":  # trainer.init_module(), outside of a run
+            yield
+            return
+        if self.mesh is not None:
+            share_random_state()
+        self._building = Building()
+        with torch.device("cpu"), self._building.record():
+            yield
+
     def setup(self, trainer: Any) -> None:
         assert self.accelerator is not None and self.lightning_module is not None
         self.accelerator.setup(trainer)
         module = self.lightning_module
+        building = self._building
+        with nullcontext() if building is None else building.record():
+            if trainer.state.fn == "fit" and self._layer_sync is not None:
+                self._layer_sync.apply(module)  # Trainer(sync_batchnorm=True)
+            self.model = self.precision_plugin.convert_module(module)
+        if building is not None:
+            building.finish(module)
         if requested() == "plan":
             self._print_plan(trainer)
         mesh = self._mesh()
-        if trainer.state.fn == "fit" and self._layer_sync is not None:
-            self._layer_sync.apply(module)  # Trainer(sync_batchnorm=True)
-        self.model = self.precision_plugin.convert_module(module)
         if requested() == "verify":
             self._prepare_to_verify(trainer)
         if self.verify and trainer.state.fn == "fit" and self.parallelism.split_form(module) is None:
             self._first_batch = FirstBatch(module, keep=self.is_global_zero)
-        example = Example(trainer, self.precision_plugin)
+        example = self._example(trainer)
         self.parallel = self.parallelism.parallelize(
-            module, mesh, self.root_device, self.sequence_parallel, example=example
+            module, mesh, self.root_device, self.sequence_parallel, example=example, building=building
         )
         self.model_to_device()
+        if building is not None:  # what is outside of units belongs to all stages, and a dry run computes with it
+            units = map(module.get_submodule, find_units(module))
+            building.materialize(module, self.parallel.own_spec, self.root_device, without=units)
         self.pipeline = self._make_pipeline(self.parallel, mesh, example)
+        if building is not None:
+            self._materialize_units(building, self.parallel)
         if (self.parallel.sharded or self.pp > 1) and (averaging := averaging_callback(trainer)) is not None:
             raise ValueError(
                 f"MegaTPStrategy: the callback {averaging} averages a copy of the whole model, made before it was"
@@ -296,6 +325,21 @@ class MegaTPStrategyBase(_Base):
         if self.summary and fitting and self.is_global_zero:
             print_layout(self.parallel, mesh, self.pipeline)
 
+    def _example(self, trainer: Any) -> Example:
+        example = Example(trainer, self.precision_plugin)
+        if self._building is not None:
+            example.weights = functools.partial(self._building.on_demand, trainer.lightning_module)
+        return example
+
+    def _materialize_units(self, building: Building, parallel: ParallelModule) -> None:
+        """Make, unit by unit, what this rank holds of the parameters that were recorded."""
+        module = parallel.module
+        units = find_units(module) if self.pipeline is None else list(self.pipeline.stage_of_unit)
+        for unit in (*map(module.get_submodule, units), module):
+            building.materialize(unit, parallel.own_spec, self.root_device)
+        self._building = None
+        self.model_to_device()
+
     def _print_plan(self, trainer: Any) -> None:
         """For `megatp plan`: what would be split, without ranks; then the process ends."""
         module = self.lightning_module
@@ -306,7 +350,7 @@ class MegaTPStrategyBase(_Base):
         results: list[Any] = []
         problems: list[str] = []
         if plan.open:
-            example = Example(trainer, self.precision_plugin)
+            example = self._example(trainer)
             steps = example.calls()
             kinds, problems = look(module, plan, steps)
             found = discover(module, self.tp, kinds, plan)
@@ -368,8 +412,14 @@ class MegaTPStrategyBase(_Base):
                     group[key] = [item for item, keep in zip(group[key], held, strict=True) if keep]
 
     def model_to_device(self) -> None:
+        """Everything but parameters that have no values yet."""
         assert self.model is not None
-        self.model.to(self.root_device)
+        if not any(parameter.is_meta for parameter in self.model.parameters()):
+            self.model.to(self.root_device)
+            return
+        for part in self.model.modules():
+            if not any(parameter.is_meta for parameter in part.parameters()):
+                part.to(self.root_device)
 
     def _agree_on_precision(self) -> None:
         """Clip by the norm of the unsplit model, and let all ranks skip a step when one found inf or nan."""
@@ -687,7 +737,8 @@ class MegaTPStrategyBase(_Base):
             state = local_state_dict(state, split)
         if split is not None and split.order:
             state = own_state_dict(state, split)
-        self.lightning_module.load_state_dict(state, strict=strict)
+        with nullcontext() if self._building is None else self._building.record():
+            self.lightning_module.load_state_dict(state, strict=strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         parallel, mesh = self._parallel(), self._mesh()

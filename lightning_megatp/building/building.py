@@ -8,7 +8,7 @@ one at a time.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -70,18 +70,22 @@ class Building:
     def __contains__(self, parameter: Tensor) -> bool:
         return id(parameter) in self._pending
 
-    def materialize(self, module: nn.Module, spec_of: SpecOf, device: torch.device) -> None:
+    def materialize(
+        self, module: nn.Module, spec_of: SpecOf, device: torch.device, without: Iterable[nn.Module] = ()
+    ) -> None:
         """Give the parameters of a module, as far as it has some without values, those of this rank.
 
         Args:
-            module: a part of the whole, such as a block.
+            module: a part of the whole, such as a block, or the whole.
             spec_of: see `SpecOf`.
             device: where they go.
+            without: modules inside of it that are left for later.
 
         Memory: one whole parameter, and what it is computed from, at a time.
         """
         with weights_of_recurrent_layers_renewed(module):
-            for parameter in [p for p in module.parameters() if p in self]:
+            later = {id(p) for part in without for p in part.parameters()}
+            for parameter in [p for p in module.parameters() if p in self and id(p) not in later]:
                 value = self.value(parameter, spec_of(parameter)).to(device)
                 _become(parameter, nn.Parameter(value, parameter.requires_grad))
                 del self._pending[id(parameter)]

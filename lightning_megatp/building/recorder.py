@@ -61,7 +61,7 @@ class Recorder(TorchDispatchMode):
                 return func(*args, **kwargs)
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         recorded = [x for x in tensors if self.records(x)]
-        if not recorded and (tensors or not _creates_on_cpu(func, kwargs)):
+        if not recorded and not _creates_on_cpu(func, tensors, kwargs):
             self._keep_given(func, args, kwargs)
             return func(*args, **kwargs)
         written = written_arguments(func, args, kwargs)
@@ -227,11 +227,13 @@ class _FakeMode(FakeTensorMode):
         return self  # a copy of a tensor belongs to the same recording
 
 
-def _creates_on_cpu(func: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether an operation without inputs makes a tensor there, dense."""
+def _creates_on_cpu(func: Any, tensors: Sequence[Tensor], kwargs: dict[str, Any]) -> bool:
+    """Whether an operation makes a dense tensor there, of nothing but numbers, or of tensors on meta."""
     device, layout = kwargs.get("device"), kwargs.get("layout")
-    returns_tensors = any(str(r.type) == "Tensor" for r in func._schema.returns)
-    return returns_tensors and torch.device(device or "cpu").type == "cpu" and layout in (None, torch.strided)
+    device = device or ("meta" if tensors else "cpu")
+    returns_tensors = any(str(x.type) == "Tensor" for x in func._schema.returns)
+    of_nothing = all(x.is_meta for x in tensors) and layout in (None, torch.strided)
+    return returns_tensors and of_nothing and torch.device(device).type == "cpu"
 
 
 def _leaves(func: Callable[..., Any], kwargs: dict[str, Any]) -> bool:
