@@ -53,11 +53,18 @@ from lightning_megatp.pipeline.build import (
 )
 from lightning_megatp.pipeline.pipeline import Pipeline
 from lightning_megatp.pipeline.schedule import make_schedule
+from lightning_megatp.pipeline.snapshot import Snapshot
 from lightning_megatp.pipeline.trace import StepTrace
 from lightning_megatp.pipeline.units import find_units
 from lightning_megatp.plan.auto.discover import discover, look
 from lightning_megatp.plugin import ParallelismPlugin
-from lightning_megatp.randomness import gather_random_states, set_random_state, share_random_state, synchronize_random_state
+from lightning_megatp.randomness import (
+    gather_random_states,
+    random_state,
+    set_random_state,
+    share_random_state,
+    synchronize_random_state,
+)
 from lightning_megatp.report import print_layout
 from lightning_megatp.shim.lightning import Namespace, averaging_callback, default_store
 from lightning_megatp.shim.torch import is_fake
@@ -222,6 +229,7 @@ class MegaTPStrategyBase(_Base):
         self._same_batch = SameBatch(self.mesh.group("pp", "tp"), self.root_device)
         self._seen.clear()
         self._steps = 0
+        self._building = None
 
     def _join_world(self, shape: MeshShape) -> None:
         """Create the default process group, unless somebody has, and start to watch the other ranks."""
@@ -266,7 +274,9 @@ class MegaTPStrategyBase(_Base):
     def model_sharded_context(self) -> Iterator[None]:
         """Around `configure_model`: what creates layers there is recorded, and each rank makes only what it holds.
 
-        Communication: one object broadcast over the world, of the random state.
+        If it can't be recorded, it is run once more on all ranks, as if this were one device.
+
+        Communication: one object broadcast over the world, of the random state, and one all-reduce of an element.
         """
         module = self.lightning_module
         if module is None or module.trainer.state.status != "running":  # trainer.init_module(), outside of a run
@@ -274,9 +284,24 @@ class MegaTPStrategyBase(_Base):
             return
         if self.mesh is not None:
             share_random_state()
-        self._building = Building()
-        with torch.device("cpu"), self._building.record():
-            yield
+        before, state, building, problem = Snapshot(module), random_state(), Building(), ""
+        try:
+            with torch.device("cpu"), building.record():
+                yield
+            building.check()
+        except Exception as error:  # the user's own will come again
+            problem = f"{type(error).__name__}: {error}"
+        if not (bool(problem) if self.mesh is None else self.reduce_boolean_decision(bool(problem), all=False)):
+            self._building = building
+            return
+        warn_once_per_run(
+            "configure_model can't be recorded, so that every rank creates the whole model before it is split:"
+            f" {problem or 'another rank says why'}."
+        )
+        before.restore()
+        set_random_state(state)
+        with torch.device("cpu"), self.precision_plugin.module_init_context():
+            module.configure_model()
 
     def setup(self, trainer: Any) -> None:
         assert self.accelerator is not None and self.lightning_module is not None
@@ -289,13 +314,18 @@ class MegaTPStrategyBase(_Base):
             self.model = self.precision_plugin.convert_module(module)
         if building is not None:
             building.finish(module)
+        if building and self.parallelism.split_form(module) is not None:
+            raise ValueError(
+                "MegaTPStrategy: configure_model creates the layers once more, of a LightningModule that an earlier run"
+                " has split. Let it return where they exist: `if self.model is not None: return`."
+            )
         if requested() == "plan":
             self._print_plan(trainer)
         mesh = self._mesh()
         if requested() == "verify":
             self._prepare_to_verify(trainer)
         if self.verify and trainer.state.fn == "fit" and self.parallelism.split_form(module) is None:
-            self._first_batch = FirstBatch(module, keep=self.is_global_zero)
+            self._first_batch = FirstBatch(module, keep=self.is_global_zero, building=building)
         example = self._example(trainer)
         self.parallel = self.parallelism.parallelize(
             module, mesh, self.root_device, self.sequence_parallel, example=example, building=building
@@ -369,6 +399,8 @@ class MegaTPStrategyBase(_Base):
         assert self.lightning_module is not None
         if trainer.state.fn != "fit" or self.parallelism.split_form(self.lightning_module) is not None:
             raise ValueError("megatp verify compares a training step, and the script runs something else before fit.")
+        if self._building is not None:  # every weight is changed, and the whole is compared
+            self._building.materialize(self.lightning_module, lambda parameter: None, torch.device("cpu"))
         prepare(trainer, self.lightning_module)
         self._precision_plugin = self.namespace.double()
         self.verify = True

@@ -1,5 +1,5 @@
-"""LightningModules that create their layers in `configure_model`, in the ways models are initialised. Nothing here knows
-this package."""
+"""LightningModules that create their layers in `configure_model`, in the ways models are initialised. Nothing here
+knows this package."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Pixels(nn.Sequential):
 
 
 def llama() -> nn.Module:
-    from transformers import AutoModelForCausalLM, LlamaConfig
+    from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_config(llama_config())  # type: ignore[no-any-return]
 
@@ -77,11 +77,28 @@ def pretrained(folder: str) -> nn.Module:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).train()  # type: ignore[no-any-return]
 
 
+class Resized(GPT):
+    """Does what is not recorded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("odd", torch.rand(3).resize_(5))
+        self.odd.fill_(1.0)  # type: ignore[operator, union-attr]
+
+
+def large() -> nn.Module:
+    """400 MiB in float32, after a table that makes hidden states of tokens."""
+    parts = (nn.Sequential(nn.Linear(1024, 6400), nn.GELU(), nn.Linear(6400, 1024)) for _ in range(8))
+    return nn.Sequential(nn.Embedding(32, 1024), *parts, nn.Linear(1024, 32))
+
+
 MODELS: dict[str, Callable[..., nn.Module]] = {
     "nano": NanoGPT,
     "tied": GPT,
     "pixels": Pixels,
     "llama": llama,
+    "resized": Resized,
+    "large": large,
     "pretrained": pretrained,
 }
 

@@ -1,8 +1,8 @@
 """Building: the layers of one `configure_model`, from the code that creates them to what each rank holds of them.
 
 `record` is around the user's code: tensors have no data. `finish` leaves parameters on the meta device, to be planned
-with, split and freed at no cost, and gives everything else its values. `materialize` makes the parameters that are left,
-one at a time.
+with, split and freed at no cost, and gives everything else its values. `materialize` makes the parameters that are
+left, one at a time.
 """
 
 from __future__ import annotations
@@ -40,24 +40,28 @@ class Building:
         with self._recorder, _NumpyValues(self._recorder), lazy_safetensors(self._recorder, self._count):
             yield
 
+    def check(self) -> None:
+        """See whether all that was created, and is still held, can be made.
+
+        Raises:
+            RuntimeError: something can't be.
+        """
+        for x in self._recorder.tensors():
+            self._recorder.view(x)
+            if x.grad_fn is not None:
+                raise RuntimeError(
+                    f"it leaves a tensor of shape {tuple(x.shape)} that was computed from parameters with a gradient"
+                )
+
     def finish(self, module: nn.Module) -> None:
         """End the recording.
 
         Parameters of the module go to the meta device. Buffers, and whatever else was created, get their values.
 
-        Raises:
-            RuntimeError: a tensor that isn't a parameter, and was computed with a gradient, is still held.
-
         Memory: the buffers.
         """
         parameters = {id(p): p for p in module.parameters() if self._recorder.records(p)}
         others = [x for x in self._recorder.tensors() if id(x) not in parameters]
-        for x in others:
-            if x.grad_fn is not None:
-                raise RuntimeError(
-                    f"MegaTPStrategy: `configure_model` leaves a tensor {tuple(x.shape)} that was computed from"
-                    " parameters with a gradient. Compute it in the step, or under torch.no_grad()."
-                )
         for x, value in zip(others, self._recorder.values(others), strict=True):
             _become(x, nn.Parameter(value, x.requires_grad) if isinstance(x, nn.Parameter) else value)
         with weights_of_recurrent_layers_renewed(module):
@@ -66,6 +70,10 @@ class Building:
                 empty = torch.empty_strided(view.shape, view.stride, dtype=view.dtype, device="meta")
                 _become(parameter, nn.Parameter(empty, parameter.requires_grad))
                 self._pending[id(parameter)] = parameter, view
+
+    def __bool__(self) -> bool:
+        """Whether parameters without values are left."""
+        return bool(self._pending)
 
     def __contains__(self, parameter: Tensor) -> bool:
         return id(parameter) in self._pending
@@ -83,6 +91,8 @@ class Building:
 
         Memory: one whole parameter, and what it is computed from, at a time.
         """
+        if not self:
+            return
         with weights_of_recurrent_layers_renewed(module):
             later = {id(p) for part in without for p in part.parameters()}
             for parameter in [p for p in module.parameters() if p in self and id(p) not in later]:
@@ -100,6 +110,9 @@ class Building:
     @contextlib.contextmanager
     def on_demand(self, module: nn.Module) -> Iterator[None]:
         """Let the code of a step find whole parameters with values, each made when it is first asked for."""
+        if not self:
+            yield
+            return
         made: dict[int, nn.Parameter] = {}
 
         def find(parameter: Any) -> Any:
@@ -119,6 +132,16 @@ class Building:
             with weights_of_recurrent_layers_renewed(module):
                 for child, parameters in before:
                     child.__dict__["_parameters"] = parameters
+
+    def fill(self, copied: nn.Module, module: nn.Module) -> None:
+        """Give a copy of the module all values.
+
+        Memory: the whole model.
+        """
+        with weights_of_recurrent_layers_renewed(copied):
+            for parameter, twin in list(zip(module.parameters(), copied.parameters(), strict=True)):
+                if parameter in self:
+                    _become(twin, nn.Parameter(self.value(parameter), parameter.requires_grad))
 
     def _count(self, read: int) -> None:
         self.bytes_read += read
@@ -168,6 +191,6 @@ def _become(x: Tensor, value: Tensor) -> None:
     except RuntimeError as error:
         raise RuntimeError(
             f"MegaTPStrategy: a parameter of shape {tuple(x.shape)}, created in `configure_model`, can't be given its"
-            f" values later: {error}. Something keeps a weak reference to it, or a graph that uses it. Create its layer in"
-            " `__init__`."
+            f" values later: {error}. Something keeps a weak reference to it, or a graph that uses it. Create its layer"
+            " in `__init__`."
         ) from error

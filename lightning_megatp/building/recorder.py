@@ -34,7 +34,19 @@ from lightning_megatp.shim.torch import (
 
 _FILLS = frozenset(
     f"aten::{name}_"
-    for name in "normal uniform random bernoulli exponential geometric cauchy log_normal fill zero copy".split()
+    for name in (
+        "normal",
+        "uniform",
+        "random",
+        "bernoulli",
+        "exponential",
+        "geometric",
+        "cauchy",
+        "log_normal",
+        "fill",
+        "zero",
+        "copy",
+    )
 )
 """In place, and nothing of what was there before matters."""
 
@@ -43,6 +55,10 @@ class Recorder(TorchDispatchMode):
     """Records what happens to CPU tensors that are created inside of it. May be entered several times.
 
     Tensors with values take part as they are: what only concerns them is done, and what is read of them is remembered.
+
+    Raises:
+        RuntimeError: at an operation that can't be done again later. Nothing is lost then: the code can be run anew,
+            without a recorder.
     """
 
     def __init__(self) -> None:
@@ -51,6 +67,7 @@ class Recorder(TorchDispatchMode):
         self._fake_mode = _FakeMode(allow_non_fake_inputs=True)
         self._storages: dict[int, tuple[int, torch.UntypedStorage]] = {}
         self._given: dict[int, list[Given]] = {}
+        self._scratch = torch.UntypedStorage(0, device="cpu")
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -76,17 +93,17 @@ class Recorder(TorchDispatchMode):
 
     def tensors(self) -> list[Tensor]:
         """All tensors of the recording that somebody still holds."""
+        self._scratch = torch.UntypedStorage(0, device="cpu")
         gc.collect()
         return [x for x in gc.get_objects() if type(x) is FakeTensor and x.fake_mode is self._fake_mode]
 
     def view(self, x: Tensor) -> View:
         """Where a tensor of the recording lies."""
-        storage = x.untyped_storage()
         number, _ = self._storages.get(storage_id(x), (None, None))
         if number is None:
             raise RuntimeError(
-                "MegaTPStrategy: `configure_model` made a tensor by an operation that could not be recorded (in another"
-                " thread, or by a mode of its own). Create such layers in `__init__`."
+                f"a tensor of shape {tuple(x.shape)} was made where it can't be seen (in another thread, or by a mode"
+                " of its own)"
             )
         return View(number, x.dtype, tuple(x.shape), tuple(x.stride()), int(x.storage_offset()))
 
@@ -142,10 +159,7 @@ class Recorder(TorchDispatchMode):
     ) -> Any:
         """Do an operation on values. What it makes has values, too."""
         if written:
-            raise RuntimeError(
-                f"MegaTPStrategy: `configure_model` calls {func} on tensors whose values are not there yet. Create this"
-                " layer in `__init__`."
-            )
+            raise RuntimeError(f"{func} changes a tensor in place, in a way that depends on values")
         if state is not None:  # it has drawn already, for who would look at the generator
             (kwargs.get("generator") or torch.default_generator).set_state(state)
         return func(*self._real(args), **self._real(kwargs))
@@ -173,13 +187,19 @@ class Recorder(TorchDispatchMode):
         generator = kwargs.get("generator") or torch.default_generator
         state = generator.get_state()
         if _fills(func) and len(written) == 1:  # what is drawn does not depend on what is there
-            like = written[0]
-            empty = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="cpu")
+            scratch = self._scratch_like(written[0])
             rest = self._real((args[1:], kwargs))
-            func(empty, *rest[0], **rest[1])
+            func(scratch, *rest[0], **rest[1])
         else:
             func(*self._real(args), **self._real(kwargs))
         return state
+
+    def _scratch_like(self, x: Tensor) -> Tensor:
+        """Memory to draw into. It is kept: blocks that come and go would leave holes."""
+        length = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) + 1
+        if self._scratch.nbytes() < length * x.element_size():
+            self._scratch = torch.UntypedStorage(length * x.element_size(), device="cpu")
+        return View(0, x.dtype, tuple(x.shape), x.stride(), 0).of(self._scratch)
 
     def _entry(self, x: Any) -> Any:
         """What stands for an argument in the recording."""
@@ -209,10 +229,7 @@ class Recorder(TorchDispatchMode):
         """
         number, _ = self._storages.get(storage_id(x), (None, None))
         if number is not None and x.untyped_storage().nbytes() != self.recording.sizes[number]:
-            raise RuntimeError(
-                "MegaTPStrategy: `configure_model` resizes a tensor in place. Make a new one instead, or create this layer"
-                " in `__init__`."
-            )
+            raise RuntimeError("it resizes a tensor in place")
         return number is not None
 
     def _new(self, x: Tensor) -> View:

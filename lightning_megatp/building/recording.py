@@ -38,7 +38,7 @@ class View:
     def of(self, storage: torch.UntypedStorage) -> Tensor:
         """The tensor, in a storage with values."""
         empty = torch.empty(0, dtype=self.dtype, device="cpu")  # whatever the default device is just now
-        return empty.set_(storage, self.offset, self.shape, self.stride)  # type: ignore[call-overload,no-any-return]
+        return empty.set_(storage, self.offset, self.shape, self.stride)
 
     def covers(self, nbytes: int) -> bool:
         """Whether it is all of a storage, each element once."""
@@ -62,7 +62,7 @@ class Given:
     """A tensor with values that an operation reads. It is kept by reference, since it may be large."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self._tensor, self._version = tensor.detach(), tensor_version(tensor)
+        self._tensor, self._version = tensor, tensor_version(tensor)
 
     def keep(self) -> None:
         """It is about to be changed: go on with a copy."""
@@ -80,7 +80,7 @@ class Given:
                 "MegaTPStrategy: a tensor that `configure_model` initialised parameters with was changed in place"
                 " afterwards, before each rank has made its parameters. Use a copy of it there: `tensor.clone()`."
             )
-        return self._tensor
+        return self._tensor.detach()
 
 
 @dataclass(frozen=True)

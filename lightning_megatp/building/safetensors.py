@@ -47,9 +47,7 @@ def lazy_safetensors(recorder: Recorder, count: Callable[[int], None]) -> Iterat
 class _LazyFile:
     """What `safe_open` returns, with slices that are read later."""
 
-    def __init__(
-        self, file: Any, reopen: Callable[[], Any], recorder: Recorder, count: Callable[[int], None]
-    ) -> None:
+    def __init__(self, file: Any, reopen: Callable[[], Any], recorder: Recorder, count: Callable[[int], None]) -> None:
         self._file, self._reopen, self._recorder, self._count = file, reopen, recorder, count
 
     def __enter__(self) -> _LazyFile:
@@ -63,14 +61,14 @@ class _LazyFile:
         return getattr(self._file, name)
 
     def get_slice(self, key: str) -> _LazySlice:
-        return _LazySlice(self._file.get_slice(key), _Stored(self._reopen, key, self._count), self._recorder)
+        return _LazySlice(self._file.get_slice(key), Stored(self._reopen, key, self._count), self._recorder)
 
     def get_tensor(self, key: str) -> Tensor:
         return self.get_slice(key)[...]
 
 
 class _LazySlice:
-    def __init__(self, found: Any, stored: _Stored, recorder: Recorder) -> None:
+    def __init__(self, found: Any, stored: Stored, recorder: Recorder) -> None:
         self._found, self._stored, self._recorder = found, stored, recorder
 
     def __getattr__(self, name: str) -> Any:
@@ -84,7 +82,7 @@ class _LazySlice:
         return whole if index is Ellipsis else whole[index]
 
 
-class _Stored:
+class Stored:
     """A tensor in a safetensors file."""
 
     def __init__(self, reopen: Callable[[], Any], key: str, count: Callable[[int], None]) -> None:

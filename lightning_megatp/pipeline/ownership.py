@@ -161,5 +161,7 @@ class Ownership:
             fake: Tensor = self._fake_mode.from_tensor(x)
             return fake
         with self._fake_mode:
-            like = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=getattr(self._module, "device", "cpu"))
+            like = torch.empty_strided(
+                x.shape, x.stride(), dtype=x.dtype, device=getattr(self._module, "device", "cpu")
+            )
             return nn.Parameter(like, requires_grad=x.requires_grad)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -20,19 +21,16 @@ def is_conv1d(module: nn.Module) -> bool:
 def replaced_safe_open(replacement: Callable[..., Any]) -> Iterator[None]:
     """Let transformers open safetensors files by another function. It binds `safetensors.safe_open` in the module that
     loads models, when that is imported: before, or while this is active."""
-    import safetensors
-
-    original, module = safetensors.safe_open, "transformers.modeling_utils"
-    bound = getattr(sys.modules.get(module), "safe_open", original)
-    safetensors.safe_open = replacement
-    if module in sys.modules:
-        sys.modules[module].safe_open = replacement  # type: ignore[attr-defined]
+    files: Any = importlib.import_module("safetensors")
+    loader: Any = sys.modules.get("transformers.modeling_utils")
+    original = files.safe_open
+    for module in filter(None, (files, loader)):
+        module.safe_open = replacement
     try:
         yield
     finally:
-        safetensors.safe_open = original
-        if module in sys.modules:
-            sys.modules[module].safe_open = bound  # type: ignore[attr-defined]
+        for module in filter(None, (files, sys.modules.get("transformers.modeling_utils"))):
+            module.safe_open = original
 
 
 @contextlib.contextmanager
