@@ -161,6 +161,7 @@ class MegaTPStrategyBase(_Base):
         self.verify = verify
         self._first_batch: FirstBatch | None = None
         self._building: Building | None = None
+        self._before_building: Snapshot | None = None
         self.num_nodes = 1
         MeshShape.fit(tp * pp * (dp or 1), tp=tp, pp=pp, dp=dp)  # sizes below 1 raise here, where they were written
         if pp > 1:
@@ -229,7 +230,7 @@ class MegaTPStrategyBase(_Base):
         self._same_batch = SameBatch(self.mesh.group("pp", "tp"), self.root_device)
         self._seen.clear()
         self._steps = 0
-        self._building = None
+        self._building = self._before_building = None
 
     def _join_world(self, shape: MeshShape) -> None:
         """Create the default process group, unless somebody has, and start to watch the other ranks."""
@@ -292,7 +293,7 @@ class MegaTPStrategyBase(_Base):
         except Exception as error:  # the user's own will come again
             problem = f"{type(error).__name__}: {error}"
         if not (bool(problem) if self.mesh is None else self.reduce_boolean_decision(bool(problem), all=False)):
-            self._building = building
+            self._building, self._before_building = building, before
             return
         warn_once_per_run(
             "configure_model can't be recorded, so that every rank creates the whole model before it is split:"
@@ -367,7 +368,7 @@ class MegaTPStrategyBase(_Base):
         units = find_units(module) if self.pipeline is None else list(self.pipeline.stage_of_unit)
         for unit in (*map(module.get_submodule, units), module):
             building.materialize(unit, parallel.own_spec, self.root_device)
-        self._building = None
+        self._building = self._before_building = None
         self.model_to_device()
 
     def _print_plan(self, trainer: Any) -> None:
@@ -799,6 +800,9 @@ class MegaTPStrategyBase(_Base):
     def teardown(self) -> None:
         if requested() == "plan":
             return  # nothing was set up, and the model may be on meta
+        if self._before_building is not None:  # set-up failed: another run shall not find layers without values
+            self._before_building.restore()
+            self._building = self._before_building = None
         super().teardown()
         if self.pipeline is not None:
             self.pipeline.close()

@@ -150,7 +150,8 @@ def test_from_pretrained_reads_the_part_of_each_rank(layout: Layout, tmp_path: P
 def _resume(layout: Layout, first: Layout, folder: str) -> tuple[list[float], dict[str, Tensor]]:
     start, losses = Start(), Losses()
     path = Path(folder) / f"{first}.ckpt"
-    trainer = make_trainer(layout, "tied", max_epochs=2 if path.exists() else 1, callbacks=[start, losses])
+    epochs, strategy = 2 if path.exists() else 1, None if layout.plain else {"plan": "auto"}
+    trainer = make_trainer(layout, strategy=strategy, max_epochs=epochs, callbacks=[start, losses])
     torch.manual_seed(8)
     trainer.fit(Late("nano"), train_loader(layout, 2), ckpt_path=path if path.exists() else None, weights_only=True)
     if not path.exists():
@@ -210,3 +211,21 @@ def test_a_rank_never_holds_much_more_than_its_part() -> None:
     for peak, held in run_program(TP2_PP2, _peak):
         assert 90 < held < 110  # of 400
         assert peak < held + 50 + 50, peak  # a layer, and what a Trainer needs
+
+
+def _twice(layout: Layout) -> tuple[str, list[float]]:
+    """A set-up that fails once the layers are there, and another with the same module."""
+    module = Late("nano")
+    torch.manual_seed(5)
+    with pytest.raises(ValueError, match="matches no module") as refused:
+        make_trainer(layout, strategy={"plan": {"nothing": "row"}}).fit(module, train_loader(layout, 1))
+    losses = Losses()
+    torch.manual_seed(5)
+    make_trainer(layout, strategy={"plan": "auto"}, callbacks=[losses]).fit(module, train_loader(layout, 1))
+    return str(refused.value), losses.losses
+
+
+def test_after_a_refusal_the_layers_are_created_anew() -> None:
+    expected, _ = run_program(PLAIN, _with, "nano", {})[0]
+    for _, losses in run_program(TP2, _twice):
+        assert losses == pytest.approx(expected, rel=1e-9)
