@@ -16,6 +16,7 @@ from tests.distributed.training import (
     PLAIN,
     PP2,
     TP2,
+    TP2_DP2,
     TP2_PP2,
     Layout,
     make_trainer,
@@ -78,6 +79,7 @@ def _train(layout: Layout, kind: str, *args: Any) -> tuple[list[float], dict[str
         pytest.param("nano", PP2, marks=EXTENDED),
         *(pytest.param(kind, layout, marks=EXTENDED) for kind in ("tied", "llama") for layout in (TP2, PP2)),
         pytest.param("pixels", TP2, marks=EXTENDED),
+        pytest.param("nano", TP2_DP2, marks=EXTENDED),
     ],
     ids=str,
 )
