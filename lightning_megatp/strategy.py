@@ -80,7 +80,8 @@ else:
 class MegaTPStrategyBase(_Base):
     """Megatron's tensor, sequence and data parallelism for an unmodified LightningModule.
 
-    Layers that the module creates in `configure_model` are never whole on any rank; see the documentation on large models.
+    Layers that the module creates in `configure_model` are never whole on any rank; see the documentation on large
+    models.
 
     Args:
         tp: Tensor-parallel size: how many ranks share each layer. The product of `tp`, `pp` and `dp` is the number of
