@@ -67,7 +67,6 @@ class Recorder(TorchDispatchMode):
         self._fake_mode = _FakeMode(allow_non_fake_inputs=True)
         self._storages: dict[int, tuple[int, torch.UntypedStorage]] = {}
         self._given: dict[int, list[Given]] = {}
-        self._scratch = torch.UntypedStorage(0, device="cpu")
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -93,7 +92,6 @@ class Recorder(TorchDispatchMode):
 
     def tensors(self) -> list[Tensor]:
         """All tensors of the recording that somebody still holds."""
-        self._scratch = torch.UntypedStorage(0, device="cpu")
         gc.collect()
         return [x for x in gc.get_objects() if type(x) is FakeTensor and x.fake_mode is self._fake_mode]
 
@@ -195,11 +193,10 @@ class Recorder(TorchDispatchMode):
         return state
 
     def _scratch_like(self, x: Tensor) -> Tensor:
-        """Memory to draw into. It is kept: blocks that come and go would leave holes."""
+        """Memory to draw into."""
         length = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) + 1
-        if self._scratch.nbytes() < length * x.element_size():
-            self._scratch = torch.UntypedStorage(length * x.element_size(), device="cpu")
-        return View(0, x.dtype, tuple(x.shape), x.stride(), 0).of(self._scratch)
+        spare = self.recording.spare(length * x.element_size())
+        return View(0, x.dtype, tuple(x.shape), x.stride(), 0).of(spare)
 
     def _entry(self, x: Any) -> Any:
         """What stands for an argument in the recording."""

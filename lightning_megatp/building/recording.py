@@ -133,6 +133,7 @@ class Recording:
         self._writers: dict[int, list[int]] = {}
         self.sizes: dict[int, int] = {}
         """Storage -> its bytes."""
+        self._spare = torch.UntypedStorage(0, device="cpu")
 
     def __len__(self) -> int:
         return len(self._operations)
@@ -155,10 +156,19 @@ class Recording:
     def part(self, view: View, spec: ShardSpec) -> Tensor:
         """A rank's part of a tensor. Where it is a copy of what lies elsewhere, no more than the part is read.
 
-        Memory: otherwise that of `values`, given back at once.
+        Memory: otherwise that of `values`, used for the next one again.
         """
         found = self._part_elsewhere(view, spec, len(self._operations))
-        return spec.take(self.values([view])[0]) if found is None else found
+        if found is not None:
+            return found
+        memory = self._replay({view.storage}, {view.storage: self.spare(self.sizes[view.storage])})
+        return spec.take(view.of(memory[view.storage]))
+
+    def spare(self, nbytes: int) -> torch.UntypedStorage:
+        """Memory for a moment, always the same: blocks that come and go would leave holes in the heap."""
+        if self._spare.nbytes() < nbytes:
+            self._spare = torch.UntypedStorage(nbytes, device="cpu")
+        return self._spare
 
     def _part_elsewhere(self, view: View, spec: ShardSpec, until: int) -> Tensor | None:
         """A part of a tensor that is, at some time, a copy of another or of a source; else None."""
@@ -181,10 +191,15 @@ class Recording:
             part = spec.take(origin.get()) if origin.get().shape == view.shape else None
         return None if part is None else part.to(view.dtype)
 
-    def _replay(self, storages: set[int]) -> Memory:
+    def _replay(self, storages: set[int], memory: Memory | None = None) -> Memory:
+        """Do again what the values of some storages depend on.
+
+        Args:
+            memory: to be written to, where it has one of them.
+        """
+        memory = {} if memory is None else memory
         needed = sorted(self._needed(storages))
         last_use = {storage: i for i in needed for storage in self._operations[i].needs | self._operations[i].writes}
-        memory: Memory = {}
         with torch.no_grad():
             for index in needed:
                 operation = self._operations[index]

@@ -111,16 +111,20 @@ class Ownership:
     @contextlib.contextmanager
     def unmade_as_fakes(self) -> Iterator[None]:
         """Let parameters that have no values yet be what a dry run makes of those that have."""
-        before = [(child, name, p) for child in self._module.modules() for name, p in child._parameters.items()]
-        fakes: dict[int, Tensor] = {}
-        for child, name, parameter in before:
-            if parameter is not None and parameter.is_meta:
-                child._parameters[name] = fakes.setdefault(id(parameter), self._fake(parameter))  # type: ignore[assignment]
+        unmade = [
+            (child, name, p)
+            for child in self._module.modules()
+            for name, p in child._parameters.items()
+            if p is not None and p.is_meta
+        ]
+        fakes = {id(p): self._fake(p) for _, _, p in unmade}
+        for child, name, parameter in unmade:
+            setattr(child, name, fakes[id(parameter)])  # recurrent layers keep a list of their weights, and follow this
         try:
             yield
         finally:
-            for child, name, parameter in before:
-                child._parameters[name] = parameter
+            for child, name, parameter in unmade:
+                setattr(child, name, parameter)
 
     @contextlib.contextmanager
     def buffers_aside(self) -> Iterator[None]:

@@ -204,8 +204,10 @@ def forget_fakes(mode: FakeTensorMode) -> None:
 def attributes_of_fakes(x: Tensor) -> frozenset[str]:
     """The attributes that a fake tensor has by itself; whatever else it has, somebody gave it. They have no public
     names (2.13)."""
+    if not is_fake(x):
+        return frozenset()
     with FakeTensorMode():
-        return frozenset(vars(torch.empty(0))) if is_fake(x) else frozenset()
+        return frozenset(vars(torch.empty(0)))
 
 
 @contextlib.contextmanager
