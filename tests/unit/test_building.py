@@ -46,9 +46,9 @@ class Odd(nn.Module):
         self.masked = nn.Parameter(torch.rand(5, 5).masked_fill_(torch.eye(5) > 0, -1.0))
         self.normalised = nn.Parameter(nn.functional.normalize(torch.randn(4, 8), dim=-1))
         self.scaled = nn.Parameter(torch.empty(3, 3).normal_().div_(math.sqrt(3)).t().contiguous())
-        self.half = nn.Linear(4, 4, dtype=torch.bfloat16)
+        self.narrow = nn.Linear(4, 4, dtype=torch.bfloat16)
         self.other = nn.Linear(4, 4)
-        self.other.weight.data = self.half.weight.data.t().float()
+        self.other.weight.data = self.narrow.weight.data.t().float()
         self.other.weight.data[1:3, ::2] = 7.0
         with torch.no_grad():
             self.other.bias.copy_(torch.arange(4)).clamp_(max=2.0)
