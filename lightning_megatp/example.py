@@ -41,6 +41,8 @@ class Example:
         self.module = trainer.lightning_module
         self._step = getattr(self.module, _STEPS[trainer.state.fn])
         self.problem = "no batch could be looked at"
+        self.weights: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+        """Where a step runs, so that it finds parameters that have no values yet."""
 
     @functools.cached_property
     def batch(self) -> Any:
@@ -72,7 +74,7 @@ class Example:
 
     def step(self, batch: Any) -> Any:
         """The user's step on such a batch, in its contexts. It leaves nothing: no state, log or random number."""
-        with random_state_kept(), untouched(self.module), without_logging(self.module):
+        with random_state_kept(), untouched(self.module), without_logging(self.module), self.weights():
             return self.bare_step(batch)
 
     def bare_step(self, batch: Any) -> Any:

@@ -16,7 +16,7 @@ from lightning_megatp.gradients.rows import DividedParameter
 from lightning_megatp.messages import warn_once_per_run
 from lightning_megatp.plan.ranges import length
 from lightning_megatp.plan.resolve import ParallelPlan
-from lightning_megatp.plan.shard import ShardedTensorSpec
+from lightning_megatp.plan.shard import ShardedTensorSpec, ShardSpec
 from lightning_megatp.shim.torch import handle_checkpoints, tree_map
 from lightning_megatp.tensor.context import Region, TensorContext
 from lightning_megatp.tensor.layers import ParallelLayer
@@ -143,6 +143,11 @@ class ParallelModule:
     def spec(self, parameter: Tensor) -> ShardedTensorSpec | None:
         """The shards of a parameter; None where it is whole."""
         return self.sharded.get(id(parameter))
+
+    def own_spec(self, parameter: Tensor) -> ShardSpec | None:
+        """What this rank owns of a parameter; None for all of it."""
+        spec = self.spec(parameter)
+        return None if spec is None else spec.spec(self.context.rank)
 
     def spec_of(self, name: str) -> ShardedTensorSpec | None:
         """The same by any of its names in the state dict; None for whole parameters, buffers and unknown names."""

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_megatp.building.building import Building
 from lightning_megatp.example import Example, untouched
 from lightning_megatp.mesh import ParallelMesh
 from lightning_megatp.messages import warn_once_per_run
@@ -62,6 +63,7 @@ class ParallelismPlugin:
         device: torch.device,
         sequence_parallel: bool = True,
         example: Example | None = None,
+        building: Building | None = None,
     ) -> ParallelModule:
         """Give every rank rank 0's values, then swap the planned layers, in place.
 
@@ -70,11 +72,12 @@ class ParallelismPlugin:
                 the same tp, is taken as it is.
             device: where the parameters go, shard by shard.
             example: calls of the user's step on one batch; asked for if the plan leaves layers to `auto`.
+            building: knows the parameters that have no values yet; they are cut now, and made later.
 
         Raises:
             ValueError: the plan does not fit the model (see `plan.resolve.resolve`).
 
-        Communication: one broadcast of every parameter and buffer over the world.
+        Communication: one broadcast over the world of every parameter and buffer that has values.
         """
         before = self.split_form(module)
         if before is not None:
@@ -92,7 +95,7 @@ class ParallelismPlugin:
             )
         context = TensorContext(mesh.group("tp"))
         specs = plan.parameters if mesh.size("tp") > 1 else {}
-        self._place_values(module, mesh, device, specs)
+        self._place_values(module, mesh, device, specs, building)
         if mesh.size("tp") > 1:
             self._swap_all(module, plan, context, whole_between=mesh.size("pp") > 1)
         parallel = ParallelModule(module, plan, context, specs)
@@ -163,18 +166,24 @@ class ParallelismPlugin:
         parallel.sum_partial_gradients()
 
     def _place_values(
-        self, module: nn.Module, mesh: ParallelMesh, device: torch.device, specs: Mapping[str, Any]
+        self,
+        module: nn.Module,
+        mesh: ParallelMesh,
+        device: torch.device,
+        specs: Mapping[str, Any],
+        building: Building | None,
     ) -> None:
         for name, tensor in _tensors(module):
-            if tensor.is_meta:
+            if not tensor.is_meta:
+                value = tensor.data.to(device).contiguous()
+                if dist.get_world_size() > 1:
+                    dist.broadcast(value.reshape(-1).view(torch.uint8), src=0)  # bytes: gloo doesn't know every dtype
+                tensor.data = value
+            elif building is None or tensor not in building:
                 raise ValueError(
-                    f"MegaTPStrategy: `{name}` is on the meta device. Create the layers with values, in `__init__` or"
-                    " `configure_model`."
+                    f"MegaTPStrategy: `{name}` is on the meta device. Create the layers with values, in `__init__`, or"
+                    ' in `configure_model` without `device="meta"`.'
                 )
-            value = tensor.data.to(device).contiguous()
-            if dist.get_world_size() > 1:
-                dist.broadcast(value.reshape(-1).view(torch.uint8), src=0)  # bytes: gloo doesn't know every dtype
-            tensor.data = value
             if name in specs:
                 assert isinstance(tensor, nn.Parameter)
                 shard_(tensor, specs[name], mesh.rank("tp"))

@@ -22,9 +22,7 @@ def synchronize_random_state(mesh: ParallelMesh) -> None:
 
     Communication: one object broadcast over the world (about 8 KB), at set-up.
     """
-    states: list[Any] = [random_state() if mesh.global_rank == 0 else None]
-    dist.broadcast_object_list(states, src=0)
-    set_random_state(states[0])
+    share_random_state()
     if mesh.rank("dp") > 0:
         generator = torch.Generator()
         generator.set_state(torch.get_rng_state())
@@ -33,6 +31,16 @@ def synchronize_random_state(mesh: ParallelMesh) -> None:
         random.seed(seed)
         np.random.seed(seed % 2**32)
         torch.manual_seed(seed)
+
+
+def share_random_state() -> None:
+    """Give every rank rank 0's random state.
+
+    Communication: one object broadcast over the world (about 8 KB).
+    """
+    states: list[Any] = [random_state() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(states, src=0)
+    set_random_state(states[0])
 
 
 def gather_random_states(mesh: ParallelMesh) -> list[dict[str, Any]] | None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from pathlib import Path
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -28,6 +30,7 @@ def print_layout(parallel: ParallelModule, mesh: ParallelMesh, pipeline: Pipelin
     console.print(memory_table(parallel))
     if parallel.recomputation is not None and parallel.recomputation.options.kind != "none":
         console.print(parallel.recomputation.describe())
+    console.print(peak_memory(), style="italic")
 
 
 def layer_table(parallel: ParallelModule) -> Table:
@@ -85,6 +88,18 @@ def memory_table(parallel: ParallelModule) -> Table:
         names = ", ".join(f"{name} ({numel:,})" for numel, name in sorted(largest, reverse=True)[:3])
         table.caption = f"Largest whole parameters (not in the plan): {names}"
     return table
+
+
+def peak_memory() -> str:
+    """The most memory that this process had until now: on the host, as Linux counts it, and on its GPU."""
+    found = []
+    status = Path("/proc/self/status")
+    if status.exists():
+        kilobytes = re.search(r"VmHWM:\s*(\d+)", status.read_text())
+        found += [f"{int(kilobytes[1]) / 2**20:,.2f} GiB of host memory"] if kilobytes else []
+    if torch.cuda.is_available():
+        found.append(f"{torch.cuda.max_memory_allocated() / 2**30:,.2f} GiB of GPU memory")
+    return f"Peak of this process until now: {' and '.join(found) or 'unknown'}"
 
 
 def _grouped(layers: Iterable[LayerPlan]) -> dict[str, list[LayerPlan]]:

@@ -7,16 +7,18 @@ import contextlib
 import functools
 import os
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_only
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim import Optimizer
 
+from lightning_megatp.building.building import Building
 from lightning_megatp.checkpoint.methods import CheckpointMethods
 from lightning_megatp.commands import Done, requested
 from lightning_megatp.commands.proof import prepare
@@ -29,6 +31,7 @@ from lightning_megatp.gradients.elementwise import check_elementwise
 from lightning_megatp.gradients.norm import clip_by_norm
 from lightning_megatp.gradients.sharding import ZeroOptions, ZeroSharding
 from lightning_megatp.mesh import MeshShape, ParallelMesh
+from lightning_megatp.messages import warn_once_per_run
 from lightning_megatp.metrics import gather_metrics_over
 from lightning_megatp.module import ParallelModule
 from lightning_megatp.pipeline.batch import Backward
@@ -41,10 +44,12 @@ from lightning_megatp.pipeline.build import (
 )
 from lightning_megatp.pipeline.pipeline import Pipeline
 from lightning_megatp.pipeline.schedule import make_schedule
+from lightning_megatp.pipeline.snapshot import Snapshot
 from lightning_megatp.pipeline.trace import StepTrace
+from lightning_megatp.pipeline.units import find_units
 from lightning_megatp.plan.auto.discover import discover, look
 from lightning_megatp.plugin import ParallelismPlugin
-from lightning_megatp.randomness import synchronize_random_state
+from lightning_megatp.randomness import random_state, set_random_state, share_random_state, synchronize_random_state
 from lightning_megatp.recompute.blocks import recompute_blocks
 from lightning_megatp.recompute.offload import OffloadActivations
 from lightning_megatp.recompute.options import RecomputeOptions
@@ -57,6 +62,9 @@ from lightning_megatp.verify import FirstBatch
 
 class MegaTPStrategyBase(CheckpointMethods):
     """Megatron's tensor, sequence and data parallelism for an unmodified LightningModule.
+
+    Layers that the module creates in `configure_model` are never whole on any rank; see the documentation on large
+    models.
 
     Args:
         tp: Tensor-parallel size: how many ranks share each layer. The product of `tp`, `pp` and `dp` is the number of
@@ -157,6 +165,8 @@ class MegaTPStrategyBase(CheckpointMethods):
         self.verify = verify
         self.zero = ZeroOptions(zero, offload, dp_replicate, reduce_dtype)
         self._first_batch: FirstBatch | None = None
+        self._building: Building | None = None
+        self._before_building: Snapshot | None = None
         self.num_nodes = 1
         MeshShape.fit(tp * pp * (dp or 1), tp=tp, pp=pp, dp=dp)  # sizes below 1 raise here, where they were written
         if pp > 1:
@@ -226,6 +236,7 @@ class MegaTPStrategyBase(CheckpointMethods):
         self._same_batch = SameBatch(self.mesh.group("pp", "tp"), self.root_device)
         self._seen.clear()
         self._steps = 0
+        self._building = self._before_building = None
 
     def _join_world(self, shape: MeshShape) -> None:
         """Create the default process group, unless somebody has, and start to watch the other ranks."""
@@ -266,31 +277,78 @@ class MegaTPStrategyBase(CheckpointMethods):
 
     # ---------------------------------------------------------------- set-up
 
+    @contextlib.contextmanager
+    def model_sharded_context(self) -> Iterator[None]:
+        """Around `configure_model`: what creates layers there is recorded, and each rank makes only what it holds.
+
+        If it can't be recorded, it is run once more on all ranks, as if this were one device.
+
+        Communication: one object broadcast over the world, of the random state, and one all-reduce of an element.
+        """
+        module = self.lightning_module
+        if module is None or module.trainer.state.status != "running":  # trainer.init_module(), outside of a run
+            yield
+            return
+        if self.mesh is not None:
+            share_random_state()
+        before, state, building, problem = Snapshot(module), random_state(), Building(), ""
+        try:
+            with torch.device("cpu"), building.record():
+                yield
+            building.check()
+        except Exception as error:  # the user's own will come again
+            problem = f"{type(error).__name__}: {error}"
+        if not (bool(problem) if self.mesh is None else self.reduce_boolean_decision(bool(problem), all=False)):
+            self._building, self._before_building = building, before
+            return
+        warn_once_per_run(
+            "configure_model can't be recorded, so that every rank creates the whole model before it is split:"
+            f" {problem or 'another rank says why'}."
+        )
+        before.restore()
+        set_random_state(state)
+        with torch.device("cpu"), self.precision_plugin.module_init_context():
+            module.configure_model()
+
     def setup(self, trainer: Any) -> None:
         assert self.accelerator is not None and self.lightning_module is not None
         self.accelerator.setup(trainer)
         module = self.lightning_module
+        building = self._building
+        with nullcontext() if building is None else building.record():
+            if trainer.state.fn == "fit" and self._layer_sync is not None:
+                self._layer_sync.apply(module)  # Trainer(sync_batchnorm=True)
+            self.model = self.precision_plugin.convert_module(module)
+        if building is not None:
+            building.finish(module)
+        if building and self.parallelism.split_form(module) is not None:
+            raise ValueError(
+                "MegaTPStrategy: configure_model creates the layers once more, of a LightningModule that an earlier run"
+                " has split. Let it return where they exist: `if self.model is not None: return`."
+            )
         if requested() == "plan":
             self._print_plan(trainer)
         mesh = self._mesh()
-        if trainer.state.fn == "fit" and self._layer_sync is not None:
-            self._layer_sync.apply(module)  # Trainer(sync_batchnorm=True)
-        self.model = self.precision_plugin.convert_module(module)
         if requested() == "verify":
             self._prepare_to_verify(trainer)
         if self.verify and trainer.state.fn == "fit" and self.parallelism.split_form(module) is None:
-            self._first_batch = FirstBatch(module, keep=self.is_global_zero)
-        example = Example(trainer, self.precision_plugin)
+            self._first_batch = FirstBatch(module, keep=self.is_global_zero, building=building)
+        example = self._example(trainer)
         self.parallel = self.parallelism.parallelize(
-            module, mesh, self.root_device, self.sequence_parallel, example=example
+            module, mesh, self.root_device, self.sequence_parallel, example=example, building=building
         )
         self.model_to_device()
         recompute_blocks(self.parallel, self.recompute)  # stands in for forwards before a pipeline intercepts them
+        if building is not None:  # what is outside of units belongs to all stages, and a dry run computes with it
+            units = map(module.get_submodule, find_units(module))
+            building.materialize(module, self.parallel.own_spec, self.root_device, without=units)
         self.pipeline = self._make_pipeline(self.parallel, mesh, example)
         if self.parallel.recomputation is not None:
             stages = None if self.pipeline is None else self.pipeline.stage_of_unit
             self.parallel.recomputation.choose(self.recompute, stages)
         self.sharding = self._divide(self.parallel, mesh, example)
+        if building is not None:
+            self._materialize_units(building, self.parallel)
         if (self.parallel.sharded or self.pp > 1 or self.sharding) and (
             averaging := averaging_callback(trainer)
         ) is not None:
@@ -313,6 +371,26 @@ class MegaTPStrategyBase(CheckpointMethods):
         if self.summary and fitting and self.is_global_zero:
             print_layout(self.parallel, mesh, self.pipeline)
 
+    def _example(self, trainer: Any) -> Example:
+        example = Example(trainer, self.precision_plugin)
+        if self._building is not None:
+            example.weights = functools.partial(self._building.on_demand, trainer.lightning_module)
+        return example
+
+    def _materialize(self, module: nn.Module) -> None:
+        """Make what this rank holds of a module, as far as it was recorded."""
+        if self._building is not None:
+            self._building.materialize(module, self._parallel().own_spec, self.root_device)
+
+    def _materialize_units(self, building: Building, parallel: ParallelModule) -> None:
+        """Make, unit by unit, what this rank holds of the parameters that were recorded."""
+        module = parallel.module
+        units = find_units(module) if self.pipeline is None else list(self.pipeline.stage_of_unit)
+        for unit in (*map(module.get_submodule, units), module):
+            self._materialize(unit)
+        self._building = self._before_building = None
+        self.model_to_device()
+
     def _print_plan(self, trainer: Any) -> None:
         """For `megatp plan`: what would be split, without ranks; then the process ends."""
         module = self.lightning_module
@@ -323,7 +401,7 @@ class MegaTPStrategyBase(CheckpointMethods):
         results: list[Any] = []
         problems: list[str] = []
         if plan.open:
-            example = Example(trainer, self.precision_plugin)
+            example = self._example(trainer)
             steps = example.calls()
             kinds, problems = look(module, plan, steps)
             found = discover(module, self.tp, kinds, plan)
@@ -342,6 +420,8 @@ class MegaTPStrategyBase(CheckpointMethods):
         assert self.lightning_module is not None
         if trainer.state.fn != "fit" or self.parallelism.split_form(self.lightning_module) is not None:
             raise ValueError("megatp verify compares a training step, and the script runs something else before fit.")
+        if self._building is not None:  # every weight is changed, and the whole is compared
+            self._building.materialize(self.lightning_module, lambda parameter: None, torch.device("cpu"))
         prepare(trainer, self.lightning_module)
         self._precision_plugin = self.namespace.double()
         self.verify = True
@@ -377,7 +457,7 @@ class MegaTPStrategyBase(CheckpointMethods):
                 units, touched = units_in_use(parallel.module, example, mesh.device)
             else:
                 units, touched = self.pipeline.own_units, set(self.pipeline.touched)
-            parallel.sharding = ZeroSharding(parallel, mesh, self.zero, units, touched)
+            parallel.sharding = ZeroSharding(parallel, mesh, self.zero, units, touched, self._materialize)
         if self.pipeline is not None:
             self.pipeline.sharding = parallel.sharding
         sharding: ZeroSharding | None = parallel.sharding
@@ -411,8 +491,14 @@ class MegaTPStrategyBase(CheckpointMethods):
                     group[key] = [item for item, keep in zip(group[key], held, strict=True) if keep]
 
     def model_to_device(self) -> None:
+        """Everything but parameters that have no values yet."""
         assert self.model is not None
-        self.model.to(self.root_device)
+        if not any(parameter.is_meta for parameter in self.model.parameters()):
+            self.model.to(self.root_device)
+            return
+        for part in self.model.modules():
+            if not any(parameter.is_meta for parameter in part.parameters()):
+                part.to(self.root_device)
 
     def _agree_on_precision(self) -> None:
         """Clip by the norm of the unsplit model, and let all ranks skip a step when one found inf or nan."""
@@ -732,6 +818,9 @@ class MegaTPStrategyBase(CheckpointMethods):
     def teardown(self) -> None:
         if requested() == "plan":
             return  # nothing was set up, and the model may be on meta
+        if self._before_building is not None:  # set-up failed: another run shall not find layers without values
+            self._before_building.restore()
+            self._building = self._before_building = None
         super().teardown()
         if self.pipeline is not None:
             self.pipeline.close()

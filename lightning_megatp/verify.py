@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_megatp.building.building import Building
 from lightning_megatp.commands import requested
 from lightning_megatp.commands.proof import print_errors
 from lightning_megatp.messages import warn_once_per_run
@@ -34,10 +35,13 @@ class FirstBatch:
     Args:
         module: the LightningModule, before it is split.
         keep: whether this rank has the copy, and compares; the others only help to gather.
+        building: makes the copy's parameters, where the module's have no values yet.
     """
 
-    def __init__(self, module: Any, keep: bool) -> None:
+    def __init__(self, module: Any, keep: bool, building: Building | None = None) -> None:
         self.module = _copy(module) if keep else None
+        if self.module is not None and building is not None:
+            building.fill(self.module, module)
         self._loss: Tensor | None = None
         self._half = False
 

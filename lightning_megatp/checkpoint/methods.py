@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 
+from lightning_megatp.building.building import Building
 from lightning_megatp.checkpoint.full import (
     full_optimizer_state,
     full_state_dict,
@@ -36,6 +38,7 @@ class CheckpointMethods(_Base):
 
     parallelism: ParallelismPlugin
     pp: int
+    _building: Building | None
     _random_states: list[dict[str, Any]] | None = None
 
     def _mesh(self) -> ParallelMesh:
@@ -90,7 +93,8 @@ class CheckpointMethods(_Base):
             state = local_state_dict(state, split)
         if split is not None and split.order:
             state = own_state_dict(state, split)
-        self.lightning_module.load_state_dict(state, strict=strict)
+        with contextlib.nullcontext() if self._building is None else self._building.record():
+            self.lightning_module.load_state_dict(state, strict=strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         parallel, mesh = self._parallel(), self._mesh()

@@ -95,6 +95,7 @@ class ZeroSharding:
         options: level > 0.
         units: names of the modules that are gathered one by one, of this rank only.
         together: names of parameters that are used beside their units.
+        make: gives the parameters of a module their values, if they have none yet; called right before it is divided.
 
     Communication per step, of the P parameters of this rank's stages over d ranks: levels 1 and 2 gather them once,
     (d - 1) / d P received; level 3 once per forward and once per backward of every microbatch. Gradients are
@@ -108,6 +109,7 @@ class ZeroSharding:
         options: ZeroOptions,
         units: Sequence[str],
         together: Collection[str] = (),
+        make: Callable[[nn.Module], None] = lambda module: None,
     ) -> None:
         self.parallel, self.mesh, self.options = parallel, mesh, options
         module = parallel.module
@@ -126,7 +128,9 @@ class ZeroSharding:
         self.units = _large(module, units, apart)
         self._holders = {unit: _Holder(module.get_submodule(unit)) for unit in self.units}
         for holder in self._holders.values():
+            make(holder.unit)
             shard(holder, {p for p in holder.parameters() if id(p) not in apart}, options.level == 3)
+        make(module)
         rest = {p for p in module.parameters() if id(p) not in whole and not isinstance(p, DTensor)}
         in_rest = {name for name, p in module.named_parameters() if p in rest}
         self._root = _Root(module, self._holders.values())

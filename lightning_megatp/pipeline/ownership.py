@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from lightning_megatp.shim.torch import FakeTensorMode, is_fake
@@ -108,6 +109,24 @@ class Ownership:
                 emptied.module.__dict__[emptied.kind] = held
 
     @contextlib.contextmanager
+    def unmade_as_fakes(self) -> Iterator[None]:
+        """Let parameters that have no values yet be what a dry run makes of those that have."""
+        unmade = [
+            (child, name, p)
+            for child in self._module.modules()
+            for name, p in child._parameters.items()
+            if p is not None and p.is_meta
+        ]
+        fakes = {id(p): self._fake(p) for _, _, p in unmade}
+        for child, name, parameter in unmade:
+            setattr(child, name, fakes[id(parameter)])  # recurrent layers keep a list of their weights, and follow this
+        try:
+            yield
+        finally:
+            for child, name, parameter in unmade:
+                setattr(child, name, parameter)
+
+    @contextlib.contextmanager
     def buffers_aside(self) -> Iterator[None]:
         """Let the module run on copies of its buffers: without data those of units, real ones the others."""
         owners = self.of_units()
@@ -134,8 +153,19 @@ class Ownership:
 
     def _empty(self, child: nn.Module, kind: str, foreign: dict[str, Tensor]) -> None:
         held = child.__dict__[kind]
-        fakes: dict[str, Tensor] = {name: self._fake_mode.from_tensor(tensor) for name, tensor in foreign.items()}
+        fakes = {name: self._fake(tensor) for name, tensor in foreign.items()}
         self._emptied.append(_Emptied(child, kind, tuple(held), fakes))
         for name, fake in fakes.items():
             setattr(child, name, fake)  # recurrent layers keep a list of their weights, and follow this
             child.__dict__[name] = child.__dict__[kind].pop(name)
+
+    def _fake(self, x: Tensor) -> Tensor:
+        """What stands for a tensor; for one on meta, as it will be on the device of the module."""
+        if not x.is_meta:
+            fake: Tensor = self._fake_mode.from_tensor(x)
+            return fake
+        with self._fake_mode:
+            like = torch.empty_strided(
+                x.shape, x.stride(), dtype=x.dtype, device=getattr(self._module, "device", "cpu")
+            )
+            return nn.Parameter(like, requires_grad=x.requires_grad)

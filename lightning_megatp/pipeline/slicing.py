@@ -87,7 +87,8 @@ class Slicer:
         batch = copy.deepcopy(batch)
         in_batch = tensors_of(batch)
         versions = [tensor_version(x) for x in in_batch]
-        with self._prepared_to_plan(), self._ownership.present(), self._ownership.buffers_aside():
+        owned = self._ownership
+        with self._prepared_to_plan(), owned.present(), owned.unmade_as_fakes(), owned.buffers_aside():
             snapshot = Snapshot(self.module)
             tracer = self._tracer(snapshot)
             try:

@@ -18,25 +18,29 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 # torch.utils._pytree is what torch's own containers go through (torch.func, export, FSDP2); the public alternative
 # (torch.utils.pytree) does not exist before 2.14. DisableTorchFunctionSubclass is documented in "Extending PyTorch" but
 # has no public home. FakeTensorMode (what torch.compile and torch.export plan with: shapes, dtypes and devices without
-# data) has no public import path.
+# data) has no public import path, and TorchDispatchMode only the one "Extending PyTorch" names.
 __all__ = [
     "DataDependentOutputException",
     "DisableTorchFunctionSubclass",
     "DynamicOutputShapeException",
     "FakeTensor",
     "FakeTensorMode",
+    "TorchDispatchMode",
     "UnsupportedOperatorException",
     "accumulated_parameter",
     "accumulates_into",
     "all_gather_single",
+    "attributes_of_fakes",
     "checkpoint_region",
     "current_backward_node",
     "entry_of",
+    "forget_fakes",
     "functorch_is_active",
     "gradient_hooks",
     "handle_checkpoints",
@@ -44,6 +48,7 @@ __all__ = [
     "is_compiled",
     "is_fake",
     "is_parameter_view",
+    "is_random",
     "is_view",
     "reduce_scatter_single",
     "sdpa_is_fused",
@@ -53,8 +58,14 @@ __all__ = [
     "tree_leaves",
     "tree_map",
     "tree_unflatten",
+    "weights_of_recurrent_layers_renewed",
+    "without_dispatch_modes",
     "without_mode",
+    "written_arguments",
 ]
+
+without_dispatch_modes = _disable_current_modes
+"""Do what is inside as if no TorchDispatchMode were active (2.11-2.13)."""
 
 # torch 2.13 renames these two and warns at the names that 2.11 knows.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -227,3 +238,47 @@ def checkpoint_region() -> object | None:
     the same for all of it. Such a region is known by its saved-tensor hooks (2.11-2.13)."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks[0] if hooks and hooks[0].__module__ == "torch.utils.checkpoint" else None
+
+
+def written_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The arguments that an operation changes in place. Its schema tells, which has no public name (2.11-2.13)."""
+    found: list[Tensor] = []
+    for index, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[index] if index < len(args) and not argument.kwarg_only else kwargs.get(argument.name)
+            found += [x for x in tree_leaves(value) if isinstance(x, Tensor)]
+    return found
+
+
+def is_random(func: Any) -> bool:
+    """Whether an operation draws from a generator. `torch.Tag` is public, the names of its members are not (2.13)."""
+    return torch.Tag.nondeterministic_seeded in func.tags
+
+
+def forget_fakes(mode: FakeTensorMode) -> None:
+    """Let a mode forget the tensors it made. It keeps weak references to them (2.13), which `torch.utils.swap_tensors`
+    refuses."""
+    mode.fake_tensor_converter.meta_converter.tensor_memo.clear()
+
+
+def attributes_of_fakes(x: Tensor) -> frozenset[str]:
+    """The attributes that a fake tensor has by itself; whatever else it has, somebody gave it. They have no public
+    names (2.13)."""
+    if not is_fake(x):
+        return frozenset()
+    with FakeTensorMode():
+        return frozenset(vars(torch.empty(0)))
+
+
+@contextlib.contextmanager
+def weights_of_recurrent_layers_renewed(module: nn.Module) -> Iterator[None]:
+    """Around a change of what a module's parameters are. Recurrent layers keep lists of theirs, one of weak references,
+    which `torch.utils.swap_tensors` refuses; no public name makes these lists anew (2.11-2.13)."""
+    layers = [child for child in module.modules() if isinstance(child, nn.RNNBase)]
+    for layer in layers:
+        layer._flat_weights = layer._flat_weight_refs = []
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._init_flat_weights()

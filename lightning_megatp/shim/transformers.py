@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import os
 import sys
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import nn
@@ -22,3 +26,34 @@ def without_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[
     args = tuple(None if isinstance(x, kind) else x for x in args)
     kwargs = {name: None if isinstance(x, kind) else x for name, x in kwargs.items()}
     return args, {name: False if name == "use_cache" else x for name, x in kwargs.items()}
+
+
+@contextlib.contextmanager
+def replaced_safe_open(replacement: Callable[..., Any]) -> Iterator[None]:
+    """Let transformers open safetensors files by another function. It binds `safetensors.safe_open` in the module that
+    loads models, when that is imported: before, or while this is active."""
+    files: Any = importlib.import_module("safetensors")
+    loader: Any = sys.modules.get("transformers.modeling_utils")
+    original = files.safe_open
+    for module in filter(None, (files, loader)):
+        module.safe_open = replacement
+    try:
+        yield
+    finally:
+        for module in filter(None, (files, sys.modules.get("transformers.modeling_utils"))):
+            module.safe_open = original
+
+
+@contextlib.contextmanager
+def loading_in_this_thread() -> Iterator[None]:
+    """Let transformers convert weights where it was called, not in threads that know nothing of a dispatch mode."""
+    name = "HF_DEACTIVATE_ASYNC_LOAD"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
