@@ -18,6 +18,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim import Optimizer
 
 from lightning_megatp.checkpoint.methods import CheckpointMethods
+from lightning_megatp.checkpoint.single import durable_checkpoint_io
 from lightning_megatp.commands import Done, requested
 from lightning_megatp.commands.proof import prepare
 from lightning_megatp.commands.show import print_plan
@@ -75,6 +76,10 @@ class MegaTPStrategyBase(CheckpointMethods):
         strict: Raise where otherwise a warning says that something stays whole.
         summary: Print at set-up who is where and what is split.
         bucket_mb: Size of the data-parallel gradient buckets in MiB; 0 reduces after backward instead of during it.
+        checkpoint: How checkpoints are saved: "file", one .ckpt that any Trainer loads, or "folder", to which all ranks
+            write their own parts at once. Either loads, at any layout.
+        async_save: Folders are written while training goes on, from a copy in host memory. The next save and the end
+            of fit wait for it.
         timeout: Of every collective; Lightning's usual 30 minutes by default.
         process_group_backend: "nccl" or "gloo"; by default what the devices need.
         accelerator: Set by the Trainer.
@@ -106,6 +111,8 @@ class MegaTPStrategyBase(CheckpointMethods):
         strict: bool = False,
         summary: bool = True,
         bucket_mb: float = 25.0,
+        checkpoint: str = "file",
+        async_save: bool = False,
         timeout: timedelta | None = None,
         process_group_backend: str | None = None,
         accelerator: Any | None = None,
@@ -118,9 +125,10 @@ class MegaTPStrategyBase(CheckpointMethods):
             accelerator=accelerator,
             parallel_devices=parallel_devices,
             cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
+            checkpoint_io=checkpoint_io or durable_checkpoint_io(self.namespace.checkpoint_io),
             precision_plugin=precision_plugin,
         )
+        self._set_up_checkpoints(checkpoint, async_save)
         if plan not in (None, "auto") and parallelism is not None:
             raise ValueError("MegaTPStrategy: give the plan either as `plan` or inside `parallelism`, not both.")
         if bucket_mb < 0:
@@ -265,6 +273,7 @@ class MegaTPStrategyBase(CheckpointMethods):
                 f"MegaTPStrategy: the callback {averaging} averages a copy of the whole model, made before it was"
                 " split. That is not supported at tp > 1 or pp > 1: remove the callback."
             )
+        self._load_split_model()
         synchronize_random_state(mesh)
         gather_metrics_over(module, mesh.group("dp"))
         fitting = trainer.state.fn == "fit"
@@ -639,6 +648,7 @@ class MegaTPStrategyBase(CheckpointMethods):
         if self._buckets is not None:
             self._buckets.close()
             self._buckets = None
+        self._background.close()
         if self._failure_watch is not None:
             if self._failure_watch.active:
                 self.barrier()  # as long as one rank still works, all of them watch

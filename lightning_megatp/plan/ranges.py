@@ -96,6 +96,19 @@ def owners(by_rank: Sequence[Ranges], index: int) -> list[int]:
     return [rank for rank, ranges in enumerate(by_rank) if any(start <= index < stop for start, stop in ranges)]
 
 
+def first_owned(by_rank: Sequence[Ranges], rank: int) -> Ranges:
+    """What of a rank's ranges no lower rank owns: 0, 0, 1, 1 -> of rank 2 all, of rank 3 nothing."""
+    own = by_rank[rank]
+    for start, stop in itertools.chain.from_iterable(by_rank[:rank]):
+        own = tuple(
+            piece
+            for low, high in own
+            for piece in ((low, min(high, start)), (max(low, stop), high))
+            if piece[0] < piece[1]
+        )
+    return own
+
+
 def show(ranges: Ranges, most: int = 3) -> str:
     """Ranges as people write them: [0:16],[32:48]."""
     text = ",".join(f"[{start}:{stop}]" for start, stop in ranges[:most])

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_megatp.plan.ranges import Ranges, length, owners
+from lightning_megatp.plan.ranges import Ranges, first_owned, length, owners
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,8 @@ class ShardSpec:
     """For each dim the ranges this rank owns, in the order in which they lie in the shard."""
     replicated: tuple[str, ...] = ("dp",)
     """The mesh axes over which the shard is the same."""
+    written: tuple[Ranges, ...] | None = None
+    """The part of `ranges` that this rank is the first to own, where other ranks own some of it too; None for all."""
 
     @property
     def local_shape(self) -> tuple[int, ...]:
@@ -87,8 +89,12 @@ class ShardedTensorSpec:
 
     def spec(self, rank: int) -> ShardSpec:
         """What one rank of the tensor group owns."""
-        ranges = tuple(self.by_rank[rank] if dim == self.dim else ((0, size),) for dim, size in enumerate(self.shape))
-        return ShardSpec(self.name, self.shape, ranges)
+        ranges = self._along_dim(self.by_rank[rank])
+        written = self._along_dim(first_owned(self.by_rank, rank)) if self.shared else None
+        return ShardSpec(self.name, self.shape, ranges, written=written)
+
+    def _along_dim(self, own: Ranges) -> tuple[Ranges, ...]:
+        return tuple(own if dim == self.dim else ((0, size),) for dim, size in enumerate(self.shape))
 
     def renamed(self, name: str) -> ShardedTensorSpec:
         return ShardedTensorSpec(name, self.shape, self.dim, self.by_rank)

@@ -27,6 +27,8 @@ class Namespace:
     """The base of all precision plugins, whose `pre_backward` calls the hooks and nothing else."""
     double: Any
     """The float64 precision plugin."""
+    checkpoint_io: Any
+    """`TorchCheckpointIO`: checkpoints in one file."""
     registry: Any
     """`StrategyRegistry`, for `Trainer(strategy="megatp")`."""
 
@@ -43,6 +45,7 @@ class Namespace:
             launcher=subprocess_launcher(launchers._SubprocessScriptLauncher),
             precision=importlib.import_module(f"{name}.plugins.precision").Precision,
             double=importlib.import_module(f"{name}.plugins.precision").DoublePrecision,
+            checkpoint_io=importlib.import_module(f"{name}.plugins.io").TorchCheckpointIO,
             registry=strategies.StrategyRegistry,
         )
 
