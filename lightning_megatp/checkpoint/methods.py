@@ -40,6 +40,7 @@ from lightning_megatp.messages import warn_once_per_run
 from lightning_megatp.module import ParallelModule
 from lightning_megatp.plugin import ParallelismPlugin
 from lightning_megatp.randomness import gather_random_states, set_random_state
+from lightning_megatp.shim.lightning import restart_loaders
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import ParallelStrategy as _Base
@@ -233,6 +234,8 @@ class CheckpointMethods(_Base):
             optimizer.load_state_dict(local_optimizer_state(state, optimizer, parallel))
         self._folder = None
         self._resume_random()  # the last thing restored before the first batch
+        assert self.lightning_module is not None
+        restart_loaders(self.lightning_module.trainer)
 
     def _resume_random(self) -> None:
         """Go on with the random numbers of the checkpoint that was loaded."""

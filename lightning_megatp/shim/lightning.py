@@ -78,6 +78,15 @@ def first_loaders(trainer: Any) -> Any:
     return combined.iterables if state == "fit" else next(iter(combined.flattened), None)
 
 
+def restart_loaders(trainer: Any) -> None:
+    """Let training data begin where a checkpoint has it, if `first_loaders` set it up before the checkpoint's loops were
+    restored: Lightning hands loaders their states, and draws the order of an epoch, when it sets them up."""
+    loop = trainer.fit_loop
+    if loop._combined_loader is not None:
+        loop._load_combined_loader_states()
+        iter(loop._data_fetcher)
+
+
 def batch_hook(trainer: Any, name: str) -> Any:
     """The hook on a batch's way to the device: the datamodule's if it has its own, else the module's. Only the private
     selector knows which."""
