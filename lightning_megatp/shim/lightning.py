@@ -79,8 +79,8 @@ def first_loaders(trainer: Any) -> Any:
 
 
 def restart_loaders(trainer: Any) -> None:
-    """Let training data begin where a checkpoint has it, if `first_loaders` set it up before the checkpoint's loops were
-    restored: Lightning hands loaders their states, and draws the order of an epoch, when it sets them up."""
+    """Let training data begin where a checkpoint has it, if `first_loaders` set it up before the loops were restored:
+    Lightning hands loaders their states, and draws the order of an epoch, when it sets them up."""
     loop = trainer.fit_loop
     if loop._combined_loader is not None:
         loop._load_combined_loader_states()

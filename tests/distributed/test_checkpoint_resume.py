@@ -31,6 +31,7 @@ from tests.parity.models import GPT, GPTConfig
 from tests.parity.variants import gpt_plan, variant
 from tests.ranks import RankError
 
+ONE = Layout()
 CONFIG = GPTConfig(dropout=0.1, attention_dropout=0.1)
 
 
@@ -79,8 +80,9 @@ class StatefulLoader(DataLoader):
             self.order_state = self.generator.get_state()
         self.generator.set_state(self.order_state)
         order = torch.randperm(len(self.dataset), generator=self.generator).split(self.rows)
-        for self.start in range(self.start + 1, len(order) + 1):
-            rows = order[self.start - 1]
+        while self.start < len(order):
+            rows = order[self.start]
+            self.start += 1
             yield [torch.stack([self.dataset[i][part] for i in rows]) for part in (0, 1)]
         self.start = 0
 
@@ -211,7 +213,7 @@ def _fails(layout: Layout, root: str, form: str) -> list[str]:
 
 def test_save_on_exception_at_one_rank(tmp_path: Path) -> None:
     for form in ("file", "folder"):
-        assert len(run_program(Layout(), _fails, str(tmp_path), form)[0]) == 3
+        assert len(run_program(ONE, _fails, str(tmp_path), form)[0]) == 3
 
 
 def _other_optimizer(layout: Layout, path: str, how: str) -> None:
