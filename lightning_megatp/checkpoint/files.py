@@ -163,7 +163,7 @@ def durable(path: Path) -> Iterator[IO[bytes]]:
 def hidden_name(path: Path) -> Path:
     """A name beside `path` for what isn't complete. It has nothing of the name itself: `ckpt_path="last"` takes for a
     checkpoint whatever is called so."""
-    return path.parent / f".megatp-{zlib.crc32(path.name.encode()):08x}"
+    return path.parent / f".megatp-{zlib.crc32(path.name.encode()):08x}.partial"
 
 
 def previous_name(path: Path) -> Path:

@@ -11,7 +11,7 @@ import shutil
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,8 +19,10 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan
 from torch.distributed.checkpoint.planner import LoadPlanner as AnyLoadPlanner
+from torch.distributed.checkpoint.planner import SavePlanner as AnySavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
 
 from lightning_megatp.checkpoint.agree import together
 from lightning_megatp.checkpoint.chunks import Chunks, LoadPlanner, SavePlanner
@@ -35,9 +37,10 @@ from lightning_megatp.checkpoint.files import (
     sync_folder,
 )
 from lightning_megatp.messages import warn_once_per_run
-from lightning_megatp.shim.checkpoint import METADATA_FILE, file_view, read_dcp_metadata
+from lightning_megatp.shim.checkpoint import METADATA_FILE, file_view, read_dcp_metadata, written_item
 
 META = "meta.pt"
+_T = TypeVar("_T")
 
 
 def save_folder(path: Path, tensors: Mapping[str, Any], meta: bytes, group: dist.ProcessGroup | None = None) -> None:
@@ -146,9 +149,7 @@ def to_bytes(content: Any) -> bytes:
 
 def _write(hidden: Path, tensors: Mapping[str, Any], group: dist.ProcessGroup | None, what: str) -> dict[str, Sums]:
     """Let torch.distributed.checkpoint write; the checksums of this rank's files."""
-    files = _SummingFiles()
-    writer = dcp.FileSystemWriter(hidden)
-    writer.fs = files
+    writer = _Writer(hidden)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -157,7 +158,7 @@ def _write(hidden: Path, tensors: Mapping[str, Any], group: dist.ProcessGroup | 
         rank, (cause, _) = next(iter(error.failures.items()))
         message = f"MegaTPStrategy: {what}; on rank {rank}: {type(cause).__name__}: {cause}"
         raise RuntimeError(message) from error
-    return files.sums
+    return writer.files.sums
 
 
 def _gathered(files: dict[str, Sums], group: dist.ProcessGroup | None) -> dict[str, Sums]:
@@ -194,6 +195,30 @@ class _SummingFiles(FileSystem):
         self.sums[Path(new_path).name] = self.sums.pop(Path(path).name)
 
 
+class _Writer(dcp.FileSystemWriter):
+    """One file per rank, one chunk in memory at a time: torch's own keeps a copy of each until the file is complete
+    (2.13)."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.files = self.fs = _SummingFiles()
+
+    def write_data(self, plan: SavePlan, planner: AnySavePlanner) -> torch.futures.Future[list[WriteResult]]:
+        written: list[WriteResult] = []
+        name = f"{plan.storage_data.prefix}0.distcp"
+        if plan.items:
+            with self.files.create_stream(Path(self.path) / name, "wb") as file:
+                for item in plan.items:
+                    start = file.tell()
+                    chunk = planner.resolve_data(item)
+                    assert isinstance(chunk, Tensor)
+                    torch.save(_alone(chunk), file)
+                    written.append(written_item(item, name, start, file.tell() - start))
+                file.flush()
+                os.fsync(file.fileno())
+        return _done(written)
+
+
 class _Reader(dcp.FileSystemReader):
     """Reads each stored chunk once, and only if its checksums are right."""
 
@@ -218,13 +243,23 @@ class _Reader(dcp.FileSystemReader):
                 for (offset, length), items in sorted(chunks.items(), key=lambda chunk: chunk[0]):
                     self._manifest.check(name, file, offset, length)
                     _take(self._load(file, offset, length), items, planner)
-        done: torch.futures.Future[None] = torch.futures.Future()
-        done.set_result(None)
-        return done
+        return _done(None)
 
     def _load(self, file: IO[bytes], offset: int, length: int) -> Tensor:
         tensor: Tensor = torch.load(file_view(file, offset, length), map_location="cpu", weights_only=True)
         return tensor
+
+
+def _alone(chunk: Tensor) -> Tensor:
+    """In host memory, with nothing else in its storage: torch.save writes storages."""
+    chunk = chunk.cpu()
+    return chunk if chunk.untyped_storage().nbytes() == chunk.nbytes else chunk.clone()
+
+
+def _done(value: _T) -> torch.futures.Future[_T]:
+    future: torch.futures.Future[_T] = torch.futures.Future()
+    future.set_result(value)
+    return future
 
 
 def _take(stored: Tensor, items: list[ReadItem], planner: AnyLoadPlanner) -> None:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import pickle
 from typing import IO, Any
 
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.checkpoint.utils import _create_file_view
 
 METADATA_FILE = ".metadata"
@@ -27,6 +30,11 @@ def file_view(file: IO[bytes], offset: int, length: int) -> IO[bytes]:
     """A part of a file as a file of its own, which torch.load needs."""
     view: IO[bytes] = _create_file_view(file, offset, length)  # type: ignore[arg-type, assignment]
     return view
+
+
+def written_item(item: WriteItem, file: str, offset: int, length: int) -> WriteResult:
+    """Where a chunk was written, as FileSystemReader wants to know it."""
+    return WriteResult(item.index, length, _StorageInfo(file, offset, length))
 
 
 class _MetadataUnpickler(pickle.Unpickler):
