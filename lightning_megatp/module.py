@@ -51,6 +51,8 @@ class ParallelModule:
         """What cut it over the pp axis, so that another Trainer can go on with it."""
         self.order: tuple[str, ...] = ()
         """Names of the whole model's state dict in order, where pipeline stages hold parts of it."""
+        self.averages: list[nn.Module] = []
+        """Averaged copies of the module, of which this rank holds the same part."""
         self.counted_elsewhere: set[int] = set()
         """id(parameter) of those that another pipeline stage holds too, and counts in norms."""
 
@@ -232,6 +234,9 @@ class ParallelModule:
             for key, value in state.items():
                 if isinstance(value, Tensor) and value.shape == local and value.dim() > 0:
                     state[key] = gather_shards(value, spec, group)
+        for average in self.averages:
+            twin = average.get_parameter(self._name(id(parameter)))
+            twin.data = gather_shards(twin.data, spec, group)
         parameter.grad = None
         parameter.data = full[id(parameter)]
         parameter.grad = grad

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim import Optimizer
 
+from lightning_megatp.checkpoint.averages import split_averages
 from lightning_megatp.checkpoint.methods import CheckpointMethods
 from lightning_megatp.checkpoint.single import durable_checkpoint_io
 from lightning_megatp.commands import Done, requested
@@ -45,7 +46,7 @@ from lightning_megatp.plan.auto.discover import discover, look
 from lightning_megatp.plugin import ParallelismPlugin
 from lightning_megatp.randomness import synchronize_random_state
 from lightning_megatp.report import print_layout
-from lightning_megatp.shim.lightning import Namespace, averaging_callback, default_store
+from lightning_megatp.shim.lightning import Namespace, averages, default_store
 from lightning_megatp.shim.torch import is_fake
 from lightning_megatp.tensor.parameters import gather_shards
 from lightning_megatp.verify import FirstBatch
@@ -268,11 +269,7 @@ class MegaTPStrategyBase(CheckpointMethods):
         )
         self.model_to_device()
         self.pipeline = self._make_pipeline(self.parallel, mesh, example)
-        if (self.parallel.sharded or self.pp > 1) and (averaging := averaging_callback(trainer)) is not None:
-            raise ValueError(
-                f"MegaTPStrategy: the callback {averaging} averages a copy of the whole model, made before it was"
-                " split. That is not supported at tp > 1 or pp > 1: remove the callback."
-            )
+        split_averages(averages(trainer), self.parallel, mesh)
         self._load_split_model()
         synchronize_random_state(mesh)
         gather_metrics_over(module, mesh.group("dp"))

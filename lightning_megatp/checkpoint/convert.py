@@ -18,7 +18,7 @@ from lightning_megatp.checkpoint.contents import MODEL
 from lightning_megatp.checkpoint.files import check_zip, hidden_name, replace
 from lightning_megatp.checkpoint.folder import Folder, is_folder, save_folder, to_bytes
 from lightning_megatp.checkpoint.safetensors import SafetensorsFolder, write_safetensors
-from lightning_megatp.checkpoint.sharded import NOT_TENSORS, optimizer_name
+from lightning_megatp.checkpoint.sharded import ELSEWHERE, NOT_TENSORS, optimizer_name
 from lightning_megatp.shim.torch import FakeTensorMode, tree_leaves
 
 FORMS = ("safetensors", "file", "folder")
@@ -63,7 +63,7 @@ def convert(source: Path, target: Path, form: str, prefix: str = "", weights_onl
     opened = _open(source, prefix, weights_only)
     if weights_only:
         opened.layout = {name: of for name, of in opened.layout.items() if name.startswith(MODEL)}
-        opened.rest = {key: value for key, value in opened.rest.items() if key not in _TRAINING}
+        opened.rest = {key: value for key, value in opened.rest.items() if key not in (*_TRAINING, ELSEWHERE)}
     if form == "safetensors":
         _to_safetensors(opened, target, "" if isinstance(opened, _FromSafetensors) else prefix)
     elif form == "file":
@@ -73,7 +73,10 @@ def convert(source: Path, target: Path, form: str, prefix: str = "", weights_onl
         save_folder(target, chunks, to_bytes(opened.rest))
 
 
-_TRAINING = ("optimizer_states", "lr_schedulers", "callbacks", "random_states", "loops", "MixedPrecision")
+_TRAINING = (
+    *("optimizer_states", "lr_schedulers", "callbacks", "random_states", "loops", "MixedPrecision"),
+    *("current_model_state", "averaging_state"),
+)
 
 
 def _open(path: Path, prefix: str, weights_only: bool) -> Source:
@@ -241,6 +244,12 @@ def _content(source: Source) -> tuple[dict[str, Any], dict[int, str]]:
     model = {name.removeprefix(MODEL): stand_in(name) for name in source.layout if name.startswith(MODEL)}
     content = {**rest, "state_dict": {**model, **rest.pop(NOT_TENSORS)}}
     content.pop(NOT_TENSORS, None)
+    for name, keys in content.pop(ELSEWHERE, {}).items():
+        place = content
+        for key in keys[:-1]:
+            place[key] = dict(place[key])
+            place = place[key]
+        place[keys[-1]] = stand_in(name)
     if "optimizer_states" in content:
         content["optimizer_states"] = [
             _by_number(index, optimizer, source.layout, stand_in)

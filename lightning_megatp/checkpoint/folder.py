@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan
 from torch.distributed.checkpoint.planner import LoadPlanner as AnyLoadPlanner
 from torch.distributed.checkpoint.planner import SavePlanner as AnySavePlanner
@@ -202,6 +202,9 @@ class _Writer(dcp.FileSystemWriter):
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         self.files = self.fs = _SummingFiles()
+
+    def storage_meta(self) -> StorageMeta:
+        return StorageMeta()  # torch's says where it was written: a temporary name
 
     def write_data(self, plan: SavePlan, planner: AnySavePlanner) -> torch.futures.Future[list[WriteResult]]:
         written: list[WriteResult] = []

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from lightning_megatp.checkpoint.agree import together
+from lightning_megatp.checkpoint.averages import averaged_states
 from lightning_megatp.checkpoint.background import BackgroundSave
 from lightning_megatp.checkpoint.files import check_zip
 from lightning_megatp.checkpoint.folder import Folder, is_folder, save_folder, to_bytes
@@ -22,9 +23,11 @@ from lightning_megatp.checkpoint.full import (
     local_state_dict,
 )
 from lightning_megatp.checkpoint.sharded import (
+    ELSEWHERE,
     NOT_TENSORS,
     load_sharded_model,
     load_sharded_optimizer,
+    put_back,
     sharded_optimizer_state,
     sharded_state_dict,
     split_content,
@@ -40,7 +43,7 @@ from lightning_megatp.messages import warn_once_per_run
 from lightning_megatp.module import ParallelModule
 from lightning_megatp.plugin import ParallelismPlugin
 from lightning_megatp.randomness import gather_random_states, set_random_state
-from lightning_megatp.shim.lightning import restart_loaders
+from lightning_megatp.shim.lightning import averages, restart_loaders
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import ParallelStrategy as _Base
@@ -74,6 +77,7 @@ class CheckpointMethods(_Base):
         self._random_states: list[dict[str, Any]] | None = None
         self._folder: Folder | None = None
         self._not_tensors: dict[str, Any] = {}
+        self._whole_model = False
 
     def _mesh(self) -> ParallelMesh:
         raise NotImplementedError
@@ -93,7 +97,7 @@ class CheckpointMethods(_Base):
         if not self._interrupted():
             parallel.check_replicas(mesh.group("tp"))
         if self.checkpoint == "folder":
-            return sharded_state_dict(self.lightning_module, parallel, mesh)
+            return sharded_state_dict(self.lightning_module.state_dict(), parallel, mesh)
         state = full_state_dict(self.lightning_module.state_dict(), parallel, keep=mesh.rank("tp") == 0)
         return gather_state_dict(state, parallel, mesh) if self.pp > 1 else state
 
@@ -120,11 +124,20 @@ class CheckpointMethods(_Base):
             together_if_whole = together(f"the checkpoint {filepath} was not saved")
             if (states := gather_random_states(self._mesh())) is not None:
                 checkpoint["random_states"] = states
+        for place, key in averaged_states(checkpoint):
+            place[key] = self._gathered_average(place[key])
         if self.checkpoint == "folder":
             self._save_folder(checkpoint, filepath, storage_options)
             return
         with together_if_whole:
             super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def _gathered_average(self, state: dict[str, Any]) -> dict[str, Any]:
+        """An averaged copy, which callbacks have put into the checkpoint as this rank holds it."""
+        parallel, mesh = self._parallel(), self._mesh()
+        if self.checkpoint == "folder":
+            return sharded_state_dict(state, parallel, mesh)
+        return {} if mesh.rank("dp") > 0 else full_state_dict(state, parallel, keep=mesh.rank("tp") == 0)
 
     def _save_folder(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None) -> None:
         if storage_options is not None or "://" in str(filepath):
@@ -181,6 +194,10 @@ class CheckpointMethods(_Base):
                 checkpoint = self._folder.meta(kwargs.get("weights_only", args[0] if args else None))
                 self._not_tensors = checkpoint.pop(NOT_TENSORS)
                 checkpoint["state_dict"] = dict(self._not_tensors)
+                self._whole_model = self.lightning_module is not None and bool(averages(self.lightning_module.trainer))
+                if self._whole_model:
+                    put_back(checkpoint, self._folder)
+                checkpoint.pop(ELSEWHERE, None)
             else:
                 if self.local_rank == 0 and path.is_file():
                     check_zip(path)
@@ -193,7 +210,7 @@ class CheckpointMethods(_Base):
         """Lightning restores the model before `setup` splits it. From a file it gets all, or its shards if an earlier
         run has split it; from a folder, later, what is left of it after the split."""
         assert self.lightning_module is not None
-        if self._folder is not None:
+        if self._folder is not None and not self._whole_model:
             if self.verify:  # the unsplit model is compared with
                 load_sharded_model(self._folder, self.lightning_module, None, self._mesh(), self._not_tensors, strict)
             return
@@ -207,7 +224,7 @@ class CheckpointMethods(_Base):
 
     def _load_split_model(self) -> None:
         """In `setup`, after the split: this rank's part of a folder."""
-        if self._folder is None:
+        if self._folder is None or self._whole_model:
             return
         module = self.lightning_module
         assert module is not None

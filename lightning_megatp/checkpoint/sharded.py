@@ -27,14 +27,15 @@ from lightning_megatp.module import ParallelModule
 
 NOT_TENSORS = "not_tensors"
 """Key, in `meta.pt`, of what else a module's state dict holds."""
+ELSEWHERE = "tensors_elsewhere"
+"""Key of where else in Lightning's checkpoint tensors of all ranks belong: name in the folder -> keys."""
 
 
-def sharded_state_dict(module: nn.Module, parallel: ParallelModule, mesh: ParallelMesh) -> dict[str, Any]:
+def sharded_state_dict(state: Mapping[str, Any], parallel: ParallelModule, mesh: ParallelMesh) -> dict[str, Any]:
     """A module's state dict with this rank's Chunks as values; what isn't a tensor is collected from all stages.
 
     Communication: at pp > 1 one object all-gather of what isn't a tensor, over pp.
     """
-    state = module.state_dict()
     found: dict[str, Any] = {entry.name: entry.to_write(mesh) for entry in model_entries(state, parallel, mesh)}
     others = {name: value for name, value in state.items() if name not in found}
     return found | {name: value for stage in reversed(_over_stages(others, mesh)) for name, value in stage.items()}
@@ -81,7 +82,44 @@ def split_content(checkpoint: dict[str, Any], mesh: ParallelMesh) -> tuple[dict[
     for index, state in enumerate(rest.get("optimizer_states", ())):
         tensors |= {optimizer_name(index, name): x for name, x in state["state"].items() if isinstance(x, Chunks)}
         state["state"] = {name: x for name, x in state["state"].items() if not isinstance(x, Chunks)}
+    rest[ELSEWHERE] = {}
+    for key in ("current_model_state", "callbacks"):
+        if key in rest:
+            rest[key] = _without_chunks(rest[key], (key,), tensors, rest[ELSEWHERE])
     return tensors, rest
+
+
+def put_back(checkpoint: dict[str, Any], folder: Folder) -> None:
+    """Read whole what callbacks have saved of a module, and the module: they load it before the module is split."""
+    checkpoint["state_dict"] |= {
+        name.removeprefix(MODEL): _read_whole(folder, name) for name in folder.tensors if name.startswith(MODEL)
+    }
+    for name, keys in checkpoint.pop(ELSEWHERE, {}).items():
+        place = checkpoint
+        for key in keys[:-1]:
+            place = place[key]
+        place[keys[-1]] = _read_whole(folder, name)
+
+
+def _read_whole(folder: Folder, name: str) -> Tensor:
+    tensor = torch.empty(tuple(folder.tensors[name].size), dtype=folder.tensors[name].properties.dtype)
+    folder.read({name: Chunks.to_read(tensor, whole(name, tensor))})
+    return tensor
+
+
+def _without_chunks(
+    value: Any, keys: tuple[Any, ...], tensors: dict[str, Chunks], elsewhere: dict[str, tuple[Any, ...]]
+) -> Any:
+    if type(value) is not dict:
+        return value
+    left = {}
+    for key, x in value.items():
+        if isinstance(x, Chunks):
+            name = ".".join(map(str, (*keys, key)))
+            tensors[name], elsewhere[name] = x, (*keys, key)
+        else:
+            left[key] = _without_chunks(x, (*keys, key), tensors, elsewhere)
+    return left
 
 
 def optimizer_name(index: int, name: str = "") -> str:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
+from torch.optim.swa_utils import AveragedModel
 
 from lightning_megatp.shim.launcher import subprocess_launcher
 
@@ -56,13 +57,15 @@ def default_store() -> dist.Store:
     return dist.distributed_c10d._get_default_store()
 
 
-def averaging_callback(trainer: Any) -> str | None:
-    """The name of a callback that keeps an averaged copy of the module: StochasticWeightAveraging and WeightAveraging
-    hold it as `_average_model`, made in their `setup`, before the strategy's."""
+def averages(trainer: Any) -> dict[str, Any]:
+    """Name of callback -> its averaged copy of the module. StochasticWeightAveraging and WeightAveraging hold it as
+    `_average_model`, made in their `setup`, before the strategy's; the latter within torch's AveragedModel."""
+    found = {}
     for callback in trainer.callbacks:
-        if getattr(callback, "_average_model", None) is not None:
-            return type(callback).__name__
-    return None
+        average = getattr(callback, "_average_model", None)
+        if average is not None:
+            found[type(callback).__name__] = average.module if isinstance(average, AveragedModel) else average
+    return found
 
 
 def first_loaders(trainer: Any) -> Any:
