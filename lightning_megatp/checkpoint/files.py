@@ -177,12 +177,20 @@ def replace(new: Path, path: Path) -> None:
     if path.is_symlink():  # ModelCheckpoint(save_last="link")
         path.unlink()
     aside = previous_name(path)
-    if path.exists() and (path.is_dir() or new.is_dir()):
-        remove(aside)
+    in_two_steps = path.exists() and (path.is_dir() or new.is_dir())
+    left = (aside / MANIFEST).is_file()  # by a crash
+    if in_two_steps:
+        if left:
+            remove(aside)
+        if aside.exists():
+            raise FileExistsError(
+                f"MegaTPStrategy: {path} can't be replaced while {aside} exists. Remove or rename the latter."
+            )
         path.rename(aside)
     new.replace(path)
     sync_folder(path.parent)
-    remove(aside)
+    if in_two_steps or left:
+        remove(aside)
 
 
 def remove(path: Path) -> None:

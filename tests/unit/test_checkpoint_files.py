@@ -90,6 +90,20 @@ def test_a_folder_comes_back(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["x.ckpt"]
 
 
+def test_a_folder_and_a_file_take_each_others_place(tmp_path: Path) -> None:
+    path = tmp_path / "x.ckpt"
+    for _ in range(2):
+        save_single(path, 1.0)
+        assert load_single(path) == 1.0
+        save(path, 2.0)
+        assert load(path) == 2.0
+    assert os.listdir(tmp_path) == ["x.ckpt"]
+    previous_name(path).write_text("the user's own")
+    with pytest.raises(FileExistsError, match=r"can't be replaced while .*x.previous.ckpt exists"):
+        save(path, 3.0)
+    assert load(path) == 2.0 and previous_name(path).read_text() == "the user's own"
+
+
 def test_killed_at_any_point(tmp_path: Path) -> None:
     """One child per kill, forked from a warm one: at each change of a file or a name, and in the middle of files."""
     script = [sys.executable, "-W", "ignore", __file__, str(tmp_path)]
