@@ -127,3 +127,15 @@ def test_another_layout_goes_on(tmp_path: Path) -> None:
 @pytest.mark.parametrize("model", ["grouped_fused", "untied", "uneven", "deep_tied", "swiglu_own"])
 def test_all_pairs_of_layouts(model: str, tmp_path: Path) -> None:
     round_trips(model, LAYOUTS, LAYOUTS, tmp_path)
+
+
+def _other_precision(layout: Layout, root: str, writer: Layout) -> list[float]:
+    path = Path(root) / str(writer) / "folder.ckpt"
+    return fit(layout, "untied", [], path, precision="bf16-true" if layout.tp > 1 else "32-true")
+
+
+@pytest.mark.extended
+def test_another_precision_goes_on(tmp_path: Path) -> None:
+    expected = run_program(TP2, write, "untied", str(tmp_path))[0][BATCHES:]
+    for reader, within in ((PP2, 1e-4), (TP2, 0.1)):
+        assert run_program(reader, _other_precision, str(tmp_path), TP2)[0] == pytest.approx(expected, rel=within)
