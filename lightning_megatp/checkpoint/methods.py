@@ -119,9 +119,9 @@ class CheckpointMethods(_Base):
             )
             return
         if self._interrupted():
-            together_if_whole: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+            agreed: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         else:
-            together_if_whole = together(f"the checkpoint {filepath} was not saved")
+            agreed = together(f"the checkpoint {filepath} was not saved")
             if (states := gather_random_states(self._mesh())) is not None:
                 checkpoint["random_states"] = states
         for place, key in averaged_states(checkpoint):
@@ -129,7 +129,7 @@ class CheckpointMethods(_Base):
         if self.checkpoint == "folder":
             self._save_folder(checkpoint, filepath, storage_options)
             return
-        with together_if_whole:
+        with agreed:
             super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def _gathered_average(self, state: dict[str, Any]) -> dict[str, Any]:
