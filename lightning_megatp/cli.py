@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from lightning_megatp.checkpoint.convert import FORMS, convert
 from lightning_megatp.commands import run_script
 from lightning_megatp.pipeline.drawing import draw_trace
 from lightning_megatp.pipeline.trace import Trace
@@ -17,7 +18,7 @@ _HUGGING_FACE = str(Path(__file__).parent / "commands" / "huggingface.py")
 def main(arguments: Sequence[str] | None = None) -> None:
     """`megatp plan SCRIPT ARGUMENTS`: what would be split. `megatp verify SCRIPT ARGUMENTS`: proof on real ranks. Both
     also take `--hf MODEL --tp N` instead of a script. `megatp trace run.json [--png [PATH]]`: what a recorded step says
-    of its pipeline.
+    of its pipeline. `megatp convert SOURCE TARGET`: a checkpoint in another form.
 
     Args:
         arguments: those of the command line, unless given.
@@ -30,6 +31,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--png", nargs="?", type=Path, const=Path(), metavar="PATH", help="draw it, by default beside the trace"
     )
     trace.set_defaults(run=_trace)
+    converting = commands.add_parser("convert", help="a checkpoint in another form: file, folder, safetensors")
+    converting.add_argument("source", type=Path, help="a .ckpt, a folder, or safetensors")
+    converting.add_argument("target", type=Path, help="what is written")
+    converting.add_argument("--to", choices=FORMS, default="safetensors", help="its form (default: safetensors)")
+    converting.add_argument(
+        "--prefix", default="", help="of the model's names: taken off for safetensors, put before them from safetensors"
+    )
+    converting.add_argument("--weights-only", action="store_true", help="leave out what only training needs")
+    converting.set_defaults(run=_convert)
     for name, what in (
         ("plan", "what would be split and where, without starting ranks"),
         (
@@ -50,6 +60,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _run_script(options: argparse.Namespace) -> None:
     run_script(options.command, Path(options.script), options.arguments)
+
+
+def _convert(options: argparse.Namespace) -> None:
+    try:
+        convert(options.source, options.target, options.to, options.prefix, options.weights_only)
+    except (ValueError, RuntimeError, OSError) as error:
+        sys.exit(str(error))
+    print(f"Wrote {options.target}.")
 
 
 def _trace(options: argparse.Namespace) -> None:

@@ -71,6 +71,8 @@ class ParallelModule:
         """What its blocks recompute in backward."""
         self.order: tuple[str, ...] = ()
         """Names of the whole model's state dict in order, where pipeline stages hold parts of it."""
+        self.averages: list[nn.Module] = []
+        """Averaged copies of the module, of which this rank holds the same part."""
         self.counted_elsewhere: set[int] = set()
         """id(parameter) of those that another pipeline stage holds too, and counts in norms."""
 
@@ -84,6 +86,25 @@ class ParallelModule:
         """The plain tensor that this rank trains in place of a parameter: itself, or its rows if it is divided."""
         divided = self.divided.get(id(parameter))
         return parameter if divided is None else divided.local
+
+    @torch.no_grad()
+    def load_rows(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Copy values of divided parameters to this rank's rows.
+
+        Args:
+            state: by name; rows, or all of this tensor rank's.
+
+        Returns:
+            The values of the others.
+        """
+        rest = {}
+        for name, value in state.items():
+            divided = self.divided.get(id(self.names.get(name)))
+            if divided is None or not isinstance(value, Tensor):
+                rest[name] = value
+            else:
+                divided.local.copy_(value if value.shape == divided.local.shape else divided.take(value))
+        return rest
 
     def named_held(self) -> Iterator[tuple[str, Tensor]]:
         """Name -> plain tensor, each parameter once."""
@@ -323,6 +344,9 @@ class ParallelModule:
             for key, value in state.items():
                 if isinstance(value, Tensor) and value.shape == local and value.dim() > 0:
                     state[key] = gather_shards(value, spec, group)
+        for average in self.averages:
+            twin = average.get_parameter(self._name(id(parameter)))
+            twin.data = gather_shards(twin.data, spec, group)
         parameter.grad = None
         parameter.data = full[id(parameter)]
         parameter.grad = grad

@@ -19,7 +19,9 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim import Optimizer
 
 from lightning_megatp.building.building import Building
+from lightning_megatp.checkpoint.averages import split_averages
 from lightning_megatp.checkpoint.methods import CheckpointMethods
+from lightning_megatp.checkpoint.single import durable_checkpoint_io
 from lightning_megatp.commands import Done, requested
 from lightning_megatp.commands.proof import prepare
 from lightning_megatp.commands.show import print_plan
@@ -54,7 +56,7 @@ from lightning_megatp.recompute.blocks import recompute_blocks
 from lightning_megatp.recompute.offload import OffloadActivations
 from lightning_megatp.recompute.options import RecomputeOptions
 from lightning_megatp.report import print_layout
-from lightning_megatp.shim.lightning import Namespace, averaging_callback, default_store
+from lightning_megatp.shim.lightning import Namespace, averages, default_store
 from lightning_megatp.shim.torch import is_fake
 from lightning_megatp.tensor.parameters import gather_shards
 from lightning_megatp.verify import FirstBatch
@@ -99,6 +101,10 @@ class MegaTPStrategyBase(CheckpointMethods):
         dp_replicate: Copies of what zero divides, among the data-parallel ranks (hybrid sharding).
         reduce_dtype: "float32" sums gradients of bf16 or fp16 parameters in float32: over microbatches and accumulated
             batches as long as they are not divided (zero=1), and over ranks (zero > 0).
+        checkpoint: How checkpoints are saved: "file", one .ckpt that any Trainer loads, or "folder", to which all ranks
+            write their own parts at once. Either loads, at any layout.
+        async_save: Folders are written while training goes on, from a copy in host memory. The next save and the end
+            of fit wait for it.
         timeout: Of every collective; Lightning's usual 30 minutes by default.
         process_group_backend: "nccl" or "gloo"; by default what the devices need.
         accelerator: Set by the Trainer.
@@ -136,6 +142,8 @@ class MegaTPStrategyBase(CheckpointMethods):
         offload: Literal["optimizer", "parameters"] | None = None,
         dp_replicate: int = 1,
         reduce_dtype: Literal["float32"] | None = None,
+        checkpoint: str = "file",
+        async_save: bool = False,
         timeout: timedelta | None = None,
         process_group_backend: str | None = None,
         accelerator: Any | None = None,
@@ -148,9 +156,10 @@ class MegaTPStrategyBase(CheckpointMethods):
             accelerator=accelerator,
             parallel_devices=parallel_devices,
             cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
+            checkpoint_io=checkpoint_io or durable_checkpoint_io(self.namespace.checkpoint_io),
             precision_plugin=precision_plugin,
         )
+        self._set_up_checkpoints(checkpoint, async_save)
         if plan not in (None, "auto") and parallelism is not None:
             raise ValueError("MegaTPStrategy: give the plan either as `plan` or inside `parallelism`, not both.")
         if bucket_mb < 0:
@@ -349,13 +358,8 @@ class MegaTPStrategyBase(CheckpointMethods):
         self.sharding = self._divide(self.parallel, mesh, example)
         if building is not None:
             self._materialize_units(building, self.parallel)
-        if (self.parallel.sharded or self.pp > 1 or self.sharding) and (
-            averaging := averaging_callback(trainer)
-        ) is not None:
-            raise ValueError(
-                f"MegaTPStrategy: the callback {averaging} averages a copy of the whole model, made before it was"
-                " split. That is not supported at tp > 1, pp > 1 or zero > 0: remove the callback."
-            )
+        split_averages(averages(trainer), self.parallel, mesh)
+        self._load_split_model()
         synchronize_random_state(mesh)
         gather_metrics_over(module, mesh.group("dp"))
         fitting = trainer.state.fn == "fit"
@@ -827,6 +831,7 @@ class MegaTPStrategyBase(CheckpointMethods):
         if self._buckets is not None:
             self._buckets.close()
             self._buckets = None
+        self._background.close()
         if self._failure_watch is not None:
             if self._failure_watch.active:
                 self.barrier()  # as long as one rank still works, all of them watch

@@ -3,17 +3,35 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
 from torch.optim import Optimizer
 
 from lightning_megatp.building.building import Building
+from lightning_megatp.checkpoint.agree import together
+from lightning_megatp.checkpoint.averages import averaged_states
+from lightning_megatp.checkpoint.background import BackgroundSave
+from lightning_megatp.checkpoint.files import check_zip
+from lightning_megatp.checkpoint.folder import Folder, is_folder, save_folder, to_bytes
 from lightning_megatp.checkpoint.full import (
     full_optimizer_state,
     full_state_dict,
     local_optimizer_state,
     local_state_dict,
+)
+from lightning_megatp.checkpoint.sharded import (
+    ELSEWHERE,
+    NOT_TENSORS,
+    load_sharded_model,
+    load_sharded_optimizer,
+    put_back,
+    sharded_optimizer_state,
+    sharded_state_dict,
+    split_content,
 )
 from lightning_megatp.checkpoint.stages import (
     gather_optimizer_state,
@@ -26,6 +44,7 @@ from lightning_megatp.messages import warn_once_per_run
 from lightning_megatp.module import ParallelModule
 from lightning_megatp.plugin import ParallelismPlugin
 from lightning_megatp.randomness import gather_random_states, set_random_state
+from lightning_megatp.shim.lightning import averages, restart_loaders
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import ParallelStrategy as _Base
@@ -34,12 +53,33 @@ else:
 
 
 class CheckpointMethods(_Base):
-    """What Lightning calls to save and to load."""
+    """What Lightning calls to save and to load, in one file or in a folder."""
 
     parallelism: ParallelismPlugin
     pp: int
     _building: Building | None
-    _random_states: list[dict[str, Any]] | None = None
+    verify: bool
+    checkpoint: str
+    async_save: bool
+
+    def _set_up_checkpoints(self, checkpoint: str, async_save: bool) -> None:
+        """Raises:
+        ValueError: a format that there isn't, or one that can't be saved in the background.
+        """
+        if checkpoint not in ("file", "folder"):
+            raise ValueError(
+                f'MegaTPStrategy: checkpoint={checkpoint!r}, but there are "file" (one .ckpt that any Trainer loads)'
+                ' and "folder" (to which all ranks write at once).'
+            )
+        if async_save and checkpoint != "folder":
+            raise ValueError('MegaTPStrategy: async_save=True needs checkpoint="folder": a file is put together first.')
+        self.checkpoint, self.async_save = checkpoint, async_save
+        self._background = BackgroundSave()
+        self._background_group: dist.ProcessGroup | None = None
+        self._random_states: list[dict[str, Any]] | None = None
+        self._folder: Folder | None = None
+        self._not_tensors: dict[str, Any] = {}
+        self._whole_model = False
 
     def _mesh(self) -> ParallelMesh:
         raise NotImplementedError
@@ -47,13 +87,23 @@ class CheckpointMethods(_Base):
     def _parallel(self) -> ParallelModule:
         raise NotImplementedError
 
+    def _is_copy(self) -> bool:
+        """Whether a file can do without this rank: another data-parallel one has the same."""
+        return self.checkpoint == "file" and self._mesh().rank("dp") > 0 and not self._parallel().divided
+
+    # ---------------------------------------------------------------- saving
+
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The whole model under canonical names, on global rank 0; empty on the other ranks."""
+        """The model under canonical names. For a file: whole, on global rank 0, and empty on the other ranks. For a
+        folder: what each rank writes."""
         assert self.lightning_module is not None
         parallel, mesh = self._parallel(), self._mesh()
-        if (mesh.rank("dp") > 0 and not parallel.divided) or self._cannot_gather():
+        if self._cannot_gather() or self._is_copy():
             return {}
-        parallel.check_replicas(mesh.group("tp"))
+        if not self._interrupted():
+            parallel.check_replicas(mesh.group("tp"))
+        if self.checkpoint == "folder":
+            return sharded_state_dict(self.lightning_module.state_dict(), parallel, mesh)
         state = full_state_dict(
             self.lightning_module.state_dict(), parallel, keep=mesh.rank("tp") == mesh.rank("dp") == 0
         )
@@ -61,48 +111,161 @@ class CheckpointMethods(_Base):
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         parallel, mesh = self._parallel(), self._mesh()
-        if (mesh.rank("dp") > 0 and not parallel.divided) or self._cannot_gather():
+        if self._cannot_gather() or self._is_copy():
             return {}
         optimizer = getattr(optimizer, "optimizer", optimizer)
+        if self.checkpoint == "folder":
+            return sharded_optimizer_state(optimizer, parallel, mesh)
         state = full_optimizer_state(optimizer, parallel, keep=mesh.rank("tp") == mesh.rank("dp") == 0)
         return gather_optimizer_state(state, optimizer, parallel, mesh) if self.pp > 1 else state
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         if self._cannot_gather():
             warn_once_per_run(
-                f"no checkpoint was written to {filepath}: after an exception the other tensor ranks, which hold the"
-                " rest of the model, can't be asked for it. The last regular checkpoint is the newest."
+                f"no checkpoint was written to {filepath}: after an exception the other ranks, which hold the rest of"
+                " the model, can't be asked for it. The last regular checkpoint is the newest."
             )
             return
-        if not self._interrupted() and (states := gather_random_states(self._mesh())) is not None:
-            checkpoint["random_states"] = states
-        super().save_checkpoint(checkpoint, filepath, storage_options)
+        if self._interrupted():
+            agreed: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        else:
+            agreed = together(f"the checkpoint {filepath} was not saved")
+            if (states := gather_random_states(self._mesh())) is not None:
+                checkpoint["random_states"] = states
+        for place, key in averaged_states(checkpoint):
+            place[key] = self._gathered_average(place[key])
+        if self.checkpoint == "folder":
+            self._save_folder(checkpoint, filepath, storage_options)
+            return
+        with agreed:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def _gathered_average(self, state: dict[str, Any]) -> dict[str, Any]:
+        """An averaged copy, which callbacks have put into the checkpoint as this rank holds it."""
+        parallel, mesh = self._parallel(), self._mesh()
+        if self.checkpoint == "folder":
+            return sharded_state_dict(state, parallel, mesh)
+        return {} if mesh.rank("dp") > 0 else full_state_dict(state, parallel, keep=mesh.rank("tp") == 0)
+
+    def _save_folder(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None) -> None:
+        if storage_options is not None or "://" in str(filepath):
+            raise ValueError(
+                f'MegaTPStrategy: checkpoint="folder" writes to a file system that all ranks share, not to {filepath}'
+                ' or with storage_options. Use a mounted path, or checkpoint="file".'
+            )
+        mesh = self._mesh()
+        path = Path(self.broadcast(str(filepath)) if not self._interrupted() else filepath)
+        self.wait_for_checkpoints()
+        with together(f"the checkpoint {path} was not saved"):
+            tensors, rest = split_content(checkpoint, mesh)
+            meta = to_bytes(rest) if self.is_global_zero else b""
+        if not self._saves_in_background():
+            save_folder(path, tensors, meta)
+            return
+        if self._background_group is None:
+            self._background_group = dist.new_group(backend="gloo")
+        for chunks in tensors.values():
+            chunks.stage()
+        self._background.start(functools.partial(save_folder, path, tensors, meta, self._background_group))
+
+    def _saves_in_background(self) -> bool:
+        """Only within fit, whose end waits for it."""
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        return self.async_save and trainer.state.fn == "fit" and trainer.state.status == "running"
+
+    def wait_for_checkpoints(self) -> None:
+        """Until what is saved in the background is complete; every rank has to call it.
+
+        Raises:
+            RuntimeError: on every rank, if it could not be saved.
+        """
+        self._background.wait()
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Lightning removes what the checkpoint before made superfluous; that one may still be under way."""
+        self._background.afterwards(functools.partial(super().remove_checkpoint, filepath))
+
+    def on_train_end(self) -> None:
+        self.wait_for_checkpoints()
+        super().on_train_end()
+
+    # ---------------------------------------------------------------- loading
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)
+        self.wait_for_checkpoints()
+        path = Path(checkpoint_path)
+        self._folder = None
+        with together(f"the checkpoint {path} was not loaded"):
+            if is_folder(path):
+                self._folder = Folder(path)
+                checkpoint = self._folder.meta(kwargs.get("weights_only", args[0] if args else None))
+                self._not_tensors = checkpoint.pop(NOT_TENSORS)
+                checkpoint["state_dict"] = dict(self._not_tensors)
+                self._whole_model = self.lightning_module is not None and bool(averages(self.lightning_module.trainer))
+                if self._whole_model:
+                    put_back(checkpoint, self._folder)
+                checkpoint.pop(ELSEWHERE, None)
+            else:
+                if self.local_rank == 0 and path.is_file():
+                    check_zip(path)
+                checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)
         fitting = self.lightning_module is not None and self.lightning_module.trainer.state.fn == "fit"
         self._random_states = checkpoint.get("random_states") if fitting else None
         return checkpoint
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Lightning restores the model before `setup` splits it; a model split by an earlier run gets its shards."""
+        """Lightning restores the model before `setup` splits it. From a file it gets all, or its shards if an earlier
+        run has split it; from a folder, later, what is left of it after the split."""
         assert self.lightning_module is not None
+        if self._folder is not None and not self._whole_model:
+            if self.verify:  # the unsplit model is compared with
+                load_sharded_model(self._folder, self.lightning_module, None, self._mesh(), self._not_tensors, strict)
+            return
         split: ParallelModule | None = self.parallelism.split_form(self.lightning_module)
         state = checkpoint["state_dict"]
         if split is not None:
             state = local_state_dict(state, split)
         if split is not None and split.order:
             state = own_state_dict(state, split)
+        if split is not None and split.divided:
+            rest = split.load_rows(state)
+            unchanged = {name: split.names[name].detach() for name in state if name not in rest}
+            state = {**rest, **unchanged}
         with contextlib.nullcontext() if self._building is None else self._building.record():
             self.lightning_module.load_state_dict(state, strict=strict)
 
+    def _load_split_model(self) -> None:
+        """In `setup`, after the split: this rank's part of a folder."""
+        if self._folder is None or self._whole_model:
+            return
+        module = self.lightning_module
+        assert module is not None
+        load_sharded_model(
+            self._folder, module, self._parallel(), self._mesh(), self._not_tensors, module.strict_loading
+        )
+        if module.trainer.state.fn != "fit":
+            self._folder = None
+
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         parallel, mesh = self._parallel(), self._mesh()
-        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+        states = checkpoint["optimizer_states"]
+        if len(states) != len(self.optimizers):
+            raise RuntimeError(
+                f"MegaTPStrategy: the checkpoint has {len(states)} optimizers, and the module configures"
+                f" {len(self.optimizers)}. Configure them as they were when it was saved."
+            )
+        for index, (optimizer, state) in enumerate(zip(self.optimizers, states, strict=True)):
+            if self._folder is not None:
+                load_sharded_optimizer(self._folder, index, state, optimizer, parallel, mesh)
+                continue
             if self.pp > 1:
                 state = own_optimizer_state(state, optimizer, parallel, mesh)
             optimizer.load_state_dict(local_optimizer_state(state, optimizer, parallel))
+        self._folder = None
         self._resume_random()  # the last thing restored before the first batch
+        assert self.lightning_module is not None
+        restart_loaders(self.lightning_module.trainer)
 
     def _resume_random(self) -> None:
         """Go on with the random numbers of the checkpoint that was loaded."""
@@ -111,7 +274,8 @@ class CheckpointMethods(_Base):
             set_random_state(states[mesh.rank("dp")])
 
     def _cannot_gather(self) -> bool:
-        return self._interrupted() and self._mesh().size("tp") * self.pp > 1
+        alone = self._mesh().size("tp") * self.pp == 1 and (self.checkpoint == "file" or self.world_size == 1)
+        return self._interrupted() and not alone
 
     def _interrupted(self) -> bool:
         trainer = getattr(self.lightning_module, "_trainer", None)

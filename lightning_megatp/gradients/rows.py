@@ -26,6 +26,8 @@ class DividedParameter:
     """Where the module finds it."""
     together: bool
     """Gathered for the length of a step, not by its unit."""
+    first_copy: bool
+    """Whether other ranks with the same rows (`dp_replicate`) leave them to this one to save."""
 
     @property
     def shape(self) -> Size:

@@ -124,6 +124,7 @@ class ZeroSharding:
         self.group = data_mesh.get_group(-1)
         """The ranks that hold different rows."""
         self._place = data_mesh.get_local_rank(data_mesh.ndim - 1)
+        self._first = data_mesh.ndim == 1 or data_mesh.get_local_rank(0) == 0
         shard = _Sharder(options, data_mesh)
         self.units = _large(module, units, apart)
         self._holders = {unit: _Holder(module.get_submodule(unit)) for unit in self.units}
@@ -268,7 +269,9 @@ class ZeroSharding:
                 whole = gathered[name]
                 assert whole is not None
                 rows = _rows(parameter.shape[0], self._place, self.group.size())
-                found.append(DividedParameter(name, parameter, whole, local, rows, owners[name], name in in_rest))
+                found.append(
+                    DividedParameter(name, parameter, whole, local, rows, owners[name], name in in_rest, self._first)
+                )
         return found
 
 

@@ -96,6 +96,19 @@ def owners(by_rank: Sequence[Ranges], index: int) -> list[int]:
     return [rank for rank, ranges in enumerate(by_rank) if any(start <= index < stop for start, stop in ranges)]
 
 
+def first_owned(by_rank: Sequence[Ranges], rank: int) -> Ranges:
+    """What of a rank's ranges no lower rank owns: 0, 0, 1, 1 -> of rank 2 all, of rank 3 nothing."""
+    own = by_rank[rank]
+    for start, stop in itertools.chain.from_iterable(by_rank[:rank]):
+        own = tuple(
+            piece
+            for low, high in own
+            for piece in ((low, min(high, start)), (max(low, stop), high))
+            if piece[0] < piece[1]
+        )
+    return own
+
+
 def show(ranges: Ranges, most: int = 3) -> str:
     """Ranges as people write them: [0:16],[32:48]."""
     text = ",".join(f"[{start}:{stop}]" for start, stop in ranges[:most])
@@ -206,6 +219,22 @@ def local_span(ranges: Ranges, start: int, stop: int) -> Range:
     """Where the owned ones of the indices from `start` to `stop` lie in a shard, whose ranges ascend: start, length."""
     before = sum(min(b, start) - a for a, b in ranges if a < start)
     return before, sum(min(b, stop) - max(a, start) for a, b in ranges if max(a, start) < min(b, stop))
+
+
+def local_piece(ranges: Ranges, start: int, stop: int) -> Ranges:
+    """What lies from `start` to `stop` in a shard: (4, 8), (12, 16) from 2 to 6 -> (6, 8), (12, 14)."""
+    found, at = [], 0
+    for a, b in ranges:
+        low, high = max(start - at, 0), min(stop - at, b - a)
+        if low < high:
+            found.append((a + low, a + high))
+        at += b - a
+    return tuple(found)
+
+
+def intersection(ranges: Ranges, others: Ranges) -> Ranges:
+    """The indices of the first that are among the second, in the order of the first."""
+    return tuple((max(a, c), min(b, d)) for a, b in ranges for c, d in others if max(a, c) < min(b, d))
 
 
 @lru_cache(1024)

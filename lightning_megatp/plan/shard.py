@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from lightning_megatp.plan.ranges import Ranges, length, owners
+from lightning_megatp.plan.ranges import Ranges, first_owned, intersection, length, local_piece, owners
 
 
 @dataclass(frozen=True)
@@ -23,11 +23,28 @@ class ShardSpec:
     """For each dim the ranges this rank owns, in the order in which they lie in the shard."""
     replicated: tuple[str, ...] = ("dp",)
     """The mesh axes over which the shard is the same."""
+    written: tuple[Ranges, ...] | None = None
+    """The part of `ranges` that this rank is the first to own, where other ranks own some of it too; None for all."""
 
     @property
     def local_shape(self) -> tuple[int, ...]:
         """Shape of the shard."""
         return tuple(length(ranges) for ranges in self.ranges)
+
+    def rows(self, start: int, stop: int, writes: bool = True) -> ShardSpec:
+        """Some of this shard's rows: what one data-parallel rank holds of it.
+
+        Args:
+            start: the first row, counted in the shard.
+            stop: one past the last.
+            writes: False for a copy of what another rank writes.
+        """
+        own = local_piece(self.ranges[0], start, stop)
+        written = None if self.written is None else (intersection(own, self.written[0]), *self.written[1:])
+        if not writes:
+            written = ((), *self.ranges[1:])
+        axes = tuple(axis for axis in self.replicated if axis != "dp")
+        return replace(self, ranges=(own, *self.ranges[1:]), replicated=axes, written=written)
 
     @property
     def numel(self) -> int:
@@ -87,8 +104,12 @@ class ShardedTensorSpec:
 
     def spec(self, rank: int) -> ShardSpec:
         """What one rank of the tensor group owns."""
-        ranges = tuple(self.by_rank[rank] if dim == self.dim else ((0, size),) for dim, size in enumerate(self.shape))
-        return ShardSpec(self.name, self.shape, ranges)
+        ranges = self._along_dim(self.by_rank[rank])
+        written = self._along_dim(first_owned(self.by_rank, rank)) if self.shared else None
+        return ShardSpec(self.name, self.shape, ranges, written=written)
+
+    def _along_dim(self, own: Ranges) -> tuple[Ranges, ...]:
+        return tuple(own if dim == self.dim else ((0, size),) for dim, size in enumerate(self.shape))
 
     def renamed(self, name: str) -> ShardedTensorSpec:
         return ShardedTensorSpec(name, self.shape, self.dim, self.by_rank)

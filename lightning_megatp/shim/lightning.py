@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
+from torch.optim.swa_utils import AveragedModel
 
 from lightning_megatp.shim.launcher import subprocess_launcher
 
@@ -27,6 +28,8 @@ class Namespace:
     """The base of all precision plugins, whose `pre_backward` calls the hooks and nothing else."""
     double: Any
     """The float64 precision plugin."""
+    checkpoint_io: Any
+    """`TorchCheckpointIO`: checkpoints in one file."""
     registry: Any
     """`StrategyRegistry`, for `Trainer(strategy="megatp")`."""
 
@@ -43,6 +46,7 @@ class Namespace:
             launcher=subprocess_launcher(launchers._SubprocessScriptLauncher),
             precision=importlib.import_module(f"{name}.plugins.precision").Precision,
             double=importlib.import_module(f"{name}.plugins.precision").DoublePrecision,
+            checkpoint_io=importlib.import_module(f"{name}.plugins.io").TorchCheckpointIO,
             registry=strategies.StrategyRegistry,
         )
 
@@ -53,13 +57,15 @@ def default_store() -> dist.Store:
     return dist.distributed_c10d._get_default_store()
 
 
-def averaging_callback(trainer: Any) -> str | None:
-    """The name of a callback that keeps an averaged copy of the module: StochasticWeightAveraging and WeightAveraging
-    hold it as `_average_model`, made in their `setup`, before the strategy's."""
+def averages(trainer: Any) -> dict[str, Any]:
+    """Name of callback -> its averaged copy of the module. StochasticWeightAveraging and WeightAveraging hold it as
+    `_average_model`, made in their `setup`, before the strategy's; the latter within torch's AveragedModel."""
+    found = {}
     for callback in trainer.callbacks:
-        if getattr(callback, "_average_model", None) is not None:
-            return type(callback).__name__
-    return None
+        average = getattr(callback, "_average_model", None)
+        if average is not None:
+            found[type(callback).__name__] = average.module if isinstance(average, AveragedModel) else average
+    return found
 
 
 def first_loaders(trainer: Any) -> Any:
@@ -73,6 +79,15 @@ def first_loaders(trainer: Any) -> Any:
     if combined is None:
         return None
     return combined.iterables if state == "fit" else next(iter(combined.flattened), None)
+
+
+def restart_loaders(trainer: Any) -> None:
+    """Let training data begin where a checkpoint has it, if `first_loaders` set it up before the loops were restored:
+    Lightning hands loaders their states, and draws the order of an epoch, when it sets them up."""
+    loop = trainer.fit_loop
+    if loop._combined_loader is not None:
+        loop._load_combined_loader_states()
+        iter(loop._data_fetcher)
 
 
 def batch_hook(trainer: Any, name: str) -> Any:

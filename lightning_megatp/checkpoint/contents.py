@@ -1,0 +1,116 @@
+"""What a checkpoint of a split model holds: for every local tensor its canonical name, and what part of it is here."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from lightning_megatp.checkpoint.chunks import Chunks, whole
+from lightning_megatp.mesh import ParallelMesh
+from lightning_megatp.module import ParallelModule
+from lightning_megatp.plan.shard import ShardSpec
+
+MODEL = "state_dict."
+"""Before the names of the model's tensors, in a folder."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One local tensor of a model or an optimizer."""
+
+    name: str
+    """Canonical, as on one device; an optimizer's is `<parameter>.<key>`."""
+    spec: ShardSpec
+    tensor: Tensor
+    trained: bool = True
+    """Whether it is the same on all ranks of its replicated axes. Buffers may not be: the first rank's count."""
+
+    def to_write(self, mesh: ParallelMesh) -> Chunks:
+        """What this rank writes of it. Replicas take turns, by name."""
+        ways, index = 1, 0
+        for axis in self.spec.replicated:
+            ways, index = ways * mesh.size(axis), index * mesh.size(axis) + mesh.rank(axis)
+        turn = zlib.crc32(self.name.encode()) % ways if self.trained else 0
+        return Chunks.to_write(self.tensor, self.spec, index == turn)
+
+
+def shard_spec(name: str, parameter: Tensor, parallel: ParallelModule, mesh: ParallelMesh) -> ShardSpec:
+    """What this rank holds of a parameter."""
+    tensor_spec, divided = parallel.spec(parameter), parallel.divided.get(id(parameter))
+    spec = whole(name, parameter) if tensor_spec is None else tensor_spec.renamed(name).spec(mesh.rank("tp"))
+    if divided is None:
+        return spec
+    if tensor_spec is None:
+        spec = whole(name, divided.sharded)
+    return spec.rows(*divided.rows, writes=divided.first_copy)
+
+
+def model_entries(state: Mapping[str, Any], parallel: ParallelModule, mesh: ParallelMesh) -> Iterator[Entry]:
+    """The tensors of a module's state dict.
+
+    Args:
+        state: `module.state_dict()`. A user may have overridden it: entries are found by name, and else by memory.
+    """
+    held = {name: parallel.held(parameter) for name, parameter in parallel.names.items()}
+    parameters = {p.data_ptr(): p for p in held.values() if p.numel()}
+    for name, value in state.items():
+        if not isinstance(value, Tensor):
+            continue
+        value = value.to_local() if isinstance(value, DTensor) else value
+        parameter = held.get(name)
+        if parameter is None and value.numel():
+            parameter = parameters.get(value.data_ptr())
+        if parameter is None or parameter.shape != value.shape:
+            yield Entry(name, whole(name, value), value, trained=False)
+        else:
+            yield Entry(name, shard_spec(name, parameter, parallel, mesh), value)
+
+
+def optimizer_entries(optimizer: Optimizer, parallel: ParallelModule, mesh: ParallelMesh) -> Iterator[Entry]:
+    """The tensors of an optimizer's state.
+
+    Raises:
+        RuntimeError: a state that is neither shaped like its split parameter nor a single number.
+    """
+    for group, names in zip(optimizer.param_groups, group_names(optimizer, parallel), strict=True):
+        for name, parameter in zip(names, group["params"], strict=True):
+            spec = shard_spec(name, parameter, parallel, mesh)
+            for key, value in optimizer.state.get(parameter, {}).items():
+                if isinstance(value, Tensor):
+                    entry = f"{name}.{key}"
+                    yield Entry(entry, state_spec(entry, tuple(value.shape), spec, spec.local_shape), value)
+
+
+def state_spec(name: str, shape: tuple[int, ...], parameter: ShardSpec, like: tuple[int, ...]) -> ShardSpec:
+    """What part a state tensor is of the whole one, given its parameter's spec.
+
+    Args:
+        name: of the state.
+        shape: of the state tensor, local or full.
+        like: the parameter's shape, local or full.
+
+    Raises:
+        RuntimeError: it isn't shaped like its parameter, which is split.
+    """
+    if shape == like and shape:
+        return replace(parameter, name=name)
+    full = ShardSpec(name, shape, tuple(((0, size),) for size in shape), ("dp", "tp"))
+    if parameter.local_shape == parameter.shape or full.numel <= 1:
+        return full
+    raise RuntimeError(
+        f"MegaTPStrategy: the optimizer's state `{name}` has the shape {shape}, its parameter {like}, of which each"
+        " rank holds a part. What part of the state belongs to it can't be known. Use an optimizer whose states are"
+        " shaped like their parameters, or leave the layer out of the plan."
+    )
+
+
+def group_names(optimizer: Optimizer, parallel: ParallelModule) -> list[list[str]]:
+    """The canonical names of the parameters of each group; of a tied one the first."""
+    names = {id(parallel.held(parameter)): name for name, parameter in reversed(parallel.names.items())}
+    return [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
