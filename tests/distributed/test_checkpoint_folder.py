@@ -29,6 +29,13 @@ ONE, TP4 = Layout(), Layout(tp=4)
 ZB_V, INTERLEAVED = Layout(pp=2, schedule="zb_v"), Layout(pp=2, schedule="interleaved")
 TP2_ZB_V, PP4 = Layout(tp=2, pp=2, schedule="zb_v"), Layout(pp=4, schedule="gpipe")
 LAYOUTS = [ONE, TP2, PP2, DP2, ZB_V, INTERLEAVED, TP4, TP2_PP2, TP2_DP2, DP2_PP2, TP2_ZB_V, PP4]
+ZERO = [
+    Layout(dp=2, zero=1),
+    Layout(dp=2, zero=3),
+    Layout(tp=2, dp=2, zero=3),
+    Layout(pp=2, dp=2, zero=1, microbatches=2),
+    Layout(dp=4, zero=3, dp_replicate=2),
+]
 BATCHES = 5
 
 
@@ -121,6 +128,17 @@ def round_trips(model: str, writers: list[Layout], readers: list[Layout], root: 
 
 def test_another_layout_goes_on(tmp_path: Path) -> None:
     round_trips("grouped_fused", [TP2_PP2], [DP2, ZB_V, TP4], tmp_path)
+
+
+def test_divided_parameters_go_on(tmp_path: Path) -> None:
+    round_trips("grouped_fused", [ZERO[2]], [ZERO[0], PP2], tmp_path)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("model", ["grouped_fused", "uneven", "deep_tied"])
+def test_all_pairs_of_layouts_that_divide(model: str, tmp_path: Path) -> None:
+    layouts = [*ZERO, TP2_PP2, TP4]
+    round_trips(model, layouts, layouts, tmp_path)
 
 
 @pytest.mark.extended

@@ -30,12 +30,15 @@ class Layout:
     pp: int = 1
     microbatches: int = 4
     schedule: str = "1f1b"
+    zero: int = 0
+    dp_replicate: int = 1
 
     def __str__(self) -> str:
         if self.plain:
             return "plain"
         pipeline = f"-pp{self.pp}-{self.schedule}{self.microbatches}" if self.pp > 1 else ""
-        return f"tp{self.tp}-dp{self.dp}-{'sequence' if self.sequence else 'replicated'}{pipeline}"
+        zero = f"-zero{self.zero}x{self.dp_replicate}" if self.zero else ""
+        return f"tp{self.tp}-dp{self.dp}-{'sequence' if self.sequence else 'replicated'}{pipeline}{zero}"
 
     @property
     def ranks(self) -> int:
@@ -71,6 +74,8 @@ def make_trainer(
     arguments: dict[str, Any] = {"plan": variant(model).plan, "summary": False}
     if layout.pp > 1:
         arguments |= {"pp": layout.pp, "microbatches": layout.microbatches, "schedule": layout.schedule}
+    if layout.zero:
+        arguments |= {"zero": layout.zero, "dp_replicate": layout.dp_replicate}
     arguments |= strategy or {}
     chosen = MegaTPStrategy(tp=layout.tp, dp=layout.dp, sequence_parallel=layout.sequence, **arguments)
     return Trainer(devices=layout.ranks, strategy=chosen, **options)
