@@ -411,12 +411,14 @@ class Pipeline:
             total = run.loss(weights)
             factor = float(run.provisional_total / weights.sum())
             pickled = _pickled(run.set_values)
-            facts = [float(total), factor, float(run.left_state), float(run.returns_more), float(len(pickled))]
+            dtype = float(_DTYPES.index(total.dtype)) if total.dtype in _DTYPES else 0.0
+            facts = [float(total), factor, float(run.left_state), float(run.returns_more), float(len(pickled)), dtype]
             self._share(merge(run.logged, weights), facts)
             self._send_values(pickled)
         else:
-            facts = self._share([], [0.0] * 5)
-            total, factor = torch.tensor(facts[0], dtype=torch.float64, device=self.mesh.device), facts[1]
+            facts = self._share([], [0.0] * 6)
+            total = torch.tensor(facts[0], dtype=_DTYPES[int(facts[5])], device=self.mesh.device)
+            factor = facts[1]
             self._say_late(self._adopt(int(facts[4])))
         self.stateful, self._returned = self.stateful or bool(facts[2]), bool(facts[3])
         return total, factor
@@ -457,6 +459,10 @@ class Pipeline:
             return received
         self.logs.send(calls, torch.tensor(facts, dtype=torch.float64, device=self.mesh.device), group, source)
         return facts
+
+
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+"""Of losses."""
 
 
 def _opened(module: nn.Module, units: Iterable[str]) -> dict[str, nn.Module]:
