@@ -78,7 +78,7 @@ class Example:
     def bare_step(self, batch: Any) -> Any:
         """The same, for who puts back by itself what a step leaves."""
         with self.precision.forward_context():
-            return self._step(batch, *_indices(self._step))
+            return self._step(batch, *indices(self._step))
 
     def calls(self) -> list[Callable[[], Any]]:
         """The step on the batch; and, if that has a padding mask which hides nothing, on the same rows with some
@@ -105,7 +105,7 @@ def _padded(batch: Any) -> list[Any]:
     return [hidden]
 
 
-def _indices(step: Callable[..., Any]) -> list[int]:
+def indices(step: Callable[..., Any]) -> list[int]:
     """The batch's and the loader's index, as far as a step takes them; their names are the user's."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     named = [x for x in inspect.signature(step).parameters.values() if x.kind in kinds]

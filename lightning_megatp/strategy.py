@@ -43,6 +43,9 @@ from lightning_megatp.pipeline.pipeline import Pipeline
 from lightning_megatp.pipeline.schedule import make_schedule
 from lightning_megatp.pipeline.trace import StepTrace
 from lightning_megatp.plan.auto.discover import discover, look
+from lightning_megatp.planner.live import predict_run
+from lightning_megatp.planner.measure import MemoryAccount, measure
+from lightning_megatp.planner.report import MemoryReport, RankMemory
 from lightning_megatp.plugin import ParallelismPlugin
 from lightning_megatp.randomness import synchronize_random_state
 from lightning_megatp.report import print_layout
@@ -82,6 +85,8 @@ class MegaTPStrategyBase(CheckpointMethods):
         offload: "optimizer" (zero=1 or 2) or "parameters" (zero=3): this rank's part of the parameters, gradients and
             optimizer's state stays in the host's memory, where the optimizer steps it.
         dp_replicate: Copies of what zero divides, among the data-parallel ranks (hybrid sharding).
+        memory: Count in every training batch what is kept for backward, so that `memory_report()` can show it beside
+            what is predicted.
         timeout: Of every collective; Lightning's usual 30 minutes by default.
         process_group_backend: "nccl" or "gloo"; by default what the devices need.
         accelerator: Set by the Trainer.
@@ -116,6 +121,7 @@ class MegaTPStrategyBase(CheckpointMethods):
         zero: int = 0,
         offload: Literal["optimizer", "parameters"] | None = None,
         dp_replicate: int = 1,
+        memory: bool = False,
         timeout: timedelta | None = None,
         process_group_backend: str | None = None,
         accelerator: Any | None = None,
@@ -143,6 +149,8 @@ class MegaTPStrategyBase(CheckpointMethods):
         self.process_group_backend = process_group_backend
         self.verify = verify
         self.zero = ZeroOptions(zero, offload, dp_replicate)
+        self.memory = memory
+        self._memory_account: MemoryAccount | None = None
         self._first_batch: FirstBatch | None = None
         self.num_nodes = 1
         MeshShape.fit(tp * pp * (dp or 1), tp=tp, pp=pp, dp=dp)  # sizes below 1 raise here, where they were written
@@ -267,6 +275,8 @@ class MegaTPStrategyBase(CheckpointMethods):
             self._prepare_to_verify(trainer)
         if self.verify and trainer.state.fn == "fit" and self.parallelism.split_form(module) is None:
             self._first_batch = FirstBatch(module, keep=self.is_global_zero)
+        if self.memory and trainer.state.fn == "fit" and self.parallelism.split_form(module) is None:
+            self._memory_account = MemoryAccount(module)
         example = Example(trainer, self.precision_plugin)
         self.parallel = self.parallelism.parallelize(
             module, mesh, self.root_device, self.sequence_parallel, example=example
@@ -506,6 +516,8 @@ class MegaTPStrategyBase(CheckpointMethods):
     def _watched(self, kind: str, step: Callable[..., Any]) -> Callable[..., Any]:
         """The user's step in its contexts. It is watched, with all its microbatches, if it is the first of its kind."""
         parallel, watch = self._parallel(), self._first(kind)
+        if kind == "train" and self._memory_account is not None:
+            step = self._memory_account.watching(step, parallel)
         self._seen.add(self._moment(kind))
 
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -716,6 +728,22 @@ class MegaTPStrategyBase(CheckpointMethods):
         """Parameters of the whole model, and of this rank; tied ones once."""
         parallel = self._parallel()
         return parallel.whole_parameters, sum(held.numel() for _, held in parallel.named_held())
+
+    def memory_report(self) -> MemoryReport:
+        """What every rank holds, predicted and measured, in bytes; after a training batch. Every rank calls it.
+
+        Activations, and what is predicted, are known with `MegaTPStrategy(memory=True)`.
+
+        Communication: one object all-gather over the world.
+        """
+        mesh, parallel = self._mesh(), self._parallel()
+        measured = measure(parallel, self.optimizers, self._memory_account)
+        predicted, problem = predict_run(self, parallel, mesh, self._memory_account)
+        peak = torch.cuda.max_memory_allocated(self.root_device) if self.root_device.type == "cuda" else None
+        own = RankMemory(self.global_rank, mesh.stage, measured, predicted, peak), problem
+        by_rank: list[Any] = [None] * self.world_size
+        dist.all_gather_object(by_rank, own)
+        return MemoryReport(tuple(rank for rank, _ in by_rank), problem)
 
     def full_gradients(self) -> dict[str, Tensor]:
         """The gradients of the whole model under canonical names, on every rank; for looking at them.

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -34,6 +35,7 @@ __all__ = [
     "accumulated_parameter",
     "accumulates_into",
     "all_gather_single",
+    "as_subclass",
     "checkpoint_region",
     "current_backward_node",
     "functorch_is_active",
@@ -50,6 +52,8 @@ __all__ = [
     "tree_unflatten",
     "without_mode",
 ]
+
+T = TypeVar("T", bound=Tensor)
 
 # torch 2.13 renames these two and warns at the names that 2.11 knows.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -149,6 +153,22 @@ def is_fake(x: object) -> bool:
     """Whether this is a tensor without data, as a dry run has them. Collectives return one of the right shape for it:
     the c10d operations have no fake kernels for a real process group (2.13)."""
     return isinstance(x, FakeTensor)
+
+
+def as_subclass(x: Tensor, kind: type[T]) -> T:
+    """`x.as_subclass(kind)`, for fake tensors too: these are a subclass of Tensor already, and a view of one can become
+    an object of both (2.11-2.13)."""
+    if not is_fake(x):
+        return x.as_subclass(kind)
+    view: Any = x.view_as(x)
+    view.__class__ = _fake_kind(kind)
+    found: T = view
+    return found
+
+
+@functools.cache
+def _fake_kind(kind: type[Tensor]) -> type[Tensor]:
+    return type(f"Fake{kind.__name__}", (kind, FakeTensor), {})
 
 
 def storage_id(x: Tensor) -> int:

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_megatp.plan.ranges import ByRank, Ranges, everything, merge, owned_once, positions
-from lightning_megatp.shim.torch import tensor_version, tree_map
+from lightning_megatp.shim.torch import as_subclass, tensor_version, tree_map
 from lightning_megatp.tensor.collectives import take_ranges
 from lightning_megatp.tensor.context import TensorContext
 from lightning_megatp.tensor.functions import is_in_place, operation_name, operation_names
@@ -103,7 +103,7 @@ class FeatureShard(Shard):
     @staticmethod
     def wrap(local: Tensor, layout: FeatureLayout) -> FeatureShard:
         """This rank's features, a plain tensor, as a shard of the whole tensor."""
-        shard = local.as_subclass(FeatureShard)
+        shard = as_subclass(local, FeatureShard)
         shard.plain, shard.features = local, layout
         return shard
 
