@@ -15,9 +15,9 @@ _HUGGING_FACE = str(Path(__file__).parent / "commands" / "huggingface.py")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """`megatp plan SCRIPT ARGUMENTS`: what would be split. `megatp verify SCRIPT ARGUMENTS`: proof on real ranks. Both
-    also take `--hf MODEL --tp N` instead of a script. `megatp trace run.json [--png [PATH]]`: what a recorded step says
-    of its pipeline.
+    """`megatp plan SCRIPT ARGUMENTS`: what would be split. `megatp estimate SCRIPT ARGUMENTS`: memory per rank. `megatp
+    verify SCRIPT ARGUMENTS`: proof on real ranks. They also take `--hf MODEL --tp N` instead of a script. `megatp trace
+    run.json [--png [PATH]]`: what a recorded step says of its pipeline.
 
     Args:
         arguments: those of the command line, unless given.
@@ -32,6 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     trace.set_defaults(run=_trace)
     for name, what in (
         ("plan", "what would be split and where, without starting ranks"),
+        ("estimate", "memory per rank of each pipeline stage, without starting ranks"),
         (
             "verify",
             "compare the first batch, loss and every gradient, with the unsplit model, in float64 on real ranks",
@@ -42,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         command.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own arguments")
         command.set_defaults(run=_run_script, command=name)
     given = list(sys.argv[1:] if arguments is None else arguments)
-    if given[:1] in (["plan"], ["verify"]) and given[1:2] == ["--hf"]:
+    if given[:1] in (["plan"], ["estimate"], ["verify"]) and given[1:2] == ["--hf"]:
         given[1:2] = [_HUGGING_FACE]
     options = parser.parse_args(given)
     options.run(options)

@@ -18,7 +18,8 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim import Optimizer
 
 from lightning_megatp.checkpoint.methods import CheckpointMethods
-from lightning_megatp.commands import Done, requested
+from lightning_megatp.commands import Done, requested, without_ranks
+from lightning_megatp.commands.estimate import print_estimate
 from lightning_megatp.commands.proof import prepare
 from lightning_megatp.commands.show import print_plan
 from lightning_megatp.data import SameBatch
@@ -195,13 +196,20 @@ class MegaTPStrategyBase(CheckpointMethods):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        if without_ranks():
+            return {"num_replicas": self.shape.dp, "rank": 0}
         mesh = self._mesh()
         return {"num_replicas": mesh.size("dp"), "rank": mesh.rank("dp")}
+
+    @property
+    def shape(self) -> MeshShape:
+        """Sizes of the axes for the Trainer's devices, before there are ranks."""
+        return MeshShape.fit(self.num_nodes * self.num_processes, tp=self.tp, pp=self.pp, dp=self.dp)
 
     def _configure_launcher(self) -> None:
         environment = self.cluster_environment
         assert environment is not None
-        if requested() == "plan":
+        if without_ranks():
             return  # this process alone looks at the model
         self._launcher = self.namespace.launcher(environment, self.num_processes, self.num_nodes)
 
@@ -209,7 +217,7 @@ class MegaTPStrategyBase(CheckpointMethods):
         super().setup_environment()
         environment = self.cluster_environment
         assert environment is not None
-        if requested() == "plan":
+        if without_ranks():
             return
         environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
         environment.set_world_size(self.num_nodes * self.num_processes)
@@ -265,7 +273,7 @@ class MegaTPStrategyBase(CheckpointMethods):
         assert self.accelerator is not None and self.lightning_module is not None
         self.accelerator.setup(trainer)
         module = self.lightning_module
-        if requested() == "plan":
+        if without_ranks():
             self._print_plan(trainer)
         mesh = self._mesh()
         if trainer.state.fn == "fit" and self._layer_sync is not None:
@@ -307,20 +315,24 @@ class MegaTPStrategyBase(CheckpointMethods):
             print_layout(self.parallel, mesh, self.pipeline)
 
     def _print_plan(self, trainer: Any) -> None:
-        """For `megatp plan`: what would be split, without ranks; then the process ends."""
+        """For `megatp plan` and `megatp estimate`: what would be split, and the memory, without ranks; then the process
+        ends."""
         module = self.lightning_module
         assert module is not None
-        if self.tp == 1:
+        if self.tp == 1 and requested() == "plan":
             raise ValueError("megatp plan: tp=1 splits nothing. Add the size, e.g. --trainer.strategy.tp 2.")
         plan = self.parallelism.resolve(module, self.tp, self.sequence_parallel)
         results: list[Any] = []
         problems: list[str] = []
-        if plan.open:
+        if plan.open and self.tp > 1:
             example = Example(trainer, self.precision_plugin)
             steps = example.calls()
             kinds, problems = look(module, plan, steps)
             found = discover(module, self.tp, kinds, plan)
             results, problems = found.results, problems + found.problems + ([] if steps else [example.problem])
+        if requested() == "estimate":
+            print_estimate(self, trainer, plan, problems)
+            raise Done(0)
         placement = make_schedule(self.pipeline_options.schedule, self.pp, 1, self.pipeline_options.virtual_stages)
         print_plan(module, plan, results, problems, placement.stages if self.pp > 1 else 1)
         raise Done(0)
@@ -709,7 +721,7 @@ class MegaTPStrategyBase(CheckpointMethods):
             self._failure_watch.report(exception)
 
     def teardown(self) -> None:
-        if requested() == "plan":
+        if without_ranks():
             return  # nothing was set up, and the model may be on meta
         super().teardown()
         if self.pipeline is not None:

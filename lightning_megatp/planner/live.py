@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning_megatp.mesh import ParallelMesh
+from lightning_megatp.mesh import MeshShape, ParallelMesh
 from lightning_megatp.module import ParallelModule
 from lightning_megatp.pipeline.build import pipeline_rank
 from lightning_megatp.planner.measure import MemoryAccount
@@ -29,7 +29,7 @@ def predict_run(
         rehearsal = _rehearse(strategy, parallel, mesh, account)
     except Exception as error:  # the user's step, which may look at values
         problems.append(f"activations could not be predicted ({type(error).__name__}: {str(error)[:200]})")
-    layout = layout_of(strategy, mesh)
+    layout = layout_of(strategy, mesh.shape)
     pipeline = strategy.pipeline
     found = predict(
         account.module,
@@ -45,9 +45,9 @@ def predict_run(
     return found[rank], "; ".join(problems)
 
 
-def layout_of(strategy: Any, mesh: ParallelMesh) -> Layout:
+def layout_of(strategy: Any, sizes: MeshShape) -> Layout:
     """The layout of a run."""
-    options, sizes = strategy.pipeline_options, mesh.shape
+    options = strategy.pipeline_options
     return Layout(
         tp=sizes.tp,
         pp=sizes.pp,
@@ -69,9 +69,7 @@ def _states(strategy: Any, parallel: ParallelModule, account: MemoryAccount) -> 
     return {id(whole[held[i]]): tensors for i, tensors in found.items() if i in held}
 
 
-def _rehearse(
-    strategy: Any, parallel: ParallelModule, mesh: ParallelMesh, account: MemoryAccount
-) -> Rehearsal | None:
+def _rehearse(strategy: Any, parallel: ParallelModule, mesh: ParallelMesh, account: MemoryAccount) -> Rehearsal | None:
     if account.microbatch is None:
         return None
     return rehearse(

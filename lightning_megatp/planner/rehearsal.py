@@ -89,16 +89,17 @@ def rehearse(
 
     def fake(name: str, x: Tensor) -> Tensor:
         shape = specs[name].spec(rank).local_shape if name in specs else x.shape
-        return torch.empty(shape, dtype=x.dtype, device=device)
+        with mode:
+            return torch.empty(shape, dtype=x.dtype, device=device)
 
+    shadow = _copy(module, fake)
     with mode, random_state_kept():
-        shadow = _copy(module, fake)
         parallel = _swapped(shadow, plugin, plan, rank, pipelined)
         own = tree_map(lambda x: torch.empty_like(x, device=device) if isinstance(x, Tensor) else x, batch)
         held = {storage_id(x) for x in (*shadow.parameters(), *shadow.buffers(), *tree_leaves(own)) if _is_plain(x)}
-        with without_logging(shadow), around(), _recorded(shadow, held) as found:
-            with torch.enable_grad(), parallel.step(watch=False):
-                shadow.training_step(own, *indices(shadow.training_step))
+        step = parallel.step(watch=False)
+        with without_logging(shadow), around(), torch.enable_grad(), _recorded(shadow, held) as found, step:
+            shadow.training_step(own, *indices(shadow.training_step))
     return found
 
 

@@ -214,7 +214,9 @@ class RowParallel(ParallelLayer):
         self.context.leave()  # first of all: a checkpoint's recomputation may stop inside of F.linear
         partial = self.context.deferred.linear(x, self._own("weight", 1))
         dim = self.sequence_dim
-        if dim is None or partial.dim() <= dim + 1 or self.context.is_dry(partial):  # a dry run knows whole sequences only
+        if (
+            dim is None or partial.dim() <= dim + 1 or self.context.is_dry(partial)
+        ):  # a dry run knows whole sequences only
             y = reduce_from_region(partial, self.group)
             return y if self.bias is None else y + self.bias.to(y.dtype)
         layout = SequenceLayout(dim - partial.dim(), partial.shape[dim], self.context)
