@@ -262,9 +262,7 @@ class _SequenceEntry:
                 f"MegaTPStrategy: `{self.name}` has the style `sequence` with dim={self.style.dim}, but no argument of"
                 " its forward is a floating tensor with that dim. Name it by `input` in the plan, or drop the style."
             )
-        if isinstance(x, SequenceShard) or self.context.is_dry(
-            x
-        ):  # a dry run asks for shapes, which are those of the whole
+        if isinstance(x, SequenceShard) or self.context.is_dry(x):
             return None
         shard: Tensor = SequenceShard.shard(x, self.style.dim, self.context)
         if isinstance(where, int):
