@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from lightning_megatp.checkpoint.methods import CheckpointMethods
 from lightning_megatp.commands import Done, requested, without_ranks
-from lightning_megatp.commands.estimate import print_estimate
+from lightning_megatp.commands.estimate import print_estimate, rehearse_both
 from lightning_megatp.commands.proof import prepare
 from lightning_megatp.commands.show import print_plan
 from lightning_megatp.data import SameBatch
@@ -334,7 +334,8 @@ class MegaTPStrategyBase(CheckpointMethods):
             print_estimate(self, trainer, plan, problems)
             raise Done(0)
         placement = make_schedule(self.pipeline_options.schedule, self.pp, 1, self.pipeline_options.virtual_stages)
-        print_plan(module, plan, results, problems, placement.stages if self.pp > 1 else 1)
+        kept = rehearse_both(self, trainer, plan, problems)
+        print_plan(module, plan, results, problems, placement.stages if self.pp > 1 else 1, kept)
         raise Done(0)
 
     def _prepare_to_verify(self, trainer: Any) -> None:

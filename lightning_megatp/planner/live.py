@@ -7,9 +7,9 @@ from typing import Any
 from lightning_megatp.mesh import MeshShape, ParallelMesh
 from lightning_megatp.module import ParallelModule
 from lightning_megatp.pipeline.build import pipeline_rank
+from lightning_megatp.planner.formula import rehearse_or_estimate
 from lightning_megatp.planner.measure import MemoryAccount
 from lightning_megatp.planner.optimizers import StateTensor, states_of
-from lightning_megatp.planner.rehearsal import Rehearsal, rehearse
 from lightning_megatp.planner.sizes import Bytes, Layout, predict
 
 
@@ -25,10 +25,18 @@ def predict_run(
         states = _states(strategy, parallel, account)
     except Exception as error:  # an optimizer's own code
         problems.append(f"the optimizer's state could not be predicted ({type(error).__name__}: {error})")
-    try:
-        rehearsal = _rehearse(strategy, parallel, mesh, account)
-    except Exception as error:  # the user's step, which may look at values
-        problems.append(f"activations could not be predicted ({type(error).__name__}: {str(error)[:200]})")
+    if account.microbatch is not None:
+        rehearsal, problem = rehearse_or_estimate(
+            account.module,
+            strategy.parallelism,
+            parallel.plan,
+            account.microbatch,
+            rank=mesh.rank("tp"),
+            pipelined=mesh.size("pp") > 1,
+            device=strategy.root_device.type,
+            around=strategy.precision_plugin.forward_context,
+        )
+        problems += [problem] if problem else []
     layout = layout_of(strategy, mesh.shape)
     pipeline = strategy.pipeline
     found = predict(
@@ -67,18 +75,3 @@ def _states(strategy: Any, parallel: ParallelModule, account: MemoryAccount) -> 
     held = {id(x): name for name, x in parallel.named_held()}
     found = states_of(strategy.optimizers)
     return {id(whole[held[i]]): tensors for i, tensors in found.items() if i in held}
-
-
-def _rehearse(strategy: Any, parallel: ParallelModule, mesh: ParallelMesh, account: MemoryAccount) -> Rehearsal | None:
-    if account.microbatch is None:
-        return None
-    return rehearse(
-        account.module,
-        strategy.parallelism,
-        parallel.plan,
-        account.microbatch,
-        rank=mesh.rank("tp"),
-        pipelined=mesh.size("pp") > 1,
-        device=strategy.root_device.type,
-        around=strategy.precision_plugin.forward_context,
-    )

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from lightning_megatp import ParallelismPlugin
 from lightning_megatp.pipeline.schedule import NAMES, make_schedule
+from lightning_megatp.planner.formula import rehearse_or_estimate
 from lightning_megatp.planner.optimizers import optimizers_in, states_of
 from lightning_megatp.planner.sizes import peak
+from tests.parity.models import GPT, GPTConfig
 
 
 @pytest.mark.parametrize(
@@ -48,3 +51,21 @@ def test_the_peak_of_equal_stages_is_what_is_in_flight(name: str) -> None:
     schedule = make_schedule(name, 4, 8)
     for rank in range(4):
         assert peak(schedule, rank, [1] * schedule.stages) == schedule.in_flight[rank]
+
+
+class Reading(GPT):
+    """Its step looks at a value."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss if float(loss) < 1e9 else loss * 0
+
+
+def test_the_formula_where_a_step_reads_values() -> None:
+    module = Reading(GPTConfig(hidden=16, heads=4, layers=2))
+    ids = torch.zeros(2, 8, dtype=torch.long)
+    plugin = ParallelismPlugin(None)
+    found, why = rehearse_or_estimate(module, plugin, plugin.resolve(module, 1, True), (ids, ids))
+    assert found is not None and "DataDependent" in why and "Korthikanti" in why
+    s, b, h, a = 8, 2, 16, 4
+    assert found.by_stage({}, 1) == [2 * round(s * b * h * (34 + 5 * a * s / h))]
