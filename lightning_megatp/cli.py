@@ -16,9 +16,10 @@ _HUGGING_FACE = str(Path(__file__).parent / "commands" / "huggingface.py")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """`megatp plan SCRIPT ARGUMENTS`: what would be split. `megatp verify SCRIPT ARGUMENTS`: proof on real ranks. Both
-    also take `--hf MODEL --tp N` instead of a script. `megatp trace run.json [--png [PATH]]`: what a recorded step says
-    of its pipeline. `megatp convert SOURCE TARGET`: a checkpoint in another form.
+    """`megatp plan SCRIPT ARGUMENTS`: what would be split. `megatp estimate SCRIPT ARGUMENTS`: memory per rank. `megatp
+    verify SCRIPT ARGUMENTS`: proof on real ranks. They also take `--hf MODEL --tp N` instead of a script. `megatp trace
+    run.json [--png [PATH]]`: what a recorded step says of its pipeline. `megatp convert SOURCE TARGET`: a checkpoint in
+    another form.
 
     Args:
         arguments: those of the command line, unless given.
@@ -42,6 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     converting.set_defaults(run=_convert)
     for name, what in (
         ("plan", "what would be split and where, without starting ranks"),
+        ("estimate", "memory per rank of each pipeline stage, without starting ranks"),
         (
             "verify",
             "compare the first batch, loss and every gradient, with the unsplit model, in float64 on real ranks",
@@ -52,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         command.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own arguments")
         command.set_defaults(run=_run_script, command=name)
     given = list(sys.argv[1:] if arguments is None else arguments)
-    if given[:1] in (["plan"], ["verify"]) and given[1:2] == ["--hf"]:
+    if given[:1] in (["plan"], ["estimate"], ["verify"]) and given[1:2] == ["--hf"]:
         given[1:2] = [_HUGGING_FACE]
     options = parser.parse_args(given)
     options.run(options)

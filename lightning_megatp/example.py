@@ -23,8 +23,6 @@ from lightning_megatp.shim.lightning import batch_hook, first_loaders
 from lightning_megatp.shim.torch import tensor_version, tree_map
 
 _HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
-_ROWS = 2
-"""Rows of a batch that are tried out."""
 _STEPS = {"fit": "training_step", "validate": "validation_step", "test": "test_step", "predict": "predict_step"}
 
 
@@ -34,10 +32,11 @@ class Example:
     Args:
         trainer: about to run; its data is set up.
         precision: its precision plugin.
+        rows: how many, at most; None for all of the batch.
     """
 
-    def __init__(self, trainer: Any, precision: Any) -> None:
-        self.trainer, self.precision = trainer, precision
+    def __init__(self, trainer: Any, precision: Any, rows: int | None = 2) -> None:
+        self.trainer, self.precision, self.rows = trainer, precision, rows
         self.module = trainer.lightning_module
         self._step = getattr(self.module, _STEPS[trainer.state.fn])
         self.problem = "no batch could be looked at"
@@ -59,12 +58,12 @@ class Example:
             return None
 
     def _load(self, loaders: Any) -> Any:
-        batch = _first_batch(loaders)
+        batch = _first_batch(loaders, self.rows)
         if batch is None:
             return None
         rows = batch_size(batch) or 0
-        if rows > _ROWS:
-            batch = split_batch(batch, -(-rows // _ROWS))[0]
+        if self.rows is not None and rows > self.rows:
+            batch = split_batch(batch, -(-rows // self.rows))[0]
         for hook in _HOOKS if not any(x.is_meta for x in tensors_in(batch)) else ():
             device = (torch.device("cpu"),) if hook == "transfer_batch_to_device" else ()
             batch = batch_hook(self.trainer, hook)(batch, *device, 0)
@@ -80,7 +79,7 @@ class Example:
     def bare_step(self, batch: Any) -> Any:
         """The same, for who puts back by itself what a step leaves."""
         with self.precision.forward_context():
-            return self._step(batch, *_indices(self._step))
+            return self._step(batch, *indices(self._step))
 
     def calls(self) -> list[Callable[[], Any]]:
         """The step on the batch; and, if that has a padding mask which hides nothing, on the same rows with some
@@ -107,7 +106,7 @@ def _padded(batch: Any) -> list[Any]:
     return [hidden]
 
 
-def _indices(step: Callable[..., Any]) -> list[int]:
+def indices(step: Callable[..., Any]) -> list[int]:
     """The batch's and the loader's index, as far as a step takes them; their names are the user's."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     named = [x for x in inspect.signature(step).parameters.values() if x.kind in kinds]
@@ -141,12 +140,12 @@ def untouched(module: nn.Module) -> Iterator[None]:
             )
 
 
-def _first_batch(loaders: Any) -> Any:
+def _first_batch(loaders: Any, rows: int | None) -> Any:
     """The batch of one loader, or of each in a collection of them; None where one can't be looked at without loss."""
     if isinstance(loaders, DataLoader):
-        return _of_loader(loaders)
+        return _of_loader(loaders, rows)
     if isinstance(loaders, (dict, list, tuple)) and loaders and not _is_batches(loaders):
-        batches: Any = tree_map(_first_batch, loaders)
+        batches: Any = tree_map(lambda loader: _first_batch(loader, rows), loaders)
         held = batches.values() if isinstance(batches, dict) else batches
         return None if any(batch is None for batch in held) else batches
     if not isinstance(loaders, Iterable) or iter(loaders) is loaders:
@@ -159,12 +158,13 @@ def _is_batches(loaders: Any) -> bool:
     return isinstance(loaders, (list, tuple)) and not all(isinstance(x, DataLoader) for x in loaders)
 
 
-def _of_loader(loader: DataLoader[Any]) -> Any:
+def _of_loader(loader: DataLoader[Any], most_rows: int | None) -> Any:
     """The first rows of a loader's data, collated here. Neither its workers are started nor its sampler asked: the
     sampler's random numbers are the order of training."""
     dataset: Any = loader.dataset
     together = loader.batch_size is not None or loader.batch_sampler is not None
-    most = min(_ROWS, loader.batch_size or 1) if together else 1  # a batch sampler may sort by length: one row fits
+    size = loader.batch_size or 1
+    most = min(most_rows or size, size) if together else 1  # a batch sampler may sort by length: one row fits
     if isinstance(dataset, IterableDataset):
         samples: Any = iter(dataset)
         if samples is dataset:

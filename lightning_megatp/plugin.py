@@ -19,7 +19,7 @@ from lightning_megatp.pipeline.units import find_units
 from lightning_megatp.plan.auto.discover import discover, look
 from lightning_megatp.plan.resolve import LayerPlan, ParallelPlan, plain_name, resolve
 from lightning_megatp.plan.styles import Style, StyleLike
-from lightning_megatp.shim.torch import is_fake, tree_map
+from lightning_megatp.shim.torch import tree_map
 from lightning_megatp.tensor.attention import ParallelAttention, no_nested_tensors
 from lightning_megatp.tensor.context import Region, TensorContext
 from lightning_megatp.tensor.conv1d import column_kind, row_kind
@@ -97,7 +97,7 @@ class ParallelismPlugin:
         specs = plan.parameters if mesh.size("tp") > 1 else {}
         self._place_values(module, mesh, device, specs, building)
         if mesh.size("tp") > 1:
-            self._swap_all(module, plan, context, whole_between=mesh.size("pp") > 1)
+            self.swap_all(module, plan, context, whole_between=mesh.size("pp") > 1)
         parallel = ParallelModule(module, plan, context, specs)
         module.__dict__[_KEPT] = parallel
         return parallel
@@ -188,9 +188,11 @@ class ParallelismPlugin:
                 assert isinstance(tensor, nn.Parameter)
                 shard_(tensor, specs[name], mesh.rank("tp"))
 
-    def _swap_all(self, module: nn.Module, plan: ParallelPlan, context: TensorContext, whole_between: bool) -> None:
-        """Args:
-        whole_between: let `sequence` blocks return whole sequences, since pipeline stages send whole values.
+    def swap_all(self, module: nn.Module, plan: ParallelPlan, context: TensorContext, whole_between: bool) -> None:
+        """Swap the planned layers, whose parameters are cut already, in place.
+
+        Args:
+            whole_between: let `sequence` blocks return whole sequences, since pipeline stages send whole values.
         """
         modules = {plain_name(name): child for name, child in module.named_modules()}
         self._watch_tied(module, plan, context)
@@ -269,7 +271,7 @@ class _SequenceEntry:
                 f"MegaTPStrategy: `{self.name}` has the style `sequence` with dim={self.style.dim}, but no argument of"
                 " its forward is a floating tensor with that dim. Name it by `input` in the plan, or drop the style."
             )
-        if isinstance(x, SequenceShard) or is_fake(x):  # a dry run asks for shapes, which are those of the whole
+        if isinstance(x, SequenceShard) or self.context.is_dry(x):
             return None
         shard: Tensor = SequenceShard.shard(x, self.style.dim, self.context)
         if isinstance(where, int):

@@ -22,7 +22,8 @@ from lightning_megatp.building.building import Building
 from lightning_megatp.checkpoint.averages import split_averages
 from lightning_megatp.checkpoint.methods import CheckpointMethods
 from lightning_megatp.checkpoint.single import durable_checkpoint_io
-from lightning_megatp.commands import Done, requested
+from lightning_megatp.commands import Done, requested, without_ranks
+from lightning_megatp.commands.estimate import print_estimate, rehearse_both
 from lightning_megatp.commands.proof import prepare
 from lightning_megatp.commands.show import print_plan
 from lightning_megatp.data import SameBatch
@@ -50,6 +51,9 @@ from lightning_megatp.pipeline.snapshot import Snapshot
 from lightning_megatp.pipeline.trace import StepTrace
 from lightning_megatp.pipeline.units import find_units
 from lightning_megatp.plan.auto.discover import discover, look
+from lightning_megatp.planner.live import predict_run
+from lightning_megatp.planner.measure import MemoryAccount, measure
+from lightning_megatp.planner.report import MemoryReport, RankMemory
 from lightning_megatp.plugin import ParallelismPlugin
 from lightning_megatp.randomness import random_state, set_random_state, share_random_state, synchronize_random_state
 from lightning_megatp.recompute.blocks import recompute_blocks
@@ -105,6 +109,8 @@ class MegaTPStrategyBase(CheckpointMethods):
             write their own parts at once. Either loads, at any layout.
         async_save: Folders are written while training goes on, from a copy in host memory. The next save and the end
             of fit wait for it.
+        memory: Count in every training batch what is kept for backward, so that `memory_report()` can show it beside
+            what is predicted.
         timeout: Of every collective; Lightning's usual 30 minutes by default.
         process_group_backend: "nccl" or "gloo"; by default what the devices need.
         accelerator: Set by the Trainer.
@@ -144,6 +150,7 @@ class MegaTPStrategyBase(CheckpointMethods):
         reduce_dtype: Literal["float32"] | None = None,
         checkpoint: str = "file",
         async_save: bool = False,
+        memory: bool = False,
         timeout: timedelta | None = None,
         process_group_backend: str | None = None,
         accelerator: Any | None = None,
@@ -173,6 +180,8 @@ class MegaTPStrategyBase(CheckpointMethods):
         self.process_group_backend = process_group_backend
         self.verify = verify
         self.zero = ZeroOptions(zero, offload, dp_replicate, reduce_dtype)
+        self.memory = memory
+        self._memory_account: MemoryAccount | None = None
         self._first_batch: FirstBatch | None = None
         self._building: Building | None = None
         self._before_building: Snapshot | None = None
@@ -219,13 +228,20 @@ class MegaTPStrategyBase(CheckpointMethods):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        if without_ranks():
+            return {"num_replicas": self.shape.dp, "rank": 0}
         mesh = self._mesh()
         return {"num_replicas": mesh.size("dp"), "rank": mesh.rank("dp")}
+
+    @property
+    def shape(self) -> MeshShape:
+        """Sizes of the axes for the Trainer's devices, before there are ranks."""
+        return MeshShape.fit(self.num_nodes * self.num_processes, tp=self.tp, pp=self.pp, dp=self.dp)
 
     def _configure_launcher(self) -> None:
         environment = self.cluster_environment
         assert environment is not None
-        if requested() == "plan":
+        if without_ranks():
             return  # this process alone looks at the model
         self._launcher = self.namespace.launcher(environment, self.num_processes, self.num_nodes)
 
@@ -233,7 +249,7 @@ class MegaTPStrategyBase(CheckpointMethods):
         super().setup_environment()
         environment = self.cluster_environment
         assert environment is not None
-        if requested() == "plan":
+        if without_ranks():
             return
         environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
         environment.set_world_size(self.num_nodes * self.num_processes)
@@ -335,13 +351,15 @@ class MegaTPStrategyBase(CheckpointMethods):
                 "MegaTPStrategy: configure_model creates the layers once more, of a LightningModule that an earlier run"
                 " has split. Let it return where they exist: `if self.model is not None: return`."
             )
-        if requested() == "plan":
+        if without_ranks():
             self._print_plan(trainer)
         mesh = self._mesh()
         if requested() == "verify":
             self._prepare_to_verify(trainer)
         if self.verify and trainer.state.fn == "fit" and self.parallelism.split_form(module) is None:
             self._first_batch = FirstBatch(module, keep=self.is_global_zero, building=building)
+        if self.memory and trainer.state.fn == "fit" and self.parallelism.split_form(module) is None:
+            self._memory_account = MemoryAccount(module)
         example = self._example(trainer)
         self.parallel = self.parallelism.parallelize(
             module, mesh, self.root_device, self.sequence_parallel, example=example, building=building
@@ -396,22 +414,27 @@ class MegaTPStrategyBase(CheckpointMethods):
         self.model_to_device()
 
     def _print_plan(self, trainer: Any) -> None:
-        """For `megatp plan`: what would be split, without ranks; then the process ends."""
+        """For `megatp plan` and `megatp estimate`: what would be split, and the memory, without ranks; then the process
+        ends."""
         module = self.lightning_module
         assert module is not None
-        if self.tp == 1:
+        if self.tp == 1 and requested() == "plan":
             raise ValueError("megatp plan: tp=1 splits nothing. Add the size, e.g. --trainer.strategy.tp 2.")
         plan = self.parallelism.resolve(module, self.tp, self.sequence_parallel)
         results: list[Any] = []
         problems: list[str] = []
-        if plan.open:
+        if plan.open and self.tp > 1:
             example = self._example(trainer)
             steps = example.calls()
             kinds, problems = look(module, plan, steps)
             found = discover(module, self.tp, kinds, plan)
             results, problems = found.results, problems + found.problems + ([] if steps else [example.problem])
+        if requested() == "estimate":
+            print_estimate(self, trainer, plan, problems)
+            raise Done(0)
         placement = make_schedule(self.pipeline_options.schedule, self.pp, 1, self.pipeline_options.virtual_stages)
-        print_plan(module, plan, results, problems, placement.stages if self.pp > 1 else 1)
+        kept = rehearse_both(self, trainer, plan, problems)
+        print_plan(module, plan, results, problems, placement.stages if self.pp > 1 else 1, kept)
         raise Done(0)
 
     def _prepare_to_verify(self, trainer: Any) -> None:
@@ -620,6 +643,8 @@ class MegaTPStrategyBase(CheckpointMethods):
     def _watched(self, kind: str, step: Callable[..., Any]) -> Callable[..., Any]:
         """The user's step in its contexts. It is watched, with all its microbatches, if it is the first of its kind."""
         parallel, watch = self._parallel(), self._first(kind)
+        if kind == "train" and self._memory_account is not None:
+            step = self._memory_account.watching(step, parallel)
         self._seen.add(self._moment(kind))
 
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -820,7 +845,7 @@ class MegaTPStrategyBase(CheckpointMethods):
             self._failure_watch.report(exception)
 
     def teardown(self) -> None:
-        if requested() == "plan":
+        if without_ranks():
             return  # nothing was set up, and the model may be on meta
         if self._before_building is not None:  # set-up failed: another run shall not find layers without values
             self._before_building.restore()
@@ -843,6 +868,22 @@ class MegaTPStrategyBase(CheckpointMethods):
         """Parameters of the whole model, and of this rank; tied ones once."""
         parallel = self._parallel()
         return parallel.whole_parameters, sum(held.numel() for _, held in parallel.named_held())
+
+    def memory_report(self) -> MemoryReport:
+        """What every rank holds, predicted and measured, in bytes; after a training batch. Every rank calls it.
+
+        Activations, and what is predicted, are known with `MegaTPStrategy(memory=True)`.
+
+        Communication: one object all-gather over the world.
+        """
+        mesh, parallel = self._mesh(), self._parallel()
+        measured = measure(parallel, self.optimizers, self._memory_account)
+        predicted, problem = predict_run(self, parallel, mesh, self._memory_account)
+        peak = torch.cuda.max_memory_allocated(self.root_device) if self.root_device.type == "cuda" else None
+        own = RankMemory(self.global_rank, mesh.stage, measured, predicted, peak), problem
+        by_rank: list[Any] = [None] * self.world_size
+        dist.all_gather_object(by_rank, own)
+        return MemoryReport(tuple(rank for rank, _ in by_rank), problem)
 
     def full_gradients(self) -> dict[str, Tensor]:
         """The gradients of the whole model under canonical names, on every rank; for looking at them.

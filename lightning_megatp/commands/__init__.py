@@ -1,4 +1,4 @@
-"""`megatp plan` and `megatp verify`: a user's own script, run up to the point where its model would be split.
+"""`megatp plan`, `megatp estimate`, `megatp verify`: a user's own script, run up to where its model would be split.
 
 The script starts as always and builds its Trainer. The strategy finds the command in the environment, so that the ranks
 which Lightning starts find it too.
@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 _VARIABLE = "MEGATP_COMMAND"
-COMMANDS = ("plan", "verify")
+COMMANDS = ("plan", "estimate", "verify")
 
 
 class Done(SystemExit):
@@ -22,9 +22,14 @@ class Done(SystemExit):
 
 
 def requested() -> str | None:
-    """The command that this process was started for: "plan", "verify" or None."""
+    """The command that this process was started for: "plan", "estimate", "verify" or None."""
     command = os.environ.get(_VARIABLE)
     return command if command in COMMANDS else None
+
+
+def without_ranks() -> bool:
+    """Whether that command looks at the model in one process, whatever the number of devices."""
+    return requested() in ("plan", "estimate")
 
 
 def run_script(command: str, script: Path, arguments: Sequence[str]) -> None:

@@ -9,18 +9,27 @@ from rich.table import Table
 from torch import nn
 
 from lightning_megatp.pipeline.units import assign, find_units
+from lightning_megatp.plan.auto.blocks import kinds_of_blocks
 from lightning_megatp.plan.auto.search import BlockResult
 from lightning_megatp.plan.ranges import length, show
 from lightning_megatp.plan.resolve import ParallelPlan
+from lightning_megatp.planner.rehearsal import Rehearsal, interception_seconds
+from lightning_megatp.planner.report import size
 
 
 def print_plan(
-    model: nn.Module, plan: ParallelPlan, results: Sequence[BlockResult], problems: Sequence[str], stages: int
+    model: nn.Module,
+    plan: ParallelPlan,
+    results: Sequence[BlockResult],
+    problems: Sequence[str],
+    stages: int,
+    kept: tuple[Rehearsal, Rehearsal] | None = None,
 ) -> None:
     """Each kind of block once, what lies outside of blocks, what stays whole and why, stages, and the memory.
 
     Args:
         stages: of the pipeline; 1 for none.
+        kept: what a step on the batch that was looked at keeps for backward, unsplit and on tensor rank 0.
     """
     console = Console()
     for result in results:
@@ -37,6 +46,8 @@ def print_plan(
     if stages > 1:
         console.print(_stages(model, stages))
     console.print(_memory(model, plan))
+    if kept is not None:
+        console.print(_activations(model, *kept))
     for problem in problems:
         console.print(f"Note: {problem}", highlight=False)
 
@@ -79,6 +90,20 @@ def _stages(model: nn.Module, stages: int) -> Table:
         own = [unit for unit in units if placed[unit] == stage]
         names = ", ".join(own if len(own) <= 4 else [*own[:2], "...", own[-1]])
         table.add_row(str(stage), names, f"{int(sum(cost[unit] for unit in own)):,}")
+    return table
+
+
+def _activations(model: nn.Module, whole: Rehearsal, split: Rehearsal) -> Table:
+    table = Table(title="One block in a step on the rows that were looked at", title_justify="left")
+    for column in ("block", "activations unsplit", "on tensor rank 0", "operations intercepted", "which cost"):
+        table.add_column(column, justify="left" if column == "block" else "right")
+    seconds = interception_seconds() if split.intercepted else 0.0
+    for kind in kinds_of_blocks(model):
+        (before, _), (own, count) = (found.of_block(kind.names[0]) for found in (whole, split))
+        if before:
+            share = f"{size(own)} ({own / before:.0%})"
+            cost = f"{count * seconds * 1e6:,.0f} µs per forward" if count else ""
+            table.add_row(kind.names[0], size(before), share, str(count), cost)
     return table
 
 

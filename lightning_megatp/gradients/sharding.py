@@ -119,14 +119,14 @@ class ZeroSharding:
         self.whole = [name for name, p in module.named_parameters() if id(p) in whole]
         """Parameters that are not divided: numbers without a dim, and those of another dtype than most."""
         apart = {id(parallel.names[name]) for name in together if name in parallel.names}
-        apart |= _in_several(module, units) | whole
+        apart |= in_several(module, units) | whole
         data_mesh = mesh.divided_data(options.replicas)
         self.group = data_mesh.get_group(-1)
         """The ranks that hold different rows."""
         self._place = data_mesh.get_local_rank(data_mesh.ndim - 1)
         self._first = data_mesh.ndim == 1 or data_mesh.get_local_rank(0) == 0
         shard = _Sharder(options, data_mesh)
-        self.units = _large(module, units, apart)
+        self.units = large_units(module, units, apart)
         self._holders = {unit: _Holder(module.get_submodule(unit)) for unit in self.units}
         for holder in self._holders.values():
             make(holder.unit)
@@ -196,7 +196,7 @@ class ZeroSharding:
         """Of what this rank would have of a parameter of another stage."""
         if name in self.whole or not shape:
             return shape
-        start, stop = _rows(shape[0], self._place, self.group.size())
+        start, stop = rows_of(shape[0], self._place, self.group.size())
         return torch.Size((stop - start, *shape[1:]))
 
     # ---------------------------------------------------------------- backward
@@ -268,7 +268,7 @@ class ZeroSharding:
                     local = nn.Parameter(parameter.to_local())
                 whole = gathered[name]
                 assert whole is not None
-                rows = _rows(parameter.shape[0], self._place, self.group.size())
+                rows = rows_of(parameter.shape[0], self._place, self.group.size())
                 found.append(
                     DividedParameter(name, parameter, whole, local, rows, owners[name], name in in_rest, self._first)
                 )
@@ -416,7 +416,7 @@ def _main_dtype(module: nn.Module) -> torch.dtype:
     return max(total, key=lambda dtype: (total[dtype], str(dtype)), default=torch.get_default_dtype())
 
 
-def _in_several(module: nn.Module, units: Sequence[str]) -> set[int]:
+def in_several(module: nn.Module, units: Sequence[str]) -> set[int]:
     """id of the parameters of more than one unit, or of a unit and something else."""
     holders: dict[int, set[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -425,7 +425,7 @@ def _in_several(module: nn.Module, units: Sequence[str]) -> set[int]:
     return {parameter for parameter, found in holders.items() if len(found) > 1}
 
 
-def _large(module: nn.Module, units: Sequence[str], apart: Collection[int]) -> list[str]:
+def large_units(module: nn.Module, units: Sequence[str], apart: Collection[int]) -> list[str]:
     """The units that are worth a message of their own."""
     sizes = {
         unit: sum(p.numel() for p in module.get_submodule(unit).parameters() if id(p) not in apart) for unit in units
@@ -434,7 +434,7 @@ def _large(module: nn.Module, units: Sequence[str], apart: Collection[int]) -> l
     return [unit for unit, size in sizes.items() if size > _SMALL * most]
 
 
-def _rows(size: int, place: int, ranks: int) -> tuple[int, int]:
+def rows_of(size: int, place: int, ranks: int) -> tuple[int, int]:
     """Which rows FSDP2 gives to a rank: equal parts, the last ones smaller or empty."""
     each = -(-size // ranks)
     return min(place * each, size), min((place + 1) * each, size)

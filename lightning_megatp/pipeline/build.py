@@ -86,7 +86,7 @@ def build_pipeline(
         groups={lane: mesh.new_group("pp", timeout) for lane in lanes(schedule)},
         device=mesh.device,
     )
-    holders = _holders(parallel.module, stage_of_unit, schedule)
+    holders = holders_of(parallel.module, stage_of_unit, schedule)
     parallel.context.pipelined = True
     parallel.counted_elsewhere = {i for i, ranks_of in holders.items() if ranks_of[-1] != rank}
     names = {id(p): name for name, p in parallel.module.named_parameters()}
@@ -207,7 +207,7 @@ def _cost(unit: nn.Module) -> float:
     return 1.0 + sum(p.numel() for p in unit.parameters() if id(p) not in embeddings)
 
 
-def _holders(module: nn.Module, stage_of_unit: Mapping[str, int], schedule: Schedule) -> dict[int, list[int]]:
+def holders_of(module: nn.Module, stage_of_unit: Mapping[str, int], schedule: Schedule) -> dict[int, list[int]]:
     """id(parameter) -> the pipeline ranks that hold it, in the order of its stages. Parameters outside of all units are
     on every rank."""
     stages: dict[int, set[int]] = {}

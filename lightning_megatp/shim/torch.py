@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -36,6 +37,7 @@ __all__ = [
     "accumulated_parameter",
     "accumulates_into",
     "all_gather_single",
+    "as_subclass",
     "attributes_of_fakes",
     "checkpoint_region",
     "current_backward_node",
@@ -66,6 +68,7 @@ __all__ = [
 
 without_dispatch_modes = _disable_current_modes
 """Do what is inside as if no TorchDispatchMode were active (2.11-2.13)."""
+T = TypeVar("T", bound=Tensor)
 
 # torch 2.13 renames these two and warns at the names that 2.11 knows.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -220,6 +223,22 @@ def sdpa_is_fused(*args: Any, **kwargs: Any) -> bool:
     """Whether `F.scaled_dot_product_attention` of these arguments takes a kernel that never builds the scores. What the
     function itself asks; 0 stands for SDPBackend.MATH (2.11-2.13)."""
     return int(torch._fused_sdp_choice(*args, **kwargs)) != 0
+
+
+def as_subclass(x: Tensor, kind: type[T]) -> T:
+    """`x.as_subclass(kind)`, for fake tensors too: these are a subclass of Tensor already, and a view of one can become
+    an object of both (2.11-2.13)."""
+    if not is_fake(x):
+        return x.as_subclass(kind)
+    view: Any = x.view_as(x)
+    view.__class__ = _fake_kind(kind)
+    found: T = view
+    return found
+
+
+@functools.cache
+def _fake_kind(kind: type[Tensor]) -> type[Tensor]:
+    return type(f"Fake{kind.__name__}", (kind, FakeTensor), {})
 
 
 def storage_id(x: Tensor) -> int:

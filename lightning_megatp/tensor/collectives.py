@@ -171,7 +171,7 @@ class _Scatter(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int, sizes: Sequence[int], above: str) -> Tensor:
         ctx.group, ctx.dim, ctx.sizes = group, dim, sizes
         ctx.region_above, ctx.region_below = above, "whole"
-        rank = dist.get_rank(group)
+        rank = group.rank()
         return x.narrow(dim, sum(sizes[:rank]), sizes[rank]).clone(memory_format=torch.contiguous_format)
 
     @staticmethod
@@ -218,7 +218,7 @@ def all_gather(x: Tensor, group: dist.ProcessGroup, dim: int, sizes: Sequence[in
 
 def reduce_scatter(x: Tensor, group: dist.ProcessGroup, dim: int, sizes: Sequence[int]) -> Tensor:
     """Sum over the group, keep this rank's piece along `dim`; uneven pieces are padded on the wire and stripped."""
-    rank, most = dist.get_rank(group), max(sizes)
+    rank, most = group.rank(), max(sizes)
     if is_fake(x):
         return x.narrow(dim, 0, sizes[rank]).clone(memory_format=torch.contiguous_format)
     if min(sizes) == most:

@@ -39,11 +39,13 @@ class TensorContext:
 
     Args:
         group: the tensor-parallel process group.
+        rehearsal: a step runs without data, as a real one would (see `planner.rehearsal`).
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, rehearsal: bool = False) -> None:
         self.group = group
-        self.rank = dist.get_rank(group)
+        self._rehearsal = rehearsal
+        self.rank = group.rank()
         self.size = group.size()
         self.stream = RankStream(self.rank)
         self.exchange: Any = GroupExchange(group)
@@ -75,6 +77,10 @@ class TensorContext:
             yield
         finally:
             self.user_code = before
+
+    def is_dry(self, x: Tensor) -> bool:
+        """Whether this tensor is of a dry run that asks for shapes, which are those of whole values."""
+        return is_fake(x) and not self._rehearsal
 
     def __deepcopy__(self, memo: dict[int, object]) -> TensorContext:
         return self  # a copied model works in the same group

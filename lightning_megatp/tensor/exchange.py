@@ -74,7 +74,7 @@ class _Place:
 
     @property
     def rank(self) -> int:
-        return dist.get_rank(self.group)
+        return self.group.rank()
 
     @property
     def own(self) -> Ranges:

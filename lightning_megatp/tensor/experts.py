@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_megatp.plan.ranges import Ranges
-from lightning_megatp.shim.torch import is_fake, tree_leaves, tree_map
+from lightning_megatp.shim.torch import tree_leaves, tree_map
 from lightning_megatp.tensor.collectives import copy_to_region, reduce_from_region, reduce_scatter_sequence
 from lightning_megatp.tensor.layers import ParallelLayer
 from lightning_megatp.tensor.sequence import SequenceShard
@@ -71,7 +71,7 @@ class ParallelExperts(ParallelLayer):
         return inside
 
     def _leave(self, partial: Tensor, shard: SequenceShard | None) -> Tensor:
-        if shard is None or is_fake(partial):
+        if shard is None or self.context.is_dry(partial):
             return reduce_from_region(partial, self.group)
         layout = shard.tokens
         return SequenceShard.wrap(reduce_scatter_sequence(partial, self.group, layout.dim), layout)

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_megatp.plan.ranges import ByRank, Ranges, everything, merge, owned_once, positions
-from lightning_megatp.shim.torch import tensor_version, tree_map
+from lightning_megatp.shim.torch import as_subclass, tensor_version, tree_map
 from lightning_megatp.tensor.collectives import take_ranges
 from lightning_megatp.tensor.context import TensorContext
 from lightning_megatp.tensor.functions import is_in_place, operation_name, operation_names
@@ -103,7 +103,7 @@ class FeatureShard(Shard):
     @staticmethod
     def wrap(local: Tensor, layout: FeatureLayout) -> FeatureShard:
         """This rank's features, a plain tensor, as a shard of the whole tensor."""
-        shard = local.as_subclass(FeatureShard)
+        shard = as_subclass(local, FeatureShard)
         shard.plain, shard.features = local, layout
         return shard
 
@@ -319,7 +319,7 @@ def _run_on_features(
             rest = iter(tensors)
             own_args = _fill(args, rest)
             result = func(*own_args, **dict(zip(kwargs, _fill(kwargs.values(), rest), strict=True)))
-    if operation.in_place or (args and type(args[0]) is FeatureShard and result is args[0].plain):
+    if operation.in_place or (args and isinstance(args[0], FeatureShard) and result is args[0].plain):
         return True, None if operation.name == "__setitem__" else args[0]
     return True, result if layouts is None else _wrap(result, layouts)
 
@@ -345,7 +345,7 @@ def _describe(values: Iterable[Any], pointwise: bool, key: list[Any], tensors: l
     found: FeatureLayout | None = None
     for x in values:
         kind = type(x)
-        if kind is FeatureShard:
+        if isinstance(x, FeatureShard):
             found = found or x.features
             tensors.append(x.plain)
             key += (x.features, x.plain.shape, x.plain.dtype)

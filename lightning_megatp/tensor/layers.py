@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_megatp.plan.ranges import Ranges, length
-from lightning_megatp.shim.torch import is_fake
 from lightning_megatp.tensor.collectives import (
     canonical_order,
     copy_to_region,
@@ -166,7 +165,7 @@ class ColumnParallel(ParallelLayer):
         with self._reading(x, entered) as read:
             y = self.context.deferred.linear(read, self._own("weight", 0), bias)
         if self._layout is not None and self.context.size > 1:
-            whole = is_fake(y)  # a dry run knows whole features only
+            whole = self.context.is_dry(y)
             return self.context.exchange.gather(y, -1, self.by_rank) if whole else FeatureShard.wrap(y, self._layout)
         if not self.gather_output:
             return y
@@ -224,7 +223,7 @@ class RowParallel(ParallelLayer):
         self.context.leave()  # first of all: a checkpoint's recomputation may stop inside of F.linear
         partial = self.context.deferred.linear(x, self._own("weight", 1))
         dim = self.sequence_dim
-        if dim is None or partial.dim() <= dim + 1 or is_fake(partial):  # a dry run knows whole sequences only
+        if dim is None or partial.dim() <= dim + 1 or self.context.is_dry(partial):
             y = reduce_from_region(partial, self.group)
             return y if self.bias is None else y + self.bias.to(y.dtype)
         layout = SequenceLayout(dim - partial.dim(), partial.shape[dim], self.context)

@@ -52,7 +52,7 @@ def slice_whole(parameter: Tensor, group: dist.ProcessGroup, dim: int, by_rank: 
 class _GatherParameter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, parameter: Tensor, group: dist.ProcessGroup, spec: ShardedTensorSpec) -> Tensor:
-        ctx.spec, ctx.rank = spec, dist.get_rank(group)
+        ctx.spec, ctx.rank = spec, group.rank()
         ctx.region_above, ctx.region_below = "whole", "tensor"
         return gather_ranges(parameter, group, spec.dim, spec.by_rank)
 
@@ -69,7 +69,7 @@ class _GatherParameter(torch.autograd.Function):
 class _SliceWhole(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, parameter: Tensor, group: dist.ProcessGroup, dim: int, by_rank: Sequence[Ranges]) -> Tensor:
-        ctx.group, ctx.dim, ctx.ranges, ctx.shape = group, dim, by_rank[dist.get_rank(group)], parameter.shape
+        ctx.group, ctx.dim, ctx.ranges, ctx.shape = group, dim, by_rank[group.rank()], parameter.shape
         ctx.region_above, ctx.region_below = "tensor", "whole"
         return take_ranges(parameter, dim, ctx.ranges)
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_megatp.shim.torch import DisableTorchFunctionSubclass, tree_leaves, tree_map
+from lightning_megatp.shim.torch import DisableTorchFunctionSubclass, as_subclass, tree_leaves, tree_map
 from lightning_megatp.tensor.collectives import copy_to_region, gather_sequence, scatter_sequence
 from lightning_megatp.tensor.context import TensorContext
 from lightning_megatp.tensor.functions import is_in_place, operation_name, operation_names
@@ -60,7 +60,7 @@ class SequenceShard(Shard):
             layout: where the sequence lies, and how long it is in all.
         """
         with DisableTorchFunctionSubclass():
-            shard = local.as_subclass(SequenceShard)
+            shard = as_subclass(local, SequenceShard)
         shard.tokens = layout
         return shard
 

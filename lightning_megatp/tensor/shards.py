@@ -10,7 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_megatp.shim.torch import DisableTorchFunctionSubclass, handle_functions, tree_leaves, tree_map
+from lightning_megatp.shim.torch import (
+    DisableTorchFunctionSubclass,
+    as_subclass,
+    handle_functions,
+    tree_leaves,
+    tree_map,
+)
 from lightning_megatp.tensor.functions import is_in_place, operation_name, operation_names
 
 
@@ -45,7 +51,7 @@ class GatheredView(torch.Tensor):
 
 def seal(result: Any, kind: type[GatheredView]) -> Any:
     """The tensors of a result as views that can't be changed in place."""
-    return tree_map(lambda x: x.as_subclass(kind) if isinstance(x, Tensor) else x, result)
+    return tree_map(lambda x: as_subclass(x, kind) if isinstance(x, Tensor) else x, result)
 
 
 def unsealed(x: Any) -> Any:

@@ -66,6 +66,7 @@ def test_plan_shows_what_would_be_split_and_trains_nothing(tmp_path: Path) -> No
     assert "net.blocks.0 and 1 more, over tp=4" in ended.stdout
     assert "body.q" in ended.stdout and "8: [0:8]" in ended.stdout and "proven in float64" in ended.stdout
     assert "trained" not in ended.stdout
+    assert "activations unsplit" in ended.stdout and "could not be predicted" not in ended.stdout
 
 
 def test_verify_compares_every_gradient(tmp_path: Path) -> None:
@@ -96,3 +97,22 @@ def test_a_hugging_face_config(command: str, tmp_path: Path) -> None:
     ended = megatp(tmp_path, command, "--hf", str(tmp_path / "model"), "--tp", "2")
     assert ended.returncode == 0, ended.stderr
     assert ("split_size divided" if command == "plan" else "agree (limit") in ended.stdout
+
+
+def test_estimate_of_a_script_starts_no_ranks(tmp_path: Path) -> None:
+    ended = megatp(tmp_path, "estimate", script(tmp_path, "Gated"), "2")
+    assert ended.returncode == 0, ended.stderr
+    assert "Memory per rank, predicted: tp=2, pp=1, dp=1, zero=0" in ended.stdout
+    assert "could not" not in ended.stdout and "trained" not in ended.stdout
+
+
+@pytest.mark.extended
+def test_estimate_of_a_hugging_face_config(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(n_embd=32, n_layer=4, n_head=4, vocab_size=64, n_positions=32)
+    config.architectures = ["GPT2LMHeadModel"]
+    config.save_pretrained(tmp_path / "model")
+    layout = ["--tp", "2", "--pp", "2", "--dp", "4", "--zero", "3", "--microbatch", "2", "32"]
+    ended = megatp(tmp_path, "estimate", "--hf", str(tmp_path / "model"), *layout)
+    assert ended.returncode == 0, ended.stderr
+    assert "tp=2, pp=2, dp=4, zero=3" in ended.stdout and "could not" not in ended.stdout

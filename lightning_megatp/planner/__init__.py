@@ -1,0 +1,1 @@
+"""What a layout costs, before it is run: bytes per rank."""
