@@ -60,7 +60,7 @@ from lightning_megatp.recompute.blocks import recompute_blocks
 from lightning_megatp.recompute.offload import OffloadActivations
 from lightning_megatp.recompute.options import RecomputeOptions
 from lightning_megatp.report import print_layout
-from lightning_megatp.shim.lightning import Namespace, averages, default_store
+from lightning_megatp.shim.lightning import Namespace, averages, before_clipping, default_store, finetuning_callback
 from lightning_megatp.shim.torch import is_fake
 from lightning_megatp.tensor.parameters import gather_shards
 from lightning_megatp.verify import FirstBatch
@@ -377,6 +377,11 @@ class MegaTPStrategyBase(CheckpointMethods):
         if building is not None:
             self._materialize_units(building, self.parallel)
         split_averages(averages(trainer), self.parallel, mesh)
+        if self.sharding is not None and (callback := finetuning_callback(trainer)) is not None:
+            raise ValueError(
+                f"MegaTPStrategy: the callback {callback} looks for the optimizer's parameters in the module, and with"
+                " zero > 0 those are other tensors. Use zero=0, or freeze and unfreeze by `requires_grad_`."
+            )
         self._load_split_model()
         synchronize_random_state(mesh)
         gather_metrics_over(module, mesh.group("dp"))
@@ -384,6 +389,7 @@ class MegaTPStrategyBase(CheckpointMethods):
         if fitting:
             self.setup_optimizers(trainer)
             if self.sharding is not None:
+                self.sharding.check_known(self.optimizers)
                 self.sharding.give_to(self.optimizers)
             for optimizer in self.optimizers if self.parallel.sharded or self.sharding else ():
                 check_elementwise(optimizer, self._sharded_parameters())
@@ -530,6 +536,8 @@ class MegaTPStrategyBase(CheckpointMethods):
     def _agree_on_precision(self) -> None:
         """Clip by the norm of the unsplit model, and let all ranks skip a step when one found inf or nan."""
         plugin = self.precision_plugin
+        if self.sharding is not None:
+            before_clipping(plugin, self.sharding.take_over)
         plugin.clip_grad_by_norm = functools.partial(_clip_grad_by_norm, self)  # type: ignore[method-assign]
         scaler = getattr(plugin, "scaler", None)
         if scaler is None or isinstance(scaler, ShardedGradScaler):
@@ -636,6 +644,8 @@ class MegaTPStrategyBase(CheckpointMethods):
 
         def complete(stage: int) -> None:
             if accumulated == 1 and self._buckets is not None and self.pipeline is not None:
+                if not self._buckets.began:
+                    self._refresh_buckets()  # a callback may have unfrozen some, the dry run may have lent some
                 self._buckets.complete(self.pipeline.part_of(stage))
 
         return Backward(scale, before, complete)
@@ -651,6 +661,14 @@ class MegaTPStrategyBase(CheckpointMethods):
             try:
                 with parallel.step(watch), self._offloading(kind):
                     return parallel.outputs(step(*args, **kwargs))
+            except RuntimeError as error:
+                if self.sharding is None or "mixed torch.Tensor and DTensor" not in str(error):
+                    raise
+                raise RuntimeError(
+                    f"MegaTPStrategy: the {kind} step uses a parameter that zero={self.zero.level} has divided outside"
+                    " of the forward of its module, and the batch that was looked at before training did not show it."
+                    " Use it inside of a module's forward, or take zero=0."
+                ) from error
             except StopIteration as error:  # Lightning would take it for the end of the data, on this rank alone
                 raise RuntimeError(
                     f"MegaTPStrategy: the {kind} step raised StopIteration: some `next(...)` found nothing, such as"
@@ -740,7 +758,7 @@ class MegaTPStrategyBase(CheckpointMethods):
         """The backward of a batch that went through the pipeline: its gradients are there, and are completed."""
         parallel, module = self._parallel(), self.lightning_module
         assert module is not None
-        pipeline.release()
+        pipeline.release(() if self._buckets is None else self._buckets.early)
         if self.sharding is not None:
             self.sharding.collect(pipeline.factor)
             self.sharding.give_to(self.optimizers)
@@ -784,9 +802,10 @@ class MegaTPStrategyBase(CheckpointMethods):
             stepped = super().optimizer_step(optimizer, closure, model, **kwargs)
         if self.pipeline is not None:
             self.pipeline.loans.renew()
-        if self.sharding is not None and no_closure:  # a step of manual optimization goes on
-            self.sharding.end()
-            self.sharding.begin()
+        if self.sharding is not None:
+            self.sharding.end()  # what is gathered has the values from before
+            if no_closure:  # a step of manual optimization goes on
+                self.sharding.begin()
         return stepped
 
     # ---------------------------------------------------------------- all ranks together

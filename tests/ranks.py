@@ -74,7 +74,8 @@ class RankPool:
         self.processes: list[subprocess.Popen[bytes]] = []
         for rank in range(world_size):
             ours, theirs = socket.socketpair()
-            environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": _python_path(), "PYTHONUNBUFFERED": "1"}
+            inherited = {name: value for name, value in os.environ.items() if name != "PL_GLOBAL_SEED"}  # a test's
+            environment = {**inherited, "OMP_NUM_THREADS": "1", "PYTHONPATH": _python_path(), "PYTHONUNBUFFERED": "1"}
             environment["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "")
             if distributed:
                 environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "NODE_RANK": "0"}

@@ -20,6 +20,8 @@ class _Bucket:
     ready: set[int] = field(default_factory=set)
     early: bool = False
     """Started before its batch was over."""
+    has: list[bool] = field(default_factory=list)
+    """Which parameters had a gradient here when it started."""
     flat: Tensor | None = None
     work: dist.Work | None = None
 
@@ -76,6 +78,11 @@ class GradientBuckets:
                 self._buckets[self._next].early = True
                 self._start(self._buckets[self._next])
 
+    @property
+    def early(self) -> set[int]:
+        """id of the parameters whose gradients are on their way, and come back by `finish`."""
+        return {id(p) for bucket in self._buckets if bucket.early for p in bucket.parameters}
+
     def finish(self, factor: float = 1.0) -> None:
         """Start the remaining buckets, wait for all, and put the averages into `.grad`. Call when backward is over.
 
@@ -115,7 +122,7 @@ class GradientBuckets:
                 f"MegaTPStrategy: a parameter of shape {tuple(sparse.shape)} has a sparse gradient, which is not"
                 " averaged over data-parallel ranks. Build its embedding with sparse=False."
             )
-        has = [p.grad is not None for p in parameters]
+        bucket.has = has = [p.grad is not None for p in parameters]
         grads = [(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in parameters]
         flags = torch.tensor(has, dtype=grads[0].dtype, device=grads[0].device)
         bucket.flat = torch.cat([*grads, flags])
@@ -125,12 +132,17 @@ class GradientBuckets:
         assert bucket.flat is not None and bucket.work is not None
         bucket.work.wait()
         *grads, flags = bucket.flat.split([*(p.numel() for p in bucket.parameters), len(bucket.parameters)])
-        for i, (parameter, grad) in enumerate(zip(bucket.parameters, grads, strict=True)):
-            # The flag is read (a synchronisation on GPUs) only where this rank had no gradient.
-            if parameter.grad is not None or flags[i] > 0:
-                parameter.grad = grad.view(parameter.shape)
-        if averaged := [p.grad for p in bucket.parameters if p.grad is not None]:
-            torch._foreach_div_(averaged, self.group.size() / factor)
+        # A flag is read (a synchronisation on GPUs) only where this rank had no gradient.
+        wanted = [has or bool(flags[i] > 0) for i, has in enumerate(bucket.has)]
+        averaged = [grad.view(p.shape) for p, grad in zip(bucket.parameters, grads, strict=True)]
+        if any(wanted):
+            torch._foreach_div_(
+                [grad for grad, want in zip(averaged, wanted, strict=True) if want], self.group.size() / factor
+            )
+        for parameter, grad, want in zip(bucket.parameters, averaged, wanted, strict=True):
+            if want:  # what the user kept of earlier batches is still there, if this batch's was on its way before
+                kept = parameter.grad if bucket.early else None
+                parameter.grad = grad if kept is None else kept + grad
         bucket.flat = bucket.work = None
         bucket.early = False
         bucket.ready.clear()

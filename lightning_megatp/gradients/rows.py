@@ -42,9 +42,14 @@ class DividedParameter:
 
         Communication: one all-gather over the ranks that divide it; each of them has to call.
         """
+        whole: Tensor = self.as_divided(rows).full_tensor()
+        return whole
+
+    def as_divided(self, rows: Tensor) -> DTensor:
+        """The same as the module shows it."""
         held = self.sharded.data
         assert isinstance(held, DTensor)
-        divided = DTensor.from_local(
+        return DTensor.from_local(
             rows.detach(),
             held.device_mesh,
             held.placements,
@@ -52,8 +57,6 @@ class DividedParameter:
             shape=held.shape,
             stride=held.stride(),
         )
-        whole: Tensor = divided.full_tensor()
-        return whole
 
     def take(self, whole: Tensor) -> Tensor:
         """This rank's rows of something of the whole's shape."""

@@ -32,7 +32,8 @@ from lightning_megatp.gradients.rows import DividedParameter
 from lightning_megatp.mesh import ParallelMesh
 from lightning_megatp.module import ParallelModule
 from lightning_megatp.pipeline.calls import around_calls
-from lightning_megatp.shim.torch import FakeTensorMode, is_view, tree_map
+from lightning_megatp.pipeline.detour import Detour
+from lightning_megatp.shim.torch import FakeTensorMode, gradient_hooks, is_view, tensor_version, tree_map
 from lightning_megatp.tensor.features import FeatureShard
 from lightning_megatp.tensor.sequence import SequenceShard
 
@@ -115,9 +116,15 @@ class ZeroSharding:
         module = parallel.module
         roles = parallel.roles()
         dtype = _main_dtype(module)
-        whole = {id(p) for p in module.parameters() if p.dim() == 0 or p.dtype != dtype}
+        whole = {
+            id(p)
+            for p in module.parameters()
+            if p.dim() == 0 or not p.is_floating_point() or (p.requires_grad and p.dtype != dtype)
+        }
+        _refuse_hooks(module)
+        attributes = {name: dict(vars(p)) for name, p in module.named_parameters()}
         self.whole = [name for name, p in module.named_parameters() if id(p) in whole]
-        """Parameters that are not divided: numbers without a dim, and those of another dtype than most."""
+        """Parameters that are not divided: numbers without a dim, and trained ones of another dtype than most."""
         apart = {id(parallel.names[name]) for name in together if name in parallel.names}
         apart |= in_several(module, units) | whole
         data_mesh = mesh.divided_data(options.replicas)
@@ -141,6 +148,22 @@ class ZeroSharding:
             around_calls(holder.unit, holder.call)
         self.by_unit = {p.name for p in self.parameters if not p.together}
         """Names of what is gathered only while a unit runs."""
+        for parameter in self.parameters:
+            for tensor in (parameter.sharded, parameter.whole, parameter.local):
+                vars(tensor).update(attributes[parameter.name])
+        for group in (*self._holders.values(), self._root):
+            group.reduce_unused()
+        self._versions = {p.name: tensor_version(p.whole) for p in self.parameters}
+        self._used: set[str] = set()
+        """Names of what had a gradient on this rank since the last reduction."""
+        self._reduces = True
+        for parameter in self.parameters:
+            use = functools.partial(_note, self._used, parameter.name)
+            trained = parameter.whole.requires_grad  # a frozen one, which takes no hook, may be unfrozen later
+            parameter.whole.requires_grad_(True).register_post_accumulate_grad_hook(use)
+            parameter.whole.requires_grad_(trained)
+        self._taken: dict[str, Any] = {}
+        self._zero_grad = Detour(module, "zero_grad", self._clear_gradients)
         parallel.adopt_divided(self.parameters, self.group, roles)
 
     # ---------------------------------------------------------------- around steps
@@ -148,9 +171,12 @@ class ZeroSharding:
     def begin(self) -> None:
         """Gather what is held for the length of a step. Every rank calls it before each batch, whatever that is."""
         self._root.gather()
+        for group in (*self._holders.values(), self._root):
+            group.stay()
 
     def end(self) -> None:
         """Let go of all that is gathered: after evaluation, and when values have changed."""
+        self._check_unchanged()
         for holder in (*self._holders.values(), self._root):
             holder.free()
 
@@ -212,6 +238,9 @@ class ZeroSharding:
         for name, holder in self._holders.items():
             if units is None or name in units:
                 self._prepare(holder, last, self.options.level == 3)
+            else:
+                holder.skip()
+        self._reduces = last_of_all if self.options.level == 1 else True
         self._prepare(self._root, last and last_of_all, False)
         self._root.tell_last(last and last_of_all)
 
@@ -222,13 +251,22 @@ class ZeroSharding:
 
     def drop_old(self) -> None:
         """Before the first backward of a batch: what earlier ones left is in `local.grad`, or was cleared there."""
+        self._check_unchanged()
         for parameter in self.parameters:
             parameter.sharded.grad = None
 
     @torch.no_grad()
     def collect(self, factor: float = 1.0) -> None:
-        """After the last backward: add the reduced gradients, times a factor, to those of the plain rows."""
-        found = [(p, p.sharded.grad) for p in self.parameters if p.local.requires_grad]
+        """After the last backward: add the reduced gradients, times a factor, to those of the plain rows.
+
+        Communication: one all-reduce of a byte per parameter, over the ranks that divide them. A parameter that no rank
+        has used keeps having no gradient.
+        """
+        self._check_unchanged()
+        used = torch.tensor([p.name in self._used for p in self.parameters], dtype=torch.uint8, device=self.mesh.device)
+        dist.all_reduce(used, op=dist.ReduceOp.MAX, group=self.mesh.group("dp"))
+        names = {p.name for p, was in zip(self.parameters, used.tolist(), strict=True) if was}
+        found = [(p, p.sharded.grad) for p in self.parameters if p.local.requires_grad and p.name in names]
         new = [(p, grad.to_local()) for p, grad in found if isinstance(grad, DTensor)]
         if factor != 1.0 and new:
             torch._foreach_mul_([grad for _, grad in new], factor)
@@ -237,6 +275,56 @@ class ZeroSharding:
             torch._foreach_add_([grad for _, grad in held], [before for before, _ in held])
         for parameter, grad in new:
             parameter.local.grad = grad
+        for parameter in self.parameters:  # the module shows what the optimizer will see
+            if parameter.local.grad is None:
+                parameter.sharded.grad = None
+            elif parameter.sharded.grad is None:
+                parameter.sharded.grad = parameter.as_divided(parameter.local.grad)
+        self._taken = {p.name: p.sharded.grad for p in self.parameters}
+        if self._reduces:
+            self._used.clear()
+
+    @torch.no_grad()
+    def take_over(self) -> None:
+        """After the hooks before an optimizer's step: gradients that they replaced, or took away."""
+        for parameter in self.parameters:
+            grad = parameter.sharded.grad
+            if parameter.name in self._taken and grad is not self._taken[parameter.name]:
+                parameter.local.grad = grad.to_local() if isinstance(grad, DTensor) else None
+        self._taken = {}
+
+    def _clear_gradients(self, zero_grad: Callable[[], Any]) -> Any:
+        """`self.zero_grad()` of the LightningModule."""
+        for parameter in self.parameters:
+            parameter.local.grad = None
+        return zero_grad()
+
+    def _check_unchanged(self) -> None:
+        """Raises:
+        RuntimeError: a value was written to what is gathered, and would be lost.
+        """
+        for parameter in self.parameters:
+            if tensor_version(parameter.whole) != self._versions[parameter.name]:
+                raise RuntimeError(
+                    f"MegaTPStrategy: `{parameter.name}` was changed in place while it was gathered"
+                    f" (zero={self.options.level}); the change would be lost. Change parameters in"
+                    " `on_train_batch_end`, where `self.parameters()` are this rank's own rows, or use zero=0."
+                )
+
+    def check_known(self, optimizers: Iterable[Optimizer]) -> None:
+        """Raises:
+        ValueError: an optimizer was given a parameter that isn't the module's any more.
+        """
+        known = {id(p) for p in self.parallel.module.parameters()} | self.parallel.divided.keys()
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    if id(parameter) not in known:
+                        raise ValueError(
+                            f"MegaTPStrategy: an optimizer was given a parameter of shape {tuple(parameter.shape)} that"
+                            " is not the module's: zero > 0 has replaced what was kept in a list before. Let"
+                            " `configure_optimizers` take them from `self.parameters()`."
+                        )
 
     def give_to(self, optimizers: Iterable[Optimizer]) -> None:
         """Let optimizers step the plain rows instead of the module's parameters, also those that a callback added."""
@@ -278,6 +366,21 @@ class ZeroSharding:
 class _Group(nn.Module):
     """What FSDP2 makes a group of, if it has parameters: gathered and let go together."""
 
+    def stay(self) -> None:
+        """Gradients that the step itself asks for (`autograd.grad`) don't end the group's use."""
+        if isinstance(self, FSDPModule):
+            self.set_reshard_after_backward(False, recurse=False)
+
+    def skip(self) -> None:
+        """The next backward is not about it."""
+        if isinstance(self, FSDPModule):
+            self.set_requires_gradient_sync(False, recurse=False)
+
+    def reduce_unused(self) -> None:
+        """Ranks that have used other parameters of it still reduce the same ones (torch 2.13)."""
+        if isinstance(self, FSDPModule) and hasattr(self, "set_reduce_scatter_unused_params"):
+            self.set_reduce_scatter_unused_params(True)
+
     def gather(self) -> None:
         if isinstance(self, FSDPModule):
             self.unshard()
@@ -304,11 +407,15 @@ class _Holder(_Group):
         """Call a method of the unit, its parameters gathered meanwhile."""
         if self._inside or not self.on:
             return function(*args, **kwargs)
-        result = self(function, *_bare((args, kwargs)))
+        bare, wraps = _bare((args, kwargs))
+        if _in_containers((args, kwargs)):  # which FSDP2 would take apart, and what the unit does to them would be lost
+            result = self(function, _Boxed(args, kwargs), None)
+        else:
+            result = self(function, bare, wraps)
         return _dressed(*result)
 
-    def forward(self, function: Callable[..., Any], bare: Any, wraps: Wraps) -> Any:
-        args, kwargs = _dressed(bare, wraps)
+    def forward(self, function: Callable[..., Any], bare: Any, wraps: Wraps | None) -> Any:
+        args, kwargs = (bare.args, bare.kwargs) if wraps is None else _dressed(bare, wraps)
         self._inside = True
         try:
             outputs, wraps = _bare(function(*args, **kwargs))
@@ -372,6 +479,37 @@ def _bare(tree: Any) -> tuple[Any, Wraps]:
     return tree_map(strip, tree), wraps
 
 
+class _Boxed:
+    """Arguments that FSDP2 does not look into, as it does into dataclasses. It then reduces the unit's gradients at the
+    end of backward."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.args, self.kwargs = args, kwargs
+
+
+def _in_containers(arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> bool:
+    """Whether arguments have lists or dicts, which a unit may change."""
+    args, kwargs = arguments
+
+    def holds(x: Any) -> bool:
+        return isinstance(x, (list, dict)) or (isinstance(x, tuple) and any(map(holds, x)))
+
+    return any(map(holds, (*args, *kwargs.values())))
+
+
+def _note(used: set[str], name: str, parameter: Tensor) -> None:
+    used.add(name)
+
+
+def _refuse_hooks(module: nn.Module) -> None:
+    for name, parameter in module.named_parameters():
+        if gradient_hooks(parameter):
+            raise ValueError(
+                f"MegaTPStrategy: `{name}` has a gradient hook, and zero > 0 replaces the parameter: it would never be"
+                " called. Do it in `on_before_optimizer_step`, or use zero=0."
+            )
+
+
 def _dressed(tree: Any, wraps: Wraps) -> Any:
     if not any(wraps):
         return tree
@@ -402,7 +540,7 @@ def _no_view(x: Any) -> Any:
 
 
 def _main_dtype(module: nn.Module) -> torch.dtype:
-    """That of most trained parameters, over all stages.
+    """That of most trained parameters, over all stages. FSDP2 reduces the gradients of a group in one dtype.
 
     Communication: one object all-gather over the world.
     """

@@ -122,11 +122,20 @@ _SCALARS = (numbers.Number, str, bytes, type(None), Enum, np.generic)
 
 
 def _is_plain(value: Any) -> bool:
-    if isinstance(value, _SCALARS):
-        return True
-    if not isinstance(value, _CONTAINERS) or len(value) > _LARGE:
-        return False
-    return all(map(_is_plain, value)) and (not isinstance(value, dict) or all(map(_is_plain, value.values())))
+    """Whether it is a number or the like, or containers of not too many of them."""
+    waiting, count = [value], 0
+    while waiting:
+        entry = waiting.pop()
+        count += 1
+        if isinstance(entry, _CONTAINERS):
+            count += len(entry)
+            if count > _LARGE:
+                return False
+            waiting += entry
+            waiting += entry.values() if isinstance(entry, dict) else ()
+        elif not isinstance(entry, _SCALARS):
+            return False
+    return True
 
 
 def _is_own_object(value: Any) -> bool:

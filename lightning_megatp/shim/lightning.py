@@ -7,6 +7,7 @@ strategy of the other (Lightning issues 20526 and 17445). So what we build on is
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,6 +67,24 @@ def averages(trainer: Any) -> dict[str, Any]:
         if average is not None:
             found[type(callback).__name__] = average.module if isinstance(average, AveragedModel) else average
     return found
+
+
+def finetuning_callback(trainer: Any) -> str | None:
+    """A BaseFinetuning callback, which maps the optimizer's parameters to names of the module's (`_store`)."""
+    names = (type(callback).__name__ for callback in trainer.callbacks if hasattr(callback, "finetune_function"))
+    return next(names, None)
+
+
+def before_clipping(plugin: Any, call: Callable[[], None]) -> None:
+    """Call something after the hooks before an optimizer's step, and before gradients are clipped. Lightning has no
+    hook there; every precision plugin's `_after_closure` ends in `_clip_gradients` (2.5-2.6)."""
+    clip = type(plugin)._clip_gradients
+
+    def clip_gradients(*args: Any, **kwargs: Any) -> None:
+        call()
+        clip(plugin, *args, **kwargs)
+
+    plugin._clip_gradients = clip_gradients
 
 
 def first_loaders(trainer: Any) -> Any:

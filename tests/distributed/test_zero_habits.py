@@ -1,0 +1,244 @@
+"""What people's modules do with parameters and gradients has the same end, whether zero divides them or not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import BackboneFinetuning, BaseFinetuning
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from tests.distributed.training import Layout, make_trainer, run_program
+from tests.ranks import RankError
+
+
+class Unit(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.a(x)) + 0.1 * self.b(x)
+
+
+class Plain(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.blocks, self.head = nn.ModuleList(Unit() for _ in range(3)), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor | None:
+        return self(batch).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+class Appending(Unit):
+    def forward(self, x: Tensor, losses: list[Tensor] | None = None) -> Tensor:
+        x = super().forward(x)
+        assert losses is not None
+        losses.append(0.1 * x.abs().mean())
+        return x
+
+
+class ChangesAList(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Appending() for _ in range(3))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        losses: list[Tensor] = []
+        for block in self.blocks:
+            batch = block(batch, losses)
+        return self.head(batch).square().mean() + sum(losses)
+
+
+class Branching(Unit):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(x) if x.sum() > 0 else self.b(x)
+
+
+class BranchesByData(Plain):
+    """Data-parallel ranks use other parameters, and one is used by none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Branching(), Unit()])
+        self.blocks[1].unused = nn.Parameter(torch.ones(4, 8))  # type: ignore[union-attr]
+
+
+class ClearsByModule(Plain):
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        self.zero_grad()
+
+
+class ClearsInManual(Plain):
+    automatic_optimization = False
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.zero_grad()
+        self.manual_backward(self(batch).square().mean())
+        self.optimizers().step()  # type: ignore[union-attr]
+
+
+class ReplacesGradients(Plain):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for name, parameter in self.named_parameters():
+            if parameter.grad is not None:
+                parameter.grad = None if name == "head.bias" else parameter.grad.sign()
+
+
+class ProbesBeforeTheStep(Plain):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        with torch.no_grad():
+            self.blocks[0](torch.ones(2, 8, dtype=self.dtype))
+
+
+class PenalisesGradients(Plain):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        x = batch.clone().requires_grad_()
+        loss = self(x).square().mean()
+        (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+        return loss + gradient.square().sum()
+
+
+class NamesGroups(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.weight.rate = 1e-3  # type: ignore[assignment]
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        groups = [{"params": [p], "lr": getattr(p, "rate", 1e-2)} for p in self.parameters()]
+        return torch.optim.AdamW(groups)
+
+
+class Thaws(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0].requires_grad_(False)
+
+    def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
+        self.blocks[0].requires_grad_(batch_idx > 1)
+
+
+HABITS: list[type[Plain]] = [
+    Plain, ChangesAList, BranchesByData, ClearsByModule, ClearsInManual, ReplacesGradients, ProbesBeforeTheStep,
+    PenalisesGradients, NamesGroups, Thaws,
+]  # fmt: skip
+
+
+def _data(rows: int = 16) -> Tensor:
+    return torch.randn(rows, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def _habits(layout: Layout) -> dict[str, dict[str, Tensor]]:
+    found = {}
+    for habit in HABITS:
+        module = habit()
+        trainer = make_trainer(layout, "untied", {"plan": None})
+        trainer.fit(module, DataLoader(_data(), batch_size=2))  # type: ignore[arg-type]
+        found[habit.__name__] = trainer.strategy.lightning_module_state_dict()
+    return found
+
+
+def test_habits() -> None:
+    expected = run_program(Layout(dp=2), _habits)[0]
+    for zero in (1, 3):
+        found = run_program(Layout(dp=2, zero=zero), _habits)[0]
+        for habit, state in expected.items():
+            for name, value in state.items():
+                torch.testing.assert_close(
+                    found[habit][name], value, atol=1e-9, rtol=0, msg=f"zero={zero} {habit} {name}"
+                )
+
+
+class WritesWhileGathered(Plain):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = self(batch).square().mean()
+        with torch.no_grad():
+            self.head.weight.clamp_(-0.1, 0.1)
+        return loss
+
+
+class Hooked(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.weight.register_hook(lambda grad: 2 * grad)
+
+
+class KeepsAList(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = list(self.parameters())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.kept, lr=0.1)
+
+
+class Finetuning(BaseFinetuning):
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze(pl_module.blocks)
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        pass
+
+
+def _refused(layout: Layout, kind: type[Plain], callbacks: list[Any]) -> None:
+    trainer = make_trainer(layout, "untied", {"plan": None}, callbacks=callbacks)
+    trainer.fit(kind(), DataLoader(_data(), batch_size=2))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("kind", "callbacks", "text"),
+    [
+        (WritesWhileGathered, [], "`head.weight` was changed in place while it was gathered"),
+        (Hooked, [], "`head.weight` has a gradient hook"),
+        (KeepsAList, [], "not the module's"),
+        (Plain, [Finetuning()], "callback Finetuning"),
+    ],
+    ids=["writes", "hooked", "keeps", "finetuning"],
+)
+def test_what_would_be_lost_is_refused(kind: type[Plain], callbacks: list[Any], text: str) -> None:
+    assert issubclass(BackboneFinetuning, BaseFinetuning)
+    with pytest.raises(RankError, match=text):
+        run_program(Layout(dp=2, zero=1), _refused, kind, callbacks)
+
+
+class Unfreezes(Plain):
+    """Under a pipeline: what is trained from the second epoch on, and gradients that are kept over batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.requires_grad_(False)
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.head.requires_grad_(True)
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        if batch_idx % 2 == 0:
+            optimizer.zero_grad()
+
+
+def _early(layout: Layout, bucket_mb: float) -> dict[str, Tensor]:
+    trainer = make_trainer(layout, "untied", {"plan": None, "bucket_mb": bucket_mb}, max_epochs=2)
+    module = Unfreezes()
+    trainer.fit(module, DataLoader(_data(), batch_size=4))  # type: ignore[arg-type]
+    state: dict[str, Tensor] = trainer.strategy.lightning_module_state_dict()
+    return state
+
+
+def test_early_averages_are_those_at_the_end() -> None:
+    layout = Layout(pp=2, dp=2, microbatches=2)
+    expected, found = (run_program(layout, _early, bucket_mb)[0] for bucket_mb in (0, 25.0))
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, atol=1e-12, rtol=0, msg=name)
