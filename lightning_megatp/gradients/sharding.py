@@ -344,10 +344,13 @@ class ZeroSharding:
             group.free()
         resting = dict(module.named_parameters())
         owners = _owners(module)
+        gathered: dict[str, nn.Parameter] = {}
         for group in groups:
             group.gather()
-        gathered = {name: owners[name][0][0]._parameters[owners[name][0][1]] for name in resting}
-        for group in groups:
+            for name, ((owner, leaf), *_) in owners.items():
+                parameter = owner._parameters[leaf]
+                if parameter is not None and not isinstance(parameter, DTensor):
+                    gathered[name] = parameter
             group.free()
         found = []
         for name, parameter in resting.items():
@@ -355,7 +358,6 @@ class ZeroSharding:
                 with torch.no_grad():
                     local = nn.Parameter(parameter.to_local())
                 whole = gathered[name]
-                assert whole is not None
                 rows = rows_of(parameter.shape[0], self._place, self.group.size())
                 found.append(
                     DividedParameter(name, parameter, whole, local, rows, owners[name], name in in_rest, self._first)

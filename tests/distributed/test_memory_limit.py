@@ -18,7 +18,7 @@ from tests.parity.variants import gpt_plan
 
 MIB = 2**20
 LAYOUT = Layout(tp=2, pp=2, dp=2, zero=3, microbatches=2)
-CONFIG = GPTConfig(hidden=512, heads=8, feed_forward=2048, layers=20, vocab=512, tied=False)
+CONFIG = GPTConfig(hidden=512, heads=8, feed_forward=2048, layers=22, vocab=512, tied=False)
 LIMIT = 256 * MIB
 """Of each process, over what the interpreter, torch and the process groups have."""
 
@@ -100,7 +100,7 @@ def _too_much(layout: Layout) -> str:
 @pytest.mark.extended
 def test_four_times_what_a_process_may_have(tmp_path: Path) -> None:
     parameters = sum(p.numel() for p in Block(CONFIG).parameters()) * CONFIG.layers
-    assert 16 * parameters > 3.9 * LIMIT, "with gradients and AdamW's state, 16 bytes each"
+    assert 16 * parameters >= 4 * LIMIT, "with gradients and AdamW's state, 16 bytes each"
     assert "alloc" in run_program(Layout(), _too_much)[0], "the limit is one"
     small = GPTConfig(**{**vars(CONFIG), "hidden": 16, "heads": 4, "feed_forward": 32, "layers": 4})
     run_program(LAYOUT, _train, small, str(tmp_path / "small"), False)  # imports, threads
