@@ -262,6 +262,7 @@ class MegaTPStrategyBase(CheckpointMethods):
         self._seen.clear()
         self._steps = 0
         self._building = self._before_building = None
+        self._is_split = False
 
     def _join_world(self, shape: MeshShape) -> None:
         """Create the default process group, unless somebody has, and start to watch the other ranks."""

@@ -80,6 +80,8 @@ class CheckpointMethods(_Base):
         self._folder: Folder | None = None
         self._not_tensors: dict[str, Any] = {}
         self._whole_model = False
+        self._is_split = False
+        """Whether `setup` of this run is past the split: what is loaded from then on goes to the split module."""
 
     def _mesh(self) -> ParallelMesh:
         raise NotImplementedError
@@ -202,7 +204,7 @@ class CheckpointMethods(_Base):
                 checkpoint = self._folder.meta(kwargs.get("weights_only", args[0] if args else None))
                 self._not_tensors = checkpoint.pop(NOT_TENSORS)
                 checkpoint["state_dict"] = dict(self._not_tensors)
-                self._whole_model = self.lightning_module is not None and bool(averages(self.lightning_module.trainer))
+                self._whole_model = self._needs_whole_model()
                 if self._whole_model:
                     put_back(checkpoint, self._folder)
                 checkpoint.pop(ELSEWHERE, None)
@@ -214,13 +216,24 @@ class CheckpointMethods(_Base):
         self._random_states = checkpoint.get("random_states") if fitting else None
         return checkpoint
 
+    def _needs_whole_model(self) -> bool:
+        """Whether somebody has to see all of a folder's model: averages, and `on_load_checkpoint`, which may change it;
+        and `verify`, which compares with the unsplit model."""
+        module = self.lightning_module
+        if module is None:
+            return False
+        hooks = any(_has_own("on_load_checkpoint", owner) for owner in (module, *module.trainer.callbacks))
+        unsplit = self.verify and self.parallelism.split_form(module) is None
+        return hooks or unsplit or bool(averages(module.trainer))
+
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Lightning restores the model before `setup` splits it. From a file it gets all, or its shards if an earlier
-        run has split it; from a folder, later, what is left of it after the split."""
+        run has split it; from a folder, later, what is left of it after the split. In the middle of a run
+        (LearningRateFinder) both load at once."""
         assert self.lightning_module is not None
         if self._folder is not None and not self._whole_model:
-            if self.verify:  # the unsplit model is compared with
-                load_sharded_model(self._folder, self.lightning_module, None, self._mesh(), self._not_tensors, strict)
+            if self._is_split:
+                self._load_split_model()
             return
         split: ParallelModule | None = self.parallelism.split_form(self.lightning_module)
         state = checkpoint["state_dict"]
@@ -237,6 +250,7 @@ class CheckpointMethods(_Base):
 
     def _load_split_model(self) -> None:
         """In `setup`, after the split: this rank's part of a folder."""
+        self._is_split = True
         if self._folder is None or self._whole_model:
             return
         module = self.lightning_module
@@ -280,3 +294,8 @@ class CheckpointMethods(_Base):
     def _interrupted(self) -> bool:
         trainer = getattr(self.lightning_module, "_trainer", None)
         return trainer is not None and bool(trainer.interrupted)
+
+
+def _has_own(hook: str, owner: object) -> bool:
+    """Whether a module or a callback has something of its own instead of Lightning's empty hook."""
+    return hook in vars(owner) or sum(hook in vars(kind) for kind in type(owner).__mro__) > 1
