@@ -22,6 +22,7 @@ from lightning_megatp.checkpoint.full import (
     full_state_dict,
     local_optimizer_state,
     local_state_dict,
+    without_data,
 )
 from lightning_megatp.checkpoint.sharded import (
     ELSEWHERE,
@@ -96,20 +97,28 @@ class CheckpointMethods(_Base):
     # ---------------------------------------------------------------- saving
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The model under canonical names. For a file: whole, on global rank 0, and empty on the other ranks. For a
-        folder: what each rank writes."""
+        """The model under canonical names. For a file: whole, on global rank 0, and empty on the others, or without
+        data where there is an `on_save_checkpoint`, which finds the same names. For a folder: what each rank writes.
+
+        Communication: with such a hook one object broadcast over the world, of names and shapes.
+        """
         assert self.lightning_module is not None
         parallel, mesh = self._parallel(), self._mesh()
-        if self._cannot_gather() or self._is_copy():
+        if self._cannot_gather():
             return {}
-        if not self._interrupted():
+        if not self._interrupted() and not self._is_copy():
             parallel.check_replicas(mesh.group("tp"))
         if self.checkpoint == "folder":
             return sharded_state_dict(self.lightning_module.state_dict(), parallel, mesh)
-        state = full_state_dict(
-            self.lightning_module.state_dict(), parallel, keep=mesh.rank("tp") == mesh.rank("dp") == 0
-        )
-        return gather_state_dict(state, parallel, mesh) if self.pp > 1 else state
+        state: dict[str, Any] = {}
+        if not self._is_copy():
+            keep = mesh.rank("tp") == mesh.rank("dp") == 0
+            state = full_state_dict(self.lightning_module.state_dict(), parallel, keep)
+            state = gather_state_dict(state, parallel, mesh) if self.pp > 1 else state
+        if self._interrupted() or not self._has_hook("on_save_checkpoint"):
+            return state
+        outline = self.broadcast(without_data(state))
+        return state if self.is_global_zero else outline
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         parallel, mesh = self._parallel(), self._mesh()
@@ -222,9 +231,15 @@ class CheckpointMethods(_Base):
         module = self.lightning_module
         if module is None:
             return False
-        hooks = any(_has_own("on_load_checkpoint", owner) for owner in (module, *module.trainer.callbacks))
         unsplit = self.verify and self.parallelism.split_form(module) is None
-        return hooks or unsplit or bool(averages(module.trainer))
+        return unsplit or self._has_hook("on_load_checkpoint") or bool(averages(module.trainer))
+
+    def _has_hook(self, name: str) -> bool:
+        """Whether the module or a callback has something of its own instead of Lightning's empty hook."""
+        module = self.lightning_module
+        assert module is not None
+        owners = (module, *module.trainer.callbacks)
+        return any(name in vars(x) or sum(name in vars(kind) for kind in type(x).__mro__) > 1 for x in owners)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Lightning restores the model before `setup` splits it. From a file it gets all, or its shards if an earlier
@@ -294,8 +309,3 @@ class CheckpointMethods(_Base):
     def _interrupted(self) -> bool:
         trainer = getattr(self.lightning_module, "_trainer", None)
         return trainer is not None and bool(trainer.interrupted)
-
-
-def _has_own(hook: str, owner: object) -> bool:
-    """Whether a module or a callback has something of its own instead of Lightning's empty hook."""
-    return hook in vars(owner) or sum(hook in vars(kind) for kind in type(owner).__mro__) > 1

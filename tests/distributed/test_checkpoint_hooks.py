@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.callbacks import LearningRateFinder
+from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint
 from torch import Tensor
 
 from tests.distributed.test_trainer_checkpoint import Losses
-from tests.distributed.training import PLAIN, TP2, Layout, make_trainer, run_program, train_loader
+from tests.distributed.training import DP2, PLAIN, PP2, TP2, Layout, make_trainer, run_program, train_loader
 from tests.parity.models import GPT, GPTConfig
 from tests.parity.variants import gpt_plan
 
@@ -97,3 +97,29 @@ def test_verify_compares_with_what_is_loaded_from_a_folder(tmp_path: Path) -> No
     expected = run_program(PLAIN, _resumed, Late, False, str(tmp_path))[0]
     for found in run_program(TP2, _resumed, Late, True, str(tmp_path)):
         assert found == pytest.approx(expected, abs=1e-9)
+
+
+class Part(GPT):
+    """Leaves some out of its checkpoints, and renames the rest."""
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        state = checkpoint["state_dict"]
+        assert tuple(state.pop("blocks.0.mlp.up.weight").shape) == tuple(GPT(CONFIG).blocks[0].mlp.up.weight.shape)
+        checkpoint["state_dict"] = {f"net.{name}": state[name].half() for name in state}
+
+
+def _saved_in_part(layout: Layout, root: str) -> None:
+    torch.manual_seed(3)
+    keep = ModelCheckpoint(Path(root) / str(layout), filename="part", save_weights_only=layout.dp > 1)
+    trainer = make_trainer(layout, callbacks=[keep], enable_checkpointing=True)
+    trainer.fit(Part(CONFIG).double(), train_loader(layout, 1))
+
+
+def test_a_hook_takes_names_out_of_a_file_on_all_ranks(tmp_path: Path) -> None:
+    saved = []
+    for layout in (PLAIN, TP2, PP2, DP2):
+        run_program(layout, _saved_in_part, str(tmp_path))
+        saved.append(torch.load(tmp_path / str(layout) / "part.ckpt")["state_dict"])
+    assert all(list(found) == list(saved[0]) for found in saved)
+    for name, value in saved[0].items():
+        assert all(torch.allclose(found[name], value, atol=1e-3) for found in saved), name
