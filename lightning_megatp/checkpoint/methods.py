@@ -81,6 +81,8 @@ class CheckpointMethods(_Base):
         self._folder: Folder | None = None
         self._not_tensors: dict[str, Any] = {}
         self._whole_model = False
+        self._optimizer_order: dict[int, list[str]] = {}
+        """At pp > 1, id(optimizer) -> the names of its parameters in the user's order."""
         self._is_split = False
         """Whether `setup` of this run is past the split: what is loaded from then on goes to the split module."""
 
@@ -128,7 +130,9 @@ class CheckpointMethods(_Base):
         if self.checkpoint == "folder":
             return sharded_optimizer_state(optimizer, parallel, mesh)
         state = full_optimizer_state(optimizer, parallel, keep=mesh.rank("tp") == mesh.rank("dp") == 0)
-        return gather_optimizer_state(state, optimizer, parallel, mesh) if self.pp > 1 else state
+        if self.pp == 1:
+            return state
+        return gather_optimizer_state(state, optimizer, self._optimizer_order.get(id(optimizer), []), parallel, mesh)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         if self._cannot_gather():
@@ -289,7 +293,8 @@ class CheckpointMethods(_Base):
                 load_sharded_optimizer(self._folder, index, state, optimizer, parallel, mesh)
                 continue
             if self.pp > 1:
-                state = own_optimizer_state(state, optimizer, parallel, mesh)
+                order = self._optimizer_order.get(id(optimizer), [])
+                state = own_optimizer_state(state, optimizer, order, parallel, mesh)
             optimizer.load_state_dict(local_optimizer_state(state, optimizer, parallel))
         self._folder = None
         self._resume_random()  # the last thing restored before the first batch
