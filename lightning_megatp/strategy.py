@@ -22,6 +22,7 @@ from lightning_megatp.building.building import Building
 from lightning_megatp.checkpoint.averages import split_averages
 from lightning_megatp.checkpoint.methods import CheckpointMethods
 from lightning_megatp.checkpoint.single import durable_checkpoint_io
+from lightning_megatp.checkpoint.stages import user_order
 from lightning_megatp.commands import Done, requested, without_ranks
 from lightning_megatp.commands.estimate import print_estimate, rehearse_both
 from lightning_megatp.commands.proof import prepare
@@ -262,6 +263,7 @@ class MegaTPStrategyBase(CheckpointMethods):
         self._seen.clear()
         self._steps = 0
         self._building = self._before_building = None
+        self._is_split = False
 
     def _join_world(self, shape: MeshShape) -> None:
         """Create the default process group, unless somebody has, and start to watch the other ranks."""
@@ -497,31 +499,31 @@ class MegaTPStrategyBase(CheckpointMethods):
         return sharding
 
     def setup_optimizers(self, trainer: Any) -> None:
-        """Each pipeline stage optimizes what it holds; a user may have named parameters of other stages.
+        """Each pipeline stage optimizes what it holds, though `configure_optimizers` finds the parameters of all.
 
         Communication: at pp > 1 one all-reduce of one element over the world.
         """
         if self.pp == 1:
             super().setup_optimizers(trainer)
             return
-        empty = None
-        try:
+        assert self.pipeline is not None
+        with self.pipeline.slicer._ownership.present():  # so that the groups have the order of one device
             super().setup_optimizers(trainer)
-        except ValueError as error:
-            if "empty parameter list" not in str(error):
-                raise
-            empty = error
-        if self.reduce_boolean_decision(empty is not None, all=False):
+            self._optimizer_order = user_order(self.optimizers, self._parallel())
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                held = [not is_fake(parameter) for parameter in group["params"]]
+                for fake in filter(is_fake, group["params"]):
+                    optimizer.state.pop(fake, None)
+                for key in group.keys() & {"params", "param_names"}:
+                    group[key] = [item for item, keep in zip(group[key], held, strict=True) if keep]
+        empty = not all(map(_parameters_of, self.optimizers))
+        if self.reduce_boolean_decision(empty, all=False):
             raise ValueError(
                 f"MegaTPStrategy: {self._mesh().describe() if empty else 'another pipeline stage'} holds no"
                 " parameter to optimize. Every stage needs one that is trained: choose `stages` so that each has"
                 " some, or use a smaller pp."
-            ) from empty
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                held = [not is_fake(parameter) for parameter in group["params"]]
-                for key in group.keys() & {"params", "param_names"}:
-                    group[key] = [item for item, keep in zip(group[key], held, strict=True) if keep]
+            )
 
     def model_to_device(self) -> None:
         """Everything but parameters that have no values yet."""

@@ -41,6 +41,11 @@ def full_state_dict(state: Mapping[str, Any], parallel: ParallelModule, keep: bo
     return full if keep else {}
 
 
+def without_data(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The same names, with tensors on the meta device, and None for what isn't a tensor."""
+    return {name: x.detach().to("meta") if isinstance(x, Tensor) else None for name, x in state.items()}
+
+
 def local_state_dict(state: Mapping[str, Any], parallel: ParallelModule) -> dict[str, Any]:
     """This rank's part of a full state dict.
 

@@ -22,6 +22,7 @@ from lightning_megatp.checkpoint.full import (
     full_state_dict,
     local_optimizer_state,
     local_state_dict,
+    without_data,
 )
 from lightning_megatp.checkpoint.sharded import (
     ELSEWHERE,
@@ -80,6 +81,10 @@ class CheckpointMethods(_Base):
         self._folder: Folder | None = None
         self._not_tensors: dict[str, Any] = {}
         self._whole_model = False
+        self._optimizer_order: dict[int, list[str]] = {}
+        """At pp > 1, id(optimizer) -> the names of its parameters in the user's order."""
+        self._is_split = False
+        """Whether `setup` of this run is past the split: what is loaded from then on goes to the split module."""
 
     def _mesh(self) -> ParallelMesh:
         raise NotImplementedError
@@ -94,20 +99,28 @@ class CheckpointMethods(_Base):
     # ---------------------------------------------------------------- saving
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The model under canonical names. For a file: whole, on global rank 0, and empty on the other ranks. For a
-        folder: what each rank writes."""
+        """The model under canonical names. For a file: whole, on global rank 0, and empty on the others, or without
+        data where there is an `on_save_checkpoint`, which finds the same names. For a folder: what each rank writes.
+
+        Communication: with such a hook one object broadcast over the world, of names and shapes.
+        """
         assert self.lightning_module is not None
         parallel, mesh = self._parallel(), self._mesh()
-        if self._cannot_gather() or self._is_copy():
+        if self._cannot_gather():
             return {}
-        if not self._interrupted():
+        if not self._interrupted() and not self._is_copy():
             parallel.check_replicas(mesh.group("tp"))
         if self.checkpoint == "folder":
             return sharded_state_dict(self.lightning_module.state_dict(), parallel, mesh)
-        state = full_state_dict(
-            self.lightning_module.state_dict(), parallel, keep=mesh.rank("tp") == mesh.rank("dp") == 0
-        )
-        return gather_state_dict(state, parallel, mesh) if self.pp > 1 else state
+        state: dict[str, Any] = {}
+        if not self._is_copy():
+            keep = mesh.rank("tp") == mesh.rank("dp") == 0
+            state = full_state_dict(self.lightning_module.state_dict(), parallel, keep)
+            state = gather_state_dict(state, parallel, mesh) if self.pp > 1 else state
+        if self._interrupted() or not self._has_hook("on_save_checkpoint"):
+            return state
+        outline = self.broadcast(without_data(state))
+        return state if self.is_global_zero else outline
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         parallel, mesh = self._parallel(), self._mesh()
@@ -117,7 +130,9 @@ class CheckpointMethods(_Base):
         if self.checkpoint == "folder":
             return sharded_optimizer_state(optimizer, parallel, mesh)
         state = full_optimizer_state(optimizer, parallel, keep=mesh.rank("tp") == mesh.rank("dp") == 0)
-        return gather_optimizer_state(state, optimizer, parallel, mesh) if self.pp > 1 else state
+        if self.pp == 1:
+            return state
+        return gather_optimizer_state(state, optimizer, self._optimizer_order.get(id(optimizer), []), parallel, mesh)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         if self._cannot_gather():
@@ -202,7 +217,7 @@ class CheckpointMethods(_Base):
                 checkpoint = self._folder.meta(kwargs.get("weights_only", args[0] if args else None))
                 self._not_tensors = checkpoint.pop(NOT_TENSORS)
                 checkpoint["state_dict"] = dict(self._not_tensors)
-                self._whole_model = self.lightning_module is not None and bool(averages(self.lightning_module.trainer))
+                self._whole_model = self._needs_whole_model()
                 if self._whole_model:
                     put_back(checkpoint, self._folder)
                 checkpoint.pop(ELSEWHERE, None)
@@ -214,13 +229,30 @@ class CheckpointMethods(_Base):
         self._random_states = checkpoint.get("random_states") if fitting else None
         return checkpoint
 
+    def _needs_whole_model(self) -> bool:
+        """Whether somebody has to see all of a folder's model: averages, and `on_load_checkpoint`, which may change it;
+        and `verify`, which compares with the unsplit model."""
+        module = self.lightning_module
+        if module is None:
+            return False
+        unsplit = self.verify and self.parallelism.split_form(module) is None
+        return unsplit or self._has_hook("on_load_checkpoint") or bool(averages(module.trainer))
+
+    def _has_hook(self, name: str) -> bool:
+        """Whether the module or a callback has something of its own instead of Lightning's empty hook."""
+        module = self.lightning_module
+        assert module is not None
+        owners = (module, *module.trainer.callbacks)
+        return any(name in vars(x) or sum(name in vars(kind) for kind in type(x).__mro__) > 1 for x in owners)
+
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Lightning restores the model before `setup` splits it. From a file it gets all, or its shards if an earlier
-        run has split it; from a folder, later, what is left of it after the split."""
+        run has split it; from a folder, later, what is left of it after the split. In the middle of a run
+        (LearningRateFinder) both load at once."""
         assert self.lightning_module is not None
         if self._folder is not None and not self._whole_model:
-            if self.verify:  # the unsplit model is compared with
-                load_sharded_model(self._folder, self.lightning_module, None, self._mesh(), self._not_tensors, strict)
+            if self._is_split:
+                self._load_split_model()
             return
         split: ParallelModule | None = self.parallelism.split_form(self.lightning_module)
         state = checkpoint["state_dict"]
@@ -237,6 +269,7 @@ class CheckpointMethods(_Base):
 
     def _load_split_model(self) -> None:
         """In `setup`, after the split: this rank's part of a folder."""
+        self._is_split = True
         if self._folder is None or self._whole_model:
             return
         module = self.lightning_module
@@ -260,7 +293,8 @@ class CheckpointMethods(_Base):
                 load_sharded_optimizer(self._folder, index, state, optimizer, parallel, mesh)
                 continue
             if self.pp > 1:
-                state = own_optimizer_state(state, optimizer, parallel, mesh)
+                order = self._optimizer_order.get(id(optimizer), [])
+                state = own_optimizer_state(state, optimizer, order, parallel, mesh)
             optimizer.load_state_dict(local_optimizer_state(state, optimizer, parallel))
         self._folder = None
         self._resume_random()  # the last thing restored before the first batch

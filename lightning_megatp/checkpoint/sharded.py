@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -130,7 +130,7 @@ def optimizer_name(index: int, name: str = "") -> str:
 def load_sharded_model(
     folder: Folder,
     module: nn.Module,
-    parallel: ParallelModule | None,
+    parallel: ParallelModule,
     mesh: ParallelMesh,
     others: Mapping[str, Any],
     strict: bool,
@@ -138,7 +138,6 @@ def load_sharded_model(
     """Read this rank's part of a model.
 
     Args:
-        parallel: None for a module that is still whole.
         others: what of the state dict isn't a tensor.
 
     Raises:
@@ -149,16 +148,15 @@ def load_sharded_model(
     """
     with together(f"the model was not loaded from {folder.path}"):
         state = module.state_dict()
-        entries = _all_whole(state) if parallel is None else model_entries(state, parallel, mesh)
-        specs = {entry.name: (entry.spec, entry.tensor.dtype) for entry in entries}
-        known = set(state) | set(() if parallel is None else parallel.order)
+        specs = {x.name: (x.spec, x.tensor.dtype) for x in model_entries(state, parallel, mesh)}
+        known = set(state) | set(parallel.order)
         saved = {name.removeprefix(MODEL) for name in folder.tensors if name.startswith(MODEL)} | set(others)
         _compare(folder, specs, saved, known, set(state), strict)
         staged = {
             name: torch.empty(spec.local_shape, dtype=dtype) for name, (spec, dtype) in specs.items() if name in saved
         }
         folder.read({MODEL + name: Chunks.to_read(tensor, specs[name][0]) for name, tensor in staged.items()})
-    staged = staged if parallel is None else parallel.load_rows(staged)
+    staged = parallel.load_rows(staged)
     others = {name: value for name, value in others.items() if name in state}
     module.load_state_dict({**staged, **others}, strict=False)  # names were compared
 
@@ -249,10 +247,6 @@ def _compare_groups(folder: Folder, index: int, saved: list[dict[str, Any]], sta
         f" {counts[1]}{f'; they differ in `{one}`' if one else ''}. Configure the optimizer as it was when the"
         " checkpoint was saved."
     )
-
-
-def _all_whole(state: Mapping[str, Any]) -> Iterator[Entry]:
-    return (Entry(name, whole(name, x), x) for name, x in state.items() if isinstance(x, Tensor))
 
 
 def _over_stages(value: Any, mesh: ParallelMesh) -> list[Any]:

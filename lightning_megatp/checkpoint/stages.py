@@ -1,12 +1,12 @@
 """State dicts of a model whose layers are on several pipeline stages: put together for a checkpoint, and taken apart.
 
-An optimizer's state numbers parameters. The whole model's numbers are those of one device whose groups list parameters
-in the order of `named_parameters()`, as optimizers are usually given them; each stage's groups have to keep that order.
+An optimizer's state numbers parameters. The whole model's numbers are those of one device: in the order in which the
+user gave them to the optimizer. Groups that came later list theirs in the order of `named_parameters()`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -41,9 +41,12 @@ def own_state_dict(state: Mapping[str, Any], parallel: ParallelModule) -> dict[s
 
 
 def gather_optimizer_state(
-    state: dict[str, Any], optimizer: Optimizer, parallel: ParallelModule, mesh: ParallelMesh
+    state: dict[str, Any], optimizer: Optimizer, order: list[str], parallel: ParallelModule, mesh: ParallelMesh
 ) -> dict[str, Any]:
     """An optimizer's state for the whole model on global rank 0, from each stage's; empty elsewhere.
+
+    Args:
+        order: of the parameters' names, as `user_order` has it.
 
     Communication: one object gather over pp, of all values.
     """
@@ -55,7 +58,7 @@ def gather_optimizer_state(
     by_stage = _gather({"names": names, "by_name": by_name, "groups": state["param_groups"], "rest": state}, mesh)
     if not by_stage:
         return {}
-    numbers = _numbers([stage["names"] for stage in by_stage], parallel)
+    numbers = _numbers([stage["names"] for stage in by_stage], [*order, *parallel.order])
     merged = {name: value for stage in by_stage for name, value in stage["by_name"].items()}
     groups = []
     for index, group in enumerate(by_stage[0]["groups"]):
@@ -68,9 +71,12 @@ def gather_optimizer_state(
 
 
 def own_optimizer_state(
-    state: Mapping[str, Any], optimizer: Optimizer, parallel: ParallelModule, mesh: ParallelMesh
+    state: Mapping[str, Any], optimizer: Optimizer, order: list[str], parallel: ParallelModule, mesh: ParallelMesh
 ) -> dict[str, Any]:
     """What this stage has of a whole model's optimizer state.
+
+    Args:
+        order: of the parameters' names, as `user_order` has it.
 
     Raises:
         RuntimeError: the checkpoint's groups hold other numbers of parameters than the optimizer's.
@@ -80,7 +86,7 @@ def own_optimizer_state(
     names = _group_names(optimizer, parallel)
     by_stage: list[list[list[str]]] = [[] for _ in range(mesh.size("pp"))]
     dist.all_gather_object(by_stage, names, group=mesh.group("pp"))
-    numbers = _numbers(by_stage, parallel)
+    numbers = _numbers(by_stage, [*order, *parallel.order])
     saved = [len(group["params"]) for group in state["param_groups"]]
     wanted = [sum(of == index for of, _ in numbers.values()) for index in range(len(names))]
     if saved != wanted:
@@ -99,22 +105,31 @@ def own_optimizer_state(
     return {**state, "state": own, "param_groups": groups}
 
 
+def user_order(optimizers: Iterable[Optimizer], parallel: ParallelModule) -> dict[int, list[str]]:
+    """id(optimizer) -> the names of its parameters, while the module also shows those of other stages."""
+    names = {id(p): name for name, p in parallel.module.named_parameters()}
+    return {
+        id(optimizer): [names[id(p)] for group in optimizer.param_groups for p in group["params"] if id(p) in names]
+        for optimizer in optimizers
+    }
+
+
 def _group_names(optimizer: Optimizer, parallel: ParallelModule) -> list[list[str]]:
     names = {id(parallel.held(parameter)): name for name, parameter in reversed(parallel.names.items())}
     return [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
 
 
-def _numbers(by_stage: list[list[list[str]]], parallel: ParallelModule) -> dict[str, tuple[int, int]]:
+def _numbers(by_stage: list[list[list[str]]], order: list[str]) -> dict[str, tuple[int, int]]:
     """Parameter name -> its group, and its number on one device."""
-    place = {name: index for index, name in enumerate(parallel.order)}
+    place = {name: index for index, name in enumerate(dict.fromkeys(order))}
     numbers: dict[str, tuple[int, int]] = {}
     for group in range(len(by_stage[0])):
         members = sorted({name for stage in by_stage for name in stage[group]}, key=place.__getitem__)
         for stage in by_stage:
             if stage[group] != sorted(stage[group], key=place.__getitem__):
                 raise RuntimeError(
-                    "MegaTPStrategy: an optimizer's group lists its parameters in another order than"
-                    " `named_parameters()`, so its state can't be numbered over pipeline stages. Build the groups in"
+                    "MegaTPStrategy: a group added to an optimizer lists its parameters in another order than"
+                    " `named_parameters()`, so its state can't be numbered over pipeline stages. Build the group in"
                     " that order."
                 )
         for name in members:

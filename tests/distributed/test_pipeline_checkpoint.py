@@ -145,6 +145,33 @@ def test_parameters_given_by_name(tmp_path: Path) -> None:
     assert_same(*(run_program(PLAIN, _just_read, file)[0] for file in (str(tmp_path / "ours.ckpt"), second)))
 
 
+class Backwards(GPT):
+    """The optimizer gets the last blocks first."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        blocks = [p for block in reversed(self.blocks) for p in block.parameters()]
+        rest = [p for p in self.parameters() if all(p is not q for q in blocks)]
+        return torch.optim.Adagrad([{"params": blocks}, {"params": rest, "lr": 1e-1}], lr=1e-2)
+
+
+def _backwards(layout: Layout, path: str, load: str | None) -> list[float]:
+    torch.manual_seed(3)
+    losses = Losses()
+    trainer = make_trainer(layout, callbacks=[losses], max_epochs=2 if load else 1)
+    trainer.fit(Backwards(GPTConfig(tied=False)).double(), train_loader(layout, 3), ckpt_path=load)
+    trainer.save_checkpoint(path)
+    return losses.values
+
+
+def test_an_optimizer_with_another_order_of_parameters(tmp_path: Path) -> None:
+    first, second, ours = (str(tmp_path / f"{name}.ckpt") for name in ("first", "second", "ours"))
+    run_program(PLAIN, _backwards, first, None)
+    expected = run_program(PLAIN, _backwards, second, first)[0]
+    for found in run_program(PP2, _backwards, ours, first):
+        assert found == pytest.approx(expected, abs=1e-9)
+    assert_same(*(run_program(PLAIN, _just_read, file)[0] for file in (ours, second)))
+
+
 @pytest.mark.parametrize("how", ["missing", "unexpected", "shape"])
 def test_a_checkpoint_that_does_not_fit(how: str, tmp_path: Path) -> None:
     path = str(tmp_path / "first.ckpt")
