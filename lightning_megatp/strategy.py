@@ -658,6 +658,8 @@ class MegaTPStrategyBase(CheckpointMethods):
         if kind == "train" and self._memory_account is not None:
             step = self._memory_account.watching(step, parallel)
         self._seen.add(self._moment(kind))
+        if self.sharding is not None:
+            self.sharding.watches = watch
 
         def run(*args: Any, **kwargs: Any) -> Any:
             try:

@@ -27,14 +27,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
 
 from lightning_megatp.gradients.rows import DividedParameter
 from lightning_megatp.mesh import ParallelMesh
 from lightning_megatp.module import ParallelModule
 from lightning_megatp.pipeline.calls import around_calls
 from lightning_megatp.pipeline.detour import Detour
-from lightning_megatp.shim.torch import FakeTensorMode, gradient_hooks, is_view, tensor_version, tree_map
+from lightning_megatp.shim.torch import FakeTensorMode, gradient_hooks, is_view, storage_id, tensor_version, tree_map
 from lightning_megatp.tensor.features import FeatureShard
+from lightning_megatp.tensor.functions import is_in_place, operation_name
 from lightning_megatp.tensor.sequence import SequenceShard
 
 _SMALL = 1 / 32
@@ -157,6 +159,8 @@ class ZeroSharding:
         self._used: set[str] = set()
         """Names of what had a gradient on this rank since the last reduction."""
         self._reduces = True
+        self.watches = False
+        """Whether steps are looked at for writes that nothing else shows, those by `.data`."""
         for parameter in self.parameters:
             use = functools.partial(_note, self._used, parameter.name)
             trained = parameter.whole.requires_grad  # a frozen one, which takes no hook, may be unfrozen later
@@ -183,7 +187,8 @@ class ZeroSharding:
     def step(self, function: Callable[[], Any]) -> Any:
         """Run a user's step, or a pipeline stage's part of it; units are gathered as they run."""
         with_graph = torch.is_grad_enabled()  # leaving inference mode would set it
-        with torch.inference_mode(False), torch.set_grad_enabled(with_graph):  # what is gathered is trained, too
+        watching = _WriteWatch(self.parameters) if self.watches else contextlib.nullcontext()
+        with torch.inference_mode(False), torch.set_grad_enabled(with_graph), watching:  # what is gathered is trained
             return self._root(function)
 
     @contextlib.contextmanager
@@ -305,11 +310,7 @@ class ZeroSharding:
         """
         for parameter in self.parameters:
             if tensor_version(parameter.whole) != self._versions[parameter.name]:
-                raise RuntimeError(
-                    f"MegaTPStrategy: `{parameter.name}` was changed in place while it was gathered"
-                    f" (zero={self.options.level}); the change would be lost. Change parameters in"
-                    " `on_train_batch_end`, where `self.parameters()` are this rank's own rows, or use zero=0."
-                )
+                raise RuntimeError(_changed(parameter.name))
 
     def check_known(self, optimizers: Iterable[Optimizer]) -> None:
         """Raises:
@@ -363,6 +364,31 @@ class ZeroSharding:
                     DividedParameter(name, parameter, whole, local, rows, owners[name], name in in_rest, self._first)
                 )
         return found
+
+
+def _changed(name: str) -> str:
+    return (
+        f"MegaTPStrategy: `{name}` was changed in place while it was gathered (zero > 0); the change would be lost."
+        " Change parameters in `on_train_batch_end`, where `self.parameters()` are this rank's own rows, or use zero=0."
+    )
+
+
+class _WriteWatch(TorchFunctionMode):
+    """Active around a user's step: raises where it writes to a gathered parameter. Costs Python time at every
+    operation, so it is for single steps."""
+
+    def __init__(self, parameters: Sequence[DividedParameter]) -> None:
+        super().__init__()
+        self._names = {storage_id(p.whole): p.name for p in parameters}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if args and type(args[0]) in (Tensor, nn.Parameter) and is_in_place(operation_name(func)):
+            name = self._names.get(storage_id(args[0]))
+            if name is not None and operation_name(func) != "requires_grad_":
+                raise RuntimeError(_changed(name))
+        return func(*args, **(kwargs or {}))
 
 
 class _Group(nn.Module):

@@ -169,6 +169,19 @@ class WritesWhileGathered(Plain):
         return loss
 
 
+class Teaches(Plain):
+    """The usual average of weights, by `.data`, inside a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = nn.Linear(8, 8).requires_grad_(False)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        for mine, others in zip(self.teacher.parameters(), self.head.parameters(), strict=True):
+            mine.data.mul_(0.9).add_(others.data, alpha=0.1)
+        return (self(batch) - self.teacher(batch)).square().mean()
+
+
 class Hooked(Plain):
     def __init__(self) -> None:
         super().__init__()
@@ -201,11 +214,12 @@ def _refused(layout: Layout, kind: type[Plain], callbacks: list[Any]) -> None:
     ("kind", "callbacks", "text"),
     [
         (WritesWhileGathered, [], "`head.weight` was changed in place while it was gathered"),
+        (Teaches, [], "`teacher.weight` was changed in place while it was gathered"),
         (Hooked, [], "`head.weight` has a gradient hook"),
         (KeepsAList, [], "not the module's"),
         (Plain, [Finetuning()], "callback Finetuning"),
     ],
-    ids=["writes", "hooked", "keeps", "finetuning"],
+    ids=["writes", "teaches", "hooked", "keeps", "finetuning"],
 )
 def test_what_would_be_lost_is_refused(kind: type[Plain], callbacks: list[Any], text: str) -> None:
     assert issubclass(BackboneFinetuning, BaseFinetuning)
