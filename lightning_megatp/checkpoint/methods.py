@@ -242,7 +242,8 @@ class CheckpointMethods(_Base):
         """Whether the module or a callback has something of its own instead of Lightning's empty hook."""
         module = self.lightning_module
         assert module is not None
-        owners = (module, *module.trainer.callbacks)
+        trainer: Any = module.trainer
+        owners = (module, *trainer.callbacks)
         return any(name in vars(x) or sum(name in vars(kind) for kind in type(x).__mro__) > 1 for x in owners)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
