@@ -507,7 +507,7 @@ class MegaTPStrategyBase(CheckpointMethods):
             super().setup_optimizers(trainer)
             return
         assert self.pipeline is not None
-        with self.pipeline.slicer._ownership.present():  # so that the groups have the order of one device
+        with self.pipeline.slicer.present():  # so that the groups have the order of one device
             super().setup_optimizers(trainer)
             self._optimizer_order = user_order(self.optimizers, self._parallel())
         for optimizer in self.optimizers:

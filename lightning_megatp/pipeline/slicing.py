@@ -149,6 +149,10 @@ class Slicer:
         """A context for `plan` that needs the mode in which it runs units."""
         return planning(self._fake_mode)
 
+    def present(self) -> contextlib.AbstractContextManager[None]:
+        """Meanwhile `module.parameters()` gives freed parameters, too: what stands for them."""
+        return self._ownership.present()
+
     def stand_in(self, name: str) -> Tensor:
         """A parameter by name; of a freed one what tells its shape and dtype."""
         return self._ownership.stand_in(name)
