@@ -208,7 +208,7 @@ def test_the_printed_config_with_an_override(tmp_path: Path) -> None:
     printed = _finish(_start([*PYTHON, *_script("lightning.pytorch", "cli", *arguments)]))
     block = printed[printed.index("  strategy:") :].splitlines()
     assert block[1].strip() == "class_path: lightning_megatp.MegaTPStrategy"
-    given = {name: value for name, _, value in (line.strip().partition(": ") for line in block[3:30])}
+    given = {name: value for name, _, value in (line.strip().partition(": ") for line in block[3:45])}
     assert ARGUMENTS.keys() <= given.keys() | {line.strip().removesuffix(":") for line in block}
     assert (given["tp"], given["dp"], given["up"], given["down"]) == ("4", "null", "column", "row")
     assert (given["sequence_parallel"], given["strict"], given["bucket_mb"]) == ("true", "false", "25.0")
