@@ -271,7 +271,8 @@ def test_memory_is_that_of_what_is_made(tmp_path: Path) -> None:
     spec = ShardSpec("", (2048, 1024), (((0, 1024),), ((0, 1024),)))
     for layer in list(module.children())[::2]:
         building.materialize(layer, lambda parameter: spec, CPU)
-    assert memory("VmHWM") - before < 8 * 4 + 2 * 8 + 16
+    # The rest is for the allocator, which in a process with a thousand tests behind it was seen to take 19 MiB more.
+    assert memory("VmHWM") - before < 8 * 4 + 2 * 8 + 40
 
 
 def test_a_copy_can_be_filled() -> None:
