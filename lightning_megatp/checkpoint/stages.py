@@ -12,6 +12,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.optim import Optimizer
 
+from lightning_megatp.checkpoint.contents import group_names
 from lightning_megatp.mesh import ParallelMesh
 from lightning_megatp.module import ParallelModule
 
@@ -52,7 +53,7 @@ def gather_optimizer_state(
     """
     if mesh.rank("tp") > 0 or mesh.rank("dp") > 0:
         return {}
-    names = _group_names(optimizer, parallel)
+    names = group_names(optimizer, parallel)
     flat = [name for group in names for name in group]
     by_name = {flat[index]: value for index, value in state["state"].items()}
     by_stage = _gather({"names": names, "by_name": by_name, "groups": state["param_groups"], "rest": state}, mesh)
@@ -83,7 +84,7 @@ def own_optimizer_state(
 
     Communication: one object all-gather over pp, of names.
     """
-    names = _group_names(optimizer, parallel)
+    names = group_names(optimizer, parallel)
     by_stage: list[list[list[str]]] = [[] for _ in range(mesh.size("pp"))]
     dist.all_gather_object(by_stage, names, group=mesh.group("pp"))
     numbers = _numbers(by_stage, [*order, *parallel.order])
@@ -112,11 +113,6 @@ def user_order(optimizers: Iterable[Optimizer], parallel: ParallelModule) -> dic
         id(optimizer): [names[id(p)] for group in optimizer.param_groups for p in group["params"] if id(p) in names]
         for optimizer in optimizers
     }
-
-
-def _group_names(optimizer: Optimizer, parallel: ParallelModule) -> list[list[str]]:
-    names = {id(parallel.held(parameter)): name for name, parameter in reversed(parallel.names.items())}
-    return [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
 
 
 def _numbers(by_stage: list[list[list[str]]], order: list[str]) -> dict[str, tuple[int, int]]:

@@ -23,21 +23,19 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
+from lightning_megatp.gradients.holders import Group, Holder, Root, Sharder
 from lightning_megatp.gradients.rows import DividedParameter
 from lightning_megatp.mesh import ParallelMesh
 from lightning_megatp.module import ParallelModule
 from lightning_megatp.pipeline.calls import around_calls
 from lightning_megatp.pipeline.detour import Detour
-from lightning_megatp.shim.torch import FakeTensorMode, gradient_hooks, is_view, storage_id, tensor_version, tree_map
-from lightning_megatp.tensor.features import FeatureShard
+from lightning_megatp.shim.torch import FakeTensorMode, gradient_hooks, storage_id, tensor_version
 from lightning_megatp.tensor.functions import is_in_place, operation_name
-from lightning_megatp.tensor.sequence import SequenceShard
 
 _SMALL = 1 / 32
 """Units smaller than this share of the largest one are gathered with what is in no unit: a message each would cost more
@@ -134,16 +132,18 @@ class ZeroSharding:
         """The ranks that hold different rows."""
         self._place = data_mesh.get_local_rank(data_mesh.ndim - 1)
         self._first = data_mesh.ndim == 1 or data_mesh.get_local_rank(0) == 0
-        shard = _Sharder(options, data_mesh)
+        shard = Sharder(
+            data_mesh, options.offload is not None, torch.float32 if options.reduce_dtype is not None else None
+        )
         self.units = large_units(module, units, apart)
-        self._holders = {unit: _Holder(module.get_submodule(unit)) for unit in self.units}
+        self._holders = {unit: Holder(module.get_submodule(unit)) for unit in self.units}
         for holder in self._holders.values():
             make(holder.unit)
             shard(holder, {p for p in holder.parameters() if id(p) not in apart}, options.level == 3)
         make(module)
         rest = {p for p in module.parameters() if id(p) not in whole and not isinstance(p, DTensor)}
         in_rest = {name for name, p in module.named_parameters() if p in rest}
-        self._root = _Root(module, self._holders.values())
+        self._root = Root(module, self._holders.values())
         shard(self._root, rest, False)
         self.parameters = self._settle(in_rest)
         for holder in self._holders.values():
@@ -249,7 +249,7 @@ class ZeroSharding:
         self._prepare(self._root, last and last_of_all, False)
         self._root.tell_last(last and last_of_all)
 
-    def _prepare(self, holder: _Group, last: bool, frees: bool) -> None:
+    def _prepare(self, holder: Group, last: bool, frees: bool) -> None:
         if isinstance(holder, FSDPModule):
             holder.set_requires_gradient_sync(last or self.options.level > 1, recurse=False)
             holder.set_reshard_after_backward(last or frees, recurse=False)
@@ -391,140 +391,6 @@ class _WriteWatch(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class _Group(nn.Module):
-    """What FSDP2 makes a group of, if it has parameters: gathered and let go together."""
-
-    def stay(self) -> None:
-        """Gradients that the step itself asks for (`autograd.grad`) don't end the group's use."""
-        if isinstance(self, FSDPModule):
-            self.set_reshard_after_backward(False, recurse=False)
-
-    def skip(self) -> None:
-        """The next backward is not about it."""
-        if isinstance(self, FSDPModule):
-            self.set_requires_gradient_sync(False, recurse=False)
-
-    def reduce_unused(self) -> None:
-        """Ranks that have used other parameters of it still reduce the same ones (torch 2.13)."""
-        if isinstance(self, FSDPModule) and hasattr(self, "set_reduce_scatter_unused_params"):
-            self.set_reduce_scatter_unused_params(True)
-
-    def gather(self) -> None:
-        if isinstance(self, FSDPModule):
-            self.unshard()
-
-    def free(self) -> None:
-        if isinstance(self, FSDPModule):
-            self.reshard()
-
-
-class _Holder(_Group):
-    """Stands around one unit of the user's.
-
-    Shards of sequences and features pass FSDP2's hooks as plain tensors: those put autograd functions around them,
-    which tensor subclasses don't survive.
-    """
-
-    def __init__(self, unit: nn.Module) -> None:
-        super().__init__()
-        self.unit = unit
-        self.on = True
-        self._inside = False
-
-    def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a method of the unit, its parameters gathered meanwhile."""
-        if self._inside or not self.on:
-            return function(*args, **kwargs)
-        bare, wraps = _bare((args, kwargs))
-        if _in_containers((args, kwargs)):  # which FSDP2 would take apart, and what the unit does to them would be lost
-            result = self(function, _Boxed(args, kwargs), None)
-        else:
-            result = self(function, bare, wraps)
-        return _dressed(*result)
-
-    def forward(self, function: Callable[..., Any], bare: Any, wraps: Wraps | None) -> Any:
-        args, kwargs = (bare.args, bare.kwargs) if wraps is None else _dressed(bare, wraps)
-        self._inside = True
-        try:
-            outputs, wraps = _bare(function(*args, **kwargs))
-            return tree_map(_no_view, outputs), wraps
-        finally:
-            self._inside = False
-
-
-class _Root(_Group):
-    """Stands around a step. Holds what no unit does."""
-
-    def __init__(self, module: nn.Module, holders: Iterable[_Holder]) -> None:
-        super().__init__()
-        self.holders = nn.ModuleList(holders)
-        self.module = module
-
-    def forward(self, function: Callable[[], Any]) -> Any:
-        return tree_map(_no_view, function())
-
-    def tell_last(self, last: bool) -> None:
-        if isinstance(self, FSDPModule):
-            self.set_is_last_backward(last)
-
-
-class _Sharder:
-    """`fully_shard` with one run's options."""
-
-    def __init__(self, options: ZeroOptions, mesh: DeviceMesh) -> None:
-        pinned = mesh.device_type == "cuda"
-        offload = CPUOffloadPolicy(pin_memory=pinned) if options.offload else OffloadPolicy()
-        self._options: dict[str, Any] = {
-            "mesh": mesh,
-            "offload_policy": offload,
-            "mp_policy": MixedPrecisionPolicy(
-                reduce_dtype=torch.float32 if options.reduce_dtype else None, cast_forward_inputs=False
-            ),
-        }
-
-    def __call__(self, group: _Group, parameters: set[nn.Parameter], frees: bool) -> None:
-        ignored = set(group.parameters()) - parameters
-        fully_shard(group, reshard_after_forward=frees, ignored_params=ignored, **self._options)
-
-
-Wraps = list[Callable[[Tensor], Tensor] | None]
-
-
-def _bare(tree: Any) -> tuple[Any, Wraps]:
-    """Plain tensors in place of shards, and what makes shards of them again."""
-    wraps: Wraps = []
-
-    def strip(x: Any) -> Any:
-        if isinstance(x, SequenceShard):
-            wraps.append(functools.partial(SequenceShard.wrap, layout=x.tokens))
-            return x.plain
-        if isinstance(x, FeatureShard):
-            wraps.append(functools.partial(FeatureShard.wrap, layout=x.features))
-            return x.plain
-        wraps.append(None)
-        return x
-
-    return tree_map(strip, tree), wraps
-
-
-class _Boxed:
-    """Arguments that FSDP2 does not look into, as it does into dataclasses. It then reduces the unit's gradients at the
-    end of backward."""
-
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.args, self.kwargs = args, kwargs
-
-
-def _in_containers(arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> bool:
-    """Whether arguments have lists or dicts, which a unit may change."""
-    args, kwargs = arguments
-
-    def holds(x: Any) -> bool:
-        return isinstance(x, (list, dict)) or (isinstance(x, tuple) and any(map(holds, x)))
-
-    return any(map(holds, (*args, *kwargs.values())))
-
-
 def _note(used: set[str], name: str, parameter: Tensor) -> None:
     used.add(name)
 
@@ -536,35 +402,6 @@ def _refuse_hooks(module: nn.Module) -> None:
                 f"MegaTPStrategy: `{name}` has a gradient hook, and zero > 0 replaces the parameter: it would never be"
                 " called. Do it in `on_before_optimizer_step`, or use zero=0."
             )
-
-
-def _dressed(tree: Any, wraps: Wraps) -> Any:
-    if not any(wraps):
-        return tree
-    order = iter(wraps)
-
-    def dress(x: Any) -> Any:
-        wrap = next(order)
-        return x if wrap is None else wrap(x)
-
-    return tree_map(dress, tree)
-
-
-class _Identity(torch.autograd.Function):
-    """The same memory and version, as a tensor that is no view: FSDP2 hooks a unit's outputs, and an operation in place
-    on a view would lose the hook."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.detach()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad
-
-
-def _no_view(x: Any) -> Any:
-    return _Identity.apply(x) if isinstance(x, Tensor) and x.requires_grad and is_view(x) else x
 
 
 def _main_dtype(module: nn.Module) -> torch.dtype:
