@@ -20,8 +20,10 @@ from torch import Tensor
 log = logging.getLogger(__name__)
 Batch = TypeVar("Batch")
 
+HEAD = 16
+"""Bytes of the two lengths at a message's start."""
 HEADER_BYTES = 2048
-"""The header's fixed size: what a group's broadcast costs is its latency, and most descriptions fit in."""
+"""What is sent at least: what a small broadcast costs is its latency, and most descriptions fit in."""
 ALIGNMENT = 16
 """Leaves start at multiples of the largest element's size, so that bytes can be viewed as elements."""
 
@@ -51,6 +53,8 @@ class SameBatch:
         self.group = group
         self.device = torch.device(device)
         self.checked = False
+        self.room = HEADER_BYTES
+        """Bytes of the next broadcast: every rank knows what the last message took."""
 
     def __call__(self, batch: Batch) -> Batch:
         """The first rank's batch (there the very object, untouched).
@@ -71,38 +75,41 @@ class SameBatch:
         try:
             leaves, description = _describe(batch)
         except Exception as error:  # pickling runs the batch's own code; whatever it raises, the peers must hear of it
-            message = f"{type(error).__name__}: {error}"
-            self._broadcast(_header(-1, 0, message.encode()[: _room()]).to(self.device))
-            raise TypeError(_unsendable(batch, message)) from error
-        offsets, size = _layout([_bytes_of(leaf) for leaf in leaves], description)
-        self._broadcast(_header(len(description), size, description).to(self.device))
-        if size:
-            payload = torch.empty(size, dtype=torch.uint8, device=self.device)
-            if len(description) > _room():
-                payload[: len(description)].copy_(_as_tensor(description))
-            for leaf, offset in zip(leaves, offsets, strict=True):
-                payload[offset : offset + _bytes_of(leaf)].copy_(_as_bytes(leaf))
-            self._broadcast(payload)
+            text = f"{type(error).__name__}: {error}"
+            message = torch.zeros(self.room, dtype=torch.uint8)
+            _write_head(message, -1, 0, text.encode()[: HEADER_BYTES - HEAD])
+            self._broadcast(message.to(self.device))
+            raise TypeError(_unsendable(batch, text)) from error
+        offsets, total = _layout([_bytes_of(leaf) for leaf in leaves], len(description))
+        message = torch.empty(max(total, self.room), dtype=torch.uint8, device=self.device)
+        _write_head(message, len(description), total, description)
+        for leaf, offset in zip(leaves, offsets, strict=True):
+            message[offset : offset + _bytes_of(leaf)].copy_(_as_bytes(leaf))
+        self._broadcast(message[: self.room])
+        if total > self.room:
+            self._broadcast(message[self.room : total])
+        self.room = max(HEADER_BYTES, total)
         return batch
 
     def _receive(self) -> Any:
-        received = torch.empty(HEADER_BYTES, dtype=torch.uint8, device=self.device)
-        self._broadcast(received)
-        header = received.cpu()
-        length, size = header[:16].view(torch.int64).tolist()
-        description = header[16:].numpy().tobytes()
+        message = torch.empty(self.room, dtype=torch.uint8, device=self.device)
+        self._broadcast(message)
+        head = message[:HEADER_BYTES].cpu()
+        length, total = head[:HEAD].view(torch.int64).tolist()
         if length < 0:
-            raise TypeError(_unsendable(None, description.rstrip(b"\0").decode(errors="replace")))
-        payload = torch.empty(size, dtype=torch.uint8, device=self.device)
-        if size:
-            self._broadcast(payload)
-        if length > _room():
-            description = payload[:length].cpu().numpy().tobytes()
-        description = description[:length]
+            text = head[HEAD:].numpy().tobytes()
+            raise TypeError(_unsendable(None, text.rstrip(b"\0").decode(errors="replace")))
+        if total > self.room:
+            rest = torch.empty(total - self.room, dtype=torch.uint8, device=self.device)
+            self._broadcast(rest)
+            message = torch.cat([message, rest])
+        self.room = max(HEADER_BYTES, total)
+        stop = HEAD + length
+        description = (head[HEAD:stop] if stop <= HEADER_BYTES else message[HEAD:stop].cpu()).numpy().tobytes()
         specs, structure = pickle.loads(description)
-        offsets, _ = _layout([spec.nbytes for spec in specs], description)
+        offsets, _ = _layout([spec.nbytes for spec in specs], length)
         leaves = [
-            spec.rebuild(payload[offset : offset + spec.nbytes], self.device)
+            spec.rebuild(message[offset : offset + spec.nbytes], self.device)
             for spec, offset in zip(specs, offsets, strict=True)
         ]
         return _Restorer(structure, leaves).load()
@@ -236,23 +243,16 @@ def _as_tensor(data: bytes) -> Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
-def _header(length: int, size: int, content: bytes) -> Tensor:
-    """[length of the description, size of the payload, the description if it fits]."""
-    header = torch.zeros(HEADER_BYTES, dtype=torch.uint8)
-    header[:16].view(torch.int64).copy_(torch.tensor([length, size]))
-    if content and len(content) <= _room():
-        header[16 : 16 + len(content)] = _as_tensor(content)
-    return header
+def _write_head(message: Tensor, length: int, total: int, content: bytes) -> None:
+    """[length of the description, size of the message, the description], as bytes."""
+    head = torch.tensor([length, total]).view(torch.uint8)
+    message[: HEAD + len(content)].copy_(torch.cat([head, _as_tensor(content)]) if content else head)
 
 
-def _room() -> int:
-    return HEADER_BYTES - 16
-
-
-def _layout(sizes: list[int], description: bytes) -> tuple[list[int], int]:
-    """Where each leaf starts in the payload, and the payload's size."""
+def _layout(sizes: list[int], description: int) -> tuple[list[int], int]:
+    """Where each leaf starts in a message, behind a description of some length, and the message's size."""
     offsets = []
-    end = len(description) if len(description) > _room() else 0
+    end = HEAD + description
     for size in sizes:
         start = -(-end // ALIGNMENT) * ALIGNMENT
         offsets.append(start)

@@ -241,15 +241,14 @@ class ParallelModule:
         if lineage.crossings:
             raise RuntimeError(self._side_door(lineage))
         for parameter_id, regions in lineage.regions.items():
-            parameter, name = lineage.leaves[parameter_id], self._name(parameter_id)
             if parameter_id in self.sharded:
                 continue
             if "whole" in regions:
                 self._full.add(parameter_id)
             if regions != {"whole"}:
-                self.partial[parameter_id] = parameter
+                self.partial[parameter_id] = lineage.leaves[parameter_id]
             if parameter_id in self.partial and parameter_id in self._full:
-                raise RuntimeError(self._mixed(name, regions | {"whole"}))
+                raise RuntimeError(self._mixed(self._name(parameter_id), regions | {"whole"}))
 
     def forget_traces(self) -> None:
         """Gradients are complete: the next backward starts a new account of what is partial."""

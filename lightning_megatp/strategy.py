@@ -202,6 +202,8 @@ class MegaTPStrategyBase(CheckpointMethods):
         self.pipeline: Pipeline | None = None
         self.sharding: ZeroSharding | None = None
         self._buckets: GradientBuckets | None = None
+        self._walked: tuple[tuple[int, int], list[nn.Parameter]] | None = None
+        """When the module was walked last, and its parameters."""
         self._same_batch: SameBatch | None = None
         self._failure_watch: FailureWatch | None = None
         self._accumulating = False
@@ -566,13 +568,21 @@ class MegaTPStrategyBase(CheckpointMethods):
         if mesh.size("dp") == 1:
             return
         divided = self._parallel().divided
-        parameters = [p for p in module.parameters() if p.requires_grad and id(p) not in divided]
+        parameters = [p for p in self._all_parameters(module) if p.requires_grad and id(p) not in divided]
         if self._buckets is not None:
             if {id(p) for p in parameters} == {id(p) for p in self._buckets.parameters}:
                 return
             self._buckets.close()
         parts = [parameters] if self.pipeline is None else self.pipeline.by_stage(parameters)
         self._buckets = GradientBuckets(parts, mesh.group("dp"), self.bucket_mb, hooks=self.pipeline is None)
+
+    def _all_parameters(self, module: Any) -> list[nn.Parameter]:
+        """The module's; it is walked once per epoch, and when the optimizers hold more or fewer than before."""
+        held = sum(len(group["params"]) for optimizer in self.optimizers for group in optimizer.param_groups)
+        moment = module.trainer.current_epoch, held
+        if self.pipeline is not None or self._walked is None or self._walked[0] != moment:
+            self._walked = moment, list(module.parameters())
+        return self._walked[1]
 
     # ---------------------------------------------------------------- a step
 
@@ -879,6 +889,7 @@ class MegaTPStrategyBase(CheckpointMethods):
         if self._buckets is not None:
             self._buckets.close()
             self._buckets = None
+        self._walked = None
         self._background.close()
         if self._failure_watch is not None:
             if self._failure_watch.active:

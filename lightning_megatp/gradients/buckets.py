@@ -57,8 +57,9 @@ class GradientBuckets:
         self._complete: set[int] = set()
         self._bucket_of = {id(p): bucket for bucket in self._buckets for p in bucket.parameters}
         self._next = 0
-        hooked = self.parameters if self._overlap and hooks else []
-        self._hooks = [p.register_post_accumulate_grad_hook(self._on_gradient) for p in hooked]
+        # The last bucket is complete when backward is over, and then `finish` starts it: its gradients need no hooks.
+        hooked = self._buckets[:-1] if self._overlap and hooks else []
+        self._hooks = [p.register_post_accumulate_grad_hook(self._on_gradient) for b in hooked for p in b.parameters]
 
     @property
     def began(self) -> bool:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from lightning_megatp.plan.ranges import Ranges, length, split_evenly
 from lightning_megatp.shim.torch import all_gather_single, is_fake, reduce_scatter_single
+from lightning_megatp.tensor.functions import OwnFunction
 
 
 def sequence_sizes(length: int, ways: int) -> list[int]:
@@ -122,7 +123,7 @@ def reduce_scatter_sequence(x: Tensor, group: dist.ProcessGroup, dim: int) -> Te
 # The backward of each function is its conjugate, through autograd: so gradients of gradients are right too.
 
 
-class _Copy(torch.autograd.Function):
+class _Copy(OwnFunction):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, above: str) -> Tensor:
         ctx.group, ctx.region_above, ctx.region_below = group, above, "whole"
@@ -133,7 +134,7 @@ class _Copy(torch.autograd.Function):
         return _Reduce.apply(grad, ctx.group, ctx.region_above), None, None
 
 
-class _Reduce(torch.autograd.Function):
+class _Reduce(OwnFunction):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, below: str) -> Tensor:
         ctx.group, ctx.region_above, ctx.region_below = group, "whole", below
@@ -144,7 +145,7 @@ class _Reduce(torch.autograd.Function):
         return _Copy.apply(grad, ctx.group, ctx.region_below), None, None
 
 
-class _Gather(torch.autograd.Function):
+class _Gather(OwnFunction):
     """Shards of a dim -> all of it. Its gradient is reduce-scattered where it is partial, else sliced."""
 
     @staticmethod
@@ -164,7 +165,7 @@ class _Gather(torch.autograd.Function):
         return grad, None, None, None, None, None
 
 
-class _Scatter(torch.autograd.Function):
+class _Scatter(OwnFunction):
     """A whole dim -> this rank's piece of it."""
 
     @staticmethod
@@ -180,7 +181,7 @@ class _Scatter(torch.autograd.Function):
         return whole, None, None, None, None
 
 
-class _ReduceScatter(torch.autograd.Function):
+class _ReduceScatter(OwnFunction):
     """Partial values of a sequence -> this rank's tokens of their sum."""
 
     @staticmethod

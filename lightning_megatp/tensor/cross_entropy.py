@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from lightning_megatp.plan.ranges import Ranges, length
 from lightning_megatp.shim.torch import is_fake
+from lightning_megatp.tensor.functions import OwnFunction
 
 
 def vocab_parallel_cross_entropy(
@@ -111,7 +112,7 @@ def cross_entropy_of_slices(
     return loss if autocast else loss.to(logits.dtype)
 
 
-class _VocabParallelLoss(torch.autograd.Function):
+class _VocabParallelLoss(OwnFunction):
     """Loss and weight of each row; float32 inside for half inputs.
 
     The graph walk that finds what is split where reads the two attributes: what leaves is whole, what enters is split.

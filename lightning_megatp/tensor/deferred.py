@@ -27,6 +27,7 @@ from lightning_megatp.shim.torch import (
     is_compiled,
     tensor_version,
 )
+from lightning_megatp.tensor.functions import OwnFunction
 
 
 class DeferredWeights:
@@ -130,7 +131,7 @@ def _defer(name: str, module: nn.Module, deferred: DeferredWeights, compiled: li
         _defer(f"{name}.{child_name}", child, deferred, compiled)
 
 
-class _Linear(torch.autograd.Function):
+class _Linear(OwnFunction):
     """y = x A^T + b. Its backward is made of differentiable operations, for gradients of gradients."""
 
     @staticmethod

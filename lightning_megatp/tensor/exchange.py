@@ -16,6 +16,7 @@ from lightning_megatp.plan.ranges import ByRank, Ranges, everything, gathered_ru
 from lightning_megatp.shim.torch import is_fake
 from lightning_megatp.tensor.collectives import all_gather, all_reduce, copy_to_region, take_ranges
 from lightning_megatp.tensor.cross_entropy import cross_entropy_of_slices
+from lightning_megatp.tensor.functions import OwnFunction
 
 _FEW_RUNS = 64
 
@@ -85,7 +86,7 @@ class _Place:
 # divided among them: then taking and putting together gives back the same.
 
 
-class _Take(torch.autograd.Function):
+class _Take(OwnFunction):
     """A whole dim -> this rank's ranges of it."""
 
     @staticmethod
@@ -106,7 +107,7 @@ class _Take(torch.autograd.Function):
         return _Put.apply(grad, ctx.place, ctx.shared), None, None
 
 
-class _Put(torch.autograd.Function):
+class _Put(OwnFunction):
     """This rank's ranges of a dim -> all of it; what several ranks own is the same on all (`shared`), or added up."""
 
     @staticmethod

@@ -1,9 +1,11 @@
-"""Names of torch's functions as `__torch_function__` sees them."""
+"""Torch's functions as `__torch_function__` sees them, and this package's own autograd functions."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+
+import torch
 
 _IN_PLACE_OPERATORS = frozenset(
     ["__iadd__", "__isub__", "__imul__", "__itruediv__", "__setitem__", "__ipow__", "__iand__", "__ior__", "__ixor__"]
@@ -24,3 +26,7 @@ def operation_names(text: str) -> frozenset[str]:
 def is_in_place(name: str) -> bool:
     """Whether an operation changes its first operand."""
     return (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE_OPERATORS
+
+
+class OwnFunction(torch.autograd.Function):
+    """An autograd function of this package. Its callers see to it that it gets plain tensors, never shards."""

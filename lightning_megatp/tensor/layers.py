@@ -89,15 +89,20 @@ class ParallelLayer(nn.Module):
         """Features of the whole split dimension."""
         return max(stop for ranges in self.by_rank for _, stop in ranges)
 
-    @torch.compiler.disable  # the collectives, and the account of what entered, stay outside of compiled code
     def forward(self, input: Tensor) -> Tensor:
         """The layer's own work: meanwhile its parameters are the shards (see `tensor.outside`)."""
+        if torch.compiler.is_compiling():
+            return self._outside_of_compiled_code(input)
         context = self.context
         before, context.user_code = context.user_code, False
         try:
             return self._compute(input)
         finally:
             context.user_code = before
+
+    @torch.compiler.disable  # the collectives, and the account of what entered
+    def _outside_of_compiled_code(self, x: Tensor) -> Tensor:
+        return self.forward(x)
 
     def _compute(self, x: Tensor) -> Tensor:
         raise NotImplementedError

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 
 from lightning_megatp.shim.torch import accumulated_parameter
 
@@ -41,23 +42,35 @@ def trace_regions(outputs: Iterable[Tensor]) -> Lineage:
     lineage = Lineage()
     todo: list[tuple[Any, str]] = [(x.grad_fn, "whole") for x in outputs if x.grad_fn is not None]
     seen = set(todo)  # holds the nodes alive: their wrappers, and so their identity, last as long as a reference does
+    kinds: dict[type, str] = {}
     while todo:
         node, region = todo.pop()
-        above = getattr(node, "region_above", None)
-        if above is not None:
-            if above != region:
-                lineage.crossings.add((above, region))
-            region = node.region_below
-        lineage.hidden |= node.name() == "CheckpointFunctionBackward"
-        leaf = accumulated_parameter(node)
-        if leaf is not None:
-            lineage.leaves[id(leaf)] = leaf
-            lineage.regions.setdefault(id(leaf), set()).add(region)
+        kind = kinds.get(type(node)) or kinds.setdefault(type(node), _kind(node))
+        if kind == "function":
+            above = getattr(node, "region_above", None)
+            if above is not None:
+                if above != region:
+                    lineage.crossings.add((above, region))
+                region = node.region_below
+            lineage.hidden |= node.name() == "CheckpointFunctionBackward"
+        elif kind == "leaf":
+            leaf = accumulated_parameter(node)
+            if leaf is not None:
+                lineage.leaves[id(leaf)] = leaf
+                lineage.regions.setdefault(id(leaf), set()).add(region)
         for parent, _ in node.next_functions:
             if parent is not None and (parent, region) not in seen:
                 seen.add((parent, region))
                 todo.append((parent, region))
     return lineage
+
+
+def _kind(node: Any) -> str:
+    """Of all nodes of a type: an autograd function's in Python, a leaf's, or another that torch itself made. Such a
+    walk visits every node of every step, and there are more of the last kind than of the others."""
+    if isinstance(node, BackwardCFunction):
+        return "function"
+    return "leaf" if hasattr(node, "variable") else "other"
 
 
 def enters_region(x: Tensor) -> bool:

@@ -13,6 +13,7 @@ from torch.autograd.function import once_differentiable
 from lightning_megatp.plan.ranges import Ranges
 from lightning_megatp.plan.shard import ShardedTensorSpec
 from lightning_megatp.tensor.collectives import gather_ranges, take_ranges
+from lightning_megatp.tensor.functions import OwnFunction
 
 
 def shard_(parameter: nn.Parameter, spec: ShardedTensorSpec, rank: int) -> None:
@@ -49,7 +50,7 @@ def slice_whole(parameter: Tensor, group: dist.ProcessGroup, dim: int, by_rank: 
     return _SliceWhole.apply(parameter, group, dim, by_rank)
 
 
-class _GatherParameter(torch.autograd.Function):
+class _GatherParameter(OwnFunction):
     @staticmethod
     def forward(ctx: Any, parameter: Tensor, group: dist.ProcessGroup, spec: ShardedTensorSpec) -> Tensor:
         ctx.spec, ctx.rank = spec, group.rank()
@@ -66,7 +67,7 @@ class _GatherParameter(torch.autograd.Function):
         return grad, None, None
 
 
-class _SliceWhole(torch.autograd.Function):
+class _SliceWhole(OwnFunction):
     @staticmethod
     def forward(ctx: Any, parameter: Tensor, group: dist.ProcessGroup, dim: int, by_rank: Sequence[Ranges]) -> Tensor:
         ctx.group, ctx.dim, ctx.ranges, ctx.shape = group, dim, by_rank[group.rank()], parameter.shape

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_megatp.tensor.features import FeatureShard
+from lightning_megatp.tensor.functions import OwnFunction
 from lightning_megatp.tensor.sequence import SequenceShard
 
 T = TypeVar("T")
@@ -44,7 +45,7 @@ class Saved:
         return () if self._node is None else self._node.saved_tensors
 
 
-class _Save(torch.autograd.Function):
+class _Save(OwnFunction):
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, *tensors: Tensor) -> Tensor:
         ctx.save_for_backward(*tensors)

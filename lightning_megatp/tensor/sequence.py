@@ -17,11 +17,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_megatp.shim.torch import DisableTorchFunctionSubclass, as_subclass, tree_leaves, tree_map
+from lightning_megatp.shim.torch import DisableTorchFunctionSubclass, as_subclass
 from lightning_megatp.tensor.collectives import copy_to_region, gather_sequence, scatter_sequence
 from lightning_megatp.tensor.context import TensorContext
 from lightning_megatp.tensor.functions import is_in_place, operation_name, operation_names
-from lightning_megatp.tensor.shards import METADATA, GatheredView, Shard, becomes_leaf, changes, of_whole
+from lightning_megatp.tensor.shards import (
+    METADATA,
+    GatheredView,
+    Shard,
+    becomes_leaf,
+    changes,
+    leaves_of,
+    map_arguments,
+    of_whole,
+)
 
 
 @dataclass(frozen=True)
@@ -108,7 +117,8 @@ class SequenceShard(Shard):
             )
         if changes(SequenceShard, name, args, kwargs):
             raise RuntimeError(_changed_in_place(name))
-        result = func(*tree_map(_gathered, args), **tree_map(_gathered, kwargs))
+        own_args, own_kwargs = map_arguments(_gathered, args, kwargs)
+        result = func(*own_args, **own_kwargs)
         return of_whole(name, result, _SequenceView)
 
 
@@ -146,7 +156,7 @@ def _shape(name: str, x: Tensor, *args: Any, **kwargs: Any) -> Any:
 
 def _run_on_tokens(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operation that treats all tokens alike on the shards; None where the operands don't fit together."""
-    leaves = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    leaves = [x for x in leaves_of(args, kwargs) if isinstance(x, Tensor)]
     shards = [x for x in leaves if isinstance(x, SequenceShard)]
     plain = {id(x): x.plain for x in shards}
     layout, ndim = shards[0].tokens, plain[id(shards[0])].dim()
@@ -166,7 +176,7 @@ def _run_on_tokens(func: Callable[..., Any], name: str, args: tuple[Any, ...], k
             return x
         return _localise(x, layout) if pointwise else _partial(x, layout)
 
-    own_args, own_kwargs = tree_map(local, args), tree_map(local, kwargs)
+    own_args, own_kwargs = map_arguments(local, args, kwargs)
     draws = name == "dropout" and _draws(args, kwargs)
     with layout.context.stream.inside(shards[0].device) if draws else contextlib.nullcontext():
         result = func(*own_args, **own_kwargs)
@@ -211,14 +221,14 @@ def _is_shard(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 def _normalises_features(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """layer_norm and rms_norm over dims behind the sequence, of a shard, by whole weights."""
     x, shape = args[0], args[1] if len(args) > 1 else kwargs["normalized_shape"]
-    rest = tree_leaves((args[1:], kwargs))
+    rest = leaves_of(args[1:], kwargs)
     return isinstance(x, SequenceShard) and len(shape) < -x.tokens.dim and not _any_shard(rest)
 
 
 def _maps_features(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """A plain linear on the last dim. Not one that widens (a head): gathering its input is cheaper than its output."""
     x, weight = args[0], args[1] if len(args) > 1 else kwargs["weight"]
-    if not isinstance(x, SequenceShard) or _any_shard(tree_leaves((args[1:], kwargs))):
+    if not isinstance(x, SequenceShard) or _any_shard(leaves_of(args[1:], kwargs)):
         return False
     return x.tokens.dim < -1 and weight.shape[0] <= weight.shape[1]
 

@@ -17,7 +17,7 @@ from lightning_megatp.shim.torch import (
     tree_leaves,
     tree_map,
 )
-from lightning_megatp.tensor.functions import is_in_place, operation_name, operation_names
+from lightning_megatp.tensor.functions import OwnFunction, is_in_place, operation_name, operation_names
 
 
 class Shard(torch.Tensor):
@@ -71,6 +71,26 @@ def of_whole(name: str, result: Any, kind: type[GatheredView]) -> Any:
     return result
 
 
+def leaves_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """`tree_leaves` of the arguments of an operation, which are rarely containers of tensors."""
+    flat = [*args, *kwargs.values()]
+    return flat if _is_flat(flat) else tree_leaves((args, kwargs))
+
+
+def map_arguments(
+    change: Callable[[Any], Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """`tree_map` over the arguments of an operation, which are rarely containers of tensors."""
+    if _is_flat([*args, *kwargs.values()]):
+        return tuple(map(change, args)), {name: change(x) for name, x in kwargs.items()}
+    return tree_map(change, args), tree_map(change, kwargs)
+
+
+def _is_flat(values: list[Any]) -> bool:
+    containers = (x for x in values if isinstance(x, (list, tuple, dict)))
+    return all(not isinstance(x, dict) and all(type(item) is int for item in x) for x in containers)
+
+
 def gathered(x: Any) -> Any:
     """The whole tensor of a shard; anything else as it is."""
     return x.whole() if isinstance(x, Shard) else x
@@ -80,10 +100,14 @@ def gathered(x: Any) -> Any:
 def functions_take_whole() -> Iterator[None]:
     """Around a user's code: `torch.autograd.Function`s of the user's own get whole tensors, since what they save and
     compute in backward can't know of shards. (`apply` does not ask `__torch_function__`.)"""
-    with handle_functions(
-        lambda cls, apply, args, kwargs: apply(*tree_map(gathered, args), **tree_map(gathered, kwargs))
-    ):
+    with handle_functions(_take_whole):
         yield
+
+
+def _take_whole(cls: Any, apply: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if issubclass(cls, OwnFunction):
+        return apply(*args, **kwargs)
+    return apply(*tree_map(gathered, args), **tree_map(gathered, kwargs))
 
 
 def becomes_leaf(func: Callable[..., Any], name: str, args: tuple[Any, ...]) -> bool:

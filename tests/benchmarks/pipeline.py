@@ -1,210 +1,229 @@
-"""One training step through a pipeline, beside torch's own pipelining and the ideal.
-
-    python -m tests.benchmarks.pipeline [--rounds 5] [--microbatches 4 16]
-
-Two processes, gloo, one thread each. Every round runs in turn (A B A B):
-
-- ours: a LightningModule's own training_step under `Trainer(strategy=MegaTPStrategy(pp=2))`, everything included;
-- torch: the same layers cut by hand into two `torch.distributed.pipelining` stages under Schedule1F1B, no Lightning;
-- ideal: (m + p - 1) times the slower stage's forward and backward of one microbatch, alone in its process.
-
-Printed are the medians of a step in milliseconds and their ratios, each with its spread over the rounds.
-"""
+"""pp=2: ours, torch.distributed.pipelining, a 1F1B written by hand, and the ideal."""
 
 from __future__ import annotations
 
-import argparse
-import statistics
-import time
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
 
-from tests.ranks import pools, run_ranks
+from tests.benchmarks.models import LEARNING_RATE, Size, Transformer, batch, decoder, loader, loss, trainer
+from tests.benchmarks.ratios import OURS, Figure, Row, compare, interval, python, seconds
+from tests.benchmarks.turns import Program, Taken, alternate, fit, loop
+from tests.ranks import RankPool, run_ranks
 
-VOCAB, HIDDEN, HEADS, LAYERS, LENGTH, ROWS = 256, 256, 8, 8, 128, 2
-WARM_UP, STEPS = 2, 6
-
-
-class Layer(nn.TransformerEncoderLayer):
-    """A pre-norm block."""
-
-    def __init__(self) -> None:
-        super().__init__(HIDDEN, HEADS, 4 * HIDDEN, dropout=0.0, batch_first=True, norm_first=True)
+TORCH, HAND, ZB_H1, BUSY = "torch pipelining", "1F1B by hand", "ours, zb_h1", "busy"
 
 
-class Model(LightningModule):
-    """A small language model."""
+class Stage(nn.Module):
+    """A part of a `Transformer` cut by hand. (b, s) ids or (b, s, d) -> (b, s, d) or logits"""
 
-    def __init__(self) -> None:
+    def __init__(self, model: Transformer, stage: int, stages: int) -> None:
         super().__init__()
-        self.tok = nn.Embedding(VOCAB, HIDDEN)
-        self.blocks = nn.ModuleList(Layer() for _ in range(LAYERS))
-        self.head = nn.Linear(HIDDEN, VOCAB)
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        h = self.tok(batch[0])
-        for block in self.blocks:
-            h = block(h)
-        return F.cross_entropy(self.head(h).flatten(0, 1), batch[1].flatten())
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-3)
-
-
-class Clock(Callback):
-    """Seconds of each batch."""
-
-    def __init__(self) -> None:
-        self.seconds: list[float] = []
-
-    def on_train_batch_start(self, *args: Any) -> None:
-        self.start = time.perf_counter()
-
-    def on_train_batch_end(self, *args: Any) -> None:
-        self.seconds.append(time.perf_counter() - self.start)
-
-
-def _batch(microbatches: int) -> tuple[Tensor, Tensor]:
-    ids = torch.randint(0, VOCAB, (ROWS * microbatches, LENGTH + 1), generator=torch.Generator().manual_seed(1))
-    return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
-
-
-def ours(rank: int, world_size: int, microbatches: int, schedule: str) -> float:
-    """Median seconds of a step."""
-    from lightning_megatp import MegaTPStrategy
-
-    torch.manual_seed(0)
-    x, y = _batch(microbatches)
-    data = TensorDataset(x.repeat(WARM_UP + STEPS, 1), y.repeat(WARM_UP + STEPS, 1))
-    strategy = MegaTPStrategy(pp=world_size, microbatches=microbatches, schedule=schedule, summary=False)
-    clock = Clock()
-    trainer = Trainer(
-        accelerator="cpu", devices=world_size, strategy=strategy, max_epochs=1, logger=False, callbacks=[clock],
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
-    trainer.fit(Model(), DataLoader(data, batch_size=len(x)))
-    return statistics.median(clock.seconds[WARM_UP:])
-
-
-class First(nn.Module):
-    def __init__(self, model: Model) -> None:
-        super().__init__()
-        self.tok, self.blocks = model.tok, model.blocks[: LAYERS // 2]
+        each = len(model.blocks) // stages
+        self.embed = model.embed if stage == 0 else None
+        self.blocks = model.blocks[stage * each : (stage + 1) * each]
+        self.norm, self.head = (model.norm, model.head) if stage == stages - 1 else (None, None)
 
     def forward(self, x: Tensor) -> Tensor:
-        h = self.tok(x)
+        h = x if self.embed is None else self.embed(x)
         for block in self.blocks:
             h = block(h)
-        return h
+        return h if self.head is None else self.head(self.norm(h))
 
 
-class Second(nn.Module):
-    def __init__(self, model: Model) -> None:
-        super().__init__()
-        self.blocks, self.head = model.blocks[LAYERS // 2 :], model.head
+def ours(size: Size, world_size: int, microbatches: int, schedule: str) -> Callable[[Program], None]:
+    """A LightningModule's own training_step under a Trainer, everything included."""
 
-    def forward(self, h: Tensor) -> Tensor:
-        for block in self.blocks:
-            h = block(h)
-        return self.head(h)
+    def make(callback: Any) -> Any:
+        from lightning_megatp import MegaTPStrategy
 
+        strategy = MegaTPStrategy(pp=world_size, microbatches=microbatches, schedule=schedule, summary=False)
+        return trainer(strategy, world_size, callback), decoder(size), loader(size, size.rows * microbatches)
 
-def _loss(logits: Tensor, target: Tensor) -> Tensor:
-    return F.cross_entropy(logits.flatten(0, 1), target.flatten())
+    return fit(make)
 
 
-def torchs(rank: int, world_size: int, microbatches: int) -> float:
-    """Median seconds of a step under torch.distributed.pipelining."""
+def torchs(size: Size, rank: int, world_size: int, microbatches: int) -> Callable[[Program], None]:
+    """torch.distributed.pipelining, without Lightning."""
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-    torch.manual_seed(0)
-    model = Model()
-    part = (First if rank == 0 else Second)(model)
+    part = Stage(decoder(size).model, rank, world_size)
     stage = PipelineStage(part, rank, world_size, torch.device("cpu"))
-    schedule = Schedule1F1B(stage, microbatches, loss_fn=_loss)
-    optimizer = torch.optim.AdamW(part.parameters(), lr=1e-3)
-    x, y = _batch(microbatches)
-    seconds = []
-    for _ in range(WARM_UP + STEPS):
-        start = time.perf_counter()
+    schedule = Schedule1F1B(stage, microbatches, loss_fn=loss)
+    optimizer = torch.optim.AdamW(part.parameters(), lr=LEARNING_RATE)
+    x, y = batch(size, size.rows * microbatches)
+
+    def step() -> Tensor | None:
         optimizer.zero_grad()
-        schedule.step(x) if rank == 0 else schedule.step(target=y)
+        losses: list[Tensor] = []
+        schedule.step(*[x] * (rank == 0), target=y, losses=losses)
         optimizer.step()
-        dist.barrier()
-        seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds[WARM_UP:])
+        return torch.stack(losses).mean() if losses else None
+
+    return loop(step)
 
 
-def slot(rank: int, world_size: int, microbatches: int) -> float:
-    """Median seconds of one stage's forward and backward of one microbatch, and of its optimizer step."""
-    torch.manual_seed(0)
-    model = Model()
-    part = (First if rank == 0 else Second)(model)
-    x, y = (t[:ROWS] for t in _batch(1))
-    h = torch.randn(ROWS, LENGTH, HIDDEN)
-    optimizer = torch.optim.AdamW(part.parameters(), lr=1e-3)
+class HandPipeline:
+    """1F1B for fixed shapes: receives are posted one ahead, sends are waited for at the end.
 
-    def once() -> None:
-        if rank == 0:
-            out = part(x)
-            out.backward(h)
+    Source: Narayanan et al. 2021 (PipeDream-Flush), section 2.2.
+    """
+
+    def __init__(self, size: Size, rank: int, world_size: int, microbatches: int) -> None:
+        self.rank, self.last, self.microbatches = rank, world_size - 1, microbatches
+        self.part = Stage(decoder(size).model, rank, world_size)
+        self.optimizer = torch.optim.AdamW(self.part.parameters(), lr=LEARNING_RATE)
+        x, y = batch(size, size.rows * microbatches)
+        self.ids, self.targets = x.chunk(microbatches), y.chunk(microbatches)
+        self.shape = (size.rows, size.length, size.d)
+
+    def step(self) -> Tensor | None:
+        self.optimizer.zero_grad()
+        self.sent: list[Any] = []
+        self.held: list[tuple[Tensor, Tensor]] = []
+        self.losses: list[Tensor] = []
+        self.inputs = self._receive(self.rank - 1, self.rank > 0)
+        self.gradients = self._receive(self.rank + 1, self.rank < self.last)
+        warm = min(self.last - self.rank, self.microbatches)
+        for i in range(warm):
+            self._forward(i)
+        for i in range(warm, self.microbatches):
+            self._forward(i)
+            self._backward(i - warm)
+        for i in range(self.microbatches - warm, self.microbatches):
+            self._backward(i)
+        for work, _ in self.sent:
+            work.wait()
+        self.optimizer.step()
+        return torch.stack(self.losses).mean() if self.losses else None
+
+    def _forward(self, i: int) -> None:
+        x = self.ids[i] if self.rank == 0 else next(self.inputs).requires_grad_()
+        y = self.part(x)
+        if self.rank < self.last:
+            self._send(y.detach(), self.rank + 1)
         else:
-            leaf = h.clone().requires_grad_()
-            _loss(part(leaf), y).backward()
+            y = loss(y, self.targets[i]) / self.microbatches
+            self.losses.append(y.detach() * self.microbatches)
+        self.held.append((x, y))
 
-    passes, steps = _median(once), _median(optimizer.step)
-    return passes * (microbatches + world_size - 1) + steps
+    def _backward(self, i: int) -> None:
+        x, y = self.held.pop(0)
+        y.backward(next(self.gradients) if self.rank < self.last else None)
+        if self.rank > 0:
+            assert x.grad is not None
+            self._send(x.grad, self.rank - 1)
+
+    def _send(self, x: Tensor, to: int) -> None:
+        self.sent.append((dist.isend(x, to), x))
+
+    def _receive(self, source: int, wanted: bool) -> Iterator[Tensor]:
+        """All microbatches' tensors from a neighbour, each receive posted before the one before it is used."""
+        if not wanted:
+            return
+        ahead = torch.empty(self.shape)
+        work = dist.irecv(ahead, source)
+        for i in range(self.microbatches):
+            work.wait()
+            x = ahead
+            if i + 1 < self.microbatches:
+                ahead = torch.empty(self.shape)
+                work = dist.irecv(ahead, source)
+            yield x
 
 
-def _median(call: Callable[[], Any]) -> float:
-    seconds = []
-    for _ in range(WARM_UP + STEPS):
-        start = time.perf_counter()
-        call()
-        seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds[WARM_UP:])
+def busy(size: Size, rank: int, world_size: int, microbatches: int) -> Callable[[Program], None]:
+    """What a stage computes in a step, and nothing else."""
+    part = Stage(decoder(size).model, rank, world_size)
+    optimizer = torch.optim.AdamW(part.parameters(), lr=LEARNING_RATE)
+    ids, target = batch(size)
+    received = torch.randn(size.rows, size.length, size.d)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        for _ in range(microbatches):
+            y = part(ids if rank == 0 else received.detach().requires_grad_())
+            y.backward(received) if rank < world_size - 1 else (loss(y, target) / microbatches).backward()
+        optimizer.step()
+
+    return loop(step)
 
 
-def compare(microbatches: int, rounds: int) -> None:
-    """Print the rows of one number of microbatches."""
-    kinds: dict[str, Callable[[], list[float]]] = {
-        "ours, 1f1b": lambda: run_ranks(2, ours, microbatches, "1f1b"),
-        "torch, 1f1b": lambda: run_ranks(2, torchs, microbatches),
-        "ideal slots": lambda: run_ranks(2, slot, microbatches),
-        "ours, zb_h1": lambda: run_ranks(2, ours, microbatches, "zb_h1"),
+def programs(size: Size, rank: int, world_size: int, microbatches: int) -> dict[str, Callable[[], Any]]:
+    """What builds the body of each program."""
+    return {
+        OURS: lambda: ours(size, world_size, microbatches, "1f1b"),
+        TORCH: lambda: torchs(size, rank, world_size, microbatches),
+        HAND: lambda: loop(HandPipeline(size, rank, world_size, microbatches).step),
+        ZB_H1: lambda: ours(size, world_size, microbatches, "zb_h1"),
+        BUSY: lambda: busy(size, rank, world_size, microbatches),
     }
-    found: dict[str, list[float]] = {name: [] for name in kinds}
-    for _ in range(rounds):
-        for name, run in kinds.items():
-            found[name].append(max(run()) * 1e3)
-    print(f"pp=2, m={microbatches}, {LAYERS} layers of {HIDDEN}, {ROWS} x {LENGTH} tokens per microbatch, float32")
-    for name, times in found.items():
-        ratios = [a / b for a, b in zip(found["ours, 1f1b"], times, strict=True)]
-        spread = f"{min(ratios):.2f}..{max(ratios):.2f}"
-        print(
-            f"  {name:14s} {statistics.median(times):8.1f} ms ({min(times):.1f}..{max(times):.1f})"
-            f"   ours / this: {statistics.median(ratios):.2f} ({spread})"
+
+
+def measure(rank: int, world_size: int, size: Size, microbatches: int) -> dict[str, Taken]:
+    """One round on one rank."""
+    made = programs(size, rank, world_size, microbatches)
+    return alternate({name: make() for name, make in made.items()}, size.steps)
+
+
+def peak(rank: int, world_size: int, size: Size, microbatches: int, name: str) -> int:
+    """Bytes of resident memory that the third to fifth step of one program take above the process's start."""
+    import lightning_megatp  # noqa: F401  # its code is no part of what a step takes
+
+    start = _memory("VmRSS")
+    program = Program(programs(size, rank, world_size, microbatches)[name]())
+    for i in range(5):
+        if i == 2:
+            Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
+        program.step()
+    most = _memory("VmHWM") - start
+    program.close()
+    return most
+
+
+def rows(sizes: list[Size], counts: list[int], pp: int) -> Iterator[Row | Figure]:
+    for size in sizes:
+        for microbatches in counts:
+            what = f"pp={pp}, m={microbatches}, {size} a microbatch"
+            rounds = [run_ranks(pp, measure, size, microbatches, timeout=600) for _ in range(size.rounds)]
+            yield from compare("pipeline", what, rounds, {TORCH: 1.0, HAND: 1.03, ZB_H1: None})
+            yield from _figures(what, rounds, microbatches, pp)
+            yield from _memories(what, size, microbatches, pp)
+
+
+def _figures(what: str, rounds: list[Any], microbatches: int, pp: int) -> Iterator[Figure]:
+    step, work = seconds(rounds, OURS), seconds(rounds, BUSY)
+    idle = interval([1 - b / a for a, b in zip(step, work, strict=True)]).median
+    formula = (pp - 1) / (microbatches + pp - 1)
+    title = f"{what}: idle share of a step, above the schedule's {100 * formula:.1f} %"
+    yield Figure("pipeline", title, 100 * (idle - formula), "points", 2.0)
+    extra = (python(rounds, OURS) - python(rounds, HAND)) / microbatches
+    yield Figure("pipeline", f"{what}: Python per microbatch above the stage by hand", extra / 1e3, "ms", 1.0)
+
+
+def _memories(what: str, size: Size, microbatches: int, pp: int) -> Iterator[Figure]:
+    found: dict[str, int] = {}
+    with mock.patch.dict(
+        os.environ, MALLOC_MMAP_THRESHOLD_="65536", MALLOC_TRIM_THRESHOLD_="0"
+    ):  # no freed memory held
+        for name in (OURS, TORCH, HAND):
+            pool = RankPool(pp)
+            found[name] = max(pool.run(peak, size, microbatches, name, timeout=300))
+            pool.close()
+    title = f"{what}: peak memory of the fuller stage"
+    for name in (TORCH, HAND):
+        goal = 1.0 if name == TORCH else None
+        yield Figure(
+            "pipeline", f"{title}, ours / {name} ({found[name] >> 20} MiB)", found[OURS] / found[name], "", goal
         )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--microbatches", type=int, nargs="+", default=[4, 16])
-    arguments = parser.parse_args()
-    for microbatches in arguments.microbatches:
-        compare(microbatches, arguments.rounds)
-    pools.close()
-
-
-if __name__ == "__main__":
-    from tests.benchmarks import pipeline  # what the ranks get is pickled by the module's name, not as __main__'s
-
-    pipeline.main()
+def _memory(field: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))

@@ -70,14 +70,16 @@ def test_shapes_that_change(world_size: int) -> None:
     run_ranks(world_size, _changing_shapes)
 
 
-def test_two_collectives_per_batch() -> None:
-    """Equal batches, unequal ones, new shapes and long descriptions cost the same; the check of the first costs one."""
+def test_one_collective_per_batch() -> None:
+    """Equal batches, unequal ones and new shapes; what is longer than all before costs one more, once, and the check of
+    the first costs one."""
     for counts in run_ranks(2, _count_collectives):
         assert counts == {
-            "first": ["broadcast", "broadcast", "all_gather"],
-            "equal": ["broadcast", "broadcast"],
-            "new shape": ["broadcast", "broadcast"],
+            "first": ["broadcast", "all_gather"],
+            "equal": ["broadcast"],
+            "new shape": ["broadcast"],
             "long text": ["broadcast", "broadcast"],
+            "as long": ["broadcast"],
             "no tensor": ["broadcast"],
         }
 
@@ -254,6 +256,7 @@ def _count_collectives(rank: int, world_size: int) -> dict[str, list[str]]:
         "equal": {"x": torch.ones(3)},
         "new shape": {"x": torch.ones(4, 5), "y": torch.ones(2)},
         "long text": {"x": torch.ones(3), "text": "a" * 3 * HEADER_BYTES},
+        "as long": {"x": torch.ones(2), "text": "b" * 3 * HEADER_BYTES},
         "no tensor": {"rank": rank},
     }
     with spy("broadcast"), spy("all_gather"):
