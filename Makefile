@@ -16,7 +16,7 @@ help:
 	@echo 'make train     train a small GPT with tensor and pipeline parallelism over four processes (CPU) or GPUs'
 	@echo 'make test      ruff, mypy and the fast tests'
 	@echo 'make test-all  the same with the full parity matrix'
-	@echo 'make bench     one pipelined step beside other implementations, bytes of activations beside formulas'
+	@echo 'make bench     steps beside other implementations (docs/performance.md), bytes of activations beside formulas'
 	@echo 'make docs      build the documentation into site/'
 	@echo 'make clean     remove the environment and caches; runs/ stays'
 
@@ -57,7 +57,7 @@ test-all: lint
 	$(BIN)/python -m pytest --all-cases $(PYTEST_ARGS)
 
 bench: $(VENV)/.installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.benchmarks.pipeline
+	OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m tests.benchmarks --write
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.benchmarks.activations
 
 docs: $(VENV)/.installed-docs

@@ -18,14 +18,15 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_megatp.plan.ranges import Ranges, length, split_evenly
+from lightning_megatp.plan.ranges import Ranges, length
 from lightning_megatp.shim.torch import all_gather_single, is_fake, reduce_scatter_single
 from lightning_megatp.tensor.functions import OwnFunction
 
 
 def sequence_sizes(length: int, ways: int) -> list[int]:
     """Tokens per rank; lengths not divisible by `ways` give the first ranks one more."""
-    return [stop - start for start, stop in split_evenly(length, ways)]
+    each, more = divmod(length, ways)
+    return [each + (rank < more) for rank in range(ways)]
 
 
 def copy_to_region(x: Tensor, group: dist.ProcessGroup, above: str = "tensor") -> Tensor:
@@ -209,10 +210,13 @@ def all_gather(x: Tensor, group: dist.ProcessGroup, dim: int, sizes: Sequence[in
     if is_fake(x):
         return x.new_empty((*x.shape[:dim], sum(sizes), *x.shape[dim + 1 :]))
     sent = x.contiguous() if x.shape[dim] == most else _pad(x, dim, most)
-    received = sent.new_empty((ways * sent.shape[0], *sent.shape[1:]))
+    wire = (ways * sent.shape[0], *sent.shape[1:])
+    if min(sizes) == most and all(size == 1 for size in x.shape[:dim]):  # the ranks' parts arrive where they belong
+        whole = sent.new_empty((*x.shape[:dim], ways * most, *x.shape[dim + 1 :]))
+        all_gather_single(whole.view(wire), sent, group=group)
+        return whole
+    received = sent.new_empty(wire)
     all_gather_single(received, sent, group=group)
-    if dim == 0 and min(sizes) == most:
-        return received
     parts = received.view(ways, *sent.shape).unbind(0)
     return torch.cat([part.narrow(dim, 0, size) for part, size in zip(parts, sizes, strict=True)], dim)
 
@@ -230,7 +234,7 @@ def reduce_scatter(x: Tensor, group: dist.ProcessGroup, dim: int, sizes: Sequenc
     split = split.contiguous()
     kept = split.new_empty(split.shape[1:])
     reduce_scatter_single(kept, split.view(-1, *split.shape[2:]), group=group)
-    return kept.narrow(dim, 0, sizes[rank])
+    return kept if sizes[rank] == most else kept.narrow(dim, 0, sizes[rank])
 
 
 def take_ranges(x: Tensor, dim: int, ranges: Ranges) -> Tensor:
