@@ -61,7 +61,7 @@ from lightning_megatp.recompute.blocks import recompute_blocks
 from lightning_megatp.recompute.offload import OffloadActivations
 from lightning_megatp.recompute.options import RecomputeOptions
 from lightning_megatp.report import print_layout
-from lightning_megatp.shim.lightning import Namespace, averages, before_clipping, default_store, finetuning_callback
+from lightning_megatp.shim.lightning import Namespace, around_clipping, averages, default_store, finetuning_callback
 from lightning_megatp.shim.torch import is_fake
 from lightning_megatp.tensor.parameters import gather_shards
 from lightning_megatp.verify import FirstBatch
@@ -539,7 +539,7 @@ class MegaTPStrategyBase(CheckpointMethods):
         """Clip by the norm of the unsplit model, and let all ranks skip a step when one found inf or nan."""
         plugin = self.precision_plugin
         if self.sharding is not None:
-            before_clipping(plugin, self.sharding.take_over)
+            around_clipping(plugin, self.sharding.take_over)
         plugin.clip_grad_by_norm = functools.partial(_clip_grad_by_norm, self)  # type: ignore[method-assign]
         scaler = getattr(plugin, "scaler", None)
         if scaler is None or isinstance(scaler, ShardedGradScaler):
@@ -721,12 +721,13 @@ class MegaTPStrategyBase(CheckpointMethods):
         self.pre_backward(closure_loss)
         with parallel.context.running(user_code=False):
             parallel.trace([closure_loss])
+            if self.sharding is not None:
+                self.sharding.drop_old()
             held = {} if module.automatic_optimization else self._set_aside_gradients()
             self._refresh_buckets()
             if self._buckets is not None:
                 self._buckets.enabled = not self._accumulating
             if self.sharding is not None:
-                self.sharding.drop_old()
                 self.sharding.before_backward(last=not self._accumulating)
             closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
             with parallel.user_code():  # activation checkpointing runs the user's forward again
@@ -743,6 +744,8 @@ class MegaTPStrategyBase(CheckpointMethods):
                 parallel.forget_traces()
             for parameter, grad in held.items():
                 parameter.grad = grad if parameter.grad is None else parameter.grad + grad
+            if self.sharding is not None:
+                self.sharding.show()
             self._verify_gradients()
             parallel.keep_whole_where_used_outside(self.optimizers)
             closure_loss = self.precision_plugin.post_backward(closure_loss, module)
@@ -775,6 +778,8 @@ class MegaTPStrategyBase(CheckpointMethods):
                 self.parallelism.finalize_gradients(parallel)
                 pipeline.sum_shared_gradients()
                 parallel.forget_traces()
+        if self.sharding is not None:
+            self.sharding.show()
         self._verify_gradients()
         parallel.keep_whole_where_used_outside(self.optimizers)
         closure_loss = self.precision_plugin.post_backward(closure_loss, module)
