@@ -127,6 +127,7 @@ class ZeroSharding:
         """Parameters that are not divided: numbers without a dim, and trained ones of another dtype than most."""
         apart = {id(parallel.names[name]) for name in together if name in parallel.names}
         apart |= in_several(module, units) | whole
+        parallel.names.clear()  # or all that is divided would be held until the end
         data_mesh = mesh.divided_data(options.replicas)
         self.group = data_mesh.get_group(-1)
         """The ranks that hold different rows."""
@@ -261,6 +262,7 @@ class ZeroSharding:
         """Before the first backward of a batch: what earlier ones left is in `local.grad`, or was cleared there."""
         self._check_unchanged()
         self.take_over()
+        self._shown = {}
         for parameter in self.parameters:
             parameter.sharded.grad = None
 
