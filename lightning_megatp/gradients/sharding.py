@@ -58,7 +58,7 @@ class ZeroOptions:
     replicas: int = 1
     """Copies of the divided state among the data-parallel ranks (HSDP); 1 divides it over all of them."""
     reduce_dtype: str | None = None
-    """In which gradients are summed; None for the parameters' own."""
+    """In which gradients are summed, whatever the level; None for the parameters' own."""
 
     def __post_init__(self) -> None:
         if self.level not in (0, 1, 2, 3):
