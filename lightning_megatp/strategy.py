@@ -34,6 +34,7 @@ from lightning_megatp.gradients.buckets import GradientBuckets
 from lightning_megatp.gradients.elementwise import check_elementwise
 from lightning_megatp.gradients.norm import clip_by_norm
 from lightning_megatp.gradients.sharding import ZeroOptions, ZeroSharding
+from lightning_megatp.gradients.wide import narrow, widen
 from lightning_megatp.mesh import MeshShape, ParallelMesh
 from lightning_megatp.messages import warn_once_per_run
 from lightning_megatp.metrics import gather_metrics_over
@@ -61,7 +62,7 @@ from lightning_megatp.recompute.blocks import recompute_blocks
 from lightning_megatp.recompute.offload import OffloadActivations
 from lightning_megatp.recompute.options import RecomputeOptions
 from lightning_megatp.report import print_layout
-from lightning_megatp.shim.lightning import Namespace, averages, before_clipping, default_store, finetuning_callback
+from lightning_megatp.shim.lightning import Namespace, around_clipping, averages, default_store, finetuning_callback
 from lightning_megatp.shim.torch import is_fake
 from lightning_megatp.tensor.parameters import gather_shards
 from lightning_megatp.verify import FirstBatch
@@ -105,7 +106,7 @@ class MegaTPStrategyBase(CheckpointMethods):
             optimizer's state stays in the host's memory, where the optimizer steps it.
         dp_replicate: Copies of what zero divides, among the data-parallel ranks (hybrid sharding).
         reduce_dtype: "float32" sums gradients of bf16 or fp16 parameters in float32: over microbatches and accumulated
-            batches as long as they are not divided (zero=1), and over ranks (zero > 0).
+            batches as long as they are not divided (zero=0 or 1), and over ranks. Optimizers get the parameters' dtype.
         checkpoint: How checkpoints are saved: "file", one .ckpt that any Trainer loads, or "folder", to which all ranks
             write their own parts at once. Either loads, at any layout.
         async_save: Folders are written while training goes on, from a copy in host memory. The next save and the end
@@ -478,11 +479,6 @@ class MegaTPStrategyBase(CheckpointMethods):
         """Divide the parameters over the data-parallel ranks, as `zero` says."""
         before: ZeroSharding | None = parallel.sharding
         level = self.zero.level if mesh.size("dp") > 1 else 0
-        if self.zero.reduce_dtype is not None and level == 0:
-            raise ValueError(
-                f'MegaTPStrategy: reduce_dtype="{self.zero.reduce_dtype}" needs data-parallel ranks that FSDP2 serves:'
-                f" zero > 0 and dp > 1, not zero={self.zero.level} and dp={mesh.size('dp')}."
-            )
         if before is not None and (before.options != self.zero or before.mesh.shape != mesh.shape):
             raise ValueError(
                 "MegaTPStrategy: this LightningModule was already divided over data-parallel ranks by an earlier"
@@ -541,7 +537,7 @@ class MegaTPStrategyBase(CheckpointMethods):
         """Clip by the norm of the unsplit model, and let all ranks skip a step when one found inf or nan."""
         plugin = self.precision_plugin
         if self.sharding is not None:
-            before_clipping(plugin, self.sharding.take_over)
+            around_clipping(plugin, self.sharding.take_over)
         plugin.clip_grad_by_norm = functools.partial(_clip_grad_by_norm, self)  # type: ignore[method-assign]
         scaler = getattr(plugin, "scaler", None)
         if scaler is None or isinstance(scaler, ShardedGradScaler):
@@ -608,6 +604,7 @@ class MegaTPStrategyBase(CheckpointMethods):
                 self._parallel().recomputation.warn_if_unused()
         else:
             step, batch = self._on_microbatch("train", super().training_step, args)
+            self._change_gradients(widen)
             with self._parallel().user_code():  # activation checkpointing runs the user's forward again, in backward
                 outputs = self.pipeline.train(step, batch, self._pipeline_backward())
         if self._first_batch is not None:
@@ -731,12 +728,14 @@ class MegaTPStrategyBase(CheckpointMethods):
         self.pre_backward(closure_loss)
         with parallel.context.running(user_code=False):
             parallel.trace([closure_loss])
+            if self.sharding is not None:
+                self.sharding.drop_old()
             held = {} if module.automatic_optimization else self._set_aside_gradients()
+            self._change_gradients(widen)
             self._refresh_buckets()
             if self._buckets is not None:
                 self._buckets.enabled = not self._accumulating
             if self.sharding is not None:
-                self.sharding.drop_old()
                 self.sharding.before_backward(last=not self._accumulating)
             closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
             with parallel.user_code():  # activation checkpointing runs the user's forward again
@@ -750,14 +749,23 @@ class MegaTPStrategyBase(CheckpointMethods):
                 if self._buckets is not None:
                     self._buckets.finish()
                 self.parallelism.finalize_gradients(parallel)
+                self._change_gradients(narrow)
                 parallel.forget_traces()
             for parameter, grad in held.items():
                 parameter.grad = grad if parameter.grad is None else parameter.grad + grad
+            if self.sharding is not None:
+                self.sharding.show()
             self._verify_gradients()
             parallel.keep_whole_where_used_outside(self.optimizers)
             closure_loss = self.precision_plugin.post_backward(closure_loss, module)
         self.post_backward(closure_loss)
         return closure_loss
+
+    def _change_gradients(self, to: Callable[[Iterator[Tensor]], None]) -> None:
+        """With `reduce_dtype`, `widen` before backward what FSDP2 doesn't sum, and `narrow` it when it is summed."""
+        if self.zero.reduce_dtype is not None:
+            parallel = self._parallel()
+            to(p for p in parallel.module.parameters() if id(p) not in parallel.divided)
 
     def _verify_gradients(self) -> None:
         first, self._first_batch = self._first_batch, None
@@ -783,8 +791,11 @@ class MegaTPStrategyBase(CheckpointMethods):
                 if self._buckets is not None:
                     self._buckets.finish(pipeline.factor)
                 self.parallelism.finalize_gradients(parallel)
+                self._change_gradients(narrow)
                 pipeline.sum_shared_gradients()
                 parallel.forget_traces()
+        if self.sharding is not None:
+            self.sharding.show()
         self._verify_gradients()
         parallel.keep_whole_where_used_outside(self.optimizers)
         closure_loss = self.precision_plugin.post_backward(closure_loss, module)

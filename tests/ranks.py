@@ -69,7 +69,7 @@ class RankPool:
         self.world_size = world_size
         self.calls = 0
         self.directory = tempfile.TemporaryDirectory(prefix=f"ranks{world_size}_")
-        port = _free_port()
+        port = free_port()
         self.connections: list[Connection] = []
         self.processes: list[subprocess.Popen[bytes]] = []
         for rank in range(world_size):
@@ -215,7 +215,7 @@ def _python_path() -> str:
     return os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]))
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

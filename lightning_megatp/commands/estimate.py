@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -16,7 +17,7 @@ from lightning_megatp.planner.live import layout_of
 from lightning_megatp.planner.optimizers import optimizers_in, states_of
 from lightning_megatp.planner.rehearsal import Rehearsal, rehearse, skeleton
 from lightning_megatp.planner.report import estimate_table
-from lightning_megatp.planner.sizes import predict
+from lightning_megatp.planner.sizes import place, predict
 
 
 def rehearse_both(
@@ -58,10 +59,14 @@ def print_estimate(strategy: Any, trainer: Any, plan: ParallelPlan, problems: Se
         batch = Example(trainer, precision, rows=None).batch if batch is None else batch
         split = getattr(module, "split_batch", split_batch)
         microbatch = split(batch, layout.microbatches)[0] if layout.pp > 1 else batch
-        context = precision.forward_context
-        rehearsal, problem = rehearse_or_estimate(
-            module.train(), strategy.parallelism, plan, microbatch, pipelined=layout.pp > 1, around=context
-        )
+        rehearse_this = functools.partial(
+            rehearse_or_estimate, module.train(), strategy.parallelism, plan, microbatch,
+            pipelined=layout.pp > 1, around=precision.forward_context,
+        )  # fmt: skip
+        rehearsal, problem = rehearse_this()
+        if strategy.recompute.kind != "none":  # which blocks depends on the stages, and these on the order of units
+            stages = place(module, layout, rehearsal) if layout.pp > 1 else None
+            rehearsal, problem = rehearse_this(recompute=strategy.recompute, stage_of_unit=stages)
         notes += [problem] if problem else []
     except Exception as error:  # loading or splitting a batch: the user's code
         notes.append(f"there is no batch to rehearse a step with ({type(error).__name__}: {str(error)[:200]})")

@@ -65,6 +65,7 @@ def main(arguments: list[str] | None = None) -> None:
     devices, precision = options.tp * options.pp, None
     if requested() == "estimate":
         layout |= {"zero": options.zero, "schedule": options.schedule, "microbatches": options.microbatches}
+        layout |= {"recompute": options.recompute}
         devices, precision = devices * options.dp, options.precision
         rows, tokens = options.microbatch
         parts = (options.microbatches or 4 * options.pp) if options.pp > 1 else 1
@@ -82,6 +83,7 @@ def _add_layout(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--microbatch", type=int, nargs=2, metavar=("ROWS", "TOKENS"), default=(1, 2048))
     parser.add_argument("--microbatches", type=int, help="per batch; by default four per pipeline rank")
     parser.add_argument("--schedule", default="1f1b")
+    parser.add_argument("--recompute", default="none", choices=("none", "selective", "full"))
     parser.add_argument("--precision", default="bf16-mixed", help="of Lightning's Trainer")
 
 

@@ -124,7 +124,7 @@ class GradientBuckets:
                 " averaged over data-parallel ranks. Build its embedding with sparse=False."
             )
         bucket.has = has = [p.grad is not None for p in parameters]
-        grads = [(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in parameters]
+        grads = [(_zeros(p) if p.grad is None else p.grad).reshape(-1) for p in parameters]
         flags = torch.tensor(has, dtype=grads[0].dtype, device=grads[0].device)
         bucket.flat = torch.cat([*grads, flags])
         bucket.work = dist.all_reduce(bucket.flat, group=self.group, async_op=True)
@@ -147,6 +147,11 @@ class GradientBuckets:
         bucket.flat = bucket.work = None
         bucket.early = False
         bucket.ready.clear()
+
+
+def _zeros(parameter: Tensor) -> Tensor:
+    """In place of a gradient that is not there, of the dtype that other ranks' have."""
+    return torch.zeros_like(parameter, dtype=parameter.grad_dtype)
 
 
 def _fill(parameters: Sequence[Tensor], size: float) -> Iterator[list[Tensor]]:

@@ -58,7 +58,7 @@ class ZeroOptions:
     replicas: int = 1
     """Copies of the divided state among the data-parallel ranks (HSDP); 1 divides it over all of them."""
     reduce_dtype: str | None = None
-    """In which gradients are summed; None for the parameters' own."""
+    """In which gradients are summed, whatever the level; None for the parameters' own."""
 
     def __post_init__(self) -> None:
         if self.level not in (0, 1, 2, 3):
@@ -127,6 +127,7 @@ class ZeroSharding:
         """Parameters that are not divided: numbers without a dim, and trained ones of another dtype than most."""
         apart = {id(parallel.names[name]) for name in together if name in parallel.names}
         apart |= in_several(module, units) | whole
+        parallel.names.clear()  # or all that is divided would be held until the end
         data_mesh = mesh.divided_data(options.replicas)
         self.group = data_mesh.get_group(-1)
         """The ranks that hold different rows."""
@@ -166,7 +167,10 @@ class ZeroSharding:
             trained = parameter.whole.requires_grad  # a frozen one, which takes no hook, may be unfrozen later
             parameter.whole.requires_grad_(True).register_post_accumulate_grad_hook(use)
             parameter.whole.requires_grad_(trained)
-        self._taken: dict[str, Any] = {}
+        self._shown: dict[str, Any] = {}
+        """Name -> the gradient that the module's parameter was last given."""
+        self._parked: dict[str, Any] = {}
+        """Name -> what FSDP2 reduced, until it is collected."""
         self._zero_grad = Detour(module, "zero_grad", self._clear_gradients)
         parallel.adopt_divided(self.parameters, self.group, roles)
 
@@ -257,8 +261,15 @@ class ZeroSharding:
     def drop_old(self) -> None:
         """Before the first backward of a batch: what earlier ones left is in `local.grad`, or was cleared there."""
         self._check_unchanged()
+        self.take_over()
+        self._shown = {}
         for parameter in self.parameters:
             parameter.sharded.grad = None
+
+    def park(self) -> None:
+        """After the last backward, where hooks run before `collect` that are meant for the gradients from before."""
+        self._parked = {p.name: p.sharded.grad for p in self.parameters}
+        self.show()
 
     @torch.no_grad()
     def collect(self, factor: float = 1.0) -> None:
@@ -268,6 +279,11 @@ class ZeroSharding:
         has used keeps having no gradient.
         """
         self._check_unchanged()
+        if self._parked:
+            self.take_over()
+            for parameter in self.parameters:
+                parameter.sharded.grad = self._parked[parameter.name]
+            self._parked = {}
         used = torch.tensor([p.name in self._used for p in self.parameters], dtype=torch.uint8, device=self.mesh.device)
         dist.all_reduce(used, op=dist.ReduceOp.MAX, group=self.mesh.group("dp"))
         names = {p.name for p, was in zip(self.parameters, used.tolist(), strict=True) if was}
@@ -280,23 +296,29 @@ class ZeroSharding:
             torch._foreach_add_([grad for _, grad in held], [before for before, _ in held])
         for parameter, grad in new:
             parameter.local.grad = grad
-        for parameter in self.parameters:  # the module shows what the optimizer will see
-            if parameter.local.grad is None:
-                parameter.sharded.grad = None
-            elif parameter.sharded.grad is None:
-                parameter.sharded.grad = parameter.as_divided(parameter.local.grad)
-        self._taken = {p.name: p.sharded.grad for p in self.parameters}
         if self._reduces:
             self._used.clear()
 
     @torch.no_grad()
+    def show(self) -> None:
+        """Let the module's parameters have the gradients that the optimizer will see, in the same memory: hooks may
+        change them. Those that were summed over tensor ranks or stages are other tensors than FSDP2's."""
+        for parameter in self.parameters:
+            rows, shown = parameter.local.grad, parameter.sharded.grad
+            if rows is None:
+                parameter.sharded.grad = None
+            elif not isinstance(shown, DTensor) or storage_id(shown.to_local()) != storage_id(rows):
+                parameter.sharded.grad = parameter.as_divided(rows)
+        self._shown = {p.name: p.sharded.grad for p in self.parameters}
+
+    @torch.no_grad()
     def take_over(self) -> None:
-        """After the hooks before an optimizer's step: gradients that they replaced, or took away."""
+        """After hooks: gradients that they replaced, or took away."""
         for parameter in self.parameters:
             grad = parameter.sharded.grad
-            if parameter.name in self._taken and grad is not self._taken[parameter.name]:
+            if parameter.name in self._shown and grad is not self._shown[parameter.name]:
                 parameter.local.grad = grad.to_local() if isinstance(grad, DTensor) else None
-        self._taken = {}
+                self._shown[parameter.name] = grad
 
     def _clear_gradients(self, zero_grad: Callable[[], Any]) -> Any:
         """`self.zero_grad()` of the LightningModule."""

@@ -193,6 +193,8 @@ class Pipeline:
         run = self._run("train", step, batch, backward)
         loss, self.factor = self._conclude(run)
         self._park(held, self.factor)
+        if self.sharding is not None:
+            self.sharding.park()
         outputs = run.merged_results() if self.is_last else None
         return {**outputs, "loss": loss} if isinstance(outputs, Mapping) else loss
 

@@ -25,6 +25,8 @@ def predict_run(
         states = _states(strategy, parallel, account)
     except Exception as error:  # an optimizer's own code
         problems.append(f"the optimizer's state could not be predicted ({type(error).__name__}: {error})")
+    pipeline = strategy.pipeline
+    stage_of_unit = None if pipeline is None else pipeline.stage_of_unit
     if account.microbatch is not None:
         rehearsal, problem = rehearse_or_estimate(
             account.module,
@@ -32,20 +34,21 @@ def predict_run(
             parallel.plan,
             account.microbatch,
             rank=mesh.rank("tp"),
-            pipelined=mesh.size("pp") > 1,
+            pipelined=pipeline is not None,
+            recompute=strategy.recompute,
+            stage_of_unit=stage_of_unit,
             device=strategy.root_device.type,
             around=strategy.precision_plugin.forward_context,
         )
         problems += [problem] if problem else []
     layout = layout_of(strategy, mesh.shape)
-    pipeline = strategy.pipeline
     found = predict(
         account.module,
         parallel.plan,
         layout,
         states,
         rehearsal,
-        None if pipeline is None else pipeline.stage_of_unit,
+        stage_of_unit,
         mesh.rank("tp"),
         mesh.rank("dp"),
     )

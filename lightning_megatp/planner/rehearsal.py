@@ -27,6 +27,8 @@ from lightning_megatp.pipeline.units import find_units
 from lightning_megatp.plan.auto.blocks import without_logging
 from lightning_megatp.plan.resolve import ParallelPlan
 from lightning_megatp.plugin import ParallelismPlugin
+from lightning_megatp.recompute.blocks import recompute_blocks
+from lightning_megatp.recompute.options import RecomputeOptions
 from lightning_megatp.shim.torch import DisableTorchFunctionSubclass, FakeTensorMode, storage_id, tree_leaves, tree_map
 from lightning_megatp.tensor.context import TensorContext
 from lightning_megatp.tensor.features import FeatureLayout, FeatureShard
@@ -80,6 +82,8 @@ def rehearse(
     *,
     rank: int = 0,
     pipelined: bool = False,
+    recompute: RecomputeOptions | None = None,
+    stage_of_unit: Mapping[str, int] | None = None,
     device: str = "cpu",
     around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
 ) -> Rehearsal:
@@ -90,6 +94,8 @@ def rehearse(
         batch: a microbatch; its values don't matter.
         rank: in the tensor group.
         pipelined: whether values are whole between units.
+        recompute: what backward computes again; None for nothing.
+        stage_of_unit: of the pipeline, if there is one: it may recompute a number of blocks of each stage.
         device: whose kernels are to be counted; torch has to be built for it.
         around: the precision's context of a step.
 
@@ -107,6 +113,9 @@ def rehearse(
     shadow = _copy(module, fake)
     with mode, random_state_kept():
         parallel = _swapped(shadow, plugin, plan, rank, pipelined)
+        if recompute is not None and recompute.kind != "none":
+            recompute_blocks(parallel, recompute)
+            parallel.recomputation.choose(recompute, stage_of_unit)
         own = tree_map(lambda x: torch.empty_like(x, device=device) if isinstance(x, Tensor) else x, batch)
         held = {storage_id(x) for x in (*shadow.parameters(), *shadow.buffers(), *tree_leaves(own)) if _is_plain(x)}
         step = parallel.step(watch=False)

@@ -23,7 +23,6 @@ from lightning_megatp.shim.torch import (
     entry_of,
     functorch_is_active,
     is_compiled,
-    is_fake,
     tree_leaves,
 )
 from lightning_megatp.tensor.context import TensorContext
@@ -125,9 +124,9 @@ class Recomputation:
                 ' compiler decides what is kept. recompute="full" runs them again as a whole.'
             )
         self.options = options
-        chosen = {name for name, index in ranked if options.first is None or index < options.first}
+        kinds = {name: options.of_block(index) for name, index in ranked}
         for name, block in self._blocks.items():
-            block.kind = options.kind if name in chosen else "none"
+            block.kind = kinds.get(name, "none")
 
     def warn_if_unused(self) -> None:
         """After a step on the whole model: whether blocks were called at all."""
@@ -153,7 +152,7 @@ class _Block:
     """One block."""
 
     def __init__(self, block: nn.Module, context: TensorContext, shares: InputShares) -> None:
-        self.kind, self.called = "none", False
+        self.kind, self.called, self._context = "none", False, context
         self.compiled = any(map(is_compiled, block.modules()))
         full = FullRecompute(block, shares)
         core = functools.partial(recomputing_core, context)
@@ -162,21 +161,20 @@ class _Block:
 
     def _call(self, call: Call) -> Any:
         self.called = True
-        if self.kind == "none" or not _is_kept(call):
+        if self.kind == "none" or not self._is_kept(call):
             return call()
         return self._run[self.kind](call)
+
+    def _is_kept(self, call: Call) -> bool:
+        """Whether a call keeps activations for a backward that is ours to serve: not in evaluation or a dry run, nor
+        inside of the user's own checkpoint, or where one is run again."""
+        if not torch.is_grad_enabled() or functorch_is_active():
+            return False
+        if checkpoint_region() is not None or current_backward_node() is not None:
+            return False
+        return not any(map(self._context.is_dry, tree_leaves((call.args, call.keywords))))
 
 
 def _plainly(call: Call) -> Any:
     """The compiler decides what compiled code keeps."""
     return call()
-
-
-def _is_kept(call: Call) -> bool:
-    """Whether a call keeps activations for a backward that is ours to serve: not in evaluation or a dry run, nor inside
-    of the user's own checkpoint, or where one is run again."""
-    if not torch.is_grad_enabled() or functorch_is_active():
-        return False
-    if checkpoint_region() is not None or current_backward_node() is not None:
-        return False
-    return not any(map(is_fake, tree_leaves((call.args, call.keywords))))

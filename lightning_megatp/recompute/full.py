@@ -19,7 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_megatp.messages import warn_once_per_run
 from lightning_megatp.plan.ranges import split_evenly
-from lightning_megatp.shim.torch import tensor_version, tree_flatten, tree_unflatten
+from lightning_megatp.shim.torch import FakeTensor, tensor_version, tree_flatten, tree_unflatten
 from lightning_megatp.shim.transformers import without_cache
 from lightning_megatp.tensor.collectives import all_gather
 from lightning_megatp.tensor.context import TensorContext
@@ -44,7 +44,7 @@ class InputShares:
     def take(self, x: Tensor) -> Tensor | None:
         """(ceil or floor of numel(x) / t,), a copy; None of what is too small, no activation, or not dense."""
         context = self.context
-        divisible = type(x) is Tensor and x.is_floating_point() and x.requires_grad and x.is_contiguous()
+        divisible = type(x) in (Tensor, FakeTensor) and x.is_floating_point() and x.requires_grad and x.is_contiguous()
         if not divisible or context.open_region is not None or x.numel() < context.size or context.size == 1:
             return None
         version, share = self._known.get(x, (None, None))

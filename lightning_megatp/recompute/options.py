@@ -21,6 +21,14 @@ class RecomputeOptions:
     kind: str = "none"
     first: int | None = None
 
+    def of_block(self, index: int) -> str:
+        """What is done to a block.
+
+        Args:
+            index: among the blocks of its pipeline stage.
+        """
+        return "none" if self.first is not None and index >= self.first else self.kind
+
     @classmethod
     def of(cls, value: Any) -> RecomputeOptions:
         """From what the user wrote.

@@ -75,14 +75,15 @@ def finetuning_callback(trainer: Any) -> str | None:
     return next(names, None)
 
 
-def before_clipping(plugin: Any, call: Callable[[], None]) -> None:
-    """Call something after the hooks before an optimizer's step, and before gradients are clipped. Lightning has no
+def around_clipping(plugin: Any, call: Callable[[], None]) -> None:
+    """Call something after the hooks before an optimizer's step, and again when gradients are clipped. Lightning has no
     hook there; every precision plugin's `_after_closure` ends in `_clip_gradients` (2.5-2.6)."""
     clip = type(plugin)._clip_gradients
 
     def clip_gradients(*args: Any, **kwargs: Any) -> None:
         call()
         clip(plugin, *args, **kwargs)
+        call()
 
     plugin._clip_gradients = clip_gradients
 

@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
     UnsupportedOperatorException,
+    unset_fake_temporarily,
 )
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -221,8 +222,17 @@ def is_parameter_view(x: Tensor) -> bool:
 
 def sdpa_is_fused(*args: Any, **kwargs: Any) -> bool:
     """Whether `F.scaled_dot_product_attention` of these arguments takes a kernel that never builds the scores. What the
-    function itself asks; 0 stands for SDPBackend.MATH (2.11-2.13)."""
-    return int(torch._fused_sdp_choice(*args, **kwargs)) != 0
+    function itself asks; 0 stands for SDPBackend.MATH (2.11-2.13). Of fake tensors it would always say that, though the
+    function takes the kernel of their device: it is asked of real ones, whose memory nobody touches."""
+    with unset_fake_temporarily():
+        real = tree_map(_real_like, (args, kwargs))
+        return int(torch._fused_sdp_choice(*real[0], **real[1])) != 0
+
+
+def _real_like(x: Any) -> Any:
+    if not is_fake(x):
+        return x
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device, requires_grad=x.requires_grad)
 
 
 def as_subclass(x: Tensor, kind: type[T]) -> T:

@@ -223,7 +223,7 @@ def _can_wait(parameter: Tensor) -> bool:
 def _add_gradient(parameter: Tensor, gradient: Tensor) -> None:
     held = parameter.grad
     if held is None:
-        parameter.grad = gradient.to(parameter.dtype)
+        parameter.grad = gradient.to(parameter.grad_dtype)
     elif held.layout == torch.strided:
         held.add_(gradient)
     else:  # an embedding with sparse gradients, tied to a linear

@@ -113,6 +113,11 @@ def test_estimate_of_a_hugging_face_config(tmp_path: Path) -> None:
     config.architectures = ["GPT2LMHeadModel"]
     config.save_pretrained(tmp_path / "model")
     layout = ["--tp", "2", "--pp", "2", "--dp", "4", "--zero", "3", "--microbatch", "2", "32"]
-    ended = megatp(tmp_path, "estimate", "--hf", str(tmp_path / "model"), *layout)
-    assert ended.returncode == 0, ended.stderr
-    assert "tp=2, pp=2, dp=4, zero=3" in ended.stdout and "could not" not in ended.stdout
+    activations = []
+    for recompute in ("none", "full"):
+        ended = megatp(tmp_path, "estimate", "--hf", str(tmp_path / "model"), *layout, "--recompute", recompute)
+        assert ended.returncode == 0, ended.stderr
+        assert "tp=2, pp=2, dp=4, zero=3" in ended.stdout and "could not" not in ended.stdout
+        row = next(line for line in ended.stdout.splitlines() if line.startswith(("│ 0", "| 0")))
+        activations.append(row)
+    assert activations[0] != activations[1]

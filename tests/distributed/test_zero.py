@@ -116,20 +116,33 @@ def _first_gradients(layout: Layout, precision: str, options: dict[str, Any]) ->
         "untied",
         options,
         callbacks=[Looks()],
-        limit_train_batches=4,
-        accumulate_grad_batches=4,
+        accumulate_grad_batches=8,
         precision=precision,
     )
-    trainer.fit(GPT(CONFIG), train_loader(layout, 4))
+    trainer.fit(GPT(CONFIG), train_loader(layout, 8))
     return gradients
 
 
-def test_sums_in_float32() -> None:
-    """Eight rounded gradients, summed in bfloat16 and in float32: the second sum is nearer to the true one."""
-    layout = Layout(dp=2)
-    true = run_program(layout, _first_gradients, "64-true", {"zero": 1})[0]
+@pytest.mark.parametrize(
+    ("layout", "zero"),
+    [
+        (Layout(dp=2), 0),
+        (Layout(dp=2), 1),
+        (Layout(pp=2, microbatches=4), 0),
+        pytest.param(Layout(tp=2), 0, marks=pytest.mark.extended),
+        pytest.param(Layout(tp=2, dp=2), 0, marks=pytest.mark.extended),
+        pytest.param(Layout(tp=2, dp=2), 1, marks=pytest.mark.extended),
+        pytest.param(Layout(pp=2, dp=2, microbatches=2), 0, marks=pytest.mark.extended),
+        pytest.param(Layout(pp=2, schedule="zb_h1", microbatches=4), 0, marks=pytest.mark.extended),
+        pytest.param(Layout(pp=2, schedule="interleaved", microbatches=4), 0, marks=pytest.mark.extended),
+    ],
+    ids=str,
+)
+def test_sums_in_float32(layout: Layout, zero: int) -> None:
+    """Many rounded gradients, summed in bfloat16 and in float32: the second sum is nearer to the true one."""
+    true = run_program(layout, _first_gradients, "64-true", {"zero": zero})[0]
     errors = []
-    for options in ({"zero": 1}, {"zero": 1, "reduce_dtype": "float32"}):
+    for options in ({"zero": zero}, {"zero": zero, "reduce_dtype": "float32"}):
         found = run_program(layout, _first_gradients, "bf16-true", options)[0]
         errors.append(sum(float((found[name] - true[name]).square().sum()) for name in true))
     assert errors[1] < 0.9 * errors[0]

@@ -11,7 +11,8 @@ from lightning.pytorch.callbacks import BackboneFinetuning, BaseFinetuning
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from tests.distributed.training import Layout, make_trainer, run_program
+from tests.distributed.training import PLAIN, Layout, make_trainer, run_program, train_loader
+from tests.parity.models import GPT, GPTConfig
 from tests.ranks import RankError
 
 
@@ -159,6 +160,67 @@ def test_habits() -> None:
                 torch.testing.assert_close(
                     found[habit][name], value, atol=1e-9, rtol=0, msg=f"zero={zero} {habit} {name}"
                 )
+
+
+class EditsGradients(GPT):
+    """Scales gradients in place, replaces and clears them, wherever Lightning has a hook for it."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.3)
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        self.zero_grad()
+
+    def on_after_backward(self) -> None:
+        if (self.trainer.fit_loop.batch_idx + 1) % self.trainer.accumulate_grad_batches == 0:
+            self._scale(0.9)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self._scale(0.5)
+
+    def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        self._scale(0.8)
+        for parameter in self.parameters():
+            parameter.grad = None if parameter.grad is None else 0.7 * parameter.grad
+
+    def _scale(self, factor: float) -> None:
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)
+
+
+def _edited(layout: Layout, accumulate: int) -> dict[str, Tensor]:
+    torch.manual_seed(5)
+    module, trainer = EditsGradients(GPTConfig()), make_trainer(layout, "tied", accumulate_grad_batches=accumulate)
+    trainer.fit(module, train_loader(layout, 4))
+    state: dict[str, Tensor] = trainer.strategy.lightning_module_state_dict()
+    return state
+
+
+EDITED = [
+    (Layout(tp=2, dp=2, zero=1), 1),
+    (Layout(tp=2, dp=2, zero=3), 2),
+    (Layout(pp=2, dp=2, zero=1, microbatches=2), 2),
+    *(
+        pytest.param(layout, accumulate, marks=pytest.mark.extended)
+        for layout in (
+            Layout(dp=2, zero=2),
+            Layout(tp=2, dp=2, zero=2),
+            Layout(pp=2, dp=2, microbatches=2),
+            Layout(pp=2, dp=2, zero=2, microbatches=2),
+            Layout(pp=2, dp=2, zero=3, microbatches=2),
+        )
+        for accumulate in (1, 2)
+    ),
+]
+
+
+@pytest.mark.parametrize(("layout", "accumulate"), EDITED, ids=str)
+def test_edited_gradients_are_stepped(layout: Layout, accumulate: int) -> None:
+    """Also where they were summed over tensor ranks or stages after FSDP2 had reduced them."""
+    expected, found = (run_program(where, _edited, accumulate)[0] for where in (PLAIN, layout))
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, atol=1e-9, rtol=0, msg=lambda text, n=name: f"{n}: {text}")
 
 
 class WritesWhileGathered(Plain):

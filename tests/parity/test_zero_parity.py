@@ -55,31 +55,40 @@ CASES = [
     Case("deep", 3, pp=2, microbatches=2, clip="norm"),
     Case("tied", 3, precision="bf16-mixed"),
 ]
+LEVELS = (1, 2, 3)
 MORE = [
-    *(Case("deep_tied", zero, pp=2, schedule="1f1b", microbatches=3, clip="norm", accumulate=2) for zero in (1, 2, 3)),
-    *(Case("deep", zero, pp=2, schedule="interleaved", microbatches=4) for zero in (1, 2, 3)),
-    Case("deep_tied", 1, pp=2, schedule="gpipe", microbatches=1),
-    *(Case("deep_tied", zero, tp=2, pp=2, clip="norm", sequence=True) for zero in (1, 3)),
-    *(Case("grouped_fused", zero, tp=4, length=7) for zero in (2, 3)),
-    *(Case("grouped", zero, tp=4, clip="norm", sequence=True) for zero in (1, 3)),
-    *(Case("manual", zero, tp=2) for zero in (1, 2, 3)),
-    *(Case("uneven", zero, tp=2, sequence=True, clip="value") for zero in (1, 3)),
-    *(Case("unused", zero, accumulate=2) for zero in (1, 3)),
-    *(Case("regularised", zero) for zero in (1, 3)),
-    *(Case("head_outside", zero) for zero in (1, 3)),
+    *(Case("deep_tied", zero, pp=2, schedule="1f1b", microbatches=3, clip="norm", accumulate=2) for zero in LEVELS),
+    *(Case("deep", zero, pp=2, schedule="interleaved", microbatches=4) for zero in LEVELS),
+    *(Case("deep_tied", zero, pp=2, schedule="gpipe", microbatches=zero) for zero in LEVELS),
+    *(Case("deep_tied", zero, tp=2, pp=2, clip="norm", sequence=True) for zero in LEVELS),
+    *(Case("grouped_fused", zero, tp=4, length=7) for zero in LEVELS),
+    *(Case("grouped", zero, tp=4, clip="norm", sequence=True) for zero in LEVELS),
+    *(Case("manual", zero, tp=2) for zero in LEVELS),
+    *(Case("uneven", zero, tp=2, sequence=True, clip="value") for zero in LEVELS),
+    *(Case("unused", zero, accumulate=2) for zero in LEVELS),
+    *(Case("regularised", zero) for zero in LEVELS),
+    *(Case("head_outside", zero) for zero in LEVELS),
     *(
         Case("tied", zero, precision=precision, clip="norm")
-        for zero in (1, 3)
+        for zero in LEVELS
         for precision in ("bf16-true", "32-true", "16-mixed")
     ),
-    *(Case("tied", zero, dp=4, options=(("dp_replicate", 2),), clip="norm") for zero in (1, 3)),
-    Case("tied", 2, options=(("offload", "optimizer"),), clip="norm"),
+    *(Case("tied", zero, dp=4, options=(("dp_replicate", 2),), clip="norm") for zero in LEVELS),
+    *(Case("tied", zero, options=(("offload", "optimizer"),), clip="norm") for zero in (1, 2)),
     Case("tied", 3, options=(("offload", "parameters"),)),
     Case("tied", 3, options=(("verify", True),), dp=2),
     Case("tied", 3, options=(("plan", "auto"),), tp=2),
-    *(Case("deep", zero, pp=2, options=(("recompute", kind),)) for zero in (1, 3) for kind in ("full", "selective")),
-    Case("tied", 3, tp=2, sequence=True, options=(("recompute", "full"), ("offload_activations", True))),
-    Case("tied", 2, schedule="gpipe", pp=2, options=(("recompute", "full"),)),
+    *(
+        Case("deep", zero, pp=2, schedule=schedule, microbatches=4, options=(("recompute", kind),))
+        for zero in LEVELS
+        for schedule in ("1f1b", "gpipe", "interleaved")
+        for kind in ("full", "selective")
+    ),
+    *(
+        Case("tied", zero, tp=2, sequence=True, options=(("recompute", kind), ("offload_activations", True)))
+        for zero in LEVELS
+        for kind in ("full", "selective")
+    ),
 ]
 
 

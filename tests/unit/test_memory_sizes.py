@@ -8,9 +8,10 @@ from torch import Tensor, nn
 
 from lightning_megatp import ParallelismPlugin
 from lightning_megatp.pipeline.schedule import NAMES, make_schedule
-from lightning_megatp.planner.formula import rehearse_or_estimate
+from lightning_megatp.planner.formula import by_formula, rehearse_or_estimate
 from lightning_megatp.planner.optimizers import optimizers_in, states_of
 from lightning_megatp.planner.sizes import peak
+from lightning_megatp.recompute.options import RecomputeOptions
 from tests.parity.models import GPT, GPTConfig
 
 
@@ -69,3 +70,6 @@ def test_the_formula_where_a_step_reads_values() -> None:
     assert found is not None and "DataDependent" in why and "Korthikanti" in why
     s, b, h, a = 8, 2, 16, 4
     assert found.by_stage({}, 1) == [2 * round(s * b * h * (34 + 5 * a * s / h))]
+    for options, expected in (("full", 2 * 2), ("selective", 2 * 34), ({"blocks": 1}, 2 + 34 + 5 * a * s / h)):
+        found = by_formula(module, plugin.resolve(module, 1, True), (ids, ids), RecomputeOptions.of(options))
+        assert found.by_stage({}, 1) == [s * b * h * expected]

@@ -19,6 +19,7 @@ from lightning_megatp import MegaTPStrategy
 from lightning_megatp.recompute.blocks import Recomputation, find_blocks
 from lightning_megatp.recompute.offload import OffloadActivations
 from lightning_megatp.recompute.options import RecomputeOptions
+from lightning_megatp.shim.torch import is_fake
 from lightning_megatp.tensor.random import RankStream
 
 B, S, H, A = 2, 64, 32, 4
@@ -92,7 +93,7 @@ class Model(nn.Module):
 
 
 def context() -> Any:
-    return SimpleNamespace(stream=RankStream(0), size=1, rank=0, open_region=None)
+    return SimpleNamespace(stream=RankStream(0), size=1, rank=0, open_region=None, is_dry=is_fake)
 
 
 class Kept:
