@@ -17,12 +17,15 @@ from lightning_megatp.module import ParallelModule
 from lightning_megatp.pipeline.snapshot import random_state_kept
 from lightning_megatp.pipeline.units import find_units
 from lightning_megatp.plan.auto.discover import discover, look
-from lightning_megatp.plan.resolve import LayerPlan, ParallelPlan, plain_name, resolve
+from lightning_megatp.plan.convolutions import is_convolution
+from lightning_megatp.plan.layer import LayerPlan
+from lightning_megatp.plan.resolve import ParallelPlan, plain_name, resolve
 from lightning_megatp.plan.styles import Style, StyleLike
 from lightning_megatp.shim.torch import tree_map
 from lightning_megatp.tensor.attention import ParallelAttention, no_nested_tensors
 from lightning_megatp.tensor.context import Region, TensorContext
 from lightning_megatp.tensor.conv1d import column_kind, row_kind
+from lightning_megatp.tensor.convolution import convolution_kind
 from lightning_megatp.tensor.experts import expert_kind
 from lightning_megatp.tensor.layers import HiddenParallelEmbedding, ParallelLayer, VocabParallelEmbedding
 from lightning_megatp.tensor.outside import LayerParameters
@@ -145,6 +148,9 @@ class ParallelismPlugin:
         """Turn one layer into its parallel class, in place; its parameters are cut already."""
         style = plan.style.style
         common: dict[str, Any] = {"label": plan.name, "region": region}
+        splits = {split.leaf: (split.dim, split.by_rank) for split in plan.splits}
+        if is_convolution(layer):
+            return convolution_kind(layer).adopt(layer, context, plan.by_rank, splits=splits, **common)
         if style in ("column", "column_gather"):
             gather = style == "column_gather"
             sizes: dict[str, Any] = {"gather_output": gather, "global_sizes": plan.global_sizes, "lazy": plan.lazy}
@@ -156,7 +162,6 @@ class ParallelismPlugin:
         if style == "attention":
             return ParallelAttention.adopt(layer, context, plan.by_rank, sequence_dim=plan.sequence_dim, **common)
         if style == "experts":
-            splits = {split.leaf: (split.dim, split.by_rank) for split in plan.splits}
             return expert_kind(layer).adopt(layer, context, plan.by_rank, splits=splits, once=plan.once, **common)
         kind = VocabParallelEmbedding if style == "vocab" else HiddenParallelEmbedding
         return kind.adopt(layer, context, plan.by_rank, **common)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lightning_megatp.plan.auto.blocks import Call
 from lightning_megatp.plan.auto.exact import exact
 from lightning_megatp.plan.auto.thin import ThinLinear, concrete_call
-from lightning_megatp.plan.resolve import LayerPlan
+from lightning_megatp.plan.layer import LayerPlan
 from lightning_megatp.shim.torch import tree_leaves
 
 
@@ -27,7 +27,11 @@ def sequence_dim(twin: nn.Module, call: Call, layers: Mapping[str, LayerPlan]) -
         layers: what is split in the block.
     """
     rows = [name for name, layer in layers.items() if layer.style.style == "row"]
-    columns = [name for name, layer in layers.items() if layer.style.style in ("column", "column_gather")]
+    columns = [
+        name
+        for name, layer in layers.items()
+        if layer.style.style in ("column", "column_gather") and isinstance(twin.get_submodule(name), ThinLinear)
+    ]
     if not rows:
         return None
     own = concrete_call(call, seed=0)
