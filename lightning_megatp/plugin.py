@@ -216,7 +216,7 @@ class ParallelismPlugin:
             for name in find_units(module):
                 module.get_submodule(name).register_forward_hook(_leave_whole)
         if plan.open:
-            context.kept_whole |= _outside(module, plan)
+            context.kept_whole |= _used_anywhere(module, plan)
         for name in plan.token_local:
             modules[name].register_forward_pre_hook(_unwrap_tokens, with_kwargs=True)
             modules[name].register_forward_hook(_wrap_tokens, with_kwargs=True)
@@ -316,12 +316,14 @@ def _wrap_tokens(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     return tree_map(lambda x: SequenceShard.wrap(x, layout) if isinstance(x, Tensor) else x, output)
 
 
-def _outside(module: nn.Module, plan: ParallelPlan) -> set[int]:
-    """id of the whole parameters outside of `sequence` blocks. A step that nobody planned for may use them on whole
-    values as well as on shards (a last norm), so their gradients are completed at each use."""
+def _used_anywhere(module: nn.Module, plan: ParallelPlan) -> set[int]:
+    """id of the whole parameters that may be used on whole values as well as on shards, so that their gradients are
+    completed at each use: those outside of `sequence` blocks (a last norm), and those that a block uses twice."""
     inside = tuple(f"{name}." for name in plan.sequences)
-    named = ((plain_name(name), parameter) for name, parameter in module.named_parameters())
-    return {id(p) for name, p in named if not name.startswith(inside) and name not in plan.parameters}
+    named = [(plain_name(name), p) for name, p in module.named_parameters() if name not in plan.parameters]
+    return {
+        id(p) for name, p in named if not name.startswith(inside) or name.rpartition(".")[0] in plan.used_twice
+    }
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -14,18 +14,19 @@ from torch import nn
 from lightning_megatp.plan.layer import LayerPlan, Split
 from lightning_megatp.plan.ranges import Ranges, length, shard_ranges
 from lightning_megatp.plan.styles import Style
+from lightning_megatp.shim.torch import runs_own_convolution
 
 _MOST = 0.95
 """Of what all convolutions hold: the largest that hold so much are split."""
 _SMALL_PART = 0.02
 """Where convolutions are a smaller part of a model, they aren't worth their collectives."""
-_FORWARD = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
 def is_convolution(module: nn.Module) -> bool:
-    """Whether this is exactly one of torch's convolutions, with a weight of its own."""
-    return type(module) in (*_FORWARD, *_TRANSPOSED) and module._parameters.get("weight") is not None
+    """Whether this is one of torch's convolutions, with a weight of its own, or a subclass that computes the same: with
+    another constructor, and nothing else."""
+    return runs_own_convolution(module) and module._parameters.get("weight") is not None
 
 
 def convolution_plan(name: str, style: Style, module: Any, tp: int) -> LayerPlan:
@@ -48,7 +49,7 @@ def convolution_plan(name: str, style: Style, module: Any, tp: int) -> LayerPlan
         )
     by_rank = shard_ranges(outputs, tp, 1, outputs // pieces)
     dim, ranges = 0, by_rank
-    if type(module) in _TRANSPOSED:  # weight: (in, out of a group, ...)
+    if isinstance(module, _TRANSPOSED):  # weight: (in, out of a group, ...)
         dim, ranges = (1, by_rank) if groups == 1 else (0, input_ranges(module, by_rank) or ())
     splits = [Split("weight", dim, ranges)] + ([] if module.bias is None else [Split("bias", 0, by_rank)])
     return LayerPlan(name, style, by_rank, outputs // pieces, splits=tuple(splits))

@@ -52,6 +52,8 @@ class ParallelPlan:
     """Whether the model has compiled modules, which can't take shards that report whole sizes."""
     how: dict[str, str] = field(default_factory=dict)
     """Layers that were planned automatically -> how, in words."""
+    used_twice: set[str] = field(default_factory=set)
+    """Modules in sequence regions that use a parameter more than once, perhaps on whole values too."""
     whole_sequences: list[str] = field(default_factory=list)
     """Modules of the style `sequence` that meet compiled code, where their tokens stay whole."""
     whole: dict[str, str] = field(default_factory=dict)

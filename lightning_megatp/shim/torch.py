@@ -53,6 +53,7 @@ __all__ = [
     "is_random",
     "is_view",
     "reduce_scatter_single",
+    "runs_own_convolution",
     "sdpa_is_fused",
     "storage_id",
     "tensor_version",
@@ -301,3 +302,16 @@ def weights_of_recurrent_layers_renewed(module: nn.Module) -> Iterator[None]:
     finally:
         for layer in layers:
             layer._init_flat_weights()
+
+
+_CONVOLUTIONS = (
+    nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
+)  # fmt: skip
+
+
+def runs_own_convolution(module: nn.Module) -> bool:
+    """Whether a module's forward is that of torch's convolution. The work is in `_conv_forward` (`_output_padding` for
+    transposed ones), which a subclass may replace as well as `forward`: 2.11 and 2.13."""
+    kind = next((kind for kind in _CONVOLUTIONS if isinstance(module, kind)), None)
+    methods = ("forward", "__call__", "__getattr__", "_conv_forward", "_output_padding")
+    return kind is not None and all(getattr(type(module), m, None) is getattr(kind, m, None) for m in methods)

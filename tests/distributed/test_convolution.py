@@ -62,7 +62,7 @@ def _run(rank: int, world_size: int) -> None:
         assert shapes == [(8, 3, 4), (9, 4 - rank, 3), (4 - rank,)]
     compare(Sound, PLAN, [sound[0]], _call)  # without a batch
     found = compare(Image, IMAGE_PLAN, [image], _call)
-    y = found.module.left(image.to(memory_format=torch.channels_last))
+    y = found.module.right(image.to(memory_format=torch.channels_last))
     assert y.is_contiguous(memory_format=torch.channels_last)
     whole = Image().double()
     whole.load_state_dict(full_state_dict(found.module.state_dict(), found, keep=True))

@@ -15,7 +15,7 @@ from lightning_megatp.plan.auto.blocks import Block, Call, is_linear, unlooked
 from lightning_megatp.plan.auto.influence import Candidate, deal, find_candidates
 from lightning_megatp.plan.auto.simulate import BlockPlan, NotFinite, Outcome, Reference
 from lightning_megatp.plan.auto.thin import ThinLinear, thin_copy
-from lightning_megatp.plan.auto.tokens import sequence_dim
+from lightning_megatp.plan.auto.tokens import sequence_dim, used_twice
 from lightning_megatp.plan.ranges import length
 from lightning_megatp.plan.convolutions import convolution_plan, fits, is_convolution
 from lightning_megatp.plan.layer import LayerPlan
@@ -48,6 +48,8 @@ class BlockResult:
     gathers: dict[str, int] = field(default_factory=dict)
     sequence_dim: int | None = None
     """The dim of the hidden states that may be divided between regions."""
+    used_twice: set[str] = field(default_factory=set)
+    """Modules in it whose parameters may there be used on whole values too."""
 
 
 def plan_block(
@@ -103,7 +105,9 @@ def _probed(
     result.errors, result.gathers = outcome.errors, outcome.gathers
     for name in result.plan.layers:
         result.whole.pop(name, None)
-    result.sequence_dim = sequence_dim(twin, block.calls[0], result.plan.layers)
+    result.sequence_dim = sequence_dim(copy.deepcopy(twin), block.calls[0], result.plan.layers)
+    if result.sequence_dim is not None:
+        result.used_twice = used_twice(twin, block.calls[0])
     return result
 
 

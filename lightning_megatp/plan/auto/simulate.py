@@ -225,12 +225,13 @@ class SimulatedExchange:
 
 
 class _Mark(torch.autograd.Function):
-    """Identity, with the regions above and below it (see `tensor.lineage`)."""
+    """Identity, with the regions above and below it (see `tensor.lineage`). What real ranks receive is a tensor of its
+    own, which code may change in place; what they only enter into a region with is not."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, above: str, below: str) -> Tensor:
         ctx.region_above, ctx.region_below = above, below
-        return x.view_as(x)
+        return x.clone() if above == "whole" else x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
