@@ -17,7 +17,7 @@ from lightning_megatp.module import ParallelModule
 from lightning_megatp.pipeline.snapshot import random_state_kept
 from lightning_megatp.pipeline.units import find_units
 from lightning_megatp.plan.auto.discover import discover, look
-from lightning_megatp.plan.convolutions import is_convolution
+from lightning_megatp.plan.convolutions import is_convolution, is_weight_normed
 from lightning_megatp.plan.layer import LayerPlan
 from lightning_megatp.plan.resolve import ParallelPlan, plain_name, resolve
 from lightning_megatp.plan.styles import Style, StyleLike
@@ -149,7 +149,7 @@ class ParallelismPlugin:
         style = plan.style.style
         common: dict[str, Any] = {"label": plan.name, "region": region}
         splits = {split.leaf: (split.dim, split.by_rank) for split in plan.splits}
-        if is_convolution(layer):
+        if is_convolution(layer) or is_weight_normed(layer):
             return convolution_kind(layer).adopt(layer, context, plan.by_rank, splits=splits, **common)
         if style in ("column", "column_gather"):
             gather = style == "column_gather"

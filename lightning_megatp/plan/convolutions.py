@@ -14,12 +14,14 @@ from torch import nn
 from lightning_megatp.plan.layer import LayerPlan, Split
 from lightning_megatp.plan.ranges import Ranges, length, shard_ranges
 from lightning_megatp.plan.styles import Style
-from lightning_megatp.shim.torch import runs_own_convolution
+from lightning_megatp.shim.torch import runs_own_convolution, weight_norm_of
 
 _MOST = 0.95
 """Of what all convolutions hold: the largest that hold so much are split."""
 _SMALL_PART = 0.02
 """Where convolutions are a smaller part of a model, they aren't worth their collectives."""
+LENGTH, DIRECTION = "parametrizations.weight.original0", "parametrizations.weight.original1"
+"""Of a weight g v / |v| that is weight-normed: g and v."""
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
@@ -27,6 +29,17 @@ def is_convolution(module: nn.Module) -> bool:
     """Whether this is one of torch's convolutions, with a weight of its own, or a subclass that computes the same: with
     another constructor, and nothing else."""
     return runs_own_convolution(module) and module._parameters.get("weight") is not None
+
+
+def is_weight_normed(module: nn.Module) -> bool:
+    """Whether this is such a convolution whose weight torch's `parametrizations.weight_norm` computes."""
+    return runs_own_convolution(module) and weight_norm_of(module) is not None
+
+
+def weights(module: nn.Module) -> int:
+    """How many weights a convolution holds; 0 for anything else."""
+    leaf = "weight" if is_convolution(module) else DIRECTION if is_weight_normed(module) else ""
+    return module.get_parameter(leaf).numel() if leaf else 0
 
 
 def convolution_plan(name: str, style: Style, module: Any, tp: int) -> LayerPlan:
@@ -51,7 +64,11 @@ def convolution_plan(name: str, style: Style, module: Any, tp: int) -> LayerPlan
     dim, ranges = 0, by_rank
     if isinstance(module, _TRANSPOSED):  # weight: (in, out of a group, ...)
         dim, ranges = (1, by_rank) if groups == 1 else (0, input_ranges(module, by_rank) or ())
-    splits = [Split("weight", dim, ranges)] + ([] if module.bias is None else [Split("bias", 0, by_rank)])
+    splits = [Split("weight", dim, ranges)]
+    if is_weight_normed(module):
+        splits = [Split(DIRECTION, dim, ranges)]
+        splits += [Split(LENGTH, dim, ranges)] if weight_norm_of(module).dim == dim else []
+    splits += [] if module.bias is None else [Split("bias", 0, by_rank)]
     return LayerPlan(name, style, by_rank, outputs // pieces, splits=tuple(splits))
 
 
@@ -81,8 +98,8 @@ def least_size(model: nn.Module) -> float:
     The largest convolutions come last, as a rule, where images are small: their weights are worth most, and gathering
     what they make costs least.
     """
-    sizes = sorted((m.weight.numel() for m in model.modules() if is_convolution(m)), reverse=True)  # type: ignore[operator,union-attr]
-    if sum(sizes) < _SMALL_PART * sum(p.numel() for p in model.parameters()) or not sizes:
+    sizes = sorted(filter(None, map(weights, model.modules())), reverse=True)
+    if not sizes or sum(sizes) < _SMALL_PART * sum(p.numel() for p in model.parameters()):
         return math.inf
     held = itertools.accumulate(sizes)
     return next(float(size) for size, total in zip(sizes, held, strict=True) if total >= _MOST * sum(sizes))

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from lightning_megatp.plan.convolutions import convolution_plan, is_convolution
+from lightning_megatp.plan.convolutions import convolution_plan, is_convolution, is_weight_normed
 from lightning_megatp.plan.experts import check_parameters, looks_like_experts, usual_parameters
 from lightning_megatp.plan.layer import LayerPlan, Split
 from lightning_megatp.plan.ranges import Ranges, deal_units, length, shard_ranges, show
@@ -155,7 +155,7 @@ def _layer(name: str, style: Style, modules: Mapping[str, nn.Module], tp: int) -
         return _attention(name, style, module, tp)
     if style.style == "experts":
         return _experts(name, style, modules, tp)
-    if style.style == "column_gather" and is_convolution(module):
+    if style.style == "column_gather" and (is_convolution(module) or is_weight_normed(module)):
         return convolution_plan(name, style, module, tp)
     _check_type(name, style, module)
     size = module.get_parameter("weight").shape[_weight_dim(style, module)]

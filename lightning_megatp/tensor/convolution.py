@@ -8,11 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_megatp.plan.convolutions import channel_dim, input_ranges, own_groups
+from lightning_megatp.plan.convolutions import DIRECTION, channel_dim, input_ranges, own_groups
 from lightning_megatp.plan.ranges import Ranges
+from lightning_megatp.shim.torch import weight_norm_of
 from lightning_megatp.tensor.features import FeatureShard
 from lightning_megatp.tensor.layers import ParallelLayer
 from lightning_megatp.tensor.sequence import SequenceShard
+from lightning_megatp.tensor.weight_norm import split_weight_norm
 
 
 class ColumnParallelConvolution(ParallelLayer):
@@ -34,13 +36,15 @@ class ColumnParallelConvolution(ParallelLayer):
         self._dim = channel_dim(self)
         self._inputs = input_ranges(self, self.by_rank)
         self._own_groups = own_groups(self, self.ranges)
+        if DIRECTION in self.splits:
+            split_weight_norm(weight_norm_of(self), self.context, self.splits[DIRECTION])
 
     @torch.compiler.disable
     def forward(self, input: Tensor, *output_size: Any, **options: Any) -> Tensor:
         context = self.context
         with context.running(user_code=False):
             x, inside = self._enter(input), dict(self._parameters)
-            inside |= {name: self._own(name, *split) for name, split in self.splits.items()}
+            inside |= {name: self._own(name, *split) for name, split in self.splits.items() if name in inside}
             held, groups = self.__dict__["_parameters"], self.groups
             self.__dict__["_parameters"], self.groups = inside, self._own_groups  # seen by the module's own code
             try:

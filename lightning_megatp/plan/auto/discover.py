@@ -12,7 +12,7 @@ from lightning_megatp.plan.auto.blocks import Block, capture_calls, find_blocks,
 from lightning_megatp.plan.auto.huggingface import own_plan, plan_of_block
 from lightning_megatp.plan.auto.search import BlockResult, plan_block
 from lightning_megatp.plan.ranges import Ranges, split_evenly
-from lightning_megatp.plan.convolutions import convolution_plan, fits, is_convolution, least_size
+from lightning_megatp.plan.convolutions import convolution_plan, fits, least_size, weights
 from lightning_megatp.plan.layer import LayerPlan, Split
 from lightning_megatp.plan.resolve import (
     ParallelPlan,
@@ -184,9 +184,9 @@ def _plan_convolutions(plan: ParallelPlan, model: nn.Module, tp: int, least: flo
     inside = tuple(f"{plain_name(name)}." for name in find_blocks(model))
     for raw, child in model.named_modules():
         name = plain_name(raw)
-        if not is_convolution(child) or name in plan.layers or not _is_open(name, plan):
+        if weights(child) < max(least, 1) or name in plan.layers or not _is_open(name, plan):
             continue
-        if f"{name}.".startswith(inside) or child.get_parameter("weight").numel() < least or not fits(child, tp):
+        if f"{name}.".startswith(inside) or not fits(child, tp):
             continue
         plan.layers[name] = convolution_plan(name, Style(name, "column_gather"), child, tp)
         plan.how[name] = "gathered: a convolution"
