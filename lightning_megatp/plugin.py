@@ -321,9 +321,7 @@ def _used_anywhere(module: nn.Module, plan: ParallelPlan) -> set[int]:
     completed at each use: those outside of `sequence` blocks (a last norm), and those that a block uses twice."""
     inside = tuple(f"{name}." for name in plan.sequences)
     named = [(plain_name(name), p) for name, p in module.named_parameters() if name not in plan.parameters]
-    return {
-        id(p) for name, p in named if not name.startswith(inside) or name.rpartition(".")[0] in plan.used_twice
-    }
+    return {id(p) for name, p in named if not name.startswith(inside) or name.rpartition(".")[0] in plan.used_twice}
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

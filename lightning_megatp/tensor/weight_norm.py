@@ -49,11 +49,9 @@ class ParallelWeightNorm(nn.Module):
         return slice_whole(x, self.context.group, dim, by_rank) if whole else x
 
 
-def split_weight_norm(
-    norm: Any, context: TensorContext, split: tuple[int, tuple[Ranges, ...]]
-) -> ParallelWeightNorm:
+def split_weight_norm(norm: Any, context: TensorContext, split: tuple[int, tuple[Ranges, ...]]) -> ParallelWeightNorm:
     """Let torch's parametrization take norms over all ranks' parts."""
-    norm.__class__ = _combined(type(norm))
+    norm.__class__ = _combined(type(norm))  # type: ignore[arg-type]
     norm.context, norm.split = context, split
     norm.size = max(stop for ranges in split[1] for _, stop in ranges)
     found: ParallelWeightNorm = norm

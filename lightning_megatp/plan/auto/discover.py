@@ -11,9 +11,9 @@ from torch import nn
 from lightning_megatp.plan.auto.blocks import Block, capture_calls, find_blocks, is_linear, kinds_of_blocks
 from lightning_megatp.plan.auto.huggingface import own_plan, plan_of_block
 from lightning_megatp.plan.auto.search import BlockResult, plan_block
-from lightning_megatp.plan.ranges import Ranges, split_evenly
 from lightning_megatp.plan.convolutions import convolution_plan, fits, least_size, weights
 from lightning_megatp.plan.layer import LayerPlan, Split
+from lightning_megatp.plan.ranges import Ranges, split_evenly
 from lightning_megatp.plan.resolve import (
     ParallelPlan,
     expert_counts,

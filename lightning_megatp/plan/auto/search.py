@@ -16,9 +16,9 @@ from lightning_megatp.plan.auto.influence import Candidate, deal, find_candidate
 from lightning_megatp.plan.auto.simulate import BlockPlan, NotFinite, Outcome, Reference
 from lightning_megatp.plan.auto.thin import ThinLinear, thin_copy
 from lightning_megatp.plan.auto.tokens import sequence_dim, used_twice
-from lightning_megatp.plan.ranges import length
 from lightning_megatp.plan.convolutions import convolution_plan, fits, is_convolution
 from lightning_megatp.plan.layer import LayerPlan
+from lightning_megatp.plan.ranges import length
 from lightning_megatp.plan.resolve import AttributePlan
 from lightning_megatp.plan.styles import Style
 from lightning_megatp.shim.torch import tree_leaves
@@ -85,9 +85,7 @@ def plan_block(
         return _one_by_one(BlockResult(block), tp, convolutions, why)
 
 
-def _probed(
-    result: BlockResult, tp: int, trusted: BlockPlan | None, convolutions: dict[str, LayerPlan]
-) -> BlockResult:
+def _probed(result: BlockResult, tp: int, trusted: BlockPlan | None, convolutions: dict[str, LayerPlan]) -> BlockResult:
     block = result.block
     twin, references = _thin_references(block, result)
     influence = find_candidates(copy.deepcopy(twin), block.calls[0], tp)
