@@ -379,7 +379,7 @@ def test_convolutions_outside_of_blocks_and_subclasses_of_another_constructor() 
         def _conv_forward(self, *args: Any) -> Tensor:
             return super()._conv_forward(*args) * 2
 
-    model = nn.ModuleDict({"padded": Padded(8), "scaled": Scaled(8, 8, 3), "few": nn.Conv2d(64, 64, 3, groups=2)})
+    model = nn.ModuleDict({"padded": Padded(8), "scaled": Scaled(8, 8, 3), "few": nn.Conv2d(8, 8, 3, groups=2)})
     found = resolve({"**": "auto"}, model, 3)
     discover(model, 3, [], found)
     assert set(found.layers) == {"padded"} and set(found.parameters) == {"padded.weight", "padded.bias"}
