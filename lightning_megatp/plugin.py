@@ -17,12 +17,15 @@ from lightning_megatp.module import ParallelModule
 from lightning_megatp.pipeline.snapshot import random_state_kept
 from lightning_megatp.pipeline.units import find_units
 from lightning_megatp.plan.auto.discover import discover, look
-from lightning_megatp.plan.resolve import LayerPlan, ParallelPlan, plain_name, resolve
+from lightning_megatp.plan.convolutions import is_convolution, is_weight_normed
+from lightning_megatp.plan.layer import LayerPlan
+from lightning_megatp.plan.resolve import ParallelPlan, plain_name, resolve
 from lightning_megatp.plan.styles import Style, StyleLike
 from lightning_megatp.shim.torch import tree_map
 from lightning_megatp.tensor.attention import ParallelAttention, no_nested_tensors
 from lightning_megatp.tensor.context import Region, TensorContext
 from lightning_megatp.tensor.conv1d import column_kind, row_kind
+from lightning_megatp.tensor.convolution import convolution_kind
 from lightning_megatp.tensor.experts import expert_kind
 from lightning_megatp.tensor.layers import HiddenParallelEmbedding, ParallelLayer, VocabParallelEmbedding
 from lightning_megatp.tensor.outside import LayerParameters
@@ -145,6 +148,9 @@ class ParallelismPlugin:
         """Turn one layer into its parallel class, in place; its parameters are cut already."""
         style = plan.style.style
         common: dict[str, Any] = {"label": plan.name, "region": region}
+        splits = {split.leaf: (split.dim, split.by_rank) for split in plan.splits}
+        if is_convolution(layer) or is_weight_normed(layer):
+            return convolution_kind(layer).adopt(layer, context, plan.by_rank, splits=splits, **common)
         if style in ("column", "column_gather"):
             gather = style == "column_gather"
             sizes: dict[str, Any] = {"gather_output": gather, "global_sizes": plan.global_sizes, "lazy": plan.lazy}
@@ -156,7 +162,6 @@ class ParallelismPlugin:
         if style == "attention":
             return ParallelAttention.adopt(layer, context, plan.by_rank, sequence_dim=plan.sequence_dim, **common)
         if style == "experts":
-            splits = {split.leaf: (split.dim, split.by_rank) for split in plan.splits}
             return expert_kind(layer).adopt(layer, context, plan.by_rank, splits=splits, once=plan.once, **common)
         kind = VocabParallelEmbedding if style == "vocab" else HiddenParallelEmbedding
         return kind.adopt(layer, context, plan.by_rank, **common)
@@ -211,7 +216,7 @@ class ParallelismPlugin:
             for name in find_units(module):
                 module.get_submodule(name).register_forward_hook(_leave_whole)
         if plan.open:
-            context.kept_whole |= _outside(module, plan)
+            context.kept_whole |= _used_anywhere(module, plan)
         for name in plan.token_local:
             modules[name].register_forward_pre_hook(_unwrap_tokens, with_kwargs=True)
             modules[name].register_forward_hook(_wrap_tokens, with_kwargs=True)
@@ -311,12 +316,12 @@ def _wrap_tokens(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     return tree_map(lambda x: SequenceShard.wrap(x, layout) if isinstance(x, Tensor) else x, output)
 
 
-def _outside(module: nn.Module, plan: ParallelPlan) -> set[int]:
-    """id of the whole parameters outside of `sequence` blocks. A step that nobody planned for may use them on whole
-    values as well as on shards (a last norm), so their gradients are completed at each use."""
+def _used_anywhere(module: nn.Module, plan: ParallelPlan) -> set[int]:
+    """id of the whole parameters that may be used on whole values as well as on shards, so that their gradients are
+    completed at each use: those outside of `sequence` blocks (a last norm), and those that a block uses twice."""
     inside = tuple(f"{name}." for name in plan.sequences)
-    named = ((plain_name(name), parameter) for name, parameter in module.named_parameters())
-    return {id(p) for name, p in named if not name.startswith(inside) and name not in plan.parameters}
+    named = [(plain_name(name), p) for name, p in module.named_parameters() if name not in plan.parameters]
+    return {id(p) for name, p in named if not name.startswith(inside) or name.rpartition(".")[0] in plan.used_twice}
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

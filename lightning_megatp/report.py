@@ -14,8 +14,8 @@ from lightning_megatp.mesh import ParallelMesh
 from lightning_megatp.module import ParallelModule
 from lightning_megatp.pipeline.build import stage_table
 from lightning_megatp.pipeline.pipeline import Pipeline
+from lightning_megatp.plan.layer import LayerPlan
 from lightning_megatp.plan.ranges import length, show
-from lightning_megatp.plan.resolve import LayerPlan
 
 
 def print_layout(parallel: ParallelModule, mesh: ParallelMesh, pipeline: Pipeline | None = None) -> None:

@@ -9,7 +9,9 @@ from dataclasses import dataclass, field, replace
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
+from lightning_megatp.plan.convolutions import convolution_plan, is_convolution, is_weight_normed
 from lightning_megatp.plan.experts import check_parameters, looks_like_experts, usual_parameters
+from lightning_megatp.plan.layer import LayerPlan, Split
 from lightning_megatp.plan.ranges import Ranges, deal_units, length, shard_ranges, show
 from lightning_megatp.plan.shard import ShardedTensorSpec
 from lightning_megatp.plan.styles import Style, StyleLike, matches, read_plan
@@ -19,38 +21,6 @@ from lightning_megatp.shim.transformers import is_conv1d
 _LINEAR = {"column", "column_gather", "row", "row_split"}
 _EMBEDDING = {"vocab", "hidden"}
 _SPLIT_DIM = {"column": 0, "column_gather": 0, "row": 1, "row_split": 1, "vocab": 0, "hidden": 1}
-
-
-@dataclass(frozen=True)
-class Split:
-    """One parameter of a layer that is split."""
-
-    leaf: str
-    """Its name in the layer."""
-    dim: int
-    by_rank: tuple[Ranges, ...]
-
-
-@dataclass(frozen=True)
-class LayerPlan:
-    """One layer to swap."""
-
-    name: str
-    style: Style
-    by_rank: tuple[Ranges, ...]
-    unit: int = 1
-    region: str | None = None
-    """Name of the module that holds the columns and rows which belong together."""
-    sequence_dim: int | None = None
-    """For rows inside a `sequence` block: the dim their output is reduce-scattered along."""
-    lazy: bool = False
-    """For gathered columns: whether they are gathered only where an operation needs all features."""
-    splits: tuple[Split, ...] = ()
-    """Its split parameters, where they are not `weight` and `bias` as its style splits them."""
-    once: tuple[str, ...] = ()
-    """For experts: parameters that one rank adds to what is summed."""
-    global_sizes: bool = False
-    """Whether code between column and row sees the sizes of the whole (a `FeatureShard`)."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +52,8 @@ class ParallelPlan:
     """Whether the model has compiled modules, which can't take shards that report whole sizes."""
     how: dict[str, str] = field(default_factory=dict)
     """Layers that were planned automatically -> how, in words."""
+    used_twice: set[str] = field(default_factory=set)
+    """Modules in sequence regions that use a parameter more than once, perhaps on whole values too."""
     whole_sequences: list[str] = field(default_factory=list)
     """Modules of the style `sequence` that meet compiled code, where their tokens stay whole."""
     whole: dict[str, str] = field(default_factory=dict)
@@ -183,6 +155,8 @@ def _layer(name: str, style: Style, modules: Mapping[str, nn.Module], tp: int) -
         return _attention(name, style, module, tp)
     if style.style == "experts":
         return _experts(name, style, modules, tp)
+    if style.style == "column_gather" and (is_convolution(module) or is_weight_normed(module)):
+        return convolution_plan(name, style, module, tp)
     _check_type(name, style, module)
     size = module.get_parameter("weight").shape[_weight_dim(style, module)]
     unit = _unit(name, style, modules)
@@ -292,7 +266,7 @@ def _weight_dim(style: Style, module: nn.Module) -> int:
     return 1 - dim if is_conv1d(module) else dim
 
 
-def _splits(layer: LayerPlan, module: nn.Module) -> tuple[Split, ...]:
+def split_parameters(layer: LayerPlan, module: nn.Module) -> tuple[Split, ...]:
     """The split parameters of a layer; the others are whole on every rank."""
     if layer.splits:
         return layer.splits
@@ -321,6 +295,8 @@ def _check_type(name: str, style: Style, module: nn.Module) -> None:
     why = None
     if type(module) is not wanted and not (wanted is nn.Linear and is_conv1d(module)):
         why = f"is a {kind}; only exactly nn.{wanted.__name__} is swapped, since a subclass may compute something else"
+        if is_convolution(module):
+            why = f"is a {kind}, which takes the style `column_gather` only"
         if kind == "NonDynamicallyQuantizableLinear":
             holder = name.rpartition(".")[0]
             why = (
@@ -519,7 +495,7 @@ def parameter_specs(plan: ParallelPlan, model: nn.Module) -> dict[str, ShardedTe
     specs: dict[str, ShardedTensorSpec] = {}
     for layer in plan.layers.values():
         raw, module = modules[layer.name]
-        for split in _splits(layer, module):
+        for split in split_parameters(layer, module):
             parameter = module.get_parameter(split.leaf)
             spec = ShardedTensorSpec(f"{raw}.{split.leaf}", tuple(parameter.shape), split.dim, split.by_rank)
             for name in names[id(parameter)]:
@@ -531,13 +507,14 @@ def parameter_specs(plan: ParallelPlan, model: nn.Module) -> dict[str, ShardedTe
         f"{name}.{split.leaf}"
         for name, module in model.named_modules(remove_duplicate=False)
         if id(module) in swapped
-        for split in _splits(swapped[id(module)], module)
+        for split in split_parameters(swapped[id(module)], module)
     }
     for parameter_names in names.values():
         sharded = [name for name in parameter_names if name in specs]
         for name in parameter_names:
             owner = model.get_submodule(name.rpartition(".")[0])
-            if sharded and name not in planned and isinstance(owner, (nn.Linear, nn.Embedding)):
+            is_layer = isinstance(owner, (nn.Linear, nn.Embedding)) or is_convolution(owner)
+            if sharded and name not in planned and is_layer:
                 source = next(n for n in sharded if n in planned)
                 raise ValueError(_tied(name, source, "split by the plan only at one of them"))
     return specs

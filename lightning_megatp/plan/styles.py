@@ -80,7 +80,7 @@ _OPTIONS = {
 }
 STYLES = {
     "column": "nn.Linear: output features split; a `row` layer must consume them",
-    "column_gather": "nn.Linear: output features split, then gathered",
+    "column_gather": "nn.Linear, a convolution: output features (channels) split, then gathered",
     "row": "nn.Linear: input features split, as a `column` layer left them; outputs summed",
     "row_split": "nn.Linear: input features split by the layer itself; outputs summed",
     "attention": "nn.MultiheadAttention: heads split; outputs summed",

@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
     unset_fake_temporarily,
 )
+from torch.nn.utils.parametrizations import _WeightNorm
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
@@ -54,6 +55,7 @@ __all__ = [
     "is_random",
     "is_view",
     "reduce_scatter_single",
+    "runs_own_convolution",
     "sdpa_is_fused",
     "storage_id",
     "tensor_version",
@@ -61,6 +63,7 @@ __all__ = [
     "tree_leaves",
     "tree_map",
     "tree_unflatten",
+    "weight_norm_of",
     "weights_of_recurrent_layers_renewed",
     "without_dispatch_modes",
     "without_mode",
@@ -311,3 +314,24 @@ def weights_of_recurrent_layers_renewed(module: nn.Module) -> Iterator[None]:
     finally:
         for layer in layers:
             layer._init_flat_weights()
+
+
+_CONVOLUTIONS = (
+    nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
+)  # fmt: skip
+
+
+def runs_own_convolution(module: nn.Module) -> bool:
+    """Whether a module's forward is that of torch's convolution. The work is in `_conv_forward` (`_output_padding` for
+    transposed ones), which a subclass may replace as well as `forward`: 2.11 and 2.13."""
+    kind = next((kind for kind in _CONVOLUTIONS if isinstance(module, kind)), None)
+    methods = ("forward", "__call__", "__getattr__", "_conv_forward", "_output_padding")
+    return kind is not None and all(getattr(type(module), m, None) is getattr(kind, m, None) for m in methods)
+
+
+def weight_norm_of(module: nn.Module) -> Any:
+    """The module by which `torch.nn.utils.parametrizations.weight_norm` computes a module's weight, if nothing else
+    does: it has a `dim`, and takes g and v. Its class has no public name (2.11 and 2.13)."""
+    held = getattr(module, "parametrizations", {})
+    found = list(held["weight"]) if "weight" in held else []
+    return found[0] if len(found) == 1 and type(found[0]) is _WeightNorm else None

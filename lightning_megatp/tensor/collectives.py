@@ -234,7 +234,7 @@ def reduce_scatter(x: Tensor, group: dist.ProcessGroup, dim: int, sizes: Sequenc
     split = split.contiguous()
     kept = split.new_empty(split.shape[1:])
     reduce_scatter_single(kept, split.view(-1, *split.shape[2:]), group=group)
-    return kept if sizes[rank] == most else kept.narrow(dim, 0, sizes[rank])
+    return kept if sizes[rank] == most else kept.narrow(dim, 0, sizes[rank]).clone()  # never a view
 
 
 def take_ranges(x: Tensor, dim: int, ranges: Ranges) -> Tensor:

@@ -129,6 +129,9 @@ def _put_together(x: Tensor, place: _Place) -> Tensor:
         return x.new_empty((*x.shape[:dim], place.size, *x.shape[dim + 1 :]))
     gathered = all_gather(x, place.group, dim, [length(ranges) for ranges in place.by_rank])
     runs = gathered_runs(place.by_rank)
+    if len(runs) == 1:  # a tensor of its own, which code may change in place
+        ((start, stop),) = runs
+        return gathered if stop - start == gathered.shape[dim] else gathered.narrow(dim, start, stop - start).clone()
     if len(runs) <= _FEW_RUNS:
         return take_ranges(gathered, dim, runs)
     order = torch.cat([torch.arange(start, stop, device=x.device) for start, stop in runs])

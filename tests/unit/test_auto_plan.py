@@ -18,6 +18,7 @@ from lightning_megatp.plan.auto.influence import find_candidates
 from lightning_megatp.plan.auto.search import BlockResult, plan_block
 from lightning_megatp.plan.auto.simulate import BlockPlan, Reference, SimulatedExchange
 from lightning_megatp.plan.auto.thin import ThinLinear, thin_copy
+from lightning_megatp.plan.convolutions import least_size
 from lightning_megatp.plan.ranges import length
 from lightning_megatp.plan.resolve import ParallelPlan, resolve
 from tests.unit.auto_models import HIDDEN, Block, FullNorm, Fused, Gated, Interleaved, Model, Separate, SideDoor
@@ -336,3 +337,85 @@ def test_candidates_name_what_feeds_a_row() -> None:
     twin = thin_copy(Block(Separate()), seed=0)
     (candidate,) = find_candidates(twin, Call((X,), {}), 2).candidates
     assert candidate.row == "body.out" and set(candidate.columns) == {"body.q", "body.k", "body.v"}
+
+
+class Convolved(nn.Module):
+    """Convolutions over tokens: before a region, where values are whole, and depthwise inside of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix, self.inside = nn.Conv1d(HIDDEN, HIDDEN, 3, padding=1), nn.Conv1d(48, 48, 3, padding=1, groups=48)
+        self.up, self.down = nn.Linear(HIDDEN, 48), nn.Linear(48, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.mix(x.transpose(1, 2)).transpose(1, 2)
+        return self.down(F.gelu(self.inside(self.up(x).transpose(1, 2)).transpose(1, 2)))
+
+
+@pytest.mark.parametrize("tp", [2, 5])
+def test_convolutions_are_split_where_they_are_worth_it(tp: int) -> None:
+    kind = Kind(Block(Convolved()), ["block"], [Call((X,), {})])
+    small = plan_block(kind, tp)
+    assert not {"mix", "inside"} & styles(small).keys()
+    found = plan_block(kind, tp, least_convolution=100)
+    assert styles(found) == {**styles(small), "mix": "column_gather", "inside": "column_gather"}
+    assert found.problem is None and found.how["body.mix"] == "gathered: a convolution"
+    assert [len(features) for features in owned(found, "mix")] == ([12, 12] if tp == 2 else [5, 5, 5, 5, 4])
+
+
+def test_the_largest_convolutions_are_those_worth_it() -> None:
+    widths = (64, 32, 16, 2)
+    model = nn.ModuleList(nn.Conv2d(width, width, 3) for width in widths)
+    assert least_size(model) == 32 * 32 * 9
+    assert least_size(nn.ModuleList([model, nn.Linear(2000, 2000)])) == float("inf")
+
+
+def test_convolutions_outside_of_blocks_and_subclasses_of_another_constructor() -> None:
+    class Padded(nn.Conv2d):
+        def __init__(self, width: int) -> None:
+            super().__init__(width, width, 3, padding=1)
+
+    class Scaled(nn.Conv2d):
+        def _conv_forward(self, *args: Any) -> Tensor:
+            return super()._conv_forward(*args) * 2
+
+    model = nn.ModuleDict({"padded": Padded(8), "scaled": Scaled(8, 8, 3), "few": nn.Conv2d(8, 8, 3, groups=2)})
+    found = resolve({"**": "auto"}, model, 3)
+    discover(model, 3, [], found)
+    assert set(found.layers) == {"padded"} and set(found.parameters) == {"padded.weight", "padded.bias"}
+
+
+def test_tied_convolutions_that_would_be_split_differently_stay_whole() -> None:
+    model = nn.ModuleDict({"down": nn.Conv1d(8, 8, 3), "up": nn.ConvTranspose1d(8, 8, 3)})
+    model.up.weight = model.down.weight
+    found = resolve({"**": "auto"}, model, 2)
+    discover(model, 2, [], found)
+    assert not found.layers
+
+
+def test_what_a_row_returns_may_be_changed_in_place() -> None:
+    class InPlace(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(HIDDEN, 48), nn.Linear(48, HIDDEN)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.down(self.up(x).relu())
+            y += x
+            return y
+
+    found = plan(InPlace(), 2)
+    assert styles(found) == {"up": "column", "down": "row"} and found.sequence_dim == 1
+
+
+def test_modules_that_use_a_parameter_twice_are_known() -> None:
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.weight = nn.LayerNorm(HIDDEN), nn.Parameter(torch.rand(HIDDEN))
+            self.up, self.down = nn.Linear(HIDDEN, 48), nn.Linear(48, HIDDEN)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.down(self.up(self.norm(x * self.weight + 1 - self.weight)).relu())
+
+    assert plan(Mixed(), 2).used_twice == {"body"}

@@ -325,6 +325,21 @@ def test_a_subclass_is_not_swapped() -> None:
     _check(_error({"head": "column_gather"}, model), "is a Scaled", "a subclass may compute something else")
 
 
+def test_a_convolution_is_split_by_its_output_channels_or_whole_groups() -> None:
+    model = nn.ModuleDict({
+        "dense": nn.Conv2d(3, 5, 3), "up": nn.ConvTranspose1d(4, 6, 2), "depthwise": nn.Conv1d(4, 8, 3, groups=4),
+        "grouped_up": nn.ConvTranspose1d(6, 9, 2, groups=3, bias=False),
+    })  # fmt: skip
+    specs = resolve({"*": "column_gather"}, model, 2).parameters
+    assert {name: (spec.dim, spec.spec(1).local_shape) for name, spec in specs.items()} == {
+        "dense.weight": (0, (2, 3, 3, 3)), "dense.bias": (0, (2,)), "up.weight": (1, (4, 3, 2)), "up.bias": (0, (3,)),
+        "depthwise.weight": (0, (4, 1, 3)), "depthwise.bias": (0, (4,)), "grouped_up.weight": (0, (2, 3, 2)),
+    }  # fmt: skip
+    _check(_error({"depthwise": "column_gather"}, model, tp=5), "4 groups of channels for tp=5 ranks", "tp <= 4")
+    _check(_error({"dense": "row"}, model), "is a Conv2d, which takes the style `column_gather` only")
+    _check(_error({"dense": {"style": "column_gather", "lazy": True}}, model), "are for linear layers")
+
+
 def test_a_conv1d_is_a_linear_layer_whose_weight_lies_the_other_way() -> None:
     conv1d = pytest.importorskip("transformers.pytorch_utils").Conv1D
     model = nn.ModuleDict({"up": conv1d(16, 8), "down": conv1d(8, 16)})

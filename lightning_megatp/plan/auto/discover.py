@@ -11,13 +11,15 @@ from torch import nn
 from lightning_megatp.plan.auto.blocks import Block, capture_calls, find_blocks, is_linear, kinds_of_blocks
 from lightning_megatp.plan.auto.huggingface import own_plan, plan_of_block
 from lightning_megatp.plan.auto.search import BlockResult, plan_block
+from lightning_megatp.plan.convolutions import convolution_plan, fits, least_size, weights
+from lightning_megatp.plan.layer import LayerPlan, Split
 from lightning_megatp.plan.ranges import Ranges, split_evenly
 from lightning_megatp.plan.resolve import (
-    LayerPlan,
     ParallelPlan,
     expert_counts,
     parameter_specs,
     plain_name,
+    split_parameters,
     whole_modules,
 )
 from lightning_megatp.plan.styles import Style, matches
@@ -70,14 +72,16 @@ def discover(model: nn.Module, tp: int, kinds: Sequence[Block], plan: ParallelPl
     found = Discovery()
     plan.compiled = any(map(is_compiled, model.modules()))
     own, problem = own_plan(model)
+    least = least_size(model)
     found.problems += [problem] if problem else []
     for kind in kinds:
         trusted = plan_of_block(own, kind.names[0], kind.module, tp) if own else None
-        result = plan_block(kind, tp, trusted)
+        result = plan_block(kind, tp, trusted, least)
         found.results.append(result)
         found.problems += _spread(plan, result, model)
     found.problems += _plan_whole_modules(plan, model, tp)
     _plan_tables(plan, model, tp)
+    _plan_convolutions(plan, model, tp, least)
     _agree_on_ties(plan, model, tp)
     plan.parameters = parameter_specs(plan, model)
     found.problems += _what_stays_whole(found.results)
@@ -116,6 +120,7 @@ def _spread(plan: ParallelPlan, result: BlockResult, model: nn.Module) -> list[s
             continue
         if dim is not None:
             plan.sequences[plain_name(block)] = Style(plain_name(block), "sequence", dim=dim)
+            plan.used_twice |= {named(block, inner) for inner in result.used_twice}
         for name, layer in result.plan.layers.items():
             full = named(block, name)
             region = None if layer.region is None else plain_name(f"{block}.{layer.region}").rstrip(".")
@@ -174,6 +179,19 @@ def _plan_tables(plan: ParallelPlan, model: nn.Module, tp: int) -> None:
             _add(plan, name, "column_gather", _even(outputs, tp), "outside of blocks", head=outputs in vocabularies)
 
 
+def _plan_convolutions(plan: ParallelPlan, model: nn.Module, tp: int, least: float) -> None:
+    """Outside of blocks: large convolutions by their output channels."""
+    inside = tuple(f"{plain_name(name)}." for name in find_blocks(model))
+    for raw, child in model.named_modules():
+        name = plain_name(raw)
+        if weights(child) < max(least, 1) or name in plan.layers or not _is_open(name, plan):
+            continue
+        if f"{name}.".startswith(inside) or not fits(child, tp):
+            continue
+        plan.layers[name] = convolution_plan(name, Style(name, "column_gather"), child, tp)
+        plan.how[name] = "gathered: a convolution"
+
+
 def _can_split(table: nn.Embedding) -> bool:
     return not (table.sparse or table.max_norm or table.scale_grad_by_freq)
 
@@ -195,9 +213,13 @@ def _agree_on_ties(plan: ParallelPlan, model: nn.Module, tp: int) -> None:
             rows = _even(modules[names[0]].weight.shape[0], tp)
             for name in names:
                 _add(plan, name, str(styles[name]), rows, "tied", head=True)
-        elif len(split) < len(names) or len({plan.layers[name].by_rank for name in split}) > 1:
+        elif len(split) < len(names) or len({_of_weight(plan.layers[n], modules[n]) for n in split}) > 1:
             for name in split:
                 _drop_region(plan, name, f"it shares its weight with {', '.join(n for n in names if n != name)}")
+
+
+def _of_weight(layer: LayerPlan, module: nn.Module) -> Split | None:
+    return next((split for split in split_parameters(layer, module) if split.leaf == "weight"), None)
 
 
 def _tied_style(module: nn.Module) -> str | None:

@@ -9,8 +9,8 @@ from torch import nn
 
 from lightning_megatp.plan.auto.blocks import is_linear
 from lightning_megatp.plan.auto.simulate import BlockPlan
+from lightning_megatp.plan.layer import LayerPlan
 from lightning_megatp.plan.ranges import deal_units
-from lightning_megatp.plan.resolve import LayerPlan
 from lightning_megatp.plan.styles import Style, matches
 
 _STYLES = {

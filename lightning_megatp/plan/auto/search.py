@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -14,9 +15,11 @@ from lightning_megatp.plan.auto.blocks import Block, Call, is_linear, unlooked
 from lightning_megatp.plan.auto.influence import Candidate, deal, find_candidates
 from lightning_megatp.plan.auto.simulate import BlockPlan, NotFinite, Outcome, Reference
 from lightning_megatp.plan.auto.thin import ThinLinear, thin_copy
-from lightning_megatp.plan.auto.tokens import sequence_dim
+from lightning_megatp.plan.auto.tokens import sequence_dim, used_twice
+from lightning_megatp.plan.convolutions import convolution_plan, fits, is_convolution
+from lightning_megatp.plan.layer import LayerPlan
 from lightning_megatp.plan.ranges import length
-from lightning_megatp.plan.resolve import AttributePlan, LayerPlan
+from lightning_megatp.plan.resolve import AttributePlan
 from lightning_megatp.plan.styles import Style
 from lightning_megatp.shim.torch import tree_leaves
 from lightning_megatp.shim.transformers import is_conv1d
@@ -45,34 +48,44 @@ class BlockResult:
     gathers: dict[str, int] = field(default_factory=dict)
     sequence_dim: int | None = None
     """The dim of the hidden states that may be divided between regions."""
+    used_twice: set[str] = field(default_factory=set)
+    """Modules in it whose parameters may there be used on whole values too."""
 
 
-def plan_block(block: Block, tp: int, trusted: BlockPlan | None = None) -> BlockResult:
+def plan_block(
+    block: Block, tp: int, trusted: BlockPlan | None = None, least_convolution: float = math.inf
+) -> BlockResult:
     """Find and prove a plan for one kind of block.
 
     Args:
         block: with its calls.
         tp: number of tensor ranks.
         trusted: what a model's own plan says about its layers; tried first, and proven like any other.
+        least_convolution: convolutions with fewer weights stay whole.
 
     Returns:
         What was found. Where a block can't be probed, its layers are split one by one and gathered, which computes the
         same whatever the block does with them.
     """
+    convolutions = {
+        name: convolution_plan(name, Style(name, "column_gather"), child, tp)
+        for name, child in block.module.named_modules()
+        if is_convolution(child) and child.get_parameter("weight").numel() >= least_convolution and fits(child, tp)
+    }
     result = BlockResult(block)
     if not block.calls:
-        return _one_by_one(result, tp, "the step that was tried out does not call it")
+        return _one_by_one(result, tp, convolutions, "the step that was tried out does not call it")
     if why := unlooked(block.module):
-        return _one_by_one(result, tp, why)
+        return _one_by_one(result, tp, convolutions, why)
     try:
-        return _probed(result, tp, trusted)
+        return _probed(result, tp, trusted, convolutions)
     except Exception as error:  # a block may be any code
         text = str(error).splitlines()
         why = f"it can't be probed ({type(error).__name__}: {text[0] if text else ''})"
-        return _one_by_one(BlockResult(block), tp, why)
+        return _one_by_one(BlockResult(block), tp, convolutions, why)
 
 
-def _probed(result: BlockResult, tp: int, trusted: BlockPlan | None) -> BlockResult:
+def _probed(result: BlockResult, tp: int, trusted: BlockPlan | None, convolutions: dict[str, LayerPlan]) -> BlockResult:
     block = result.block
     twin, references = _thin_references(block, result)
     influence = find_candidates(copy.deepcopy(twin), block.calls[0], tp)
@@ -82,19 +95,25 @@ def _probed(result: BlockResult, tp: int, trusted: BlockPlan | None) -> BlockRes
             search.region(candidate)
         result.whole.update(influence.reasons)
     search.gather_the_rest()
+    search.convolutions(convolutions)
     outcome = search.prove(result.plan)
     if not outcome.holds:
-        return _one_by_one(BlockResult(block), tp, f"its parts together do not compute the same ({outcome.error})")
+        why = f"its parts together do not compute the same ({outcome.error})"
+        return _one_by_one(BlockResult(block), tp, convolutions, why)
     result.errors, result.gathers = outcome.errors, outcome.gathers
     for name in result.plan.layers:
         result.whole.pop(name, None)
-    result.sequence_dim = sequence_dim(twin, block.calls[0], result.plan.layers)
+    result.sequence_dim = sequence_dim(copy.deepcopy(twin), block.calls[0], result.plan.layers)
+    if result.sequence_dim is not None:
+        result.used_twice = used_twice(twin, block.calls[0])
     return result
 
 
-def _one_by_one(result: BlockResult, tp: int, why: str) -> BlockResult:
+def _one_by_one(result: BlockResult, tp: int, convolutions: dict[str, LayerPlan], why: str) -> BlockResult:
     """Split every layer of a block by its outputs, and gather them."""
     result.problem = why
+    result.plan.layers |= convolutions
+    result.how |= dict.fromkeys(convolutions, f"gathered: {why}")
     layers = {name: child for name, child in result.block.module.named_modules() if is_linear(child)}
     sizes = {name: child.weight.numel() for name, child in layers.items()}
     for name, child in layers.items():
@@ -212,6 +231,12 @@ class _Search:
                 continue
             plan = BlockPlan({name: _gathered(name, layer.out_features, self.tp)})
             self.accept(plan, f"gathered: {self.result.whole.get(name, '')}")
+
+    def convolutions(self, layers: dict[str, LayerPlan]) -> None:
+        """Convolutions by their output channels, gathered: all of them, or those that stand where values are whole."""
+        if layers and not self.accept(BlockPlan(layers), "gathered: a convolution"):
+            for name, layer in layers.items():
+                self.accept(BlockPlan({name: layer}), "gathered: a convolution")
 
     def _attributes(self, candidate: Candidate) -> Iterator[tuple[AttributePlan, ...]]:
         shares = self._shares(candidate)

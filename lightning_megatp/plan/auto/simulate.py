@@ -21,8 +21,10 @@ from torch import Tensor, nn
 from lightning_megatp.plan.auto.blocks import Call
 from lightning_megatp.plan.auto.exact import exact, exact_in_thread
 from lightning_megatp.plan.auto.thin import ThinLinear, concrete_call
+from lightning_megatp.plan.convolutions import channel_dim, input_ranges, own_groups
+from lightning_megatp.plan.layer import LayerPlan
 from lightning_megatp.plan.ranges import Ranges, length
-from lightning_megatp.plan.resolve import AttributePlan, LayerPlan
+from lightning_megatp.plan.resolve import AttributePlan
 from lightning_megatp.shim.torch import tree_leaves
 from lightning_megatp.tensor.collectives import take_ranges
 from lightning_megatp.tensor.features import FeatureLayout, FeatureShard, own_features
@@ -223,12 +225,13 @@ class SimulatedExchange:
 
 
 class _Mark(torch.autograd.Function):
-    """Identity, with the regions above and below it (see `tensor.lineage`)."""
+    """Identity, with the regions above and below it (see `tensor.lineage`). What real ranks receive is a tensor of its
+    own, which code may change in place; what they only enter into a region with is not."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, above: str, below: str) -> Tensor:
         ctx.region_above, ctx.region_below = above, below
-        return x.view_as(x)
+        return x.clone() if above == "whole" else x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -244,8 +247,10 @@ class _Rank:
         self.cuts: dict[str, tuple[int, Ranges]] = {}
         for name, layer in plan.layers.items():
             child = self.module.get_submodule(name)
-            assert isinstance(child, ThinLinear)
-            self._cut(name, child, layer)
+            if isinstance(child, ThinLinear):
+                self._cut(name, child, layer)
+            else:
+                self._cut_convolution(name, child, layer)
         for attribute in plan.attributes:
             setattr(self.module.get_submodule(attribute.module), attribute.attribute, attribute.by_rank[rank])
 
@@ -280,6 +285,14 @@ class _Rank:
             child.out_features = length(ranges)
         if style == "row" and not layer.global_sizes:
             child.in_features = length(ranges)
+
+    def _cut_convolution(self, name: str, child: Any, layer: LayerPlan) -> None:
+        forward = _Convolution(child, layer, self.context.exchange)  # knows the numbers of the whole
+        for split in layer.splits:
+            ranges, parameter = split.by_rank[self.rank], child._parameters[split.leaf]
+            child._parameters[split.leaf] = nn.Parameter(take_ranges(parameter.detach(), split.dim, ranges).clone())
+            self.cuts[f"{name}.{split.leaf}"] = split.dim, ranges
+        child.__dict__["forward"] = forward
 
 
 class _Column:
@@ -319,6 +332,19 @@ class _Row:
                 return found
             x = x.whole("linear")
         return self.exchange.scatter(x, x.dim() - 1, self.layer.by_rank) if x.shape[-1] == self.size else x
+
+
+class _Convolution:
+    def __init__(self, module: Any, layer: LayerPlan, exchange: SimulatedExchange) -> None:
+        self.module, self.layer, self.exchange = module, layer, exchange
+        self.dim, self.inputs = channel_dim(module), input_ranges(module, layer.by_rank)
+        module.groups = own_groups(module, layer.by_rank[exchange.rank])
+
+    def __call__(self, x: Tensor, *output_size: Any) -> Tensor:
+        x = x.whole("convolution") if isinstance(x, FeatureShard) else x
+        x = self.exchange.copy(x) if self.inputs is None else self.exchange.scatter(x, self.dim, self.inputs)
+        y = type(self.module).forward(self.module, x, *output_size)
+        return self.exchange.gather(y, self.dim, self.layer.by_rank)
 
 
 _SPLITS: dict[str, Callable[[LayerPlan, SimulatedContext], Any]] = {

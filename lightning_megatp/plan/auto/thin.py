@@ -51,7 +51,7 @@ class ThinLinear(nn.Linear):
         y = y.detach().requires_grad_() if self.cut else y
         if self.record is not None:
             self.record.append((x, y))
-        return y
+        return y.clone() if self.cut else y  # a leaf can't be changed in place
 
     def compute(self, x: Tensor, bias: bool = True) -> Tensor:
         """The layer's own work, on the rows of U and V that are here."""

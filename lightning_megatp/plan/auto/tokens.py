@@ -6,6 +6,7 @@ must depend on token t only. Source: Korthikanti et al. 2022, section 4.2.2.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
@@ -14,8 +15,8 @@ from torch import Tensor, nn
 from lightning_megatp.plan.auto.blocks import Call
 from lightning_megatp.plan.auto.exact import exact
 from lightning_megatp.plan.auto.thin import ThinLinear, concrete_call
-from lightning_megatp.plan.resolve import LayerPlan
-from lightning_megatp.shim.torch import tree_leaves
+from lightning_megatp.plan.layer import LayerPlan
+from lightning_megatp.shim.torch import accumulated_parameter, tree_leaves
 
 
 def sequence_dim(twin: nn.Module, call: Call, layers: Mapping[str, LayerPlan]) -> int | None:
@@ -27,7 +28,11 @@ def sequence_dim(twin: nn.Module, call: Call, layers: Mapping[str, LayerPlan]) -
         layers: what is split in the block.
     """
     rows = [name for name, layer in layers.items() if layer.style.style == "row"]
-    columns = [name for name, layer in layers.items() if layer.style.style in ("column", "column_gather")]
+    columns = [
+        name
+        for name, layer in layers.items()
+        if layer.style.style in ("column", "column_gather") and isinstance(twin.get_submodule(name), ThinLinear)
+    ]
     if not rows:
         return None
     own = concrete_call(call, seed=0)
@@ -49,6 +54,29 @@ def sequence_dim(twin: nn.Module, call: Call, layers: Mapping[str, LayerPlan]) -
         if all(_is_local(x, sources, hidden.shape[dim], dim) for x in targets):
             return dim
     return None
+
+
+def used_twice(twin: nn.Module, call: Call) -> set[str]:
+    """The modules with a parameter that one run of a block uses more than once: it may meet whole values as well as
+    shards of them.
+
+    Args:
+        twin: from `thin_copy`.
+        call: what a step calls it with.
+    """
+    own = concrete_call(call, seed=0)
+    with torch.enable_grad(), exact():
+        outputs = tree_leaves(twin(*own.args, **own.kwargs))
+    todo = [x.grad_fn for x in outputs if isinstance(x, Tensor) and x.grad_fn is not None]
+    seen, uses = set(todo), Counter[int]()
+    while todo:
+        for node, _ in todo.pop().next_functions:
+            leaf = None if node is None else accumulated_parameter(node)
+            uses.update([] if leaf is None else [id(leaf)])
+            if node is not None and node not in seen:
+                seen.add(node)
+                todo.append(node)
+    return {name.rpartition(".")[0] for name, p in twin.named_parameters() if uses[id(p)] > 1}
 
 
 def _calls(twin: nn.Module, name: str) -> Iterator[tuple[Tensor, Tensor]]:

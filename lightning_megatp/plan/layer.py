@@ -1,0 +1,40 @@
+"""What a plan means for one layer: which of its parameters are split, and where."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lightning_megatp.plan.ranges import Ranges
+from lightning_megatp.plan.styles import Style
+
+
+@dataclass(frozen=True)
+class Split:
+    """One parameter of a layer that is split."""
+
+    leaf: str
+    """Its name in the layer."""
+    dim: int
+    by_rank: tuple[Ranges, ...]
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """One layer to swap."""
+
+    name: str
+    style: Style
+    by_rank: tuple[Ranges, ...]
+    unit: int = 1
+    region: str | None = None
+    """Name of the module that holds the columns and rows which belong together."""
+    sequence_dim: int | None = None
+    """For rows inside a `sequence` block: the dim their output is reduce-scattered along."""
+    lazy: bool = False
+    """For gathered columns: whether they are gathered only where an operation needs all features."""
+    splits: tuple[Split, ...] = ()
+    """Its split parameters, where they are not `weight` and `bias` as its style splits them."""
+    once: tuple[str, ...] = ()
+    """For experts: parameters that one rank adds to what is summed."""
+    global_sizes: bool = False
+    """Whether code between column and row sees the sizes of the whole (a `FeatureShard`)."""

@@ -1,0 +1,88 @@
+"""torch's convolutions, of which each rank computes some output channels."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_megatp.plan.convolutions import DIRECTION, channel_dim, input_ranges, own_groups
+from lightning_megatp.plan.ranges import Ranges
+from lightning_megatp.shim.torch import weight_norm_of
+from lightning_megatp.tensor.features import FeatureShard
+from lightning_megatp.tensor.layers import ParallelLayer
+from lightning_megatp.tensor.sequence import SequenceShard
+from lightning_megatp.tensor.weight_norm import split_weight_norm
+
+
+class ColumnParallelConvolution(ParallelLayer):
+    """A convolution that runs its own forward on this rank's output channels, and gathers them.
+
+    Input (batch, in_channels, ...) or (in_channels, ...), whole or a shard; output (batch, out_channels, ...) whole, in
+    the memory format that the convolution chose. `groups` and the numbers of channels stay those of the whole.
+
+    Communication: an all-gather of the output forward; backward an all-reduce of the input's gradient, once for all
+    convolutions that read the same tensor. With groups, of which a rank takes whole ones, each rank reads other
+    channels, and their gradients are gathered: half the volume.
+    """
+
+    groups: int
+    splits: dict[str, tuple[int, tuple[Ranges, ...]]]
+    """Split parameter -> its dim and the ranges of every rank."""
+
+    def _set_local_sizes(self) -> None:
+        self._dim = channel_dim(self)
+        self._inputs = input_ranges(self, self.by_rank)
+        self._own_groups = own_groups(self, self.ranges)
+        if DIRECTION in self.splits:
+            split_weight_norm(weight_norm_of(self), self.context, self.splits[DIRECTION])
+
+    @torch.compiler.disable
+    def forward(self, input: Tensor, *output_size: Any, **options: Any) -> Tensor:
+        context = self.context
+        with context.running(user_code=False):
+            x, inside = self._enter(input), dict(self._parameters)
+            inside |= {name: self._own(name, *split) for name, split in self.splits.items() if name in inside}
+            held, groups = self.__dict__["_parameters"], self.groups
+            self.__dict__["_parameters"], self.groups = inside, self._own_groups  # seen by the module's own code
+            try:
+                y = super(ParallelLayer, self).forward(x, *output_size, **options)
+            finally:
+                self.__dict__["_parameters"], self.groups = held, groups
+            return gather_channels(context.exchange, y, self._dim, self.by_rank)
+
+    def _enter(self, x: Tensor) -> Tensor:
+        if self._inputs is None:
+            return self.context.enter(x, self._bring, None, self.training)
+        if isinstance(x, FeatureShard):
+            x = x.whole("convolution")
+        whole = x.whole() if isinstance(x, SequenceShard) else x
+        own: Tensor = self.context.exchange.scatter(whole, self._dim, self._inputs)
+        return own
+
+
+def gather_channels(exchange: Any, y: Tensor, dim: int, by_rank: tuple[Ranges, ...]) -> Tensor:
+    """All channels of what each rank computed some of. Channels-last tensors stay so, and are sent as they lie.
+
+    Args:
+        exchange: a `GroupExchange`, or a simulated one.
+    """
+    last = y.movedim(dim, -1)
+    if last.is_contiguous() and not y.is_contiguous():
+        gathered: Tensor = exchange.gather(last, -1, by_rank).movedim(-1, dim)
+        return gathered
+    whole: Tensor = exchange.gather(y, dim, by_rank)
+    return whole
+
+
+def convolution_kind(layer: nn.Module) -> type[ColumnParallelConvolution]:
+    """The parallel class for one of torch's convolutions."""
+    kind: type[ColumnParallelConvolution] = _combined(type(layer))  # type: ignore[arg-type]
+    return kind
+
+
+@functools.cache
+def _combined(original: Any) -> Any:
+    return type(f"ColumnParallel{original.__name__}", (ColumnParallelConvolution, original), {"__module__": __name__})
