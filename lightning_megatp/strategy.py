@@ -19,7 +19,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim import Optimizer
 
 from lightning_megatp.building.building import Building
-from lightning_megatp.checkpoint.averages import split_averages
+from lightning_megatp.checkpoint.averages import Averages
 from lightning_megatp.checkpoint.methods import CheckpointMethods
 from lightning_megatp.checkpoint.single import durable_checkpoint_io
 from lightning_megatp.checkpoint.stages import user_order
@@ -202,6 +202,7 @@ class MegaTPStrategyBase(CheckpointMethods):
         self.pipeline: Pipeline | None = None
         self.sharding: ZeroSharding | None = None
         self._buckets: GradientBuckets | None = None
+        self._averages: Averages | None = None
         self._same_batch: SameBatch | None = None
         self._failure_watch: FailureWatch | None = None
         self._accumulating = False
@@ -378,7 +379,7 @@ class MegaTPStrategyBase(CheckpointMethods):
         self.sharding = self._divide(self.parallel, mesh, example)
         if building is not None:
             self._materialize_units(building, self.parallel)
-        split_averages(averages(trainer), self.parallel, mesh)
+        self._averages = Averages(averages(trainer), self.parallel, mesh)
         if self.sharding is not None and (callback := finetuning_callback(trainer)) is not None:
             raise ValueError(
                 f"MegaTPStrategy: the callback {callback} looks for the optimizer's parameters in the module, and with"
@@ -876,6 +877,8 @@ class MegaTPStrategyBase(CheckpointMethods):
         super().teardown()
         if self.pipeline is not None:
             self.pipeline.close()
+        if self._averages is not None:
+            self._averages.close()
         if self._buckets is not None:
             self._buckets.close()
             self._buckets = None

@@ -27,6 +27,7 @@ from lightning_megatp.checkpoint.full import (
 from lightning_megatp.checkpoint.sharded import (
     ELSEWHERE,
     NOT_TENSORS,
+    elsewhere_on_all_stages,
     load_sharded_model,
     load_sharded_optimizer,
     put_back,
@@ -112,11 +113,7 @@ class CheckpointMethods(_Base):
             parallel.check_replicas(mesh.group("tp"))
         if self.checkpoint == "folder":
             return sharded_state_dict(self.lightning_module.state_dict(), parallel, mesh)
-        state: dict[str, Any] = {}
-        if not self._is_copy():
-            keep = mesh.rank("tp") == mesh.rank("dp") == 0
-            state = full_state_dict(self.lightning_module.state_dict(), parallel, keep)
-            state = gather_state_dict(state, parallel, mesh) if self.pp > 1 else state
+        state = self._gathered(self.lightning_module.state_dict())
         if self._interrupted() or not self._has_hook("on_save_checkpoint"):
             return state
         outline = self.broadcast(without_data(state))
@@ -148,19 +145,22 @@ class CheckpointMethods(_Base):
             if (states := gather_random_states(self._mesh())) is not None:
                 checkpoint["random_states"] = states
         for place, key in averaged_states(checkpoint):
-            place[key] = self._gathered_average(place[key])
+            state = place[key]
+            folder = self.checkpoint == "folder"
+            place[key] = sharded_state_dict(state, self._parallel(), self._mesh()) if folder else self._gathered(state)
         if self.checkpoint == "folder":
             self._save_folder(checkpoint, filepath, storage_options)
             return
         with agreed:
             super().save_checkpoint(checkpoint, filepath, storage_options)
 
-    def _gathered_average(self, state: dict[str, Any]) -> dict[str, Any]:
-        """An averaged copy, which callbacks have put into the checkpoint as this rank holds it."""
+    def _gathered(self, state: dict[str, Any]) -> dict[str, Any]:
+        """The whole, on global rank 0, of what this rank has of a state dict: the module's, or a callback's copy's."""
+        if self._is_copy():
+            return {}
         parallel, mesh = self._parallel(), self._mesh()
-        if self.checkpoint == "folder":
-            return sharded_state_dict(state, parallel, mesh)
-        return {} if mesh.rank("dp") > 0 else full_state_dict(state, parallel, keep=mesh.rank("tp") == 0)
+        state = full_state_dict(state, parallel, keep=mesh.rank("tp") == mesh.rank("dp") == 0)
+        return gather_state_dict(state, parallel, mesh) if self.pp > 1 else state
 
     def _save_folder(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None) -> None:
         if storage_options is not None or "://" in str(filepath):
@@ -173,6 +173,8 @@ class CheckpointMethods(_Base):
         self.wait_for_checkpoints()
         with together(f"the checkpoint {path} was not saved"):
             tensors, rest = split_content(checkpoint, mesh)
+        rest[ELSEWHERE] = elsewhere_on_all_stages(rest[ELSEWHERE], mesh)
+        with together(f"the checkpoint {path} was not saved"):
             meta = to_bytes(rest) if self.is_global_zero else b""
         if not self._saves_in_background():
             save_folder(path, tensors, meta)
