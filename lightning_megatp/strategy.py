@@ -385,6 +385,7 @@ class MegaTPStrategyBase(CheckpointMethods):
                 f"MegaTPStrategy: the callback {callback} looks for the optimizer's parameters in the module, and with"
                 " zero > 0 those are other tensors. Use zero=0, or freeze and unfreeze by `requires_grad_`."
             )
+        self._watch_exceptions(trainer)
         self._load_split_model()
         synchronize_random_state(mesh)
         gather_metrics_over(module, mesh.group("dp"))
@@ -821,7 +822,7 @@ class MegaTPStrategyBase(CheckpointMethods):
             dist.barrier(device_ids=devices)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        if not dist.is_initialized():
+        if not dist.is_initialized() or self._apart():
             return obj
         objects = [obj]
         dist.broadcast_object_list(objects, src=src)
@@ -879,6 +880,7 @@ class MegaTPStrategyBase(CheckpointMethods):
             self.pipeline.close()
         if self._averages is not None:
             self._averages.close()
+        self._leave_exceptions()
         if self._buckets is not None:
             self._buckets.close()
             self._buckets = None

@@ -40,6 +40,7 @@ __all__ = [
     "as_subclass",
     "attributes_of_fakes",
     "checkpoint_region",
+    "collectives_begun",
     "current_backward_node",
     "entry_of",
     "forget_fakes",
@@ -301,3 +302,9 @@ def weights_of_recurrent_layers_renewed(module: nn.Module) -> Iterator[None]:
     finally:
         for layer in layers:
             layer._init_flat_weights()
+
+
+def collectives_begun(group: Any) -> int:
+    """How many collectives this rank has begun in a group. Ranks that differ would meet each other's in the next one.
+    torch's own debugging of desynchronised ranks compares it; there is no public name (2.11-2.13)."""
+    return int(group._get_sequence_number_for_group())
