@@ -19,7 +19,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim import Optimizer
 
 from lightning_megatp.building.building import Building
-from lightning_megatp.checkpoint.averages import split_averages
+from lightning_megatp.checkpoint.averages import Averages
 from lightning_megatp.checkpoint.methods import CheckpointMethods
 from lightning_megatp.checkpoint.single import durable_checkpoint_io
 from lightning_megatp.checkpoint.stages import user_order
@@ -205,6 +205,7 @@ class MegaTPStrategyBase(CheckpointMethods):
         self._buckets: GradientBuckets | None = None
         self._walked: tuple[tuple[int, int], list[nn.Parameter]] | None = None
         """When the module was walked last, and its parameters."""
+        self._averages: Averages | None = None
         self._same_batch: SameBatch | None = None
         self._failure_watch: FailureWatch | None = None
         self._accumulating = False
@@ -381,12 +382,13 @@ class MegaTPStrategyBase(CheckpointMethods):
         self.sharding = self._divide(self.parallel, mesh, example)
         if building is not None:
             self._materialize_units(building, self.parallel)
-        split_averages(averages(trainer), self.parallel, mesh)
+        self._averages = Averages(averages(trainer), self.parallel, mesh)
         if self.sharding is not None and (callback := finetuning_callback(trainer)) is not None:
             raise ValueError(
                 f"MegaTPStrategy: the callback {callback} looks for the optimizer's parameters in the module, and with"
                 " zero > 0 those are other tensors. Use zero=0, or freeze and unfreeze by `requires_grad_`."
             )
+        self._watch_exceptions(trainer)
         self._load_split_model()
         synchronize_random_state(mesh)
         gather_metrics_over(module, mesh.group("dp"))
@@ -841,7 +843,7 @@ class MegaTPStrategyBase(CheckpointMethods):
             dist.barrier(device_ids=devices)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        if not dist.is_initialized():
+        if not dist.is_initialized() or self._apart():
             return obj
         objects = [obj]
         dist.broadcast_object_list(objects, src=src)
@@ -897,6 +899,9 @@ class MegaTPStrategyBase(CheckpointMethods):
         super().teardown()
         if self.pipeline is not None:
             self.pipeline.close()
+        if self._averages is not None:
+            self._averages.close()
+        self._leave_exceptions()
         if self._buckets is not None:
             self._buckets.close()
             self._buckets = None

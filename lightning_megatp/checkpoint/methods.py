@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ from lightning_megatp.building.building import Building
 from lightning_megatp.checkpoint.agree import together
 from lightning_megatp.checkpoint.averages import averaged_states
 from lightning_megatp.checkpoint.background import BackgroundSave
+from lightning_megatp.checkpoint.exceptions import AfterException
 from lightning_megatp.checkpoint.files import check_zip
 from lightning_megatp.checkpoint.folder import Folder, is_folder, save_folder, to_bytes
 from lightning_megatp.checkpoint.full import (
@@ -27,6 +29,7 @@ from lightning_megatp.checkpoint.full import (
 from lightning_megatp.checkpoint.sharded import (
     ELSEWHERE,
     NOT_TENSORS,
+    elsewhere_on_all_stages,
     load_sharded_model,
     load_sharded_optimizer,
     put_back,
@@ -43,9 +46,10 @@ from lightning_megatp.checkpoint.stages import (
 from lightning_megatp.mesh import ParallelMesh
 from lightning_megatp.messages import warn_once_per_run
 from lightning_megatp.module import ParallelModule
+from lightning_megatp.pipeline.detour import Detour
 from lightning_megatp.plugin import ParallelismPlugin
 from lightning_megatp.randomness import gather_random_states, set_random_state
-from lightning_megatp.shim.lightning import averages, restart_loaders
+from lightning_megatp.shim.lightning import averages, default_store, restart_loaders
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import ParallelStrategy as _Base
@@ -77,6 +81,8 @@ class CheckpointMethods(_Base):
         self.checkpoint, self.async_save = checkpoint, async_save
         self._background = BackgroundSave()
         self._background_group: dist.ProcessGroup | None = None
+        self._after_exception: AfterException | None = None
+        self._detours: list[Detour] = []
         self._random_states: list[dict[str, Any]] | None = None
         self._folder: Folder | None = None
         self._not_tensors: dict[str, Any] = {}
@@ -108,16 +114,12 @@ class CheckpointMethods(_Base):
         parallel, mesh = self._parallel(), self._mesh()
         if self._cannot_gather():
             return {}
-        if not self._interrupted() and not self._is_copy():
+        if not self._apart() and not self._is_copy():
             parallel.check_replicas(mesh.group("tp"))
         if self.checkpoint == "folder":
-            return sharded_state_dict(self.lightning_module.state_dict(), parallel, mesh)
-        state: dict[str, Any] = {}
-        if not self._is_copy():
-            keep = mesh.rank("tp") == mesh.rank("dp") == 0
-            state = full_state_dict(self.lightning_module.state_dict(), parallel, keep)
-            state = gather_state_dict(state, parallel, mesh) if self.pp > 1 else state
-        if self._interrupted() or not self._has_hook("on_save_checkpoint"):
+            return sharded_state_dict(self._state_dict(), parallel, mesh)
+        state = self._gathered(self._state_dict())
+        if self._apart() or not self._has_hook("on_save_checkpoint"):
             return state
         outline = self.broadcast(without_data(state))
         return state if self.is_global_zero else outline
@@ -141,26 +143,37 @@ class CheckpointMethods(_Base):
                 " the model, can't be asked for it. The last regular checkpoint is the newest."
             )
             return
-        if self._interrupted():
+        if self._apart():
             agreed: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         else:
             agreed = together(f"the checkpoint {filepath} was not saved")
             if (states := gather_random_states(self._mesh())) is not None:
                 checkpoint["random_states"] = states
         for place, key in averaged_states(checkpoint):
-            place[key] = self._gathered_average(place[key])
+            state = place[key]
+            folder = self.checkpoint == "folder"
+            place[key] = sharded_state_dict(state, self._parallel(), self._mesh()) if folder else self._gathered(state)
         if self.checkpoint == "folder":
             self._save_folder(checkpoint, filepath, storage_options)
             return
         with agreed:
             super().save_checkpoint(checkpoint, filepath, storage_options)
 
-    def _gathered_average(self, state: dict[str, Any]) -> dict[str, Any]:
-        """An averaged copy, which callbacks have put into the checkpoint as this rank holds it."""
+    def _state_dict(self) -> dict[str, Any]:
+        """What this rank has of the model; of what is divided its rows, also where an exception left it gathered."""
+        assert self.lightning_module is not None
+        sharding = self._parallel().sharding
+        with contextlib.nullcontext() if sharding is None else sharding.as_rows():
+            state: dict[str, Any] = self.lightning_module.state_dict()
+        return state
+
+    def _gathered(self, state: dict[str, Any]) -> dict[str, Any]:
+        """The whole, on global rank 0, of what this rank has of a state dict: the module's, or a callback's copy's."""
+        if self._is_copy():
+            return {}
         parallel, mesh = self._parallel(), self._mesh()
-        if self.checkpoint == "folder":
-            return sharded_state_dict(state, parallel, mesh)
-        return {} if mesh.rank("dp") > 0 else full_state_dict(state, parallel, keep=mesh.rank("tp") == 0)
+        state = full_state_dict(state, parallel, keep=mesh.rank("tp") == mesh.rank("dp") == 0)
+        return gather_state_dict(state, parallel, mesh) if self.pp > 1 else state
 
     def _save_folder(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None) -> None:
         if storage_options is not None or "://" in str(filepath):
@@ -169,10 +182,12 @@ class CheckpointMethods(_Base):
                 ' or with storage_options. Use a mounted path, or checkpoint="file".'
             )
         mesh = self._mesh()
-        path = Path(self.broadcast(str(filepath)) if not self._interrupted() else filepath)
+        path = Path(self.broadcast(str(filepath)))
         self.wait_for_checkpoints()
         with together(f"the checkpoint {path} was not saved"):
             tensors, rest = split_content(checkpoint, mesh)
+        rest[ELSEWHERE] = elsewhere_on_all_stages(rest[ELSEWHERE], mesh)
+        with together(f"the checkpoint {path} was not saved"):
             meta = to_bytes(rest) if self.is_global_zero else b""
         if not self._saves_in_background():
             save_folder(path, tensors, meta)
@@ -243,8 +258,7 @@ class CheckpointMethods(_Base):
         module = self.lightning_module
         assert module is not None
         trainer: Any = module.trainer
-        owners = (module, *trainer.callbacks)
-        return any(name in vars(x) or sum(name in vars(kind) for kind in type(x).__mro__) > 1 for x in owners)
+        return any(_has_own(x, name) for x in (module, *trainer.callbacks))
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Lightning restores the model before `setup` splits it. From a file it gets all, or its shards if an earlier
@@ -308,10 +322,64 @@ class CheckpointMethods(_Base):
         if states is not None and len(states) == mesh.size("dp"):
             set_random_state(states[mesh.rank("dp")])
 
+    # ---------------------------------------------------------------- after an exception
+
+    def _watch_exceptions(self, trainer: Any) -> None:
+        """Let callbacks that save after an exception do so if all ranks can."""
+        if self.world_size == 1:
+            return
+        store = default_store()
+        run = store.add(f"megatp_exceptions/runs/{self.global_rank}", 1)
+        store = dist.PrefixStore(f"megatp_exceptions/{run}", store)
+        self._after_exception = AfterException(store, self.global_rank, self.world_size)
+        saving = [c for c in trainer.checkpoint_callbacks if getattr(c, "save_on_exception", True)]
+        self._detours = [
+            Detour(c, "on_exception", self._save_after_exception) for c in saving if _has_own(c, "on_exception")
+        ]
+
+    def _leave_exceptions(self) -> None:
+        for detour in self._detours:
+            detour.end()
+        self._detours = []
+
+    def _save_after_exception(self, save: functools.partial[Any]) -> None:
+        """In place of a callback's `on_exception`. Lightning's own does more than to save: it links and removes."""
+        exception, mesh = save.args[-1], self._mesh()
+        assert self._after_exception is not None and self.lightning_module is not None
+        step = self.lightning_module.trainer.global_step
+        why = self._after_exception.agree(exception, step, self._groups_for_saving())
+        if not why or not self._cannot_gather():
+            save()
+            return
+        warnings.warn(
+            f"MegaTPStrategy: no checkpoint was saved after the {type(exception).__name__} on {mesh.describe()}: {why}."
+            " Each rank holds a part of the model, so that all have to raise at the same point. The last regular"
+            " checkpoint is the newest.",
+            stacklevel=2,
+        )
+
+    def _groups_for_saving(self) -> dict[str, Any]:
+        mesh, rows = self._mesh(), self._parallel().rows_group
+        groups = {f"{axis} {mesh.ranks(axis)}": mesh.group(axis) for axis in ("tp", "pp", "dp")}
+        if rows is not None:
+            groups[f"rows {dist.get_process_group_ranks(rows)}"] = rows
+        return {"world": dist.group.WORLD, **groups}
+
     def _cannot_gather(self) -> bool:
-        alone = self._mesh().size("tp") * self.pp == 1 and (self.checkpoint == "file" or self.world_size == 1)
-        return self._interrupted() and not alone
+        """Whether the others, whose parts are needed, can't be asked for them."""
+        divided = self._mesh().size("tp") * self.pp > 1 or bool(self._parallel().divided)
+        alone = not divided and (self.checkpoint == "file" or self.world_size == 1)
+        return self._apart() and not alone
+
+    def _apart(self) -> bool:
+        """Whether this rank has raised, and can't count on the others to do what it does."""
+        return self._interrupted() and not (self._after_exception is not None and self._after_exception.together)
 
     def _interrupted(self) -> bool:
         trainer = getattr(self.lightning_module, "_trainer", None)
         return trainer is not None and bool(trainer.interrupted)
+
+
+def _has_own(owner: Any, name: str) -> bool:
+    """Whether an object has a method of its own instead of Lightning's empty hook."""
+    return name in vars(owner) or sum(name in vars(kind) for kind in type(owner).__mro__) > 1

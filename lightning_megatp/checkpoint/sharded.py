@@ -89,6 +89,14 @@ def split_content(checkpoint: dict[str, Any], mesh: ParallelMesh) -> tuple[dict[
     return tensors, rest
 
 
+def elsewhere_on_all_stages(elsewhere: dict[str, Any], mesh: ParallelMesh) -> dict[str, Any]:
+    """The places of all stages' tensors, in the order of the stages.
+
+    Communication: at pp > 1 one object all-gather of names, over pp.
+    """
+    return {name: keys for stage in reversed(_over_stages(elsewhere, mesh)) for name, keys in stage.items()}
+
+
 def put_back(checkpoint: dict[str, Any], folder: Folder) -> None:
     """Read whole what callbacks have saved of a module, and the module: they load it before the module is split."""
     checkpoint["state_dict"] |= {

@@ -205,6 +205,19 @@ class ZeroSharding:
             self.end()
 
     @contextlib.contextmanager
+    def as_rows(self) -> Iterator[None]:
+        """Meanwhile the module's parameters are this rank's plain rows."""
+        places = [(owner._parameters, leaf, p.local) for p in self.parameters for owner, leaf in p.owners]
+        before = [(held, leaf, held[leaf]) for held, leaf, _ in places]
+        for held, leaf, rows in places:
+            held[leaf] = rows
+        try:
+            yield
+        finally:
+            for held, leaf, value in before:
+                held[leaf] = value
+
+    @contextlib.contextmanager
     def planning(self, fake_mode: FakeTensorMode) -> Iterator[None]:
         """Meanwhile units run as they are, on parameters without data: for a pipeline's dry run."""
         before: list[tuple[dict[str, Any], str, Any]] = []

@@ -7,7 +7,8 @@ home makes the step, and the copy is renewed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -46,6 +47,24 @@ class Loans:
     def is_lent(self, name: str) -> bool:
         """Whether what this rank has under a name is a copy."""
         return self._mesh.global_rank in self._lent.get(name, ())
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """Meanwhile the module's parameters are without the copies."""
+        copies = {id(self._parallel.names[name]) for name in self._lent if self.is_lent(name)}
+        taken = [
+            (child._parameters, leaf, p)
+            for child in self._parallel.module.modules()
+            for leaf, p in child._parameters.items()
+            if id(p) in copies
+        ]
+        for held, leaf, _ in taken:
+            del held[leaf]
+        try:
+            yield
+        finally:
+            for held, leaf, copy in taken:
+                held[leaf] = copy
 
     def lend(self, uses: Mapping[str, Sequence[int]]) -> list[str]:
         """Give copies to the stages that need some. Every rank of the pipeline has to call it, with the same uses.

@@ -58,14 +58,14 @@ def default_store() -> dist.Store:
     return dist.distributed_c10d._get_default_store()
 
 
-def averages(trainer: Any) -> dict[str, Any]:
-    """Name of callback -> its averaged copy of the module. StochasticWeightAveraging and WeightAveraging hold it as
+def averages(trainer: Any) -> list[tuple[Any, Any]]:
+    """Callback, and its averaged copy of the module. StochasticWeightAveraging and WeightAveraging hold it as
     `_average_model`, made in their `setup`, before the strategy's; the latter within torch's AveragedModel."""
-    found = {}
+    found = []
     for callback in trainer.callbacks:
         average = getattr(callback, "_average_model", None)
         if average is not None:
-            found[type(callback).__name__] = average.module if isinstance(average, AveragedModel) else average
+            found.append((callback, average.module if isinstance(average, AveragedModel) else average))
     return found
 
 

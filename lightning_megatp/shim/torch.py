@@ -42,6 +42,7 @@ __all__ = [
     "as_subclass",
     "attributes_of_fakes",
     "checkpoint_region",
+    "collectives_begun",
     "current_backward_node",
     "entry_of",
     "forget_fakes",
@@ -335,3 +336,9 @@ def weight_norm_of(module: nn.Module) -> Any:
     held = getattr(module, "parametrizations", {})
     found = list(held["weight"]) if "weight" in held else []
     return found[0] if len(found) == 1 and type(found[0]) is _WeightNorm else None
+
+
+def collectives_begun(group: Any) -> int:
+    """How many collectives this rank has begun in a group. Ranks that differ would meet each other's in the next one.
+    torch's own debugging of desynchronised ranks compares it; there is no public name (2.11-2.13)."""
+    return int(group._get_sequence_number_for_group())

@@ -1,4 +1,4 @@
-"""WeightAveraging and StochasticWeightAveraging on a split model: the averages of one device, saved and resumed."""
+"""WeightAveraging and StochasticWeightAveraging in every layout: the averages of one device, saved and resumed."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
 
 from tests.distributed.test_trainer_checkpoint import _without_random_states, assert_same
@@ -15,6 +16,7 @@ from tests.distributed.training import (
     PP2,
     TP2,
     TP2_DP2,
+    TP2_PP2,
     Layout,
     eval_loader,
     make_trainer,
@@ -24,23 +26,36 @@ from tests.distributed.training import (
 from tests.parity.variants import variant
 from tests.ranks import RankError
 
+ZERO1, ZERO3 = Layout(dp=2, zero=1), Layout(dp=2, zero=3)
+ZERO3_TP2, ZERO3_PP2 = Layout(tp=2, dp=2, zero=3), Layout(pp=2, dp=2, zero=3, microbatches=2)
 CALLBACKS = {
     "ema": lambda: EMAWeightAveraging(decay=0.8),
+    "ema_amid": lambda: EMAWeightAveraging(decay=0.8),  # validation between accumulated batches
     "swa": lambda: StochasticWeightAveraging(1e-3, swa_epoch_start=1),
 }
+
+
+class ValidationLosses(Callback):
+    def __init__(self) -> None:
+        self.values: list[float] = []
+
+    def on_validation_end(self, trainer: Any, module: Any) -> None:
+        self.values.append(float(trainer.callback_metrics["val_loss"]))
 
 
 def _averaged(layout: Layout, kind: str, form: str, root: str, model: str) -> dict[str, Any]:
     """Three epochs at once, and one, then the other two. What is saved half-way and what is left in the end."""
     strategy = {} if layout.plain else {"plan": variant(model).plan, "checkpoint": form}
     path = Path(root) / f"{layout}-{kind}-{form}-{model}.ckpt"
+    amid = {"accumulate_grad_batches": 2, "val_check_interval": 1} if kind == "ema_amid" else {}
     found = {}
     for name, epochs, load in (("whole", 3, None), ("first", 2, None), ("second", 3, path)):
-        options = {"strategy": strategy, "max_epochs": epochs}
-        trainer = make_trainer(layout, model, callbacks=[CALLBACKS[kind]()], **options)
+        options = {"strategy": strategy, "max_epochs": epochs, **amid}
+        losses = ValidationLosses()
+        trainer = make_trainer(layout, model, callbacks=[CALLBACKS[kind](), losses], **options)
         module = variant(model).build().double()
         trainer.fit(module, train_loader(layout, 3), eval_loader(layout, 1), ckpt_path=load, weights_only=True)
-        found[name] = float(trainer.callback_metrics["val_loss"])
+        found[name] = losses.values
         if name == "first":
             trainer.save_checkpoint(path)
         else:
@@ -65,14 +80,28 @@ def _ordered(value: Any) -> Any:
 @pytest.mark.parametrize(
     ("layout", "kind", "form", "model"),
     [
-        (TP2, "ema", "folder", "regularised"),
+        (TP2_PP2, "ema", "folder", "grouped_fused"),
+        (ZERO3, "swa", "file", "grouped_fused"),
         *(
             pytest.param(*case, marks=pytest.mark.extended)
             for case in [
+                (TP2, "ema", "folder", "regularised"),
                 (TP2, "swa", "folder", "grouped_fused"),
                 (TP2, "ema", "file", "grouped_fused"),
                 (TP2, "swa", "file", "untied"),
                 (TP2_DP2, "ema", "folder", "grouped_fused"),
+                (PP2, "ema", "file", "head_outside"),
+                (PP2, "ema", "file", "configured"),
+                (PP2, "swa", "folder", "tied"),
+                (TP2_PP2, "swa", "file", "grouped_fused"),
+                (ZERO1, "ema", "file", "grouped_fused"),
+                (ZERO1, "ema_amid", "file", "tied"),
+                (ZERO3, "ema_amid", "file", "tied"),
+                (PP2, "ema_amid", "file", "tied"),
+                (ZERO1, "swa", "folder", "tied"),
+                (ZERO3, "ema", "folder", "uneven"),
+                (ZERO3_PP2, "ema", "file", "grouped_fused"),
+                (ZERO3_TP2, "swa", "folder", "grouped_fused"),
             ]
         ),
     ],
@@ -81,7 +110,8 @@ def _ordered(value: Any) -> Any:
 def test_averages_are_those_of_one_device(layout: Layout, kind: str, form: str, model: str, tmp_path: Path) -> None:
     expected = run_program(PLAIN, _averaged, kind, form, str(tmp_path), model)[0]
     for found in run_program(layout, _averaged, kind, form, str(tmp_path), model):
-        assert found == pytest.approx(expected, abs=1e-9)
+        for run, losses in expected.items():
+            assert found[run] == pytest.approx(losses, abs=1e-9), run
     for name in ("whole", "second"):
         files = [tmp_path / f"{where}-{kind}-{form}-{model}.{name}.ckpt" for where in (layout, PLAIN)]
         ours, plain = (_read(layout, file) for file in files)
@@ -90,6 +120,30 @@ def test_averages_are_those_of_one_device(layout: Layout, kind: str, form: str, 
                 assert_same(_ordered(ours[key]), _ordered(plain[key]), f"{name}: {key}")
 
 
-def test_averages_are_refused_on_stages(tmp_path: Path) -> None:
-    with pytest.raises(RankError, match=r"EMAWeightAveraging averages a copy of the whole model, and pp > 1 cuts"):
-        run_program(PP2, _averaged, "ema", "file", str(tmp_path), "tied")
+def _refused(layout: Layout, model: str, norms: bool) -> None:
+    trainer = make_trainer(layout, model, callbacks=[CALLBACKS["swa"]()])
+    module = variant(model).build()
+    if norms:
+        module.unused = torch.nn.BatchNorm1d(2)
+    trainer.fit(module, train_loader(layout, 1))
+
+
+@pytest.mark.parametrize(
+    ("model", "norms", "message"),
+    [
+        (
+            "tied",
+            True,
+            "StochasticWeightAveraging runs an epoch without backward to renew the statistics of batch norms",
+        ),
+        (
+            "configured",
+            False,
+            r"StochasticWeightAveraging copied 0 tensors on this rank.*Create all layers in `__init__`",
+        ),
+    ],
+)
+def test_what_cannot_be_averaged(model: str, norms: bool, message: str) -> None:
+    with pytest.raises(RankError, match=message) as error:
+        run_program(PP2, _refused, model, norms)
+    assert len(error.value.failures) == 2, "on every rank"

@@ -14,22 +14,24 @@ LIMIT_S = 90  # importing Lightning twice on a busy machine included; from the s
 
 
 @pytest.mark.parametrize(
-    ("what", "point", "rank"),
+    ("what", "point", "rank", "form"),
     [
-        ("raise", "setup", 1),
-        ("raise", "training_step", 1),
-        ("kill", "training_step", 1),
-        pytest.param("kill", "training_step", 0, marks=pytest.mark.extended),
-        pytest.param("raise", "save", 1, marks=pytest.mark.extended),
-        pytest.param("raise", "on_train_end", 0, marks=pytest.mark.extended),
+        ("raise", "setup", 1, ""),
+        ("raise", "training_step", 1, "file"),
+        ("kill", "training_step", 1, ""),
+        pytest.param("raise", "training_step", 1, "", marks=pytest.mark.extended),
+        pytest.param("raise", "training_step", 0, "folder", marks=pytest.mark.extended),
+        pytest.param("kill", "training_step", 0, "", marks=pytest.mark.extended),
+        pytest.param("raise", "save", 1, "", marks=pytest.mark.extended),
+        pytest.param("raise", "on_train_end", 0, "", marks=pytest.mark.extended),
     ],
 )
-def test_one_rank_ends_all_and_is_named(what: str, point: str, rank: int, tmp_path: Path) -> None:
+def test_one_rank_ends_all_and_is_named(what: str, point: str, rank: int, form: str, tmp_path: Path) -> None:
     distributed = ("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     environment = {name: value for name, value in os.environ.items() if name not in distributed}
     root = str(Path(__file__).parents[2])
     environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([root, environment.get("PYTHONPATH", "")])}
-    command = [sys.executable, str(SCRIPT), what, point, str(rank), str(tmp_path)]
+    command = [sys.executable, str(SCRIPT), what, point, str(rank), str(tmp_path), *filter(None, [form])]
     # Both ranks write to one pipe: it is read to the end, which comes when the last of them is gone.
     ended = subprocess.run(
         command,
@@ -47,3 +49,9 @@ def test_one_rank_ends_all_and_is_named(what: str, point: str, rank: int, tmp_pa
     verdicts = [line for line in ended.stdout.splitlines() if "MegaTPStrategy: rank" in line]
     assert verdicts, ended.stdout
     assert all(f"rank {rank} " in line and cause in line for line in verdicts), verdicts
+    if form == "file":  # a folder in the background may not be complete
+        assert (tmp_path / "last.ckpt").exists(), "the checkpoint before is still there"
+        assert sorted(path.name for path in tmp_path.glob("*.ckpt")) == ["epoch=0-step=2.ckpt", "last.ckpt"]
+    if form:
+        assert "no checkpoint was saved after the ValueError" in ended.stdout
+        assert "not all ranks have raised within" in ended.stdout

@@ -1,4 +1,5 @@
-"""A fit at tp=2 in which one rank raises, or is killed, at a point: `trainer.py raise|kill POINT RANK FOLDER`."""
+"""A fit at tp=2 in which one rank raises, or is killed, at a point: `trainer.py raise|kill POINT RANK FOLDER [FORM]`.
+With a form of checkpoints, one shall be saved on an exception."""
 
 from __future__ import annotations
 
@@ -9,12 +10,13 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_megatp import MegaTPStrategy
 
-WHAT, POINT, RANK, FOLDER = sys.argv[1:5]
+WHAT, POINT, RANK, FOLDER, *FORM = sys.argv[1:]
 
 
 def strike(point: str) -> None:
@@ -48,10 +50,13 @@ class Struck(LightningModule):
 
 
 if __name__ == "__main__":
+    saving = {"checkpoint": FORM[0], "async_save": FORM[0] == "folder"} if FORM else {}
+    keep = ModelCheckpoint(FOLDER, every_n_train_steps=2, save_top_k=-1, save_last=True, save_on_exception=bool(FORM))
     trainer = Trainer(
         accelerator="cpu",
         devices=2,
-        strategy=MegaTPStrategy(tp=2, plan={"up": "column", "down": "row"}, summary=False),
+        strategy=MegaTPStrategy(tp=2, plan={"up": "column", "down": "row"}, summary=False, **saving),
+        callbacks=[keep] if FORM else [],
         max_epochs=1,
         logger=False,
         enable_progress_bar=False,
