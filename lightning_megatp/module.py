@@ -295,9 +295,8 @@ class ParallelModule:
         for parameter in map(self.held, self.partial.values()):
             if parameter.grad is not None:
                 pieces.setdefault(parameter.grad.dtype, []).append((parameter, parameter.grad))
-        for _, parameter in self.named_held():
-            spec = self.spec(parameter)
-            if spec is not None and spec.shared and parameter.grad is not None:
+        for parameter, spec in self._owned_by_several():
+            if parameter.grad is not None:
                 full = parameter.grad.new_zeros(spec.shape)
                 spec.spec(self.context.rank).put(full, self.of_tensor_rank(parameter, parameter.grad))
                 pieces.setdefault(full.dtype, []).append((parameter, full))
@@ -312,6 +311,12 @@ class ParallelModule:
                     divided = self.divided.get(id(parameter))
                     total = total if divided is None else divided.take(total)
                 parameter.grad = total
+
+    def _owned_by_several(self) -> list[tuple[Tensor, ShardedTensorSpec]]:
+        """The plain tensors of which several tensor ranks hold the same elements; each once."""
+        found = {parameter_id: spec for parameter_id, spec in self.sharded.items() if spec.shared}
+        held = dict.fromkeys(self.names.values()) if found else {}
+        return [(self.held(p), found[id(p)]) for p in held if id(p) in found]
 
     def keep_whole_where_used_outside(self, optimizers: Iterable[Optimizer] = ()) -> None:
         """Gather the parameters that this step used outside their layers; they stay whole from now on.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from dataclasses import dataclass, replace
 
@@ -97,7 +98,7 @@ class ShardedTensorSpec:
                 at += high - low
         return found
 
-    @property
+    @functools.cached_property
     def shared(self) -> bool:
         """Whether some elements are owned by several ranks, whose gradients then add up."""
         return sum(map(length, self.by_rank)) > self.shape[self.dim]
