@@ -304,10 +304,10 @@ class ParallelModule:
             flat = torch.cat([grad.reshape(-1) for _, grad in parts])
             dist.all_reduce(flat, group=self.context.group)
             for (parameter, grad), total in zip(parts, flat.split([grad.numel() for _, grad in parts]), strict=True):
-                spec = self.sharded.get(id(parameter))
+                shared = self.sharded.get(id(parameter))
                 total = total.view(grad.shape)
-                if spec is not None and spec.shared:
-                    total = spec.spec(self.context.rank).take(total)
+                if shared is not None and shared.shared:
+                    total = shared.spec(self.context.rank).take(total)
                     divided = self.divided.get(id(parameter))
                     total = total if divided is None else divided.take(total)
                 parameter.grad = total

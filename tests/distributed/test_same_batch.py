@@ -340,5 +340,5 @@ def _tampered(rank: int, world_size: int) -> None:
         if rank % 2 and tensor.numel() != HEADER_BYTES:
             tensor[0] += 1
 
-    with mock.patch.object(dist, "broadcast", tamper):
-        SameBatch(dist.group.WORLD, "cpu")({"x": torch.ones(4)})
+    with mock.patch.object(dist, "broadcast", tamper):  # of what did not fit in the first message
+        SameBatch(dist.group.WORLD, "cpu")({"x": torch.ones(HEADER_BYTES)})
