@@ -822,6 +822,8 @@ class MegaTPStrategyBase(CheckpointMethods):
                 "MegaTPStrategy: the optimizer is stepped, but no gradient came from `self.manual_backward(loss)`, so"
                 " none was summed over the ranks. Use it instead of `loss.backward()`."
             )
+        if no_closure and self.sharding is not None:
+            self.sharding.end()  # hooks find rows and their gradients
         traced: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if self._trace is not None and self.pipeline is not None:
             traced = self._trace.step(self.pipeline, self._mesh())

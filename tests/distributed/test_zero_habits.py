@@ -91,6 +91,16 @@ class ClearsInManual(Plain):
         self.optimizers().step()  # type: ignore[union-attr]
 
 
+class ScalesInManual(ClearsInManual):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for parameter in self.parameters():
+            assert parameter.grad is not None
+            parameter.grad.mul_(0.5)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.3)
+
+
 class ReplacesGradients(Plain):
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         for name, parameter in self.named_parameters():
@@ -132,8 +142,8 @@ class Thaws(Plain):
 
 
 HABITS: list[type[Plain]] = [
-    Plain, ChangesAList, BranchesByData, ClearsByModule, ClearsInManual, ReplacesGradients, ProbesBeforeTheStep,
-    PenalisesGradients, NamesGroups, Thaws,
+    Plain, ChangesAList, BranchesByData, ClearsByModule, ClearsInManual, ScalesInManual, ReplacesGradients,
+    ProbesBeforeTheStep, PenalisesGradients, NamesGroups, Thaws,
 ]  # fmt: skip
 
 
