@@ -43,7 +43,8 @@ class ColumnParallelConvolution(ParallelLayer):
     def forward(self, input: Tensor, *output_size: Any, **options: Any) -> Tensor:
         context = self.context
         with context.running(user_code=False):
-            x, inside = self._enter(input), dict(self._parameters)
+            x = self._enter(input)
+            inside: dict[str, Any] = dict(self._parameters)
             inside |= {name: self._own(name, *split) for name, split in self.splits.items() if name in inside}
             held, groups = self.__dict__["_parameters"], self.groups
             self.__dict__["_parameters"], self.groups = inside, self._own_groups  # seen by the module's own code
