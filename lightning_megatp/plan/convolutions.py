@@ -10,6 +10,7 @@ import math
 from typing import Any
 
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from lightning_megatp.plan.layer import LayerPlan, Split
 from lightning_megatp.plan.ranges import Ranges, length, shard_ranges
@@ -28,7 +29,8 @@ _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 def is_convolution(module: nn.Module) -> bool:
     """Whether this is one of torch's convolutions, with a weight of its own, or a subclass that computes the same: with
     another constructor, and nothing else."""
-    return runs_own_convolution(module) and module._parameters.get("weight") is not None
+    own = module._parameters.get("weight") is not None and not is_parametrized(module)
+    return own and runs_own_convolution(module)
 
 
 def is_weight_normed(module: nn.Module) -> bool:

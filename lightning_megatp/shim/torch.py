@@ -334,7 +334,7 @@ def weight_norm_of(module: nn.Module) -> Any:
     """The module by which `torch.nn.utils.parametrizations.weight_norm` computes a module's weight, if nothing else
     does: it has a `dim`, and takes g and v. Its class has no public name (2.11 and 2.13)."""
     held = getattr(module, "parametrizations", {})
-    found = list(held["weight"]) if "weight" in held else []
+    found = list(held["weight"]) if list(held) == ["weight"] else []
     return found[0] if len(found) == 1 and type(found[0]) is _WeightNorm else None
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
 
 from lightning_megatp.plan.auto.blocks import Block as Kind
 from lightning_megatp.plan.auto.blocks import Call, capture_calls, find_blocks, is_linear, kinds_of_blocks
@@ -380,6 +381,7 @@ def test_convolutions_outside_of_blocks_and_subclasses_of_another_constructor() 
             return super()._conv_forward(*args) * 2
 
     model = nn.ModuleDict({"padded": Padded(8), "scaled": Scaled(8, 8, 3), "few": nn.Conv2d(8, 8, 3, groups=2)})
+    model["computed"] = weight_norm(nn.Conv2d(8, 8, 3), name="bias")
     found = resolve({"**": "auto"}, model, 3)
     discover(model, 3, [], found)
     assert set(found.layers) == {"padded"} and set(found.parameters) == {"padded.weight", "padded.bias"}

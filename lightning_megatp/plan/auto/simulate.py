@@ -340,10 +340,10 @@ class _Convolution:
         self.dim, self.inputs = channel_dim(module), input_ranges(module, layer.by_rank)
         module.groups = own_groups(module, layer.by_rank[exchange.rank])
 
-    def __call__(self, x: Tensor, *output_size: Any) -> Tensor:
+    def __call__(self, x: Tensor, *output_size: Any, **options: Any) -> Tensor:
         x = x.whole("convolution") if isinstance(x, FeatureShard) else x
         x = self.exchange.copy(x) if self.inputs is None else self.exchange.scatter(x, self.dim, self.inputs)
-        y = type(self.module).forward(self.module, x, *output_size)
+        y = type(self.module).forward(self.module, x, *output_size, **options)
         return self.exchange.gather(y, self.dim, self.layer.by_rank)
 
 
