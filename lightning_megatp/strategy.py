@@ -388,6 +388,7 @@ class MegaTPStrategyBase(CheckpointMethods):
                 f"MegaTPStrategy: the callback {callback} looks for the optimizer's parameters in the module, and with"
                 " zero > 0 those are other tensors. Use zero=0, or freeze and unfreeze by `requires_grad_`."
             )
+        self._check_places(trainer)
         self._watch_exceptions(trainer)
         self._load_split_model()
         synchronize_random_state(mesh)

@@ -1,8 +1,7 @@
-"""`megatp convert`: from any form of a checkpoint to any other, a tensor at a time."""
+"""`megatp convert`: from any form of a checkpoint to any other, a piece of a tensor at a time."""
 
 from __future__ import annotations
 
-import mmap
 import os
 import zipfile
 from collections.abc import Iterator
@@ -17,6 +16,16 @@ from lightning_megatp.checkpoint.chunks import Chunks, whole
 from lightning_megatp.checkpoint.contents import MODEL
 from lightning_megatp.checkpoint.files import check_zip, hidden_name, replace
 from lightning_megatp.checkpoint.folder import Folder, is_folder, save_folder, to_bytes
+from lightning_megatp.checkpoint.pieces import (
+    Box,
+    MappedFile,
+    Place,
+    part,
+    places_in,
+    row_boxes,
+    row_boxes_of,
+    write_checksums,
+)
 from lightning_megatp.checkpoint.safetensors import SafetensorsFolder, write_safetensors
 from lightning_megatp.checkpoint.sharded import ELSEWHERE, NOT_TENSORS, optimizer_name
 from lightning_megatp.shim.torch import FakeTensorMode, tree_leaves
@@ -32,13 +41,13 @@ class Source(Protocol):
     rest: dict[str, Any]
     """All else, as in a folder's `meta.pt`."""
 
-    def read(self, name: str) -> Tensor:
-        """A whole tensor, which may be a part of a mapped file."""
-        ...
+    def boxes(self, name: str) -> list[Box]:
+        """The parts in which a tensor is read."""
+        return row_boxes(*self.layout[name])
 
-    def read_into(self, name: str, target: Tensor) -> None:
-        """The same, to where it is wanted."""
-        target.copy_(self.read(name))
+    def read(self, name: str, box: Box) -> Tensor:
+        """One of them, which the next call may let go of."""
+        ...
 
 
 def convert(source: Path, target: Path, form: str, prefix: str = "", weights_only: bool = False) -> None:
@@ -55,7 +64,7 @@ def convert(source: Path, target: Path, form: str, prefix: str = "", weights_onl
     Raises:
         ValueError: it can't be done, and why.
 
-    Memory: less than two of the largest tensor, and what isn't a tensor.
+    Memory: some pieces of 16 MiB, and what isn't a tensor.
     """
     if target.exists():
         raise ValueError(f"megatp convert: {target} exists. Choose another name, or remove it.")
@@ -93,14 +102,27 @@ class _FromFolder(Source):
         self.rest = self._folder.meta()
         self.layout = {name: (tuple(t.size), t.properties.dtype) for name, t in self._folder.tensors.items()}
 
-    def read(self, name: str) -> Tensor:
-        shape, dtype = self.layout[name]
-        tensor = torch.empty(shape, dtype=dtype)
-        self.read_into(name, tensor)
-        return tensor
+        self._files: dict[Path, MappedFile] = {}
+        self._open: tuple[str, Box, MappedFile, Place] | None = None
 
-    def read_into(self, name: str, target: Tensor) -> None:
-        self._folder.read({name: Chunks.to_read(target, whole(name, target))})
+    def boxes(self, name: str) -> list[Box]:
+        dtype = self.layout[name][1]
+        return [rows for stored in self._folder.chunks(name) for rows in row_boxes_of(stored, dtype)]
+
+    def read(self, name: str, box: Box) -> Tensor:
+        if self._open is None or self._open[0] != name or not _lies_in(box, self._open[1]):
+            stored = next(stored for stored in self._folder.chunks(name) if _lies_in(box, stored))
+            path, place = self._folder.place(name, [start for start, _ in stored])
+            file = self._files[path] = self._files.get(path) or MappedFile(path)
+            self._open = name, stored, file, place
+        _, stored, file, place = self._open
+        file.release()
+        starts = [start for start, _ in stored]
+        return part(file.tensor(place), tuple((a - at, b - at) for at, (a, b) in zip(starts, box, strict=True)))
+
+
+def _lies_in(box: Box, other: Box) -> bool:
+    return all(c <= a and b <= d for (a, b), (c, d) in zip(box, other, strict=True))
 
 
 class _FromSafetensors(Source):
@@ -109,17 +131,18 @@ class _FromSafetensors(Source):
         self.layout = {self._prefix + name: self._folder.shape_and_dtype(name) for name in self._folder.names}
         self.rest: dict[str, Any] = {"pytorch-lightning_version": version("lightning"), NOT_TENSORS: {}}
 
-    def read(self, name: str) -> Tensor:
-        return self._folder.read(name.removeprefix(self._prefix))
+    def read(self, name: str, box: Box) -> Tensor:
+        return self._folder.read_rows(name.removeprefix(self._prefix), slice(*box[0]) if box else slice(None))
 
 
 class _FromFile(Source):
-    """A `.ckpt`, mapped into memory; what was read is let go of by mapping it anew now and then."""
+    """A `.ckpt`, mapped into memory."""
 
     def __init__(self, path: Path, weights_only: bool) -> None:
         check_zip(path)
-        self._path, self._read, self._weights_only = path, 0, weights_only
-        content = self._map()
+        content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        if weights_only:
+            content = {key: value for key, value in content.items() if key not in _TRAINING}
         state = content.pop("state_dict", None)
         if state is None:
             raise ValueError(f"megatp convert: {path} has no `state_dict`: it is no Lightning checkpoint.")
@@ -131,46 +154,39 @@ class _FromFile(Source):
                 _by_name(optimizer, names) for optimizer, names in zip(states, self._names, strict=True)
             ]
         self.rest = _copied(self.rest)
-        self._tensors: dict[str, Tensor] = self._found(state, states)
-        self.layout = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in self._tensors.items()}
-        self._most = max((tensor.nbytes for tensor in self._tensors.values()), default=0)
+        places = places_in(path)
+        self._places = self._found(places["state_dict"], places.get("optimizer_states", []) if states else [])
+        self.layout = {name: (place.shape, place.dtype) for name, place in self._places.items()}
+        self._file = MappedFile(path)
 
-    def read(self, name: str) -> Tensor:
-        size = self._tensors[name].nbytes
-        if self._read + size > self._most:
-            content, self._read = self._map(), 0
-            self._tensors = self._found(content["state_dict"], content.get("optimizer_states", []))
-        self._read += size
-        return self._tensors[name]
+    def read(self, name: str, box: Box) -> Tensor:
+        self._file.release()
+        return part(self._file.tensor(self._places[name]), box)
 
-    def _map(self) -> dict[str, Any]:
-        content: dict[str, Any] = torch.load(self._path, map_location="cpu", mmap=True, weights_only=True)
-        if self._weights_only:
-            content = {key: value for key, value in content.items() if key not in _TRAINING}
-        return content
-
-    def _found(self, state: dict[str, Any], states: list[dict[str, Any]]) -> dict[str, Tensor]:
-        found = {MODEL + name: x for name, x in state.items() if isinstance(x, Tensor)}
+    def _found(self, state: dict[str, Any], states: list[dict[str, Any]]) -> dict[str, Place]:
+        found = {MODEL + name: x for name, x in state.items() if isinstance(x, Place)}
         for index, (optimizer, names) in enumerate(zip(states, self._names, strict=True)):
             for number, values in optimizer["state"].items():
                 for key, x in values.items():
-                    if isinstance(x, Tensor):
+                    if isinstance(x, Place):
                         found[optimizer_name(index, f"{names[number]}.{key}")] = x
         return found
 
 
 class _Lazy(Chunks):
-    """A tensor that is read when it is written."""
+    """A tensor that is read, in parts, when it is written."""
 
     def __init__(self, source: Source, name: str) -> None:
         shape, dtype = source.layout[name]
         with FakeTensorMode():
             stand_in = torch.empty(shape, dtype=dtype)
-        super().__init__(stand_in, whole(name, stand_in), whole(name, stand_in).ranges)
+        super().__init__(stand_in, whole(name, stand_in), None)
         self._source, self._name = source, name
+        self._of = {tuple(start for start, _ in box): box for box in source.boxes(name)}
+        self._boxes = {at: tuple((start, stop, start) for start, stop in box) for at, box in self._of.items()}
 
     def view(self, offsets: Any) -> Tensor:
-        return self._source.read(self._name)
+        return self._source.read(self._name, self._of[tuple(offsets)])
 
 
 def _to_safetensors(source: Source, target: Path, prefix: str) -> None:
@@ -181,7 +197,12 @@ def _to_safetensors(source: Source, target: Path, prefix: str) -> None:
         )
     names = {name.removeprefix(prefix): full for name, full in names.items()}
     layout = {name: source.layout[full] for name, full in names.items()}
-    write_safetensors(target, layout, lambda name: source.read(names[name]))
+    write_safetensors(target, layout, lambda name: _pieces(source, names[name]))
+
+
+def _pieces(source: Source, name: str) -> Iterator[tuple[Box, Tensor]]:
+    for box in source.boxes(name):
+        yield box, source.read(name, box)
 
 
 def _to_file(source: Source, target: Path) -> None:
@@ -201,6 +222,7 @@ def _to_file(source: Source, target: Path) -> None:
                 " written as a stream. Leave them out with --weights-only."
             )
         _fill(hidden, content, reads, source)
+        write_checksums(hidden)
         with hidden.open("rb") as file:
             os.fsync(file.fileno())
         replace(hidden, target)
@@ -209,23 +231,13 @@ def _to_file(source: Source, target: Path) -> None:
 
 
 def _fill(path: Path, content: dict[str, Any], reads: dict[int, str], source: Source) -> None:
-    most = max((torch.Size(shape).numel() * dtype.itemsize for shape, dtype in source.layout.values()), default=0)
-    leaves = tree_leaves(content)
-    places: list[Any] = []
-    filled = most
-    for index, leaf in enumerate(leaves):
-        if not isinstance(leaf, Tensor):
-            continue
-        if not places or filled + leaf.nbytes > most:  # what was filled in leaves memory
-            places.clear()
-            with torch.serialization.set_default_mmap_options(mmap.MAP_SHARED):
-                places = tree_leaves(torch.load(path, mmap=True, weights_only=True))
-            filled = 0
+    mapped = MappedFile(path, write=True)
+    for leaf, place in zip(tree_leaves(content), tree_leaves(places_in(path)), strict=True):
         if id(leaf) in reads:
-            source.read_into(reads[id(leaf)], places[index])
-        else:
-            places[index].copy_(leaf)
-        filled += leaf.nbytes
+            for box, values in _pieces(source, reads[id(leaf)]):
+                mapped.fill(place, box, values)
+        elif isinstance(leaf, Tensor):
+            mapped.tensor(place).copy_(leaf)
 
 
 def _content(source: Source) -> tuple[dict[str, Any], dict[int, str]]:

@@ -150,7 +150,7 @@ def durable(path: Path) -> Iterator[IO[bytes]]:
     """A file for writing, under a temporary name until it is complete and on the disk."""
     hidden = hidden_name(path)
     try:
-        with hidden.open("wb") as file:
+        with hidden.open("w+b") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())

@@ -9,7 +9,8 @@ import os
 import pickle
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace as replace_fields
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
@@ -18,7 +19,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan
 from torch.distributed.checkpoint.planner import LoadPlanner as AnyLoadPlanner
 from torch.distributed.checkpoint.planner import SavePlanner as AnySavePlanner
@@ -36,6 +37,7 @@ from lightning_megatp.checkpoint.files import (
     replace,
     sync_folder,
 )
+from lightning_megatp.checkpoint.pieces import Place, places_in
 from lightning_megatp.messages import warn_once_per_run
 from lightning_megatp.shim.checkpoint import METADATA_FILE, file_view, read_dcp_metadata, written_item
 
@@ -125,6 +127,17 @@ class Folder:
                     f" `weights_only=False` to fit, validate, test or predict. {error}"
                 ) from error
         return content
+
+    def chunks(self, name: str) -> list[tuple[tuple[int, int], ...]]:
+        """The parts in which a tensor is stored: start and stop per dim."""
+        return [
+            tuple((start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
+            for chunk in self.tensors[name].chunks
+        ]
+
+    def place(self, name: str, offsets: Sequence[int]) -> tuple[Path, Place]:
+        """Where the part that starts there is: a file, and the place in it, checked against its checksums."""
+        return self._reader.place(MetadataIndex(name, offsets))
 
     def read(self, targets: Mapping[str, Chunks]) -> None:
         """Read parts of tensors, checked against their checksums.
@@ -247,6 +260,14 @@ class _Reader(dcp.FileSystemReader):
                     self._manifest.check(name, file, offset, length)
                     _take(self._load(file, offset, length), items, planner)
         return _done(None)
+
+    def place(self, index: MetadataIndex) -> tuple[Path, Place]:
+        stored = self.storage_data[index]
+        path = Path(self.path) / stored.relative_path
+        with path.open("rb") as file:
+            self._manifest.check(stored.relative_path, file, stored.offset, stored.length)
+            found: Place = places_in(file_view(file, stored.offset, stored.length))
+        return path, replace_fields(found, offset=stored.offset + found.offset)
 
     def _load(self, file: IO[bytes], offset: int, length: int) -> Tensor:
         tensor: Tensor = torch.load(file_view(file, offset, length), map_location="cpu", weights_only=True)

@@ -177,10 +177,7 @@ class CheckpointMethods(_Base):
 
     def _save_folder(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None) -> None:
         if storage_options is not None or "://" in str(filepath):
-            raise ValueError(
-                f'MegaTPStrategy: checkpoint="folder" writes to a file system that all ranks share, not to {filepath}'
-                ' or with storage_options. Use a mounted path, or checkpoint="file".'
-            )
+            raise ValueError(_no_folders(f"{filepath} or with storage_options"))
         mesh = self._mesh()
         path = Path(self.broadcast(str(filepath)))
         self.wait_for_checkpoints()
@@ -324,6 +321,15 @@ class CheckpointMethods(_Base):
 
     # ---------------------------------------------------------------- after an exception
 
+    def _check_places(self, trainer: Any) -> None:
+        """Raises:
+        ValueError: a callback shall save folders where only files can be written.
+        """
+        for callback in trainer.checkpoint_callbacks if self.checkpoint == "folder" else ():
+            place = str(getattr(callback, "dirpath", None) or "")
+            if "://" in place:
+                raise ValueError(_no_folders(place))
+
     def _watch_exceptions(self, trainer: Any) -> None:
         """Let callbacks that save after an exception do so if all ranks can."""
         if self.world_size == 1:
@@ -378,6 +384,13 @@ class CheckpointMethods(_Base):
     def _interrupted(self) -> bool:
         trainer = getattr(self.lightning_module, "_trainer", None)
         return trainer is not None and bool(trainer.interrupted)
+
+
+def _no_folders(place: str) -> str:
+    return (
+        f'MegaTPStrategy: checkpoint="folder" writes to a file system that all ranks share, not to {place}. Use a'
+        ' mounted path, or checkpoint="file".'
+    )
 
 
 def _has_own(owner: Any, name: str) -> bool:

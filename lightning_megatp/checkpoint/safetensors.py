@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lightning_megatp.checkpoint.chunks import Chunks
 from lightning_megatp.checkpoint.files import durable
+from lightning_megatp.checkpoint.pieces import Box, MappedFile, Place, contiguous_strides
 from lightning_megatp.plan.shard import ShardSpec
 
 INDEX = "model.safetensors.index.json"
@@ -59,10 +60,11 @@ class SafetensorsFolder:
             part = file.get_slice(name)
             return tuple(part.get_shape()), next(dtype for dtype, text in _DTYPES.items() if text == part.get_dtype())
 
-    def read(self, name: str) -> Tensor:
-        """A whole tensor; it may be a part of the mapped file."""
+    def read_rows(self, name: str, rows: slice) -> Tensor:
+        """Some rows of a tensor; all of one without dims."""
         with self._open(name) as file:
-            tensor: Tensor = file.get_tensor(name)
+            full = file.get_slice(name)
+            tensor: Tensor = full[rows] if full.get_shape() else file.get_tensor(name).clone()
         return tensor
 
     def read_shard(self, name: str, spec: ShardSpec) -> Tensor:
@@ -106,7 +108,7 @@ class SafetensorsFolder:
 def write_safetensors(
     folder: Path,
     layout: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
-    read: Callable[[str], Tensor],
+    pieces: Callable[[str], Iterable[tuple[Box, Tensor]]],
     most: int = 5 << 30,
 ) -> None:
     """Write tensors one after another: safetensors' own writer wants those of a file all at once.
@@ -114,10 +116,10 @@ def write_safetensors(
     Args:
         folder: made if need be.
         layout: name -> shape and dtype.
-        read: gives a tensor by its name.
+        pieces: gives a tensor by its name, in parts that are done with when the next is asked for.
         most: bytes of a file, if it holds more than one tensor.
 
-    Memory: one tensor.
+    Memory: one piece, and some MiB.
     """
     folder.mkdir(parents=True, exist_ok=True)
     files = _divide(layout, most)
@@ -127,17 +129,25 @@ def write_safetensors(
     for file_name, members in zip(names, files, strict=True):
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         at = 0
-        for name in members:
+        places = {}
+        for name in sorted(members, key=lambda name: -layout[name][1].itemsize):  # so that all are aligned
             shape, dtype = layout[name]
             end = at + torch.Size(shape).numel() * dtype.itemsize
             header[name] = {"dtype": _DTYPES[dtype], "shape": list(shape), "data_offsets": [at, end]}
+            places[name] = at, end - at
             at = end
         text = json.dumps(header).encode()
         text += b" " * (-len(text) % 8)
         with durable(folder / file_name) as file:
             file.write(len(text).to_bytes(8, "little") + text)
-            for name in members:
-                file.write(_bytes(read(name)))
+            file.truncate(8 + len(text) + at)
+            file.flush()
+            mapped = MappedFile(Path(file.name), write=True)
+            for name, (start, size) in places.items():
+                shape, dtype = layout[name]
+                place = Place(8 + len(text) + start, size, dtype, shape, contiguous_strides(shape))
+                for box, values in pieces(name):
+                    mapped.fill(place, box, values)
     if len(files) > 1:
         where = {name: file for file, members in zip(names, files, strict=True) for name in members}
         with durable(folder / INDEX) as file:
@@ -179,8 +189,3 @@ def _divide(layout: Mapping[str, tuple[tuple[int, ...], torch.dtype]], most: int
 
 def _size(of: tuple[tuple[int, ...], torch.dtype]) -> int:
     return torch.Size(of[0]).numel() * of[1].itemsize
-
-
-def _bytes(tensor: Tensor) -> memoryview:
-    flat: Any = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return memoryview(flat)

@@ -67,3 +67,9 @@ _DTYPES = {
     *(f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)),
     *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2"),
 }
+
+
+def storage_offset_in_file(storage: Any) -> int:
+    """Where the bytes of a storage are in the `.ckpt` that was loaded under a FakeTensorMode. torch's notes on
+    serialization name the attribute; it has no public one."""
+    return int(storage._checkpoint_offset)
