@@ -50,6 +50,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         ),
     ):
         command = commands.add_parser(name, help=what, description=f"{what}.")
+        if name == "verify":
+            command.add_argument(
+                "--layers", type=_positive, help="keep so many layers of each kind in every list of the model"
+            )
         command.add_argument("script", help="your training script; or --hf with a Hugging Face model's name or folder")
         command.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own arguments")
         command.set_defaults(run=_run_script, command=name)
@@ -61,7 +65,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _run_script(options: argparse.Namespace) -> None:
-    run_script(options.command, Path(options.script), options.arguments)
+    run_script(options.command, Path(options.script), options.arguments, getattr(options, "layers", None))
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of layers: 1 or more")
+    return int(text)
 
 
 def _convert(options: argparse.Namespace) -> None:

@@ -23,9 +23,9 @@ from lightning_megatp.checkpoint.averages import Averages
 from lightning_megatp.checkpoint.methods import CheckpointMethods
 from lightning_megatp.checkpoint.single import durable_checkpoint_io
 from lightning_megatp.checkpoint.stages import user_order
-from lightning_megatp.commands import Done, requested, without_ranks
+from lightning_megatp.commands import Done, layers_to_keep, requested, without_ranks
 from lightning_megatp.commands.estimate import print_estimate, rehearse_both
-from lightning_megatp.commands.proof import prepare
+from lightning_megatp.commands.proof import prepare, shorten
 from lightning_megatp.commands.show import print_plan
 from lightning_megatp.data import SameBatch
 from lightning_megatp.example import Example
@@ -461,6 +461,10 @@ class MegaTPStrategyBase(CheckpointMethods):
         assert self.lightning_module is not None
         if trainer.state.fn != "fit" or self.parallelism.split_form(self.lightning_module) is not None:
             raise ValueError("megatp verify compares a training step, and the script runs something else before fit.")
+        layers = layers_to_keep()
+        for name, had in (shorten(self.lightning_module, layers) if layers else {}).items():
+            if self.is_global_zero:
+                print(f"megatp verify --layers {layers}: `{name}` keeps the first of each kind of its {had} layers.")
         if self._building is not None:  # every weight is changed, and the whole is compared
             self._building.materialize(self.lightning_module, lambda parameter: None, torch.device("cpu"))
         prepare(trainer, self.lightning_module)

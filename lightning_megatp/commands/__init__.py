@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-_VARIABLE = "MEGATP_COMMAND"
+_VARIABLE, _LAYERS = "MEGATP_COMMAND", "MEGATP_LAYERS"
 COMMANDS = ("plan", "estimate", "verify")
 
 
@@ -32,14 +32,23 @@ def without_ranks() -> bool:
     return requested() in ("plan", "estimate")
 
 
-def run_script(command: str, script: Path, arguments: Sequence[str]) -> None:
+def layers_to_keep() -> int | None:
+    """How many layers of each kind `megatp verify --layers` asks for; None for all."""
+    asked = os.environ.get(_LAYERS)
+    return int(asked) if asked and requested() == "verify" else None
+
+
+def run_script(command: str, script: Path, arguments: Sequence[str], layers: int | None = None) -> None:
     """Run a user's script for a command, as `python script arguments` would.
+
+    Args:
+        layers: what `layers_to_keep` answers meanwhile.
 
     Raises:
         Done: when the command is done.
         SystemExit: the script ended before a Trainer with this strategy was run.
     """
-    with _as_main(command, [str(script), *arguments]):
+    with _as_main([str(script), *arguments], {_VARIABLE: command, _LAYERS: str(layers or "")}):
         runpy.run_path(str(script), run_name="__main__")
     sys.exit(
         f"megatp {command}: {script} ended before a Trainer with MegaTPStrategy at tp > 1 was run. Give the arguments"
@@ -48,14 +57,16 @@ def run_script(command: str, script: Path, arguments: Sequence[str]) -> None:
 
 
 @contextlib.contextmanager
-def _as_main(command: str, argv: list[str]) -> Iterator[None]:
-    before = sys.argv, sys.path[0], os.environ.get(_VARIABLE)
-    sys.argv, sys.path[0], os.environ[_VARIABLE] = argv, str(Path(argv[0]).resolve().parent), command
+def _as_main(argv: list[str], variables: dict[str, str]) -> Iterator[None]:
+    before = sys.argv, sys.path[0], {name: os.environ.get(name) for name in variables}
+    sys.argv, sys.path[0] = argv, str(Path(argv[0]).resolve().parent)
+    os.environ.update(variables)
     try:
         yield
     finally:
         sys.argv, sys.path[0] = before[:2]
-        if before[2] is None:
-            os.environ.pop(_VARIABLE, None)
-        else:
-            os.environ[_VARIABLE] = before[2]
+        for name, value in before[2].items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

@@ -1,4 +1,5 @@
-"""What `megatp verify` changes about a run: float64, weights of unit scale, no randomness, only the first batch."""
+"""What `megatp verify` changes about a run: float64, weights of unit scale, no randomness, only the first batch, and
+with `--layers` fewer layers."""
 
 from __future__ import annotations
 
@@ -10,6 +11,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from torch import nn
+
+from lightning_megatp.plan.auto.blocks import kinds_of_blocks
 
 _ROWS = 12
 
@@ -34,6 +37,28 @@ def prepare(trainer: Any, module: nn.Module) -> None:
                 setattr(child, name, 0.0)
         if isinstance(child, (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)):
             child.p = 0.0
+
+
+def shorten(module: nn.Module, layers: int) -> dict[str, int]:
+    """Keep the first layers of each kind in every list of a model: what splits one layer splits all of its kind.
+
+    Args:
+        module: changed in place.
+        layers: how many of each kind.
+
+    Returns:
+        Name of each list that is shorter now -> how many it had.
+    """
+    before = {}
+    for name, child in list(module.named_modules()):
+        if not isinstance(child, (nn.ModuleList, nn.Sequential)):
+            continue
+        blocks = [block for kind in kinds_of_blocks(child) for block in kind.names[layers:] if block.isdecimal()]
+        if blocks:
+            before[name] = len(child)
+        for index in sorted(map(int, blocks), reverse=True):
+            del child[index]
+    return before
 
 
 def print_errors(errors: Mapping[str, float], limit: float) -> None:

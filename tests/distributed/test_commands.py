@@ -75,6 +75,14 @@ def test_verify_compares_every_gradient(tmp_path: Path) -> None:
     assert "all 14 agree" in ended.stdout and "trained" not in ended.stdout
 
 
+def test_verify_with_fewer_layers(tmp_path: Path) -> None:
+    """What the model's list has in all, and gradients of one layer instead of two."""
+    ended = megatp(tmp_path, "verify", "--layers", "1", script(tmp_path, "Gated"), "2")
+    assert ended.returncode == 0, ended.stderr
+    assert "`net.blocks` keeps the first of each kind of its 2 layers" in ended.stdout
+    assert "all 8 agree" in ended.stdout
+
+
 def test_verify_fails_where_a_reduction_is_missing(tmp_path: Path) -> None:
     ended = megatp(tmp_path, "verify", script(tmp_path, "Gated", before=WRONG), "2")
     assert ended.returncode != 0
