@@ -173,11 +173,10 @@ def measure(rank: int, world_size: int, size: Size, microbatches: int) -> dict[s
 
 
 def peak(rank: int, world_size: int, size: Size, microbatches: int, name: str) -> int:
-    """Bytes of resident memory that the third to fifth step of one program take above the process's start."""
-    import lightning_megatp  # noqa: F401  # its code is no part of what a step takes
-
-    start = _memory("VmRSS")
+    """Bytes of resident memory that the third to fifth step of one program take above what it has once it is set up:
+    gradients, optimizer state, activations, buffers."""
     program = Program(programs(size, rank, world_size, microbatches)[name]())
+    start = _memory("VmRSS")
     for i in range(5):
         if i == 2:
             Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
@@ -216,7 +215,7 @@ def _memories(what: str, size: Size, microbatches: int, pp: int) -> Iterator[Fig
             pool = RankPool(pp)
             found[name] = max(pool.run(peak, size, microbatches, name, timeout=300))
             pool.close()
-    title = f"{what}: peak memory of the fuller stage"
+    title = f"{what}: peak memory of a step above set-up, fuller stage"
     for name in (TORCH, HAND):
         goal = 1.0 if name == TORCH else None
         yield Figure(
