@@ -203,7 +203,9 @@ class MegaTPStrategyBase(CheckpointMethods):
         self.pipeline: Pipeline | None = None
         self.sharding: ZeroSharding | None = None
         self._buckets: GradientBuckets | None = None
-        self._walked: tuple[tuple[int, int], list[nn.Parameter]] | None = None
+        self._window_open = False
+        """Whether batches were accumulated since the gradients were averaged last."""
+        self._walked: tuple[tuple[int, tuple[int, ...]], list[nn.Parameter]] | None = None
         """When the module was walked last, and its parameters."""
         self._averages: Averages | None = None
         self._same_batch: SameBatch | None = None
@@ -571,7 +573,10 @@ class MegaTPStrategyBase(CheckpointMethods):
         if mesh.size("dp") == 1:
             return
         divided = self._parallel().divided
-        parameters = [p for p in self._all_parameters(module) if p.requires_grad and id(p) not in divided]
+        # What was frozen between two accumulated batches has a gradient of its own on every rank.
+        kept = {id(p) for p in self._buckets.parameters} if self._buckets is not None and self._window_open else set()
+        wanted = (p for p in self._all_parameters(module) if p.requires_grad or id(p) in kept)
+        parameters = [p for p in wanted if id(p) not in divided]
         if self._buckets is not None:
             if {id(p) for p in parameters} == {id(p) for p in self._buckets.parameters}:
                 return
@@ -580,8 +585,9 @@ class MegaTPStrategyBase(CheckpointMethods):
         self._buckets = GradientBuckets(parts, mesh.group("dp"), self.bucket_mb, hooks=self.pipeline is None)
 
     def _all_parameters(self, module: Any) -> list[nn.Parameter]:
-        """The module's; it is walked once per epoch, and when the optimizers hold more or fewer than before."""
-        held = sum(len(group["params"]) for optimizer in self.optimizers for group in optimizer.param_groups)
+        """The module's; it is walked once per epoch, and when the optimizers hold others than before."""
+        groups = (group for optimizer in self.optimizers for group in optimizer.param_groups)
+        held = tuple(id(parameter) for group in groups for parameter in group["params"])
         moment = module.trainer.current_epoch, held
         if self.pipeline is not None or self._walked is None or self._walked[0] != moment:
             self._walked = moment, list(module.parameters())
@@ -758,6 +764,7 @@ class MegaTPStrategyBase(CheckpointMethods):
                 self.parallelism.finalize_gradients(parallel)
                 self._change_gradients(narrow)
                 parallel.forget_traces()
+            self._window_open = self._accumulating
             for parameter, grad in held.items():
                 parameter.grad = grad if parameter.grad is None else parameter.grad + grad
             if self.sharding is not None:
@@ -801,6 +808,9 @@ class MegaTPStrategyBase(CheckpointMethods):
                 self._change_gradients(narrow)
                 pipeline.sum_shared_gradients()
                 parallel.forget_traces()
+        elif self._buckets is None:
+            self._refresh_buckets()
+        self._window_open = self._accumulating
         if self.sharding is not None:
             self.sharding.show()
         self._verify_gradients()

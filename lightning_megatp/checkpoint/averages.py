@@ -7,7 +7,7 @@ holds, as plain tensors, and while a hook of the callback runs the module shows 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from lightning_megatp.mesh import ParallelMesh
 from lightning_megatp.module import ParallelModule
 from lightning_megatp.pipeline.detour import Detour
+from lightning_megatp.shim.lightning import saves_averages_as_model
 
 _HOOKS = (
     *("on_train_epoch_start", "on_train_batch_end", "on_train_epoch_end"),
@@ -39,6 +40,7 @@ class Averages:
     def __init__(self, copies: Sequence[tuple[Any, nn.Module]], parallel: ParallelModule, mesh: ParallelMesh) -> None:
         self._parallel = parallel
         self._detours: list[Detour] = []
+        _refuse_two(callback for callback, _ in copies)
         parallel.averages = [copy for _, copy in copies]
         with self._as_held():
             for callback, copy in copies:
@@ -85,6 +87,15 @@ class Averages:
                 " statistics of batch norms, which pp > 1 and zero > 0 have no step for. Use pp=1 and zero=0, or"
                 " WeightAveraging, which averages the statistics too."
             )
+
+
+def _refuse_two(callbacks: Iterable[Any]) -> None:
+    averaging = [type(callback).__name__ for callback in callbacks if saves_averages_as_model(callback)]
+    if len(averaging) > 1:
+        raise ValueError(
+            f"MegaTPStrategy: {' and '.join(averaging)} both put their averages into a checkpoint's `state_dict`, and"
+            " the trained model's parameters would be in it no more. Keep one of them."
+        )
 
 
 def _keep_own(copy: nn.Module, parallel: ParallelModule, mesh: ParallelMesh) -> None:

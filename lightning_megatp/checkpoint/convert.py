@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import zipfile
 from collections.abc import Iterator
 from importlib.metadata import version
@@ -140,7 +141,14 @@ class _FromFile(Source):
 
     def __init__(self, path: Path, weights_only: bool) -> None:
         check_zip(path)
-        content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        try:
+            content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        except pickle.UnpicklingError as error:
+            raise ValueError(
+                f"megatp convert: {path} holds objects that are not plain data, such as hyperparameters of own classes,"
+                " and no code of a file is run. If you trust it, load it with torch.load(..., weights_only=False), turn"
+                f" them into plain data and save it again. torch says: {str(error).splitlines()[0]}"
+            ) from error
         if weights_only:
             content = {key: value for key, value in content.items() if key not in _TRAINING}
         state = content.pop("state_dict", None)
@@ -309,8 +317,8 @@ def _optimizer_names(index: int, optimizer: dict[str, Any], state: dict[str, Any
         return {i: n for group in groups for i, n in zip(group["params"], group["param_names"], strict=True)}
     numbers = [number for group in groups for number in group["params"]]
     names = list(_parameters(state))
-    shapes = {number: _like(values) for number, values in optimizer["state"].items()}
-    fits = all(shapes.get(i) in (None, tuple(state[n].shape)) for i, n in zip(numbers, names, strict=False))
+    pairs = [(optimizer["state"].get(i, {}), tuple(state[n].shape)) for i, n in zip(numbers, names, strict=False)]
+    fits = all(_like(values, shape) in (None, shape) for values, shape in pairs)
     if len(groups) > 1 or len(numbers) != len(names) or not fits:
         raise ValueError(
             f"megatp convert: optimizer {index} has {len(groups)} groups of {[len(g['params']) for g in groups]}"
@@ -334,9 +342,15 @@ def _parameters(state: dict[str, Any]) -> Iterator[str]:
             yield name
 
 
-def _like(values: dict[str, Any]) -> tuple[int, ...] | None:
-    """The shape of a parameter's state."""
-    return next((tuple(x.shape) for x in values.values() if isinstance(x, Tensor) and x.dim()), None)
+def _like(values: dict[str, Any], shape: tuple[int, ...]) -> tuple[int, ...] | None:
+    """The shape of a parameter's state; None if none says anything, as Adafactor's rows and columns, which broadcast to
+    the parameter's."""
+    shapes = (tuple(x.shape) for x in values.values() if isinstance(x, Tensor) and x.dim())
+    return next((found for found in shapes if found == shape or not _broadcasts(found, shape)), None)
+
+
+def _broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
+    return len(shape) <= len(to) and all(a in (1, b) for a, b in zip(shape[::-1], to[::-1], strict=False))
 
 
 def _copied(value: Any) -> Any:

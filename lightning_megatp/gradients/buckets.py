@@ -58,8 +58,9 @@ class GradientBuckets:
         self._bucket_of = {id(p): bucket for bucket in self._buckets for p in bucket.parameters}
         self._next = 0
         # The last bucket is complete when backward is over, and then `finish` starts it: its gradients need no hooks.
-        hooked = self._buckets[:-1] if self._overlap and hooks else []
-        self._hooks = [p.register_post_accumulate_grad_hook(self._on_gradient) for b in hooked for p in b.parameters]
+        early = self._buckets[:-1] if self._overlap and hooks else []
+        hooked = (p for bucket in early for p in bucket.parameters if p.requires_grad)
+        self._hooks = [p.register_post_accumulate_grad_hook(self._on_gradient) for p in hooked]
 
     @property
     def began(self) -> bool:

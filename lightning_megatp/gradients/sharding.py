@@ -257,14 +257,24 @@ class ZeroSharding:
             units: those that it goes through; None for all.
             last_of_all: the same of all units of this rank.
         """
+        self._refuse_frozen()
         for name, holder in self._holders.items():
             if units is None or name in units:
                 self._prepare(holder, last, self.options.level == 3)
             else:
                 holder.skip()
-        self._reduces = last_of_all if self.options.level == 1 else True
+        self._reduces = last and last_of_all if self.options.level == 1 else True
         self._prepare(self._root, last and last_of_all, False)
         self._root.tell_last(last and last_of_all)
+
+    def _refuse_frozen(self) -> None:
+        for p in self.parameters:
+            frozen = not (p.sharded.requires_grad and p.whole.requires_grad and p.local.requires_grad)
+            if frozen and (p.name in self._used or p.local.grad is not None):
+                raise RuntimeError(
+                    f"MegaTPStrategy: `{p.name}` was frozen between two accumulated batches, and FSDP2 (zero > 0) would"
+                    " lose the gradient that it has of the first. Freeze it before or after all of them, or use zero=0."
+                )
 
     def _prepare(self, holder: Group, last: bool, frees: bool) -> None:
         if isinstance(holder, FSDPModule):
@@ -300,7 +310,7 @@ class ZeroSharding:
         used = torch.tensor([p.name in self._used for p in self.parameters], dtype=torch.uint8, device=self.mesh.device)
         dist.all_reduce(used, op=dist.ReduceOp.MAX, group=self.mesh.group("dp"))
         names = {p.name for p, was in zip(self.parameters, used.tolist(), strict=True) if was}
-        found = [(p, p.sharded.grad) for p in self.parameters if p.local.requires_grad and p.name in names]
+        found = [(p, p.sharded.grad) for p in self.parameters if p.name in names]  # frozen since, too
         new = [(p, grad.to_local()) for p, grad in found if isinstance(grad, DTensor)]
         if factor != 1.0 and new:
             torch._foreach_mul_([grad for _, grad in new], factor)

@@ -225,10 +225,10 @@ def _copy(module: Any, make: Callable[[str, Tensor], Tensor]) -> Any:
         memo[id(parameter)] = nn.Parameter(make(name, parameter), requires_grad=parameter.requires_grad)
     for name, buffer in module.named_buffers():
         memo[id(buffer)] = make(name, buffer)
-    trainer = getattr(module, "_trainer", None)
-    if trainer is not None:
-        memo[id(trainer)] = trainer
-    return copy.deepcopy(module, memo)
+    made = copy.deepcopy(module, memo)
+    if getattr(module, "_trainer", None) is not None:
+        made.trainer = module.trainer  # Lightning leaves it out of copies
+    return made
 
 
 def _is_plain(x: Any) -> bool:

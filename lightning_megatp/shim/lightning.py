@@ -69,6 +69,12 @@ def averages(trainer: Any) -> list[tuple[Any, Any]]:
     return found
 
 
+def saves_averages_as_model(callback: Any) -> bool:
+    """Whether a callback puts its averages where a checkpoint has the model: WeightAveraging and what is derived of it,
+    known by the method that exchanges the two (2.6)."""
+    return hasattr(callback, "_swap_models")
+
+
 def finetuning_callback(trainer: Any) -> str | None:
     """A BaseFinetuning callback, which maps the optimizer's parameters to names of the module's (`_store`)."""
     names = (type(callback).__name__ for callback in trainer.callbacks if hasattr(callback, "finetune_function"))

@@ -20,8 +20,8 @@ from lightning_megatp.tensor.weight_norm import split_weight_norm
 class ColumnParallelConvolution(ParallelLayer):
     """A convolution that runs its own forward on this rank's output channels, and gathers them.
 
-    Input (batch, in_channels, ...) or (in_channels, ...), whole or a shard; output (batch, out_channels, ...) whole, in
-    the memory format that the convolution chose. `groups` and the numbers of channels stay those of the whole.
+    Input (batch, in_channels, ...) or (in_channels, ...), whole or a shard; output (batch, out_channels, ...) whole,
+    with the channels last if they are in the input. `groups` and the numbers of channels stay those of the whole.
 
     Communication: an all-gather of the output forward; backward an all-reduce of the input's gradient, once for all
     convolutions that read the same tensor. With groups, of which a rank takes whole ones, each rank reads other
@@ -43,6 +43,7 @@ class ColumnParallelConvolution(ParallelLayer):
     def forward(self, input: Tensor, *output_size: Any, **options: Any) -> Tensor:
         context = self.context
         with context.running(user_code=False):
+            last = _is_channels_last(input, self._dim)
             x = self._enter(input)
             inside: dict[str, Any] = dict(self._parameters)
             inside |= {name: self._own(name, *split) for name, split in self.splits.items() if name in inside}
@@ -52,7 +53,7 @@ class ColumnParallelConvolution(ParallelLayer):
                 y = super(ParallelLayer, self).forward(x, *output_size, **options)
             finally:
                 self.__dict__["_parameters"], self.groups = held, groups
-            return gather_channels(context.exchange, y, self._dim, self.by_rank)
+            return gather_channels(context.exchange, y, self._dim, self.by_rank, last)
 
     def _enter(self, x: Tensor) -> Tensor:
         if self._inputs is None:
@@ -64,18 +65,26 @@ class ColumnParallelConvolution(ParallelLayer):
         return own
 
 
-def gather_channels(exchange: Any, y: Tensor, dim: int, by_rank: tuple[Ranges, ...]) -> Tensor:
-    """All channels of what each rank computed some of. Channels-last tensors stay so, and are sent as they lie.
+def gather_channels(exchange: Any, y: Tensor, dim: int, by_rank: tuple[Ranges, ...], last: bool) -> Tensor:
+    """All channels of what each rank computed some of.
 
     Args:
         exchange: a `GroupExchange`, or a simulated one.
+        last: channels lie last, in what is sent and in the result. All ranks must say the same: their own outputs can't
+            tell, since of a single channel both layouts look alike, and kernels may choose by the number of channels.
     """
-    last = y.movedim(dim, -1)
-    if last.is_contiguous() and not y.is_contiguous():
-        gathered: Tensor = exchange.gather(last, -1, by_rank).movedim(-1, dim)
+    if last:
+        gathered: Tensor = exchange.gather(y.movedim(dim, -1), -1, by_rank).movedim(-1, dim)
         return gathered
     whole: Tensor = exchange.gather(y, dim, by_rank)
     return whole
+
+
+def _is_channels_last(x: Tensor, dim: int) -> bool:
+    """Whether the channels of a whole input lie last."""
+    if isinstance(x, (FeatureShard, SequenceShard)):
+        return False
+    return x.movedim(dim, -1).is_contiguous() and not x.is_contiguous()
 
 
 def convolution_kind(layer: nn.Module) -> type[ColumnParallelConvolution]:

@@ -7,16 +7,18 @@ turn; a Lightning Trainer is stopped at the end of each batch, a loop after each
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, record_function
 
 PROFILED = 6
 """Steps that are run once more under torch's profiler, untimed."""
@@ -31,7 +33,7 @@ class Taken:
     cpu: list[float] = field(default_factory=list)
     """Seconds of CPU time of the program's thread in each of these steps; waiting takes none."""
     python: list[float] = field(default_factory=list)
-    """Seconds of this thread's CPU time in a step outside of torch's operations."""
+    """Seconds of a profiled step outside of torch's operations and of waiting for collectives."""
     loss: float = float("nan")
     """Of the first step: programs that are compared compute the same."""
 
@@ -50,7 +52,7 @@ class Program:
         self._go, self._done = threading.Semaphore(0), threading.Semaphore(0)
         self._error: BaseException | None = None
         self._profile: profile | None = None
-        self._cpu = 0.0
+        self._cpu = self._start = 0.0
         self._thread = threading.Thread(target=self._run, args=(body,), daemon=True)
         self._thread.start()
         self._wait()
@@ -80,6 +82,7 @@ class Program:
         if self.profiled and not self.stopped:
             self._profile = profile(activities=[ProfilerActivity.CPU])
             self._profile.start()
+            self._start = time.perf_counter()
         self._cpu = time.thread_time()
 
     def _run(self, body: Callable[[Program], None]) -> None:
@@ -96,10 +99,10 @@ class Program:
             raise self._error
 
     def _finish_profile(self, taken: profile) -> None:
-        cpu = time.thread_time() - self._cpu
+        seconds = time.perf_counter() - self._start
         taken.stop()
         self._profile = None
-        self.taken.python.append(cpu - _covered(_operations(taken)))
+        self.taken.python.append(seconds - _covered(_operations(taken)))
 
 
 def loop(step: Callable[[], torch.Tensor]) -> Callable[[Program], None]:
@@ -159,20 +162,33 @@ def alternate(programs: Mapping[str, Callable[[Program], None]], steps: int, war
             seconds = time.perf_counter() - start
             if turn >= warm_up:
                 running[name].taken.seconds.append(seconds)
-    for program in running.values():
-        program.profiled = True
-        for _ in range(PROFILED):
-            program.step()
-        program.profiled = False
+    with _waits_are_seen():
+        for program in running.values():
+            program.profiled = True
+            for _ in range(PROFILED):
+                program.step()
+            program.profiled = False
     for program in running.values():
         program.close()
     return {name: program.taken for name, program in running.items()}
 
 
+@contextlib.contextmanager
+def _waits_are_seen() -> Iterator[None]:
+    """Meanwhile waiting for a collective is an event of its own in profiles; otherwise it looks like Python."""
+    original = dist.Work.wait
+
+    def wait(*args: Any, **kwargs: Any) -> Any:
+        with record_function("wait"):
+            return original(*args, **kwargs)
+
+    with mock.patch.object(dist.Work, "wait", wait):
+        yield
+
+
 def _operations(taken: profile) -> Iterator[tuple[float, float]]:
     for event in taken.events() or ():
-        # A functional collective's wait takes no CPU time, and so is no part of what this is taken from.
-        if event.name.startswith(("aten::", "c10d::", "_c10d_functional::")) and "wait" not in event.name:
+        if event.name == "wait" or event.name.startswith(("aten::", "c10d::", "_c10d_functional::")):
             yield event.time_range.start * 1e-6, event.time_range.end * 1e-6
 
 

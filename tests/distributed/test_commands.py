@@ -29,7 +29,7 @@ class Lit(LightningModule):
         return loss
 
     def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters())
+        return torch.optim.AdamW(self.parameters(), lr=1 / self.trainer.estimated_stepping_batches)
 
 
 if __name__ == "__main__":
@@ -112,6 +112,7 @@ def test_estimate_of_a_script_starts_no_ranks(tmp_path: Path) -> None:
     assert ended.returncode == 0, ended.stderr
     assert "Memory per rank, predicted: tp=2, pp=1, dp=1, zero=0" in ended.stdout
     assert "could not" not in ended.stdout and "trained" not in ended.stdout
+    assert "?" not in ended.stdout
 
 
 @pytest.mark.extended

@@ -70,6 +70,10 @@ def _run(rank: int, world_size: int) -> None:
     assert y.is_contiguous(memory_format=torch.channels_last)
     whole = Image().double()
     whole.load_state_dict(full_state_dict(found.module.state_dict(), found, keep=True))
+    colours = torch.randn(2, 4, 6, 5, generator=generator).double().to(memory_format=torch.channels_last)
+    # One channel on the last rank, whose own output is contiguous in both memory formats.
+    layer = nn.Conv2d(4, 2 * world_size - 1, 3, padding=1)
+    compare(lambda: nn.Sequential(layer), {"0": "column_gather"}, [colours], _call)
     found.module.eval(), whole.eval()
     torch.testing.assert_close(found.module(image), whole(image))
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from tests.distributed.test_collective_counts import CollectiveCounter
 from tests.distributed.training import DP2, PLAIN, TP2_DP2, Layout, make_trainer, run_program, train_loader
 from tests.parity.models import GPT, GPTConfig
+from tests.ranks import RankError
 
 
 class Traced(GPT):
@@ -138,3 +139,38 @@ def _frozen(layout: Layout) -> list[float]:
 def test_layers_that_are_unfrozen_later(layout: Layout) -> None:
     expected = run_program(PLAIN, _frozen)[0]
     assert run_program(layout, _frozen)[0] == pytest.approx(expected, abs=1e-9)
+
+
+class Changing(Callback):
+    """Freezes blocks between two accumulated batches, and later exchanges a layer, in the optimizer too."""
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            pl_module.blocks.requires_grad_(False)
+        if batch_idx == 2:
+            pl_module.blocks.requires_grad_(True)
+            torch.manual_seed(3)
+            new = nn.Linear(pl_module.head.in_features, pl_module.head.out_features, bias=False)
+            new.to(dtype=pl_module.head.weight.dtype)
+            group = trainer.optimizers[0].param_groups[0]
+            group["params"] = [new.weight if p is pl_module.head.weight else p for p in group["params"]]
+            pl_module.head = new
+
+
+def _changing(layout: Layout) -> list[float]:
+    torch.manual_seed(0)
+    module = GPT(GPTConfig(tied=False))
+    trainer = make_trainer(layout, callbacks=[Changing()], strategy={"plan": {}}, accumulate_grad_batches=2)
+    trainer.fit(module, train_loader(layout, 6))
+    return [float(value.double().sum()) for value in module.state_dict().values()]
+
+
+def test_parameters_that_change_within_an_epoch() -> None:
+    expected = run_program(PLAIN, _changing)[0]
+    for found in run_program(DP2, _changing):
+        assert found == pytest.approx(expected, abs=1e-9)
+
+
+def test_freezing_between_accumulated_batches_is_refused_with_zero() -> None:
+    with pytest.raises(RankError, match="was frozen between two accumulated batches"):
+        run_program(Layout(dp=2, zero=1), _changing)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -72,7 +73,8 @@ def discover(model: nn.Module, tp: int, kinds: Sequence[Block], plan: ParallelPl
     found = Discovery()
     plan.compiled = any(map(is_compiled, model.modules()))
     own, problem = own_plan(model)
-    least = least_size(model)
+    # Each would break a compiled graph, and torch fails at in-place code behind some of these breaks.
+    least = math.inf if plan.compiled else least_size(model)
     found.problems += [problem] if problem else []
     for kind in kinds:
         trusted = plan_of_block(own, kind.names[0], kind.module, tp) if own else None
