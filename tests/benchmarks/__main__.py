@@ -1,8 +1,9 @@
 """Every comparison in one run: `make bench`, or
 
-    python -m tests.benchmarks [--only tensor pipeline] [--quick] [--write]
+    python -m tests.benchmarks [--only tensor pipeline] [--add FILE] [--quick] [--write]
 
-Sizes and rows are in `sizes.toml`. `--write` puts tables and picture into docs/performance.md.
+Sizes and rows are in `sizes.toml`. `--write` puts tables and picture into docs/performance.md. What is found is printed
+line by line; `--add` takes such lines of runs of other parts before.
 """
 
 from __future__ import annotations
@@ -49,11 +50,12 @@ def main() -> None:
     from tests.ranks import pools
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=list(PARTS), default=list(PARTS))
+    parser.add_argument("--only", nargs="*", choices=list(PARTS), default=list(PARTS))
+    parser.add_argument("--add", type=Path, help="lines that a run of other parts printed")
     parser.add_argument("--quick", action="store_true", help="one size and few steps: whether it runs at all")
     parser.add_argument("--write", action="store_true", help="into docs/performance.md")
     arguments = parser.parse_args()
-    found = []
+    found = [] if arguments.add is None else [*map(_read, arguments.add.read_text().splitlines())]
     for name, measure in parts(arguments.quick).items():
         for row in measure() if name in arguments.only else ():
             found.append(row)
@@ -62,6 +64,13 @@ def main() -> None:
     print(tables(found))
     if arguments.write:
         write(found, DOCS / "performance.md", DOCS / "images" / "performance.png")
+
+
+def _read(line: str) -> Any:
+    from tests.benchmarks.ratios import Figure, Ratio, Row
+
+    fields = json.loads(line)
+    return Row(**{**fields, "ratio": Ratio(**fields["ratio"])}) if "ratio" in fields else Figure(**fields)
 
 
 if __name__ == "__main__":

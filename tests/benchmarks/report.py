@@ -100,6 +100,6 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     axes.xaxis.set_minor_formatter(ScalarFormatter())
     axes.minorticks_off()
     axes.axvline(1.0, color="tab:gray", linewidth=0.8)
-    axes.set_xlabel("time of a step, ours / theirs (bar: the goal; whisker: 95 % interval of the median)")
+    axes.set_xlabel("ours / theirs (bar: goal; whisker: 95 %)")
     figure.savefig(path, dpi=150)
     pyplot.close(figure)
