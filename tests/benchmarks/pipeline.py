@@ -169,7 +169,8 @@ def programs(size: Size, rank: int, world_size: int, microbatches: int) -> dict[
 def measure(rank: int, world_size: int, size: Size, microbatches: int) -> dict[str, Taken]:
     """One round on one rank."""
     made = programs(size, rank, world_size, microbatches)
-    return alternate({name: make() for name, make in made.items()}, size.steps)
+    steps = size.steps if microbatches < 16 else size.steps // 2
+    return alternate({name: make() for name, make in made.items()}, steps, warm_up=2, profiled=2)
 
 
 def peak(rank: int, world_size: int, size: Size, microbatches: int, name: str) -> int:

@@ -20,9 +20,6 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.profiler import ProfilerActivity, profile, record_function
 
-PROFILED = 6
-"""Steps that are run once more under torch's profiler, untimed."""
-
 
 @dataclass
 class Taken:
@@ -143,13 +140,16 @@ class _Pauses(Callback):
             trainer.should_stop = True
 
 
-def alternate(programs: Mapping[str, Callable[[Program], None]], steps: int, warm_up: int = 3) -> dict[str, Taken]:
+def alternate(
+    programs: Mapping[str, Callable[[Program], None]], steps: int, warm_up: int = 3, profiled: int = 6
+) -> dict[str, Taken]:
     """Run the programs in turn, in an order that goes round.
 
     Args:
         programs: the body of each, by its name; the same on every rank, in the same order.
         steps: timed steps of each.
         warm_up: steps before those.
+        profiled: steps that are run once more under torch's profiler, untimed.
     """
     running = {name: Program(body) for name, body in programs.items()}
     names = list(running)
@@ -165,7 +165,7 @@ def alternate(programs: Mapping[str, Callable[[Program], None]], steps: int, war
     with _waits_are_seen():
         for program in running.values():
             program.profiled = True
-            for _ in range(PROFILED):
+            for _ in range(profiled):
                 program.step()
             program.profiled = False
     for program in running.values():
