@@ -74,6 +74,8 @@ class Program:
         self.taken.cpu.append(time.thread_time() - self._cpu)
         if loss is not None and self.taken.loss != self.taken.loss:
             self.taken.loss = float(loss.detach())
+        if self.stopped:
+            return
         self._done.release()
         self._go.acquire()
         if self.profiled and not self.stopped:
