@@ -27,8 +27,6 @@ class Taken:
 
     seconds: list[float] = field(default_factory=list)
     """Of each timed step."""
-    cpu: list[float] = field(default_factory=list)
-    """Seconds of CPU time of the program's thread in each of these steps; waiting takes none."""
     python: list[float] = field(default_factory=list)
     """Seconds of a profiled step outside of torch's operations and of waiting for collectives."""
     loss: float = float("nan")
@@ -49,7 +47,7 @@ class Program:
         self._go, self._done = threading.Semaphore(0), threading.Semaphore(0)
         self._error: BaseException | None = None
         self._profile: profile | None = None
-        self._cpu = self._start = 0.0
+        self._start = 0.0
         self._thread = threading.Thread(target=self._run, args=(body,), daemon=True)
         self._thread.start()
         self._wait()
@@ -71,7 +69,6 @@ class Program:
         """To be called by the program."""
         if self._profile is not None:
             self._finish_profile(self._profile)
-        self.taken.cpu.append(time.thread_time() - self._cpu)
         if loss is not None and self.taken.loss != self.taken.loss:
             self.taken.loss = float(loss.detach())
         if self.stopped:
@@ -82,7 +79,6 @@ class Program:
             self._profile = profile(activities=[ProfilerActivity.CPU])
             self._profile.start()
             self._start = time.perf_counter()
-        self._cpu = time.thread_time()
 
     def _run(self, body: Callable[[Program], None]) -> None:
         try:

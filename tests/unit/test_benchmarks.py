@@ -55,8 +55,8 @@ def test_a_step_lasts_until_the_slowest_rank_is_done() -> None:
 
 def test_programs_with_different_losses_are_not_compared() -> None:
     with pytest.raises(AssertionError, match="first losses differ"):
-        check_losses("what", [{OURS: _taken([1.0]), "peer": Taken([1.0], [1.0], [1.0], loss=3.1)}])
+        check_losses("what", [{OURS: _taken([1.0]), "peer": Taken([1.0], [1.0], loss=3.1)}])
 
 
 def _taken(seconds: list[float]) -> Taken:
-    return Taken(seconds, seconds, [0.0], loss=3.0)
+    return Taken(seconds, [0.0], loss=3.0)
