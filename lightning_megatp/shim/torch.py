@@ -56,6 +56,7 @@ __all__ = [
     "is_random",
     "is_view",
     "reduce_scatter_single",
+    "runs_in_this_backward",
     "runs_own_convolution",
     "sdpa_is_fused",
     "storage_id",
@@ -100,9 +101,14 @@ def accumulated_parameter(node: Any) -> Tensor | None:
 
 
 def accumulates_into(leaf: Tensor) -> bool:
-    """Whether the backward that runs on this thread adds to the `.grad` of a leaf. False in `autograd.grad`, where the
-    engine refuses to answer, and where `backward(inputs=...)` leaves it out. No public name (2.11-2.13)."""
-    node = torch.autograd.graph.get_gradient_edge(leaf).node
+    """Whether the backward that runs on this thread adds to the `.grad` of a leaf. False in `autograd.grad`, and where
+    `backward(inputs=...)` leaves it out."""
+    return runs_in_this_backward(torch.autograd.graph.get_gradient_edge(leaf).node)
+
+
+def runs_in_this_backward(node: Any) -> bool:
+    """Whether the backward that runs on this thread comes to a node. False in `autograd.grad`, where the engine refuses
+    to answer for leaves. No public name (2.11-2.13)."""
     try:
         return bool(torch._C._will_engine_execute_node(node))
     except RuntimeError:

@@ -17,9 +17,8 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from lightning_megatp.plan.ranges import shard_ranges
 from lightning_megatp.shim.torch import is_fake
 from lightning_megatp.tensor.collectives import copy_to_region, gather_from_region, reduce_from_region
+from lightning_megatp.tensor.entry import Entry
 from lightning_megatp.tensor.layers import ParallelLayer, RowParallel
-from lightning_megatp.tensor.regather import Regather
-from lightning_megatp.tensor.sequence import SequenceShard
 
 
 class OutputProjection(RowParallel, NonDynamicallyQuantizableLinear):
@@ -33,7 +32,7 @@ class ParallelAttention(ParallelLayer, nn.MultiheadAttention):
     and `embed_dim` stay those of the whole, since nothing outside of this module sees a part.
 
     Communication: `copy_to_region` or `gather_sequence` of each of query, key and value that is another tensor
-    (self-attention gathers again in backward, see `Regather`), and the output projection's `reduce_from_region` or
+    (gathered again in backward, see `Entry`), and the output projection's `reduce_from_region` or
     `reduce_scatter_sequence`; with `need_weights` (the default, which nn.TransformerEncoderLayer and its kin turn off)
     also `reduce_from_region` of b * l * s numbers, or, for the weights of each head, `gather_from_region` of h times as
     many.
@@ -70,11 +69,7 @@ class ParallelAttention(ParallelLayer, nn.MultiheadAttention):
             is_causal = is_causal and key_padding_mask is None and not need_weights
             mask = None if is_causal else self._mask(query, key, attn_mask, key_padding_mask)
             entered = self._enter(query, key, value)
-            reading: contextlib.AbstractContextManager[Tensor] = contextlib.nullcontext(entered[0])
-            if isinstance(query, SequenceShard) and query is key and key is value:
-                reading = Regather(query).reading(entered[0])
-            with reading as read:
-                q, k, v = self._project(*(read if x is entered[0] else x for x in entered))
+            q, k, v = self._project(*entered)
             y, weights = self._attend(q, k, v, mask, is_causal, need_weights)
             output = self.out_proj.forward(self._joined(y, query.dim() == 3))
             if weights is not None:
@@ -82,7 +77,7 @@ class ParallelAttention(ParallelLayer, nn.MultiheadAttention):
                 weights = weights if query.dim() == 3 else weights.squeeze(0)
             return output, weights
 
-    def _enter(self, *inputs: Tensor) -> list[Tensor]:
+    def _enter(self, *inputs: Tensor) -> list[Entry]:
         """Bring query, key and value into the region, one that is given twice once."""
         if any(x.is_nested for x in inputs):
             raise ValueError(f"MegaTPStrategy: `{self.label}` is split and takes no nested tensors; give padded ones.")
@@ -90,16 +85,15 @@ class ParallelAttention(ParallelLayer, nn.MultiheadAttention):
         entered = {key: self.context.enter(x, self._bring, None, self.training) for key, x in distinct.items()}
         return [entered[id(x)] for x in inputs]
 
-    def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _project(self, query: Entry, key: Entry, value: Entry) -> tuple[Tensor, Tensor, Tensor]:
         """Inputs (b, l, e), (l, b, e) or (l, e) -> q (b, n, l, d), k and v (b, n, s, d)."""
-        linear = self.context.deferred.linear
         bias = None if self.in_proj_bias is None else self._own("in_proj_bias", 0, self._packed)
         if self._qkv_same_embed_dim and query is key and key is value:
-            q, k, v = linear(query, self._own("in_proj_weight", 0, self._packed), bias).chunk(3, -1)
+            q, k, v = query.linear(self._own("in_proj_weight", 0, self._packed), bias).chunk(3, -1)
         else:
             biases = (None, None, None) if bias is None else bias.chunk(3)
             inputs = zip((query, key, value), self._weights(), biases, strict=True)
-            q, k, v = (linear(x, weight, bias) for x, weight, bias in inputs)
+            q, k, v = (entry.linear(weight, bias) for entry, weight, bias in inputs)
         q, k, v = (self._by_head(x) for x in (q, k, v))
         if self.bias_k is not None:
             own = (self._own(name, 2) for name in ("bias_k", "bias_v"))

@@ -10,7 +10,7 @@ Source: Shoeybi et al. 2019, section 3 (f and g); Korthikanti et al. 2022, secti
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -196,36 +196,79 @@ class _ReduceScatter(OwnFunction):
         return _Gather.apply(grad, ctx.group, ctx.dim, ctx.sizes, "tensor", "sequence"), None, None
 
 
+class Pending:
+    """A collective under way.
+
+    Args:
+        result: of the right shape; its values may be read after `wait`.
+        work: what to wait for; None if there is nothing.
+        finish: makes the result of what has arrived.
+    """
+
+    def __init__(self, result: Tensor, work: dist.Work | None, finish: Callable[[], Tensor] | None = None) -> None:
+        self.result, self.dtype = result, result.dtype
+        self._work, self._finish = work, finish
+
+    def wait(self) -> Tensor:
+        """The result, complete. On a GPU, what is called next on this stream waits, not this thread."""
+        if self._work is not None:
+            self._work.wait()
+        if self._finish is not None:
+            self.result = self._finish()
+        self._work = self._finish = None
+        return self.result
+
+
 def all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The sum over the group as a new tensor."""
+    return begin_all_reduce(x, group, async_op=False).wait()
+
+
+def begin_all_reduce(x: Tensor, group: dist.ProcessGroup, async_op: bool = True) -> Pending:
+    """Start an `all_reduce`."""
     total = x.clone(memory_format=torch.contiguous_format)
-    if not is_fake(x):  # a dry run sends nothing
-        dist.all_reduce(total, group=group)
-    return total
+    # a dry run sends nothing
+    return Pending(total, None if is_fake(x) else dist.all_reduce(total, group=group, async_op=async_op))
 
 
 def all_gather(x: Tensor, group: dist.ProcessGroup, dim: int, sizes: Sequence[int]) -> Tensor:
     """Concatenate the ranks' tensors along `dim`; uneven sizes are padded on the wire and stripped."""
+    return begin_all_gather(x, group, dim, sizes, async_op=False).wait()
+
+
+def begin_all_gather(
+    x: Tensor, group: dist.ProcessGroup, dim: int, sizes: Sequence[int], async_op: bool = True
+) -> Pending:
+    """Start an `all_gather`."""
     ways, most, dim = len(sizes), max(sizes), dim % x.dim()
     if is_fake(x):
-        return x.new_empty((*x.shape[:dim], sum(sizes), *x.shape[dim + 1 :]))
+        return Pending(x.new_empty((*x.shape[:dim], sum(sizes), *x.shape[dim + 1 :])), None)
     sent = x.contiguous() if x.shape[dim] == most else _pad(x, dim, most)
     wire = (ways * sent.shape[0], *sent.shape[1:])
     if min(sizes) == most and all(size == 1 for size in x.shape[:dim]):  # the ranks' parts arrive where they belong
         whole = sent.new_empty((*x.shape[:dim], ways * most, *x.shape[dim + 1 :]))
-        all_gather_single(whole.view(wire), sent, group=group)
-        return whole
+        return Pending(whole, all_gather_single(whole.view(wire), sent, group=group, async_op=async_op))
     received = sent.new_empty(wire)
-    all_gather_single(received, sent, group=group)
-    parts = received.view(ways, *sent.shape).unbind(0)
-    return torch.cat([part.narrow(dim, 0, size) for part, size in zip(parts, sizes, strict=True)], dim)
+
+    def finish() -> Tensor:
+        parts = received.view(ways, *sent.shape).unbind(0)
+        return torch.cat([part.narrow(dim, 0, size) for part, size in zip(parts, sizes, strict=True)], dim)
+
+    return Pending(received, all_gather_single(received, sent, group=group, async_op=async_op), finish)
 
 
 def reduce_scatter(x: Tensor, group: dist.ProcessGroup, dim: int, sizes: Sequence[int]) -> Tensor:
     """Sum over the group, keep this rank's piece along `dim`; uneven pieces are padded on the wire and stripped."""
+    return begin_reduce_scatter(x, group, dim, sizes, async_op=False).wait()
+
+
+def begin_reduce_scatter(
+    x: Tensor, group: dist.ProcessGroup, dim: int, sizes: Sequence[int], async_op: bool = True
+) -> Pending:
+    """Start a `reduce_scatter`."""
     rank, most = group.rank(), max(sizes)
     if is_fake(x):
-        return x.narrow(dim, 0, sizes[rank]).clone(memory_format=torch.contiguous_format)
+        return Pending(x.narrow(dim, 0, sizes[rank]).clone(memory_format=torch.contiguous_format), None)
     if min(sizes) == most:
         dim = dim % x.dim()
         split = x.reshape(*x.shape[:dim], len(sizes), most, *x.shape[dim + 1 :]).movedim(dim, 0)
@@ -233,8 +276,11 @@ def reduce_scatter(x: Tensor, group: dist.ProcessGroup, dim: int, sizes: Sequenc
         split = torch.stack([_pad(piece, dim, most) for piece in x.split(list(sizes), dim)])
     split = split.contiguous()
     kept = split.new_empty(split.shape[1:])
-    reduce_scatter_single(kept, split.view(-1, *split.shape[2:]), group=group)
-    return kept if sizes[rank] == most else kept.narrow(dim, 0, sizes[rank]).clone()  # never a view
+    work = reduce_scatter_single(kept, split.view(-1, *split.shape[2:]), group=group, async_op=async_op)
+    if sizes[rank] == most:
+        return Pending(kept, work)
+    own = kept.narrow(dim, 0, sizes[rank])
+    return Pending(own, work, own.clone)  # never a view
 
 
 def take_ranges(x: Tensor, dim: int, ranges: Ranges) -> Tensor:

@@ -32,6 +32,8 @@ class Region:
 
     name: str
     random: bool = False
+    columns: list[weakref.ref[Any]] = field(default_factory=list, repr=False)
+    """Its column layers."""
 
 
 class TensorContext:
@@ -85,19 +87,19 @@ class TensorContext:
     def __deepcopy__(self, memo: dict[int, object]) -> TensorContext:
         return self  # a copied model works in the same group
 
-    def enter(self, x: Tensor, bring: Callable[[Tensor], Tensor], region: Region | None, training: bool) -> Tensor:
+    def enter(self, x: Tensor, bring: Callable[[Tensor], T], region: Region | None, training: bool) -> T:
         """Bring a value into a tensor region: one collective per input tensor, shared by all column layers reading it.
 
         Args:
             x: (..., h) whole, or a SequenceShard.
-            bring: the collective, called only if x was not brought in before.
+            bring: makes an `Entry` of it, called only if x was not brought in before.
             region: the region entered, if a row layer closes it.
             training: whether dropout is active in there.
 
         Returns:
-            (..., h), the whole sequence, inside the region.
+            what was brought in.
         """
-        entered = self._entered.get(x)
+        entered: T | None = self._entered.get(x)
         if entered is None:
             entered = bring(x)
             self._entered.put(x, entered)
@@ -105,13 +107,6 @@ class TensorContext:
         if region is not None and region.random and training and not is_fake(x):
             self.stream.enter(x.device)
         return entered
-
-    def beside(self, make: Callable[[], T]) -> T:
-        """An object for all layers that read the tensor which entered last, made by the first of them."""
-        if self._entered.beside is None:
-            self._entered.beside = make()
-        found: T = self._entered.beside
-        return found
 
     def leave(self) -> None:
         """A row layer is reached: what follows is the same on all ranks, and so are its random numbers."""
@@ -140,19 +135,18 @@ class _Entered:
 
     key: tuple[int, bool, bool] | None = None
     source: weakref.ref[Tensor] | None = None
-    value: Tensor | None = field(default=None, repr=False)
-    beside: Any = field(default=None, repr=False)
+    value: Any = field(default=None, repr=False)
 
-    def get(self, x: Tensor) -> Tensor | None:
+    def get(self, x: Tensor) -> Any:
         if self.source is None or self.source() is not x or self.key != self._key(x):
             return None
         return self.value
 
-    def put(self, x: Tensor, value: Tensor) -> None:
-        self.key, self.source, self.value, self.beside = self._key(x), weakref.ref(x), value, None
+    def put(self, x: Tensor, value: object) -> None:
+        self.key, self.source, self.value = self._key(x), weakref.ref(x), value
 
     def clear(self) -> None:
-        self.key = self.source = self.value = self.beside = None
+        self.key = self.source = self.value = None
 
     @staticmethod
     def _key(x: Tensor) -> tuple[int, bool, bool]:

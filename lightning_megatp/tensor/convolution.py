@@ -57,7 +57,7 @@ class ColumnParallelConvolution(ParallelLayer):
 
     def _enter(self, x: Tensor) -> Tensor:
         if self._inputs is None:
-            return self.context.enter(x, self._bring, None, self.training)
+            return self.context.enter(x, self._bring, None, self.training).value
         if isinstance(x, FeatureShard):
             x = x.whole("convolution")
         whole = x.whole() if isinstance(x, SequenceShard) else x

@@ -83,14 +83,30 @@ class DeferredWeights:
         wanted = torch.is_grad_enabled() and weight.requires_grad and weight.is_leaf
         if not wanted or functorch_is_active():
             return F.linear(x, weight, bias)
-        output: Tensor = _Linear.apply(autocast_to(x), weight, bias, _autocast_dtype(x), self)
+        output: Tensor = _Linear.apply(cast(x, autocast_dtype(x)), weight, bias, autocast_dtype(x), self)
         return output
 
-    def _take(self, gradient: _Gradient) -> bool:
-        """Put a gradient off, if a queue is open."""
-        if self._open is not None:
-            self._open.append(gradient)
-        return self._open is not None
+    def gradients(
+        self, x: Tensor | None, grad: Tensor, weight: Tensor, bias: Tensor | None, wanted: Sequence[bool]
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Gradients of a linear layer's weight and bias, in its backward; None where one is put off or not wanted.
+
+        Args:
+            x: its input (..., i), needed for the weight's.
+            grad: of its output (..., o).
+            weight: the parameter, or a value.
+            bias: likewise.
+            wanted: whether that of the weight is, and that of the bias.
+        """
+        weight_now, bias_now, *_ = wanted
+        if weight_now and self._open is not None and _can_wait(weight) and not torch.is_grad_enabled():
+            assert x is not None
+            put_off = bias if bias is not None and bias_now and _can_wait(bias) else None
+            self._open.append(_Gradient(x, grad, weight, put_off, tensor_version(x)))
+            weight_now, bias_now = False, bias_now and put_off is None
+        grad_weight = _weight_gradient(x, grad).to(weight.dtype) if weight_now and x is not None else None
+        grad_bias = _bias_gradient(grad).to(bias.dtype) if bias_now and bias is not None else None
+        return grad_weight, grad_bias
 
 
 class DeferredLinear(nn.Linear):
@@ -141,21 +157,14 @@ class _Linear(OwnFunction):
         needs_x, needs_weight, *_ = ctx.needs_input_grad
         ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None)
         ctx.weight, ctx.bias, ctx.deferred = weight, bias, deferred  # the parameters, whose `.grad` is added to
-        return F.linear(x, _cast(weight, dtype), None if bias is None else _cast(bias, dtype))
+        return F.linear(x, cast(weight, dtype), None if bias is None else cast(bias, dtype))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        needs_x, *wanted = ctx.needs_input_grad
         grad_x = grad @ weight.to(grad.dtype) if needs_x else None
-        weight_now, bias_now = needs_weight, needs_bias
-        if needs_weight and _can_wait(ctx.weight) and not torch.is_grad_enabled():
-            bias = ctx.bias if needs_bias and _can_wait(ctx.bias) else None
-            if ctx.deferred._take(_Gradient(x, grad, ctx.weight, bias, tensor_version(x))):
-                weight_now, bias_now = False, needs_bias and bias is None
-        grad_weight = _weight_gradient(x, grad).to(ctx.weight.dtype) if weight_now else None
-        grad_bias = _bias_gradient(grad).to(ctx.bias.dtype) if bias_now else None
-        return grad_x, grad_weight, grad_bias, None, None
+        return grad_x, *ctx.deferred.gradients(x, grad, ctx.weight, ctx.bias, wanted), None, None
 
 
 @dataclass(slots=True)
@@ -185,24 +194,20 @@ class _Gradient:
             _add_gradient(self.bias, _bias_gradient(self.grad))
 
 
-def autocast_to(x: Tensor) -> Tensor:
-    """As a linear layer reads it under autocast."""
-    return _cast(x, _autocast_dtype(x))
-
-
-def _autocast_dtype(x: Tensor) -> torch.dtype | None:
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """In which a linear layer computes with x; None outside of autocast."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
-def _cast(x: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """As autocast does: everything floating but float64."""
+def cast(x: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """As autocast does: everything floating but float64; nothing for None."""
     return x.to(dtype) if dtype is not None and x.is_floating_point() and x.dtype != torch.float64 else x
 
 
 def _rows(x: Tensor) -> Tensor:
     """(..., k) -> (n, k)."""
-    return x.reshape(-1, x.shape[-1])
+    return x.flatten(0, -2) if x.dim() > 1 else x.unsqueeze(0)
 
 
 def _weight_gradient(x: Tensor, grad: Tensor) -> Tensor:

@@ -58,7 +58,7 @@ class ParallelExperts(ParallelLayer):
     def _enter(self, x: Any) -> Any:
         if not isinstance(x, Tensor) or not x.is_floating_point():
             return x
-        return self.context.enter(x, self._bring, self.region, self.training)
+        return self.context.enter(x, self._bring, self.region, self.training).value
 
     def _parameters_inside(self) -> dict[str, Any]:
         """The parameters as the module's own forward sees them."""

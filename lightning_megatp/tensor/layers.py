@@ -6,7 +6,8 @@ Source: Shoeybi et al. 2019, section 3; Korthikanti et al. 2022, section 4.2.
 
 from __future__ import annotations
 
-import contextlib
+import weakref
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -16,18 +17,16 @@ from torch import Tensor, nn
 from lightning_megatp.plan.ranges import Ranges, length
 from lightning_megatp.tensor.collectives import (
     canonical_order,
-    copy_to_region,
     gather_from_region,
-    gather_sequence,
     reduce_from_region,
     reduce_scatter_sequence,
     scatter_to_region,
 )
 from lightning_megatp.tensor.context import Region, TensorContext
+from lightning_megatp.tensor.entry import Entry
 from lightning_megatp.tensor.features import FeatureLayout, FeatureShard, own_features
 from lightning_megatp.tensor.outside import LayerParameters
 from lightning_megatp.tensor.parameters import slice_whole
-from lightning_megatp.tensor.regather import Regather
 from lightning_megatp.tensor.sequence import SequenceLayout, SequenceShard
 
 L = TypeVar("L", bound="ParallelLayer")
@@ -123,11 +122,14 @@ class ParallelLayer(nn.Module):
             return parameter
         return slice_whole(parameter, self.group, dim, by_rank or self.by_rank)
 
-    def _bring(self, x: Tensor) -> Tensor:
+    def _bring(self, x: Tensor) -> Entry:
         """A whole value, or this rank's tokens or features of one, into the tensor region."""
-        if isinstance(x, SequenceShard):
-            return gather_sequence(x.plain, self.group, x.tokens.dim, x.tokens.length, "tensor")
-        return copy_to_region(x.whole("linear") if isinstance(x, FeatureShard) else x, self.group)
+        x = x.whole("linear") if isinstance(x, FeatureShard) else x
+        return Entry(x, self.group, self.context.deferred, self._readers())
+
+    def _readers(self) -> Sequence[tuple[Tensor, Tensor | None]]:
+        """Weight and bias of the linear layers that will probably read what this layer brings in."""
+        return ()
 
 
 def _no_fast_path(layer: nn.Module, args: Any) -> None:
@@ -141,8 +143,8 @@ class ColumnParallel(ParallelLayer):
     `global_sizes` it is a FeatureShard of them; with `gather_output` all features, or with `lazy` too a FeatureShard,
     which is gathered only where an operation needs it whole.
 
-    Communication: `copy_to_region`, or `gather_sequence` and in backward `Regather`, once for all column layers that
-    read the same tensor; with `gather_output` also `gather_from_region`, unless `lazy`.
+    Communication: that of an `Entry`, once for all column layers that read the same tensor, hidden in backward behind
+    the gradients of their weights; with `gather_output` also `gather_from_region`, unless `lazy`.
     """
 
     bias: Any
@@ -163,12 +165,13 @@ class ColumnParallel(ParallelLayer):
         elif not self.gather_output:
             self.out_features = length(self.ranges)
         self._order = canonical_order(self.by_rank) if self.gather_output else None
+        if self.region is not None:
+            self.region.columns.append(weakref.ref(self))
 
     def _compute(self, x: Tensor) -> Tensor:
-        entered = self.context.enter(x, self._bring, None if self.gather_output else self.region, self.training)
+        entry = self.context.enter(x, self._bring, None if self.gather_output else self.region, self.training)
         bias = None if self.bias is None else self._own("bias", 0)
-        with self._reading(x, entered) as read:
-            y = self.context.deferred.linear(read, self._own("weight", 0), bias)
+        y = entry.linear(self._own("weight", 0), bias)
         if self._layout is not None and self.context.size > 1:
             whole = self.context.is_dry(y)
             return self.context.exchange.gather(y, -1, self.by_rank) if whole else FeatureShard.wrap(y, self._layout)
@@ -177,11 +180,11 @@ class ColumnParallel(ParallelLayer):
         y = gather_from_region(y, self.group, self.sizes)
         return y if self._order is None else y.index_select(-1, torch.tensor(self._order, device=y.device))
 
-    def _reading(self, x: Tensor, entered: Tensor) -> contextlib.AbstractContextManager[Tensor]:
-        """Around the use of what entered: a gathered sequence is not kept for backward."""
-        if not isinstance(x, SequenceShard):
-            return contextlib.nullcontext(entered)
-        return self.context.beside(lambda: Regather(x)).reading(entered)
+    def _readers(self) -> Sequence[tuple[Tensor, Tensor | None]]:
+        layers = [self] if self.region is None else [found() for found in self.region.columns]
+        held = [layer._parameters for layer in layers if isinstance(layer, nn.Linear)]
+        found = [(one.get("weight"), one.get("bias")) for one in held]
+        return [(weight, bias) for weight, bias in found if weight is not None]
 
 
 class RowParallel(ParallelLayer):

@@ -58,10 +58,12 @@ def trace_regions(outputs: Iterable[Tensor]) -> Lineage:
             if leaf is not None:
                 lineage.leaves[id(leaf)] = leaf
                 lineage.regions.setdefault(id(leaf), set()).add(region)
-        for parent, _ in node.next_functions:
-            if parent is not None and (parent, region) not in seen:
-                seen.add((parent, region))
-                todo.append((parent, region))
+        outside = getattr(node, "outside", None) if kind == "function" else None
+        for i, (parent, _) in enumerate(node.next_functions):
+            step = (parent, region if i != outside else "sequence")
+            if parent is not None and step not in seen:
+                seen.add(step)
+                todo.append(step)
     return lineage
 
 
