@@ -240,6 +240,7 @@ class ParallelModule:
                 raise RuntimeError(self._escaped(self._name(parameter_id)))
         if lineage.crossings:
             raise RuntimeError(self._side_door(lineage))
+        self._complete_where_mixed(lineage)
         for parameter_id, regions in lineage.regions.items():
             if parameter_id in self.sharded:
                 continue
@@ -249,6 +250,30 @@ class ParallelModule:
                 self.partial[parameter_id] = lineage.leaves[parameter_id]
             if parameter_id in self.partial and parameter_id in self._full:
                 raise RuntimeError(self._mixed(self._name(parameter_id), regions | {"whole"}))
+
+    def _complete_where_mixed(self, lineage: Lineage) -> None:
+        """Parameters that a step may use on tokens and on whole values: where one does both, each use on tokens
+        completes its gradient; where it does not, they are summed with the others' at the end. With zero > 0 each use
+        always does.
+
+        Communication: one all-reduce of a gradient that earlier backwards since the last step left partial. (Not in
+        pipelines, where microbatches' graphs are walked before those backwards are over: there it is an error.)
+        """
+        for parameter_id in self.context.kept_whole & self.partial.keys():
+            if "whole" in lineage.regions.get(parameter_id, ()) and not self.context.pipelined:
+                gradient = self.held(self.partial.pop(parameter_id)).grad
+                if gradient is not None:
+                    dist.all_reduce(gradient, group=self.context.group)
+                self._full.add(parameter_id)
+        for parameter_id, nodes in lineage.uses.items():
+            whole = parameter_id in self._full or "whole" in lineage.regions.get(parameter_id, ())
+            at_use = whole or self.sharding is not None
+            for node in nodes:
+                node.completes = at_use
+            if at_use:
+                self._full.add(parameter_id)
+            else:
+                self.partial[parameter_id] = lineage.leaves[parameter_id]
 
     def forget_traces(self) -> None:
         """Gradients are complete: the next backward starts a new account of what is partial."""

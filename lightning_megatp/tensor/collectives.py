@@ -41,6 +41,18 @@ def copy_to_region(x: Tensor, group: dist.ProcessGroup, above: str = "tensor") -
     return x if group.size() == 1 else _Copy.apply(x, group, above)
 
 
+def use_on_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Identity of a whole parameter, used on this rank's tokens. Its gradient is all-reduced, unless whoever walks the
+    graph sets the node's `completes` to False: then the caller sums what all uses have accumulated.
+
+    Args:
+        x: a leaf, the same on every rank.
+
+    Communication: none forward; 2 (t - 1) / t * numel(x) backward.
+    """
+    return _Use.apply(x, group)
+
+
 def reduce_from_region(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """All-reduce; identity for the gradient (g). Leaves a tensor region with a partial sum.
 
@@ -133,6 +145,18 @@ class _Copy(OwnFunction):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return _Reduce.apply(grad, ctx.group, ctx.region_above), None, None
+
+
+class _Use(OwnFunction):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group, ctx.region_above, ctx.region_below = group, "sequence", "whole"
+        ctx.completes = True
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _Reduce.apply(grad, ctx.group, "sequence") if ctx.completes else grad, None
 
 
 class _Reduce(OwnFunction):

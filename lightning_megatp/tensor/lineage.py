@@ -24,6 +24,8 @@ class Lineage:
     regions: dict[int, set[str]] = field(default_factory=dict)
     """id(leaf) -> the regions in which it is used: "whole", "tensor", "sequence"."""
     leaves: dict[int, Tensor] = field(default_factory=dict)
+    uses: dict[int, list[Any]] = field(default_factory=dict)
+    """id(leaf) -> its uses on tokens of this rank that complete its gradient themselves (`use_on_tokens`)."""
     hidden: bool = False
     """Whether a part of the graph will only be built during backward (reentrant activation checkpointing)."""
     crossings: set[tuple[str, str]] = field(default_factory=set)
@@ -52,6 +54,8 @@ def trace_regions(outputs: Iterable[Tensor]) -> Lineage:
                 if above != region:
                     lineage.crossings.add((above, region))
                 region = node.region_below
+                if hasattr(node, "completes") and _note_use(node, lineage):
+                    continue
             lineage.hidden |= node.name() == "CheckpointFunctionBackward"
         elif kind == "leaf":
             leaf = accumulated_parameter(node)
@@ -65,6 +69,15 @@ def trace_regions(outputs: Iterable[Tensor]) -> Lineage:
                 seen.add(step)
                 todo.append(step)
     return lineage
+
+
+def _note_use(node: Any, lineage: Lineage) -> bool:
+    """Note a use of a leaf, and whether it is one."""
+    leaf = accumulated_parameter(node.next_functions[0][0])
+    if leaf is not None:
+        lineage.leaves[id(leaf)] = leaf
+        lineage.uses.setdefault(id(leaf), []).append(node)
+    return leaf is not None
 
 
 def _kind(node: Any) -> str:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_megatp.shim.torch import DisableTorchFunctionSubclass, as_subclass
-from lightning_megatp.tensor.collectives import copy_to_region, gather_sequence, scatter_sequence
+from lightning_megatp.tensor.collectives import copy_to_region, gather_sequence, scatter_sequence, use_on_tokens
 from lightning_megatp.tensor.context import TensorContext
 from lightning_megatp.tensor.functions import is_in_place, operation_name, operation_names
 from lightning_megatp.tensor.shards import (
@@ -198,11 +198,12 @@ def _localise(x: Tensor, layout: SequenceLayout) -> Tensor:
 
 def _partial(x: Tensor, layout: SequenceLayout) -> Tensor:
     """A whole operand used on these tokens only: its gradient is summed over the ranks. Here if it was computed, or
-    is a parameter also used elsewhere; otherwise together with the other parameters at the end of backward."""
-    computed = not x.is_leaf or id(x) in layout.context.kept_whole
-    if computed and x.requires_grad and torch.is_grad_enabled():
+    is a parameter used elsewhere too; otherwise together with the other parameters at the end of backward."""
+    if not (x.requires_grad and torch.is_grad_enabled()):
+        return x
+    if not x.is_leaf:
         return copy_to_region(x, layout.group, "sequence")
-    return x
+    return use_on_tokens(x, layout.group) if id(x) in layout.context.kept_whole else x
 
 
 def _draws(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_megatp.tensor.lineage import trace_regions
 from tests.distributed.splitting import parallelize
+from tests.distributed.test_collective_counts import CollectiveCounter
 from tests.ranks import RankError, run_ranks
 
 D, HIDDEN, VOCAB, TOKENS = 6, 8, 10, 5
@@ -155,6 +156,38 @@ def _changing_steps(rank: int, world_size: int) -> None:
 
 def test_steps_may_use_other_parameters_than_the_first() -> None:
     run_ranks(2, _changing_steps)
+
+
+def _also_on_whole_values(net: Net, ids: Tensor) -> Tensor:
+    return net(ids) + net.blocks[1].norm(net.tok(ids)).mean()
+
+
+def _used_anywhere(rank: int, world_size: int, forwards: list[Forward]) -> tuple[int, list[int]]:
+    """Whole parameters of which a step may do anything: backwards that accumulate, and the all-reduces of each."""
+    net, whole = _nets()
+    parallel = parallelize(net, SEQUENCE)
+    parallel.context.kept_whole |= {id(p) for p in net.blocks[1].norm.parameters()}
+    sent = []
+    for forward in forwards:
+        with parallel.step(watch=False):
+            loss = _loss(net, forward)
+        _loss(whole, forward).backward()
+        with CollectiveCounter() as counter:
+            parallel.trace([loss])
+            loss.backward()
+        sent.append(counter.calls["all-reduce"])
+    with CollectiveCounter() as counter:
+        parallel.sum_partial_gradients()
+    parallel.forget_traces()
+    _check_gradients(net, whole, parallel)
+    return counter.calls["all-reduce"], sent
+
+
+def test_a_norm_that_a_step_may_use_anywhere_is_summed_once_if_it_is_used_on_tokens_only() -> None:
+    both, tokens = _also_on_whole_values, Net.forward
+    assert run_ranks(2, _used_anywhere, [tokens, tokens]) == [(1, [0, 0])] * 2
+    assert run_ranks(2, _used_anywhere, [both, tokens]) == [(1, [2, 2])] * 2, "weight and bias, where they are used"
+    assert run_ranks(2, _used_anywhere, [tokens, both]) == [(1, [0, 4])] * 2, "what the first left is summed too"
 
 
 def _checkpointed(net: Net, ids: Tensor) -> Tensor:
