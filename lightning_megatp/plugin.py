@@ -22,7 +22,7 @@ from lightning_megatp.plan.layer import LayerPlan
 from lightning_megatp.plan.resolve import ParallelPlan, plain_name, resolve
 from lightning_megatp.plan.styles import Style, StyleLike
 from lightning_megatp.shim.torch import tree_map
-from lightning_megatp.tensor.attention import ParallelAttention, no_nested_tensors
+from lightning_megatp.tensor.attention import ParallelAttention, no_fused_paths
 from lightning_megatp.tensor.context import Region, TensorContext
 from lightning_megatp.tensor.conv1d import column_kind, row_kind
 from lightning_megatp.tensor.convolution import convolution_kind
@@ -205,7 +205,7 @@ class ParallelismPlugin:
         for layer in plan.layers.values():
             region = None if layer.region is None else regions[layer.region]
             self.swap(modules[layer.name], layer, context, region)
-        no_nested_tensors(module)
+        no_fused_paths(module)
         for attribute in plan.attributes:
             setattr(modules[attribute.module], attribute.attribute, attribute.by_rank[context.rank])
         for name, style in plan.sequences.items():

@@ -30,6 +30,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 # data) has no public import path, and TorchDispatchMode only the one "Extending PyTorch" names.
 __all__ = [
     "DataDependentOutputException",
+    "DirectFunction",
     "DisableTorchFunctionSubclass",
     "DynamicOutputShapeException",
     "FakeTensor",
@@ -126,23 +127,43 @@ def current_backward_node() -> object:
     return torch._C._current_autograd_node()
 
 
+class DirectFunction(torch.autograd.Function):
+    """A `torch.autograd.Function` whose `apply` goes straight to the engine, without the look at every argument that
+    torch.func needs, unless one of its transforms is active. For those without `setup_context` and without keyword
+    arguments (2.11-2.13)."""
+
+    @classmethod
+    def apply(cls, *args: Any) -> Any:
+        """Call it."""
+        replaced = _function_base.__dict__.get("apply")
+        if torch._C._are_functorch_transforms_active() or not (replaced is None or replaced.__func__.others_only):
+            return super().apply(*args)
+        return _function_apply(None, cls)(*args)
+
+
+_function_base = torch.autograd.function._SingleLevelFunction
+_function_apply = torch._C._FunctionBase.__dict__["apply"].__get__
+
+
 @contextlib.contextmanager
 def handle_functions(
-    handle: Callable[[Any, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any],
+    handle: Callable[[Any, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any], others_only: bool = False
 ) -> Iterator[None]:
-    """Let `handle(cls, apply, args, kwargs)` stand for every `torch.autograd.Function.apply`.
+    """Let `handle(cls, apply, args, kwargs)` stand for every `torch.autograd.Function.apply`, or with `others_only` for
+    those of no DirectFunction.
 
     `apply` asks neither `__torch_function__` nor a TorchFunctionMode. It is replaced one class further down than where
     it is documented: `gelu = GeluFunction.apply` in a model file binds `Function.apply` before anything can replace it,
     but that method calls its base class's (2.11-2.13). Contexts may be nested: the inner one is asked first.
     """
-    base = torch.autograd.function._SingleLevelFunction
+    base = _function_base
     outer = base.__dict__.get("apply")
     original = outer or torch._C._FunctionBase.__dict__["apply"]
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         return handle(cls, original.__get__(None, cls), args, kwargs)
 
+    apply.others_only = others_only and (outer is None or outer.__func__.others_only)  # type: ignore[attr-defined]
     base.apply = classmethod(apply)  # type: ignore[attr-defined]
     try:
         yield

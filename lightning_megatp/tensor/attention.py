@@ -187,12 +187,20 @@ class ParallelAttention(ParallelLayer, nn.MultiheadAttention):
         return F.pad(mask, (0, extra)) if extra else mask
 
 
-def no_nested_tensors(module: nn.Module) -> None:
-    """Let the nn.TransformerEncoders with split layers go without nested tensors, which only the fused path of
-    unsplit layers takes."""
+def no_fused_paths(module: nn.Module) -> None:
+    """Let the nn.TransformerEncoders with split layers call them: torch's fused path reads their weights, unless they
+    have hooks, and takes nested tensors."""
     for encoder in module.modules():
         if isinstance(encoder, nn.TransformerEncoder) and _has_split_layers(encoder):
             encoder.use_nested_tensor = False
+        if isinstance(encoder, nn.TransformerEncoderLayer):
+            for layer in encoder.modules():
+                if isinstance(layer, ParallelLayer):
+                    layer.register_forward_pre_hook(_no_fused_path)
+
+
+def _no_fused_path(layer: nn.Module, args: object) -> None:
+    """A hook that only has to be there."""
 
 
 def _has_split_layers(module: nn.Module) -> bool:

@@ -275,8 +275,10 @@ def begin_all_gather(
     received = sent.new_empty(wire)
 
     def finish() -> Tensor:
-        parts = received.view(ways, *sent.shape).unbind(0)
-        return torch.cat([part.narrow(dim, 0, size) for part, size in zip(parts, sizes, strict=True)], dim)
+        parts = received.view(ways, *sent.shape)
+        if min(sizes) == most:
+            return parts.movedim(0, dim).reshape(*x.shape[:dim], ways * most, *x.shape[dim + 1 :])
+        return torch.cat([part.narrow(dim, 0, n) for part, n in zip(parts.unbind(0), sizes, strict=True)], dim)
 
     return Pending(received, all_gather_single(received, sent, group=group, async_op=async_op), finish)
 

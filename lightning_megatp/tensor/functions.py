@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
+from lightning_megatp.shim.torch import DirectFunction
 
 _IN_PLACE_OPERATORS = frozenset(
     ["__iadd__", "__isub__", "__imul__", "__itruediv__", "__setitem__", "__ipow__", "__iand__", "__ior__", "__ixor__"]
@@ -28,5 +28,5 @@ def is_in_place(name: str) -> bool:
     return (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE_OPERATORS
 
 
-class OwnFunction(torch.autograd.Function):
+class OwnFunction(DirectFunction):
     """An autograd function of this package. Its callers see to it that it gets plain tensors, never shards."""

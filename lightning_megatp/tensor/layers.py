@@ -64,8 +64,6 @@ class ParallelLayer(nn.Module):
         for name, value in options.items():
             setattr(layer, name, value)
         layer._set_local_sizes()
-        # torch's fused TransformerEncoderLayer reads its linears' weights without calling them, unless they have hooks.
-        layer.register_forward_pre_hook(_no_fast_path)
         return layer
 
     @property
@@ -132,10 +130,6 @@ class ParallelLayer(nn.Module):
         return ()
 
 
-def _no_fast_path(layer: nn.Module, args: Any) -> None:
-    """A hook that only has to be there."""
-
-
 class ColumnParallel(ParallelLayer):
     """y = x A^T + b with the output features of A split over the tensor ranks.
 
@@ -165,7 +159,7 @@ class ColumnParallel(ParallelLayer):
         elif not self.gather_output:
             self.out_features = length(self.ranges)
         self._order = canonical_order(self.by_rank) if self.gather_output else None
-        if self.region is not None:
+        if self.region is not None and isinstance(self, nn.Linear):
             self.region.columns.append(weakref.ref(self))
 
     def _compute(self, x: Tensor) -> Tensor:
@@ -181,9 +175,9 @@ class ColumnParallel(ParallelLayer):
         return y if self._order is None else y.index_select(-1, torch.tensor(self._order, device=y.device))
 
     def _readers(self) -> Sequence[tuple[Tensor, Tensor | None]]:
-        layers = [self] if self.region is None else [found() for found in self.region.columns]
-        held = [layer._parameters for layer in layers if isinstance(layer, nn.Linear)]
-        found = [(one.get("weight"), one.get("bias")) for one in held]
+        layers = [self] if self.region is None else [column() for column in self.region.columns]
+        held = [layer.__dict__["_parameters"] for layer in layers if layer is not None]
+        found = [(dict.get(one, "weight"), dict.get(one, "bias")) for one in held]
         return [(weight, bias) for weight, bias in found if weight is not None]
 
 

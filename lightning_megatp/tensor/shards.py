@@ -100,7 +100,7 @@ def gathered(x: Any) -> Any:
 def functions_take_whole() -> Iterator[None]:
     """Around a user's code: `torch.autograd.Function`s of the user's own get whole tensors, since what they save and
     compute in backward can't know of shards. (`apply` does not ask `__torch_function__`.)"""
-    with handle_functions(_take_whole):
+    with handle_functions(_take_whole, others_only=True):
         yield
 
 

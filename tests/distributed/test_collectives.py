@@ -57,6 +57,10 @@ def _copy(ways: int, even: bool, dim: int) -> Case:
     return Case(lambda x, g: c.copy_to_region(x, g, above), [_normal(3, 2)], lambda xs: xs * ways)
 
 
+def _use(ways: int, even: bool, dim: int) -> Case:
+    return Case(c.use_on_tokens, [_normal(3, 2)], lambda xs: xs * ways)
+
+
 def _reduce(ways: int, even: bool, dim: int) -> Case:
     inputs = [_normal(*_shape(dim, 3)) for _ in range(ways)]
     return Case(c.reduce_from_region, inputs, lambda xs: [torch.stack(xs).sum(0)])
@@ -177,6 +181,7 @@ def _take(full: Tensor, spec: ShardedTensorSpec, rank: int) -> Tensor:
 
 CASES: dict[str, Callable[[int, bool, int], Case]] = {
     "copy_to_region": _copy,
+    "use_on_tokens": _use,
     "reduce_from_region": _reduce,
     "gather_from_region": _gather_features,
     "scatter_to_region": _scatter_features,
@@ -393,5 +398,6 @@ def test_no_function_is_left_out() -> None:
     tested = {name.split()[0] for name in CASES} | {
         "all_reduce", "all_gather", "reduce_scatter", "take_ranges", "gather_ranges", "canonical_order",
         "sequence_sizes", "shard_", "gather_shards",
+        "Pending", "begin_all_reduce", "begin_all_gather", "begin_reduce_scatter",  # by way of the ones above, and entries
     }  # fmt: skip
     assert public <= tested
