@@ -77,13 +77,13 @@ def rows(bench: Bench) -> Iterator[Row | Figure]:
         yield from run_ranks(1, ceiling, bench, timeout=600)[0]
         for sequence in (True, False):
             yield from run_ranks(1, layers, bench, sequence, "", timeout=600)[0]
-        yield from same_losses(bench)
     with started_with(bench.device, **ONE_QUEUE):
         setting = "".join(f", {name}={value}" for name, value in ONE_QUEUE.items())
+        eager = dataclasses.replace(bench, compiler=None)
         for sequence in (True, False):
-            yield from run_ranks(1, layers, dataclasses.replace(bench, compiler=None), sequence, setting, timeout=600)[
-                0
-            ]
+            yield from run_ranks(1, layers, eager, sequence, setting, timeout=600)[0]
+    with started_with(bench.device):
+        yield from same_losses(bench)
 
 
 @contextlib.contextmanager
