@@ -145,11 +145,13 @@ class Program:
         step: what is timed.
         before: runs before each step, untimed.
         model: what it trains.
+        forward: the first part of a step.
     """
 
     step: Callable[[], Tensor]
     before: Callable[[], object]
     model: nn.Module
+    forward: Callable[[], Tensor] | None = None
 
 
 def _programs(bench: Bench, sequence: bool, compiler: str | None, wire: Wire) -> dict[str, Program]:
@@ -163,7 +165,7 @@ def _programs(bench: Bench, sequence: bool, compiler: str | None, wire: Wire) ->
         arguments = bench.layer, sequence, torch.device(bench.device), getattr(torch, bench.dtype), kind
         ours, plain = Ours(*arguments), Plain(*arguments)
         if kind is None:
-            found[OURS] = Program(ours.step, ours.step, ours.model)
+            found[OURS] = Program(ours.step, ours.step, ours.model, ours.forward)
         found[SILENT + suffix] = Program(functools.partial(_silently, wire, ours.step), ours.step, ours.model)
         found[PLAIN + suffix] = Program(plain.step, plain.step, plain.model)
     return found
@@ -226,17 +228,34 @@ def _exposure(
 ) -> Iterator[Figure]:
     """How much longer a step is for its collectives, as a share of what these last by their bytes. On the stream they
     last longer where they wait for a free multiprocessor."""
-    planned, taken = map(statistics.median, zip(*(wire.timed(programs[OURS].step) for _ in range(5)), strict=True))
-    shares = interval([100 * (a - b) / planned for a, b in zip(seconds[OURS], seconds[SILENT], strict=True)])
+    ours = programs[OURS]
+    planned, taken = map(statistics.median, zip(*(wire.timed(ours.step) for _ in range(5)), strict=True))
+    longer = _longer(seconds)
+    shares = interval([100 * more / planned for more in longer])
     per_layer = 1e6 / bench.layer.layers
     speed = f"{bench.gigabytes_per_second:g} GB/s"
     yield Figure(PART, f"{what}: collectives of a layer at {speed}, by count", planned * per_layer, "us")
     yield Figure(PART, f"{what}: collectives of a layer, as they ran", taken * per_layer, "us")
     within = f"95 %: {shares.low:.1f}..{shares.high:.1f}"
     yield Figure(PART, f"{what}: of their time exposed ({within})", shares.median, "%", EXPOSED_GOAL)
+
+    assert ours.forward is not None
+    silent = Program(functools.partial(_silently, wire, ours.forward), ours.forward, ours.model)
+    again = {OURS: Program(ours.forward, ours.forward, ours.model), SILENT: silent}
+    in_forward, _ = wire.timed(ours.forward)
+    forward = statistics.median(_longer(turns(again, bench.steps, torch.device(bench.device))))
+    backward = statistics.median(longer) - forward
+    yield Figure(PART, f"{what}: of the forward's exposed", 100 * forward / in_forward, "%")
+    yield Figure(PART, f"{what}: of the backward's exposed", 100 * backward / (planned - in_forward), "%")
+
     programs[SILENT].before()
     lost = 100 * (1 - programs[SILENT].step().isfinite().float().mean().item())
     yield Figure(PART, f"{what}: of a silent step's values not finite", lost, "%", 0.0)
+
+
+def _longer(seconds: Mapping[str, list[float]]) -> list[float]:
+    """By how much steps with collectives are longer than silent ones."""
+    return [a - b for a, b in zip(seconds[OURS], seconds[SILENT], strict=True)]
 
 
 def _graph_breaks(what: str, bench: Bench) -> Figure:
