@@ -23,7 +23,8 @@ DOCS = HERE.parent.parent / "docs"
 
 def parts(quick: bool) -> dict[str, Callable[[], Iterator[Any]]]:
     """What to measure, in order."""
-    from tests.benchmarks import data, optimizer, pipeline, single, start, tensor
+    from tests.benchmarks import data, gpu, optimizer, pipeline, single, start, tensor
+    from tests.benchmarks.layer import LayerSize
     from tests.benchmarks.models import Size
 
     settings = tomllib.loads((HERE / "sizes.toml").read_text())
@@ -34,6 +35,10 @@ def parts(quick: bool) -> dict[str, Callable[[], Iterator[Any]]]:
 
     t, p, o = settings["tensor"], settings["pipeline"], settings["optimizer"]
     rounds = 1 if quick else None
+    g = settings["gpu"]
+    bench = gpu.Bench(**{**g, "layer": LayerSize(**g["layer"]), "model": Size(**g["model"])})
+    if quick:
+        bench = dataclasses.replace(bench, rounds=1, steps=5)
     return {
         "tensor": lambda: tensor.rows(sizes("tensor"), t["sequence"], t["tp"]),
         "pipeline": lambda: pipeline.rows(sizes("pipeline"), p["microbatches"], p["pp"]),
@@ -41,6 +46,7 @@ def parts(quick: bool) -> dict[str, Callable[[], Iterator[Any]]]:
         "single": lambda: single.rows(sizes("single")),
         "optimizer": lambda: optimizer.rows(o["parameters"], o["width"], o["tp"], rounds or o["rounds"], o["steps"]),
         "start": lambda: start.rows(sizes("start"), settings["start"]["tp"], rounds or settings["start"]["rounds"]),
+        "gpu": lambda: gpu.rows(bench),
     }
 
 

@@ -18,6 +18,7 @@ PARTS = {
     "single": "One device",
     "optimizer": "Optimizer and clipping",
     "start": "Start-up",
+    "gpu": "One GPU",
 }
 START, END = "<!-- figures: make bench writes from here -->", "<!-- figures: to here -->"
 
