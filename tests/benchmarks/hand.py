@@ -1,4 +1,4 @@
-"""Megatron's tensor parallelism written by hand, for one model, without Lightning: what ours is measured against.
+"""Megatron's tensor parallelism written by hand, for one model: what ours is measured against.
 
 Activations are (s, b, h), so that tokens gather without a copy. A column layer's backward gathers the tokens while
 nothing depends on them, and overlaps the reduction of the input's gradient with the weight's gradient.
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from tests.benchmarks.models import LEARNING_RATE, Block, Transformer
@@ -151,14 +152,19 @@ class HandDecoder(nn.Module):
         self.optimizer.zero_grad()
         loss = self(ids, target)
         loss.backward()
-        if self.sequence:
-            grads = [p.grad for p in self.on_own_tokens]
-            flat = torch.cat([grad.flatten() for grad in grads])
-            dist.all_reduce(flat)
-            for grad, total in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
-                grad.copy_(total.view_as(grad))
+        self.sum_gradients()
         self.optimizer.step()
         return loss
+
+    def sum_gradients(self) -> None:
+        """Of what each rank used on its own tokens."""
+        if not self.sequence:
+            return
+        grads = [p.grad for p in self.on_own_tokens]
+        flat = torch.cat([grad.flatten() for grad in grads])
+        dist.all_reduce(flat)
+        for grad, total in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
+            grad.copy_(total.view_as(grad))
 
     def forward(self, ids: Tensor, target: Tensor) -> Tensor:
         rows = len(self.embed)
@@ -170,6 +176,23 @@ class HandDecoder(nn.Module):
             h = block(h)
         logits = _Column.apply(self.norm(h), self.head, None, self.sequence)
         return _Loss.apply(logits.flatten(0, 1), target.t().flatten())
+
+
+class HandModule(LightningModule):
+    """The same in Lightning's loop, on what Lightning takes for a single device: what the loop alone costs."""
+
+    def __init__(self, decoder: HandDecoder) -> None:
+        super().__init__()
+        self.decoder = decoder
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        return self.decoder(*batch)
+
+    def on_after_backward(self) -> None:
+        self.decoder.sum_gradients()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return self.decoder.optimizer
 
 
 def _rows(x: Tensor) -> Tensor:

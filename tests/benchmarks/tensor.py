@@ -1,4 +1,5 @@
-"""tp=2: ours, Lightning's ModelParallelStrategy with a DTensor plan, and Megatron written by hand."""
+"""tp=2: ours, Lightning's ModelParallelStrategy with a DTensor plan, and Megatron written by hand, without
+Lightning and in its loop."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from tests.benchmarks.hand import HandDecoder
+from tests.benchmarks.hand import HandDecoder, HandModule
 from tests.benchmarks.models import Decoder, Size, batch, decoder, loader, trainer
 from tests.benchmarks.ratios import OURS, Row, compare
 from tests.benchmarks.turns import Taken, alternate, fit, loop
@@ -23,6 +24,8 @@ from tests.ranks import run_ranks
 
 GOALS = {"small": 0.15, "medium": 0.7, "large": None}
 """Of ours / DTensor's."""
+LOOP = {"by hand in Lightning": None}
+"""No goal: the difference of this row and the one above is what Lightning's loop costs."""
 
 
 class WithPlan(Decoder):
@@ -73,7 +76,12 @@ def programs(size: Size, world_size: int, sequence: bool) -> dict[str, Any]:
         model, (ids, target) = HandDecoder(decoder(size).model, sequence), batch(size)
         return lambda: model.step(ids, target)
 
-    return {OURS: fit(ours), "DTensor": fit(dtensor), "by hand": loop(by_hand())}
+    def in_lightning(callback: Any) -> Any:
+        module = HandModule(HandDecoder(decoder(size).model, sequence))
+        return trainer("auto", 1, callback), module, loader(size)
+
+    bodies = {OURS: fit(ours), "DTensor": fit(dtensor)}
+    return {**bodies, "by hand": loop(by_hand()), "by hand in Lightning": fit(in_lightning)}
 
 
 def measure(rank: int, world_size: int, size: Size, sequence: bool) -> dict[str, Taken]:
@@ -86,4 +94,4 @@ def rows(sizes: list[Size], sequence: list[bool], tp: int) -> Iterator[Row]:
         for split in sequence:
             rounds = [run_ranks(tp, measure, size, split, timeout=600) for _ in range(size.rounds)]
             what = f"tp={tp}{', sequence regions' if split else ''}, {size}"
-            yield from compare("tensor", what, rounds, {"DTensor": GOALS[size.name], "by hand": 1.03})
+            yield from compare("tensor", what, rounds, {"DTensor": GOALS[size.name], "by hand": 1.03, **LOOP})
