@@ -63,7 +63,9 @@ from lightning_megatp.recompute.offload import OffloadActivations
 from lightning_megatp.recompute.options import RecomputeOptions
 from lightning_megatp.report import print_layout
 from lightning_megatp.shim.lightning import Namespace, around_clipping, averages, default_store, finetuning_callback
+from lightning_megatp.shim.sigterm import stop_together
 from lightning_megatp.shim.torch import is_fake
+from lightning_megatp.stopping import Stopping
 from lightning_megatp.tensor.parameters import gather_shards
 from lightning_megatp.verify import FirstBatch
 
@@ -209,6 +211,7 @@ class MegaTPStrategyBase(CheckpointMethods):
         """When the module was walked last, and its parameters."""
         self._averages: Averages | None = None
         self._same_batch: SameBatch | None = None
+        self._stopping: Stopping | None = None
         self._failure_watch: FailureWatch | None = None
         self._accumulating = False
         self._went_backward = False
@@ -392,6 +395,7 @@ class MegaTPStrategyBase(CheckpointMethods):
             )
         self._check_places(trainer)
         self._watch_exceptions(trainer)
+        self._watch_sigterm(trainer, example)
         self._load_split_model()
         synchronize_random_state(mesh)
         gather_metrics_over(module, mesh.group("dp"))
@@ -428,6 +432,18 @@ class MegaTPStrategyBase(CheckpointMethods):
             self._materialize(unit)
         self._building = self._before_building = None
         self.model_to_device()
+
+    def _watch_sigterm(self, trainer: Any, example: Example) -> None:
+        """Let all ranks stop after the same batch when one gets SIGTERM."""
+        if self.world_size == 1:
+            return
+        assert self._same_batch is not None and self._failure_watch is not None
+        carried = self._mesh().size("dp") == 1 and not example.takes_iterator
+        tell = self._failure_watch.ask_to_stop
+        self._stopping = stop_together(trainer, self.namespace.sigterm, self.root_device, carried, tell)
+        self._same_batch.stopping = self._stopping
+        if self._stopping is not None:
+            self._failure_watch.on_ask = self._stopping.note
 
     def _print_plan(self, trainer: Any) -> None:
         """For `megatp plan` and `megatp estimate`: what would be split, and the memory, without ranks; then the process
@@ -901,6 +917,11 @@ class MegaTPStrategyBase(CheckpointMethods):
         return bool(votes == self.world_size) if all else bool(votes > 0)
 
     # ---------------------------------------------------------------- the end
+
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        if self._stopping is not None and self._stopping.meet(last=True):  # noted after the last batch had begun
+            raise self.namespace.sigterm
 
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
