@@ -48,7 +48,7 @@ class SameBatch:
 
     Communication: per batch one broadcast of 2 KiB (what is where; the host reads it, which on CUDA waits for the
     group's earlier collectives) and one of the tensors' bytes. On the first batch also one all-gather of 16 bytes:
-    hashes of what each rank had and has.
+    hashes of what each rank had and has. The message also says whether its sender was told to stop, see `Stopping`.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device | str) -> None:
