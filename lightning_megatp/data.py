@@ -17,11 +17,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_megatp.stopping import Stopping
+
 log = logging.getLogger(__name__)
 Batch = TypeVar("Batch")
 
-HEAD = 16
-"""Bytes of the two lengths at a message's start."""
+HEAD = 24
+"""Bytes of the two lengths and the note at a message's start."""
 HEADER_BYTES = 2048
 """What is sent at least: what a small broadcast costs is its latency, and most descriptions fit in."""
 ALIGNMENT = 16
@@ -46,7 +48,7 @@ class SameBatch:
 
     Communication: per batch one broadcast of 2 KiB (what is where; the host reads it, which on CUDA waits for the
     group's earlier collectives) and one of the tensors' bytes. On the first batch also one all-gather of 16 bytes:
-    hashes of what each rank had and has.
+    hashes of what each rank had and has. The message also says whether its sender was told to stop, see `Stopping`.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device | str) -> None:
@@ -55,6 +57,8 @@ class SameBatch:
         self.checked = False
         self.room = HEADER_BYTES
         """Bytes of the next broadcast: every rank knows what the last message took."""
+        self.stopping: Stopping | None = None
+        """Whose note every message carries."""
 
     def __call__(self, batch: Batch) -> Batch:
         """The first rank's batch (there the very object, untouched).
@@ -77,25 +81,27 @@ class SameBatch:
         except Exception as error:  # pickling runs the batch's own code; whatever it raises, the peers must hear of it
             text = f"{type(error).__name__}: {error}"
             message = torch.zeros(self.room, dtype=torch.uint8)
-            _write_head(message, -1, 0, text.encode()[: HEADER_BYTES - HEAD])
+            _write_head(message, -1, 0, False, text.encode()[: HEADER_BYTES - HEAD])
             self._broadcast(message.to(self.device))
             raise TypeError(_unsendable(batch, text)) from error
         offsets, total = _layout([_bytes_of(leaf) for leaf in leaves], len(description))
         message = torch.empty(max(total, self.room), dtype=torch.uint8, device=self.device)
-        _write_head(message, len(description), total, description)
+        note = self.stopping is not None and self.stopping.noted
+        _write_head(message, len(description), total, note, description)
         for leaf, offset in zip(leaves, offsets, strict=True):
             message[offset : offset + _bytes_of(leaf)].copy_(_as_bytes(leaf))
         self._broadcast(message[: self.room])
         if total > self.room:
             self._broadcast(message[self.room : total])
         self.room = max(HEADER_BYTES, total)
+        self._hear(note)
         return batch
 
     def _receive(self) -> Any:
         message = torch.empty(self.room, dtype=torch.uint8, device=self.device)
         self._broadcast(message)
         head = message[:HEADER_BYTES].cpu()
-        length, total = head[:HEAD].view(torch.int64).tolist()
+        length, total, note = head[:HEAD].view(torch.int64).tolist()
         if length < 0:
             text = head[HEAD:].numpy().tobytes()
             raise TypeError(_unsendable(None, text.rstrip(b"\0").decode(errors="replace")))
@@ -112,7 +118,12 @@ class SameBatch:
             spec.rebuild(message[offset : offset + spec.nbytes], self.device)
             for spec, offset in zip(specs, offsets, strict=True)
         ]
+        self._hear(bool(note))
         return _Restorer(structure, leaves).load()
+
+    def _hear(self, note: bool) -> None:
+        if self.stopping is not None:
+            self.stopping.hear(note)
 
     def _broadcast(self, tensor: Tensor) -> None:
         dist.broadcast(tensor, group_src=0, group=self.group)
@@ -243,9 +254,9 @@ def _as_tensor(data: bytes) -> Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
-def _write_head(message: Tensor, length: int, total: int, content: bytes) -> None:
-    """[length of the description, size of the message, the description], as bytes."""
-    head = torch.tensor([length, total]).view(torch.uint8)
+def _write_head(message: Tensor, length: int, total: int, note: bool, content: bytes) -> None:
+    """[length of the description, size of the message, the note, the description], as bytes."""
+    head = torch.tensor([length, total, int(note)]).view(torch.uint8)
     message[: HEAD + len(content)].copy_(torch.cat([head, _as_tensor(content)]) if content else head)
 
 

@@ -43,11 +43,16 @@ class Example:
         self.weights: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
         """Where a step runs, so that it finds parameters that have no values yet."""
 
+    @property
+    def takes_iterator(self) -> bool:
+        """Whether the step fetches batches itself."""
+        return "dataloader_iter" in inspect.signature(self._step).parameters
+
     @functools.cached_property
     def batch(self) -> Any:
         """On the CPU, as the step gets it. None if there is none to look at: data that can be iterated once only, that
         is empty, or that could not be loaded here (`problem` says why)."""
-        if "dataloader_iter" in inspect.signature(self._step).parameters:
+        if self.takes_iterator:
             return None
         loaders = first_loaders(self.trainer)  # as the loop does it a moment later, random numbers included
         try:

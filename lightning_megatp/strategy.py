@@ -63,7 +63,9 @@ from lightning_megatp.recompute.offload import OffloadActivations
 from lightning_megatp.recompute.options import RecomputeOptions
 from lightning_megatp.report import print_layout
 from lightning_megatp.shim.lightning import Namespace, around_clipping, averages, default_store, finetuning_callback
+from lightning_megatp.shim.sigterm import stop_together
 from lightning_megatp.shim.torch import is_fake
+from lightning_megatp.stopping import Stopping
 from lightning_megatp.tensor.parameters import gather_shards
 from lightning_megatp.verify import FirstBatch
 
@@ -205,10 +207,15 @@ class MegaTPStrategyBase(CheckpointMethods):
         self._buckets: GradientBuckets | None = None
         self._window_open = False
         """Whether batches were accumulated since the gradients were averaged last."""
-        self._walked: tuple[tuple[int, tuple[int, ...]], list[nn.Parameter]] | None = None
+        self._walked: tuple[tuple[int, list[int]], list[nn.Parameter]] | None = None
         """When the module was walked last, and its parameters."""
+        self._bucketed: tuple[list[nn.Parameter], list[bool], bool] | None = None
+        """What the buckets were made for: the parameters, which of them are trained, and whether a window was open."""
+        self._undivided = self._alone = False
+        """Whether the model is on each rank as it is on one device; whether there is one rank, and nothing to add."""
         self._averages: Averages | None = None
         self._same_batch: SameBatch | None = None
+        self._stopping: Stopping | None = None
         self._failure_watch: FailureWatch | None = None
         self._accumulating = False
         self._went_backward = False
@@ -265,7 +272,8 @@ class MegaTPStrategyBase(CheckpointMethods):
         self._join_world(shape)
         if self.mesh is None or self.mesh.shape != shape:
             self.mesh = ParallelMesh(shape, self.root_device.type, self.timeout)
-        self._same_batch = SameBatch(self.mesh.group("pp", "tp"), self.root_device)
+        sharing = self.mesh.group("pp", "tp")
+        self._same_batch = SameBatch(sharing, self.root_device) if sharing.size() > 1 else None
         self._seen.clear()
         self._steps = 0
         self._building = self._before_building = None
@@ -384,6 +392,9 @@ class MegaTPStrategyBase(CheckpointMethods):
         self.sharding = self._divide(self.parallel, mesh, example)
         if building is not None:
             self._materialize_units(building, self.parallel)
+        self._undivided = mesh.size("tp") == self.pp == 1 and not self.sharding and not self.parallel.recomputation
+        extras = self.offload_activations, self.verify, self.memory, self.zero.reduce_dtype
+        self._alone = self._undivided and self.world_size == 1 and not any(extras)
         self._averages = Averages(averages(trainer), self.parallel, mesh)
         if self.sharding is not None and (callback := finetuning_callback(trainer)) is not None:
             raise ValueError(
@@ -392,6 +403,7 @@ class MegaTPStrategyBase(CheckpointMethods):
             )
         self._check_places(trainer)
         self._watch_exceptions(trainer)
+        self._watch_sigterm(trainer, example)
         self._load_split_model()
         synchronize_random_state(mesh)
         gather_metrics_over(module, mesh.group("dp"))
@@ -428,6 +440,19 @@ class MegaTPStrategyBase(CheckpointMethods):
             self._materialize(unit)
         self._building = self._before_building = None
         self.model_to_device()
+
+    def _watch_sigterm(self, trainer: Any, example: Example) -> None:
+        """Let all ranks stop after the same batch when one gets SIGTERM."""
+        if self.world_size == 1:
+            return
+        assert self._failure_watch is not None
+        carried = self._mesh().size("dp") == 1 and not example.takes_iterator
+        tell = self._failure_watch.ask_to_stop
+        self._stopping = stop_together(trainer, self.namespace.sigterm, self.root_device, carried, tell)
+        if self._same_batch is not None:
+            self._same_batch.stopping = self._stopping
+        if self._stopping is not None:
+            self._failure_watch.on_ask = self._stopping.note
 
     def _print_plan(self, trainer: Any) -> None:
         """For `megatp plan` and `megatp estimate`: what would be split, and the memory, without ranks; then the process
@@ -572,10 +597,15 @@ class MegaTPStrategyBase(CheckpointMethods):
         assert module is not None
         if mesh.size("dp") == 1:
             return
+        every = self._all_parameters(module)
+        trained = [p.requires_grad for p in every]
+        before, self._bucketed = self._bucketed, (every, trained, self._window_open)
+        if before is not None and before[0] is every and before[1:] == (trained, self._window_open):
+            return
         divided = self._parallel().divided
         # What was frozen between two accumulated batches has a gradient of its own on every rank.
         kept = {id(p) for p in self._buckets.parameters} if self._buckets is not None and self._window_open else set()
-        wanted = (p for p in self._all_parameters(module) if p.requires_grad or id(p) in kept)
+        wanted = [p for p in every if p.requires_grad or id(p) in kept]
         parameters = [p for p in wanted if id(p) not in divided]
         if self._buckets is not None:
             if {id(p) for p in parameters} == {id(p) for p in self._buckets.parameters}:
@@ -586,8 +616,7 @@ class MegaTPStrategyBase(CheckpointMethods):
 
     def _all_parameters(self, module: Any) -> list[nn.Parameter]:
         """The module's; it is walked once per epoch, and when the optimizers hold others than before."""
-        groups = (group for optimizer in self.optimizers for group in optimizer.param_groups)
-        held = tuple(id(parameter) for group in groups for parameter in group["params"])
+        held = [id(p) for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
         moment = module.trainer.current_epoch, held
         if self.pipeline is not None or self._walked is None or self._walked[0] != moment:
             self._walked = moment, list(module.parameters())
@@ -605,6 +634,8 @@ class MegaTPStrategyBase(CheckpointMethods):
             if self.lightning_module.trainer.fit_loop.batch_idx > 0:
                 self._resume_random()  # in the middle of an epoch: starting the loader again has drawn numbers
             self._random_states = None
+        if self._alone:
+            return super().training_step(*args, **kwargs)
         if self._first("train") or self._steps == 1:  # after the first step, and once per epoch
             axes = ("dp", "tp") if self.sharding is None else ("tp",)
             self._parallel().check_replicas(self._mesh().group(*axes))
@@ -635,6 +666,8 @@ class MegaTPStrategyBase(CheckpointMethods):
         return self._evaluate("predict", super().predict_step, args, kwargs)
 
     def _evaluate(self, kind: str, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if self._alone:
+            return step(*args, **kwargs)
         if self.pipeline is None:
             with contextlib.nullcontext() if self.sharding is None else self.sharding.evaluating():
                 outputs = self._watched(kind, step)(*args, **kwargs)
@@ -683,7 +716,7 @@ class MegaTPStrategyBase(CheckpointMethods):
 
         def run(*args: Any, **kwargs: Any) -> Any:
             try:
-                with parallel.step(watch), self._offloading(kind):
+                with contextlib.nullcontext() if self._undivided else parallel.step(watch), self._offloading(kind):
                     return parallel.outputs(step(*args, **kwargs))
             except RuntimeError as error:
                 if self.sharding is None or "mixed torch.Tensor and DTensor" not in str(error):
@@ -721,7 +754,7 @@ class MegaTPStrategyBase(CheckpointMethods):
     def _moment(self, kind: str) -> tuple[Any, ...]:
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
-        return kind, trainer.current_epoch, trainer.sanity_checking
+        return kind, trainer.current_epoch, kind == "validate" and trainer.sanity_checking
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:
@@ -736,6 +769,8 @@ class MegaTPStrategyBase(CheckpointMethods):
         parallel, module = self._parallel(), self.lightning_module
         assert module is not None
         self._went_backward = True
+        if self._alone:
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
         if self.pipeline is not None:
             return self._finish_pipeline(self.pipeline, closure_loss)
         self.pre_backward(closure_loss)
@@ -751,7 +786,8 @@ class MegaTPStrategyBase(CheckpointMethods):
             if self.sharding is not None:
                 self.sharding.before_backward(last=not self._accumulating)
             closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
-            with parallel.user_code():  # activation checkpointing runs the user's forward again
+            # activation checkpointing runs the user's forward again
+            with contextlib.nullcontext() if self._undivided else parallel.user_code():
                 self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
             if self.sharding is not None:
                 self.sharding.collect()
@@ -837,6 +873,8 @@ class MegaTPStrategyBase(CheckpointMethods):
                 "MegaTPStrategy: the optimizer is stepped, but no gradient came from `self.manual_backward(loss)`, so"
                 " none was summed over the ranks. Use it instead of `loss.backward()`."
             )
+        if self._alone:
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
         if no_closure and self.sharding is not None:
             self.sharding.end()  # hooks find rows and their gradients
         traced: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
@@ -902,6 +940,11 @@ class MegaTPStrategyBase(CheckpointMethods):
 
     # ---------------------------------------------------------------- the end
 
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        if self._stopping is not None and self._stopping.meet(last=True):  # noted after the last batch had begun
+            raise self.namespace.sigterm
+
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
         if self._failure_watch is not None and not isinstance(exception, Done):
@@ -922,7 +965,7 @@ class MegaTPStrategyBase(CheckpointMethods):
         if self._buckets is not None:
             self._buckets.close()
             self._buckets = None
-        self._walked = None
+        self._walked = self._bucketed = None
         self._background.close()
         if self._failure_watch is not None:
             if self._failure_watch.active:

@@ -37,6 +37,7 @@ class Hub(threading.Thread):
         settle_s: How long to wait, after the first evidence, for evidence that explains it.
         on_verdict: Called with the cause, and whether it needs to be said at all: not when every rank raised the same.
         describe_exit: Says how the process of a pid on this machine ended, None where that is not known.
+        on_ask: Called when another rank was asked to stop in order.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class Hub(threading.Thread):
         settle_s: float,
         on_verdict: Callable[[Evidence, bool], None],
         describe_exit: Callable[[int], str | None],
+        on_ask: Callable[[], None],
     ) -> None:
         super().__init__(name="megatp-failure-hub", daemon=True)
         self._world_size = world_size
@@ -53,6 +55,7 @@ class Hub(threading.Thread):
         self._settle_s = settle_s
         self._on_verdict = on_verdict
         self._describe_exit = describe_exit
+        self._on_ask = on_ask
         self._server, self.hosts = listen(backlog=world_size)
         self.port: int = self._server.getsockname()[1]
         self._selector = selectors.DefaultSelector()
@@ -153,6 +156,8 @@ class Hub(threading.Thread):
         for message in messages or []:
             if "evidence" in message:
                 self._hear(_evidence_from(message["evidence"]))
+            if "stop" in message:
+                self._on_ask()
             if "bye" in message:
                 self._left.add(member.rank)
         if messages is None or member.rank in self._left:
@@ -218,6 +223,10 @@ class Spoke(threading.Thread):
     def report(self, evidence: Evidence) -> None:
         """Send this rank's end to rank 0."""
         self._link.send(evidence=asdict(evidence))
+
+    def ask_to_stop(self) -> None:
+        """Tell rank 0 that this rank was asked to stop in order."""
+        self._link.send(stop=True)
 
     def leave(self) -> None:
         """Say goodbye to rank 0 and close the connection."""

@@ -63,6 +63,8 @@ class FailureWatch:
         self._settle_s = settle_s
         self._unwind_s = unwind_s
         self._describe_exit = describe_exit
+        self.on_ask: Callable[[], None] = lambda: None
+        """On rank 0: called when another rank has asked for an orderly stop."""
         self._end: Hub | Spoke | None = None
         self._verdict: Evidence | None = None
         self._interrupted = False
@@ -121,6 +123,11 @@ class FailureWatch:
             exc.add_note(cause.sentence())
         return cause.sentence()
 
+    def ask_to_stop(self) -> None:
+        """Tell rank 0 that this rank was asked to stop in order; it is no failure. Waits for nobody."""
+        if self.active and isinstance(self._end, Spoke):
+            self._end.ask_to_stop()
+
     def report_death(self, rank: int, pid: int, how: str) -> None:
         """Report the end of a rank that this process launched, and that may have failed before it could connect."""
         if self.active and self._end is not None:
@@ -139,7 +146,9 @@ class FailureWatch:
 
     def _open(self, store: Store, key: str) -> Hub:
         token = secrets.token_hex(16)
-        hub = Hub(self.world_size, token, self._settle_s, self._conclude, self._describe_exit)
+        hub = Hub(
+            self.world_size, token, self._settle_s, self._conclude, self._describe_exit, on_ask=lambda: self.on_ask()
+        )
         store.set(key, json.dumps(asdict(Address(hub.hosts, hub.port, token, self._who))))
         return hub
 

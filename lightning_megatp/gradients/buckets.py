@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_megatp.shim.torch import flatten, unflatten
+
 
 @dataclass(eq=False)
 class _Bucket:
@@ -118,29 +120,27 @@ class GradientBuckets:
     def _start(self, bucket: _Bucket) -> None:
         self._next += 1
         parameters = bucket.parameters
-        sparse = next((p for p in parameters if p.grad is not None and p.grad.is_sparse), None)
-        if sparse is not None:
+        found = [p.grad for p in parameters]
+        sparse = [grad for grad in found if grad is not None and grad.is_sparse]
+        if sparse:
             raise RuntimeError(
-                f"MegaTPStrategy: a parameter of shape {tuple(sparse.shape)} has a sparse gradient, which is not"
+                f"MegaTPStrategy: a parameter of shape {tuple(sparse[0].shape)} has a sparse gradient, which is not"
                 " averaged over data-parallel ranks. Build its embedding with sparse=False."
             )
-        bucket.has = has = [p.grad is not None for p in parameters]
-        grads = [(_zeros(p) if p.grad is None else p.grad).reshape(-1) for p in parameters]
-        flags = torch.tensor(has, dtype=grads[0].dtype, device=grads[0].device)
-        bucket.flat = torch.cat([*grads, flags])
+        bucket.has = [grad is not None for grad in found]
+        grads = [_zeros(p) if grad is None else grad for p, grad in zip(parameters, found, strict=True)]
+        flags = torch.tensor(bucket.has, dtype=grads[0].dtype, device=grads[0].device)
+        bucket.flat = flatten([*grads, flags])
         bucket.work = dist.all_reduce(bucket.flat, group=self.group, async_op=True)
 
     def _collect(self, bucket: _Bucket, factor: float) -> None:
         assert bucket.flat is not None and bucket.work is not None
         bucket.work.wait()
-        *grads, flags = bucket.flat.split([*(p.numel() for p in bucket.parameters), len(bucket.parameters)])
+        *averaged, flags = unflatten(bucket.flat, [*bucket.parameters, bucket.flat[-len(bucket.parameters) :]])
         # A flag is read (a synchronisation on GPUs) only where this rank had no gradient.
         wanted = [has or bool(flags[i] > 0) for i, has in enumerate(bucket.has)]
-        averaged = [grad.view(p.shape) for p, grad in zip(bucket.parameters, grads, strict=True)]
         if any(wanted):
-            torch._foreach_div_(
-                [grad for grad, want in zip(averaged, wanted, strict=True) if want], self.group.size() / factor
-            )
+            bucket.flat.div_(self.group.size() / factor)
         for parameter, grad, want in zip(bucket.parameters, averaged, wanted, strict=True):
             if want:  # what the user kept of earlier batches is still there, if this batch's was on its way before
                 kept = parameter.grad if bucket.early else None

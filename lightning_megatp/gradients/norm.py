@@ -29,10 +29,12 @@ def global_norm(parameters: Iterable[Tensor], parallel: ParallelModule, mesh: Pa
     found: dict[tuple[bool, bool], list[Tensor]] = {
         (rows, split): [] for rows in (True, False) for split in (True, False)
     }
-    for parameter in parameters:
-        grad, spec, divided = parameter.grad, parallel.spec(parameter), parallel.divided.get(id(parameter))
-        if grad is None or id(parameter) in parallel.counted_elsewhere:
+    sharded, all_divided, elsewhere = parallel.sharded, parallel.divided, parallel.counted_elsewhere
+    for parameter in parameters:  # there may be thousands
+        grad, key = parameter.grad, id(parameter)
+        if grad is None or key in elsewhere:
             continue
+        spec, divided = sharded.get(key), all_divided.get(key)
         parts = found[divided is not None, spec is not None]
         if spec is None or not spec.shared:
             parts.append(grad)
@@ -43,22 +45,25 @@ def global_norm(parameters: Iterable[Tensor], parallel: ParallelModule, mesh: Pa
                 start, stop = (min(max(edge, rows[0]), rows[1]) - rows[0] for edge in (start, stop))
             piece = grad.narrow(spec.dim, start, stop - start)
             parts.append(piece if p == torch.inf else piece / owners ** (1.0 / p))
-    if mesh.size("tp") == mesh.size("pp") == 1 and not parallel.divided:
+    if mesh.size("tp") == mesh.size("pp") == 1 and not all_divided:
         return get_total_norm(found[False, False] + found[False, True], p)
     everything = [grad for parts in found.values() for grad in parts]
     like = everything[0] if everything else torch.zeros(())
-    norms = torch.stack([_norm(parts, p, like) for parts in found.values()]).to(mesh.device)  # rows may be offloaded
     if p == torch.inf:
+        norms = torch.stack([_norm(parts, p, like) for parts in found.values()]).to(mesh.device)
         for group in (parallel.rows_group, mesh.group("pp", "tp")):
             if group is not None:
                 dist.all_reduce(norms, op=dist.ReduceOp.MAX, group=group)
         return norms.amax()
-    powers = norms**p
+    *rest, last = found.values()
+    powers = torch.stack([_norm(parts, p, like) for parts in rest]).to(mesh.device) ** p  # rows may be offloaded
     if parallel.rows_group is not None:
         dist.all_reduce(powers[:2], group=parallel.rows_group)
-    split, whole = powers.view(2, 2).sum(0).unbind()
-    if mesh.size("tp") > 1:
-        dist.all_reduce(split, group=mesh.group("tp"))
+    split, whole = powers[0] + powers[2], powers[1]
+    work = dist.all_reduce(split, group=mesh.group("tp"), async_op=True) if mesh.size("tp") > 1 else None
+    whole = whole + _norm(last, p, like).to(mesh.device) ** p  # meanwhile
+    if work is not None:
+        work.wait()
     total = split + whole
     if mesh.size("pp") > 1:
         dist.all_reduce(total, group=mesh.group("pp"))
@@ -69,7 +74,7 @@ def clip_by_norm(
     parameters: Iterable[Tensor], max_norm: float, parallel: ParallelModule, mesh: ParallelMesh, p: float = 2.0
 ) -> Tensor:
     """Scale all gradients by max_norm / norm where the norm is larger, as torch.nn.utils.clip_grad_norm_ does."""
-    parameters = [parameter for parameter in parameters if parameter.grad is not None]
+    parameters = list(parameters)
     norm = global_norm(parameters, parallel, mesh, p)
     clip_grads_with_norm_(parameters, max_norm, norm)
     return norm

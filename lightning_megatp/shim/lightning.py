@@ -33,6 +33,8 @@ class Namespace:
     """`TorchCheckpointIO`: checkpoints in one file."""
     registry: Any
     """`StrategyRegistry`, for `Trainer(strategy="megatp")`."""
+    sigterm: type[BaseException]
+    """`SIGTERMException`, which ends a run after SIGTERM."""
 
     @classmethod
     def load(cls, name: str) -> Namespace:
@@ -49,6 +51,7 @@ class Namespace:
             double=importlib.import_module(f"{name}.plugins.precision").DoublePrecision,
             checkpoint_io=importlib.import_module(f"{name}.plugins.io").TorchCheckpointIO,
             registry=strategies.StrategyRegistry,
+            sigterm=importlib.import_module(f"{name}.utilities.exceptions").SIGTERMException,
         )
 
 

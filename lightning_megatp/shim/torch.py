@@ -19,6 +19,8 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
     unset_fake_temporarily,
 )
+from torch._utils import _flatten_dense_tensors as flatten
+from torch._utils import _unflatten_dense_tensors as unflatten
 from torch.nn.utils.parametrizations import _WeightNorm
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -28,6 +30,8 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 # (torch.utils.pytree) does not exist before 2.14. DisableTorchFunctionSubclass is documented in "Extending PyTorch" but
 # has no public home. FakeTensorMode (what torch.compile and torch.export plan with: shapes, dtypes and devices without
 # data) has no public import path, and TorchDispatchMode only the one "Extending PyTorch" names.
+# flatten and unflatten are torch.cat and split over any number of tensors in one call each, as DDP uses them; public
+# are only the loops over parameters of torch.nn.utils.
 __all__ = [
     "DataDependentOutputException",
     "DirectFunction",
@@ -46,6 +50,7 @@ __all__ = [
     "collectives_begun",
     "current_backward_node",
     "entry_of",
+    "flatten",
     "forget_fakes",
     "functorch_is_active",
     "gradient_hooks",
@@ -66,6 +71,7 @@ __all__ = [
     "tree_leaves",
     "tree_map",
     "tree_unflatten",
+    "unflatten",
     "weight_norm_of",
     "weights_of_recurrent_layers_renewed",
     "without_dispatch_modes",
