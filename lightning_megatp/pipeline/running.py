@@ -122,9 +122,9 @@ class StageMode(TorchFunctionMode):
     def _outside(self, unit: str | None = None) -> Iterator[None]:
         """Code that is not looked into: this mode does not meet it, and units inside run as they are."""
         self.inside = True
-        counted = self._counting is not None and unit is not None
+        counting = None if unit is None else self._counting
         try:
-            with without_mode(self), self._counting.inside(unit) if counted else contextlib.nullcontext():
+            with without_mode(self), contextlib.nullcontext() if counting is None else counting.inside(unit or ""):
                 yield
         finally:
             self.inside = False
