@@ -18,7 +18,7 @@ import torchmetrics
 from lightning.pytorch import Callback
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import MixedPrecision
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.distributed.test_trainer_callbacks import _callbacks, _metrics, _scheduled
@@ -394,12 +394,24 @@ def test_batches_of_any_kind(kind: str) -> None:
 # ---------------------------------------------------------------- microbatches of unequal weight
 
 
+class Tempered(nn.Module):
+    """A loss with a parameter: a unit of the pipeline."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = nn.Parameter(torch.ones(()))
+
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(logits / self.temperature, targets)
+
+
 class Masked(GPT):
     """A masked language model: rows count different numbers of targets."""
 
-    def __init__(self, module: bool) -> None:
+    def __init__(self, criterion: str) -> None:
         super().__init__(GPTConfig(tied=False))
-        self.criterion = torch.nn.CrossEntropyLoss(label_smoothing=0.1) if module else F.cross_entropy
+        kinds = {"function": lambda: F.cross_entropy, "unit": Tempered}
+        self.criterion = kinds.get(criterion, lambda: nn.CrossEntropyLoss(label_smoothing=0.1))()
         self.accuracy = torchmetrics.Accuracy("multiclass", num_classes=32, ignore_index=-100)
 
     def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -422,20 +434,20 @@ def _masked_data(layout: Layout) -> DataLoader:
     return DataLoader(TensorDataset(inputs, targets), batch_size=4)
 
 
-def _fit_masked(layout: Layout, module: bool) -> dict[str, Any]:
+def _fit_masked(layout: Layout, criterion: str) -> dict[str, Any]:
     torch.manual_seed(3)
     hooks = Hooks()
     trainer = make_trainer(layout, max_epochs=3, callbacks=[hooks], gradient_clip_val=0.5)
-    trainer.fit(Masked(module), _masked_data(layout), _masked_data(layout))
+    trainer.fit(Masked(criterion), _masked_data(layout), _masked_data(layout))
     found = {name: float(value) for name, value in trainer.callback_metrics.items()}
     return {**found, "losses": hooks.losses}
 
 
-@pytest.mark.parametrize("module", [False, True], ids=["function", "module"])
+@pytest.mark.parametrize("criterion", ["function", "module", "unit"])
 @pytest.mark.parametrize("layout", [PP2, TP2_PP2], ids=str)
-def test_masked_targets_weigh_alike(layout: Layout, module: bool) -> None:
-    expected = run_program(PLAIN, _fit_masked, module)[0]
-    for found in run_program(layout, _fit_masked, module):
+def test_masked_targets_weigh_alike(layout: Layout, criterion: str) -> None:
+    expected = run_program(PLAIN, _fit_masked, criterion)[0]
+    for found in run_program(layout, _fit_masked, criterion):
         assert found.pop("accuracy") == approx(expected["accuracy"], 1e-6)
         assert found.pop("losses") == approx(expected["losses"])
         assert found == approx({name: expected[name] for name in found})
