@@ -25,7 +25,7 @@ from lightning_megatp.module import ParallelModule
 from lightning_megatp.pipeline.batch import Backward, BatchRun, Step, generators_on, returning_a_loss
 from lightning_megatp.pipeline.detour import Detour
 from lightning_megatp.pipeline.executor import Executor
-from lightning_megatp.pipeline.hooks import Hook, hooks_after_steps
+from lightning_megatp.pipeline.hooks import Hook, cleared_unseen, hooks_after_steps
 from lightning_megatp.pipeline.leftovers import Attributes, PlainValues
 from lightning_megatp.pipeline.loans import Loans
 from lightning_megatp.pipeline.logs import Call, Logs, merge
@@ -192,7 +192,8 @@ class Pipeline:
             self.sharding.drop_old()
         run = self._prepared("train", step, batch, backward)
         parameters = self._undivided()
-        held = _taken(parameters)
+        cleared = set(map(id, cleared_unseen(self.parallel.module.trainer)))
+        held = [(p, gradient) for p, gradient in _taken(parameters) if id(p) not in cleared]
         self._execute(run)
         loss, self.factor = self._conclude(run)
         self._parked = _taken(parameters)

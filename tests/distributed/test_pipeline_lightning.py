@@ -7,6 +7,7 @@ import dataclasses
 import os
 import subprocess
 import sys
+import weakref
 from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
@@ -451,6 +452,51 @@ def test_masked_targets_weigh_alike(layout: Layout, criterion: str) -> None:
         assert found.pop("accuracy") == approx(expected["accuracy"], 1e-6)
         assert found.pop("losses") == approx(expected["losses"])
         assert found == approx({name: expected[name] for name in found})
+
+
+# ---------------------------------------------------------------- gradients of the batch before
+
+
+class Old(Callback):
+    """Which of the gradients that a batch left are still there in the forward of the next."""
+
+    def __init__(self) -> None:
+        self.left: list[weakref.ref[Tensor]] = []
+        self.alive: list[bool] = []
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        for part in pl_module.modules():
+            if isinstance(part, nn.LayerNorm):
+                part.register_forward_pre_hook(self._look)
+
+    def _look(self, *args: Any) -> None:
+        self.alive += [any(gradient() is not None for gradient in self.left)] * bool(self.left)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+        self.left = [weakref.ref(p.grad) for p in pl_module.parameters() if p.grad is not None]
+
+
+class Looking(Callback):
+    """Sees gradients before they are cleared."""
+
+    def __init__(self) -> None:
+        self.seen: list[bool] = []
+
+    def on_before_zero_grad(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        self.seen.append(any(p.grad is not None for p in pl_module.parameters()))
+
+
+def _fit_and_look(layout: Layout, looks: bool) -> tuple[set[bool], list[bool]]:
+    torch.manual_seed(3)
+    old, looking = Old(), Looking()
+    make_trainer(layout, callbacks=[old, *[looking] * looks]).fit(GPT(GPTConfig(tied=False)), train_loader(layout, 3))
+    return set(old.alive), looking.seen
+
+
+def test_gradients_that_nobody_looks_at_are_gone_before_the_next_batch() -> None:
+    assert run_program(PP2, _fit_and_look, False) == [({False}, [])] * 2
+    assert run_program(PP2, _fit_and_look, True) == [({True}, [False, True, True])] * 2
+    assert run_program(PLAIN, _fit_and_look, True)[0][1] == [False, True, True]
 
 
 # ---------------------------------------------------------------- precision
