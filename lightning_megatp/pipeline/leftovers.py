@@ -53,9 +53,8 @@ class Attributes:
             keys = tuple(map(self._describe, value))
             entries = tuple(map(self._describe, value.values())) if isinstance(value, dict) else ()
             return identity, keys, entries
-        return (
-            (identity, self._describe(getattr(value, "__dict__", None))) if _is_searched(value.__class__) else identity
-        )
+        kind: Any = type(value)
+        return (identity, self._describe(getattr(value, "__dict__", None))) if _is_searched(kind) else identity
 
 
 @functools.cache
@@ -151,7 +150,8 @@ def _is_plain(value: Any) -> bool:
 
 def _is_own_object(value: Any) -> bool:
     """Of a class of the user's, that keeps attributes."""
-    return _is_searched(value.__class__) and _package(value.__class__) != "transformers" and hasattr(value, "__dict__")
+    kind: Any = type(value)
+    return _is_searched(kind) and _package(kind) != "transformers" and hasattr(value, "__dict__")
 
 
 def _set(holder: Any, path: Path, value: Any) -> None:
