@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,9 +21,11 @@ from lightning_megatp.module import ParallelModule
 from lightning_megatp.pipeline.leftovers import Path, PlainValues
 from lightning_megatp.pipeline.logs import Call, Logs
 from lightning_megatp.pipeline.plan import Relay, SlicePlan
+from lightning_megatp.pipeline.running import seeded
 from lightning_megatp.pipeline.slicing import Slicer, StageRun
 from lightning_megatp.pipeline.split import batch_size, merge_outputs
 from lightning_megatp.pipeline.weights import TargetCount
+from lightning_megatp.tensor.random import default_generator
 
 Step = Callable[[Any], Any]
 
@@ -86,6 +88,8 @@ class BatchRun:
     """The Python values that it set."""
     _weights: dict[int, Tensor | float] = field(default_factory=dict)
     _counted: set[bool] = field(default_factory=set)
+    _with_losses: set[str] | None = None
+    """The units inside of which the first microbatch averaged losses; the others of the batch do likewise."""
     _backwards: Counter[int] = field(default_factory=Counter)
     """By stage, those that have begun."""
 
@@ -96,9 +100,9 @@ class BatchRun:
         plan = self.plans[microbatch]
         last = stage == plan.n_stages - 1
         seed = _mixed(self.seed, microbatch)
-        counting = TargetCount() if last else None
+        counting = TargetCount(self._with_losses) if last else None
         with contextlib.ExitStack() as stack:
-            stack.enter_context(seeded(_mixed(seed, stage)))
+            stack.enter_context(seeded(_mixed(seed, stage), generators_on(self.device)))
             stack.enter_context(torch.set_grad_enabled(self.backward is not None and torch.is_grad_enabled()))
             if counting is not None:
                 stack.enter_context(counting)
@@ -106,7 +110,7 @@ class BatchRun:
             if stage != max(self.stages):
                 stack.callback(PlainValues(self.opened).put_back)
             run = functools.partial(
-                self.slicer.run, plan, stage, self.step, self.microbatches[microbatch], received, seed
+                self.slicer.run, plan, stage, self.step, self.microbatches[microbatch], received, seed, counting
             )
             done = run() if self.sharding is None else self._gathered(run)
         if not last:
@@ -151,10 +155,12 @@ class BatchRun:
         if self.backward is not None:
             self.backward.complete(stage)
 
-    @property
-    def provisional_total(self) -> float:
-        """By what the weights were divided in the losses, before their sum was known."""
-        return self._reference() * len(self.microbatches)
+    @functools.cached_property
+    def provisional_total(self) -> Tensor:
+        """() float64, by what the weights are divided in the losses, before their sum is known: as if all microbatches
+        weighed what the first does. Where they do, nothing is left to correct."""
+        first = torch.as_tensor(self._weights[0], dtype=torch.float64, device=self.device)
+        return torch.where(first > 0, first, float(batch_size(self.microbatches[0]) or 1)) * len(self.microbatches)
 
     def weights(self) -> Tensor:
         """(m,) float64, of the microbatches.
@@ -181,6 +187,11 @@ class BatchRun:
         return total.to(losses.dtype)
 
     @property
+    def returns_mappings(self) -> bool:
+        """Whether this is the last stage, and the step returns a mapping."""
+        return bool(self.results) and isinstance(self.results[0], Mapping)
+
+    @property
     def returns_more(self) -> bool:
         """Whether the step returns more than a loss."""
         result = self.results[0]
@@ -203,6 +214,7 @@ class BatchRun:
             weight: Tensor | float = own(batch)
             return weight
         assert counting is not None
+        self._with_losses = counting.with_losses if self._with_losses is None else self._with_losses
         self._counted.add(len(counting.counts) == 1)
         if len(counting.counts) > 1:
             warn_once_per_run(
@@ -221,12 +233,8 @@ class BatchRun:
     def _root(self, loss: Tensor, microbatch: int, received: Sequence[Tensor]) -> Tensor:
         assert self.backward is not None
         self.parallel.trace([loss], received)
-        weight = torch.as_tensor(self._weights[microbatch], dtype=loss.dtype, device=loss.device)
-        return self.backward.scale(loss * (weight / self.provisional_total))
-
-    def _reference(self) -> float:
-        """A typical weight, known before the first microbatch: so large numbers of targets don't blow up gradients."""
-        return float(batch_size(self.microbatches[0]) or 1)
+        weight = torch.as_tensor(self._weights[microbatch], dtype=torch.float64, device=self.device)
+        return self.backward.scale(loss * (weight / self.provisional_total).to(loss))
 
 
 def _loss_of(result: Any) -> Tensor:
@@ -261,13 +269,9 @@ def _detached(result: Any) -> Any:
     return result
 
 
-@contextlib.contextmanager
-def seeded(seed: int) -> Iterator[None]:
-    """Random numbers of one stage and microbatch; the generators go on afterwards as if nothing was drawn."""
-    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-    with torch.random.fork_rng(devices):
-        torch.manual_seed(seed)
-        yield
+def generators_on(device: torch.device) -> list[torch.Generator]:
+    """The generators that a step draws from, each once."""
+    return [torch.default_generator, *([] if device.type == "cpu" else [default_generator(device)])]
 
 
 def _mixed(seed: int, index: int) -> int:

@@ -7,6 +7,8 @@ is its caller's business (`Stages`).
 from __future__ import annotations
 
 import contextlib
+import itertools
+from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -192,7 +194,8 @@ class _Batch:
         """Posted receives."""
         self.outgoing: dict[Action, list[Tensor]] = {}
         """What a computation made and a send will take; with both stages on this rank, what the next one takes."""
-        self.leaving: list[_Message] = []
+        self.leaving: defaultdict[tuple[int, Direction], deque[_Message]] = defaultdict(deque)
+        """By peer and direction: these leave in order."""
         self.flights: dict[At, _Flight] = {}
 
     def execute(self, action: Action) -> None:
@@ -218,7 +221,7 @@ class _Batch:
     def finish(self) -> None:
         """Wait until everything has left."""
         with self.recorded("wait"):
-            for message in self.leaving:
+            for message in itertools.chain(*self.leaving.values()):
                 message.wait()
 
     def _forward(self, action: Action) -> None:
@@ -279,8 +282,10 @@ class _Batch:
             _, to = self.schedule.stream(action)
             direction = self.schedule.group(action)
             works = [self.transport.send(x, to, direction) for x in tensors if x.numel()]
-        self.leaving = [message for message in self.leaving if not all(work.is_completed() for work in message.works)]
-        self.leaving.append(_Message(relays, tensors, works))
+        leaving = self.leaving[to, direction]
+        while leaving and all(work.is_completed() for work in leaving[0].works):
+            leaving.popleft()
+        leaving.append(_Message(relays, tensors, works))
 
     def _with_gradient(self, boundary: int, microbatch: int) -> list[Relay]:
         return [relay for relay in self.stages.relays(boundary, microbatch) if relay.requires_grad]

@@ -1,11 +1,13 @@
-"""Which of the user's hooks may read what steps left behind."""
+"""Which of the user's hooks may read what steps left behind, on the module or in gradients."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 _KINDS = ("train", "validation", "test", "predict")
 
@@ -23,9 +25,32 @@ def hooks_after_steps(module: nn.Module) -> Iterator[Hook]:
     """Those that the user defined: what Lightning's own class has does nothing."""
     for kind in _KINDS:
         for hook in (Hook(f"on_{kind}_batch_end", True), Hook(f"on_{kind}_epoch_end", False)):
-            function = getattr(module, hook.name, None)
-            if function is not None and getattr(function, "__module__", None) not in _EMPTY:
+            if getattr(module, hook.name, None) is not None and not _is_lightnings(module, hook.name):
                 yield hook
 
 
-_EMPTY = ("lightning.pytorch.core.hooks", "pytorch_lightning.core.hooks")
+def cleared_unseen(trainer: Any) -> list[Tensor]:
+    """The parameters whose gradients Lightning clears between this training step and its backward, with no hook of the
+    user's, nor an optimizer's own way to clear, in between that may look at them.
+
+    Args:
+        trainer: in a training step of automatic optimization.
+    """
+    module = trainer.lightning_module
+    sees = [(module, "optimizer_zero_grad"), *((x, "on_before_zero_grad") for x in (module, *trainer.callbacks))]
+    if trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches or not all(_is_lightnings(*x) for x in sees):
+        return []
+    optimizers = [optimizer for optimizer in trainer.optimizers if type(optimizer).zero_grad is Optimizer.zero_grad]
+    return [parameter for optimizer in optimizers for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _is_lightnings(owner: Any, name: str) -> bool:
+    """Whether a method is the one of Lightning's base class, and not the user's."""
+    return getattr(getattr(owner, name), "__module__", None) in _BASES
+
+
+_BASES = tuple(
+    f"{namespace}.{base}"
+    for namespace in ("lightning.pytorch", "pytorch_lightning")
+    for base in ("core.hooks", "core.module", "callbacks.callback")
+)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import numbers
 import pickle
 from collections import deque
@@ -41,21 +42,30 @@ class Attributes:
         return self._shape != earlier._shape
 
     def _describe(self, value: Any) -> Any:
-        if id(value) in self._seen:
-            return id(value)
-        self._seen.add(id(value))
+        identity = id(value)
+        if identity in self._seen:
+            return identity
+        self._seen.add(identity)
         self._held.append(value)
         if isinstance(value, _CONTAINERS):
             if len(value) > _LARGE:
-                return id(value), len(value)
+                return identity, len(value)
             keys = tuple(map(self._describe, value))
             entries = tuple(map(self._describe, value.values())) if isinstance(value, dict) else ()
-            return id(value), keys, entries
-        if isinstance(value, (nn.Module, Tensor, type, FunctionType, MethodType, ModuleType)):
-            return id(value)
-        if type(value).__module__.partition(".")[0] in _NOT_SEARCHED:
-            return id(value)
-        return id(value), self._describe(getattr(value, "__dict__", None))
+            return identity, keys, entries
+        kind: Any = type(value)
+        return (identity, self._describe(getattr(value, "__dict__", None))) if _is_searched(kind) else identity
+
+
+@functools.cache
+def _is_searched(kind: type) -> bool:
+    """Whether objects of a class are looked into; asked of each value of a module, twice per batch."""
+    opaque = issubclass(kind, (nn.Module, Tensor, type, FunctionType, MethodType, ModuleType))
+    return not opaque and _package(kind) not in _NOT_SEARCHED
+
+
+def _package(kind: type) -> str:
+    return kind.__module__.partition(".")[0]
 
 
 Path = tuple[str, ...]
@@ -140,10 +150,8 @@ def _is_plain(value: Any) -> bool:
 
 def _is_own_object(value: Any) -> bool:
     """Of a class of the user's, that keeps attributes."""
-    if isinstance(value, (nn.Module, Tensor, type, FunctionType, MethodType, ModuleType)):
-        return False
-    package = type(value).__module__.partition(".")[0]
-    return package not in (*_NOT_SEARCHED, "transformers") and hasattr(value, "__dict__")
+    kind: Any = type(value)
+    return _is_searched(kind) and _package(kind) != "transformers" and hasattr(value, "__dict__")
 
 
 def _set(holder: Any, path: Path, value: Any) -> None:

@@ -22,14 +22,15 @@ from lightning_megatp.gradients.sharding import ZeroSharding
 from lightning_megatp.mesh import ParallelMesh
 from lightning_megatp.metrics import LastStageMetrics
 from lightning_megatp.module import ParallelModule
-from lightning_megatp.pipeline.batch import Backward, BatchRun, Step, returning_a_loss, seeded
+from lightning_megatp.pipeline.batch import Backward, BatchRun, Step, generators_on, returning_a_loss
 from lightning_megatp.pipeline.detour import Detour
 from lightning_megatp.pipeline.executor import Executor
-from lightning_megatp.pipeline.hooks import Hook, hooks_after_steps
+from lightning_megatp.pipeline.hooks import Hook, cleared_unseen, hooks_after_steps
 from lightning_megatp.pipeline.leftovers import Attributes, PlainValues
 from lightning_megatp.pipeline.loans import Loans
 from lightning_megatp.pipeline.logs import Call, Logs, merge
 from lightning_megatp.pipeline.plan import SliceError, SlicePlan
+from lightning_megatp.pipeline.running import seeded
 from lightning_megatp.pipeline.schedule import Schedule
 from lightning_megatp.pipeline.slicing import Slicer
 from lightning_megatp.pipeline.split import split_batch
@@ -129,7 +130,7 @@ class Pipeline:
     @property
     def own_stages(self) -> Sequence[int]:
         """The stages of this rank."""
-        return self.settings.schedule(1).stages_of(self.executor.transport.rank)
+        return self._schedule(True, 1).stages_of(self.executor.transport.rank)
 
     @property
     def own_units(self) -> list[str]:
@@ -186,22 +187,29 @@ class Pipeline:
         Returns:
             What the step returned for the batch: all of it on the last stage, the loss alone on the others.
         """
-        held = self._set_aside()
         if self.sharding is not None:
             self.sharding.begin()
             self.sharding.drop_old()
-        run = self._run("train", step, batch, backward)
+        run = self._prepared("train", step, batch, backward)
+        parameters = self._undivided()
+        cleared = set(map(id, cleared_unseen(self.parallel.module.trainer)))
+        held = [(p, gradient) for p, gradient in _taken(parameters) if id(p) not in cleared]
+        self._execute(run)
         loss, self.factor = self._conclude(run)
-        self._park(held, self.factor)
+        self._parked = _taken(parameters)
+        if self.factor != 1.0 and self._parked:
+            torch._foreach_mul_([gradient for _, gradient in self._parked], self.factor)
+        for parameter, gradient in held:
+            parameter.grad = gradient
         if self.sharding is not None:
             self.sharding.park()
-        outputs = run.merged_results() if self.is_last else None
-        return {**outputs, "loss": loss} if isinstance(outputs, Mapping) else loss
+        return {**run.merged_results(), "loss": loss} if run.returns_mappings else loss
 
     def evaluate(self, kind: str, step: Step, batch: Any) -> Any:
         """Run the forward of a batch. What the step returned, on the last stage; None on the others."""
         with contextlib.nullcontext() if self.sharding is None else self.sharding.evaluating():
-            run = self._run(kind, step, batch, None)
+            run = self._prepared(kind, step, batch, None)
+            self._execute(run)
         self._conclude(run)
         return run.merged_results() if self.is_last else None
 
@@ -260,31 +268,34 @@ class Pipeline:
 
     # ---------------------------------------------------------------- parts of it
 
-    def _run(self, kind: str, step: Step, batch: Any, backward: Backward | None) -> BatchRun:
+    def _prepared(self, kind: str, step: Step, batch: Any, backward: Backward | None) -> BatchRun:
+        """A batch with its plans, about to be executed."""
         microbatches = self.microbatches(batch)
         seed = self._shared_seed()
         self.metrics.next_batch()
         with self.metrics.apart():
-            plans = [self._plan(kind, step, microbatch) for microbatch in microbatches]
-            schedule = self._schedule(backward is not None, len(microbatches))
-            run = BatchRun(
-                self.parallel,
-                self.slicer,
-                self.logs,
-                self.mesh.device,
-                step,
-                microbatches,
-                plans,
-                seed,
-                backward,
-                self._opened,
-                self.own_stages,
-                self.sharding,
-                self.stage_of_unit,
-            )
-            with self._noticing(run):
-                self.executor.run(schedule, run)
-        return run
+            signatures = self.slicer.signatures(microbatches)
+            plans = [self._plan((kind, s), step, x) for s, x in zip(signatures, microbatches, strict=True)]
+        return BatchRun(
+            self.parallel,
+            self.slicer,
+            self.logs,
+            self.mesh.device,
+            step,
+            microbatches,
+            plans,
+            seed,
+            backward,
+            self._opened,
+            self.own_stages,
+            self.sharding,
+            self.stage_of_unit,
+        )
+
+    def _execute(self, run: BatchRun) -> None:
+        schedule = self._schedule(run.backward is not None, len(run.microbatches))
+        with self.metrics.apart(), self._noticing(run):
+            self.executor.run(schedule, run)
 
     @contextlib.contextmanager
     def _noticing(self, run: BatchRun) -> Iterator[None]:
@@ -307,7 +318,8 @@ class Pipeline:
             self._adopt(int(size))
             return None
         before, versions, plain = Attributes(self.parallel.module), self._versions(), PlainValues(self._opened)
-        with self.metrics.apart(counts_resets=True), self.logs.recording() as calls, seeded(seed):
+        drawing = seeded(seed, generators_on(self.mesh.device))
+        with self.metrics.apart(counts_resets=True), self.logs.recording() as calls, drawing:
             result = call()
         if versions != self._versions():
             raise RuntimeError(
@@ -330,10 +342,10 @@ class Pipeline:
         """Of the generator that is alike on all stages."""
         return int(torch.empty((), dtype=torch.int64).random_())
 
-    def _plan(self, kind: str, step: Step, microbatch: Any) -> SlicePlan:
-        key = kind, self.slicer.signature(microbatch)
+    def _plan(self, key: tuple[str, Hashable], step: Step, microbatch: Any) -> SlicePlan:
+        """The plan of a kind of step and a signature."""
         if key not in self._plans:
-            checked = returning_a_loss(step) if kind == "train" else step
+            checked = returning_a_loss(step) if key[0] == "train" else step
             with contextlib.nullcontext() if self.sharding is None else self.slicer.planned_by(self.sharding.planning):
                 plan = self.slicer.plan(checked, microbatch)
             self._check_touched(plan)
@@ -386,25 +398,9 @@ class Pipeline:
             self._schedules[key] = make(microbatches)
         return self._schedules[key]
 
-    def _undivided(self) -> Iterator[Tensor]:
+    def _undivided(self) -> list[Tensor]:
         """The parameters whose gradients lie in the module: those of divided ones are collected later."""
-        return (p for p in self.parallel.module.parameters() if id(p) not in self.parallel.divided)
-
-    def _set_aside(self) -> list[tuple[Tensor, Tensor]]:
-        held: list[tuple[Tensor, Tensor]] = [(p, p.grad) for p in self._undivided() if p.grad is not None]
-        for parameter, _ in held:
-            parameter.grad = None
-        return held
-
-    def _park(self, held: Sequence[tuple[Tensor, Tensor]], factor: float) -> None:
-        parameters: list[Tensor] = [p for p in self._undivided() if p.grad is not None]
-        self._parked = [(p, p.grad) for p in parameters if p.grad is not None]
-        if factor != 1.0 and self._parked:
-            torch._foreach_mul_([gradient for _, gradient in self._parked], factor)
-        for parameter in parameters:
-            parameter.grad = None
-        for parameter, gradient in held:
-            parameter.grad = gradient
+        return [p for p in self.parallel.module.parameters() if id(p) not in self.parallel.divided]
 
     def _conclude(self, run: BatchRun) -> tuple[Tensor, float]:
         """Tell what only the last stage knows: the loss, the factor that makes the weights add up to 1, the logs, and
@@ -479,6 +475,14 @@ def _opened(module: nn.Module, units: Iterable[str]) -> dict[str, nn.Module]:
         parts = unit.split(".")
         names |= {".".join(parts[:depth]) for depth in range(1, len(parts))}
     return {name: module.get_submodule(name) for name in sorted(names)}
+
+
+def _taken(parameters: Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """Parameters with their gradients, which they have no more."""
+    found = [(p, p.grad) for p in parameters if p.grad is not None]
+    for parameter, _ in found:
+        parameter.grad = None
+    return found
 
 
 def _pickled(values: Mapping[Any, bytes]) -> bytes:

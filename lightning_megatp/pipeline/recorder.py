@@ -94,20 +94,20 @@ def start_together(device: torch.device) -> Clock:
     by_rank = torch.stack(every).cpu()
     ahead = (by_rank - by_rank[0]).median(1).values
     start = float((by_rank[:, -1] - ahead).min() + ahead[dist.get_rank()])
-    return _DeviceClock(device, start) if device.type == "cuda" else _HostClock(start)
+    return _DeviceClock(device, start) if device.type == "cuda" else HostClock(start)
 
 
 _ROUNDS = 21
 
 
-class _HostClock:
+class HostClock:
     """Where operations are done when they return.
 
     Args:
         start: by this process's `time.perf_counter`.
     """
 
-    def __init__(self, start: float) -> None:
+    def __init__(self, start: float = 0.0) -> None:
         self._start = start
 
     def stamp(self) -> float:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_megatp.pipeline.operations import StepEnded, generators_of, is_bookkeeping, with_memory
 from lightning_megatp.pipeline.place import Place
 from lightning_megatp.pipeline.plan import Instruction, Key, Operation, SliceError, SlicePlan, tensors_in
+from lightning_megatp.pipeline.weights import TargetCount
 from lightning_megatp.shim.torch import is_fake, tensor_version, tree_leaves, tree_map, without_mode
 from lightning_megatp.tensor.functions import operation_name
 
@@ -32,14 +33,24 @@ class StageMode(TorchFunctionMode):
         received: the values of `plan.relays[stage]`.
         seed: of the random numbers that all stages share; another one for every step and microbatch.
         place: names where an operation is.
+        counting: sees the same operations, and those inside of units, on the last stage.
     """
 
-    def __init__(self, plan: SlicePlan, stage: int, received: dict[Key, Tensor], seed: int, place: Place) -> None:
+    def __init__(
+        self,
+        plan: SlicePlan,
+        stage: int,
+        received: dict[Key, Tensor],
+        seed: int,
+        place: Place,
+        counting: TargetCount | None = None,
+    ) -> None:
         super().__init__()
         script = plan.script(stage)
         self._instructions, self._last, self._free_after = script.instructions, script.last, script.free_after
         self._not_operations = plan.not_operations | _PROPERTIES
         self._stage, self._is_last, self._seed, self._place = stage, stage == plan.n_stages - 1, seed, place
+        self._counting = counting
         self._received = {key: x.clone() if key in plan.clones else x for key, x in received.items()}
         self._stand_ins: dict[int, tuple[Tensor, Tensor]] = {}
         self._index = -1
@@ -108,11 +119,12 @@ class StageMode(TorchFunctionMode):
         return self._instructions[key.operation].operation
 
     @contextlib.contextmanager
-    def _outside(self) -> Iterator[None]:
-        """Code that is not looked into: no mode meets it, and units inside run as they are."""
+    def _outside(self, unit: str | None = None) -> Iterator[None]:
+        """Code that is not looked into: this mode does not meet it, and units inside run as they are."""
         self.inside = True
+        counting = None if unit is None else self._counting
         try:
-            with without_mode(self):
+            with without_mode(self), contextlib.nullcontext() if counting is None else counting.inside(unit or ""):
                 yield
         finally:
             self.inside = False
@@ -125,7 +137,7 @@ class StageMode(TorchFunctionMode):
             return instruction.ghosts
         if instruction is None and not is_own:
             self._diverged(what)
-        with self._outside():
+        with self._outside(what if isinstance(what, str) else None):
             if instruction is None:
                 return self._call_freely(function, args, kwargs)
             if instruction.computed:
@@ -197,7 +209,7 @@ class StageMode(TorchFunctionMode):
         args, kwargs = self.stood_in((args, kwargs))
         if not operation.random:
             return function(*args, **kwargs)
-        with _seeded(hash((self._seed, self._index)), generators_of(args, kwargs)):
+        with seeded(hash((self._seed, self._index)), generators_of(args, kwargs)):
             return function(*args, **kwargs)
 
     def _skip(self, instruction: Instruction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -252,8 +264,12 @@ class StageMode(TorchFunctionMode):
 
 
 @contextlib.contextmanager
-def _seeded(seed: int, generators: list[torch.Generator]) -> Iterator[None]:
-    """Draw from a seed, and leave the generators as they were."""
+def seeded(seed: int, generators: Sequence[torch.Generator]) -> Iterator[None]:
+    """Draw from a seed, and leave the generators as they were.
+
+    `torch.manual_seed` would do it for all devices; for every kind of device that isn't there it formats a stack trace,
+    to be shown if one ever is.
+    """
     states = [generator.get_state() for generator in generators]
     try:
         for generator in generators:

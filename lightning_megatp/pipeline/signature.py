@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 
-def signature_of(module: nn.Module, batch: Any) -> Hashable:
-    """Structure, shapes, dtypes and devices of a batch, plain values in it, the modes of the module and of autograd."""
+def modes_of(module: nn.Module) -> Hashable:
+    """The modes of a module, of its parts and of autograd."""
     training = tuple(child.training for child in module.modules())
-    return _describe(batch), training if len(set(training)) > 1 else training[:1], torch.is_grad_enabled()
+    return training if len(set(training)) > 1 else training[:1], torch.is_grad_enabled()
 
 
 def tensors_of(batch: Any) -> list[Tensor]:
@@ -23,12 +23,13 @@ def tensors_of(batch: Any) -> list[Tensor]:
     return [tensor for part in _parts(batch).values() for tensor in tensors_of(part)]
 
 
-def _describe(batch: Any) -> Hashable:
+def signature_of(batch: Any) -> Hashable:
+    """Structure, shapes, dtypes and devices of a batch, and plain values in it."""
     if isinstance(batch, Tensor):
         return tuple(batch.shape), batch.stride(), batch.dtype, batch.device, batch.requires_grad
     parts = _parts(batch)
     if parts or (isinstance(batch, (Mapping, Sequence)) and not isinstance(batch, (str, bytes))):
-        return type(batch), tuple((key, _describe(part)) for key, part in parts.items())
+        return type(batch), tuple((key, signature_of(part)) for key, part in parts.items())
     return batch if isinstance(batch, Hashable) else repr(batch)
 
 

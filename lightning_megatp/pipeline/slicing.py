@@ -27,11 +27,12 @@ from lightning_megatp.pipeline.place import Place
 from lightning_megatp.pipeline.plan import Key, Relay, SliceError, SlicePlan
 from lightning_megatp.pipeline.planning import make_plan
 from lightning_megatp.pipeline.running import StageMode
-from lightning_megatp.pipeline.signature import signature_of, tensors_of
+from lightning_megatp.pipeline.signature import modes_of, signature_of, tensors_of
 from lightning_megatp.pipeline.snapshot import Snapshot, random_state_kept
 from lightning_megatp.pipeline.tracing import Tracer
 from lightning_megatp.pipeline.units import children_of
 from lightning_megatp.pipeline.values import Values
+from lightning_megatp.pipeline.weights import TargetCount
 from lightning_megatp.shim.torch import FakeTensorMode, handle_functions, is_fake, tensor_version, tree_leaves
 
 Step = Callable[[Any], Any]
@@ -70,9 +71,11 @@ class Slicer:
         """Give the module its own methods back."""
         self._interception.undo()
 
-    def signature(self, batch: Any) -> Hashable:
-        """Batches with the same one have the same plan: what the module does with them can only differ by values."""
-        return signature_of(self.module, batch)
+    def signatures(self, batches: Sequence[Any]) -> list[Hashable]:
+        """Of each batch. Those with the same one have the same plan: what the module does with them can only differ by
+        values."""
+        modes = modes_of(self.module)
+        return [(modes, signature_of(batch)) for batch in batches]
 
     def plan(self, step: Step, batch: Any) -> SlicePlan:
         """Find out what the step does, without computing more than what is replicated, and without leaving a trace.
@@ -102,7 +105,14 @@ class Slicer:
         return plan
 
     def run(
-        self, plan: SlicePlan, stage: int, step: Step, batch: Any, received: Sequence[Tensor], seed: int = 0
+        self,
+        plan: SlicePlan,
+        stage: int,
+        step: Step,
+        batch: Any,
+        received: Sequence[Tensor],
+        seed: int = 0,
+        counting: TargetCount | None = None,
     ) -> StageRun:
         """Run one stage's part of the step on a microbatch.
 
@@ -113,12 +123,13 @@ class Slicer:
             batch: the microbatch.
             received: in the order of `plan.relays[stage]`: leaves, that require a gradient where the relay says so.
             seed: of the random numbers in replicated operations: the same on all stages, another for every microbatch.
+            counting: a mode that is active meanwhile, and may want to be spared what happens inside of units.
 
         Raises:
             SliceError: the step did something else than planned.
         """
         got = _received(plan.relays[stage], received, stage)
-        mode = StageMode(plan, stage, got, seed, self._place)
+        mode = StageMode(plan, stage, got, seed, self._place, counting)
         is_last = stage == self.n_stages - 1
         batch = copy.deepcopy(batch) if plan.changes_batch else batch
         result = None

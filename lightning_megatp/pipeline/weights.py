@@ -7,7 +7,8 @@ mean of the microbatches' means. Otherwise the user's `loss_weight(batch)` says 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+import contextlib
+from collections.abc import Callable, Collection, Hashable, Iterator
 from typing import Any
 
 import torch
@@ -15,16 +16,24 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from lightning_megatp.shim.torch import without_mode
+
 
 class TargetCount(TorchFunctionMode):
     """Counts the targets over which the losses of one microbatch are averaged.
 
     A mean over no target at all is nan, with a gradient of nan. Here it is 0, since the other microbatches' targets
     make up the batch's mean.
+
+    Args:
+        look_inside: the units inside of which to look for losses; None for all. A mode costs time at every operation.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, look_inside: Collection[str] | None = None) -> None:
         super().__init__()
+        self.with_losses: set[str] = set()
+        """The units inside of which there were some."""
+        self._look_inside, self._unit = look_inside, ""
         self.own_reduction: str | None = None
         """What the step asked for instead of a mean, to average by itself."""
         self._by_target: dict[Hashable, tuple[Tensor, Tensor]] = {}
@@ -34,11 +43,25 @@ class TargetCount(TorchFunctionMode):
         """One scalar per kind of targets that was averaged over: their number, or the sum of their class weights."""
         return [count for count, _ in self._by_target.values()]
 
+    @contextlib.contextmanager
+    def inside(self, unit: str) -> Iterator[None]:
+        """Around a call of a unit."""
+        if self._look_inside is not None and unit not in self._look_inside:
+            with without_mode(self):
+                yield
+            return
+        self._unit = unit
+        try:
+            yield
+        finally:
+            self._unit = ""
+
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         if func is F.cross_entropy or func is F.nll_loss:
+            self.with_losses.add(self._unit)
             return self._averaged(func, args, kwargs)
         return func(*args, **kwargs)
 

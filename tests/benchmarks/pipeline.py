@@ -1,8 +1,10 @@
-"""pp=2: ours, torch.distributed.pipelining, a 1F1B written by hand, and the ideal."""
+"""pp=2: ours, torch.distributed.pipelining, a 1F1B written by hand, and the schedule's formula."""
 
 from __future__ import annotations
 
+import dataclasses
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,14 +12,16 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 
+from lightning_megatp.pipeline.recorder import COMPUTING, HostClock, Recorder
 from tests.benchmarks.models import LEARNING_RATE, Size, Transformer, batch, decoder, loader, loss, trainer
 from tests.benchmarks.ratios import OURS, Figure, Row, compare, interval, python, seconds
-from tests.benchmarks.turns import Program, Taken, alternate, fit, loop
+from tests.benchmarks.turns import Pauses, Program, Taken, alternate, fit, loop
 from tests.ranks import RankPool, run_ranks
 
-TORCH, HAND, ZB_H1, BUSY = "torch pipelining", "1F1B by hand", "ours, zb_h1", "busy"
+TORCH, HAND, ZB_H1, TIMED = "torch pipelining", "1F1B by hand", "ours, zb_h1", "ours, timed"
 
 
 class Stage(nn.Module):
@@ -37,16 +41,46 @@ class Stage(nn.Module):
         return h if self.head is None else self.head(self.norm(h))
 
 
-def ours(size: Size, world_size: int, microbatches: int, schedule: str) -> Callable[[Program], None]:
-    """A LightningModule's own training_step under a Trainer, everything included."""
+def ours(
+    size: Size, world_size: int, microbatches: int, schedule: str, timed: bool = False
+) -> Callable[[Program], None]:
+    """A LightningModule's own training_step under a Trainer, everything included.
 
-    def make(callback: Any) -> Any:
+    Args:
+        timed: let each step say how long it computed.
+    """
+
+    def make(pauses: Pauses) -> Any:
         from lightning_megatp import MegaTPStrategy
 
         strategy = MegaTPStrategy(pp=world_size, microbatches=microbatches, schedule=schedule, summary=False)
-        return trainer(strategy, world_size, callback), decoder(size), loader(size, size.rows * microbatches)
+        made = trainer(strategy, world_size, pauses)
+        if timed:
+            made.callbacks.append(Work(pauses.program))
+        return made, decoder(size), loader(size, size.rows * microbatches)
 
     return fit(make)
+
+
+class Work(Callback):
+    """Takes the time of a stage's forwards and backwards, where they happen: by the recorder that draws timelines."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+
+    def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
+        self.executor = trainer.strategy.pipeline.executor
+        self.executor.recorder = Recorder(HostClock())
+        trainer.optimizers[0].register_step_post_hook(self._take)
+
+    def _take(self, *args: Any) -> None:
+        recorder = self.executor.recorder
+        recorder.rest("optimizer")
+        parts = Counter[str]()
+        for span in recorder.spans():
+            parts["computing" if span.what in COMPUTING else span.what] += span.end - span.start
+        self.program.parts = parts
+        self.executor.recorder = Recorder(HostClock())
 
 
 def torchs(size: Size, rank: int, world_size: int, microbatches: int) -> Callable[[Program], None]:
@@ -138,23 +172,6 @@ class HandPipeline:
             yield x
 
 
-def busy(size: Size, rank: int, world_size: int, microbatches: int) -> Callable[[Program], None]:
-    """What a stage computes in a step, and nothing else."""
-    part = Stage(decoder(size).model, rank, world_size)
-    optimizer = torch.optim.AdamW(part.parameters(), lr=LEARNING_RATE)
-    ids, target = batch(size)
-    received = torch.randn(size.rows, size.length, size.d)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        for _ in range(microbatches):
-            y = part(ids if rank == 0 else received.detach().requires_grad_())
-            y.backward(received) if rank < world_size - 1 else (loss(y, target) / microbatches).backward()
-        optimizer.step()
-
-    return loop(step)
-
-
 def programs(size: Size, rank: int, world_size: int, microbatches: int) -> dict[str, Callable[[], Any]]:
     """What builds the body of each program."""
     return {
@@ -162,7 +179,7 @@ def programs(size: Size, rank: int, world_size: int, microbatches: int) -> dict[
         TORCH: lambda: torchs(size, rank, world_size, microbatches),
         HAND: lambda: loop(HandPipeline(size, rank, world_size, microbatches).step),
         ZB_H1: lambda: ours(size, world_size, microbatches, "zb_h1"),
-        BUSY: lambda: busy(size, rank, world_size, microbatches),
+        TIMED: lambda: ours(size, world_size, microbatches, "1f1b", timed=True),
     }
 
 
@@ -175,7 +192,8 @@ def measure(rank: int, world_size: int, size: Size, microbatches: int) -> dict[s
 
 def peak(rank: int, world_size: int, size: Size, microbatches: int, name: str) -> int:
     """Bytes of resident memory that the third to fifth step of one program take above what it has once it is set up:
-    gradients, optimizer state, activations, buffers."""
+    gradients, optimizer state, activations, buffers. What torch loads at the first use is loaded before."""
+    _use_once(size)
     program = Program(programs(size, rank, world_size, microbatches)[name]())
     start = _memory("VmRSS")
     for i in range(5):
@@ -185,6 +203,15 @@ def peak(rank: int, world_size: int, size: Size, microbatches: int, name: str) -
     most = _memory("VmHWM") - start
     program.close()
     return most
+
+
+def _use_once(size: Size) -> None:
+    """A step of a tiny model: operations, autograd, the optimizer."""
+    tiny = dataclasses.replace(size, d=size.heads, ffn=1, layers=1, rows=1, length=2)
+    model = decoder(tiny)
+    optimizer = model.configure_optimizers()
+    model.training_step(batch(tiny), 0).backward()
+    optimizer.step()
 
 
 def rows(sizes: list[Size], counts: list[int], pp: int) -> Iterator[Row | Figure]:
@@ -198,13 +225,27 @@ def rows(sizes: list[Size], counts: list[int], pp: int) -> Iterator[Row | Figure
 
 
 def _figures(what: str, rounds: list[Any], microbatches: int, pp: int) -> Iterator[Figure]:
-    step, work = seconds(rounds, OURS), seconds(rounds, BUSY)
-    idle = interval([1 - b / a for a, b in zip(step, work, strict=True)]).median
     formula = (pp - 1) / (microbatches + pp - 1)
     title = f"{what}: idle share of a step, above the schedule's {100 * formula:.1f} %"
-    yield Figure("pipeline", title, 100 * (idle - formula), "points", 2.0)
+    yield Figure("pipeline", title, 100 * (idle(rounds) - formula), "points", 2.0)
     extra = (python(rounds, OURS) - python(rounds, HAND)) / microbatches
     yield Figure("pipeline", f"{what}: Python per microbatch above the stage by hand", extra / 1e3, "ms", 1.0)
+
+
+def idle(rounds: list[Any]) -> float:
+    """The median share of a step in which the busiest stage runs neither a forward nor a backward.
+
+    These are timed in the very steps whose share it is, side by side with the other stage: alone, they would have other
+    caches and memory to themselves, and take another time. The optimizer is no part of the schedule: its time counts
+    neither as work nor as a part of the step. All else does, so what Lightning's loop, messages and the pipeline's own
+    Python add outside of forwards and backwards is idle time.
+    """
+    shares = []
+    for by_rank in rounds:
+        for i, step in enumerate(seconds([by_rank], TIMED)):
+            parts = [taken[TIMED].parts[i] for taken in by_rank]
+            shares.append(min(1 - p["computing"] / (step - p["optimizer"]) for p in parts))
+    return interval(shares).median
 
 
 def _memories(what: str, size: Size, microbatches: int, pp: int) -> Iterator[Figure]:

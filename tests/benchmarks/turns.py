@@ -31,6 +31,8 @@ class Taken:
     """Seconds of a profiled step outside of torch's operations and of waiting for collectives."""
     loss: float = float("nan")
     """Of the first step: programs that are compared compute the same."""
+    parts: list[Mapping[str, float]] = field(default_factory=list)
+    """Seconds of what each timed step did, by name, where the program tells."""
 
 
 class Program:
@@ -42,6 +44,8 @@ class Program:
 
     def __init__(self, body: Callable[[Program], None]) -> None:
         self.taken = Taken()
+        self.parts: Mapping[str, float] = {}
+        """Seconds of what the last step did; for a program to set."""
         self.stopped = self.profiled = False
         self._losses: list[float] = []
         self._go, self._done = threading.Semaphore(0), threading.Semaphore(0)
@@ -111,7 +115,7 @@ def loop(step: Callable[[], torch.Tensor]) -> Callable[[Program], None]:
     return body
 
 
-def fit(make: Callable[[Callback], tuple[Trainer, LightningModule, Any]]) -> Callable[[Program], None]:
+def fit(make: Callable[[Pauses], tuple[Trainer, LightningModule, Any]]) -> Callable[[Program], None]:
     """The body of a program that is a `Trainer.fit`.
 
     Args:
@@ -119,13 +123,15 @@ def fit(make: Callable[[Callback], tuple[Trainer, LightningModule, Any]]) -> Cal
     """
 
     def body(program: Program) -> None:
-        trainer, module, loader = make(_Pauses(program))
+        trainer, module, loader = make(Pauses(program))
         trainer.fit(module, loader)
 
     return body
 
 
-class _Pauses(Callback):
+class Pauses(Callback):
+    """Lets a Trainer pause before its first batch and after every one."""
+
     def __init__(self, program: Program) -> None:
         self.program = program
 
@@ -160,6 +166,7 @@ def alternate(
             seconds = time.perf_counter() - start
             if turn >= warm_up:
                 running[name].taken.seconds.append(seconds)
+                running[name].taken.parts.append(running[name].parts)
     with _waits_are_seen():
         for program in running.values():
             program.profiled = True

@@ -7,6 +7,7 @@ import dataclasses
 import os
 import subprocess
 import sys
+import weakref
 from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import torchmetrics
 from lightning.pytorch import Callback
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import MixedPrecision
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.distributed.test_trainer_callbacks import _callbacks, _metrics, _scheduled
@@ -394,12 +395,24 @@ def test_batches_of_any_kind(kind: str) -> None:
 # ---------------------------------------------------------------- microbatches of unequal weight
 
 
+class Tempered(nn.Module):
+    """A loss with a parameter: a unit of the pipeline."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = nn.Parameter(torch.ones(()))
+
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(logits / self.temperature, targets)
+
+
 class Masked(GPT):
     """A masked language model: rows count different numbers of targets."""
 
-    def __init__(self, module: bool) -> None:
+    def __init__(self, criterion: str) -> None:
         super().__init__(GPTConfig(tied=False))
-        self.criterion = torch.nn.CrossEntropyLoss(label_smoothing=0.1) if module else F.cross_entropy
+        kinds = {"function": lambda: F.cross_entropy, "unit": Tempered}
+        self.criterion = kinds.get(criterion, lambda: nn.CrossEntropyLoss(label_smoothing=0.1))()
         self.accuracy = torchmetrics.Accuracy("multiclass", num_classes=32, ignore_index=-100)
 
     def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -422,23 +435,68 @@ def _masked_data(layout: Layout) -> DataLoader:
     return DataLoader(TensorDataset(inputs, targets), batch_size=4)
 
 
-def _fit_masked(layout: Layout, module: bool) -> dict[str, Any]:
+def _fit_masked(layout: Layout, criterion: str) -> dict[str, Any]:
     torch.manual_seed(3)
     hooks = Hooks()
     trainer = make_trainer(layout, max_epochs=3, callbacks=[hooks], gradient_clip_val=0.5)
-    trainer.fit(Masked(module), _masked_data(layout), _masked_data(layout))
+    trainer.fit(Masked(criterion), _masked_data(layout), _masked_data(layout))
     found = {name: float(value) for name, value in trainer.callback_metrics.items()}
     return {**found, "losses": hooks.losses}
 
 
-@pytest.mark.parametrize("module", [False, True], ids=["function", "module"])
+@pytest.mark.parametrize("criterion", ["function", "module", "unit"])
 @pytest.mark.parametrize("layout", [PP2, TP2_PP2], ids=str)
-def test_masked_targets_weigh_alike(layout: Layout, module: bool) -> None:
-    expected = run_program(PLAIN, _fit_masked, module)[0]
-    for found in run_program(layout, _fit_masked, module):
+def test_masked_targets_weigh_alike(layout: Layout, criterion: str) -> None:
+    expected = run_program(PLAIN, _fit_masked, criterion)[0]
+    for found in run_program(layout, _fit_masked, criterion):
         assert found.pop("accuracy") == approx(expected["accuracy"], 1e-6)
         assert found.pop("losses") == approx(expected["losses"])
         assert found == approx({name: expected[name] for name in found})
+
+
+# ---------------------------------------------------------------- gradients of the batch before
+
+
+class Old(Callback):
+    """Which of the gradients that a batch left are still there in the forward of the next."""
+
+    def __init__(self) -> None:
+        self.left: list[weakref.ref[Tensor]] = []
+        self.alive: list[bool] = []
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        for part in pl_module.modules():
+            if isinstance(part, nn.LayerNorm):
+                part.register_forward_pre_hook(self._look)
+
+    def _look(self, *args: Any) -> None:
+        self.alive += [any(gradient() is not None for gradient in self.left)] * bool(self.left)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+        self.left = [weakref.ref(p.grad) for p in pl_module.parameters() if p.grad is not None]
+
+
+class Looking(Callback):
+    """Sees gradients before they are cleared."""
+
+    def __init__(self) -> None:
+        self.seen: list[bool] = []
+
+    def on_before_zero_grad(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        self.seen.append(any(p.grad is not None for p in pl_module.parameters()))
+
+
+def _fit_and_look(layout: Layout, looks: bool) -> tuple[set[bool], list[bool]]:
+    torch.manual_seed(3)
+    old, looking = Old(), Looking()
+    make_trainer(layout, callbacks=[old, *[looking] * looks]).fit(GPT(GPTConfig(tied=False)), train_loader(layout, 3))
+    return set(old.alive), looking.seen
+
+
+def test_gradients_that_nobody_looks_at_are_gone_before_the_next_batch() -> None:
+    assert run_program(PP2, _fit_and_look, False) == [({False}, [])] * 2
+    assert run_program(PP2, _fit_and_look, True) == [({True}, [False, True, True])] * 2
+    assert run_program(PLAIN, _fit_and_look, True)[0][1] == [False, True, True]
 
 
 # ---------------------------------------------------------------- precision

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_megatp.pipeline.batch import BatchRun
 from lightning_megatp.pipeline.leftovers import Attributes
 from lightning_megatp.pipeline.split import merge_outputs, split_batch
 from lightning_megatp.pipeline.weights import TargetCount
@@ -98,6 +99,28 @@ def test_targets_are_counted() -> None:
     with TargetCount() as own:
         F.cross_entropy(logits, targets, reduction="none")
     assert own.weight(4) == 4.0 and own.own_reduction == "none"
+
+
+def test_targets_inside_of_units_are_counted_where_there_are_some() -> None:
+    logits, targets = torch.randn(4, 5), torch.tensor([1, -100, 3, -100])
+    with TargetCount() as everywhere:
+        with everywhere.inside("block"):
+            logits.exp()
+        with everywhere.inside("head"):
+            F.cross_entropy(logits, targets)
+    assert everywhere.with_losses == {"head"} and everywhere.weight(4) == 2.0
+    with TargetCount(everywhere.with_losses) as again:
+        with again.inside("block"):
+            F.cross_entropy(logits, targets.clone())  # not looked for
+        with again.inside("head"):
+            F.cross_entropy(logits, targets)
+    assert again.weight(4) == 2.0
+
+
+def test_microbatches_that_weigh_alike_leave_nothing_to_correct() -> None:
+    run = BatchRun(None, None, None, torch.device("cpu"), None, [torch.zeros(2)] * 3, [], 0, None, {}, [1], None, {})  # type: ignore[arg-type]
+    run._weights.update(dict.fromkeys(range(3), torch.tensor(7)))
+    assert run.provisional_total == run.weights().sum() == 21.0
 
 
 class Holder(nn.Module):
