@@ -133,7 +133,8 @@ def reduce_scatter_sequence(x: Tensor, group: dist.ProcessGroup, dim: int) -> Te
     return _ReduceScatter.apply(x, group, dim)
 
 
-# The backward of each function is its conjugate, through autograd: so gradients of gradients are right too.
+# The backward of each function is its conjugate; through autograd if its own gradient may be asked for, so that
+# gradients of gradients are right too.
 
 
 class _Copy(OwnFunction):
@@ -144,7 +145,9 @@ class _Copy(OwnFunction):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _Reduce.apply(grad, ctx.group, ctx.region_above), None, None
+        if torch.is_grad_enabled():
+            return _Reduce.apply(grad, ctx.group, ctx.region_above), None, None
+        return all_reduce(grad, ctx.group), None, None
 
 
 class _Use(OwnFunction):
@@ -167,7 +170,7 @@ class _Reduce(OwnFunction):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _Copy.apply(grad, ctx.group, ctx.region_below), None, None
+        return _Copy.apply(grad, ctx.group, ctx.region_below) if torch.is_grad_enabled() else grad, None, None
 
 
 class _Gather(OwnFunction):
@@ -183,11 +186,14 @@ class _Gather(OwnFunction):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        if ctx.region_above == "tensor":
-            grad = _ReduceScatter.apply(grad, ctx.group, ctx.dim)
+        partial = ctx.region_above == "tensor"
+        if not torch.is_grad_enabled():
+            own = (reduce_scatter if partial else take_own)(grad, ctx.group, ctx.dim, ctx.sizes)
+        elif partial:
+            own = _ReduceScatter.apply(grad, ctx.group, ctx.dim)
         else:
-            grad = _Scatter.apply(grad, ctx.group, ctx.dim, ctx.sizes, ctx.region_below)
-        return grad, None, None, None, None, None
+            own = _Scatter.apply(grad, ctx.group, ctx.dim, ctx.sizes, ctx.region_below)
+        return own, None, None, None, None, None
 
 
 class _Scatter(OwnFunction):
@@ -197,12 +203,14 @@ class _Scatter(OwnFunction):
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int, sizes: Sequence[int], above: str) -> Tensor:
         ctx.group, ctx.dim, ctx.sizes = group, dim, sizes
         ctx.region_above, ctx.region_below = above, "whole"
-        rank = group.rank()
-        return x.narrow(dim, sum(sizes[:rank]), sizes[rank]).clone(memory_format=torch.contiguous_format)
+        return take_own(x, group, dim, sizes)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        whole = _Gather.apply(grad, ctx.group, ctx.dim, ctx.sizes, "whole", ctx.region_above)
+        if torch.is_grad_enabled():
+            whole = _Gather.apply(grad, ctx.group, ctx.dim, ctx.sizes, "whole", ctx.region_above)
+        else:
+            whole = all_gather(grad, ctx.group, ctx.dim, ctx.sizes)
         return whole, None, None, None, None
 
 
@@ -217,7 +225,15 @@ class _ReduceScatter(OwnFunction):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _Gather.apply(grad, ctx.group, ctx.dim, ctx.sizes, "tensor", "sequence"), None, None
+        if torch.is_grad_enabled():
+            return _Gather.apply(grad, ctx.group, ctx.dim, ctx.sizes, "tensor", "sequence"), None, None
+        return all_gather(grad, ctx.group, ctx.dim, ctx.sizes), None, None
+
+
+def take_own(x: Tensor, group: dist.ProcessGroup, dim: int, sizes: Sequence[int]) -> Tensor:
+    """This rank's piece of `dim`, contiguous."""
+    rank = group.rank()
+    return x.narrow(dim, sum(sizes[:rank]), sizes[rank]).clone(memory_format=torch.contiguous_format)
 
 
 class Pending:
