@@ -59,6 +59,8 @@ class Logs:
     _known: dict[bytes, int] = field(default_factory=dict)
     """Lists of entries that the other stages know, by their number."""
     _lists: list[list[Entry]] = field(default_factory=list)
+    _leaving: list[dist.Work] = field(default_factory=list)
+    """What was sent last: the other stages may still compute, and this one need not wait for them."""
 
     def open(self) -> None:
         """Stand in from now on."""
@@ -92,22 +94,25 @@ class Logs:
             calls: one per name.
             facts: (n,) float64, sent along.
 
-        Communication: one broadcast of n + 3 + len(calls) float64; the names only when they are new.
+        Communication: one broadcast of n + 3 + len(calls) float64, which is not waited for; the names only when they
+            are new.
         """
+        for work in self._leaving:
+            work.wait()
         entries = [call.entry for call in calls]
         described = pickle.dumps(entries)
         new = described not in self._known
         number = self._known.setdefault(described, len(self._known))
         head = torch.tensor([number, new], dtype=torch.float64, device=self.device)
         values = torch.stack([call.value for call in calls]) if calls else head.new_empty(0)
-        _broadcast_sized(torch.cat([head, facts, values]), group, source)
+        self._leaving = _send_sized(torch.cat([head, facts, values]), group, source)
         if new:
             dist.broadcast_object_list([described], src=source, group=group)
         self._replay(entries, values)
 
     def receive(self, n_facts: int, group: dist.ProcessGroup, source: int) -> Tensor:
         """The other end of `send`: logs the same, and returns the facts."""
-        row = _broadcast_sized(torch.empty(0, dtype=torch.float64, device=self.device), group, source, receives=True)
+        row = _receive_sized(self.device, group, source)
         number, new = row[:2].tolist()
         if new:
             box: list[Any] = [None]
@@ -187,17 +192,23 @@ def _portable(options: dict[str, Any]) -> dict[str, Any]:
     return kept
 
 
-def _broadcast_sized(row: Tensor, group: dist.ProcessGroup, source: int, receives: bool = False) -> Tensor:
+def _send_sized(row: Tensor, group: dist.ProcessGroup, source: int) -> list[dist.Work]:
     """Broadcast a row whose length the receivers don't know: at first 64 numbers, and the rest if it is longer."""
     first = row.new_zeros(_ROW)
-    if not receives:
-        first[0] = len(row)
-        first[1 : 1 + len(row)] = row[: _ROW - 1]
+    first[0] = len(row)
+    first[1 : 1 + len(row)] = row[: _ROW - 1]
+    pieces = [first] if len(row) < _ROW else [first, row[_ROW - 1 :].clone()]
+    works = [dist.broadcast(piece, src=source, group=group, async_op=True) for piece in pieces]
+    return [work for work in works if work is not None]
+
+
+def _receive_sized(device: torch.device, group: dist.ProcessGroup, source: int) -> Tensor:
+    first = torch.empty(_ROW, dtype=torch.float64, device=device)
     dist.broadcast(first, src=source, group=group)
-    length = int(first[0]) if receives else len(row)
+    length = int(first[0])
     if length < _ROW:
         return first[1 : 1 + length]
-    rest = row.new_empty(length - _ROW + 1) if receives else row[_ROW - 1 :].clone()
+    rest = first.new_empty(length - _ROW + 1)
     dist.broadcast(rest, src=source, group=group)
     return torch.cat([first[1:], rest])
 
