@@ -259,7 +259,7 @@ class ParallelModule:
         Communication: one all-reduce of a gradient that earlier backwards since the last step left partial. (Not in
         pipelines, where microbatches' graphs are walked before those backwards are over: there it is an error.)
         """
-        for parameter_id in self.context.kept_whole & self.partial.keys():
+        for parameter_id in [i for i in self.partial if i in self.context.kept_whole]:  # in the order of the graph
             if "whole" in lineage.regions.get(parameter_id, ()) and not self.context.pipelined:
                 gradient = self.held(self.partial.pop(parameter_id)).grad
                 if gradient is not None:

@@ -108,18 +108,21 @@ def accumulated_parameter(node: Any) -> Tensor | None:
 
 
 def accumulates_into(leaf: Tensor) -> bool:
-    """Whether the backward that runs on this thread adds to the `.grad` of a leaf. False in `autograd.grad`, and where
-    `backward(inputs=...)` leaves it out."""
-    return runs_in_this_backward(torch.autograd.graph.get_gradient_edge(leaf).node)
+    """Whether the backward that runs on this thread adds to the `.grad` of a leaf. False in `autograd.grad`, where the
+    engine refuses to answer, and where `backward(inputs=...)` leaves it out."""
+    try:
+        return runs_in_this_backward(torch.autograd.graph.get_gradient_edge(leaf).node)
+    except RuntimeError:
+        return False
 
 
 def runs_in_this_backward(node: Any) -> bool:
-    """Whether the backward that runs on this thread comes to a node. False in `autograd.grad`, where the engine refuses
-    to answer for leaves. No public name (2.11-2.13)."""
-    try:
-        return bool(torch._C._will_engine_execute_node(node))
-    except RuntimeError:
-        return False
+    """Whether the backward that runs on this thread comes to a node. No public name (2.11-2.13).
+
+    Raises:
+        RuntimeError: for a leaf's node in `autograd.grad`.
+    """
+    return bool(torch._C._will_engine_execute_node(node))
 
 
 def gradient_hooks(leaf: Tensor) -> bool:

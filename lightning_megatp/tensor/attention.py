@@ -85,6 +85,11 @@ class ParallelAttention(ParallelLayer, nn.MultiheadAttention):
         entered = {key: self.context.enter(x, self._bring, None, self.training) for key, x in distinct.items()}
         return [entered[id(x)] for x in inputs]
 
+    def _readers(self) -> Sequence[tuple[Tensor, Tensor | None]]:
+        """Of self-attention; others read parts of the packed weight."""
+        weight, bias = (dict.get(self.__dict__["_parameters"], f"in_proj_{name}") for name in ("weight", "bias"))
+        return [] if weight is None or self.whole_parameters else [(weight, bias)]
+
     def _project(self, query: Entry, key: Entry, value: Entry) -> tuple[Tensor, Tensor, Tensor]:
         """Inputs (b, l, e), (l, b, e) or (l, e) -> q (b, n, l, d), k and v (b, n, s, d)."""
         bias = None if self.in_proj_bias is None else self._own("in_proj_bias", 0, self._packed)

@@ -45,6 +45,9 @@ class _Transposed(ParallelLayer):
             return super()._own(name, dim, by_rank)
         return super()._own(name, 1 - dim, by_rank).t()
 
+    def _whole_leaves(self) -> None:
+        """A transposed weight is a value of its own: its gradient is not computed while the input's is reduced."""
+
 
 class ColumnParallelConv1D(_Transposed, ColumnParallel):
     """weight (in, features of this rank), bias (features of this rank)."""

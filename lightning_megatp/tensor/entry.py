@@ -26,7 +26,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_megatp.shim.torch import checkpoint_region, functorch_is_active, runs_in_this_backward
+from lightning_megatp.shim.torch import (
+    checkpoint_region,
+    functorch_is_active,
+    runs_in_this_backward,
+    storage_id,
+    tensor_version,
+)
 from lightning_megatp.tensor.collectives import (
     Pending,
     all_gather,
@@ -75,6 +81,7 @@ class Entry:
         if functorch_is_active() or not torch.is_grad_enabled():
             self.value = _enter(plain, group, tokens)
             return
+        self._own = None if tokens is None else plain
         if plain.requires_grad:
             plain = _Await.apply(plain, self._transfer)
             self._gates = {
@@ -85,7 +92,6 @@ class Entry:
             self.value = _Enter.apply(plain, self._transfer)
         else:
             self.value = _enter(plain, group, tokens)
-        self._own = None if tokens is None else plain
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """`F.linear` of the value: weight (o, h), bias (o) -> (..., o). Autocast is followed."""
@@ -95,10 +101,10 @@ class Entry:
         dtype = autocast_dtype(x)
         own = None if checkpoint_region() is not None else self._own  # there, all is gathered again before backward
         gate = self._gates.pop(id(weight), None)
-        if gate is None or gate.weight is not weight or gate.bias is not bias:
-            call = _Call(weight, bias, self._transfer, self._deferred)
+        if gate is not None and gate.is_of(weight, bias):
+            call, (weight, bias) = gate.call, gate.inside
         else:
-            call, weight, bias = gate.call, gate.inside[0], gate.inside[1]
+            call = _Call(weight, bias, self._transfer, self._deferred)
         y: Tensor = _Column.apply(cast(x, dtype), own, weight, bias, dtype, call)
         return y
 
@@ -118,34 +124,23 @@ class _Transfer:
 
     def __init__(self, group: dist.ProcessGroup, tokens: SequenceLayout | None) -> None:
         self.group, self.tokens = group, tokens
-        self.readers = 0
-        """Layers whose weight gradients need the whole sequence."""
         self.reduced: Pending | None = None
-        self._gathered: Pending | None = None
-        self._left = 0
+        self._gathered: dict[torch.dtype, Pending] = {}
 
-    def gather(self, own: Tensor, dtype: torch.dtype) -> None:
-        """Start to gather the sequence, unless a layer has done so before."""
-        if self._gathered is None or self._gathered.dtype != dtype:
-            layout = self._layout
-            self._gathered = begin_all_gather(own.to(dtype), self.group, layout.dim, self.sizes)
-            self._left = self.readers
-
-    def gathered(self) -> Tensor:
-        """The whole sequence, once for each reader."""
-        assert self._gathered is not None
-        whole = self._gathered.wait()
-        self._left -= 1
-        if self._left <= 0:
-            self._gathered = None
-        return whole
+    def gather(self, own: Tensor, dtype: torch.dtype) -> Pending:
+        """Start to gather the sequence, unless a layer has done so in this backward."""
+        if dtype not in self._gathered:
+            self._gathered[dtype] = begin_all_gather(own.to(dtype), self.group, self._layout.dim, self.sizes)
+        return self._gathered[dtype]
 
     def again(self, own: Tensor, dtype: torch.dtype) -> Tensor:
         """The whole sequence, differentiable."""
         return gather_sequence(own.to(dtype), self.group, self._layout.dim, self._layout.length, "tensor")
 
     def reduce(self, grad: Tensor) -> Tensor:
-        """Start to sum the gradient of what was entered with; the result may be read after `reduced.wait()`."""
+        """Start to sum the gradient of what was entered with; the result may be read after `reduced.wait()`. All
+        layers have computed theirs, and hold what they gathered for as long as they need it."""
+        self._gathered = {}
         if self.tokens is None:
             self.reduced = begin_all_reduce(grad, self.group)
         else:
@@ -154,6 +149,7 @@ class _Transfer:
 
     def reduced_with_graph(self, grad: Tensor) -> Tensor:
         """The sum itself, differentiable."""
+        self.reduced, self._gathered = None, {}  # of a backward that failed
         if self.tokens is None:
             return reduce_from_region(grad, self.group)
         return reduce_scatter_sequence(grad, self.group, self.tokens.dim)
@@ -181,13 +177,14 @@ class _Call:
     gated: bool = False
     grad: Tensor | None = field(default=None, repr=False)
     """Gradient of the output, from `_Column`'s backward to `_Gate`'s."""
-    x: Tensor | None = field(default=None, repr=False)
-    """The input that was kept; None if it is gathered again."""
+    x: Tensor | Pending | None = field(default=None, repr=False)
+    """The input, or what gathers it again."""
 
-    def gradients(self, grad: Tensor, x: Tensor | None, wanted: Sequence[bool]) -> tuple[Tensor | None, Tensor | None]:
+    def gradients(
+        self, grad: Tensor, x: Tensor | Pending | None, wanted: Sequence[bool]
+    ) -> tuple[Tensor | None, Tensor | None]:
         """Of weight and bias, None where it was put off, or is not wanted."""
-        if x is None and wanted[0]:
-            x = self.transfer.gathered()
+        x = x.wait() if isinstance(x, Pending) else x
         return self.deferred.gradients(x, grad, self.weight, self.bias, wanted)
 
 
@@ -195,9 +192,21 @@ class _Gated:
     """A layer's parameters behind a `_Gate`."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, transfer: _Transfer, deferred: DeferredWeights) -> None:
-        self.weight, self.bias = weight, bias
+        self._held = weight, bias
+        self._state = [_state(weight), _state(bias)]
         self.call = _Call(weight, bias, transfer, deferred, gated=True)
         self.inside: tuple[Tensor, Tensor | None] = _Gate.apply(weight, bias, self.call)
+
+    def is_of(self, weight: Tensor, bias: Tensor | None) -> bool:
+        """Whether these are the parameters, unchanged since."""
+        same = self._held[0] is weight and self._held[1] is bias
+        return same and self._state == [_state(weight), _state(bias)]
+
+
+def _state(parameter: Tensor | None) -> object:
+    if parameter is None:
+        return None
+    return tensor_version(parameter), storage_id(parameter), parameter.requires_grad
 
 
 class _Await(OwnFunction):
@@ -279,9 +288,8 @@ class _Column(OwnFunction):
         call: _Call,
     ) -> Tensor:
         ctx.call, ctx.dtype, ctx.gathers = call, x.dtype, own is not None
-        ctx.outside = 1 if ctx.gathers else None  # which input has not entered (see `lineage`)
+        ctx.input_outside_region = 1 if ctx.gathers else None  # the tokens have not entered (see `lineage`)
         needs_x, _, needs_weight, *_ = ctx.needs_input_grad
-        call.transfer.readers += ctx.gathers and needs_weight
         kept = x if own is None else own
         ctx.save_for_backward(kept if needs_weight else None, weight if needs_x else None)
         return F.linear(x, cast(weight, dtype), None if bias is None else cast(bias, dtype))
@@ -290,16 +298,16 @@ class _Column(OwnFunction):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         kept, weight = ctx.saved_tensors
         call, (needs_x, _, *wanted, _, _) = ctx.call, ctx.needs_input_grad
+        (below, _), (gate, _) = ctx.next_functions[0], ctx.next_functions[1 + ctx.gathers]
+        needs_x = needs_x and runs_in_this_backward(below)
+        gated = call.gated and any(wanted)
+        if gated and not runs_in_this_backward(gate):
+            gated, wanted = False, [False, False]
         with_graph = torch.is_grad_enabled()
-        if ctx.gathers and kept is not None:
-            if with_graph:
-                kept = call.transfer.again(kept, ctx.dtype)
-            else:
-                call.transfer.gather(kept, ctx.dtype)
-                kept = None
+        if ctx.gathers and wanted[0]:
+            kept = (call.transfer.again if with_graph else call.transfer.gather)(kept, ctx.dtype)
         grad_x = grad @ weight.to(grad.dtype) if needs_x else None
-        gate, _ = ctx.next_functions[1 + ctx.gathers]
-        if call.gated and any(wanted) and not with_graph and runs_in_this_backward(gate):
+        if gated and not with_graph:
             call.grad, call.x = grad, kept
             return grad_x, None, None, None, None, None
         return grad_x, None, *call.gradients(grad, kept, wanted), None, None

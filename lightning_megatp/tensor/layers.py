@@ -159,7 +159,7 @@ class ColumnParallel(ParallelLayer):
         elif not self.gather_output:
             self.out_features = length(self.ranges)
         self._order = canonical_order(self.by_rank) if self.gather_output else None
-        if self.region is not None and isinstance(self, nn.Linear):
+        if self.region is not None:
             self.region.columns.append(weakref.ref(self))
 
     def _compute(self, x: Tensor) -> Tensor:
@@ -175,10 +175,14 @@ class ColumnParallel(ParallelLayer):
         return y if self._order is None else y.index_select(-1, torch.tensor(self._order, device=y.device))
 
     def _readers(self) -> Sequence[tuple[Tensor, Tensor | None]]:
-        layers = [self] if self.region is None else [column() for column in self.region.columns]
-        held = [layer.__dict__["_parameters"] for layer in layers if layer is not None]
-        found = [(dict.get(one, "weight"), dict.get(one, "bias")) for one in held]
-        return [(weight, bias) for weight, bias in found if weight is not None]
+        columns = [] if self.region is None else [column() for column in self.region.columns]
+        layers = columns if any(layer is self for layer in columns) else [self]  # a copy's region has the originals
+        return [held for layer in layers if layer is not None and (held := layer._whole_leaves()) is not None]
+
+    def _whole_leaves(self) -> tuple[Tensor, Tensor | None] | None:
+        """Weight and bias as this layer's call will use them; None if it will use something made of them."""
+        weight, bias = (dict.get(self.__dict__["_parameters"], name) for name in ("weight", "bias"))
+        return None if weight is None or self.whole_parameters else (weight, bias)
 
 
 class RowParallel(ParallelLayer):

@@ -62,7 +62,7 @@ def trace_regions(outputs: Iterable[Tensor]) -> Lineage:
             if leaf is not None:
                 lineage.leaves[id(leaf)] = leaf
                 lineage.regions.setdefault(id(leaf), set()).add(region)
-        outside = getattr(node, "outside", None) if kind == "function" else None
+        outside = getattr(node, "input_outside_region", None) if kind == "function" else None
         for i, (parent, _) in enumerate(node.next_functions):
             step = (parent, region if i != outside else "sequence")
             if parent is not None and step not in seen:

@@ -166,6 +166,44 @@ def _penalty(module: nn.Module, x: Tensor, given: Callable[[Tensor], Tensor]) ->
     return found
 
 
+def _penalty_on_a_weight(module: nn.Module, x: Tensor, given: Callable[[Tensor], Tensor]) -> None:
+    """What a rank computes of its own is a part of the whole: squares of parts add up."""
+    loss = module(given(x)).square().sum()
+    weights = [module.get_parameter(f"body.{name}.weight") for name in ("q", "v")]
+    found = torch.autograd.grad(loss, weights, create_graph=True)
+    torch.stack([grad.square().sum() for grad in found]).sum().backward()
+
+
+def _other_readers(module: nn.Module, x: Tensor, given: Callable[[Tensor], Tensor]) -> None:
+    """Of one entry, a second backward comes to more layers than the first."""
+    body, h = module.body, module.norm(given(x))
+    q, k, v = body.q(h), body.k(h), body.v(h)
+    body.out(q).square().sum().backward(retain_graph=True)
+    body.out(q * k + v).square().sum().backward()
+
+
+def _changed(change: Callable[[nn.Parameter], None]) -> Step:
+    """A layer that changes its weight when it is called: after its siblings entered."""
+
+    def step(module: nn.Module, x: Tensor, given: Callable[[Tensor], Tensor]) -> None:
+        def hook(layer: Any, args: Any) -> None:
+            change(layer._parameters["weight"])
+
+        module.body.k.register_forward_pre_hook(hook)
+        _plain(module, x, given)
+
+    return step
+
+
+@torch.no_grad()
+def _in_place(weight: nn.Parameter) -> None:
+    weight.clamp_(-0.1, 0.1)
+
+
+def _rebound(weight: nn.Parameter) -> None:
+    weight.data = weight.data.clamp(-0.1, 0.1)
+
+
 def _checkpointed(module: nn.Module, x: Tensor, given: Callable[[Tensor], Tensor]) -> None:
     checkpoint(module, given(x), use_reentrant=False).square().sum().backward()
 
@@ -223,6 +261,10 @@ STEPS: dict[str, Step] = {
     "two inputs": _two_inputs,
     "an input without gradient": _input_without_gradient,
     "part of the weights": _part_of_the_weights,
+    "gradients of a weight's gradient": _penalty_on_a_weight,
+    "other readers": _other_readers,
+    "a weight changed in place": _changed(_in_place),
+    "a weight's values exchanged": _changed(_rebound),
 }
 
 
@@ -268,3 +310,24 @@ def test_any_step_gives_the_gradients_of_one_device(sequence: bool) -> None:
 @pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
 def test_any_step_with_real_collectives(sequence: bool) -> None:
     run_ranks(3, _habits, sequence, False)
+
+
+def _two_dtypes(rank: int, world_size: int) -> None:
+    """One entry, read in bfloat16 and in float32."""
+    whole, module, (parallel, given) = _made(True)
+    found = []
+    for model, take in ((module, given), (whole, lambda x: x)):
+        torch.manual_seed(2)
+        x, body, norm = torch.randn(2, TOKENS, IN, requires_grad=True), model.float().body, model.norm
+        h = norm(take(x))
+        with torch.autocast("cpu", torch.bfloat16):
+            q, k = body.q(h), body.k(h)
+        body.out(q.float() * k.float() + body.v(h)).square().sum().backward()
+        found.append(x.grad)
+    parallel.context.end_step()
+    error = (found[0] - found[1]).abs().max() / found[1].abs().max()
+    assert error < 0.02, f"more than bfloat16's rounding (2^-8, a few times): {error}"
+
+
+def test_siblings_may_read_in_different_dtypes() -> None:
+    run_ranks(2, _two_dtypes)

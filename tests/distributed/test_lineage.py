@@ -159,14 +159,15 @@ def test_steps_may_use_other_parameters_than_the_first() -> None:
 
 
 def _also_on_whole_values(net: Net, ids: Tensor) -> Tensor:
-    return net(ids) + net.blocks[1].norm(net.tok(ids)).mean()
+    h = net.tok(ids)
+    return net(ids) + torch.stack([(i + 1) * block.norm(h).mean() for i, block in enumerate(net.blocks)]).sum()
 
 
 def _used_anywhere(rank: int, world_size: int, forwards: list[Forward]) -> tuple[int, list[int]]:
     """Whole parameters of which a step may do anything: backwards that accumulate, and the all-reduces of each."""
     net, whole = _nets()
     parallel = parallelize(net, SEQUENCE)
-    parallel.context.kept_whole |= {id(p) for p in net.blocks[1].norm.parameters()}
+    parallel.context.kept_whole |= {id(p) for block in net.blocks for p in block.norm.parameters()}
     sent = []
     for forward in forwards:
         with parallel.step(watch=False):
@@ -186,8 +187,8 @@ def _used_anywhere(rank: int, world_size: int, forwards: list[Forward]) -> tuple
 def test_a_norm_that_a_step_may_use_anywhere_is_summed_once_if_it_is_used_on_tokens_only() -> None:
     both, tokens = _also_on_whole_values, Net.forward
     assert run_ranks(2, _used_anywhere, [tokens, tokens]) == [(1, [0, 0])] * 2
-    assert run_ranks(2, _used_anywhere, [both, tokens]) == [(1, [2, 2])] * 2, "weight and bias, where they are used"
-    assert run_ranks(2, _used_anywhere, [tokens, both]) == [(1, [0, 4])] * 2, "what the first left is summed too"
+    assert run_ranks(2, _used_anywhere, [both, tokens]) == [(1, [4, 4])] * 2, "weight and bias, where they are used"
+    assert run_ranks(2, _used_anywhere, [tokens, both]) == [(1, [0, 8])] * 2, "what the first left is summed too"
 
 
 def _checkpointed(net: Net, ids: Tensor) -> Tensor:
