@@ -7,12 +7,11 @@ import functools
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from lightning_megatp.building.building import Building
 from lightning_megatp.checkpoint.agree import together
 from lightning_megatp.checkpoint.averages import averaged_states
 from lightning_megatp.checkpoint.background import BackgroundSave
@@ -43,29 +42,16 @@ from lightning_megatp.checkpoint.stages import (
     own_optimizer_state,
     own_state_dict,
 )
-from lightning_megatp.mesh import ParallelMesh
 from lightning_megatp.messages import warn_once_per_run
 from lightning_megatp.module import ParallelModule
+from lightning_megatp.parts import Parts
 from lightning_megatp.pipeline.detour import Detour
-from lightning_megatp.plugin import ParallelismPlugin
 from lightning_megatp.randomness import gather_random_states, set_random_state
 from lightning_megatp.shim.lightning import averages, default_store, restart_loaders
 
-if TYPE_CHECKING:
-    from lightning.pytorch.strategies import ParallelStrategy as _Base
-else:
-    _Base = object  # the class is completed per Lightning namespace, by `strategy_class`
 
-
-class CheckpointMethods(_Base):
+class CheckpointMethods(Parts):
     """What Lightning calls to save and to load, in one file or in a folder."""
-
-    parallelism: ParallelismPlugin
-    pp: int
-    _building: Building | None
-    verify: bool
-    checkpoint: str
-    async_save: bool
 
     def _set_up_checkpoints(self, checkpoint: str, async_save: bool) -> None:
         """Raises:
@@ -91,12 +77,6 @@ class CheckpointMethods(_Base):
         """At pp > 1, id(optimizer) -> the names of its parameters in the user's order."""
         self._is_split = False
         """Whether `setup` of this run is past the split: what is loaded from then on goes to the split module."""
-
-    def _mesh(self) -> ParallelMesh:
-        raise NotImplementedError
-
-    def _parallel(self) -> ParallelModule:
-        raise NotImplementedError
 
     def _is_copy(self) -> bool:
         """Whether a file can do without this rank: another data-parallel one has the same."""

@@ -12,12 +12,42 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
+from lightning_megatp.building.building import Building
+from lightning_megatp.commands import layers_to_keep
 from lightning_megatp.plan.auto.blocks import kinds_of_blocks
 
 _ROWS = 12
 
 
-def prepare(trainer: Any, module: nn.Module) -> None:
+def prepare(strategy: Any, trainer: Any, building: Building | None) -> None:
+    """Before the model is split: shorten it if that was asked for, and make its first batch a proof.
+
+    Args:
+        strategy: whose ranks have met.
+        trainer: about to fit.
+        building: the module's parameters that have no values yet; they get them.
+
+    Raises:
+        ValueError: what is run can't be a proof.
+    """
+    module = strategy.lightning_module
+    if strategy.mesh.size("dp") > 1:
+        raise ValueError(
+            f"megatp verify compares every gradient, at dp=1: use {strategy.tp * strategy.pp} devices (tp x pp), not"
+            f" {strategy.world_size}."
+        )
+    if trainer.state.fn != "fit" or strategy.parallelism.split_form(module) is not None:
+        raise ValueError("megatp verify compares a training step, and the script runs something else before fit.")
+    layers = layers_to_keep()
+    for name, had in (shorten(module, layers) if layers else {}).items():
+        if strategy.is_global_zero:
+            print(f"megatp verify --layers {layers}: `{name}` keeps the first of each kind of its {had} layers.")
+    if building is not None:  # every weight is changed, and the whole is compared
+        building.materialize(module, lambda parameter: None, torch.device("cpu"))
+    _make_proof(trainer, module)
+
+
+def _make_proof(trainer: Any, module: nn.Module) -> None:
     """Make the first batch a proof: an error in queries or keys hardly shows at initial weights, whose attention is
     nearly uniform, nor behind dropout, nor beside rounding."""
     trainer.callbacks = [x for x in trainer.callbacks if not hasattr(x, "best_model_path")]

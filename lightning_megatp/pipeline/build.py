@@ -48,6 +48,28 @@ class PipelineOptions:
     stages: Sequence[Sequence[str]] | None = None
 
 
+def open_pipeline(
+    parallel: ParallelModule, mesh: ParallelMesh, options: PipelineOptions, timeout: timedelta, example: Example
+) -> Pipeline | None:
+    """The pipeline of a run, ready for its first batch: the module's own, of an earlier run, or a new one. None at
+    pp = 1.
+
+    Raises:
+        ValueError: see `reuse_pipeline`, `check_pipelined` and `build_pipeline`, whose arguments these are.
+
+    Communication: see `build_pipeline`.
+    """
+    if parallel.pipeline is not None:
+        reuse_pipeline(parallel.pipeline, mesh, options)
+    elif mesh.size("pp") > 1:
+        check_pipelined(parallel)
+        parallel.pipeline = build_pipeline(parallel, mesh, options, timeout, example)
+    pipeline: Pipeline | None = parallel.pipeline
+    if pipeline is not None:
+        pipeline.open()
+    return pipeline
+
+
 def build_pipeline(
     parallel: ParallelModule,
     mesh: ParallelMesh,

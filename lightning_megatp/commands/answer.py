@@ -1,0 +1,45 @@
+"""Where a run would split the model, `megatp plan` and `megatp estimate` say how, and what each rank would hold."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+from lightning_megatp.commands import Done, requested
+from lightning_megatp.commands.estimate import print_estimate, rehearse_both
+from lightning_megatp.commands.show import print_plan
+from lightning_megatp.example import Example
+from lightning_megatp.pipeline.schedule import make_schedule
+from lightning_megatp.plan.auto.discover import discover, look
+
+
+def answer(strategy: Any, trainer: Any, example: Example) -> NoReturn:
+    """Print what would be split, and the memory, without ranks.
+
+    Args:
+        strategy: of a Trainer that is about to run; no rank was started.
+        trainer: that one.
+        example: a batch and a step to look at.
+
+    Raises:
+        Done: always; the process ends.
+        ValueError: there is nothing to split.
+    """
+    module, tp = strategy.lightning_module, strategy.tp
+    if tp == 1 and requested() == "plan":
+        raise ValueError("megatp plan: tp=1 splits nothing. Add the size, e.g. --trainer.strategy.tp 2.")
+    plan = strategy.parallelism.resolve(module, tp, strategy.sequence_parallel)
+    results: list[Any] = []
+    problems: list[str] = []
+    if plan.open and tp > 1:
+        steps = example.calls()
+        kinds, problems = look(module, plan, steps)
+        found = discover(module, tp, kinds, plan)
+        results, problems = found.results, problems + found.problems + ([] if steps else [example.problem])
+    if requested() == "estimate":
+        print_estimate(strategy, trainer, plan, problems)
+        raise Done(0)
+    options = strategy.pipeline_options
+    placement = make_schedule(options.schedule, strategy.pp, 1, options.virtual_stages)
+    kept = rehearse_both(strategy, trainer, plan, problems)
+    print_plan(module, plan, results, problems, placement.stages if strategy.pp > 1 else 1, kept)
+    raise Done(0)

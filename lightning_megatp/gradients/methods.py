@@ -1,0 +1,318 @@
+"""The gradient methods of MegaTPStrategy."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_megatp.checkpoint.stages import user_order
+from lightning_megatp.commands import Done, requested
+from lightning_megatp.gradients.buckets import GradientBuckets
+from lightning_megatp.gradients.elementwise import check_elementwise
+from lightning_megatp.gradients.wide import narrow, widen
+from lightning_megatp.module import ParallelModule
+from lightning_megatp.parts import Parts
+from lightning_megatp.pipeline.batch import Backward
+from lightning_megatp.pipeline.pipeline import Pipeline
+from lightning_megatp.pipeline.trace import StepTrace
+from lightning_megatp.shim.torch import is_fake
+from lightning_megatp.tensor.parameters import gather_shards
+
+
+class GradientMethods(Parts):
+    """What Lightning calls from the loss to the optimizer's step: backward, and the sums over ranks."""
+
+    _trace: StepTrace | None
+    _optimizer_order: dict[int, list[str]]
+
+    def _set_up_gradients(self, bucket_mb: float) -> None:
+        """Raises:
+        ValueError: a size below 0.
+        """
+        if bucket_mb < 0:
+            raise ValueError(f"MegaTPStrategy: bucket_mb={bucket_mb}, but a size is 0 or more MiB.")
+        self.bucket_mb = bucket_mb
+        self._buckets: GradientBuckets | None = None
+        self._window_open = False
+        """Whether batches were accumulated since the gradients were averaged last."""
+        self._walked: tuple[tuple[int, list[int]], list[nn.Parameter]] | None = None
+        """When the module was walked last, and its parameters."""
+        self._bucketed: tuple[list[nn.Parameter], list[bool], bool] | None = None
+        """What the buckets were made for: the parameters, which of them are trained, and whether a window was open."""
+        self._accumulating = False
+        """Whether the optimizer steps after a later batch than this."""
+        self._went_backward = False
+
+    # ---------------------------------------------------------------- optimizers
+
+    def setup_optimizers(self, trainer: Any) -> None:
+        """Each pipeline stage optimizes what it holds, though `configure_optimizers` finds the parameters of all.
+
+        Communication: at pp > 1 one all-reduce of one element over the world.
+        """
+        if self.pp == 1:
+            super().setup_optimizers(trainer)
+            return
+        assert self.pipeline is not None
+        with self.pipeline.slicer.present():  # so that the groups have the order of one device
+            super().setup_optimizers(trainer)
+            self._optimizer_order = user_order(self.optimizers, self._parallel())
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                held = [not is_fake(parameter) for parameter in group["params"]]
+                for fake in filter(is_fake, group["params"]):
+                    optimizer.state.pop(fake, None)
+                for key in group.keys() & {"params", "param_names"}:
+                    group[key] = [item for item, keep in zip(group[key], held, strict=True) if keep]
+        empty = not all(map(_parameters_of, self.optimizers))
+        if self.reduce_boolean_decision(empty, all=False):
+            raise ValueError(
+                f"MegaTPStrategy: {self._mesh().describe() if empty else 'another pipeline stage'} holds no"
+                " parameter to optimize. Every stage needs one that is trained: choose `stages` so that each has"
+                " some, or use a smaller pp."
+            )
+
+    def _prepare_optimizers(self, trainer: Any) -> None:
+        """Make them, of what this rank holds; see whether they can step a part of a parameter; and make the buckets."""
+        parallel = self._parallel()
+        self.setup_optimizers(trainer)
+        if self.sharding is not None:
+            self.sharding.check_known(self.optimizers)
+            self.sharding.give_to(self.optimizers)
+        for optimizer in self.optimizers if parallel.sharded or self.sharding else ():
+            check_elementwise(optimizer, _sharded_parameters(parallel))
+        self._refresh_buckets()
+
+    # ---------------------------------------------------------------- backward, and the optimizers' step
+
+    @contextlib.contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Lightning's signal that gradients are only accumulated in this batch."""
+        self._accumulating = True
+        try:
+            yield
+        finally:
+            self._accumulating = False
+
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        parallel, module = self._parallel(), self.lightning_module
+        assert module is not None
+        self._went_backward = True
+        if self._alone:
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+        if self.pipeline is not None:
+            return self._finish_pipeline(self.pipeline, closure_loss)
+        self.pre_backward(closure_loss)
+        with parallel.context.running(user_code=False):
+            parallel.trace([closure_loss])
+            if self.sharding is not None:
+                self.sharding.drop_old()
+            held = {} if module.automatic_optimization else self._set_aside_gradients()
+            self._change_gradients(widen)
+            self._refresh_buckets()
+            if self._buckets is not None:
+                self._buckets.enabled = not self._accumulating
+            if self.sharding is not None:
+                self.sharding.before_backward(last=not self._accumulating)
+            closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
+            # activation checkpointing runs the user's forward again
+            with contextlib.nullcontext() if self._undivided else parallel.user_code():
+                self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
+            if self.sharding is not None:
+                self.sharding.collect()
+                self.sharding.give_to(self.optimizers)
+                if not module.automatic_optimization:
+                    self.sharding.begin()  # the step goes on
+            if not self._accumulating:
+                if self._buckets is not None:
+                    self._buckets.finish()
+                self.parallelism.finalize_gradients(parallel)
+                self._change_gradients(narrow)
+                parallel.forget_traces()
+            self._window_open = self._accumulating
+            for parameter, grad in held.items():
+                parameter.grad = grad if parameter.grad is None else parameter.grad + grad
+            if self.sharding is not None:
+                self.sharding.show()
+            self._verify_gradients()
+            parallel.keep_whole_where_used_outside(self.optimizers)
+            closure_loss = self.precision_plugin.post_backward(closure_loss, module)
+        self.post_backward(closure_loss)
+        return closure_loss
+
+    def _change_gradients(self, to: Callable[[Iterator[Tensor]], None]) -> None:
+        """With `reduce_dtype`, `widen` before backward what FSDP2 doesn't sum, and `narrow` it when it is summed."""
+        if self.zero.reduce_dtype is not None:
+            parallel = self._parallel()
+            to(p for p in parallel.module.parameters() if id(p) not in parallel.divided)
+
+    def _verify_gradients(self) -> None:
+        first, self._first_batch = self._first_batch, None
+        scaled = getattr(self.precision_plugin, "scaler", None) is not None
+        if first is not None and self._mesh().size("dp") == 1 and not self._accumulating and not scaled:
+            first.compare_gradients(self.full_gradients())
+            if requested() == "verify":
+                self.barrier()
+                raise Done(first.unproven)
+
+    def _pipeline_backward(self) -> Backward:
+        """How a pipeline's last stage scales its losses, and the hook before the first backward."""
+        module, plugin = self.lightning_module, self.precision_plugin
+        assert module is not None
+        accumulated, scaler = module.trainer.accumulate_grad_batches, getattr(plugin, "scaler", None)
+
+        def scale(loss: Tensor) -> Tensor:
+            loss = loss / accumulated
+            return loss if scaler is None else scaler.scale(loss)
+
+        def before(loss: Tensor) -> None:
+            if scaler is not None:
+                scaler.scale(torch.zeros((), device=self.root_device))  # makes its state, where no loss is scaled
+            self.namespace.precision.pre_backward(plugin, loss, module)  # the hooks, without scaling again
+
+        def complete(stage: int) -> None:
+            if accumulated == 1 and self._buckets is not None and self.pipeline is not None:
+                if not self._buckets.began:
+                    self._refresh_buckets()  # a callback may have unfrozen some, the dry run may have lent some
+                self._buckets.complete(self.pipeline.part_of(stage))
+
+        return Backward(scale, before, complete)
+
+    def _finish_pipeline(self, pipeline: Pipeline, closure_loss: Tensor) -> Tensor:
+        """The backward of a batch that went through the pipeline: its gradients are there, and are completed."""
+        parallel, module = self._parallel(), self.lightning_module
+        assert module is not None
+        pipeline.release(() if self._buckets is None else self._buckets.early)
+        if self.sharding is not None:
+            self.sharding.collect(pipeline.factor)
+            self.sharding.give_to(self.optimizers)
+        if not self._accumulating:
+            with pipeline.executor.recorded("gradients"):
+                if not (self._buckets is not None and self._buckets.began):
+                    self._refresh_buckets()
+                if self._buckets is not None:
+                    self._buckets.finish(pipeline.factor)
+                self.parallelism.finalize_gradients(parallel)
+                self._change_gradients(narrow)
+                pipeline.sum_shared_gradients()
+                parallel.forget_traces()
+        elif self._buckets is None:
+            self._refresh_buckets()
+        self._window_open = self._accumulating
+        if self.sharding is not None:
+            self.sharding.show()
+        self._verify_gradients()
+        parallel.keep_whole_where_used_outside(self.optimizers)
+        closure_loss = self.precision_plugin.post_backward(closure_loss, module)
+        self.post_backward(closure_loss)
+        return closure_loss
+
+    def _set_aside_gradients(self) -> dict[Tensor, Tensor]:
+        """Manual optimization may call backward several times before a step: what was reduced must not be summed
+        again."""
+        assert self.lightning_module is not None
+        held: dict[Tensor, Tensor] = {p: p.grad for _, p in self._parallel().named_held() if p.grad is not None}
+        for parameter in held:
+            parameter.grad = None
+        return held
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        no_closure = (
+            getattr(closure, "__name__", "") == "do_nothing_closure"
+        )  # LightningOptimizer.step() in manual mode
+        if no_closure and not self._went_backward and any(p.grad is not None for p in _parameters_of(optimizer)):
+            raise RuntimeError(
+                "MegaTPStrategy: the optimizer is stepped, but no gradient came from `self.manual_backward(loss)`, so"
+                " none was summed over the ranks. Use it instead of `loss.backward()`."
+            )
+        if self._alone:
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
+        if no_closure and self.sharding is not None:
+            self.sharding.end()  # hooks find rows and their gradients
+        traced: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if self._trace is not None and self.pipeline is not None:
+            traced = self._trace.step(self.pipeline, self._mesh())
+        with traced, self._parallel().context.running(not no_closure and self._parallel().context.user_code):
+            stepped = super().optimizer_step(optimizer, closure, model, **kwargs)
+        if self.pipeline is not None:
+            self.pipeline.loans.renew()
+        if self.sharding is not None:
+            self.sharding.end()  # what is gathered has the values from before
+            if no_closure:  # a step of manual optimization goes on
+                self.sharding.begin()
+        return stepped
+
+    # ---------------------------------------------------------------- data-parallel buckets
+
+    def _refresh_buckets(self) -> None:
+        """Make the gradient buckets for the parameters that now require a gradient (a callback may unfreeze some)."""
+        mesh, module = self._mesh(), self.lightning_module
+        assert module is not None
+        if mesh.size("dp") == 1:
+            return
+        every = self._all_parameters(module)
+        trained = [p.requires_grad for p in every]
+        before, self._bucketed = self._bucketed, (every, trained, self._window_open)
+        if before is not None and before[0] is every and before[1:] == (trained, self._window_open):
+            return
+        divided = self._parallel().divided
+        # What was frozen between two accumulated batches has a gradient of its own on every rank.
+        kept = {id(p) for p in self._buckets.parameters} if self._buckets is not None and self._window_open else set()
+        wanted = [p for p in every if p.requires_grad or id(p) in kept]
+        parameters = [p for p in wanted if id(p) not in divided]
+        if self._buckets is not None:
+            if {id(p) for p in parameters} == {id(p) for p in self._buckets.parameters}:
+                return
+            self._buckets.close()
+        parts = [parameters] if self.pipeline is None else self.pipeline.by_stage(parameters)
+        self._buckets = GradientBuckets(parts, mesh.group("dp"), self.bucket_mb, hooks=self.pipeline is None)
+
+    def _all_parameters(self, module: Any) -> list[nn.Parameter]:
+        """The module's; it is walked once per epoch, and when the optimizers hold others than before."""
+        held = [id(p) for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
+        moment = module.trainer.current_epoch, held
+        if self.pipeline is not None or self._walked is None or self._walked[0] != moment:
+            self._walked = moment, list(module.parameters())
+        return self._walked[1]
+
+    def _leave_gradients(self) -> None:
+        if self._buckets is not None:
+            self._buckets.close()
+            self._buckets = None
+        self._walked = self._bucketed = None
+
+    # ---------------------------------------------------------------- what people ask for
+
+    def full_gradients(self) -> dict[str, Tensor]:
+        """The gradients of the whole model under canonical names, on every rank; for looking at them.
+
+        Communication: one all-gather over tp per sharded parameter, one over dp per divided one, and an object gather
+        over pp.
+        """
+        parallel = self._parallel()
+        gradients = {}
+        for name, parameter in parallel.named_held():
+            if parameter.grad is not None:
+                spec, group = parallel.spec(parameter), parallel.context.group
+                grad = parallel.of_tensor_rank(parameter, parameter.grad)
+                gradients[name] = grad.clone() if spec is None else gather_shards(grad, spec, group)
+        if self.pipeline is None:
+            return gradients
+        by_stage: list[dict[str, Tensor]] = [{} for _ in range(self.pp)]
+        dist.all_gather_object(by_stage, gradients, group=self._mesh().group("pp"))
+        merged = {name: grad for stage in by_stage for name, grad in stage.items()}
+        return {name: merged[name] for name in parallel.order if name in merged}
+
+
+def _sharded_parameters(parallel: ParallelModule) -> list[Tensor]:
+    return [p for _, p in parallel.named_held() if parallel.spec(p) is not None or id(p) in parallel.divided]
+
+
+def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -1,0 +1,56 @@
+"""Clipping and the loss scale of fp16, which all ranks have to see alike."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.optim import Optimizer
+
+from lightning_megatp.gradients.norm import clip_by_norm
+from lightning_megatp.mesh import ParallelMesh
+from lightning_megatp.module import ParallelModule
+from lightning_megatp.shim.lightning import around_clipping
+
+
+def agree_on_precision(plugin: Any, parallel: ParallelModule, mesh: ParallelMesh) -> None:
+    """Clip by the norm of the unsplit model, and let all ranks skip a step when one found inf or nan.
+
+    Args:
+        plugin: Lightning's precision plugin; changed in place.
+        parallel: the module, split and divided.
+        mesh: where it is.
+
+    Raises:
+        ValueError: a scaler of a kind whose ranks would disagree.
+    """
+    if parallel.sharding is not None:
+        around_clipping(plugin, parallel.sharding.take_over)
+    plugin.clip_grad_by_norm = functools.partial(_clip_grad_by_norm, plugin, parallel, mesh)
+    scaler = getattr(plugin, "scaler", None)
+    if scaler is None or isinstance(scaler, ShardedGradScaler):
+        return
+    if type(scaler) is not torch.amp.GradScaler:
+        raise ValueError(
+            f"MegaTPStrategy: the precision plugin's scaler is a {type(scaler).__name__}, whose ranks would"
+            " disagree on skipped steps. Use torch.amp.GradScaler or ShardedGradScaler."
+        )
+    plugin.scaler = ShardedGradScaler(
+        mesh.device.type,
+        init_scale=scaler.get_scale(),
+        growth_factor=scaler.get_growth_factor(),
+        backoff_factor=scaler.get_backoff_factor(),
+        growth_interval=scaler.get_growth_interval(),
+        enabled=scaler.is_enabled(),
+        process_group=dist.group.WORLD,
+    )
+
+
+def _clip_grad_by_norm(
+    plugin: Any, parallel: ParallelModule, mesh: ParallelMesh, optimizer: Optimizer, clip_val: float
+) -> None:
+    """Stands in for the precision plugin's method of that name: there is no hook of the strategy for it."""
+    clip_by_norm(plugin.main_params(optimizer), clip_val, parallel, mesh)

@@ -1,0 +1,140 @@
+"""The steps of MegaTPStrategy: a batch on its way through the user's training, validation, test or predict step."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from lightning_megatp.data import SameBatch
+from lightning_megatp.gradients.methods import GradientMethods
+from lightning_megatp.gradients.wide import widen
+from lightning_megatp.planner.measure import MemoryAccount
+from lightning_megatp.recompute.offload import OffloadActivations
+
+
+class StepMethods(GradientMethods):
+    """What Lightning calls for a batch. With a pipeline, its whole schedule runs within `training_step`."""
+
+    _same_batch: SameBatch | None
+    _memory_account: MemoryAccount | None
+    _random_states: list[dict[str, Any]] | None
+    _resume_random: Callable[[], None]
+
+    def _set_up_steps(self, offload_activations: bool) -> None:
+        self.offload_activations = offload_activations
+        self._steps = 0
+        """Of training, in this run."""
+        self._seen: set[tuple[Any, ...]] = set()
+        """The steps that were watched; see `_moment`."""
+
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        batch = super().batch_to_device(batch, device, dataloader_idx)
+        return batch if self._same_batch is None else self._same_batch(batch)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        assert self.lightning_module is not None
+        if self._random_states is not None:
+            if self.lightning_module.trainer.fit_loop.batch_idx > 0:
+                self._resume_random()  # in the middle of an epoch: starting the loader again has drawn numbers
+            self._random_states = None
+        if self._alone:
+            return super().training_step(*args, **kwargs)
+        if self._first("train") or self._steps == 1:  # after the first step, and once per epoch
+            axes = ("dp", "tp") if self.sharding is None else ("tp",)
+            self._parallel().check_replicas(self._mesh().group(*axes))
+        self._steps += 1
+        if self.pipeline is None:
+            if self.sharding is not None:
+                self.sharding.begin()
+            outputs = self._watched("train", super().training_step)(*args, **kwargs)
+            if self._steps == 1 and self._parallel().recomputation is not None:
+                self._parallel().recomputation.warn_if_unused()
+        else:
+            step, batch = self._on_microbatch("train", super().training_step, args)
+            self._change_gradients(widen)
+            with self._parallel().user_code():  # activation checkpointing runs the user's forward again, in backward
+                outputs = self.pipeline.train(step, batch, self._pipeline_backward())
+        if self._first_batch is not None:
+            with self.precision_plugin.train_step_context():
+                self._first_batch.run_and_compare_loss(outputs, args, self.root_device, self.pipeline)
+        return outputs
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluate("validate", super().validation_step, args, kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluate("test", super().test_step, args, kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluate("predict", super().predict_step, args, kwargs)
+
+    def _evaluate(self, kind: str, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if self._alone:
+            return step(*args, **kwargs)
+        if self.pipeline is None:
+            with contextlib.nullcontext() if self.sharding is None else self.sharding.evaluating():
+                outputs = self._watched(kind, step)(*args, **kwargs)
+        else:
+            outputs = self.pipeline.evaluate(kind, *self._on_microbatch(kind, step, args))
+        self._parallel().keep_whole_where_used_outside(self.optimizers)
+        return outputs
+
+    def _on_microbatch(self, kind: str, step: Callable[..., Any], args: Any) -> tuple[Callable[[Any], Any], Any]:
+        """The user's step as a function of a microbatch, and the batch."""
+        batch, *rest = args
+        run = self._watched(kind, step)
+        return lambda microbatch: run(microbatch, *rest), batch
+
+    def _watched(self, kind: str, step: Callable[..., Any]) -> Callable[..., Any]:
+        """The user's step in its contexts. It is watched, with all its microbatches, if it is the first of its kind."""
+        parallel, watch = self._parallel(), self._first(kind)
+        if kind == "train" and self._memory_account is not None:
+            step = self._memory_account.watching(step, parallel)
+        self._seen.add(self._moment(kind))
+        if self.sharding is not None:
+            self.sharding.watches = watch
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            try:
+                with contextlib.nullcontext() if self._undivided else parallel.step(watch), self._offloading(kind):
+                    return parallel.outputs(step(*args, **kwargs))
+            except RuntimeError as error:
+                if self.sharding is None or "mixed torch.Tensor and DTensor" not in str(error):
+                    raise
+                raise RuntimeError(
+                    f"MegaTPStrategy: the {kind} step uses a parameter that zero={self.zero.level} has divided outside"
+                    " of the forward of its module, and the batch that was looked at before training did not show it."
+                    " Use it inside of a module's forward, or take zero=0."
+                ) from error
+            except StopIteration as error:  # Lightning would take it for the end of the data, on this rank alone
+                raise RuntimeError(
+                    f"MegaTPStrategy: the {kind} step raised StopIteration: some `next(...)` found nothing, such as"
+                    " `next(module.parameters())` of a module whose parameters are all on other pipeline stages."
+                ) from error
+
+        if self.sharding is None or self.pipeline is not None:
+            return run
+        sharding = self.sharding
+        return lambda *args, **kwargs: sharding.step(lambda: run(*args, **kwargs))
+
+    def _offloading(self, kind: str) -> contextlib.AbstractContextManager[None]:
+        if not self.offload_activations or kind != "train":
+            return contextlib.nullcontext()
+        parallel = self._parallel()
+        with parallel.context.running(user_code=False):
+            gathered = (divided.whole for divided in parallel.divided.values())
+            held = [*parallel.module.parameters(), *parallel.module.buffers(), *gathered]
+        return OffloadActivations(held, self.root_device.type == "cuda")
+
+    def _first(self, kind: str) -> bool:
+        """Whether this is the first step of its kind in this epoch: one is watched per epoch, since a step may
+        change."""
+        return self._moment(kind) not in self._seen
+
+    def _moment(self, kind: str) -> tuple[Any, ...]:
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        return kind, trainer.current_epoch, kind == "validate" and trainer.sanity_checking

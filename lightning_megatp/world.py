@@ -1,0 +1,114 @@
+"""The ranks of MegaTPStrategy: how they meet, what they do together, and how they part."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_megatp.failure import FailureWatch, ParentWatch
+from lightning_megatp.mesh import MeshShape
+from lightning_megatp.parts import Parts
+from lightning_megatp.shim.lightning import default_store
+
+
+class WorldMethods(Parts):
+    """What Lightning calls on all ranks at once."""
+
+    timeout: timedelta
+    process_group_backend: str | None
+    _failure_watch: FailureWatch | None
+    _interrupted: Callable[[], bool]
+    _apart: Callable[[], bool]
+
+    def _join_world(self, shape: MeshShape) -> None:
+        """Create the default process group, unless somebody has, and start to watch the other ranks."""
+        environment = self.cluster_environment
+        assert environment is not None
+        name = shape.describe(self.global_rank)
+        parent = ParentWatch(name)
+        if not dist.is_initialized():
+            parent.start()
+            os.environ["MASTER_ADDR"] = environment.main_address
+            os.environ["MASTER_PORT"] = str(environment.main_port)
+            device = self.root_device
+            dist.init_process_group(
+                self.process_group_backend or dist.get_default_backend_for_device(device),
+                rank=self.global_rank,
+                world_size=self.world_size,
+                timeout=self.timeout,
+                device_id=device if device.type == "cuda" else None,
+            )
+            atexit.register(self._leave_world)
+        launcher = self._launcher
+        describe = getattr(launcher, "describe_exit", lambda pid: None)
+        self._failure_watch = FailureWatch(
+            self.global_rank, self.world_size, default_store(), name, describe_exit=describe
+        )
+        self._failure_watch.start()
+        parent.stop()
+        if launcher is not None:
+            launcher.failure_watch = self._failure_watch  # type: ignore[attr-defined]
+
+    def _leave_world(self) -> None:
+        """At exit: meet the other ranks once more, since gloo may abort where one leaves early (torch 2.13)."""
+        if dist.is_initialized() and not self._interrupted():
+            with contextlib.suppress(RuntimeError):  # a rank that is gone must not spoil the others' exit
+                if dist.get_backend() == "gloo":
+                    dist.barrier()
+                dist.destroy_process_group()
+
+    # ---------------------------------------------------------------- all ranks together
+
+    def barrier(self, name: str | None = None) -> None:
+        if dist.is_initialized() and not self._interrupted():
+            devices = [self.root_device.index] if dist.get_backend() == "nccl" else None
+            dist.barrier(device_ids=devices)
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        if not dist.is_initialized() or self._apart():
+            return obj
+        objects = [obj]
+        dist.broadcast_object_list(objects, src=src)
+        return objects[0]
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """Stack a tensor over the data-parallel ranks; at dp = 1 it comes back as it is, as on one device.
+
+        `LightningModule.all_gather` passes the world where its caller named no group, so the world means dp here: the
+        ranks of a tensor group hold the same value.
+        """
+        if group is None or group is dist.group.WORLD:
+            group = self._mesh().group("dp")
+        if group.size() == 1:
+            return tensor
+        return super().all_gather(tensor, group=group, sync_grads=sync_grads)
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduce over the data-parallel ranks, by default to the mean; tensor ranks hold the same value already."""
+        if not isinstance(tensor, Tensor) or self.mesh is None:
+            return tensor
+        group = group or self.mesh.group("dp")
+        if group.size() == 1:
+            return tensor
+        mean = isinstance(reduce_op, str) and reduce_op.lower() in ("mean", "avg")
+        op = (
+            reduce_op
+            if not isinstance(reduce_op, str)
+            else getattr(dist.ReduceOp, "SUM" if mean else reduce_op.upper())
+        )
+        total = tensor.clone()
+        dist.all_reduce(total, op=op, group=group)
+        return total / group.size() if mean else total
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        votes = torch.tensor(int(decision), device=self.root_device)
+        dist.all_reduce(votes)
+        return bool(votes == self.world_size) if all else bool(votes > 0)
