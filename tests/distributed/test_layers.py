@@ -399,7 +399,7 @@ def test_siblings_share_one_entry_as_long_as_their_input_is_the_same(between: st
     assert run_ranks(2, _siblings, between) == [BETWEEN[between][1]] * 2
 
 
-def _sibling_shards(rank: int, world_size: int) -> tuple[dict[str, int], dict[str, int]]:
+def _sibling_shards(rank: int, world_size: int) -> list[dict[str, int]]:
     torch.manual_seed(1)
     module = Siblings().double()
     parallel = parallelize(module, SIBLINGS)
@@ -407,15 +407,18 @@ def _sibling_shards(rank: int, world_size: int) -> tuple[dict[str, int], dict[st
     shard = SequenceShard.shard(x, 1, parallel.context)
     with CollectiveCounter() as forward:
         y = module(shard)
+    with CollectiveCounter() as of_input:
+        torch.autograd.grad(y.pow(2).sum(), x, retain_graph=True)
     with CollectiveCounter() as backward:
-        torch.autograd.grad(y.pow(2).sum(), x)
-    return dict(forward.calls), dict(backward.calls)
+        y.pow(2).sum().backward()
+    return [dict(counter.calls) for counter in (forward, of_input, backward)]
 
 
 def test_siblings_share_one_gather_of_a_sequence_shard() -> None:
-    forward, backward = {"all-gather": 1, "all-reduce": 1}, {"reduce-scatter": 1, "all-gather": 2}
+    forward, of_input = {"all-gather": 1, "all-reduce": 1}, {"reduce-scatter": 1, "all-gather": 1}
+    backward = {"reduce-scatter": 1, "all-gather": 2}
     found = run_ranks(2, _sibling_shards)
-    assert found == [(forward, backward)] * 2, "backward gathers the sequence again, and the leaf's gradient"
+    assert found == [[forward, of_input, backward]] * 2, "weights' gradients need the sequence again"
 
 
 def _changed_in_place(rank: int, world_size: int) -> None:
