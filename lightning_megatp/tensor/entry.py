@@ -57,8 +57,9 @@ class Entry:
         x: (..., h) whole, or this rank's tokens of it.
         group: the tensor-parallel process group.
         deferred: where gradients of weights may be put off to.
-        readers: weight and bias of the layers that will probably read it. Those that do have their gradients
-            computed while the input's is reduced.
+        readers: weight and bias of the layers that will probably read it. Those that do, as they are, have their
+            gradients computed while the input's is reduced; what is made of parameters (a transposed weight, a slice, a
+            parametrization) has its gradient before.
 
     Memory: of a sequence, 1 / t between forward and backward.
     Communication: `copy_to_region` or `gather_sequence`; of a sequence also one all-gather in backward,
@@ -110,9 +111,9 @@ class Entry:
 
 
 def _enter(x: Tensor, group: dist.ProcessGroup, tokens: SequenceLayout | None) -> Tensor:
-    return (
-        copy_to_region(x, group) if tokens is None else gather_sequence(x, group, tokens.dim, tokens.length, "tensor")
-    )
+    if tokens is None:
+        return copy_to_region(x, group)
+    return gather_sequence(x, group, tokens.dim, tokens.length, "tensor")
 
 
 class _Transfer:
@@ -240,10 +241,8 @@ class _Enter(OwnFunction):
         if torch.is_grad_enabled():
             return transfer.reduced_with_graph(grad), None
         begun = transfer.reduce(grad)
-        return (
-            transfer.reduced.wait() if torch.is_anomaly_enabled() else begun,
-            None,
-        )  # anomalies are looked for at once
+        at_once = torch.is_anomaly_enabled()  # which looks at every gradient
+        return transfer.reduced.wait() if at_once else begun, None
 
 
 class _Gate(OwnFunction):
