@@ -55,7 +55,7 @@ class Stopping:
         return any(found)
 
     def _send(self) -> tuple[Tensor, dist.Work]:
-        note = torch.tensor(int(self.noted), device=self._device)
+        note = torch.full((), int(self.noted), device=self._device)
         return note, dist.all_reduce(note, op=dist.ReduceOp.MAX, async_op=True)
 
 

@@ -325,7 +325,8 @@ class MegaTPStrategyBase(StepMethods, GradientMethods, BuildingMethods, WorldMet
         if building is not None:
             self._materialize_units(parallel)
         self._undivided = mesh.size("tp") == self.pp == 1 and not self.sharding and not parallel.recomputation
-        extras = self.offload_activations, self.verify, self.memory, self.zero.reduce_dtype
+        own_end = type(self.parallelism).finalize_gradients is not ParallelismPlugin.finalize_gradients
+        extras = self.offload_activations, self.verify, self.memory, self.zero.reduce_dtype, own_end
         self._alone = self._undivided and self.world_size == 1 and not any(extras)
         return parallel
 

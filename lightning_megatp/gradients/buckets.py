@@ -129,7 +129,7 @@ class GradientBuckets:
             )
         bucket.has = [grad is not None for grad in found]
         grads = [_zeros(p) if grad is None else grad for p, grad in zip(parameters, found, strict=True)]
-        flags = torch.tensor(bucket.has, dtype=grads[0].dtype, device=grads[0].device)
+        flags = grads[0].new_ones(len(grads)) if all(bucket.has) else grads[0].new_tensor(bucket.has)
         bucket.flat = flatten([*grads, flags])
         bucket.work = dist.all_reduce(bucket.flat, group=self.group, async_op=True)
 

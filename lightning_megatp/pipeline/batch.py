@@ -89,7 +89,8 @@ class BatchRun:
     _weights: dict[int, Tensor | float] = field(default_factory=dict)
     _counted: set[bool] = field(default_factory=set)
     _with_losses: set[str] | None = None
-    """The units inside of which the first microbatch averaged losses; the others of the batch do likewise."""
+    """The units inside of which the first microbatch that averaged losses did; None until one does. In later ones of
+    the batch the others are not looked at: a loss in another unit that only some microbatches compute is missed."""
     _backwards: Counter[int] = field(default_factory=Counter)
     """By stage, those that have begun."""
 
@@ -158,9 +159,10 @@ class BatchRun:
     @functools.cached_property
     def provisional_total(self) -> Tensor:
         """() float64, by what the weights are divided in the losses, before their sum is known: as if all microbatches
-        weighed what the first does. Where they do, nothing is left to correct."""
+        weighed what the first does. Where they do, nothing is left to correct. Not less than its samples: few targets
+        there would let the other losses overflow."""
         first = torch.as_tensor(self._weights[0], dtype=torch.float64, device=self.device)
-        return torch.where(first > 0, first, float(batch_size(self.microbatches[0]) or 1)) * len(self.microbatches)
+        return first.clamp(min=float(batch_size(self.microbatches[0]) or 1)) * len(self.microbatches)
 
     def weights(self) -> Tensor:
         """(m,) float64, of the microbatches.
@@ -214,7 +216,7 @@ class BatchRun:
             weight: Tensor | float = own(batch)
             return weight
         assert counting is not None
-        self._with_losses = counting.with_losses if self._with_losses is None else self._with_losses
+        self._with_losses = self._with_losses or counting.with_losses or None
         self._counted.add(len(counting.counts) == 1)
         if len(counting.counts) > 1:
             warn_once_per_run(

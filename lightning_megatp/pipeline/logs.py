@@ -64,6 +64,7 @@ class Logs:
 
     def open(self) -> None:
         """Stand in from now on."""
+        self._leaving = []  # of a run that failed
         self._log: Callable[..., None] = self.module.log  # type: ignore[assignment]
         self.module.__dict__["log"] = self
 

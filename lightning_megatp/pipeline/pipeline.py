@@ -343,11 +343,17 @@ class Pipeline:
         return int(torch.empty((), dtype=torch.int64).random_())
 
     def _plan(self, key: tuple[str, Hashable], step: Step, microbatch: Any) -> SlicePlan:
-        """The plan of a kind of step and a signature."""
+        """The plan of a kind of step and a signature. Made without gradients on the parameters, which differ from stage
+        to stage, and whose dtype may not be theirs."""
         if key not in self._plans:
             checked = returning_a_loss(step) if key[0] == "train" else step
-            with contextlib.nullcontext() if self.sharding is None else self.slicer.planned_by(self.sharding.planning):
-                plan = self.slicer.plan(checked, microbatch)
+            held = _taken(self._undivided())
+            try:
+                with self.slicer.planned_by(self.sharding.planning) if self.sharding else contextlib.nullcontext():
+                    plan = self.slicer.plan(checked, microbatch)
+            finally:
+                for parameter, gradient in held:
+                    parameter.grad = gradient
             self._check_touched(plan)
             self._check_alike(plan)
             self._lend(plan)

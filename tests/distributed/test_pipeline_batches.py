@@ -1,0 +1,108 @@
+"""Batches after the first that a pipeline plans or weighs in another way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from tests.distributed.training import Layout, make_trainer, run_program
+from tests.ranks import RankError
+
+
+class Blocks(LightningModule):
+    """Linears, and a loss of what leaves the last one."""
+
+    def __init__(self, reads: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.reads = reads
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.losses: list[float] = []
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        if self.reads:
+            norms = [p.grad.norm() for p in self.parameters() if p.grad is not None]
+            assert all(norm.isfinite() for norm in norms)
+        return self._loss(batch)
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self._loss(batch)
+
+    def _loss(self, batch: list[Tensor]) -> Tensor:
+        (x,) = batch
+        for block in self.blocks:
+            x = block(x)
+        return x.float().square().mean()
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.losses.append(float(outputs["loss"]))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def _two_shapes(layout: Layout, reads: bool, validates: bool) -> list[float]:
+    """The second batch is smaller: it is planned while the gradients of the first are there."""
+    wide: dict[str, Any] = {} if reads else {"precision": "bf16-true"}
+    strategy = {"strategy": {"plan": None, **({} if reads else {"reduce_dtype": "float32"})}}
+    between = {"accumulate_grad_batches": 2, "val_check_interval": 1, "num_sanity_val_steps": 0} if validates else {}
+    trainer = make_trainer(layout, **wide, **({} if layout.plain else strategy), **between)
+    x = torch.randn(12, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    data = DataLoader(TensorDataset(x if reads else x.bfloat16()), batch_size=8)
+    module = Blocks(reads)
+    trainer.fit(module, data, data if validates else None)
+    return module.losses
+
+
+@pytest.mark.parametrize(("reads", "validates"), [(True, False), (False, False), (False, True)])
+def test_a_batch_is_planned_without_the_gradients_of_the_last(reads: bool, validates: bool) -> None:
+    expected = run_program(Layout(plain=True), _two_shapes, reads, validates)[0]
+    layout = Layout(pp=2, schedule="gpipe")  # all forwards come before the first gradient of the batch
+    for found in run_program(layout, _two_shapes, reads, validates):
+        assert found == pytest.approx(expected, rel=1e-9 if reads else 0.02), "but for bfloat16's rounding"
+
+
+class Head(nn.Module):
+    """A loss of its own, unless there is nothing to learn from."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 4)
+
+    def forward(self, h: Tensor, target: Tensor) -> Tensor:
+        z = self.linear(h)
+        return F.cross_entropy(z, target) if bool((target != -100).any()) else z.sum() * 0
+
+
+class WithHead(Blocks):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = Head()
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        x, target = batch
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x, target)
+
+
+def _nothing_in_the_first(layout: Layout) -> list[float]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(8, 8, generator=generator, dtype=torch.float64)
+    target = torch.randint(0, 4, (8,), generator=generator)
+    target[:2] = -100  # all of the first microbatch
+    module = WithHead()
+    strategy = {"strategy": {"plan": None, "microbatches": 4}}
+    make_trainer(layout, **strategy).fit(module, DataLoader(TensorDataset(x, target), batch_size=8))
+    return module.losses
+
+
+def test_losses_that_only_later_microbatches_average_are_seen() -> None:
+    with pytest.raises(RankError, match="averages one cross-entropy in some microbatches"):
+        run_program(Layout(pp=2), _nothing_in_the_first)
