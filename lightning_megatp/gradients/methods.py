@@ -135,16 +135,22 @@ class GradientMethods(Parts):
                 self.parallelism.finalize_gradients(parallel)
                 self._change_gradients(narrow)
                 parallel.forget_traces()
-            self._window_open = self._accumulating
             for parameter, grad in held.items():
                 parameter.grad = grad if parameter.grad is None else parameter.grad + grad
-            if self.sharding is not None:
-                self.sharding.show()
-            self._verify_gradients()
-            parallel.keep_whole_where_used_outside(self.optimizers)
-            closure_loss = self.precision_plugin.post_backward(closure_loss, module)
+            closure_loss = self._show_gradients(closure_loss)
         self.post_backward(closure_loss)
         return closure_loss
+
+    def _show_gradients(self, closure_loss: Tensor) -> Tensor:
+        """Gradients are what they will be after this batch: to whoever looks at them."""
+        assert self.lightning_module is not None
+        self._window_open = self._accumulating
+        if self.sharding is not None:
+            self.sharding.show()
+        self._verify_gradients()
+        self._parallel().keep_whole_where_used_outside(self.optimizers)
+        shown: Tensor = self.precision_plugin.post_backward(closure_loss, self.lightning_module)
+        return shown
 
     def _change_gradients(self, to: Callable[[Iterator[Tensor]], None]) -> None:
         """With `reduce_dtype`, `widen` before backward what FSDP2 doesn't sum, and `narrow` it when it is summed."""
@@ -186,8 +192,7 @@ class GradientMethods(Parts):
 
     def _finish_pipeline(self, pipeline: Pipeline, closure_loss: Tensor) -> Tensor:
         """The backward of a batch that went through the pipeline: its gradients are there, and are completed."""
-        parallel, module = self._parallel(), self.lightning_module
-        assert module is not None
+        parallel = self._parallel()
         pipeline.release(() if self._buckets is None else self._buckets.early)
         if self.sharding is not None:
             self.sharding.collect(pipeline.factor)
@@ -204,12 +209,7 @@ class GradientMethods(Parts):
                 parallel.forget_traces()
         elif self._buckets is None:
             self._refresh_buckets()
-        self._window_open = self._accumulating
-        if self.sharding is not None:
-            self.sharding.show()
-        self._verify_gradients()
-        parallel.keep_whole_where_used_outside(self.optimizers)
-        closure_loss = self.precision_plugin.post_backward(closure_loss, module)
+        closure_loss = self._show_gradients(closure_loss)
         self.post_backward(closure_loss)
         return closure_loss
 
@@ -223,9 +223,7 @@ class GradientMethods(Parts):
         return held
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        no_closure = (
-            getattr(closure, "__name__", "") == "do_nothing_closure"
-        )  # LightningOptimizer.step() in manual mode
+        no_closure = getattr(closure, "__name__", "") == "do_nothing_closure"  # of LightningOptimizer.step(), manually
         if no_closure and not self._went_backward and any(p.grad is not None for p in _parameters_of(optimizer)):
             raise RuntimeError(
                 "MegaTPStrategy: the optimizer is stepped, but no gradient came from `self.manual_backward(loss)`, so"

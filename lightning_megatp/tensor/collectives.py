@@ -246,7 +246,7 @@ class Pending:
     """
 
     def __init__(self, result: Tensor, work: dist.Work | None, finish: Callable[[], Tensor] | None = None) -> None:
-        self.result, self.dtype = result, result.dtype
+        self.result = result
         self._work, self._finish = work, finish
 
     def wait(self) -> Tensor:

@@ -45,7 +45,7 @@ class _Transposed(ParallelLayer):
             return super()._own(name, dim, by_rank)
         return super()._own(name, 1 - dim, by_rank).t()
 
-    def _whole_leaves(self) -> None:
+    def _plain_parameters(self) -> None:
         """A transposed weight is a value of its own: its gradient is not computed while the input's is reduced."""
 
 

@@ -177,9 +177,9 @@ class ColumnParallel(ParallelLayer):
     def _readers(self) -> Sequence[tuple[Tensor, Tensor | None]]:
         columns = [] if self.region is None else [column() for column in self.region.columns]
         layers = columns if any(layer is self for layer in columns) else [self]  # a copy's region has the originals
-        return [held for layer in layers if layer is not None and (held := layer._whole_leaves()) is not None]
+        return [held for layer in layers if layer is not None and (held := layer._plain_parameters()) is not None]
 
-    def _whole_leaves(self) -> tuple[Tensor, Tensor | None] | None:
+    def _plain_parameters(self) -> tuple[Tensor, Tensor | None] | None:
         """Weight and bias as this layer's call will use them; None if it will use something made of them."""
         weight, bias = (dict.get(self.__dict__["_parameters"], name) for name in ("weight", "bias"))
         return None if weight is None or self.whole_parameters else (weight, bias)
