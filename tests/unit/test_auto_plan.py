@@ -410,6 +410,20 @@ def test_what_a_row_returns_may_be_changed_in_place() -> None:
     assert styles(found) == {"up": "column", "down": "row"} and found.sequence_dim == 1
 
 
+def test_units_that_no_token_passes_are_reached() -> None:
+    """Far from zero, a unit behind a ReLU is closed for every token, or open for every one."""
+
+    class Shifted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(HIDDEN, 48), nn.Linear(48, HIDDEN)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.down(self.up(x.tanh() + 20).relu())
+
+    assert styles(plan(Shifted(), 2)) == {"up": "column", "down": "row"}
+
+
 def test_modules_that_use_a_parameter_twice_are_known() -> None:
     class Mixed(nn.Module):
         def __init__(self) -> None:

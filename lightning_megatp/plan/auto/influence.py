@@ -19,7 +19,8 @@ from lightning_megatp.plan.auto.thin import ThinLinear, concrete_call
 from lightning_megatp.plan.ranges import Ranges, merge, split_evenly
 
 _ROUNDS = (3, 10)
-"""Least and most probes, with other values: a dead unit's gradient is zero by chance."""
+"""Least and most probes, with other values: a dead unit's gradient is zero by chance. Every second one repeats the last
+with the layers' outputs negated: a unit that no token passes is passed by all of them."""
 
 
 @dataclass
@@ -128,9 +129,11 @@ def _add_column(found: Candidate, column: str, masks: list[Tensor]) -> None:
 def _probe(
     twin: nn.Module, layers: dict[str, ThinLinear], rows: list[str], call: Call, tp: int, seed: int
 ) -> dict[str, _Row]:
-    call = concrete_call(call, seed, noise=0.5 * seed)
+    call = concrete_call(call, seed // 2, noise=seed // 2)
     for layer in layers.values():
         layer.record = []
+        if seed:
+            layer.negate()
     try:
         with torch.enable_grad(), exact():
             twin(*call.args, **call.kwargs)

@@ -58,6 +58,13 @@ class ThinLinear(nn.Linear):
         y = (x @ self.right) @ self.left.T
         return y if self.bias is None or not bias else y + self.bias
 
+    @torch.no_grad()
+    def negate(self) -> None:
+        """Let it compute -y."""
+        self.left.neg_()
+        if self.bias is not None:
+            self.bias.neg_()
+
 
 def thin_copy(block: nn.Module, seed: int, dense: Collection[str] = ()) -> nn.Module:
     """A thin copy of a block, on the CPU, in training mode.
