@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
+import torch
 
 from tests.ranks import pools
 
@@ -32,6 +33,7 @@ CASES = pytest.StashKey[list[tuple[str, float, float, float, float]]]()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all-cases", action="store_true", help="run the parity matrix, not its pairwise cover")
+    parser.addoption("--seed", type=int, default=0, help="of the random numbers that tests in this process draw")
     parser.addoption("--case", metavar="NAME", help="run one parity case, by the name the table gives it")
 
 
@@ -46,6 +48,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=extended)
         left_out = set(extended)
         items[:] = [item for item in items if item not in left_out]
+
+
+@pytest.fixture(autouse=True)
+def _seeded(request: pytest.FixtureRequest) -> None:
+    """A test alone and the same test after others see the same numbers."""
+    torch.manual_seed(request.config.getoption("--seed"))
 
 
 def pytest_sessionfinish() -> None:
