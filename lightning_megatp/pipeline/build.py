@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from lightning_megatp.pipeline.executor import Executor, Links, lanes
 from lightning_megatp.pipeline.loans import Loans
 from lightning_megatp.pipeline.logs import Logs
 from lightning_megatp.pipeline.pipeline import Pipeline, Settings, Shared
-from lightning_megatp.pipeline.schedule import Schedule, forward_only, make_schedule
+from lightning_megatp.pipeline.schedule import Schedule, forward_only, make_schedule, split_end
 from lightning_megatp.pipeline.shares import Shares
 from lightning_megatp.pipeline.slicing import Slicer, called_units, execution_order
 from lightning_megatp.pipeline.units import assign, find_units
@@ -40,12 +39,23 @@ class PipelineOptions:
         schedule: see `pipeline.schedule.NAMES`.
         virtual_stages: stages per rank; None for what the schedule needs.
         stages: the units of each stage, as names or patterns; None balances them.
+        splits_end: whether the gradients of weights may be put off at the end of a batch (see `split_end`).
     """
 
     microbatches: int | None = None
     schedule: str = "1f1b"
     virtual_stages: int | None = None
     stages: Sequence[Sequence[str]] | None = None
+    splits_end: bool = True
+
+    def made(self, ranks: int, microbatches: int) -> Schedule:
+        """The schedule of a batch.
+
+        Raises:
+            ValueError: see `make_schedule`.
+        """
+        schedule = make_schedule(self.schedule, ranks, microbatches, self.virtual_stages)
+        return split_end(schedule) if self.splits_end and self.schedule == "1f1b" else schedule
 
 
 def open_pipeline(
@@ -99,7 +109,7 @@ def build_pipeline(
     stage_of_unit = assign(units, schedule.stages, costs, options.stages)
     sizes = _stage_sizes(parallel, stage_of_unit, schedule.stages)
     deferred = parallel.context.deferred
-    compiled = defer_linears(parallel.module, units, deferred) if schedule.defers_weights else []
+    compiled = _put_off(parallel, units, schedule)
     slicer = Slicer(parallel.module, stage_of_unit, schedule.stages)  # intercepts what is the units' forward by now
     rank = pipeline_rank(mesh, schedule)
     links = Links(
@@ -136,6 +146,13 @@ def build_pipeline(
     )
 
 
+def _put_off(parallel: ParallelModule, units: Sequence[str], schedule: Schedule) -> Sequence[str]:
+    """Let the units put weight gradients off, where the schedule does; the names of those that can't, though it was
+    chosen for that."""
+    compiled = defer_linears(parallel.module, units, parallel.context.deferred) if schedule.defers_weights else []
+    return [] if schedule.splits_end else compiled
+
+
 def units_in_use(module: nn.Module, example: Example | None, device: torch.device) -> tuple[list[str], set[str]]:
     """The units that a step calls, as far as that can be found out; and the names of their parameters that it also uses
     beside them."""
@@ -167,23 +184,22 @@ def reuse_pipeline(pipeline: Pipeline, mesh: ParallelMesh, options: PipelineOpti
     """
     settings = _settings(options, mesh.size("pp"))
     before, after = pipeline.settings.schedule(1), settings.schedule(1)
-    same = (before.placement, before.defers_weights) == (after.placement, after.defers_weights)
-    same = same and pipeline.settings.stages == settings.stages
+    same = before.placement == after.placement and pipeline.settings.stages == settings.stages
     if pipeline.mesh.shape != mesh.shape or not same:
         raise ValueError(
             "MegaTPStrategy: this LightningModule was already cut into pipeline stages by an earlier Trainer, with"
-            " another layout, another kind of schedule or other `stages`. Give the same ones, or build a new module and"
-            " load the checkpoint into it."
+            " another layout or other `stages`. Give the same ones, or build a new module and load the checkpoint into"
+            " it."
         )
+    pipeline.compiled = _put_off(pipeline.parallel, list(pipeline.stage_of_unit), after)
     pipeline.use(settings)
 
 
 def _settings(options: PipelineOptions, ranks: int) -> Settings:
-    make = functools.partial(make_schedule, options.schedule, ranks)
-    placement = make(1, options.virtual_stages).placement
+    placement = options.made(ranks, 1).placement
     return Settings(
         microbatches=options.microbatches or 4 * ranks,
-        schedule=lambda m: make(m, options.virtual_stages),
+        schedule=lambda m: options.made(ranks, m),
         evaluation=lambda m: forward_only(placement, m),
         stages=options.stages,
     )

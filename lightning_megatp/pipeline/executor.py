@@ -172,7 +172,7 @@ class Executor:
         """
         batch = _Batch(schedule, stages, self)
         self.executed = []
-        with self.deferred.batch() if schedule.defers_weights else contextlib.nullcontext():
+        with self.deferred.batch():
             for action in schedule.actions[self.transport.rank]:
                 batch.execute(action)
                 self.executed.append(action)
@@ -197,6 +197,9 @@ class _Batch:
         self.leaving: defaultdict[tuple[int, Direction], deque[_Message]] = defaultdict(deque)
         """By peer and direction: these leave in order."""
         self.flights: dict[At, _Flight] = {}
+        own = schedule.actions[self.transport.rank]
+        self.halved = {(a.stage, a.microbatch) for a in own if a.kind is Kind.BACKWARD_INPUT}
+        """Whose backward puts the gradients of weights off."""
 
     def execute(self, action: Action) -> None:
         match action.kind:
@@ -228,7 +231,8 @@ class _Batch:
         stage, microbatch = action.stage, action.microbatch
         relays = self.stages.relays(stage, microbatch)
         arrived = self._arrived(action, Action(Kind.SEND_FORWARD, stage - 1, microbatch), bool(stage))
-        with self.recorded("forward", action):
+        halved = self.deferred.halved() if (stage, microbatch) in self.halved else contextlib.nullcontext()
+        with self.recorded("forward", action), halved:
             received = [_leaf(x, relay) for x, relay in zip(arrived, relays, strict=True)]
             sent = self.stages.forward(stage, microbatch, received)
         last = stage == self.schedule.stages - 1

@@ -123,7 +123,13 @@ class Schedule:
     @property
     def defers_weights(self) -> bool:
         """Whether the gradients of weights are computed by themselves, after those of the inputs."""
-        return any(action.kind is Kind.BACKWARD_WEIGHT for action in self.actions[0])
+        return any(action.kind is Kind.BACKWARD_WEIGHT for actions in self.actions for action in actions)
+
+    @property
+    def splits_end(self) -> bool:
+        """Whether only some backwards are in halves: see `split_end`."""
+        kinds = {action.kind for actions in self.actions for action in actions}
+        return {Kind.BACKWARD, Kind.BACKWARD_WEIGHT} <= kinds
 
     def stages_of(self, rank: int) -> list[int]:
         """The stages on a rank, in the order of data flow."""
@@ -239,6 +245,31 @@ def forward_only(placement: Sequence[int], microbatches: int) -> Schedule:
     """
     limits = [1] * (max(placement) + 1)
     return _list_schedule("forward_only", tuple(placement), microbatches, limits, limits, None)
+
+
+def split_end(schedule: Schedule) -> Schedule:
+    """1F1B whose last p - 1 backwards, on every rank, are in halves: the gradient of the input leaves before those of
+    the weights are made.
+
+    At the end of a batch, ranks only wait for each other's backwards; nobody waits for the weights. Earlier backwards
+    hold nobody up as they are.
+
+    Bubble: the time (p - 1) (T_F + T_B), without the (p - 1) T_W of `one_f_one_b`, for T_F <= T_B + T_W.
+    In flight: as before; between the halves, linear layers hold the gradients of their outputs as well, on ranks above
+    the first, which hold a microbatch less than that.
+    Source: the halves are Qi et al. 2024, section 2.
+    """
+    return replace(schedule, actions=tuple(tuple(_split_end(schedule, actions)) for actions in schedule.actions))
+
+
+def _split_end(schedule: Schedule, actions: Sequence[Action]) -> Iterator[Action]:
+    whole = [action for action in actions if action.kind is Kind.BACKWARD and schedule.crosses(action.stage)]
+    split = {action: schedule.send_after(action) for action in whole[-(schedule.ranks - 1) :]}
+    sends = {send: action for action, send in split.items()}
+    for action in actions:
+        yield replace(action, kind=Kind.BACKWARD_INPUT) if action in split else action
+        if action in sends:
+            yield replace(sends[action], kind=Kind.BACKWARD_WEIGHT)
 
 
 def looped(ranks: int, virtual_stages: int) -> tuple[int, ...]:

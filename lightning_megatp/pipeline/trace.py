@@ -16,7 +16,7 @@ from rich.console import Console
 from lightning_megatp.mesh import ParallelMesh
 from lightning_megatp.pipeline.check import Times, simulate
 from lightning_megatp.pipeline.recorder import COMPUTING, Recorder, Span, start_together
-from lightning_megatp.pipeline.schedule import Schedule, make_schedule
+from lightning_megatp.pipeline.schedule import Schedule, make_schedule, split_end
 
 if TYPE_CHECKING:
     from lightning_megatp.pipeline.pipeline import Pipeline
@@ -51,6 +51,8 @@ class Trace:
     microbatches: int
     rows: tuple[Row, ...]
     """One pipeline after the other, each in the order of its ranks."""
+    splits_end: bool = False
+    """See `split_end`."""
 
     @property
     def bubble(self) -> float:
@@ -67,13 +69,16 @@ class Trace:
     def times(self) -> Times:
         """The mean time of each kind of computation, in seconds."""
         mean = {what: self._mean(what) for what in COMPUTING}
-        whole = mean["backward"]  # both halves in one: how they share it makes no difference to the bubble
-        return Times(mean["forward"], mean["backward input"] + whole / 2, mean["wgrad"] + whole / 2)
+        halves = mean["backward input"], mean["wgrad"]
+        whole = mean["backward"] or sum(halves)
+        own = halves[0] / sum(halves) if any(halves) else 0.5  # without halves it makes no difference to the bubble
+        return Times(mean["forward"], own * whole, (1 - own) * whole)
 
     def expected_bubble(self, times: Times | None = None) -> float:
         """The schedule's own: by its order alone, on ranks that never wait for anything else."""
         stages = self.virtual_stages if self.schedule == "interleaved" else None
-        return simulate(make_schedule(self.schedule, self.ranks, self.microbatches, stages), times).bubble
+        schedule = make_schedule(self.schedule, self.ranks, self.microbatches, stages)
+        return simulate(split_end(schedule) if self.splits_end else schedule, times).bubble
 
     def describe(self) -> str:
         """The measured bubble beside the schedule's own."""
@@ -108,7 +113,14 @@ class Trace:
                 start, end = event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6
                 spans.setdefault(event["pid"], []).append(Span(event["cat"], **event["args"], start=start, end=end))
         rows = tuple(Row(**row, spans=tuple(spans.get(row["rank"], ()))) for row in data["rows"])
-        return cls(data["schedule"], data["ranks"], data["virtual_stages"], data["microbatches"], rows)
+        return cls(
+            data["schedule"],
+            data["ranks"],
+            data["virtual_stages"],
+            data["microbatches"],
+            rows,
+            data.get("splits_end", False),
+        )
 
     def _mean(self, what: str) -> float:
         found = [span.end - span.start for row in self.rows for span in row.spans if span.what == what]
@@ -165,7 +177,8 @@ def _row(schedule: Schedule, pipeline_rank: int, mesh: ParallelMesh, spans: tupl
 def trace_of(schedule: Schedule, rows: Iterable[Row]) -> Trace:
     """Put the ranks' rows together."""
     ordered = tuple(sorted(rows, key=lambda row: (row.pipeline, row.pipeline_rank)))
-    return Trace(schedule.name, schedule.ranks, schedule.stages // schedule.ranks, schedule.microbatches, ordered)
+    stages = schedule.stages // schedule.ranks
+    return Trace(schedule.name, schedule.ranks, stages, schedule.microbatches, ordered, schedule.splits_end)
 
 
 _LIMITS = ((min, lambda span: span.start), (max, lambda span: span.end))

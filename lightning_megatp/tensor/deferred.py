@@ -33,15 +33,16 @@ from lightning_megatp.tensor.functions import OwnFunction
 class DeferredWeights:
     """Weight gradients that wait, in a queue per key (a stage's microbatch).
 
-    Outside of `batch`, and wherever a gradient can't be put off without changing it, `linear` is `F.linear`: for
-    weights that are computed (slices, casts, parametrizations), inside torch.func, in compiled code. Weights with
+    Outside of `halved` forwards, and wherever a gradient can't be put off without changing it, `linear` is `F.linear`:
+    for weights that are computed (slices, casts, parametrizations), inside torch.func, in compiled code. Weights with
     gradient hooks, and `autograd.grad` inside of a backward, get their gradient at once.
 
     Memory: until it is computed, a put-off gradient holds the layer's input (n, i) and output gradient (n, o).
     """
 
     def __init__(self) -> None:
-        self._active = False
+        self.active = False
+        """Whether a forward runs whose backward will put weights off."""
         self._open: list[_Gradient] | None = None
         self._queues: dict[Hashable, list[_Gradient]] = {}
 
@@ -50,20 +51,28 @@ class DeferredWeights:
 
     @contextlib.contextmanager
     def batch(self) -> Iterator[None]:
-        """Around a batch whose schedule puts weights off. What an exception leaves in the queues is dropped."""
-        self._active = True
+        """Around a batch. What an exception leaves in the queues is dropped."""
         try:
             yield
         finally:
-            self._active = False
             self._queues.clear()
 
     @contextlib.contextmanager
-    def put_off(self, key: Hashable) -> Iterator[None]:
-        """Around a backward: meanwhile, weight gradients go to the queue of `key`."""
-        self._open = self._queues.setdefault(key, [])
+    def halved(self) -> Iterator[None]:
+        """Around a forward whose backward will put weights off."""
+        before, self.active = self.active, True
         try:
             yield
+        finally:
+            self.active = before
+
+    @contextlib.contextmanager
+    def put_off(self, key: Hashable) -> Iterator[None]:
+        """Around a backward of a `halved` forward: meanwhile, weight gradients go to the queue of `key`."""
+        self._open = self._queues.setdefault(key, [])
+        try:
+            with self.halved():  # for what is recomputed
+                yield
         finally:
             self._open = None
 
@@ -75,7 +84,7 @@ class DeferredWeights:
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """`F.linear`: x (..., i), weight (o, i), bias (o) -> (..., o). Autocast and tensor subclasses are followed."""
-        if not self._active:
+        if not self.active:
             return F.linear(x, weight, bias)
         if has_torch_function_unary(x):  # a SequenceShard calls this again, with the tokens of this rank
             result: Tensor = handle_torch_function(self.linear, (x,), x, weight, bias)
@@ -115,7 +124,7 @@ class DeferredLinear(nn.Linear):
     deferred: DeferredWeights
 
     def forward(self, input: Tensor) -> Tensor:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or not self.deferred.active:
             return F.linear(input, self.weight, self.bias)
         return self.deferred.linear(input, self.weight, self.bias)
 

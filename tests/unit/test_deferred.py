@@ -65,7 +65,7 @@ def compare(kind: Callable[[], nn.Module], step: Step, x: Tensor) -> tuple[dict[
     deferred = put_off(module)
     for i in range(2):
         step(plain, x + i).backward()
-    with deferred.batch():
+    with deferred.batch(), deferred.halved():
         for i in range(2):
             loss = step(module, x + i)
             with deferred.put_off(i):
@@ -112,7 +112,7 @@ def test_autocast(dtype: torch.dtype) -> None:
     deferred = put_off(module)
     expected_loss = step(plain, IDS)
     expected_loss.backward()
-    with deferred.batch():
+    with deferred.batch(), deferred.halved():
         loss = step(module, IDS)
         with deferred.put_off(0):
             loss.backward()
@@ -234,7 +234,7 @@ def test_torch_func() -> None:
 def test_a_changed_input_is_noticed() -> None:
     layer = nn.Sequential(nn.Linear(3, 3))
     deferred, x = put_off(layer), torch.randn(2, 3)
-    with deferred.batch():
+    with deferred.batch(), deferred.halved():
         loss = layer(x).sum()
         with deferred.put_off(0):
             loss.backward()
@@ -259,7 +259,7 @@ def test_outside_of_a_batch_nothing_changes() -> None:
 def test_an_exception_leaves_nothing_behind() -> None:
     layer = nn.Sequential(nn.Linear(3, 3))
     deferred = put_off(layer)
-    with pytest.raises(ZeroDivisionError), deferred.batch():
+    with pytest.raises(ZeroDivisionError), deferred.batch(), deferred.halved():
         with deferred.put_off(0):
             layer(torch.randn(2, 3)).sum().backward()
         raise ZeroDivisionError

@@ -24,6 +24,7 @@ from lightning_megatp.pipeline.schedule import (
     looped,
     make_schedule,
     one_f_one_b,
+    split_end,
     zb_h1,
     zb_v,
 )
@@ -40,6 +41,7 @@ def every(most_ranks: int, most_rounds: int = 3) -> Iterator[Schedule]:
         for m in range(1, most_rounds * p + 2):
             yield from (gpipe(p, m), one_f_one_b(p, m), zb_h1(p, m), zb_v(p, m))
             yield from (interleaved(p, m, v) for v in (1, 2, 3))
+            yield split_end(one_f_one_b(p, m))
             yield from (forward_only(placement, m) for placement in (looped(p, 1), looped(p, 3), zb_v(p, m).placement))
 
 
@@ -130,6 +132,26 @@ def test_the_bubble_of_interleaved(p: int, v: int) -> None:
     relative to the ideal time."""
     for m in (p, 2 * p, 5 * p):
         assert simulate(interleaved(p, m, v)).bubble == pytest.approx((p - 1) / (v * m + p - 1))
+
+
+@pytest.mark.parametrize("times", [Times(), Times(3, 4, 2), Times(2, 2, 1)])
+@pytest.mark.parametrize("p", [1, 2, 3, 5, 8])
+def test_a_split_end_saves_the_weights_of_every_rank_but_one(p: int, times: Times) -> None:
+    for m in range(1, 3 * p + 2):
+        found = lost(simulate(split_end(one_f_one_b(p, m)), times))
+        assert found == (p - 1) * (times.forward + times.backward_input)
+
+
+def test_a_split_end_needs_no_memory_and_leaves_the_rest() -> None:
+    for p, m in itertools.product(range(1, 6), range(1, 10)):
+        plain, split = one_f_one_b(p, m), split_end(one_f_one_b(p, m))
+        assert peaks(split) == peaks(plain)
+        assert split.actions[0] == plain.actions[0], "nobody waits for the first stage"
+        assert split.splits_end == split.defers_weights == (p > 1) and not plain.defers_weights
+        halves = [sum(action.kind is Kind.BACKWARD_WEIGHT for action in actions) for actions in split.actions]
+        assert halves == [0] + [min(m, p - 1)] * (p - 1)
+    assert not zb_h1(2, 2).splits_end
+    assert " ".join(names(split_end(one_f_one_b(2, 2)), 1)) == "RF1.0 F1.0 RF1.1 B1.0 SB1.0 F1.1 I1.1 SB1.1 W1.1 R1"
 
 
 @pytest.mark.parametrize("times", [Times(), Times(3, 4, 2), Times(1, 2, 1), Times(2, 2, 0)])
