@@ -15,7 +15,9 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 
+from lightning_megatp.pipeline.check import simulate
 from lightning_megatp.pipeline.recorder import COMPUTING, HostClock, Recorder
+from lightning_megatp.pipeline.schedule import one_f_one_b, split_end
 from tests.benchmarks.models import LEARNING_RATE, Size, Transformer, batch, decoder, loader, loss, trainer
 from tests.benchmarks.ratios import OURS, Figure, Row, compare, interval, python, seconds
 from tests.benchmarks.turns import Pauses, Program, Taken, alternate, fit, loop
@@ -225,9 +227,12 @@ def rows(sizes: list[Size], counts: list[int], pp: int) -> Iterator[Row | Figure
 
 
 def _figures(what: str, rounds: list[Any], microbatches: int, pp: int) -> Iterator[Figure]:
-    formula = (pp - 1) / (microbatches + pp - 1)
-    title = f"{what}: idle share of a step, above the schedule's {100 * formula:.1f} %"
-    yield Figure("pipeline", title, 100 * (idle(rounds) - formula), "points", 2.0)
+    found, formula = idle(rounds), (pp - 1) / (microbatches + pp - 1)
+    title = f"{what}: idle share of a step, above 1F1B's {100 * formula:.1f} %"
+    yield Figure("pipeline", title, 100 * (found - formula), "points", 2.0)
+    split = simulate(split_end(one_f_one_b(pp, microbatches))).bubble
+    title = f"{what}: the same, above the {100 * split:.1f} % of a split end, if T_F = T_B = T_W"
+    yield Figure("pipeline", title, 100 * (found - split), "points", None)
     extra = (python(rounds, OURS) - python(rounds, HAND)) / microbatches
     yield Figure("pipeline", f"{what}: Python per microbatch above the stage by hand", extra / 1e3, "ms", 1.0)
 
