@@ -17,10 +17,11 @@ from lightning_megatp.mesh import ParallelMesh
 from lightning_megatp.metrics import LastStageMetrics
 from lightning_megatp.module import ParallelModule
 from lightning_megatp.pipeline.executor import Executor, Links, lanes
+from lightning_megatp.pipeline.generators import forward_only, make_schedule, split_end
 from lightning_megatp.pipeline.loans import Loans
 from lightning_megatp.pipeline.logs import Logs
 from lightning_megatp.pipeline.pipeline import Pipeline, Settings, Shared
-from lightning_megatp.pipeline.schedule import Schedule, forward_only, make_schedule, split_end
+from lightning_megatp.pipeline.schedule import Schedule
 from lightning_megatp.pipeline.shares import Shares
 from lightning_megatp.pipeline.slicing import Slicer, called_units, execution_order
 from lightning_megatp.pipeline.units import assign, find_units
@@ -36,7 +37,7 @@ class PipelineOptions:
 
     Args:
         microbatches: per batch; None for four per stage.
-        schedule: see `pipeline.schedule.NAMES`.
+        schedule: see `pipeline.generators.NAMES`.
         virtual_stages: stages per rank; None for what the schedule needs.
         stages: the units of each stage, as names or patterns; None balances them.
         splits_end: whether the gradients of weights may be put off at the end of a batch (see `split_end`).

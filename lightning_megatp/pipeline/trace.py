@@ -15,8 +15,9 @@ from rich.console import Console
 
 from lightning_megatp.mesh import ParallelMesh
 from lightning_megatp.pipeline.check import Times, simulate
+from lightning_megatp.pipeline.generators import make_schedule, split_end
 from lightning_megatp.pipeline.recorder import COMPUTING, Recorder, Span, start_together
-from lightning_megatp.pipeline.schedule import Schedule, make_schedule, split_end
+from lightning_megatp.pipeline.schedule import Schedule
 
 if TYPE_CHECKING:
     from lightning_megatp.pipeline.pipeline import Pipeline

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from lightning_megatp.gradients.sharding import in_several, large_units, rows_of
 from lightning_megatp.pipeline.build import holders_of, unit_costs
-from lightning_megatp.pipeline.schedule import Kind, Schedule, make_schedule
+from lightning_megatp.pipeline.generators import make_schedule
+from lightning_megatp.pipeline.schedule import Kind, Schedule
 from lightning_megatp.pipeline.units import assign, find_units
 from lightning_megatp.plan.resolve import ParallelPlan
 from lightning_megatp.planner.optimizers import States

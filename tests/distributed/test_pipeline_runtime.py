@@ -23,8 +23,9 @@ from torch import Tensor, nn
 from lightning_megatp.pipeline.build import PipelineOptions, stage_table
 from lightning_megatp.pipeline.check import Times, simulate
 from lightning_megatp.pipeline.executor import Direction, Executor, lane, lanes
+from lightning_megatp.pipeline.generators import NAMES, make_schedule
 from lightning_megatp.pipeline.plan import Key, Relay
-from lightning_megatp.pipeline.schedule import NAMES, Action, Kind, Schedule, make_schedule
+from lightning_megatp.pipeline.schedule import Action, Kind, Schedule
 from lightning_megatp.tensor.context import TensorContext
 from lightning_megatp.tensor.deferred import DeferredWeights, defer_linears
 from lightning_megatp.tensor.layers import ColumnParallelLinear

@@ -13,11 +13,8 @@ import pytest
 from torch.distributed.pipelining import schedules as theirs
 
 from lightning_megatp.pipeline.check import ScheduleError, Timeline, Times, check, peaks, simulate
-from lightning_megatp.pipeline.schedule import (
+from lightning_megatp.pipeline.generators import (
     NAMES,
-    Action,
-    Kind,
-    Schedule,
     forward_only,
     gpipe,
     interleaved,
@@ -28,6 +25,7 @@ from lightning_megatp.pipeline.schedule import (
     zb_h1,
     zb_v,
 )
+from lightning_megatp.pipeline.schedule import Action, Kind, Schedule
 
 Order = list[list[tuple[str, int, int]]]
 """Rank -> (kind, stage, microbatch) of what it computes."""
