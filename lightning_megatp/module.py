@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 
 from lightning_megatp.gradients.rows import DividedParameter
 from lightning_megatp.messages import warn_once_per_run
+from lightning_megatp.plan.parallel_plan import ParallelPlan
 from lightning_megatp.plan.ranges import length
-from lightning_megatp.plan.resolve import ParallelPlan
 from lightning_megatp.plan.shard import ShardedTensorSpec, ShardSpec
 from lightning_megatp.shim.torch import handle_checkpoints, tree_map
 from lightning_megatp.tensor.context import Region, TensorContext

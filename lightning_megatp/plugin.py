@@ -19,7 +19,8 @@ from lightning_megatp.pipeline.units import find_units
 from lightning_megatp.plan.auto.discover import discover, look
 from lightning_megatp.plan.convolutions import is_convolution, is_weight_normed
 from lightning_megatp.plan.layer import LayerPlan
-from lightning_megatp.plan.resolve import ParallelPlan, plain_name, resolve
+from lightning_megatp.plan.parallel_plan import ParallelPlan, plain_name
+from lightning_megatp.plan.resolve import resolve
 from lightning_megatp.plan.styles import Style, StyleLike
 from lightning_megatp.shim.torch import tree_map
 from lightning_megatp.tensor.attention import ParallelAttention, no_fused_paths

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from lightning_megatp.example import Example
 from lightning_megatp.pipeline.split import split_batch
-from lightning_megatp.plan.resolve import ParallelPlan
+from lightning_megatp.plan.parallel_plan import ParallelPlan
 from lightning_megatp.planner.formula import rehearse_or_estimate
 from lightning_megatp.planner.live import layout_of
 from lightning_megatp.planner.optimizers import optimizers_in, states_of

@@ -11,8 +11,8 @@ from torch import nn
 from lightning_megatp.pipeline.units import assign, find_units
 from lightning_megatp.plan.auto.blocks import kinds_of_blocks
 from lightning_megatp.plan.auto.search import BlockResult
+from lightning_megatp.plan.parallel_plan import ParallelPlan
 from lightning_megatp.plan.ranges import length, show
-from lightning_megatp.plan.resolve import ParallelPlan
 from lightning_megatp.planner.rehearsal import Rehearsal, interception_seconds
 from lightning_megatp.planner.report import size
 

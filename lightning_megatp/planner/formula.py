@@ -14,7 +14,7 @@ from torch import nn
 
 from lightning_megatp.pipeline.plan import tensors_in
 from lightning_megatp.plan.auto.blocks import find_blocks
-from lightning_megatp.plan.resolve import ParallelPlan
+from lightning_megatp.plan.parallel_plan import ParallelPlan
 from lightning_megatp.planner.rehearsal import Rehearsal, rehearse
 from lightning_megatp.plugin import ParallelismPlugin
 from lightning_megatp.recompute.options import RecomputeOptions

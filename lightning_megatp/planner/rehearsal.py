@@ -25,7 +25,7 @@ from lightning_megatp.module import ParallelModule
 from lightning_megatp.pipeline.snapshot import random_state_kept
 from lightning_megatp.pipeline.units import find_units
 from lightning_megatp.plan.auto.blocks import without_logging
-from lightning_megatp.plan.resolve import ParallelPlan
+from lightning_megatp.plan.parallel_plan import ParallelPlan
 from lightning_megatp.plugin import ParallelismPlugin
 from lightning_megatp.recompute.blocks import recompute_blocks
 from lightning_megatp.recompute.options import RecomputeOptions

@@ -66,9 +66,9 @@ def drop_norm_reduction() -> Any:
 
 def shift_a_range() -> Any:
     """The rows of q, and of each other fused part, begin one later than the heads do."""
-    from lightning_megatp.plan import resolve
+    from lightning_megatp.plan import layer_styles, regions
 
-    right = resolve.shard_ranges
+    right = layer_styles.shard_ranges
 
     def shifted(size: int, ways: int, parts: Any = 1, unit: int = 1) -> Any:
         by_rank = right(size, ways, parts, unit)
@@ -89,7 +89,10 @@ def shift_a_range() -> Any:
             for rank in range(ways)
         )
 
-    return patch.object(resolve, "shard_ranges", shifted)
+    both = contextlib.ExitStack()
+    for module in (layer_styles, regions):
+        both.enter_context(patch.object(module, "shard_ranges", shifted))
+    return both
 
 
 def add_a_bias_twice() -> Any:

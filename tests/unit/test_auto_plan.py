@@ -20,8 +20,9 @@ from lightning_megatp.plan.auto.search import BlockResult, plan_block
 from lightning_megatp.plan.auto.simulate import BlockPlan, Reference, SimulatedExchange
 from lightning_megatp.plan.auto.thin import ThinLinear, thin_copy
 from lightning_megatp.plan.convolutions import least_size
+from lightning_megatp.plan.parallel_plan import ParallelPlan
 from lightning_megatp.plan.ranges import length
-from lightning_megatp.plan.resolve import ParallelPlan, resolve
+from lightning_megatp.plan.resolve import resolve
 from tests.unit.auto_models import HIDDEN, Block, FullNorm, Fused, Gated, Interleaved, Model, Separate, SideDoor
 
 X = torch.randn(2, 5, HIDDEN, generator=torch.Generator().manual_seed(0))

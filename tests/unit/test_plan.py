@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_megatp.plan.parallel_plan import AttributePlan, ParallelPlan
 from lightning_megatp.plan.ranges import show
-from lightning_megatp.plan.resolve import AttributePlan, ParallelPlan, resolve
+from lightning_megatp.plan.resolve import resolve
 from lightning_megatp.plan.styles import STYLES, Style, matches, read_plan
 
 PLAN: dict[str, Any] = {

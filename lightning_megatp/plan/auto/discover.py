@@ -14,15 +14,11 @@ from lightning_megatp.plan.auto.huggingface import own_plan, plan_of_block
 from lightning_megatp.plan.auto.search import BlockResult, plan_block
 from lightning_megatp.plan.convolutions import convolution_plan, fits, least_size, weights
 from lightning_megatp.plan.layer import LayerPlan, Split
+from lightning_megatp.plan.layer_styles import expert_counts, split_parameters
+from lightning_megatp.plan.parallel_plan import ParallelPlan, plain_name
 from lightning_megatp.plan.ranges import Ranges, split_evenly
-from lightning_megatp.plan.resolve import (
-    ParallelPlan,
-    expert_counts,
-    parameter_specs,
-    plain_name,
-    split_parameters,
-    whole_modules,
-)
+from lightning_megatp.plan.resolve import whole_modules
+from lightning_megatp.plan.specs import parameter_specs
 from lightning_megatp.plan.styles import Style, matches
 from lightning_megatp.shim.torch import is_compiled
 from lightning_megatp.shim.transformers import is_conv1d

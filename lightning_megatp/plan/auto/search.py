@@ -18,8 +18,8 @@ from lightning_megatp.plan.auto.thin import ThinLinear, thin_copy
 from lightning_megatp.plan.auto.tokens import sequence_dim, used_twice
 from lightning_megatp.plan.convolutions import convolution_plan, fits, is_convolution
 from lightning_megatp.plan.layer import LayerPlan
+from lightning_megatp.plan.parallel_plan import AttributePlan
 from lightning_megatp.plan.ranges import length
-from lightning_megatp.plan.resolve import AttributePlan
 from lightning_megatp.plan.styles import Style
 from lightning_megatp.shim.torch import tree_leaves
 from lightning_megatp.shim.transformers import is_conv1d

@@ -23,8 +23,8 @@ from lightning_megatp.plan.auto.exact import exact, exact_in_thread
 from lightning_megatp.plan.auto.thin import ThinLinear, concrete_call
 from lightning_megatp.plan.convolutions import channel_dim, input_ranges, own_groups
 from lightning_megatp.plan.layer import LayerPlan
+from lightning_megatp.plan.parallel_plan import AttributePlan
 from lightning_megatp.plan.ranges import Ranges, length
-from lightning_megatp.plan.resolve import AttributePlan
 from lightning_megatp.shim.torch import tree_leaves
 from lightning_megatp.tensor.collectives import take_ranges
 from lightning_megatp.tensor.features import FeatureLayout, FeatureShard, own_features

@@ -1,0 +1,66 @@
+"""Int attributes that become each rank's share: counts of heads, and sizes made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import nn
+
+from lightning_megatp.plan.layer_styles import unit_of
+from lightning_megatp.plan.parallel_plan import AttributePlan, ParallelPlan, matching
+from lightning_megatp.plan.ranges import deal_units
+from lightning_megatp.plan.styles import Style
+
+
+def divide(style: Style, modules: Mapping[str, nn.Module], tp: int) -> list[AttributePlan]:
+    """The style `divide`: every attribute that a pattern matches, dealt to the ranks.
+
+    Raises:
+        ValueError: it matches none, or one that is no int, or can't be dealt out.
+    """
+    parent, _, attribute = style.pattern.rpartition(".")
+    names = [""] if parent == "" else matching(parent, modules)
+    owners = [name for name in names if attribute in vars(modules[name])]
+    if not owners:
+        raise ValueError(
+            f"MegaTPStrategy: the plan's `{style.pattern}` (divide) matches no attribute: no module named `{parent}`"
+            f" has an own attribute `{attribute}`. (A property is divided by dividing what it is made of.)"
+        )
+    plans = []
+    for name in owners:
+        value = vars(modules[name])[attribute]
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise ValueError(
+                f"MegaTPStrategy: `{name}.{attribute}` is {value!r}; only an int attribute can be divided."
+            )
+        unit = unit_of(f"{name}.{attribute}" if name else attribute, style, modules)
+        if value % unit:
+            raise ValueError(
+                f"MegaTPStrategy: `{name}.{attribute}` = {value} is not a whole number of units of {unit}."
+            )
+        try:
+            pieces = deal_units(value // unit, tp)
+        except ValueError as error:
+            raise ValueError(
+                f"MegaTPStrategy: `{name}.{attribute}` = {value} can't be divided over tp={tp}: {error}. Use a tp that"
+                f" divides {value}, or leave this region out of the plan."
+            ) from None
+        plans.append(AttributePlan(name, attribute, tuple((stop - start) * unit for start, stop in pieces)))
+    return plans
+
+
+def check_heads(plan: ParallelPlan, modules: Mapping[str, nn.Module]) -> None:
+    """Heads that don't divide need a `unit` on the layers beside them: a cut through a head can keep all shapes."""
+    for attribute in plan.attributes:
+        value = vars(modules[attribute.module])[attribute.attribute]
+        if value % plan.tp == 0:
+            continue
+        for name, layer in plan.layers.items():
+            if name.rpartition(".")[0] == attribute.module and layer.unit == 1:
+                fits = [n for n in range(1, value + 1) if value % n == 0]
+                raise ValueError(
+                    f"MegaTPStrategy: `{attribute.module}.{attribute.attribute}` = {value} is not divisible by"
+                    f" tp={plan.tp}, and `{name}` would be cut inside a head. Give the size of a head as `unit` to the"
+                    f" layers of `{attribute.module}` for uneven heads, or use tp in {fits}, or leave this region out"
+                    " of the plan."
+                )
