@@ -34,12 +34,16 @@ from lightning_megatp.mesh import ParallelMesh
 from lightning_megatp.module import ParallelModule
 from lightning_megatp.pipeline.calls import around_calls
 from lightning_megatp.pipeline.detour import Detour
+from lightning_megatp.pipeline.units import is_in_list
 from lightning_megatp.shim.torch import FakeTensorMode, gradient_hooks, storage_id, tensor_version
 from lightning_megatp.tensor.functions import is_in_place, operation_name
 
 _SMALL = 1 / 32
 """Units smaller than this share of the largest one are gathered with what is in no unit: a message each would cost more
 than it saves."""
+_SMALL_END = 2**20
+"""So are embeddings and heads of fewer bytes than this: to start a message takes as long as to send so much. Blocks are
+not, of which there may be many."""
 
 Offload = Literal["optimizer", "parameters"]
 
@@ -138,9 +142,11 @@ class ZeroSharding:
         )
         self.units = large_units(module, units, apart)
         self._holders = {unit: Holder(module.get_submodule(unit)) for unit in self.units}
-        for holder in self._holders.values():
+        last = self.units[-1] if self.units and parallel.pipeline is None else ""  # its backward is the next that runs
+        for unit, holder in self._holders.items():
             make(holder.unit)
-            shard(holder, {p for p in holder.parameters() if id(p) not in apart}, options.level == 3)
+            frees = options.level == 3 and unit != last
+            shard(holder, {p for p in holder.parameters() if id(p) not in apart}, frees)
         make(module)
         rest = {p for p in module.parameters() if id(p) not in whole and not isinstance(p, DTensor)}
         in_rest = {name for name, p in module.named_parameters() if p in rest}
@@ -160,6 +166,8 @@ class ZeroSharding:
         self._used: set[str] = set()
         """Names of what had a gradient on this rank since the last reduction."""
         self._reduces = True
+        self._telling: dist.Work | None = None
+        """What tells the other ranks which parameters were used here."""
         self.watches = False
         """Whether steps are looked at for writes that nothing else shows, those by `.data`."""
         for parameter in self.parameters:
@@ -184,6 +192,7 @@ class ZeroSharding:
 
     def end(self) -> None:
         """Let go of all that is gathered: after evaluation, and when values have changed."""
+        self._wait_for_flags()
         self._check_unchanged()
         for holder in (*self._holders.values(), self._root):
             holder.free()
@@ -298,8 +307,8 @@ class ZeroSharding:
     def collect(self, factor: float = 1.0) -> None:
         """After the last backward: add the reduced gradients, times a factor, to those of the plain rows.
 
-        Communication: one all-reduce of a byte per parameter, over the ranks that divide them. A parameter that no rank
-        has used keeps having no gradient.
+        Communication: one all-reduce of a byte per parameter, over the ranks that divide them, waited for where a
+        parameter was not used. One that no rank has used keeps having no gradient.
         """
         self._check_unchanged()
         if self._parked:
@@ -307,11 +316,7 @@ class ZeroSharding:
             for parameter in self.parameters:
                 parameter.sharded.grad = self._parked[parameter.name]
             self._parked = {}
-        used = torch.tensor([p.name in self._used for p in self.parameters], dtype=torch.uint8, device=self.mesh.device)
-        dist.all_reduce(used, op=dist.ReduceOp.MAX, group=self.mesh.group("dp"))
-        names = {p.name for p, was in zip(self.parameters, used.tolist(), strict=True) if was}
-        found = [(p, p.sharded.grad) for p in self.parameters if p.name in names]  # frozen since, too
-        new = [(p, grad.to_local()) for p, grad in found if isinstance(grad, DTensor)]
+        new = self._used_somewhere()
         if factor != 1.0 and new:
             torch._foreach_mul_([grad for _, grad in new], factor)
         held = [(p.local.grad, grad) for p, grad in new if p.local.grad is not None]
@@ -321,6 +326,25 @@ class ZeroSharding:
             parameter.local.grad = grad
         if self._reduces:
             self._used.clear()
+
+    def _used_somewhere(self) -> list[tuple[DividedParameter, Tensor]]:
+        """Those that have had a gradient on one of the ranks, and what was reduced of it. A rank that has used them all
+        knows without the others, and does not wait until they know."""
+        found = [(p, p.sharded.grad) for p in self.parameters]  # frozen since, too
+        reduced = [(p, grad.to_local()) for p, grad in found if isinstance(grad, DTensor)]
+        self._wait_for_flags()
+        flags = torch.tensor([p.name in self._used for p in self.parameters], dtype=torch.uint8, device=self.mesh.device)
+        self._telling = dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.mesh.group("dp"), async_op=True)
+        if all(p.name in self._used for p, _ in reduced):
+            return reduced
+        self._wait_for_flags()
+        names = {p.name for p, was in zip(self.parameters, flags.tolist(), strict=True) if was}
+        return [(p, grad) for p, grad in reduced if p.name in names]
+
+    def _wait_for_flags(self) -> None:
+        if self._telling is not None:
+            self._telling.wait()
+            self._telling = None
 
     @torch.no_grad()
     def show(self) -> None:
@@ -475,11 +499,14 @@ def in_several(module: nn.Module, units: Sequence[str]) -> set[int]:
 
 def large_units(module: nn.Module, units: Sequence[str], apart: Collection[int]) -> list[str]:
     """The units that are worth a message of their own."""
-    sizes = {
-        unit: sum(p.numel() for p in module.get_submodule(unit).parameters() if id(p) not in apart) for unit in units
-    }
+    held = {unit: [p for p in module.get_submodule(unit).parameters() if id(p) not in apart] for unit in units}
+    sizes = {unit: sum(p.numel() * p.element_size() for p in parameters) for unit, parameters in held.items()}
     most = max(sizes.values(), default=0)
-    return [unit for unit, size in sizes.items() if size > _SMALL * most]
+    return [
+        unit
+        for unit, size in sizes.items()
+        if size > _SMALL * most and (size >= _SMALL_END or is_in_list(module, unit))
+    ]
 
 
 def rows_of(size: int, place: int, ranks: int) -> tuple[int, int]:
