@@ -77,8 +77,8 @@ class Averages:
         return result
 
     def _load(self, load: functools.partial[Any]) -> Any:
-        """Run a hook that loads what a checkpoint has, the whole model's: its copy takes what this rank holds of it, and
-        the module too."""
+        """Run a hook that loads what a checkpoint has, the whole model's: the copy takes what this rank holds of it,
+        and so does the module."""
         *others, content = load.args
         with self._as_held():
             found = {key: self._own_state(content[key]) for key in _AVERAGES if isinstance(content.get(key), Mapping)}

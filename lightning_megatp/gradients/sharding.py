@@ -30,20 +30,13 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_megatp.gradients.holders import Group, Holder, Root, Sharder
 from lightning_megatp.gradients.rows import DividedParameter
+from lightning_megatp.gradients.units import in_several, large_units
 from lightning_megatp.mesh import ParallelMesh
 from lightning_megatp.module import ParallelModule
 from lightning_megatp.pipeline.calls import around_calls
 from lightning_megatp.pipeline.detour import Detour
-from lightning_megatp.pipeline.units import is_in_list
 from lightning_megatp.shim.torch import FakeTensorMode, gradient_hooks, storage_id, tensor_version
 from lightning_megatp.tensor.functions import is_in_place, operation_name
-
-_SMALL = 1 / 32
-"""Units smaller than this share of the largest one are gathered with what is in no unit: a message each would cost more
-than it saves."""
-_SMALL_END = 2**20
-"""So are embeddings and heads of fewer bytes than this: to start a message takes as long as to send so much. Blocks are
-not, of which there may be many."""
 
 Offload = Literal["optimizer", "parameters"]
 
@@ -103,8 +96,9 @@ class ZeroSharding:
         make: gives the parameters of a module their values, if they have none yet; called right before it is divided.
 
     Communication per step, of the P parameters of this rank's stages over d ranks: levels 1 and 2 gather them once,
-    (d - 1) / d P received; level 3 once per forward and once per backward of every microbatch. Gradients are
-    reduce-scattered, (d - 1) / d P, once per step at level 1 (per batch in a pipeline), once per microbatch at 2 and 3.
+    (d - 1) / d P received; level 3 gathers units once per forward and once per backward of every microbatch (the last
+    one once, without a pipeline), and the rest once. Gradients are reduce-scattered, (d - 1) / d P, once per step at
+    level 1 (per batch in a pipeline), once per microbatch at 2 and 3.
     """
 
     def __init__(
@@ -333,7 +327,8 @@ class ZeroSharding:
         found = [(p, p.sharded.grad) for p in self.parameters]  # frozen since, too
         reduced = [(p, grad.to_local()) for p, grad in found if isinstance(grad, DTensor)]
         self._wait_for_flags()
-        flags = torch.tensor([p.name in self._used for p in self.parameters], dtype=torch.uint8, device=self.mesh.device)
+        used = [p.name in self._used for p in self.parameters]
+        flags = torch.tensor(used, dtype=torch.uint8, device=self.mesh.device)
         self._telling = dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.mesh.group("dp"), async_op=True)
         if all(p.name in self._used for p, _ in reduced):
             return reduced
@@ -486,27 +481,6 @@ def _main_dtype(module: nn.Module) -> torch.dtype:
     dist.all_gather_object(by_rank, counts)
     total = sum(by_rank, Counter[torch.dtype]())
     return max(total, key=lambda dtype: (total[dtype], str(dtype)), default=torch.get_default_dtype())
-
-
-def in_several(module: nn.Module, units: Sequence[str]) -> set[int]:
-    """id of the parameters of more than one unit, or of a unit and something else."""
-    holders: dict[int, set[str]] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        unit = next((unit for unit in units if name.startswith(f"{unit}.")), "")
-        holders.setdefault(id(parameter), set()).add(unit)
-    return {parameter for parameter, found in holders.items() if len(found) > 1}
-
-
-def large_units(module: nn.Module, units: Sequence[str], apart: Collection[int]) -> list[str]:
-    """The units that are worth a message of their own."""
-    held = {unit: [p for p in module.get_submodule(unit).parameters() if id(p) not in apart] for unit in units}
-    sizes = {unit: sum(p.numel() * p.element_size() for p in parameters) for unit, parameters in held.items()}
-    most = max(sizes.values(), default=0)
-    return [
-        unit
-        for unit, size in sizes.items()
-        if size > _SMALL * most and (size >= _SMALL_END or is_in_list(module, unit))
-    ]
 
 
 def rows_of(size: int, place: int, ranks: int) -> tuple[int, int]:

@@ -100,15 +100,15 @@ MORE = [
 
 def _fit(rank: int, world_size: int, case: Case, callbacks: tuple[Callback, ...] = ()) -> Run:
     from lightning_megatp import MegaTPStrategy
-    from lightning_megatp.gradients import sharding
+    from lightning_megatp.gradients import units
 
     pipeline: dict[str, Any] = {"microbatches": case.microbatches, "schedule": case.schedule} if case.pp > 1 else {}
     strategy = MegaTPStrategy(
         tp=case.tp, pp=case.pp, dp=case.dp, zero=case.zero, summary=False, sequence_parallel=case.sequence, **pipeline,
         **{"plan": variant(case.model).plan, **dict(case.options)},
     )  # fmt: skip
-    small_end = 0 if case.large_ends else sharding._SMALL_END
-    with mock.patch.object(sharding, "_SMALL_END", small_end):
+    small_end = 0 if case.large_ends else units._SMALL_END
+    with mock.patch.object(units, "_SMALL_END", small_end):
         return fit(case.setting, strategy, world_size, case.dp, whole_gradients, callbacks)
 
 
