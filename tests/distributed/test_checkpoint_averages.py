@@ -23,7 +23,7 @@ from tests.distributed.training import (
     run_program,
     train_loader,
 )
-from tests.parity.models import GPT, GPTConfig
+from tests.parity.models import GPT, GPTConfig, HeadOutside
 from tests.parity.variants import variant
 from tests.ranks import RankError
 
@@ -128,17 +128,22 @@ class Searched(GPT):
         return torch.optim.AdamW(self.parameters(), self.lr)
 
 
-def _loaded_once_split(layout: Layout, kind: str, form: str, root: str) -> list[float]:
+class SearchedOutside(Searched, HeadOutside):
+    """In a pipeline its embedding is lent to the last stage."""
+
+
+def _loaded_once_split(layout: Layout, kind: str, form: str, root: str, kept: type[Searched]) -> list[float]:
     """The averages are loaded when the module is split already: after a search for a learning rate, in the middle of a
     run, and by a second Trainer that goes on with the module of the first."""
     strategy = {} if layout.plain else {"strategy": {"checkpoint": form}}
     path = Path(root) / f"{layout}-{kind}-{form}.ckpt"
     torch.manual_seed(3)
-    module, losses = Searched(GPTConfig(tied=False, layers=4)).double(), ValidationLosses()
+    module, losses = kept(GPTConfig(tied=False, layers=4)).double(), ValidationLosses()
     for epochs, load in ((2, None), (3, path)):
         search = [LearningRateFinder(1e-3, 1e-1, num_training_steps=3, early_stop_threshold=None)] if not load else []
         callbacks = [CALLBACKS[kind](), *search, losses]
-        trainer = make_trainer(layout, callbacks=callbacks, default_root_dir=root, max_epochs=epochs, **strategy)
+        model = "untied" if kept is Searched else "head_outside"
+        trainer = make_trainer(layout, model, callbacks=callbacks, default_root_dir=root, max_epochs=epochs, **strategy)
         trainer.fit(module, train_loader(layout, 3), eval_loader(layout, 1), ckpt_path=load, weights_only=True)
         if not load:
             trainer.save_checkpoint(path)
@@ -152,31 +157,33 @@ def _loaded_once_split(layout: Layout, kind: str, form: str, root: str) -> list[
 
 
 @pytest.mark.parametrize(
-    ("layout", "kind", "form"),
+    ("layout", "kind", "form", "model"),
     [
-        (TP2_PP2, "ema", "file"),
-        (ZERO3, "ema", "folder"),
+        (TP2_PP2, "ema", "file", Searched),
+        (ZERO3, "ema", "folder", Searched),
         *(
             pytest.param(*case, marks=pytest.mark.extended)
             for case in [
-                (TP2, "ema", "file"),
-                (TP2, "swa", "folder"),
-                (PP2, "ema", "folder"),
-                (PP2, "swa", "file"),
-                (ZERO1, "ema", "file"),
-                (ZERO3, "swa", "file"),
-                (ZERO3_PP2, "ema", "file"),
-                (ZERO3_TP2, "ema", "folder"),
-                (ZERO3_TP2, "swa", "file"),
-                (TP2_DP2, "ema", "file"),
+                (TP2, "ema", "file", Searched),
+                (TP2, "swa", "folder", Searched),
+                (PP2, "ema", "folder", SearchedOutside),
+                (PP2, "swa", "file", Searched),
+                (ZERO1, "ema", "file", Searched),
+                (ZERO3, "swa", "file", Searched),
+                (ZERO3_PP2, "ema", "file", Searched),
+                (ZERO3_TP2, "ema", "folder", Searched),
+                (ZERO3_TP2, "swa", "file", Searched),
+                (TP2_DP2, "ema", "file", Searched),
             ]
         ),
     ],
     ids=str,
 )
-def test_averages_are_loaded_into_a_split_module(layout: Layout, kind: str, form: str, tmp_path: Path) -> None:
-    expected = run_program(PLAIN, _loaded_once_split, kind, form, str(tmp_path))[0]
-    for found in run_program(layout, _loaded_once_split, kind, form, str(tmp_path)):
+def test_averages_are_loaded_into_a_split_module(
+    layout: Layout, kind: str, form: str, model: Any, tmp_path: Path
+) -> None:
+    expected = run_program(PLAIN, _loaded_once_split, kind, form, str(tmp_path), model)[0]
+    for found in run_program(layout, _loaded_once_split, kind, form, str(tmp_path), model):
         assert found == pytest.approx(expected, abs=1e-9)
     ours, plain = (_read(layout, tmp_path / f"{where}-{kind}-{form}.end.ckpt") for where in (layout, PLAIN))
     for key in ("state_dict", "optimizer_states", "current_model_state"):
