@@ -11,7 +11,6 @@ import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_only
 
 from lightning_megatp.building.methods import BuildingMethods
-from lightning_megatp.checkpoint.averages import Averages
 from lightning_megatp.checkpoint.methods import CheckpointMethods
 from lightning_megatp.checkpoint.single import durable_checkpoint_io
 from lightning_megatp.commands import Done, requested, without_ranks
@@ -40,7 +39,7 @@ from lightning_megatp.randomness import synchronize_random_state
 from lightning_megatp.recompute.blocks import recompute_blocks
 from lightning_megatp.recompute.options import RecomputeOptions
 from lightning_megatp.report import print_layout
-from lightning_megatp.shim.lightning import Namespace, averages, finetuning_callback
+from lightning_megatp.shim.lightning import Namespace, finetuning_callback
 from lightning_megatp.shim.sigterm import stop_together
 from lightning_megatp.stepping import StepMethods
 from lightning_megatp.stopping import Stopping
@@ -182,7 +181,6 @@ class MegaTPStrategyBase(StepMethods, GradientMethods, BuildingMethods, WorldMet
         self.pipeline: Pipeline | None = None
         self.sharding: ZeroSharding | None = None
         self._undivided = self._alone = False
-        self._averages: Averages | None = None
         self._same_batch: SameBatch | None = None
         self._stopping: Stopping | None = None
         self._failure_watch: FailureWatch | None = None
@@ -243,6 +241,7 @@ class MegaTPStrategyBase(StepMethods, GradientMethods, BuildingMethods, WorldMet
         self._steps = 0
         self._building = self._before_building = None
         self._is_split = False
+        self._leave_averages()
 
     # ---------------------------------------------------------------- set-up
 
@@ -255,7 +254,7 @@ class MegaTPStrategyBase(StepMethods, GradientMethods, BuildingMethods, WorldMet
         self._keep_unsplit(trainer)
         example = self._example(trainer)
         parallel = self._split(mesh, example)
-        self._averages = Averages(averages(trainer), parallel, mesh)
+        self._cut_averages(parallel)
         if self.sharding is not None and (callback := finetuning_callback(trainer)) is not None:
             raise ValueError(
                 f"MegaTPStrategy: the callback {callback} looks for the optimizer's parameters in the module, and with"
@@ -362,8 +361,7 @@ class MegaTPStrategyBase(StepMethods, GradientMethods, BuildingMethods, WorldMet
         super().teardown()
         if self.pipeline is not None:
             self.pipeline.close()
-        if self._averages is not None:
-            self._averages.close()
+        self._leave_averages()
         self._leave_exceptions()
         self._leave_gradients()
         self._background.close()

@@ -7,12 +7,14 @@ holds, as plain tensors, and while a hook of the callback runs the module shows 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lightning_megatp.checkpoint.stages import load_own, own_state_dict
 from lightning_megatp.mesh import ParallelMesh
 from lightning_megatp.module import ParallelModule
 from lightning_megatp.pipeline.detour import Detour
@@ -23,6 +25,9 @@ _HOOKS = (
     *("on_validation_epoch_start", "on_validation_epoch_end", "on_train_end"),
 )
 """Between steps, where a copy is updated from the module, or changes places with it."""
+_LOADS = ("on_load_checkpoint", "load_state_dict")
+_AVERAGES = ("state_dict", "average_model_state")
+"""Where a checkpoint, or the state of a callback, has them."""
 
 
 class Averages:
@@ -38,7 +43,7 @@ class Averages:
     """
 
     def __init__(self, copies: Sequence[tuple[Any, nn.Module]], parallel: ParallelModule, mesh: ParallelMesh) -> None:
-        self._parallel = parallel
+        self._parallel, self._mesh = parallel, mesh
         self._detours: list[Detour] = []
         _refuse_two(callback for callback, _ in copies)
         parallel.averages = [copy for _, copy in copies]
@@ -47,8 +52,11 @@ class Averages:
                 self._refuse(callback)
                 _keep_own(copy, parallel, mesh)
                 _check_alike(type(callback).__name__, copy, parallel.module)
-        if parallel.divided or parallel.pipeline is not None:
+        cut = parallel.divided or parallel.pipeline is not None
+        if cut:
             self._detours = [Detour(callback, hook, self._call) for callback, _ in copies for hook in _HOOKS]
+        if cut or parallel.sharded:
+            self._detours += [Detour(callback, load, self._load) for callback, _ in copies for load in _LOADS]
 
     def close(self) -> None:
         """Give the callbacks their own hooks back."""
@@ -67,6 +75,29 @@ class Averages:
         if self._parallel.pipeline is not None:
             self._parallel.pipeline.loans.renew()
         return result
+
+    def _load(self, load: functools.partial[Any]) -> Any:
+        """Run a hook that loads what a checkpoint has, the whole model's: the copy takes what this rank holds of it,
+        and so does the module."""
+        *others, content = load.args
+        with self._as_held():
+            found = {key: self._own_state(content[key]) for key in _AVERAGES if isinstance(content.get(key), Mapping)}
+
+        def load_module(load: functools.partial[Any]) -> Any:
+            state, *rest = load.args
+            return load_own(state, self._parallel, lambda own: load.func(own, *rest, **load.keywords))
+
+        module = Detour(self._parallel.module, "load_state_dict", load_module)
+        try:
+            return load.func(*others, {**content, **found})
+        finally:
+            module.end()
+
+    def _own_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        parallel, mesh = self._parallel, self._mesh
+        held = dict(parallel.module.named_parameters(remove_duplicate=False))
+        own = own_state_dict(state, parallel) if parallel.order else state
+        return {name: _own(x, held[name], parallel, mesh) if name in held else x for name, x in own.items()}
 
     @contextlib.contextmanager
     def _as_held(self) -> Iterator[None]:

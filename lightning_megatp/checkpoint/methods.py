@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from lightning_megatp.checkpoint.agree import together
-from lightning_megatp.checkpoint.averages import averaged_states
+from lightning_megatp.checkpoint.averages import Averages, averaged_states
 from lightning_megatp.checkpoint.background import BackgroundSave
 from lightning_megatp.checkpoint.exceptions import AfterException
 from lightning_megatp.checkpoint.files import check_zip
@@ -22,7 +22,6 @@ from lightning_megatp.checkpoint.full import (
     full_optimizer_state,
     full_state_dict,
     local_optimizer_state,
-    local_state_dict,
     without_data,
 )
 from lightning_megatp.checkpoint.sharded import (
@@ -39,8 +38,8 @@ from lightning_megatp.checkpoint.sharded import (
 from lightning_megatp.checkpoint.stages import (
     gather_optimizer_state,
     gather_state_dict,
+    load_own,
     own_optimizer_state,
-    own_state_dict,
 )
 from lightning_megatp.messages import warn_once_per_run
 from lightning_megatp.module import ParallelModule
@@ -68,6 +67,7 @@ class CheckpointMethods(Parts):
         self._background = BackgroundSave()
         self._background_group: dist.ProcessGroup | None = None
         self._after_exception: AfterException | None = None
+        self._averages: Averages | None = None
         self._detours: list[Detour] = []
         self._random_states: list[dict[str, Any]] | None = None
         self._folder: Folder | None = None
@@ -247,17 +247,24 @@ class CheckpointMethods(Parts):
                 self._load_split_model()
             return
         split: ParallelModule | None = self.parallelism.split_form(self.lightning_module)
-        state = checkpoint["state_dict"]
-        if split is not None:
-            state = local_state_dict(state, split)
-        if split is not None and split.order:
-            state = own_state_dict(state, split)
-        if split is not None and split.divided:
-            rest = split.load_rows(state)
-            unchanged = {name: split.names[name].detach() for name in state if name not in rest}
-            state = {**rest, **unchanged}
+        load = functools.partial(self.lightning_module.load_state_dict, strict=strict)
         with contextlib.nullcontext() if self._building is None else self._building.record():
-            self.lightning_module.load_state_dict(state, strict=strict)
+            if split is None:
+                load(checkpoint["state_dict"])
+            else:
+                self._cut_averages(split)  # their callbacks load next
+                load_own(checkpoint["state_dict"], split, load)
+
+    def _cut_averages(self, parallel: ParallelModule) -> None:
+        """Let averaged copies hold what the split module does; once in a run."""
+        assert self.lightning_module is not None
+        if self._averages is None:
+            self._averages = Averages(averages(self.lightning_module.trainer), parallel, self._mesh())
+
+    def _leave_averages(self) -> None:
+        if self._averages is not None:
+            self._averages.close()
+            self._averages = None
 
     def _load_split_model(self) -> None:
         """In `setup`, after the split: this rank's part of a folder."""

@@ -6,13 +6,14 @@ user gave them to the optimizer. Groups that came later list theirs in the order
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch.distributed as dist
 from torch.optim import Optimizer
 
 from lightning_megatp.checkpoint.contents import group_names
+from lightning_megatp.checkpoint.full import local_state_dict
 from lightning_megatp.mesh import ParallelMesh
 from lightning_megatp.module import ParallelModule
 
@@ -39,6 +40,21 @@ def own_state_dict(state: Mapping[str, Any], parallel: ParallelModule) -> dict[s
     own = parallel.module.state_dict(keep_vars=True).keys()
     elsewhere = set(parallel.order) - set(own)
     return {name: value for name, value in state.items() if name not in elsewhere}
+
+
+def load_own(state: Mapping[str, Any], parallel: ParallelModule, load: Callable[[dict[str, Any]], Any]) -> Any:
+    """Load into a split module what this rank holds of a whole state dict.
+
+    Args:
+        load: the module's own `load_state_dict`.
+    """
+    own = local_state_dict(state, parallel)
+    if parallel.order:
+        own = own_state_dict(own, parallel)
+    if parallel.divided:
+        rest = parallel.load_rows(own)
+        own = rest | {name: parallel.names[name].detach() for name in own if name not in rest}
+    return load(own)
 
 
 def gather_optimizer_state(

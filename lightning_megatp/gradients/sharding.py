@@ -30,16 +30,13 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_megatp.gradients.holders import Group, Holder, Root, Sharder
 from lightning_megatp.gradients.rows import DividedParameter
+from lightning_megatp.gradients.units import in_several, large_units
 from lightning_megatp.mesh import ParallelMesh
 from lightning_megatp.module import ParallelModule
 from lightning_megatp.pipeline.calls import around_calls
 from lightning_megatp.pipeline.detour import Detour
 from lightning_megatp.shim.torch import FakeTensorMode, gradient_hooks, storage_id, tensor_version
 from lightning_megatp.tensor.functions import is_in_place, operation_name
-
-_SMALL = 1 / 32
-"""Units smaller than this share of the largest one are gathered with what is in no unit: a message each would cost more
-than it saves."""
 
 Offload = Literal["optimizer", "parameters"]
 
@@ -99,8 +96,9 @@ class ZeroSharding:
         make: gives the parameters of a module their values, if they have none yet; called right before it is divided.
 
     Communication per step, of the P parameters of this rank's stages over d ranks: levels 1 and 2 gather them once,
-    (d - 1) / d P received; level 3 once per forward and once per backward of every microbatch. Gradients are
-    reduce-scattered, (d - 1) / d P, once per step at level 1 (per batch in a pipeline), once per microbatch at 2 and 3.
+    (d - 1) / d P received; level 3 gathers units once per forward and once per backward of every microbatch (the last
+    one once, without a pipeline), and the rest once. Gradients are reduce-scattered, (d - 1) / d P, once per step at
+    level 1 (per batch in a pipeline), once per microbatch at 2 and 3.
     """
 
     def __init__(
@@ -138,9 +136,11 @@ class ZeroSharding:
         )
         self.units = large_units(module, units, apart)
         self._holders = {unit: Holder(module.get_submodule(unit)) for unit in self.units}
-        for holder in self._holders.values():
+        last = self.units[-1] if self.units and parallel.pipeline is None else ""  # its backward is the next that runs
+        for unit, holder in self._holders.items():
             make(holder.unit)
-            shard(holder, {p for p in holder.parameters() if id(p) not in apart}, options.level == 3)
+            frees = options.level == 3 and unit != last
+            shard(holder, {p for p in holder.parameters() if id(p) not in apart}, frees)
         make(module)
         rest = {p for p in module.parameters() if id(p) not in whole and not isinstance(p, DTensor)}
         in_rest = {name for name, p in module.named_parameters() if p in rest}
@@ -160,6 +160,8 @@ class ZeroSharding:
         self._used: set[str] = set()
         """Names of what had a gradient on this rank since the last reduction."""
         self._reduces = True
+        self._telling: dist.Work | None = None
+        """What tells the other ranks which parameters were used here."""
         self.watches = False
         """Whether steps are looked at for writes that nothing else shows, those by `.data`."""
         for parameter in self.parameters:
@@ -184,6 +186,7 @@ class ZeroSharding:
 
     def end(self) -> None:
         """Let go of all that is gathered: after evaluation, and when values have changed."""
+        self._wait_for_flags()
         self._check_unchanged()
         for holder in (*self._holders.values(), self._root):
             holder.free()
@@ -298,8 +301,8 @@ class ZeroSharding:
     def collect(self, factor: float = 1.0) -> None:
         """After the last backward: add the reduced gradients, times a factor, to those of the plain rows.
 
-        Communication: one all-reduce of a byte per parameter, over the ranks that divide them. A parameter that no rank
-        has used keeps having no gradient.
+        Communication: one all-reduce of a byte per parameter, over the ranks that divide them, waited for where a
+        parameter was not used. One that no rank has used keeps having no gradient.
         """
         self._check_unchanged()
         if self._parked:
@@ -307,11 +310,7 @@ class ZeroSharding:
             for parameter in self.parameters:
                 parameter.sharded.grad = self._parked[parameter.name]
             self._parked = {}
-        used = torch.tensor([p.name in self._used for p in self.parameters], dtype=torch.uint8, device=self.mesh.device)
-        dist.all_reduce(used, op=dist.ReduceOp.MAX, group=self.mesh.group("dp"))
-        names = {p.name for p, was in zip(self.parameters, used.tolist(), strict=True) if was}
-        found = [(p, p.sharded.grad) for p in self.parameters if p.name in names]  # frozen since, too
-        new = [(p, grad.to_local()) for p, grad in found if isinstance(grad, DTensor)]
+        new = self._used_somewhere()
         if factor != 1.0 and new:
             torch._foreach_mul_([grad for _, grad in new], factor)
         held = [(p.local.grad, grad) for p, grad in new if p.local.grad is not None]
@@ -321,6 +320,26 @@ class ZeroSharding:
             parameter.local.grad = grad
         if self._reduces:
             self._used.clear()
+
+    def _used_somewhere(self) -> list[tuple[DividedParameter, Tensor]]:
+        """Those that have had a gradient on one of the ranks, and what was reduced of it. A rank that has used them all
+        knows without the others, and does not wait until they know."""
+        found = [(p, p.sharded.grad) for p in self.parameters]  # frozen since, too
+        reduced = [(p, grad.to_local()) for p, grad in found if isinstance(grad, DTensor)]
+        self._wait_for_flags()
+        used = [p.name in self._used for p in self.parameters]
+        flags = torch.tensor(used, dtype=torch.uint8, device=self.mesh.device)
+        self._telling = dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.mesh.group("dp"), async_op=True)
+        if all(p.name in self._used for p, _ in reduced):
+            return reduced
+        self._wait_for_flags()
+        names = {p.name for p, was in zip(self.parameters, flags.tolist(), strict=True) if was}
+        return [(p, grad) for p, grad in reduced if p.name in names]
+
+    def _wait_for_flags(self) -> None:
+        if self._telling is not None:
+            self._telling.wait()
+            self._telling = None
 
     @torch.no_grad()
     def show(self) -> None:
@@ -462,24 +481,6 @@ def _main_dtype(module: nn.Module) -> torch.dtype:
     dist.all_gather_object(by_rank, counts)
     total = sum(by_rank, Counter[torch.dtype]())
     return max(total, key=lambda dtype: (total[dtype], str(dtype)), default=torch.get_default_dtype())
-
-
-def in_several(module: nn.Module, units: Sequence[str]) -> set[int]:
-    """id of the parameters of more than one unit, or of a unit and something else."""
-    holders: dict[int, set[str]] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        unit = next((unit for unit in units if name.startswith(f"{unit}.")), "")
-        holders.setdefault(id(parameter), set()).add(unit)
-    return {parameter for parameter, found in holders.items() if len(found) > 1}
-
-
-def large_units(module: nn.Module, units: Sequence[str], apart: Collection[int]) -> list[str]:
-    """The units that are worth a message of their own."""
-    sizes = {
-        unit: sum(p.numel() for p in module.get_submodule(unit).parameters() if id(p) not in apart) for unit in units
-    }
-    most = max(sizes.values(), default=0)
-    return [unit for unit, size in sizes.items() if size > _SMALL * most]
 
 
 def rows_of(size: int, place: int, ranks: int) -> tuple[int, int]:

@@ -76,6 +76,11 @@ def children_of(module: nn.Module, unit: str) -> list[str]:
     return [f"{unit}.{name}" for name, child in module.get_submodule(unit).named_children() if _is_callable(child)]
 
 
+def is_in_list(module: nn.Module, unit: str) -> bool:
+    """Whether a unit is one of many, such as a block, and no embedding, norm or head beside them."""
+    return _is_list(module.get_submodule(unit.rpartition(".")[0]))
+
+
 def _units(name: str, module: nn.Module, open_all: bool, in_list: bool) -> Iterator[str]:
     inner = [(f"{name}.{child}".lstrip("."), part) for child, part in module.named_children()]
     inner = [(child, part) for child, part in inner if _is_callable(part)]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
+from lightning.pytorch.callbacks import EMAWeightAveraging, LearningRateFinder, StochasticWeightAveraging
 
 from tests.distributed.test_trainer_checkpoint import _without_random_states, assert_same
 from tests.distributed.training import (
@@ -23,6 +23,7 @@ from tests.distributed.training import (
     run_program,
     train_loader,
 )
+from tests.parity.models import GPT, GPTConfig, HeadOutside
 from tests.parity.variants import variant
 from tests.ranks import RankError
 
@@ -118,6 +119,76 @@ def test_averages_are_those_of_one_device(layout: Layout, kind: str, form: str, 
         for key in ("state_dict", "optimizer_states", "current_model_state"):
             if key in plain:
                 assert_same(_ordered(ours[key]), _ordered(plain[key]), f"{name}: {key}")
+
+
+class Searched(GPT):
+    lr = 1e-3
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), self.lr)
+
+
+class SearchedOutside(Searched, HeadOutside):
+    """In a pipeline its embedding is lent to the last stage."""
+
+
+def _loaded_once_split(layout: Layout, kind: str, form: str, root: str, kept: type[Searched]) -> list[float]:
+    """The averages are loaded when the module is split already: after a search for a learning rate, in the middle of a
+    run, and by a second Trainer that goes on with the module of the first."""
+    strategy = {} if layout.plain else {"strategy": {"checkpoint": form}}
+    path = Path(root) / f"{layout}-{kind}-{form}.ckpt"
+    torch.manual_seed(3)
+    module, losses = kept(GPTConfig(tied=False, layers=4)).double(), ValidationLosses()
+    for epochs, load in ((2, None), (3, path)):
+        search = [LearningRateFinder(1e-3, 1e-1, num_training_steps=3, early_stop_threshold=None)] if not load else []
+        callbacks = [CALLBACKS[kind](), *search, losses]
+        model = "untied" if kept is Searched else "head_outside"
+        trainer = make_trainer(layout, model, callbacks=callbacks, default_root_dir=root, max_epochs=epochs, **strategy)
+        trainer.fit(module, train_loader(layout, 3), eval_loader(layout, 1), ckpt_path=load, weights_only=True)
+        if not load:
+            trainer.save_checkpoint(path)
+            with torch.no_grad():  # what is loaded is not what is there
+                for parameter in module.parameters():
+                    parameter.mul_(0.5)
+    if not layout.plain:
+        trainer.strategy.checkpoint = "file"
+    trainer.save_checkpoint(path.with_suffix(".end.ckpt"))
+    return losses.values
+
+
+@pytest.mark.parametrize(
+    ("layout", "kind", "form", "model"),
+    [
+        (TP2_PP2, "ema", "file", Searched),
+        (ZERO3, "ema", "folder", Searched),
+        *(
+            pytest.param(*case, marks=pytest.mark.extended)
+            for case in [
+                (TP2, "ema", "file", Searched),
+                (TP2, "swa", "folder", Searched),
+                (PP2, "ema", "folder", SearchedOutside),
+                (PP2, "swa", "file", Searched),
+                (ZERO1, "ema", "file", Searched),
+                (ZERO3, "swa", "file", Searched),
+                (ZERO3_PP2, "ema", "file", Searched),
+                (ZERO3_TP2, "ema", "folder", Searched),
+                (ZERO3_TP2, "swa", "file", Searched),
+                (TP2_DP2, "ema", "file", Searched),
+            ]
+        ),
+    ],
+    ids=str,
+)
+def test_averages_are_loaded_into_a_split_module(
+    layout: Layout, kind: str, form: str, model: Any, tmp_path: Path
+) -> None:
+    expected = run_program(PLAIN, _loaded_once_split, kind, form, str(tmp_path), model)[0]
+    for found in run_program(layout, _loaded_once_split, kind, form, str(tmp_path), model):
+        assert found == pytest.approx(expected, abs=1e-9)
+    ours, plain = (_read(layout, tmp_path / f"{where}-{kind}-{form}.end.ckpt") for where in (layout, PLAIN))
+    for key in ("state_dict", "optimizer_states", "current_model_state"):
+        if key in plain:
+            assert_same(_ordered(ours[key]), _ordered(plain[key]), key)
 
 
 def _refused(layout: Layout, model: str, norms: bool) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 from lightning.pytorch import Callback
@@ -33,11 +34,14 @@ class Case:
     length: int = 4
     sequence: bool = False
     options: tuple[tuple[str, Any], ...] = ()
+    large_ends: bool = False
+    """Embeddings and heads are units of their own, as if their vocabulary were large."""
 
     def __str__(self) -> str:
         layout = f"pp{self.pp}-tp{self.tp}-dp{self.dp}" + ("-sequence" if self.sequence else "")
         parts = [f"zero{self.zero}", self.model, layout, self.precision, f"accumulate{self.accumulate}", self.clip]
-        return "-".join([*parts, *([self.schedule] if self.pp > 1 else []), *(f"{k}_{v}" for k, v in self.options)])
+        parts += [self.schedule] * (self.pp > 1) + ["large_ends"] * self.large_ends
+        return "-".join([*parts, *(f"{k}_{v}" for k, v in self.options)])
 
     @property
     def setting(self) -> Setting:
@@ -49,7 +53,7 @@ CASES = [
     Case("untied", 1, accumulate=2, clip="norm"),
     Case("tied", 2, accumulate=2, length=7),
     Case("tied", 3, clip="norm"),
-    Case("untied", 3, accumulate=2),
+    Case("untied", 3, accumulate=2, large_ends=True),
     Case("tied", 3, tp=2, clip="norm", sequence=True, length=7),
     Case("grouped", 1, tp=2, sequence=True),
     Case("deep", 3, pp=2, microbatches=2, clip="norm"),
@@ -59,6 +63,8 @@ LEVELS = (1, 2, 3)
 MORE = [
     *(Case("deep_tied", zero, pp=2, schedule="1f1b", microbatches=3, clip="norm", accumulate=2) for zero in LEVELS),
     *(Case("deep", zero, pp=2, schedule="interleaved", microbatches=4) for zero in LEVELS),
+    *(Case("deep", zero, pp=2, microbatches=4, large_ends=True) for zero in LEVELS),
+    *(Case("grouped", zero, tp=2, sequence=True, large_ends=True) for zero in LEVELS),
     *(Case("deep_tied", zero, pp=2, schedule="gpipe", microbatches=zero) for zero in LEVELS),
     *(Case("deep_tied", zero, tp=2, pp=2, clip="norm", sequence=True) for zero in LEVELS),
     *(Case("grouped_fused", zero, tp=4, length=7) for zero in LEVELS),
@@ -94,13 +100,16 @@ MORE = [
 
 def _fit(rank: int, world_size: int, case: Case, callbacks: tuple[Callback, ...] = ()) -> Run:
     from lightning_megatp import MegaTPStrategy
+    from lightning_megatp.gradients import units
 
     pipeline: dict[str, Any] = {"microbatches": case.microbatches, "schedule": case.schedule} if case.pp > 1 else {}
     strategy = MegaTPStrategy(
         tp=case.tp, pp=case.pp, dp=case.dp, zero=case.zero, summary=False, sequence_parallel=case.sequence, **pipeline,
         **{"plan": variant(case.model).plan, **dict(case.options)},
     )  # fmt: skip
-    return fit(case.setting, strategy, world_size, case.dp, whole_gradients, callbacks)
+    small_end = 0 if case.large_ends else units._SMALL_END
+    with mock.patch.object(units, "_SMALL_END", small_end):
+        return fit(case.setting, strategy, world_size, case.dp, whole_gradients, callbacks)
 
 
 @pytest.mark.parametrize("case", [*CASES, *(pytest.param(case, marks=pytest.mark.extended) for case in MORE)], ids=str)
