@@ -87,8 +87,10 @@ def map_arguments(
 
 
 def _is_flat(values: list[Any]) -> bool:
-    containers = (x for x in values if isinstance(x, (list, tuple, dict)))
-    return all(not isinstance(x, dict) and all(type(item) is int for item in x) for x in containers)
+    for x in values:
+        if isinstance(x, dict) or (isinstance(x, (list, tuple)) and any(type(item) is not int for item in x)):
+            return False
+    return True
 
 
 def gathered(x: Any) -> Any:
