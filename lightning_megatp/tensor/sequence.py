@@ -60,8 +60,6 @@ class SequenceShard(Shard):
     """A tensor of which this rank holds some tokens; shape, size and operations are those of the whole tensor."""
 
     tokens: SequenceLayout
-    plain: Tensor
-    """This rank's tokens as a plain tensor; the shard is a view of it."""
 
     @staticmethod
     def wrap(local: Tensor, layout: SequenceLayout) -> SequenceShard:

@@ -23,6 +23,9 @@ from lightning_megatp.tensor.functions import OwnFunction, is_in_place, operatio
 class Shard(torch.Tensor):
     """A part of a tensor that behaves as the whole one. Not a tensor by itself."""
 
+    plain: Tensor
+    """This rank's part as a plain tensor; the shard is a view of it."""
+
     def whole(self) -> Tensor:
         """The whole tensor, a plain one, the same on every rank."""
         raise NotImplementedError
