@@ -32,7 +32,7 @@ from lightning_megatp.tensor.layers import HiddenParallelEmbedding, ParallelLaye
 from lightning_megatp.tensor.outside import LayerParameters
 from lightning_megatp.tensor.parameters import shard_
 from lightning_megatp.tensor.sequence import SequenceLayout, SequenceShard
-from lightning_megatp.tensor.shards import gathered
+from lightning_megatp.tensor.shards import Shard, gathered
 
 _KEPT = "_lightning_megatp"
 """Attribute of the LightningModule that keeps its ParallelModule, so that another Trainer can go on with it."""
@@ -272,7 +272,7 @@ class _SequenceEntry:
         if where is None:
             where = next(self._eligible(args, kwargs), None)
         x = None if where is None else args[where] if isinstance(where, int) else kwargs.get(where)
-        if not isinstance(x, Tensor) or x.dim() <= self.style.dim:
+        if not isinstance(x, Tensor) or _plain(x).dim() <= self.style.dim:
             raise ValueError(
                 f"MegaTPStrategy: `{self.name}` has the style `sequence` with dim={self.style.dim}, but no argument of"
                 " its forward is a floating tensor with that dim. Name it by `input` in the plan, or drop the style."
@@ -289,8 +289,16 @@ class _SequenceEntry:
     def _eligible(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[int | str]:
         everything: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
         for where, x in everything:
-            if isinstance(x, Tensor) and x.is_floating_point() and x.dim() > self.style.dim + 1:
+            if not isinstance(x, Tensor):
+                continue
+            plain = _plain(x)
+            if plain.is_floating_point() and plain.dim() > self.style.dim + 1:
                 yield where
+
+
+def _plain(x: Tensor) -> Tensor:
+    """A shard's own tensor, which is asked faster than the shard; anything else as it is."""
+    return x.plain if isinstance(x, Shard) else x
 
 
 def _leave_whole(module: nn.Module, args: Any, output: Any) -> Any:

@@ -46,6 +46,7 @@ __all__ = [
     "all_gather_single",
     "as_subclass",
     "attributes_of_fakes",
+    "backward_id",
     "checkpoint_region",
     "collectives_begun",
     "current_backward_node",
@@ -62,7 +63,6 @@ __all__ = [
     "is_random",
     "is_view",
     "reduce_scatter_single",
-    "runs_in_this_backward",
     "runs_own_convolution",
     "sdpa_is_fused",
     "storage_id",
@@ -72,6 +72,7 @@ __all__ = [
     "tree_map",
     "tree_unflatten",
     "unflatten",
+    "wants_gradient",
     "weight_norm_of",
     "weights_of_recurrent_layers_renewed",
     "without_dispatch_modes",
@@ -109,20 +110,33 @@ def accumulated_parameter(node: Any) -> Tensor | None:
 
 def accumulates_into(leaf: Tensor) -> bool:
     """Whether the backward that runs on this thread adds to the `.grad` of a leaf. False in `autograd.grad`, where the
-    engine refuses to answer, and where `backward(inputs=...)` leaves it out."""
+    engine refuses to answer, and where `backward(inputs=...)` leaves it out. No public name (2.11-2.13)."""
     try:
-        return runs_in_this_backward(torch.autograd.graph.get_gradient_edge(leaf).node)
+        return _is_reached(leaf)
     except RuntimeError:
         return False
 
 
-def runs_in_this_backward(node: Any) -> bool:
-    """Whether the backward that runs on this thread comes to a node. No public name (2.11-2.13).
+def wants_gradient(x: Tensor) -> bool:
+    """Whether the backward that runs on this thread may ask for the gradient of a tensor. Where it keeps the graph, for
+    others to come, the engine is asked; a last one is taken to want all, since asking takes 10 us. Of a leaf that
+    `autograd.grad` wants, the engine refuses to tell. No public names (2.11-2.13)."""
+    if not torch._C._autograd._get_current_graph_task_keep_graph():
+        return True
+    try:
+        return _is_reached(x)
+    except RuntimeError:
+        return True
 
-    Raises:
-        RuntimeError: for a leaf's node in `autograd.grad`.
-    """
+
+def _is_reached(x: Tensor) -> bool:
+    node: Any = torch.autograd.graph.get_gradient_edge(x).node
     return bool(torch._C._will_engine_execute_node(node))
+
+
+def backward_id() -> int:
+    """Which backward runs on this thread, -1 for none. No public name (2.11-2.13)."""
+    return int(torch._C._current_graph_task_id())
 
 
 def gradient_hooks(leaf: Tensor) -> bool:

@@ -285,7 +285,7 @@ def begin_all_gather(
         return Pending(x.new_empty((*x.shape[:dim], sum(sizes), *x.shape[dim + 1 :])), None)
     sent = x.contiguous() if x.shape[dim] == most else _pad(x, dim, most)
     wire = (ways * sent.shape[0], *sent.shape[1:])
-    if min(sizes) == most and all(size == 1 for size in x.shape[:dim]):  # the ranks' parts arrive where they belong
+    if min(sizes) == most and x.shape[:dim].numel() == 1:  # the ranks' parts arrive where they belong
         whole = sent.new_empty((*x.shape[:dim], ways * most, *x.shape[dim + 1 :]))
         return Pending(whole, all_gather_single(whole.view(wire), sent, group=group, async_op=async_op))
     received = sent.new_empty(wire)

@@ -18,6 +18,7 @@ from lightning_megatp.shim.torch import is_fake, tensor_version
 from lightning_megatp.tensor.deferred import DeferredWeights
 from lightning_megatp.tensor.exchange import GroupExchange
 from lightning_megatp.tensor.random import RankStream
+from lightning_megatp.tensor.shards import Shard
 
 T = TypeVar("T")
 
@@ -150,5 +151,6 @@ class _Entered:
 
     @staticmethod
     def _key(x: Tensor) -> tuple[int, bool, bool]:
+        x = x.plain if isinstance(x, Shard) else x
         with_graph = torch.is_grad_enabled() and x.requires_grad
         return tensor_version(x), with_graph, torch.is_inference_mode_enabled()

@@ -3,13 +3,13 @@
 A value enters once for all column layers that read it. In backward the gradient of their input is a partial sum, to be
 reduced over the tensor ranks; the gradients of their weights wait for nobody. So the autograd graph is
 
-    x -> _Await -> _Enter -> _Column (one per layer) -> ...
-         weight -> _Gate  -> _Column
+    x, weights -> _Enter            makes the output of the layer that reads x first
+                    -> _Column      one per other layer, which reads its weight through `_Enter` too
 
-whose nodes torch's engine runs by the order of their creation, the last first: every `_Column` computes the gradient
-of its input; `_Enter` starts to reduce their sum; each `_Gate` computes the gradient of its layer's weight; `_Await`
-waits. A sequence, of which each rank keeps its own tokens, is gathered again meanwhile. Any other order gives the same
-numbers with less overlap, and each gradient still reaches its parameter through autograd, hooks included.
+In backward every `_Column` computes the gradient of its input and leaves that of its weight to `_Enter`. That one adds
+up the gradients of x, starts to reduce them, computes the gradients of all weights, and waits. A sequence, of which
+each rank keeps its own tokens, is gathered again meanwhile. Every gradient reaches its parameter through autograd,
+hooks included.
 
 Shapes: b batch, s sequence, h input features, o output features of this rank, t tensor-parallel size.
 Source: Shoeybi et al. 2019, section 3 (f and g); Korthikanti et al. 2022, section 4.2.2.
@@ -17,6 +17,7 @@ Source: Shoeybi et al. 2019, section 3 (f and g); Korthikanti et al. 2022, secti
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,11 +28,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_megatp.shim.torch import (
+    backward_id,
     checkpoint_region,
     functorch_is_active,
-    runs_in_this_backward,
+    gradient_hooks,
     storage_id,
     tensor_version,
+    wants_gradient,
 )
 from lightning_megatp.tensor.collectives import (
     Pending,
@@ -49,6 +52,9 @@ from lightning_megatp.tensor.deferred import DeferredWeights, autocast_dtype, ca
 from lightning_megatp.tensor.functions import OwnFunction
 from lightning_megatp.tensor.sequence import SequenceLayout, SequenceShard
 
+Parameters = tuple[Tensor, Tensor | None]
+"""Weight and bias of a linear layer."""
+
 
 class Entry:
     """A value inside of a tensor region.
@@ -57,9 +63,10 @@ class Entry:
         x: (..., h) whole, or this rank's tokens of it.
         group: the tensor-parallel process group.
         deferred: where gradients of weights may be put off to.
-        readers: weight and bias of the layers that will probably read it. Those that do, as they are, have their
-            gradients computed while the input's is reduced; what is made of parameters (a transposed weight, a slice, a
-            parametrization) has its gradient before.
+        readers: of the layers that will probably read it. Those that do, as they are, have their gradients computed
+            while the input's is reduced. What is made of parameters (a transposed weight, a slice, a parametrization)
+            has its gradient before; so has a parameter with a hook, unless its layer reads first: hooks would be
+            called, with None, for a layer that does not read after all.
 
     Memory: of a sequence, 1 / t between forward and backward.
     Communication: `copy_to_region` or `gather_sequence`; of a sequence also one all-gather in backward,
@@ -71,42 +78,67 @@ class Entry:
         x: Tensor,
         group: dist.ProcessGroup,
         deferred: DeferredWeights,
-        readers: Sequence[tuple[Tensor, Tensor | None]] = (),
+        readers: Sequence[Parameters] = (),
     ) -> None:
         tokens = x.tokens if isinstance(x, SequenceShard) else None
-        plain = x.plain if isinstance(x, SequenceShard) else x
-        self._deferred = deferred
+        self._plain = x.plain if isinstance(x, SequenceShard) else x
         self._transfer = _Transfer(group, tokens)
-        self._gates: dict[int, _Gated] = {}
-        self._own: Tensor | None = None
-        if functorch_is_active() or not torch.is_grad_enabled():
-            self.value = _enter(plain, group, tokens)
-            return
-        self._own = None if tokens is None else plain
-        if plain.requires_grad:
-            plain = _Await.apply(plain, self._transfer)
-            self._gates = {
-                id(weight): _Gated(weight, bias, self._transfer, deferred)
-                for weight, bias in readers
-                if weight.requires_grad and (bias is None or bias.requires_grad)
-            }
-            self.value = _Enter.apply(plain, self._transfer)
-        else:
-            self.value = _enter(plain, group, tokens)
+        self._deferred, self._readers = deferred, readers
+        self._gates: dict[int, _Gate] = {}
+        self._value: Tensor | None = None
+
+    @property
+    def value(self) -> Tensor:
+        """What entered: (..., h)."""
+        if self._value is None:
+            self._bring_in()
+        assert self._value is not None
+        return self._value
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """`F.linear` of the value: weight (o, h), bias (o) -> (..., o). Autocast is followed."""
-        x, wanted = self.value, weight.requires_grad or (bias is not None and bias.requires_grad)
+        x, wanted = self._plain, weight.requires_grad or (bias is not None and bias.requires_grad)
         if not torch.is_grad_enabled() or functorch_is_active() or not (wanted or x.requires_grad):
-            return F.linear(x, weight, bias)
+            return F.linear(self.value, weight, bias)
+        if self._value is None and (y := self._bring_in(weight, bias)) is not None:
+            return y
         dtype = autocast_dtype(x)
-        own = None if checkpoint_region() is not None else self._own  # there, all is gathered again before backward
         gate = self._gates.pop(id(weight), None)
         if gate is not None and gate.is_of(weight, bias):
             call, (weight, bias) = gate.call, gate.inside
         else:
             call = _Call(weight, bias, self._transfer, self._deferred)
-        y: Tensor = _Column.apply(cast(x, dtype), own, weight, bias, dtype, call)
+        output: Tensor = _Column.apply(cast(self.value, dtype), self._own(), weight, bias, dtype, call)
+        return output
+
+    def _own(self) -> Tensor | None:
+        """This rank's tokens, to be gathered again in backward; in a checkpoint, all is gathered before backward."""
+        return None if self._transfer.tokens is None or checkpoint_region() is not None else self._plain
+
+    def _bring_in(self, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor | None:
+        """Let the value enter, and make the output of the layer that asks for it. None if that takes a `_Column`, whose
+        backward needs another tensor than the one that enters: autocast changes it, or a checkpoint gathers it."""
+        x, transfer = self._plain, self._transfer
+        if functorch_is_active() or not (torch.is_grad_enabled() and x.requires_grad):
+            self._value = _enter(x, transfer.group, transfer.tokens)
+            return None
+        at_once = cast(x, autocast_dtype(x)) is x and (transfer.tokens is None or self._own() is x)
+        first = _Call(weight, bias, transfer, self._deferred) if at_once and weight is not None else None
+        gates = []
+        for parameters in self._readers:
+            asks = parameters[0] is weight
+            if asks and first is not None:
+                continue
+            if all(p is None or (p.requires_grad and (asks or not gradient_hooks(p))) for p in parameters):
+                gates.append(_Gate(parameters, _Call(*parameters, transfer, self._deferred)))
+        transfer.gated = [gate.call for gate in gates]
+        if first is None:
+            weight = bias = None
+        inputs = (parameter for gate in gates for parameter in gate.parameters)
+        y, self._value, *inside = _Enter.apply(x, weight, bias, first, transfer, *inputs)
+        for gate, own_weight, own_bias in zip(gates, inside[::2], inside[1::2], strict=True):
+            gate.inside = own_weight, own_bias
+        self._gates = {id(gate.parameters[0]): gate for gate in gates}
         return y
 
 
@@ -125,45 +157,41 @@ class _Transfer:
 
     def __init__(self, group: dist.ProcessGroup, tokens: SequenceLayout | None) -> None:
         self.group, self.tokens = group, tokens
-        self.reduced: Pending | None = None
+        self.gated: list[_Call] = []
+        """The readings whose gradients of weights `_Enter` computes."""
         self._gathered: dict[torch.dtype, Pending] = {}
 
-    def gather(self, own: Tensor, dtype: torch.dtype) -> Pending:
-        """Start to gather the sequence, unless a layer has done so in this backward."""
+    def again(self, x: Tensor, dtype: torch.dtype) -> Tensor | Pending:
+        """What entered, again. A sequence is on its way, unless a layer has gathered it in this backward. With a graph
+        (gradients of gradients) it is differentiable."""
+        if torch.is_grad_enabled():
+            return _enter(x.to(dtype), self.group, self.tokens)
+        if self.tokens is None:
+            return x
         if dtype not in self._gathered:
-            self._gathered[dtype] = begin_all_gather(own.to(dtype), self.group, self._layout.dim, self.sizes)
+            self._gathered[dtype] = begin_all_gather(x.to(dtype), self.group, self.tokens.dim, self.sizes)
         return self._gathered[dtype]
 
-    def again(self, own: Tensor, dtype: torch.dtype) -> Tensor:
-        """The whole sequence, differentiable."""
-        return gather_sequence(own.to(dtype), self.group, self._layout.dim, self._layout.length, "tensor")
-
-    def reduce(self, grad: Tensor) -> Tensor:
-        """Start to sum the gradient of what was entered with; the result may be read after `reduced.wait()`. All
-        layers have computed theirs, and hold what they gathered for as long as they need it."""
+    def reduce(self, grad: Tensor) -> Pending:
+        """Start to sum the gradient of what was entered with. All layers have computed theirs, and hold what they
+        gathered for as long as they need it."""
         self._gathered = {}
         if self.tokens is None:
-            self.reduced = begin_all_reduce(grad, self.group)
-        else:
-            self.reduced = begin_reduce_scatter(grad, self.group, self.tokens.dim, self.sizes)
-        return self.reduced.result
+            return begin_all_reduce(grad, self.group)
+        return begin_reduce_scatter(grad, self.group, self.tokens.dim, self.sizes)
 
     def reduced_with_graph(self, grad: Tensor) -> Tensor:
         """The sum itself, differentiable."""
-        self.reduced, self._gathered = None, {}  # of a backward that failed
+        self._gathered = {}  # of a backward that failed
         if self.tokens is None:
             return reduce_from_region(grad, self.group)
         return reduce_scatter_sequence(grad, self.group, self.tokens.dim)
 
-    @property
-    def _layout(self) -> SequenceLayout:
-        assert self.tokens is not None
-        return self.tokens
-
-    @property
+    @functools.cached_property
     def sizes(self) -> list[int]:
         """Tokens of each rank."""
-        return sequence_sizes(self._layout.length, self.group.size())
+        assert self.tokens is not None
+        return sequence_sizes(self.tokens.length, self.group.size())
 
 
 @dataclass(eq=False)
@@ -176,10 +204,13 @@ class _Call:
     transfer: _Transfer
     deferred: DeferredWeights
     gated: bool = False
-    grad: Tensor | None = field(default=None, repr=False)
-    """Gradient of the output, from `_Column`'s backward to `_Gate`'s."""
-    x: Tensor | Pending | None = field(default=None, repr=False)
-    """The input, or what gathers it again."""
+    left: tuple[int, Tensor, Tensor | Pending | None, list[bool]] | None = field(default=None, repr=False)
+    """From `_Column`'s backward to `_Enter`'s: which backward it is, and the arguments of `gradients`."""
+
+    def wanted(self, *need: bool) -> list[bool]:
+        """Of weight and bias, whether this backward asks for the gradient."""
+        parameters = zip(need, (self.weight, self.bias), strict=True)
+        return [needed and parameter is not None and wants_gradient(parameter) for needed, parameter in parameters]
 
     def gradients(
         self, grad: Tensor, x: Tensor | Pending | None, wanted: Sequence[bool]
@@ -188,19 +219,26 @@ class _Call:
         x = x.wait() if isinstance(x, Pending) else x
         return self.deferred.gradients(x, grad, self.weight, self.bias, wanted)
 
+    def left_gradients(self) -> tuple[Tensor | None, Tensor | None]:
+        """Those that were left to be computed in this backward."""
+        left, self.left = self.left, None
+        if left is None or left[0] != backward_id():
+            return None, None
+        return self.gradients(*left[1:])
 
-class _Gated:
-    """A layer's parameters behind a `_Gate`."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, transfer: _Transfer, deferred: DeferredWeights) -> None:
-        self._held = weight, bias
-        self._state = [_state(weight), _state(bias)]
-        self.call = _Call(weight, bias, transfer, deferred, gated=True)
-        self.inside: tuple[Tensor, Tensor | None] = _Gate.apply(weight, bias, self.call)
+class _Gate:
+    """A layer's parameters, as they are behind `_Enter`."""
+
+    def __init__(self, parameters: Parameters, call: _Call) -> None:
+        self.parameters, self.call = parameters, call
+        self.inside = parameters
+        self._state = [_state(parameter) for parameter in parameters]
+        call.gated = True
 
     def is_of(self, weight: Tensor, bias: Tensor | None) -> bool:
         """Whether these are the parameters, unchanged since."""
-        same = self._held[0] is weight and self._held[1] is bias
+        same = self.parameters[0] is weight and self.parameters[1] is bias
         return same and self._state == [_state(weight), _state(bias)]
 
 
@@ -210,70 +248,72 @@ def _state(parameter: Tensor | None) -> object:
     return tensor_version(parameter), storage_id(parameter), parameter.requires_grad
 
 
-class _Await(OwnFunction):
-    """Identity. Its backward waits for the gradient that `_Enter` began to reduce."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, transfer: _Transfer) -> Tensor:
-        ctx.transfer = transfer
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        pending, ctx.transfer.reduced = ctx.transfer.reduced, None
-        return grad if pending is None else pending.wait(), None
-
-
 class _Enter(OwnFunction):
-    """Into a tensor region: identity of a whole value, all-gather of a sequence. Its gradient is a partial sum."""
+    """Into a tensor region: identity of a whole value, all-gather of a sequence. Its gradient is a partial sum.
+
+    Besides the value it returns what the layer that reads first makes of it, y = x A^T + b, and weights and biases of
+    other layers as they are.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, transfer: _Transfer) -> Tensor:
-        ctx.transfer = transfer
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        first: _Call | None,
+        transfer: _Transfer,
+        *others: Tensor | None,
+    ) -> tuple[Tensor | None, ...]:
+        ctx.first, ctx.transfer = first, transfer
         ctx.region_above, ctx.region_below = "tensor", "whole" if transfer.tokens is None else "sequence"
-        if transfer.tokens is None:
-            return x.view_as(x)
-        return all_gather(x, transfer.group, transfer.tokens.dim, transfer.sizes)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        transfer = ctx.transfer
-        if torch.is_grad_enabled():
-            return transfer.reduced_with_graph(grad), None
-        begun = transfer.reduce(grad)
-        at_once = torch.is_anomaly_enabled()  # which looks at every gradient
-        return transfer.reduced.wait() if at_once else begun, None
-
-
-class _Gate(OwnFunction):
-    """Identity of a weight and a bias. Its backward computes their gradients from what `_Column` left for it."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor, bias: Tensor | None, call: _Call) -> tuple[Tensor, Tensor | None]:
-        ctx.call = call
+        ctx.crossing_input = 0
         ctx.set_materialize_grads(False)
-        return weight.view_as(weight), None if bias is None else bias.view_as(bias)
+        if transfer.tokens is None:
+            value = x.view_as(x)
+        else:
+            value = all_gather(x, transfer.group, transfer.tokens.dim, transfer.sizes)
+        y = None
+        if weight is not None:
+            _, needs_weight, *_ = ctx.needs_input_grad
+            ctx.save_for_backward(x if needs_weight else None, weight)
+            dtype = autocast_dtype(x)
+            y = F.linear(value, cast(weight, dtype), None if bias is None else cast(bias, dtype))
+        return y, value, *(None if other is None else other.view_as(other) for other in others)
 
     @staticmethod
-    def backward(ctx: Any, grad_weight: Tensor | None, grad_bias: Tensor | None) -> tuple[Tensor | None, ...]:
-        call = ctx.call
-        grad, x, call.grad, call.x = call.grad, call.x, None, None
-        if grad is None:
-            return grad_weight, grad_bias, None
-        own_weight, own_bias = call.gradients(grad, x, ctx.needs_input_grad)
-        return _sum(own_weight, grad_weight), _sum(own_bias, grad_bias), None
+    def backward(
+        ctx: Any, grad: Tensor | None, grad_value: Tensor | None, *passed: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        first, transfer, with_graph = ctx.first, ctx.transfer, torch.is_grad_enabled()
+        total, x, wanted = grad_value, None, [False, False]
+        if grad is not None:
+            kept, weight = ctx.saved_tensors
+            wanted = first.wanted(*ctx.needs_input_grad[1:3])
+            x = transfer.again(kept, kept.dtype) if wanted[0] else None
+            total = _sum(grad @ weight.to(grad.dtype), grad_value)
+        own: tuple[Tensor | None, ...] = (None, None)
+        if with_graph:
+            total = None if total is None else transfer.reduced_with_graph(total)
+            own = own if grad is None else first.gradients(grad, x, wanted)
+            return total, *own, None, None, *passed
+        pending = None if total is None else transfer.reduce(total)
+        own = own if grad is None else first.gradients(grad, x, wanted)
+        left = [grad for call in transfer.gated for grad in call.left_gradients()]
+        others = map(_sum, left, passed)
+        return None if pending is None else pending.wait(), *own, None, None, *others
 
 
 def _sum(own: Tensor | None, other: Tensor | None) -> Tensor | None:
-    """The other one comes from uses in the graph of gradients, through which gradients are taken now."""
+    """The gradients of two uses."""
     return own if other is None else other if own is None else own + other
 
 
 class _Column(OwnFunction):
     """y = x A^T + b of what entered.
 
-    Its backward leaves the gradients of gated parameters to `_Gate`, if this backward comes to it. With a graph
-    (gradients of gradients) everything is computed here, of differentiable operations.
+    Its backward leaves the gradients of gated parameters to `_Enter`. With a graph (gradients of gradients) everything
+    is computed here, of differentiable operations.
     """
 
     @staticmethod
@@ -287,7 +327,8 @@ class _Column(OwnFunction):
         call: _Call,
     ) -> Tensor:
         ctx.call, ctx.dtype, ctx.gathers = call, x.dtype, own is not None
-        ctx.input_outside_region = 1 if ctx.gathers else None  # the tokens have not entered (see `lineage`)
+        if ctx.gathers:  # the tokens have not entered
+            ctx.region_above, ctx.region_below, ctx.crossing_input = "tensor", "sequence", 1
         needs_x, _, needs_weight, *_ = ctx.needs_input_grad
         kept = x if own is None else own
         ctx.save_for_backward(kept if needs_weight else None, weight if needs_x else None)
@@ -296,17 +337,11 @@ class _Column(OwnFunction):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         kept, weight = ctx.saved_tensors
-        call, (needs_x, _, *wanted, _, _) = ctx.call, ctx.needs_input_grad
-        (below, _), (gate, _) = ctx.next_functions[0], ctx.next_functions[1 + ctx.gathers]
-        needs_x = needs_x and runs_in_this_backward(below)
-        gated = call.gated and any(wanted)
-        if gated and not runs_in_this_backward(gate):
-            gated, wanted = False, [False, False]
-        with_graph = torch.is_grad_enabled()
-        if ctx.gathers and wanted[0]:
-            kept = (call.transfer.again if with_graph else call.transfer.gather)(kept, ctx.dtype)
+        call, (needs_x, _, *needed, _, _) = ctx.call, ctx.needs_input_grad
+        wanted = call.wanted(*needed)
+        x = call.transfer.again(kept, ctx.dtype) if wanted[0] and ctx.gathers else kept
         grad_x = grad @ weight.to(grad.dtype) if needs_x else None
-        if gated and not with_graph:
-            call.grad, call.x = grad, kept
+        if call.gated and not torch.is_grad_enabled():
+            call.left = backward_id(), grad, x, wanted
             return grad_x, None, None, None, None, None
-        return grad_x, None, *call.gradients(grad, kept, wanted), None, None
+        return grad_x, None, *call.gradients(grad, x, wanted), None, None

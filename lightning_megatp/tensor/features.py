@@ -97,8 +97,6 @@ class FeatureShard(Shard):
     """A tensor of which this rank holds some features; shape, size and operations are those of the whole tensor."""
 
     features: FeatureLayout
-    plain: Tensor
-    """This rank's features; the shard is a view of it."""
 
     @staticmethod
     def wrap(local: Tensor, layout: FeatureLayout) -> FeatureShard:

@@ -107,16 +107,17 @@ class ParallelLayer(nn.Module):
     def _set_local_sizes(self) -> None:
         raise NotImplementedError
 
-    def _own(self, name: str, dim: int, by_rank: tuple[Ranges, ...] | None = None) -> Tensor:
-        """This rank's part of a parameter, a weight as `F.linear` takes it: (out, in).
+    def _own(self, name: str, dim: int, by_rank: tuple[Ranges, ...] | None = None) -> Any:
+        """This rank's part of a parameter, None if there is none, a weight as `F.linear` takes it: (out, in).
 
         Args:
             name: of the parameter.
             dim: the split dim.
             by_rank: its ranges, where they are not the layer's.
         """
-        parameter = getattr(self, name)
-        if name not in self.whole_parameters:
+        held = self._parameters
+        parameter = dict.__getitem__(held, name) if name in held else getattr(self, name)
+        if parameter is None or name not in self.whole_parameters:
             return parameter
         return slice_whole(parameter, self.group, dim, by_rank or self.by_rank)
 
@@ -164,8 +165,7 @@ class ColumnParallel(ParallelLayer):
 
     def _compute(self, x: Tensor) -> Tensor:
         entry = self.context.enter(x, self._bring, None if self.gather_output else self.region, self.training)
-        bias = None if self.bias is None else self._own("bias", 0)
-        y = entry.linear(self._own("weight", 0), bias)
+        y = entry.linear(self._own("weight", 0), self._own("bias", 0))
         if self._layout is not None and self.context.size > 1:
             whole = self.context.is_dry(y)
             return self.context.exchange.gather(y, -1, self.by_rank) if whole else FeatureShard.wrap(y, self._layout)
@@ -228,13 +228,13 @@ class RowParallel(ParallelLayer):
             )
         self.context.leave()  # first of all: a checkpoint's recomputation may stop inside of F.linear
         partial = self.context.deferred.linear(x, self._own("weight", 1))
-        dim = self.sequence_dim
+        dim, bias = self.sequence_dim, self.bias
         if dim is None or partial.dim() <= dim + 1 or self.context.is_dry(partial):
             y = reduce_from_region(partial, self.group)
-            return y if self.bias is None else y + self.bias.to(y.dtype)
+            return y if bias is None else y + bias.to(y.dtype)
         layout = SequenceLayout(dim - partial.dim(), partial.shape[dim], self.context)
         y = reduce_scatter_sequence(partial, self.group, layout.dim)
-        return SequenceShard.wrap(y if self.bias is None else y + self.bias.to(y.dtype), layout)
+        return SequenceShard.wrap(y if bias is None else y + bias.to(y.dtype), layout)
 
 
 class ColumnParallelLinear(ColumnParallel, nn.Linear):

@@ -2,7 +2,8 @@
 
 A parameter used where each rank holds other features or other tokens gets a partial gradient, to be summed over the
 tensor ranks; used where values are whole it gets the full one. Rather than guess, walk the real graph of a step once,
-from the loss to the leaves, and change region at the marks that the collectives left (`region_above`, `region_below`).
+from the loss to the leaves, and change region at the marks that the collectives left (`region_above`, `region_below`;
+`crossing_input` where one input alone is in the lower region).
 """
 
 from __future__ import annotations
@@ -48,23 +49,24 @@ def trace_regions(outputs: Iterable[Tensor]) -> Lineage:
     while todo:
         node, region = todo.pop()
         kind = kinds.get(type(node)) or kinds.setdefault(type(node), _kind(node))
+        below, crossing = region, None
         if kind == "function":
             above = getattr(node, "region_above", None)
             if above is not None:
                 if above != region:
                     lineage.crossings.add((above, region))
-                region = node.region_below
+                below, crossing = node.region_below, getattr(node, "crossing_input", None)
                 if hasattr(node, "completes") and _note_use(node, lineage):
                     continue
-            lineage.hidden |= node.name() == "CheckpointFunctionBackward"
         elif kind == "leaf":
             leaf = accumulated_parameter(node)
             if leaf is not None:
                 lineage.leaves[id(leaf)] = leaf
                 lineage.regions.setdefault(id(leaf), set()).add(region)
-        outside = getattr(node, "input_outside_region", None) if kind == "function" else None
+        elif kind == "reentrant":
+            lineage.hidden = True
         for i, (parent, _) in enumerate(node.next_functions):
-            step = (parent, region if i != outside else "sequence")
+            step = (parent, below if crossing is None or crossing == i else region)
             if parent is not None and step not in seen:
                 seen.add(step)
                 todo.append(step)
@@ -83,6 +85,8 @@ def _note_use(node: Any, lineage: Lineage) -> bool:
 def _kind(node: Any) -> str:
     """Of all nodes of a type: an autograd function's in Python, a leaf's, or another that torch itself made. Such a
     walk visits every node of every step, and there are more of the last kind than of the others."""
+    if node.name() == "CheckpointFunctionBackward":
+        return "reentrant"
     if isinstance(node, BackwardCFunction):
         return "function"
     return "leaf" if hasattr(node, "variable") else "other"

@@ -8,7 +8,6 @@ Source: Korthikanti et al. 2022, section 4.2.2.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -49,6 +48,8 @@ class SequenceLayout:
         return self.context.group
 
     def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
         return isinstance(other, SequenceLayout) and (self.dim, self.length) == (other.dim, other.length)
 
     def __hash__(self) -> int:
@@ -65,12 +66,11 @@ class SequenceShard(Shard):
         """This rank's tokens as a shard of the whole tensor.
 
         Args:
-            local: the tokens of this rank, a plain tensor; the shard is a view of it.
+            local: the tokens of this rank, a plain tensor.
             layout: where the sequence lies, and how long it is in all.
         """
-        with DisableTorchFunctionSubclass():
-            shard = as_subclass(local, SequenceShard)
-        shard.tokens = layout
+        shard = as_subclass(local, SequenceShard)
+        shard.plain, shard.tokens = local, layout
         return shard
 
     @staticmethod
@@ -78,12 +78,6 @@ class SequenceShard(Shard):
         """Shard a whole tensor along `dim` (counted from the front)."""
         layout = SequenceLayout(dim - x.dim(), x.shape[dim], context)
         return SequenceShard.wrap(scatter_sequence(x, context.group, layout.dim), layout)
-
-    @property
-    def plain(self) -> Tensor:
-        """This rank's tokens as a plain tensor, a view of this one."""
-        with DisableTorchFunctionSubclass():
-            return self.as_subclass(Tensor)
 
     def whole(self) -> Tensor:
         """All tokens as a plain tensor, the same on every rank.
@@ -158,10 +152,10 @@ def _run_on_tokens(func: Callable[..., Any], name: str, args: tuple[Any, ...], k
     """Run an operation that treats all tokens alike on the shards; None where the operands don't fit together."""
     leaves = [x for x in leaves_of(args, kwargs) if isinstance(x, Tensor)]
     shards = [x for x in leaves if isinstance(x, SequenceShard)]
-    plain = {id(x): x.plain for x in shards}
-    layout, ndim = shards[0].tokens, plain[id(shards[0])].dim()
-    if any(x.tokens != layout or plain[id(x)].dim() != ndim for x in shards):
-        return None
+    layout, ndim = shards[0].tokens, shards[0].plain.dim()
+    for x in shards:
+        if x.tokens != layout or x.plain.dim() != ndim:
+            return None
     pointwise = name in _POINTWISE
     if pointwise and not all(_fits(x, layout, ndim) for x in leaves if not isinstance(x, SequenceShard)):
         return None
@@ -171,14 +165,16 @@ def _run_on_tokens(func: Callable[..., Any], name: str, args: tuple[Any, ...], k
 
     def local(x: Any) -> Any:
         if isinstance(x, SequenceShard):
-            return plain[id(x)]
+            return x.plain
         if not isinstance(x, Tensor):
             return x
         return _localise(x, layout) if pointwise else _partial(x, layout)
 
     own_args, own_kwargs = map_arguments(local, args, kwargs)
-    draws = name == "dropout" and _draws(args, kwargs)
-    with layout.context.stream.inside(shards[0].device) if draws else contextlib.nullcontext():
+    if name == "dropout" and _draws(args, kwargs):
+        with layout.context.stream.inside(shards[0].plain.device):
+            result = func(*own_args, **own_kwargs)
+    else:
         result = func(*own_args, **own_kwargs)
     if in_place:
         return args[0]
@@ -222,14 +218,13 @@ def _is_shard(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 def _normalises_features(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """layer_norm and rms_norm over dims behind the sequence, of a shard, by whole weights."""
     x, shape = args[0], args[1] if len(args) > 1 else kwargs["normalized_shape"]
-    rest = leaves_of(args[1:], kwargs)
-    return isinstance(x, SequenceShard) and len(shape) < -x.tokens.dim and not _any_shard(rest)
+    return isinstance(x, SequenceShard) and len(shape) < -x.tokens.dim and not _any_shard((*args[1:], *kwargs.values()))
 
 
 def _maps_features(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """A plain linear on the last dim. Not one that widens (a head): gathering its input is cheaper than its output."""
     x, weight = args[0], args[1] if len(args) > 1 else kwargs["weight"]
-    if not isinstance(x, SequenceShard) or _any_shard(leaves_of(args[1:], kwargs)):
+    if not isinstance(x, SequenceShard) or _any_shard((*args[1:], *kwargs.values())):
         return False
     return x.tokens.dim < -1 and weight.shape[0] <= weight.shape[1]
 
@@ -250,8 +245,8 @@ def _reduces_features(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     )
 
 
-def _any_shard(leaves: list[Any]) -> bool:
-    return any(isinstance(x, SequenceShard) for x in leaves)
+def _any_shard(operands: tuple[Any, ...]) -> bool:
+    return any(isinstance(x, SequenceShard) for x in operands)
 
 
 _SHAPE = operation_names("shape size numel nelement __len__")

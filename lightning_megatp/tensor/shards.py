@@ -23,6 +23,9 @@ from lightning_megatp.tensor.functions import OwnFunction, is_in_place, operatio
 class Shard(torch.Tensor):
     """A part of a tensor that behaves as the whole one. Not a tensor by itself."""
 
+    plain: Tensor
+    """This rank's part as a plain tensor; the shard is a view of it."""
+
     def whole(self) -> Tensor:
         """The whole tensor, a plain one, the same on every rank."""
         raise NotImplementedError
@@ -87,8 +90,10 @@ def map_arguments(
 
 
 def _is_flat(values: list[Any]) -> bool:
-    containers = (x for x in values if isinstance(x, (list, tuple, dict)))
-    return all(not isinstance(x, dict) and all(type(item) is int for item in x) for x in containers)
+    for x in values:
+        if isinstance(x, dict) or (isinstance(x, (list, tuple)) and any(type(item) is not int for item in x)):
+            return False
+    return True
 
 
 def gathered(x: Any) -> Any:
