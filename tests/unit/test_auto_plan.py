@@ -274,6 +274,15 @@ def test_only_one_block_of_a_kind_runs() -> None:
     assert "forward" not in vars(model.blocks[0])
 
 
+def test_a_block_of_several_names_is_captured_once_and_gets_its_forward_back() -> None:
+    model, shared = nn.Module(), Block(Gated())
+    model.first, model.second = nn.ModuleList([shared]), nn.ModuleList([shared])
+    kinds = kinds_of_blocks(model)
+    assert [kind.names for kind in kinds] == [["first.0"]]
+    assert capture_calls(model, kinds, lambda: shared(X)) is None
+    assert len(kinds[0].calls) == 1 and "forward" not in vars(shared)
+
+
 def test_a_linear_subclass_counts_if_it_computes_the_same() -> None:
     class Same(nn.Linear):
         def forward(self, input: Tensor) -> Tensor:
