@@ -143,6 +143,12 @@ def units_in_use(module: nn.Module, example: Example | None, device: torch.devic
     return units, touched
 
 
+def used_beside(module: nn.Module, layers: Sequence[str], example: Example | None, device: torch.device) -> set[str]:
+    """The names of the parameters of some layers that a step uses otherwise than by calling these layers, as far as
+    that can be found out."""
+    return _in_order(module, list(layers), example, device)[2] if layers else set()
+
+
 def _in_order(
     module: nn.Module, units: list[str], example: Example | None, device: torch.device
 ) -> tuple[list[str], set[str], set[str]]:
