@@ -14,8 +14,8 @@ from lightning_megatp.example import Example, untouched
 from lightning_megatp.mesh import ParallelMesh
 from lightning_megatp.messages import warn_once_per_run
 from lightning_megatp.module import ParallelModule
-from lightning_megatp.pipeline.snapshot import random_state_kept
 from lightning_megatp.pipeline.build import used_beside
+from lightning_megatp.pipeline.snapshot import random_state_kept
 from lightning_megatp.pipeline.units import find_units
 from lightning_megatp.plan.auto.discover import discover, look, suit_stages
 from lightning_megatp.plan.convolutions import is_convolution, is_weight_normed

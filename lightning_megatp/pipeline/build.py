@@ -24,7 +24,7 @@ from lightning_megatp.pipeline.pipeline import Pipeline, Settings, Shared
 from lightning_megatp.pipeline.schedule import Schedule, forward_only, make_schedule
 from lightning_megatp.pipeline.shares import Shares
 from lightning_megatp.pipeline.slicing import Slicer, called_units, execution_order
-from lightning_megatp.pipeline.units import assign, find_units
+from lightning_megatp.pipeline.units import assign, find_units, is_compiled
 from lightning_megatp.shim.lightning import default_store
 from lightning_megatp.tensor.deferred import defer_linears
 
@@ -95,6 +95,12 @@ def build_pipeline(
     settings = _settings(options, ranks)
     schedule = settings.schedule(settings.microbatches)
     units, idle, touched = _in_order(parallel.module, find_units(parallel.module), example, mesh.device)
+    whole = [unit for unit in units if is_compiled(parallel.module.get_submodule(unit))]
+    if whole and len(units) < schedule.stages:
+        raise ValueError(
+            f"MegaTPStrategy: `{whole[0]}` is compiled as a whole, and pp={ranks} can't cut compiled code. Compile its"
+            " blocks one by one instead (`block.compile()`), or use pp=1."
+        )
     costs = {unit: 0.0 if unit in idle else cost for unit, cost in unit_costs(parallel.module, units).items()}
     stage_of_unit = assign(units, schedule.stages, costs, options.stages)
     sizes = _stage_sizes(parallel, stage_of_unit, schedule.stages)

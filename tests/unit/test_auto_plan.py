@@ -444,3 +444,15 @@ def test_modules_that_use_a_parameter_twice_are_known() -> None:
             return self.down(self.up(self.norm(x * self.weight + 1 - self.weight)).relu())
 
     assert plan(Mixed(), 2).used_twice == {"body"}
+
+
+def test_compiled_code_gets_no_shards_that_report_whole_sizes() -> None:
+    def found(body: nn.Module, global_sizes: bool) -> BlockResult:
+        return plan_block(Kind(Block(body), ["block"], [Call((X,), {})]), 2, global_sizes=global_sizes)
+
+    bodies: list[Any] = [Separate(), Fused(), Gated(), _Shifted()]
+    tracked = [body for body in bodies if any(x.global_sizes for x in found(body, True).plan.layers.values())]
+    assert tracked
+    for body in tracked:
+        result = found(body, False)
+        assert set(styles(result).values()) == {"column_gather"} and "compiled" in str(result.how)

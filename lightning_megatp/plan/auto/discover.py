@@ -78,7 +78,7 @@ def discover(model: nn.Module, tp: int, kinds: Sequence[Block], plan: ParallelPl
     found.problems += [problem] if problem else []
     for kind in kinds:
         trusted = plan_of_block(own, kind.names[0], kind.module, tp) if own else None
-        result = plan_block(kind, tp, trusted, least)
+        result = plan_block(kind, tp, trusted, least, global_sizes=not plan.compiled)
         found.results.append(result)
         found.problems += _spread(plan, result, model)
     found.problems += _plan_whole_modules(plan, model, tp)
