@@ -118,8 +118,8 @@ class StepMethods(GradientMethods):
                 if self.pipeline is None:
                     raise
                 raise RuntimeError(
-                    f"MegaTPStrategy: the {kind} step raised AttributeError: {error}. With pp > 1, what a module sets on"
-                    " itself in its forward (an auxiliary loss, a cache) is there on its own pipeline stage only:"
+                    f"MegaTPStrategy: the {kind} step raised AttributeError: {error}. With pp > 1, what a module sets"
+                    " on itself in its forward (an auxiliary loss, a cache) is there on its own pipeline stage only:"
                     " return it from the forward, or keep its module on the last stage by `stages=[[...], ...]`."
                 ) from error
 

@@ -355,8 +355,8 @@ class Pipeline:
                 if str(error).startswith("MegaTPStrategy"):
                     raise
                 raise RuntimeError(
-                    f"MegaTPStrategy: the {key[0]} step failed on a microbatch: {error}. A batch is split along dim 0 of"
-                    " its tensors. If that is not what its rows are (graphs in one long tensor), define"
+                    f"MegaTPStrategy: the {key[0]} step failed on a microbatch: {error}. A batch is split along dim 0"
+                    " of its tensors. If that is not what its rows are (graphs in one long tensor), define"
                     " `split_batch(self, batch, microbatches)` on the LightningModule, or use microbatches=1."
                 ) from error
             finally:

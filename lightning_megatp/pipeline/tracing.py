@@ -79,6 +79,8 @@ class Tracer(TorchFunctionMode):
         self.uses_functions = False
         self.guessed = False
         """A metric's result was made up: from there on the step may fail for that."""
+        self.misled = ""
+        """Which unit's result was made up, and how the step failed after that."""
         self.error: SliceError | None = None
         """The first, which the user's code may have caught."""
         self._inside: Inside | None = None
@@ -275,6 +277,7 @@ class Tracer(TorchFunctionMode):
         except NeedsValues as error:
             if call.is_unit and (guess := self._guess(call)) is not None:
                 self.guessed = True
+                self.misled = self.misled or f"{call.by} has shapes that depend on values, so its result was guessed"
                 return stage, guess
             if stage == self.last_stage:
                 raise StepEnded from error
