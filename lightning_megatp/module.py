@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -187,7 +188,7 @@ class ParallelModule:
         Args:
             watch: look at every operation (RandomWatch); for the first step of a kind, and once per epoch.
         """
-        watching = RandomWatch(self.context) if watch and self.sharded else contextlib.nullcontext()
+        watching = RandomWatch(self.context) if watch and self._has_regions else contextlib.nullcontext()
         try:
             with self.user_code(), watching:
                 yield
@@ -214,6 +215,12 @@ class ParallelModule:
         return tree_map(gathered, outputs) if self._has_shards else outputs
 
     @property
+    def _has_regions(self) -> bool:
+        """Whether a layer's plan is carried out here: one whose parameters are whole by now slices them, and its
+        region is the same."""
+        return bool(self.sharded or self.context.kept_whole)
+
+    @property
     def _has_shards(self) -> bool:
         """Whether the step's code meets tensors of which this rank holds a part."""
         return bool(self.plan.sequences) or self.context.feature_shards
@@ -228,8 +235,9 @@ class ParallelModule:
         Raises:
             RuntimeError: values cross into or out of a tensor region where no layer of the plan lets them.
         """
-        if not self.sharded:
+        if not self._has_regions:
             return
+        outputs = list(outputs)
         lineage = trace_regions(outputs)
         for leaf in received:
             lineage.regions.pop(id(leaf), None)
@@ -241,15 +249,36 @@ class ParallelModule:
         if lineage.crossings:
             raise RuntimeError(self._side_door(lineage))
         self._complete_where_mixed(lineage)
+        self._divide_where_mixed(lineage, outputs)
         for parameter_id, regions in lineage.regions.items():
             if parameter_id in self.sharded:
                 continue
-            if "whole" in regions:
+            if regions == {"whole"} and parameter_id not in self.partial:
                 self._full.add(parameter_id)
-            if regions != {"whole"}:
-                self.partial[parameter_id] = lineage.leaves[parameter_id]
-            if parameter_id in self.partial and parameter_id in self._full:
+            elif parameter_id in self._full:
                 raise RuntimeError(self._mixed(self._name(parameter_id), regions | {"whole"}))
+            else:
+                self.partial[parameter_id] = lineage.leaves[parameter_id]
+
+    def _divide_where_mixed(self, lineage: Lineage, outputs: Sequence[Tensor]) -> None:
+        """Of parameters whose gradients will be summed over the tensor ranks, each rank contributes its share of what
+        comes from uses on whole values (a norm of all parameters beside a sequence region)."""
+        mixed = {
+            i for i, regions in lineage.regions.items()
+            if "whole" in regions and i not in self.sharded and i not in self._full
+            and (len(regions) > 1 or i in self.partial)
+        }  # fmt: skip
+        if not mixed:
+            return
+        uses = trace_regions(outputs, edges=True).edges
+        for parameter_id in mixed:
+            for (node, position), regions in uses[parameter_id].items():
+                if len(regions) > 1:
+                    raise RuntimeError(self._mixed(self._name(parameter_id), regions))
+                divided = node.metadata.setdefault("divided", set())
+                if regions == {"whole"} and position not in divided:  # a graph may be walked again, by another backward
+                    divided.add(position)
+                    node.register_hook(partial(_share_of, position, self.context.size))
 
     def _complete_where_mixed(self, lineage: Lineage) -> None:
         """Parameters that a step may use on tokens and on whole values: where one does both, each use on tokens
@@ -424,6 +453,11 @@ class ParallelModule:
             " and gradients would be wrong. Leave the layers of that region out of the plan, or give the layer whose"
             " output escapes the style `column_gather`."
         )
+
+
+def _share_of(position: int, ways: int, gradients: Sequence[Tensor | None], _: object) -> tuple[Tensor | None, ...]:
+    """A hook of a node of the autograd graph: one of the gradients that it computes, divided."""
+    return tuple(g / ways if i == position and g is not None else g for i, g in enumerate(gradients))
 
 
 _HIDDEN = (

@@ -14,9 +14,10 @@ from lightning_megatp.example import Example, untouched
 from lightning_megatp.mesh import ParallelMesh
 from lightning_megatp.messages import warn_once_per_run
 from lightning_megatp.module import ParallelModule
+from lightning_megatp.pipeline.build import used_beside
 from lightning_megatp.pipeline.snapshot import random_state_kept
 from lightning_megatp.pipeline.units import find_units
-from lightning_megatp.plan.auto.discover import discover, look
+from lightning_megatp.plan.auto.discover import discover, look, suit_stages
 from lightning_megatp.plan.convolutions import is_convolution, is_weight_normed
 from lightning_megatp.plan.layer import LayerPlan
 from lightning_megatp.plan.parallel_plan import ParallelPlan, plain_name
@@ -89,6 +90,10 @@ class ParallelismPlugin:
         plan = self.resolve(module, mesh.size("tp"), sequence_parallel)
         if plan.open and mesh.size("tp") > 1:
             plan = self.discover(module, plan, example)
+            if mesh.size("pp") > 1 and not plan.compiled:
+                used = [sorted(used_beside(module, list(plan.layers), example, device))]
+                dist.broadcast_object_list(used, src=0)
+                suit_stages(plan, module, find_units(module), used[0])
         if mesh.size("tp") > 1 and not plan.layers:
             self._warn_whole(module, mesh.size("tp"))
         if mesh.size("tp") > 1 and plan.whole_sequences:

@@ -114,6 +114,14 @@ class StepMethods(GradientMethods):
                     f"MegaTPStrategy: the {kind} step raised StopIteration: some `next(...)` found nothing, such as"
                     " `next(module.parameters())` of a module whose parameters are all on other pipeline stages."
                 ) from error
+            except AttributeError as error:
+                if self.pipeline is None:
+                    raise
+                raise RuntimeError(
+                    f"MegaTPStrategy: the {kind} step raised AttributeError: {error}. With pp > 1, what a module sets"
+                    " on itself in its forward (an auxiliary loss, a cache) is there on its own pipeline stage only:"
+                    " return it from the forward, or keep its module on the last stage by `stages=[[...], ...]`."
+                ) from error
 
         if self.sharding is None or self.pipeline is not None:
             return run

@@ -303,6 +303,17 @@ class Noisy(GPT):
         return self.loss(self.head(x_BLD), batch[1])
 
 
+class MaskedLikeHidden(GPT):
+    """A mask takes the dtype of hidden states, and is looked at on the host; so is one with gradients."""
+
+    def middle(self, x_BLD: Tensor) -> Tensor:
+        mask_L1 = torch.ones(x_BLD.shape[1], 1).to(x_BLD)
+        scale_LD = self.positions[: x_BLD.shape[1]].type_as(x_BLD)
+        for block in self.blocks:
+            x_BLD = block(x_BLD if bool((mask_L1 < 1).any()) else x_BLD * mask_L1 + scale_LD)
+        return x_BLD
+
+
 class Frozen(GPT):
     """The first block learns nothing."""
 
@@ -522,6 +533,7 @@ CASES = {
     "checkpointed, reentrant": Case(CheckpointedReentrant, tokens),
     "branching": Case(Branching, tokens),
     "cleaning": Case(Cleaning, tokens),
+    "masked like hidden states": Case(MaskedLikeHidden, tokens),
     "frozen": Case(Frozen, tokens),
     "hooked": Case(Hooked, tokens),
     "encoder": Case(Classifier, labelled),

@@ -120,7 +120,10 @@ class BatchRun:
                 self.parallel.trace(needed, received)
             return list(done.sent)
         self.results[microbatch] = done.result
-        self.logged.append(calls)
+        assert counting is not None
+        loss = done.result.get("loss") if isinstance(done.result, Mapping) else done.result
+        losses = [*counting.means, *([loss] if isinstance(loss, Tensor) else [])]
+        self.logged.append([call.beside(losses) for call in calls])
         self._weights[microbatch] = self._weight(counting, microbatch)
         if self.backward is None:
             return []

@@ -24,7 +24,7 @@ from lightning_megatp.pipeline.pipeline import Pipeline, Settings, Shared
 from lightning_megatp.pipeline.schedule import Schedule
 from lightning_megatp.pipeline.shares import Shares
 from lightning_megatp.pipeline.slicing import Slicer, called_units, execution_order
-from lightning_megatp.pipeline.units import assign, find_units
+from lightning_megatp.pipeline.units import assign, find_units, frozen_twins, is_compiled
 from lightning_megatp.shim.lightning import default_store
 from lightning_megatp.tensor.deferred import defer_linears
 
@@ -106,8 +106,14 @@ def build_pipeline(
     settings = _settings(options, ranks)
     schedule = settings.schedule(settings.microbatches)
     units, idle, touched = _in_order(parallel.module, find_units(parallel.module), example, mesh.device)
+    whole = [unit for unit in units if is_compiled(parallel.module.get_submodule(unit))]
+    if whole and len(units) < schedule.stages:
+        raise ValueError(
+            f"MegaTPStrategy: `{whole[0]}` is compiled as a whole, and pp={ranks} can't cut compiled code. Compile its"
+            " blocks one by one instead (`block.compile()`), or use pp=1."
+        )
     costs = {unit: 0.0 if unit in idle else cost for unit, cost in unit_costs(parallel.module, units).items()}
-    stage_of_unit = assign(units, schedule.stages, costs, options.stages)
+    stage_of_unit = _assigned(parallel.module, units, schedule.stages, costs, options.stages)
     sizes = _stage_sizes(parallel, stage_of_unit, schedule.stages)
     deferred = parallel.context.deferred
     compiled = _put_off(parallel, units, schedule)
@@ -159,6 +165,29 @@ def units_in_use(module: nn.Module, example: Example | None, device: torch.devic
     beside them."""
     units, _, touched = _in_order(module, find_units(module), example, device)
     return units, touched
+
+
+def _assigned(
+    module: nn.Module,
+    units: Sequence[str],
+    n_stages: int,
+    costs: Mapping[str, float],
+    stages: Sequence[Sequence[str]] | None,
+) -> dict[str, int]:
+    """Unit -> stage, in the order of the units; averaged copies beside what they are copies of."""
+    twins = frozen_twins(module, units) if stages is None else {}
+    leaders = [unit for unit in units if unit not in twins]
+    if len(leaders) < n_stages:
+        return assign(units, n_stages, costs, stages)
+    both = {unit: costs[unit] + sum(costs[twin] for twin in twins if twins[twin] == unit) for unit in leaders}
+    found = assign(leaders, n_stages, both, stages)
+    return {unit: found[twins.get(unit, unit)] for unit in units}
+
+
+def used_beside(module: nn.Module, layers: Sequence[str], example: Example | None, device: torch.device) -> set[str]:
+    """The names of the parameters of some layers that a step uses otherwise than by calling these layers, as far as
+    that can be found out."""
+    return _in_order(module, list(layers), example, device)[2] if layers else set()
 
 
 def _in_order(

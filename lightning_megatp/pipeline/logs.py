@@ -10,7 +10,7 @@ import contextlib
 import numbers
 import pickle
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -41,6 +41,13 @@ class Call:
     entry: Entry
     value: Tensor
     """() float64; nan without one."""
+    is_loss: Tensor | None = None
+    """() bool: whether it is what the step's loss is, or the mean over targets that was counted; None for no."""
+
+    def beside(self, losses: Sequence[Tensor]) -> Call:
+        """The same call, compared with the losses of its microbatch."""
+        same = [self.value == loss.detach().to(self.value) for loss in losses if loss.numel() == 1]
+        return replace(self, is_loss=torch.stack([x.reshape(()) for x in same]).any()) if same else self
 
 
 @dataclass
@@ -155,8 +162,8 @@ class Logs:
 def merge(microbatches: Sequence[Sequence[Call]], weights: Tensor) -> list[Call]:
     """What the microbatches logged, as one batch would have.
 
-    A value is averaged by the microbatches' weights, or by the batch sizes that were logged with it; or summed, or the
-    largest or smallest one is taken, as its `reduce_fx` says.
+    A value is averaged by the microbatches' weights, or by the batch sizes that were logged with it unless it is the
+    loss; or summed, or the largest or smallest one is taken, as its `reduce_fx` says.
 
     Args:
         weights: (m,) float64.
@@ -174,7 +181,9 @@ def _merged(calls: list[Call], weights: Tensor) -> Call:
     sizes = [call.entry.options.get("batch_size") for call in calls]
     options = entry.options
     if None not in sizes:
-        weights = torch.tensor(sizes, dtype=torch.float64, device=values.device)
+        by_size = torch.tensor(sizes, dtype=torch.float64, device=values.device)
+        losses = [call.is_loss for call in calls if call.is_loss is not None]
+        weights = torch.where(torch.stack(losses).all(), weights, by_size) if len(losses) == len(calls) else by_size
         options = {**options, "batch_size": sum(sizes)}
     how = options.get("reduce_fx", "mean")
     value = getattr(values, how)() if how in ("sum", "max", "min") else (values * weights).sum() / weights.sum()

@@ -103,3 +103,6 @@ SHAPE_ONLY = operation_names(
     """
 )
 """They read nothing but the shape and dtype of their tensors: replicated, whatever stage those are of."""
+
+LIKE_ANOTHER = operation_names("to type_as expand_as view_as reshape_as")
+"""They read nothing but that of any tensor after the first: a replicated mask stays so in `mask.to(hidden)`."""

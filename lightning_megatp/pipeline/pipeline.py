@@ -351,6 +351,14 @@ class Pipeline:
             try:
                 with self.slicer.planned_by(self.sharding.planning) if self.sharding else contextlib.nullcontext():
                     plan = self.slicer.plan(checked, microbatch)
+            except (RuntimeError, IndexError) as error:
+                if str(error).startswith("MegaTPStrategy"):
+                    raise
+                raise RuntimeError(
+                    f"MegaTPStrategy: the {key[0]} step failed on a microbatch: {error}. A batch is split along dim 0"
+                    " of its tensors. If that is not what its rows are (graphs in one long tensor), define"
+                    " `split_batch(self, batch, microbatches)` on the LightningModule, or use microbatches=1."
+                ) from error
             finally:
                 for parameter, gradient in held:
                     parameter.grad = gradient

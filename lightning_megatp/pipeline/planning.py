@@ -27,6 +27,11 @@ def make_plan(
     changed = tracer.values.changed_for_good(tracer.owners)
     for stage in range(n_stages):
         if not any(operation.stage == stage for operation in tracer.operations):
+            if "failed" in tracer.misled:
+                raise SliceError(
+                    f"{tracer.misled}. What comes after it can't be planned. Let that module return one tensor like the"
+                    " hidden states it takes, or keep it on the last stage by `stages=[[...], ...]`."
+                )
             raise SliceError(
                 f"pipeline stage {stage} of {n_stages} has nothing to do in this step: none of its modules is called."
                 " Use fewer stages, or spread the modules that are by `stages=[[...], ...]`."

@@ -25,7 +25,10 @@ def refuse_kind(call: Call) -> None:
             f"{call.by} runs under torch.func, between the pipeline's units. Do it inside the forward of a module."
         )
     if getattr(call.what, "__name__", "") == "__set__":
-        raise SliceError(f"{call.by} sets an attribute of a tensor, between the pipeline's units. Use an operation.")
+        raise SliceError(
+            f"{call.by} sets an attribute of a tensor, between the pipeline's units. Use an operation; what changes"
+            " parameters (an average of weights) belongs into `on_train_batch_start` of a callback."
+        )
 
 
 def refuse_backwards(call: Call, stage: int | None) -> None:
@@ -40,7 +43,8 @@ def refuse_backwards(call: Call, stage: int | None) -> None:
         raise SliceError(
             f"{call.by} is on pipeline stage {stage}, and takes what {late[0].maker} made on the later stage"
             f" {late[0].stage}. Data flows forward only: keep the modules in between on one stage, by"
-            " `stages=[[...], ...]`."
+            " `stages=[[...], ...]`. A loop over the whole model (generating token by token) has no such place: leave"
+            " it out of this step, and run it from a checkpoint with pp=1."
         )
 
 

@@ -220,9 +220,12 @@ class Slicer:
                 pass
             except SliceError:
                 raise
-            except Exception:
+            except Exception as error:
                 if not tracer.guessed:
                     raise
+                tracer.misled += (
+                    f", and then the step failed ({type(error).__name__}: {error})" if tracer.misled else ""
+                )
         if tracer.error is not None:
             raise tracer.error
         loss = result.get("loss") if isinstance(result, Mapping) else result

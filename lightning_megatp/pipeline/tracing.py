@@ -19,6 +19,7 @@ from lightning_megatp.pipeline.inside import Inside
 from lightning_megatp.pipeline.operations import (
     EFFECTS,
     HOST_READS,
+    LIKE_ANOTHER,
     SHAPE_ONLY,
     Call,
     NeedsValues,
@@ -78,6 +79,8 @@ class Tracer(TorchFunctionMode):
         self.uses_functions = False
         self.guessed = False
         """A metric's result was made up: from there on the step may fail for that."""
+        self.misled = ""
+        """Which unit's result was made up, and how the step failed after that."""
         self.error: SliceError | None = None
         """The first, which the user's code may have caught."""
         self._inside: Inside | None = None
@@ -261,7 +264,7 @@ class Tracer(TorchFunctionMode):
     def _carry_out(self, call: Call) -> tuple[int | None, Any]:
         """Find the stage of an operation, and its result: computed if it is replicated, else without data."""
         stages = [value.stage for value in call.inputs if value.stage is not None]
-        call.shape_only = not call.is_unit and call.name in SHAPE_ONLY and bool(stages)
+        call.shape_only = bool(stages) and not call.is_unit and self._asks_for_shapes(call)
         stage = call.unit_stage
         if stage is None and not call.shape_only:
             homes = [min(self.owners[id(v.tensor)]) for v in call.inputs if id(v.tensor) in self.owners]
@@ -274,6 +277,7 @@ class Tracer(TorchFunctionMode):
         except NeedsValues as error:
             if call.is_unit and (guess := self._guess(call)) is not None:
                 self.guessed = True
+                self.misled = self.misled or f"{call.by} has shapes that depend on values, so its result was guessed"
                 return stage, guess
             if stage == self.last_stage:
                 raise StepEnded from error
@@ -283,6 +287,12 @@ class Tracer(TorchFunctionMode):
             ) from error
         args, kwargs = with_memory(call.args, call.kwargs) if call.shape_only else (call.args, call.kwargs)
         return None, call.function(*args, **kwargs)
+
+    def _asks_for_shapes(self, call: Call) -> bool:
+        """Whether an operation reads no data of a stage's tensors."""
+        if call.name in LIKE_ANOTHER and isinstance(call.args[0], Tensor):
+            return call.inputs[0].stage is None and id(call.args[0]) not in self.owners
+        return call.name in SHAPE_ONLY
 
     def _look_inside(self, call: Call, stage: int | None) -> tuple[int | None, Any]:
         self._inside = inside = Inside(self, call)
@@ -318,8 +328,8 @@ class Tracer(TorchFunctionMode):
         out = self._name_outputs(out, call, stage, known, origins)
         outputs = [value for value in map(self.values.get, tensors_in(out)) if value is not None]
         differentiable = any(self.values.fake(v.tensor).requires_grad for v in [*outputs, *became.values()])
-        if not call.shape_only:
-            for value in call.inputs:
+        for value in call.inputs:
+            if value.stage is None or not call.shape_only:
                 self._use(value, stage, call.gradient and differentiable, call.by)
         leaves = tree_leaves((call.args, call.kwargs))
         self.operations.append(

@@ -71,6 +71,21 @@ def assign(
     return {unit: s for s in range(n_stages) for unit in units[bounds[s] : bounds[s + 1]]}
 
 
+def frozen_twins(module: nn.Module, units: Sequence[str]) -> dict[str, str]:
+    """Units of averaged copies (a teacher, a target network) -> the trained units that they are copies of.
+
+    A unit without trained parameters, and one of the same name in another attribute of the model with the same shapes.
+    The user's loops over the parameters of both networks meet the same pairs on every stage, if each pair is on one.
+    """
+    shapes = {
+        unit: [(name, tuple(p.shape)) for name, p in module.get_submodule(unit).named_parameters()] for unit in units
+    }
+    frozen = {unit for unit in units if not any(p.requires_grad for p in module.get_submodule(unit).parameters())}
+    trained = {unit.partition(".")[2]: unit for unit in reversed(units) if unit not in frozen and "." in unit}
+    twins = {unit: trained.get(unit.partition(".")[2]) for unit in units if unit in frozen}
+    return {unit: twin for unit, twin in twins.items() if twin is not None and shapes[unit] == shapes[twin]}
+
+
 def children_of(module: nn.Module, unit: str) -> list[str]:
     """The units to try instead of one whose forward is never called, because the model calls its parts."""
     return [f"{unit}.{name}" for name, child in module.get_submodule(unit).named_children() if _is_callable(child)]

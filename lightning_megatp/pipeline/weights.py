@@ -36,6 +36,8 @@ class TargetCount(TorchFunctionMode):
         self._look_inside, self._unit = look_inside, ""
         self.own_reduction: str | None = None
         """What the step asked for instead of a mean, to average by itself."""
+        self.means: list[Tensor] = []
+        """What was averaged."""
         self._by_target: dict[Hashable, tuple[Tensor, Tensor]] = {}
 
     @property
@@ -81,7 +83,9 @@ class TargetCount(TorchFunctionMode):
         by = target.data_ptr(), target.shape, target.stride(), ignored, None if by_class is None else id(by_class)
         self._by_target[by] = count, target  # kept alive, so that its address means it
         total = func(**{**given, "reduction": "sum"})
-        return total / torch.where(count > 0, count, torch.ones_like(count))
+        mean: Tensor = total / torch.where(count > 0, count, torch.ones_like(count))
+        self.means.append(mean.detach())
+        return mean
 
     def weight(self, samples: int) -> Tensor | float:
         """The weight of the microbatch.

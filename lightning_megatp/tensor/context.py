@@ -67,6 +67,8 @@ class TensorContext:
         """Whether the code of a user's step runs, and not that of a layer, an optimizer or the strategy."""
         self.outside: dict[int, tuple[Tensor, str]] = {}
         """id(parameter) -> (parameter, the operation in which this step used it outside its layer)."""
+        self.seen: dict[int, Tensor] = {}
+        """id(parameter) -> what its layers hand out for it in this step."""
         self.kept_whole: set[int] = set()
         """id(parameter) of those whose gradients are completed at each use on a rank's part, since the step may use
         them on whole values too."""
@@ -124,6 +126,7 @@ class TensorContext:
     def end_step(self) -> None:
         """Forget the step's tensors; a region left without a row layer hands its random stream back."""
         self._entered.clear()
+        self.seen.clear()
         self.leave()
 
 

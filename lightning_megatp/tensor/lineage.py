@@ -27,17 +27,20 @@ class Lineage:
     leaves: dict[int, Tensor] = field(default_factory=dict)
     uses: dict[int, list[Any]] = field(default_factory=dict)
     """id(leaf) -> its uses on tokens of this rank that complete its gradient themselves (`use_on_tokens`)."""
+    edges: dict[int, dict[tuple[Any, int], set[str]]] = field(default_factory=dict)
+    """id(leaf) -> (node, input) of each use -> its regions, if these were asked for."""
     hidden: bool = False
     """Whether a part of the graph will only be built during backward (reentrant activation checkpointing)."""
     crossings: set[tuple[str, str]] = field(default_factory=set)
     """(found, expected): a value of one region used in another without passing an entry or exit."""
 
 
-def trace_regions(outputs: Iterable[Tensor]) -> Lineage:
+def trace_regions(outputs: Iterable[Tensor], edges: bool = False) -> Lineage:
     """Walk the graph from the outputs of a step, which live in the region "whole".
 
     Args:
         outputs: tensors with or without a graph, usually the loss.
+        edges: also note the single uses of leaves.
 
     Returns:
         The regions of every leaf that requires a gradient. No communication, no computation on tensors.
@@ -67,6 +70,9 @@ def trace_regions(outputs: Iterable[Tensor]) -> Lineage:
             lineage.hidden = True
         for i, (parent, _) in enumerate(node.next_functions):
             step = (parent, below if crossing is None or crossing == i else region)
+            if edges and hasattr(parent, "variable"):
+                uses = lineage.edges.setdefault(id(accumulated_parameter(parent)), {})
+                uses.setdefault((node, i), set()).add(step[1])
             if parent is not None and step not in seen:
                 seen.add(step)
                 todo.append(step)

@@ -55,8 +55,12 @@ class LayerParameters(dict[str, Any]):
     def _seen(self, parameter: Any) -> Any:
         if not self.context.user_code or parameter is None or self.context.pipelined:
             return parameter  # a pipeline's plan tells of uses outside of layers, before any step
-        spec = self.context.sharded.get(id(parameter))
-        return parameter if spec is None else WholeParameter.of(parameter, parameter, spec, self.context)
+        spec, seen = self.context.sharded.get(id(parameter)), self.context.seen
+        if spec is None:
+            return parameter
+        if id(parameter) not in seen:  # of a tied weight, both layers hand out the same object
+            seen[id(parameter)] = WholeParameter.of(parameter, parameter, spec, self.context)
+        return seen[id(parameter)]
 
 
 class WholeParameter(torch.Tensor):
@@ -88,6 +92,8 @@ class WholeParameter(torch.Tensor):
         first = args[0] if args and isinstance(args[0], WholeParameter) else None
         if first is not None and name in _METADATA:
             return func(first.shard, *args[1:], **kwargs)
+        if first is not None and name in _SIZES:
+            return func(torch.empty(first.spec.shape, device="meta"), *args[1:], **kwargs)
         if first is not None and name in ("data", "detach") and len(args) == 1:
             return cls.of(func(first.shard), first.parameter, first.spec, first.context)
         if first is not None and (name in _REFUSED or is_in_place(name)):
@@ -118,6 +124,7 @@ _METADATA = operation_names(
     register_hook register_post_accumulate_grad_hook
     """
 )
+_SIZES = operation_names("shape size numel nelement __len__ stride is_contiguous")
 _REFUSED = operation_names("grad retain_grad set_ __setstate__ swap")
 _ELEMENTWISE_IN_PLACE = operation_names(
     "clamp_ clamp_min_ clamp_max_ clip_ mul_ div_ add_ sub_ zero_ fill_ neg_ abs_ nan_to_num_ __imul__ __itruediv__"

@@ -213,11 +213,23 @@ def _gated_on_data(net: Net, ids: Tensor) -> Tensor:
     return net.head(block.down(torch.tanh(block.up(data)) * torch.sigmoid(net.gate(data))))
 
 
+def _head_inside(net: Net, ids: Tensor) -> Tensor:
+    """A parameter used on whole values and on split ones."""
+    block, scale = net.blocks[0], net.gate.bias
+    return net.head(block.down(block.up(net.tok(ids)) * scale) * scale)
+
+
+def _regularised(net: Net, ids: Tensor) -> Tensor:
+    return net.forward(ids) + net.blocks[0].norm.weight.pow(2).sum()
+
+
 UNUSUAL: dict[str, Forward] = {
     "checkpointed": _checkpointed,
     "a block used twice": _shared_block,
     "detached": _detached,
     "a gate computed from data": _gated_on_data,
+    "a parameter on both sides of an entry": _head_inside,
+    "a regulariser on what is used on tokens": _regularised,
 }
 
 
@@ -286,16 +298,6 @@ def _row_output_inside(net: Net, ids: Tensor) -> Tensor:
     return net.head(second.down(second.up(y) * y[..., :1]))
 
 
-def _head_inside(net: Net, ids: Tensor) -> Tensor:
-    """A parameter used on whole values and on split ones."""
-    block, scale = net.blocks[0], net.gate.bias
-    return net.head(block.down(block.up(net.tok(ids)) * scale) * scale)
-
-
-def _regularised(net: Net, ids: Tensor) -> Tensor:
-    return net.forward(ids) + net.blocks[0].norm.weight.pow(2).sum()
-
-
 def _reentrant(net: Net, ids: Tensor) -> Tensor:
     return net.head(checkpoint(net.blocks[0], net.tok(ids), use_reentrant=True))
 
@@ -322,8 +324,6 @@ ERRORS: dict[str, tuple[Forward, dict[str, Any], list[str]]] = {
         PLAN,
         ["a whole value is used where values are tensor", "beside its `column` and `row` layers", "a gate"],
     ),
-    "a parameter used on both sides": (_head_inside, PLAN, ["`gate.bias` is used both where values are whole"]),
-    "a regulariser on what is used on tokens": (_regularised, SEQUENCE, ["`blocks.0.norm.weight` is used both"]),
     "reentrant checkpointing": (_reentrant, PLAN, ["use_reentrant=False"]),
 }  # fmt: skip
 

@@ -151,6 +151,20 @@ class SelectsByData(Base):
         return self.norm(self.blocks_of(x_BLD + kept.mean()))
 
 
+class TakesRowsForOthers(Base):
+    """Knows how many rows the batch has."""
+
+    def trunk(self, tokens_BL: Tensor) -> Tensor:
+        return super().trunk(tokens_BL) + tokens_BL[3].double().mean()
+
+
+class ReadsAnAttribute(Base):
+    """A block's forward would set it, on another stage."""
+
+    def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return super().loss(batch) + self.blocks[0].penalty  # type: ignore[operator]
+
+
 class LeavesThePlan(Base):
     """Does another thing from the second batch on."""
 
@@ -225,6 +239,8 @@ ERRORS: dict[str, tuple[type[Base], list[str]]] = {
     "backward inside the step": (CallsBackward, ["differentiates inside the step"]),
     "manual optimization": (Manual, ["manual optimization", "pp=1"]),
     "a shape that depends on data": (SelectsByData, ["__getitem__"]),
+    "rows that are no samples": (TakesRowsForOthers, ["failed on a microbatch", "split_batch"]),
+    "an attribute that is not there": (ReadsAnAttribute, ["AttributeError", "penalty", "return it from the forward"]),
     "an own backward": (OwnBackward, ["its own `backward`"]),
     "too few modules": (TooSmall, ["4 pipeline stages need at least as many units"]),
 }

@@ -422,9 +422,15 @@ class Masked(GPT):
         loss: Tensor = self.criterion(logits_BLV.flatten(0, 1), batch[1].flatten())
         return loss
 
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("sized", loss, batch_size=len(batch[0]))  # as Lightning's warning about batch sizes asks for
+        return loss
+
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         loss = self.loss(batch)
         self.log("val_loss", loss)
+        self.log("val_sized", loss, batch_size=len(batch[0]))
         return loss
 
 

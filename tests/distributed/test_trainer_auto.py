@@ -107,6 +107,57 @@ def test_data_that_comes_only_once_is_not_touched() -> None:
     assert found[0]["split"] < 0.6 * expected["split"], "its layers are split one by one, and gathered"
 
 
+class Awkward(LightningModule):
+    """Regions that pipeline units cut, a head by a function, and parameters asked for their dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tok = nn.Embedding(40, HIDDEN)
+        self.feed_forwards = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, 48), nn.GELU(), nn.Linear(48, HIDDEN))
+            for _ in range(3)
+        )
+        self.losses: list[float] = []
+
+    def training_step(self, ids: Tensor, batch_idx: int) -> Tensor:
+        x = self.tok(ids) + next(self.parameters()).new_zeros(())
+        for feed_forward in self.feed_forwards:
+            x = x + feed_forward(x)
+        return nn.functional.cross_entropy(nn.functional.linear(x, self.tok.weight).flatten(0, 1), ids.flatten())
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.losses.append(float(outputs["loss"]))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+def fit_awkward(rank: int, world_size: int) -> tuple[list[float], int]:
+    strategy: Any = "auto"
+    if world_size > 1:
+        from lightning_megatp import MegaTPStrategy
+
+        strategy = MegaTPStrategy(tp=2, pp=2, microbatches=2, summary=False)
+    torch.manual_seed(0)
+    module = Awkward()
+    options: dict[str, Any] = {"accelerator": "cpu", "precision": "64-true", "max_epochs": 1, **QUIET}
+    ids = torch.randint(0, 40, (12, 5), generator=torch.Generator().manual_seed(3))
+    Trainer(devices=world_size, strategy=strategy, **options).fit(module, DataLoader(ids, batch_size=4))
+    return module.losses, sum(p.numel() for p in module.feed_forwards.parameters())
+
+
+def fit_awkward_alone() -> tuple[list[float], int]:
+    return fit_awkward(0, 1)
+
+
+def test_what_is_found_suits_stages() -> None:
+    expected, size = run_reference(fit_awkward_alone)
+    found = run_ranks(4, fit_awkward)
+    for losses, _ in found:
+        assert losses == pytest.approx(expected, rel=1e-9)
+    assert sum(own for _, own in found) < 1.2 * size, "cut over stages, and split over tensor ranks"
+
+
 def evaluate(rank: int, world_size: int, what: str) -> tuple[Any, int]:
     class Evaluated(Lit):
         def validation_step(self, batch: Any, batch_idx: int) -> None:

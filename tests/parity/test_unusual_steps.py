@@ -12,6 +12,7 @@ from tests.ranks import RankError, run_ranks
 
 MODELS = [
     "late_regulariser",
+    "regularised_everywhere",
     "recomputed",
     "recomputed_parts",
     "looked_at",

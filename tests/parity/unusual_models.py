@@ -21,6 +21,18 @@ class LateRegulariser(GPT):
         return loss + 0.1 * self.blocks[0].mlp.up.weight.norm() if batch_idx >= 3 else loss
 
 
+class RegularisedEverywhere(GPT):
+    """Every parameter is used outside its layer, so that none stays split; and counted before, which is no use."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        assert sum(p.numel() for p in self.parameters()) == self.size, "a tied weight counts once"
+        return super().training_step(batch, batch_idx) + 1e-3 * sum(p.abs().sum() for p in self.parameters())
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__(config)
+        self.size = sum(p.numel() for p in self.parameters())
+
+
 class Recomputed(GPT):
     """Activation checkpointing of every block, as the user writes it."""
 

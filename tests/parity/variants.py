@@ -113,6 +113,7 @@ VARIANTS: dict[str, Variant] = {
 # Variants of other tests, outside the parity matrix. Random masks inside regions can't be those of one device.
 EXTRA: dict[str, Variant] = {
     "late_regulariser": gpt(unusual.LateRegulariser),
+    "regularised_everywhere": gpt(unusual.RegularisedEverywhere),
     "recomputed": gpt(unusual.Recomputed),
     "recomputed_dropout": gpt(unusual.Recomputed, dropout=0.1),
     "recomputed_reentrant": gpt(unusual.RecomputedReentrant),

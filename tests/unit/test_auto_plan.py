@@ -275,6 +275,15 @@ def test_only_one_block_of_a_kind_runs() -> None:
     assert "forward" not in vars(model.blocks[0])
 
 
+def test_a_block_of_several_names_is_captured_once_and_gets_its_forward_back() -> None:
+    model, shared = nn.Module(), Block(Gated())
+    model.first, model.second = nn.ModuleList([shared]), nn.ModuleList([shared])
+    kinds = kinds_of_blocks(model)
+    assert [kind.names for kind in kinds] == [["first.0"]]
+    assert capture_calls(model, kinds, lambda: shared(X)) is None
+    assert len(kinds[0].calls) == 1 and "forward" not in vars(shared)
+
+
 def test_a_linear_subclass_counts_if_it_computes_the_same() -> None:
     class Same(nn.Linear):
         def forward(self, input: Tensor) -> Tensor:
@@ -436,3 +445,15 @@ def test_modules_that_use_a_parameter_twice_are_known() -> None:
             return self.down(self.up(self.norm(x * self.weight + 1 - self.weight)).relu())
 
     assert plan(Mixed(), 2).used_twice == {"body"}
+
+
+def test_compiled_code_gets_no_shards_that_report_whole_sizes() -> None:
+    def found(body: nn.Module, global_sizes: bool) -> BlockResult:
+        return plan_block(Kind(Block(body), ["block"], [Call((X,), {})]), 2, global_sizes=global_sizes)
+
+    bodies: list[Any] = [Separate(), Fused(), Gated(), _Shifted()]
+    tracked = [body for body in bodies if any(x.global_sizes for x in found(body, True).plan.layers.values())]
+    assert tracked
+    for body in tracked:
+        result = found(body, False)
+        assert set(styles(result).values()) == {"column_gather"} and "compiled" in str(result.how)

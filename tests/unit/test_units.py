@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 
 from lightning_megatp.pipeline.slicing import execution_order
-from lightning_megatp.pipeline.units import assign, find_units
+from lightning_megatp.pipeline.units import assign, find_units, frozen_twins
 from tests.pipeline_models import CASES, GPT, Block, tokens
 
 FOUND = {
@@ -180,3 +181,12 @@ def test_chosen_stages() -> None:
 def test_chosen_stages_are_checked(stages: list[list[str]], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         assign(["a", "b", "c"], 2, {}, stages)
+
+
+def test_averaged_copies_are_known() -> None:
+    model = nn.Module()
+    model.student, model.other = (nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3)) for _ in range(2))
+    model.teacher = copy.deepcopy(model.student).requires_grad_(False)
+    model.frozen = nn.Sequential(nn.Linear(3, 5)).requires_grad_(False)
+    units = find_units(model)
+    assert frozen_twins(model, units) == {"teacher.0": "student.0", "teacher.1": "student.1"}

@@ -87,14 +87,13 @@ def find_blocks(module: nn.Module) -> list[str]:
 
 def kinds_of_blocks(module: nn.Module, names: Sequence[str] | None = None) -> list[Block]:
     """Blocks by kind: same classes, shapes and settings. A setting that differs in every block (its index) does not
-    make kinds.
+    make kinds. A block of several names counts under the first.
 
     Args:
         names: of the blocks; None for all.
     """
     shapes: dict[Any, dict[str, dict[str, str]]] = {}
-    for name in find_blocks(module) if names is None else names:
-        block = _uncompiled(module.get_submodule(name))
+    for block, name in _first_names(module, find_blocks(module) if names is None else names):
         shapes.setdefault(_shape(block), {})[name] = _settings(block)
     kinds: dict[Any, Block] = {}
     for shape, settings in shapes.items():
@@ -103,6 +102,12 @@ def kinds_of_blocks(module: nn.Module, names: Sequence[str] | None = None) -> li
             kind = shape, tuple((key, value) for key, value in values.items() if key not in indices)
             kinds.setdefault(kind, Block(_uncompiled(module.get_submodule(name)))).names.append(name)
     return list(kinds.values())
+
+
+def _first_names(module: nn.Module, names: Sequence[str]) -> list[tuple[nn.Module, str]]:
+    blocks = {name: _uncompiled(module.get_submodule(name)) for name in names}
+    first = {id(block): name for name, block in reversed(blocks.items())}
+    return [(block, name) for name, block in blocks.items() if first[id(block)] == name]
 
 
 def _indices(settings: list[dict[str, str]]) -> set[str]:

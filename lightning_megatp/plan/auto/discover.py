@@ -74,7 +74,7 @@ def discover(model: nn.Module, tp: int, kinds: Sequence[Block], plan: ParallelPl
     found.problems += [problem] if problem else []
     for kind in kinds:
         trusted = plan_of_block(own, kind.names[0], kind.module, tp) if own else None
-        result = plan_block(kind, tp, trusted, least)
+        result = plan_block(kind, tp, trusted, least, global_sizes=not plan.compiled)
         found.results.append(result)
         found.problems += _spread(plan, result, model)
     found.problems += _plan_whole_modules(plan, model, tp)
@@ -84,6 +84,42 @@ def discover(model: nn.Module, tp: int, kinds: Sequence[Block], plan: ParallelPl
     plan.parameters = parameter_specs(plan, model)
     found.problems += _what_stays_whole(found.results)
     return found
+
+
+def suit_stages(plan: ParallelPlan, model: nn.Module, units: Iterable[str], used: Iterable[str]) -> None:
+    """Change what was found to what pipeline stages can do.
+
+    Args:
+        plan: of a whole model; of its layers only those that were found are changed.
+        model: the unsplit model.
+        units: modules that a pipeline never cuts. Of a region that reaches over several, layers are gathered one by
+            one; a sequence stays whole there.
+        used: parameters that a step uses beside their layers. These layers stay whole: other stages may need them.
+    """
+    modules = {plain_name(name): child for name, child in model.named_modules()}
+    units = [plain_name(unit) for unit in units]
+    ids = {id(model.get_parameter(name)) for name in used}
+    for name in [n for n in plan.layers if n in plan.how and ids & {id(p) for p in modules[n].parameters()}]:
+        if name in plan.layers:
+            _drop_region(plan, name, "the step uses its weight beside it")
+    for name, layer in list(plan.layers.items()):
+        if name not in plan.layers or name not in plan.how or layer.region is None or _inside(layer.region, units):
+            continue
+        for cut in _drop_region(plan, name, "its region reaches over pipeline units"):
+            outputs = modules[cut].get_parameter("weight").shape[1 if is_conv1d(modules[cut]) else 0]
+            if is_linear(modules[cut]) and outputs >= plan.tp:
+                _add(plan, cut, "column_gather", _even(outputs, plan.tp), "gathered: its region is cut")
+    for block in [block for block in plan.sequences if not _inside(block, units)]:
+        del plan.sequences[block]
+        for name, layer in plan.layers.items():
+            if _inside(name, [block]):
+                plan.layers[name] = replace(layer, sequence_dim=None)
+    plan.parameters = parameter_specs(plan, model)
+
+
+def _inside(name: str, modules: Iterable[str]) -> bool:
+    """Whether a module is one of these, or in one."""
+    return any(f"{name}.".startswith(f"{module}.") for module in modules)
 
 
 def _is_open(name: str, plan: ParallelPlan) -> bool:
@@ -226,14 +262,30 @@ def _tied_style(module: nn.Module) -> str | None:
     return "column_gather" if type(module) is nn.Linear else None
 
 
-def _drop_region(plan: ParallelPlan, name: str, why: str) -> None:
+def _drop_region(plan: ParallelPlan, name: str, why: str) -> list[str]:
+    """Leave a layer whole, and those of its region; regions that count by the same attributes go with it.
+
+    Returns:
+        The layers.
+    """
     region = plan.layers[name].region
     dropped = [n for n, layer in plan.layers.items() if n == name or (region is not None and layer.region == region)]
     for other in dropped:
         del plan.layers[other]
         plan.how.pop(other, None)
         plan.whole[other] = why
-    plan.attributes = [a for a in plan.attributes if region is None or a.module != region]
+    counted = [a for a in plan.attributes if region is not None and _related(a.module, region)]
+    plan.attributes = [a for a in plan.attributes if a not in counted]
+    for other, layer in list(plan.layers.items()):
+        if other in plan.layers and any(layer.region and _related(a.module, layer.region) for a in counted):
+            dropped += _drop_region(plan, other, why)
+    return dropped
+
+
+def _related(one: str, other: str) -> bool:
+    """Whether one of two modules is, or holds, the other."""
+    longer, shorter = sorted((f"{one}.", f"{other}."), key=len, reverse=True)
+    return longer.startswith(shorter) or not (one and other)
 
 
 def _add(plan: ParallelPlan, name: str, style: str, by_rank: tuple[Ranges, ...], how: str, head: bool = False) -> None:

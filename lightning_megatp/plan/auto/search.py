@@ -53,7 +53,11 @@ class BlockResult:
 
 
 def plan_block(
-    block: Block, tp: int, trusted: BlockPlan | None = None, least_convolution: float = math.inf
+    block: Block,
+    tp: int,
+    trusted: BlockPlan | None = None,
+    least_convolution: float = math.inf,
+    global_sizes: bool = True,
 ) -> BlockResult:
     """Find and prove a plan for one kind of block.
 
@@ -62,6 +66,7 @@ def plan_block(
         tp: number of tensor ranks.
         trusted: what a model's own plan says about its layers; tried first, and proven like any other.
         least_convolution: convolutions with fewer weights stay whole.
+        global_sizes: whether layers may hand out shards that report whole sizes, which compiled code can't take.
 
     Returns:
         What was found. Where a block can't be probed, its layers are split one by one and gathered, which computes the
@@ -78,18 +83,20 @@ def plan_block(
     if why := unlooked(block.module):
         return _one_by_one(result, tp, convolutions, why)
     try:
-        return _probed(result, tp, trusted, convolutions)
+        return _probed(result, tp, trusted, convolutions, global_sizes)
     except Exception as error:  # a block may be any code
         text = str(error).splitlines()
         why = f"it can't be probed ({type(error).__name__}: {text[0] if text else ''})"
         return _one_by_one(BlockResult(block), tp, convolutions, why)
 
 
-def _probed(result: BlockResult, tp: int, trusted: BlockPlan | None, convolutions: dict[str, LayerPlan]) -> BlockResult:
+def _probed(
+    result: BlockResult, tp: int, trusted: BlockPlan | None, convolutions: dict[str, LayerPlan], global_sizes: bool
+) -> BlockResult:
     block = result.block
     twin, references = _thin_references(block, result)
     influence = find_candidates(copy.deepcopy(twin), block.calls[0], tp)
-    search = _Search(twin, references, tp, result)
+    search = _Search(twin, references, tp, result, global_sizes)
     if trusted is None or not search.accept(trusted, "as the model's own plan says"):
         for candidate in influence.candidates:
             search.region(candidate)
@@ -178,8 +185,11 @@ def _other_masks(call: Call) -> Iterator[Call]:
 
 
 class _Search:
-    def __init__(self, twin: nn.Module, references: Sequence[Reference], tp: int, result: BlockResult) -> None:
+    def __init__(
+        self, twin: nn.Module, references: Sequence[Reference], tp: int, result: BlockResult, global_sizes: bool
+    ) -> None:
         self.twin, self.references, self.tp, self.result = twin, references, tp, result
+        self.global_sizes = global_sizes
         self.layers = {name: child for name, child in twin.named_modules() if isinstance(child, ThinLinear)}
 
     def prove(self, plan: BlockPlan) -> Outcome:
@@ -214,7 +224,9 @@ class _Search:
                 return
         tracked = {name: replace(layer, global_sizes=True) for name, layer in plan.layers.items()}
         last = self.prove(BlockPlan(tracked))
-        if last.holds:
+        if last.holds and not self.global_sizes:
+            last.error = "it counts whole features, which compiled code can't do with parts of them"
+        elif last.holds:
             gathers = ", ".join(last.gathers)
             self.accept(BlockPlan(tracked), "with global sizes" + (f", gathered for {gathers}" if gathers else ""))
             return
