@@ -34,7 +34,6 @@ from lightning_megatp.pipeline.running import seeded
 from lightning_megatp.pipeline.schedule import Schedule
 from lightning_megatp.pipeline.slicing import Slicer
 from lightning_megatp.pipeline.split import split_batch
-from lightning_megatp.shim.torch import tensor_version
 
 
 @dataclass(frozen=True)
@@ -317,11 +316,11 @@ class Pipeline:
             self.stateful = self.stateful or bool(left)
             self._adopt(int(size))
             return None
-        before, versions, plain = Attributes(self.parallel.module), self._versions(), PlainValues(self._opened)
+        before, norms, plain = Attributes(self.parallel.module), self._norms(), PlainValues(self._opened)
         drawing = seeded(seed, generators_on(self.mesh.device))
         with self.metrics.apart(counts_resets=True), self.logs.recording() as calls, drawing:
             result = call()
-        if versions != self._versions():
+        if not torch.allclose(norms, self._norms(), rtol=0, atol=0, equal_nan=True):
             raise RuntimeError(
                 f"MegaTPStrategy: `{hook.name}` changes parameters, and runs on the last pipeline stage only, since"
                 " what steps returned or left on the module exists there. Move that part to a callback, which runs on"
@@ -334,9 +333,12 @@ class Pipeline:
         self._send_values(pickled)
         return result
 
-    def _versions(self) -> list[int]:
-        """Of the parameters: they count changes in place."""
-        return [tensor_version(parameter) for parameter in self.parallel.module.parameters()]
+    @torch.no_grad()
+    def _norms(self) -> Tensor:
+        """Of the parameters. Their versions would not tell what is done to their `.data`."""
+        wide = ((p, torch.promote_types(p.dtype, torch.float32)) for p in self.parallel.module.parameters())
+        found = [torch.linalg.vector_norm(p, dtype=dtype).double() for p, dtype in wide if p.numel()]
+        return torch.stack(found) if found else torch.zeros(0)
 
     def _shared_seed(self) -> int:
         """Of the generator that is alike on all stages."""

@@ -585,7 +585,7 @@ class Refused(GPT):
         loss = super().training_step(batch, batch_idx)
         if self.what == "reduce":
             self.log("reduced", loss, reduce_fx=torch.linalg.norm)
-        if self.what == "hook":
+        if self.what.startswith("hook"):
             self.seen.append(loss.detach())
         if self.what == "mixed" and batch[0][0, 0] > 15:
             loss = loss + F.cross_entropy(loss.expand(3, 2), torch.zeros(3, dtype=torch.int64))
@@ -595,6 +595,8 @@ class Refused(GPT):
         if self.what == "hook":
             with torch.no_grad():
                 self.head.weight.mul_(0.5)
+        if self.what == "hook_of_data":
+            self.head.weight.data.mul_(0.5)
 
     def configure_optimizers(self) -> Any:
         if self.what == "frozen":
@@ -628,6 +630,7 @@ def _refused(layout: Layout, what: str, strategy: dict[str, Any]) -> None:
         ("split", {}, ["split_batch", "at least one"], 2),
         ("reduce", {}, ["{min,max,mean,sum}"], 2),
         ("hook", {}, ["on_train_batch_end", "changes parameters", "callback"], 1),
+        ("hook_of_data", {}, ["on_train_batch_end", "changes parameters", "callback"], 1),
         ("mixed", {}, ["loss_weight(self, batch)"], 1),
         ("frozen", {}, ["no parameter to optimize", "`stages`"], 2),
         ("", {"pp": 8}, ["8"], 2),
