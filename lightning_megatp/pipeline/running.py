@@ -144,8 +144,11 @@ class StageMode(TorchFunctionMode):
                 return self._compute(instruction, function, args, kwargs)
             return self._skip(instruction, args, kwargs)
 
-    def check(self) -> None:
+    def check(self, skipped: bool) -> None:
         """After the step.
+
+        Args:
+            skipped: whether it returned None, which leaves a batch out.
 
         Raises:
             SliceError: it ended before the stage had done its part, or its code caught an error of the pipeline's.
@@ -154,6 +157,12 @@ class StageMode(TorchFunctionMode):
             raise self._error
         if not self._is_last and self._index < self._last:
             missing = self._instructions[self._index + 1].operation
+            if skipped:
+                raise SliceError(
+                    f"the step returned None before `{missing.name}` ({missing.where}), to leave a batch out, and the"
+                    " other microbatches are under way. Leave such batches out in the DataLoader, or return a loss that"
+                    " is multiplied by zero."
+                )
             raise SliceError(
                 f"the step ended on pipeline stage {self._stage} before `{missing.name}` ({missing.where}), which the"
                 " plan has next. What a step does may depend on shapes and on the batch's structure, not on values that"

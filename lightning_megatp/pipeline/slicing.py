@@ -132,7 +132,7 @@ class Slicer:
         mode = StageMode(plan, stage, got, seed, self._place, counting)
         is_last = stage == self.n_stages - 1
         batch = copy.deepcopy(batch) if plan.changes_batch else batch
-        result = None
+        result, skipped = None, False
         with contextlib.ExitStack() as stack:
             if plan.leaves_ghosts and not is_last:
                 stack.callback(Snapshot(self.module).drop_fakes)
@@ -144,7 +144,8 @@ class Slicer:
                 stack.enter_context(handle_functions(mode.function))
             with contextlib.suppress(StepEnded), mode:
                 result = step(batch)
-        mode.check()
+                skipped = result is None
+        mode.check(skipped)
         if not is_last:
             return StageRun(tuple(_sent(relay, mode, got, stage) for relay in plan.relays[stage + 1]))
         result = mode.stood_in(result)

@@ -582,6 +582,8 @@ class Refused(GPT):
         raise AssertionError
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Any:
+        if self.what == "skip" and batch_idx == 1:
+            return None
         loss = super().training_step(batch, batch_idx)
         if self.what == "reduce":
             self.log("reduced", loss, reduce_fx=torch.linalg.norm)
@@ -626,6 +628,7 @@ def _refused(layout: Layout, what: str, strategy: dict[str, Any]) -> None:
         ("backward", {}, ["own `backward`", "on_before_backward"], 2),
         ("iterator", {}, ["`dataloader_iter`", "takes a batch"], 2),
         ("none", {}, ["returned NoneType instead of a loss", "leave it out"], 2),
+        ("skip", {}, ["returned None before `", "DataLoader"], 1),
         ("dict", {}, ["returned NoneType instead of a loss"], 2),
         ("split", {}, ["split_batch", "at least one"], 2),
         ("reduce", {}, ["{min,max,mean,sum}"], 2),
