@@ -112,7 +112,15 @@ def functions_take_whole() -> Iterator[None]:
 def _take_whole(cls: Any, apply: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if issubclass(cls, OwnFunction):
         return apply(*args, **kwargs)
-    return apply(*tree_map(gathered, args), **tree_map(gathered, kwargs))
+    return tree_map(_as_returned, apply(*tree_map(gathered, args), **tree_map(gathered, kwargs)))
+
+
+def _as_returned(x: Any) -> Any:
+    """What an autograd function returned: of a shard, autograd knows itself as the result, not its plain tensor."""
+    if isinstance(x, Shard):
+        with DisableTorchFunctionSubclass():
+            x.plain = x.as_subclass(Tensor)
+    return x
 
 
 def becomes_leaf(func: Callable[..., Any], name: str, args: tuple[Any, ...]) -> bool:
