@@ -165,8 +165,7 @@ class _Linear(OwnFunction):
         needs_x, needs_weight, *_ = ctx.needs_input_grad
         ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None)
         ctx.weight, ctx.bias, ctx.deferred = weight, bias, deferred  # the parameters, whose `.grad` is added to
-        y = F.linear(x, cast(weight, dtype), None if bias is None else cast(bias, dtype))
-        return y.detach()  # no view, as y may be: torch refuses to change one in place that left an autograd function
+        return cast_linear(x, weight, bias, dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -212,6 +211,12 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
 def cast(x: Tensor, dtype: torch.dtype | None) -> Tensor:
     """As autocast does: everything floating but float64; nothing for None."""
     return x.to(dtype) if dtype is not None and x.is_floating_point() and x.dtype != torch.float64 else x
+
+
+def cast_linear(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None) -> Tensor:
+    """`F.linear` in a dtype, for the forward of an autograd function: no view, which torch would let nobody change in
+    place behind it. `F.linear` of three dims is one of two."""
+    return F.linear(x, cast(weight, dtype), None if bias is None else cast(bias, dtype)).detach()
 
 
 def _rows(x: Tensor) -> Tensor:
