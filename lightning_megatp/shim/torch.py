@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch._utils import _flatten_dense_tensors as flatten
 from torch._utils import _unflatten_dense_tensors as unflatten
+from torch.autograd import forward_ad
 from torch.nn.utils.parametrizations import _WeightNorm
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -53,6 +54,7 @@ __all__ = [
     "entry_of",
     "flatten",
     "forget_fakes",
+    "forward_mode_is_active",
     "functorch_is_active",
     "gradient_hooks",
     "handle_checkpoints",
@@ -314,6 +316,11 @@ def storage_id(x: Tensor) -> int:
 def functorch_is_active() -> bool:
     """Whether this is inside torch.func's grad, vmap, jvp, ...; no public name (2.13)."""
     return bool(torch._C._are_functorch_transforms_active())
+
+
+def forward_mode_is_active() -> bool:
+    """Whether this is inside `torch.autograd.forward_ad.dual_level`; no public name (2.11-2.13)."""
+    return forward_ad._current_level >= 0
 
 
 def checkpoint_region() -> object | None:

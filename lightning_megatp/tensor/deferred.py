@@ -11,6 +11,7 @@ Source: Qi et al. 2024 (Zero Bubble Pipeline Parallelism), section 2.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,7 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from lightning_megatp.shim.torch import (
     accumulates_into,
+    forward_mode_is_active,
     functorch_is_active,
     gradient_hooks,
     is_compiled,
@@ -34,8 +36,9 @@ class DeferredWeights:
     """Weight gradients that wait, in a queue per key (a stage's microbatch).
 
     Outside of `halved` forwards, and wherever a gradient can't be put off without changing it, `linear` is `F.linear`:
-    for weights that are computed (slices, casts, parametrizations), inside torch.func, in compiled code. Weights with
-    gradient hooks, and `autograd.grad` inside of a backward, get their gradient at once.
+    for weights that are computed (slices, casts, parametrizations) or complex, inside torch.func and forward-mode
+    differentiation, in compiled code. Weights with gradient hooks, and `autograd.grad` inside of a backward, get their
+    gradient at once.
 
     Memory: until it is computed, a put-off gradient holds the layer's input (n, i) and output gradient (n, o).
     """
@@ -89,8 +92,8 @@ class DeferredWeights:
         if has_torch_function_unary(x):  # a SequenceShard calls this again, with the tokens of this rank
             result: Tensor = handle_torch_function(self.linear, (x,), x, weight, bias)
             return result
-        wanted = torch.is_grad_enabled() and weight.requires_grad and weight.is_leaf
-        if not wanted or functorch_is_active():
+        wanted = torch.is_grad_enabled() and weight.requires_grad and weight.is_leaf and not weight.is_complex()
+        if not wanted or functorch_is_active() or forward_mode_is_active():
             return F.linear(x, weight, bias)
         output: Tensor = _Linear.apply(cast(x, autocast_dtype(x)), weight, bias, autocast_dtype(x), self)
         return output
@@ -118,19 +121,9 @@ class DeferredWeights:
         return grad_weight, grad_bias
 
 
-class DeferredLinear(nn.Linear):
-    """An `nn.Linear`, made from one in place, whose weight gradients can be put off."""
-
-    deferred: DeferredWeights
-
-    def forward(self, input: Tensor) -> Tensor:
-        if torch.compiler.is_compiling() or not self.deferred.active:
-            return F.linear(input, self.weight, self.bias)
-        return self.deferred.linear(input, self.weight, self.bias)
-
-
 def defer_linears(module: nn.Module, units: Sequence[str], deferred: DeferredWeights) -> list[str]:
-    """Let the plain linears of some units (`nn.Linear` itself, no subclass) put their weight gradients off.
+    """Let the plain linears of some units (`nn.Linear` itself, no subclass, with its own forward) put their weight
+    gradients off.
 
     Args:
         module: the whole.
@@ -149,11 +142,17 @@ def _defer(name: str, module: nn.Module, deferred: DeferredWeights, compiled: li
     if is_compiled(module):
         compiled.append(name)
         return
-    if type(module) is nn.Linear:
-        module.__class__ = DeferredLinear
-        module.deferred = deferred  # type: ignore[assignment]
+    if type(module) is nn.Linear and "forward" not in module.__dict__:
+        module.__dict__["forward"] = functools.partial(_forward, module, deferred)
     for child_name, child in module.named_children():
         _defer(f"{name}.{child_name}", child, deferred, compiled)
+
+
+def _forward(module: nn.Linear, deferred: DeferredWeights, input: Tensor) -> Tensor:
+    """Stands in for the forward of an `nn.Linear`, whose class stays what users ask for (`type(m) is nn.Linear`)."""
+    if torch.compiler.is_compiling() or not deferred.active:
+        return type(module).forward(module, input)
+    return deferred.linear(input, module.weight, module.bias)
 
 
 class _Linear(OwnFunction):
@@ -166,7 +165,7 @@ class _Linear(OwnFunction):
         needs_x, needs_weight, *_ = ctx.needs_input_grad
         ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None)
         ctx.weight, ctx.bias, ctx.deferred = weight, bias, deferred  # the parameters, whose `.grad` is added to
-        return F.linear(x, cast(weight, dtype), None if bias is None else cast(bias, dtype))
+        return cast_linear(x, weight, bias, dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -192,7 +191,7 @@ class _Gradient:
             raise RuntimeError(
                 f"MegaTPStrategy: the input {tuple(self.x.shape)} of a linear layer was changed in place before the"
                 " schedule came to the gradient of its weight. Change a copy instead, or use a schedule that puts no"
-                " weight gradients off (1f1b, interleaved, gpipe)."
+                " weight gradients off (interleaved, gpipe)."
             )
         held = self.weight.grad
         if held is not None and held.dtype == self.grad.dtype and held.layout == torch.strided:
@@ -212,6 +211,12 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
 def cast(x: Tensor, dtype: torch.dtype | None) -> Tensor:
     """As autocast does: everything floating but float64; nothing for None."""
     return x.to(dtype) if dtype is not None and x.is_floating_point() and x.dtype != torch.float64 else x
+
+
+def cast_linear(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None) -> Tensor:
+    """`F.linear` in a dtype, for the forward of an autograd function: no view, which torch would let nobody change in
+    place behind it. `F.linear` of three dims is one of two."""
+    return F.linear(x, cast(weight, dtype), None if bias is None else cast(bias, dtype)).detach()
 
 
 def _rows(x: Tensor) -> Tensor:

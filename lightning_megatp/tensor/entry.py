@@ -48,7 +48,7 @@ from lightning_megatp.tensor.collectives import (
     reduce_scatter_sequence,
     sequence_sizes,
 )
-from lightning_megatp.tensor.deferred import DeferredWeights, autocast_dtype, cast
+from lightning_megatp.tensor.deferred import DeferredWeights, autocast_dtype, cast, cast_linear
 from lightning_megatp.tensor.functions import OwnFunction
 from lightning_megatp.tensor.sequence import SequenceLayout, SequenceShard
 
@@ -98,7 +98,8 @@ class Entry:
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """`F.linear` of the value: weight (o, h), bias (o) -> (..., o). Autocast is followed."""
         x, wanted = self._plain, weight.requires_grad or (bias is not None and bias.requires_grad)
-        if not torch.is_grad_enabled() or functorch_is_active() or not (wanted or x.requires_grad):
+        left = functorch_is_active() or weight.is_complex()
+        if left or not torch.is_grad_enabled() or not (wanted or x.requires_grad):
             return F.linear(self.value, weight, bias)
         if self._value is None and (y := self._bring_in(weight, bias)) is not None:
             return y
@@ -278,7 +279,7 @@ class _Enter(OwnFunction):
             _, needs_weight, *_ = ctx.needs_input_grad
             ctx.save_for_backward(x if needs_weight else None, weight)
             dtype = autocast_dtype(x)
-            y = F.linear(value, cast(weight, dtype), None if bias is None else cast(bias, dtype))
+            y = cast_linear(value, weight, bias, dtype)
         return y, value, *(None if other is None else other.view_as(other) for other in others)
 
     @staticmethod
@@ -332,7 +333,7 @@ class _Column(OwnFunction):
         needs_x, _, needs_weight, *_ = ctx.needs_input_grad
         kept = x if own is None else own
         ctx.save_for_backward(kept if needs_weight else None, weight if needs_x else None)
-        return F.linear(x, cast(weight, dtype), None if bias is None else cast(bias, dtype))
+        return cast_linear(x, weight, bias, dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
