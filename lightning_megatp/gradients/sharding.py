@@ -174,6 +174,7 @@ class ZeroSharding:
         self._parked: dict[str, Any] = {}
         """Name -> what FSDP2 reduced, until it is collected."""
         self._zero_grad = Detour(module, "zero_grad", self._clear_gradients)
+        self._toggle = Detour(module, "toggle_optimizer", self._refuse_toggle)
         parallel.adopt_divided(self.parameters, self.group, roles)
 
     # ---------------------------------------------------------------- around steps
@@ -367,6 +368,14 @@ class ZeroSharding:
         for parameter in self.parameters:
             parameter.local.grad = None
         return zero_grad()
+
+    def _refuse_toggle(self, toggle: Callable[[], Any]) -> Any:
+        raise RuntimeError(
+            f"MegaTPStrategy: `toggle_optimizer` freezes what the other optimizers hold, and with"
+            f" zero={self.options.level} that is this rank's rows, not what the step computes with: they would collect"
+            " gradients all the same. Leave it out and call `zero_grad()` of all optimizers before each"
+            " `manual_backward`, or use zero=0."
+        )
 
     def _check_unchanged(self) -> None:
         """Raises:

@@ -91,6 +91,11 @@ class ClearsInManual(Plain):
         self.optimizers().step()  # type: ignore[union-attr]
 
 
+class Toggles(ClearsInManual):
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.toggle_optimizer(self.optimizers())  # type: ignore[arg-type]
+
+
 class ScalesInManual(ClearsInManual):
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         for parameter in self.parameters():
@@ -290,8 +295,9 @@ def _refused(layout: Layout, kind: type[Plain], callbacks: list[Any]) -> None:
         (Hooked, [], "`head.weight` has a gradient hook"),
         (KeepsAList, [], "not the module's"),
         (Plain, [Finetuning()], "callback Finetuning"),
+        (Toggles, [], "`toggle_optimizer` freezes"),
     ],
-    ids=["writes", "teaches", "hooked", "keeps", "finetuning"],
+    ids=["writes", "teaches", "hooked", "keeps", "finetuning", "toggles"],
 )
 def test_what_would_be_lost_is_refused(kind: type[Plain], callbacks: list[Any], text: str) -> None:
     assert issubclass(BackboneFinetuning, BaseFinetuning)
