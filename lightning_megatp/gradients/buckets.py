@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_megatp.shim.torch import flatten, unflatten
+from lightning_megatp.tensor.functions import OwnHook
 
 
 @dataclass(eq=False)
@@ -62,7 +63,7 @@ class GradientBuckets:
         # The last bucket is complete when backward is over, and then `finish` starts it: its gradients need no hooks.
         early = self._buckets[:-1] if self._overlap and hooks else []
         hooked = (p for bucket in early for p in bucket.parameters if p.requires_grad)
-        self._hooks = [p.register_post_accumulate_grad_hook(self._on_gradient) for p in hooked]
+        self._hooks = [p.register_post_accumulate_grad_hook(OwnHook(self._on_gradient)) for p in hooked]
 
     @property
     def began(self) -> bool:

@@ -36,7 +36,7 @@ from lightning_megatp.module import ParallelModule
 from lightning_megatp.pipeline.calls import around_calls
 from lightning_megatp.pipeline.detour import Detour
 from lightning_megatp.shim.torch import FakeTensorMode, gradient_hooks, storage_id, tensor_version
-from lightning_megatp.tensor.functions import is_in_place, operation_name
+from lightning_megatp.tensor.functions import OwnHook, is_in_place, operation_name
 
 Offload = Literal["optimizer", "parameters"]
 
@@ -165,7 +165,7 @@ class ZeroSharding:
         self.watches = False
         """Whether steps are looked at for writes that nothing else shows, those by `.data`."""
         for parameter in self.parameters:
-            use = functools.partial(_note, self._used, parameter.name)
+            use = OwnHook(functools.partial(_note, self._used, parameter.name))
             trained = parameter.whole.requires_grad  # a frozen one, which takes no hook, may be unfrozen later
             parameter.whole.requires_grad_(True).register_post_accumulate_grad_hook(use)
             parameter.whole.requires_grad_(trained)

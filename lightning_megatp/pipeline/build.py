@@ -21,6 +21,7 @@ from lightning_megatp.pipeline.generators import forward_only, make_schedule, sp
 from lightning_megatp.pipeline.loans import Loans
 from lightning_megatp.pipeline.logs import Logs
 from lightning_megatp.pipeline.pipeline import Pipeline, Settings, Shared
+from lightning_megatp.pipeline.plan import SliceError
 from lightning_megatp.pipeline.schedule import Schedule
 from lightning_megatp.pipeline.shares import Shares
 from lightning_megatp.pipeline.slicing import Slicer, called_units, execution_order
@@ -113,7 +114,11 @@ def build_pipeline(
             " blocks one by one instead (`block.compile()`), or use pp=1."
         )
     costs = {unit: 0.0 if unit in idle else cost for unit, cost in unit_costs(parallel.module, units).items()}
-    stage_of_unit = _assigned(parallel.module, units, schedule.stages, costs, options.stages)
+    stage_of_unit = None
+    if options.stages is None:
+        stage_of_unit = _with_twins(parallel.module, units, schedule.stages, costs, example, mesh.device)
+    if stage_of_unit is None:
+        stage_of_unit = assign(units, schedule.stages, costs, options.stages)
     sizes = _stage_sizes(parallel, stage_of_unit, schedule.stages)
     deferred = parallel.context.deferred
     compiled = _put_off(parallel, units, schedule)
@@ -167,21 +172,43 @@ def units_in_use(module: nn.Module, example: Example | None, device: torch.devic
     return units, touched
 
 
-def _assigned(
+def _with_twins(
     module: nn.Module,
     units: Sequence[str],
     n_stages: int,
     costs: Mapping[str, float],
-    stages: Sequence[Sequence[str]] | None,
-) -> dict[str, int]:
-    """Unit -> stage, in the order of the units; averaged copies beside what they are copies of."""
-    twins = frozen_twins(module, units) if stages is None else {}
+    example: Example | None,
+    device: torch.device,
+) -> dict[str, int] | None:
+    """Unit -> stage, in the order of the units; averaged copies beside what they are copies of. None if there are none:
+    frozen units of the same shapes may also be what the trained ones read, and then data would flow backward."""
+    twins = frozen_twins(module, units)
     leaders = [unit for unit in units if unit not in twins]
-    if len(leaders) < n_stages:
-        return assign(units, n_stages, costs, stages)
+    if not twins or len(leaders) < n_stages:
+        return None
     both = {unit: costs[unit] + sum(costs[twin] for twin in twins if twins[twin] == unit) for unit in leaders}
-    found = assign(leaders, n_stages, both, stages)
-    return {unit: found[twins.get(unit, unit)] for unit in units}
+    found = assign(leaders, n_stages, both)
+    stage_of_unit = {unit: found[twins.get(unit, unit)] for unit in units}
+    return stage_of_unit if _flows_forward(module, stage_of_unit, n_stages, example, device) else None
+
+
+def _flows_forward(
+    module: nn.Module, stage_of_unit: Mapping[str, int], n_stages: int, example: Example | None, device: torch.device
+) -> bool:
+    """Whether a step can run on these stages, as far as that can be found out."""
+    if example is None or example.batch is None:
+        return True
+    batch = apply_to_collection(example.batch, Tensor, lambda x: x.to(device))
+    slicer = Slicer(module, stage_of_unit, n_stages)
+    try:
+        slicer.plan(example.bare_step, batch)
+    except SliceError:
+        return False
+    except Exception:
+        return True  # see `_in_order`
+    finally:
+        slicer.close()
+    return True
 
 
 def used_beside(module: nn.Module, layers: Sequence[str], example: Example | None, device: torch.device) -> set[str]:

@@ -141,10 +141,15 @@ def backward_id() -> int:
     return int(torch._C._current_graph_task_id())
 
 
-def gradient_hooks(leaf: Tensor) -> bool:
+def gradient_hooks(leaf: Tensor, but: type | tuple[()] = ()) -> bool:
     """Whether somebody registered a hook on the gradient of a leaf; no public name (2.11-2.13). Both kinds are called,
-    with None, where a backward leaves the gradient undefined."""
-    return bool(leaf._backward_hooks) or bool(leaf._post_accumulate_grad_hooks)
+    with None, where a backward leaves the gradient undefined.
+
+    Args:
+        but: hooks of this class do not count.
+    """
+    held = (leaf._backward_hooks, leaf._post_accumulate_grad_hooks)
+    return any(not isinstance(hook, but) for hooks in held for hook in (hooks or {}).values())
 
 
 def current_backward_node() -> object:

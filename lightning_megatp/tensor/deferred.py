@@ -165,7 +165,7 @@ class _Linear(OwnFunction):
         needs_x, needs_weight, *_ = ctx.needs_input_grad
         ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None)
         ctx.weight, ctx.bias, ctx.deferred = weight, bias, deferred  # the parameters, whose `.grad` is added to
-        return cast_linear(x, weight, bias, dtype)
+        return linear_of(x, weight, bias, dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -213,9 +213,9 @@ def cast(x: Tensor, dtype: torch.dtype | None) -> Tensor:
     return x.to(dtype) if dtype is not None and x.is_floating_point() and x.dtype != torch.float64 else x
 
 
-def cast_linear(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None) -> Tensor:
-    """`F.linear` in a dtype, for the forward of an autograd function: no view, which torch would let nobody change in
-    place behind it. `F.linear` of three dims is one of two."""
+def linear_of(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None) -> Tensor:
+    """`F.linear` in the forward of an autograd function, computed in `dtype` (see `cast`). No view, as `F.linear`'s own
+    result may be: autograd lets nobody change in place (`nn.ReLU(inplace=True)`) a view that a function returns."""
     return F.linear(x, cast(weight, dtype), None if bias is None else cast(bias, dtype)).detach()
 
 

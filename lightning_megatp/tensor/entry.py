@@ -48,8 +48,8 @@ from lightning_megatp.tensor.collectives import (
     reduce_scatter_sequence,
     sequence_sizes,
 )
-from lightning_megatp.tensor.deferred import DeferredWeights, autocast_dtype, cast, cast_linear
-from lightning_megatp.tensor.functions import OwnFunction
+from lightning_megatp.tensor.deferred import DeferredWeights, autocast_dtype, cast, linear_of
+from lightning_megatp.tensor.functions import OwnFunction, OwnHook
 from lightning_megatp.tensor.sequence import SequenceLayout, SequenceShard
 
 Parameters = tuple[Tensor, Tensor | None]
@@ -65,8 +65,8 @@ class Entry:
         deferred: where gradients of weights may be put off to.
         readers: of the layers that will probably read it. Those that do, as they are, have their gradients computed
             while the input's is reduced. What is made of parameters (a transposed weight, a slice, a parametrization)
-            has its gradient before; so has a parameter with a hook, unless its layer reads first: hooks would be
-            called, with None, for a layer that does not read after all.
+            has its gradient before, unless its layer reads first; so has a parameter with a user's hook: that would be
+            called, with None, for a layer that this backward does not come to.
 
     Memory: of a sequence, 1 / t between forward and backward.
     Communication: `copy_to_region` or `gather_sequence`; of a sequence also one all-gather in backward,
@@ -117,20 +117,22 @@ class Entry:
         return None if self._transfer.tokens is None or checkpoint_region() is not None else self._plain
 
     def _bring_in(self, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor | None:
-        """Let the value enter, and make the output of the layer that asks for it. None if that takes a `_Column`, whose
-        backward needs another tensor than the one that enters: autocast changes it, or a checkpoint gathers it."""
+        """Let the value enter, and make the output of the layer that asks for it. None if that takes a `_Column`: its
+        parameters have hooks, or backward needs another tensor than the one that enters, since autocast changes it or a
+        checkpoint gathers it."""
         x, transfer = self._plain, self._transfer
         if functorch_is_active() or not (torch.is_grad_enabled() and x.requires_grad):
             self._value = _enter(x, transfer.group, transfer.tokens)
             return None
         at_once = cast(x, autocast_dtype(x)) is x and (transfer.tokens is None or self._own() is x)
-        first = _Call(weight, bias, transfer, self._deferred) if at_once and weight is not None else None
+        first = None
+        if weight is not None and at_once and not _has_hooks(weight, bias):
+            first = _Call(weight, bias, transfer, self._deferred)
         gates = []
         for parameters in self._readers:
-            asks = parameters[0] is weight
-            if asks and first is not None:
+            if first is not None and parameters[0] is weight:
                 continue
-            if all(p is None or (p.requires_grad and (asks or not gradient_hooks(p))) for p in parameters):
+            if all(p is None or p.requires_grad for p in parameters) and not _has_hooks(*parameters):
                 gates.append(_Gate(parameters, _Call(*parameters, transfer, self._deferred)))
         transfer.gated = [gate.call for gate in gates]
         if first is None:
@@ -141,6 +143,10 @@ class Entry:
             gate.inside = own_weight, own_bias
         self._gates = {id(gate.parameters[0]): gate for gate in gates}
         return y
+
+
+def _has_hooks(*parameters: Tensor | None) -> bool:
+    return any(p is not None and gradient_hooks(p, but=OwnHook) for p in parameters)
 
 
 def _enter(x: Tensor, group: dist.ProcessGroup, tokens: SequenceLayout | None) -> Tensor:
@@ -278,8 +284,7 @@ class _Enter(OwnFunction):
         if weight is not None:
             _, needs_weight, *_ = ctx.needs_input_grad
             ctx.save_for_backward(x if needs_weight else None, weight)
-            dtype = autocast_dtype(x)
-            y = cast_linear(value, weight, bias, dtype)
+            y = linear_of(value, weight, bias, autocast_dtype(x))
         return y, value, *(None if other is None else other.view_as(other) for other in others)
 
     @staticmethod
@@ -333,7 +338,7 @@ class _Column(OwnFunction):
         needs_x, _, needs_weight, *_ = ctx.needs_input_grad
         kept = x if own is None else own
         ctx.save_for_backward(kept if needs_weight else None, weight if needs_x else None)
-        return cast_linear(x, weight, bias, dtype)
+        return linear_of(x, weight, bias, dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

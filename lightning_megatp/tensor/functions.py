@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
+
+from torch import Tensor
 
 from lightning_megatp.shim.torch import DirectFunction
 
@@ -30,3 +33,15 @@ def is_in_place(name: str) -> bool:
 
 class OwnFunction(DirectFunction):
     """An autograd function of this package. Its callers see to it that it gets plain tensors, never shards."""
+
+
+@dataclass(frozen=True)
+class OwnHook:
+    """A hook of this package on a parameter whose gradient was accumulated. Unlike a user's, it may also be called
+    where a backward leaves the gradient undefined, and then does nothing."""
+
+    call: Callable[[Tensor], None]
+
+    def __call__(self, parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            self.call(parameter)

@@ -229,6 +229,19 @@ def _without_a_sibling(module: nn.Module, x: Tensor, given: Callable[[Tensor], T
     body.out(body.q(h) * body.v(h)).square().sum().backward()
 
 
+def _an_output_not_used(module: nn.Module, x: Tensor, given: Callable[[Tensor], Tensor]) -> None:
+    """Of the layer that reads first, whose hooks are then not called."""
+    body, h = module.body, module.norm(given(x))
+    body.q.weight.register_hook(lambda grad: 2 * grad)
+    body.q.bias.register_post_accumulate_grad_hook(lambda bias: bias.grad.mul_(2))
+    body.out(body.q(h).detach() * body.k(h) + body.v(h)).square().sum().backward()
+
+
+def _outputs_changed_in_place(module: nn.Module, x: Tensor, given: Callable[[Tensor], Tensor]) -> None:
+    body, h = module.body, module.norm(given(x))
+    body.out(body.q(h).relu_() * body.k(h).tanh_() + body.v(h).mul_(2)).square().sum().backward()
+
+
 def _a_layer_twice(module: nn.Module, x: Tensor, given: Callable[[Tensor], Tensor]) -> None:
     body, h = module.body, module.norm(given(x))
     body.out(body.q(h) * body.k(h) + body.q(h) * body.v(h)).square().sum().backward()
@@ -263,6 +276,8 @@ STEPS: dict[str, Step] = {
     "checkpointed within": _checkpointed_within,
     "anomaly detection": _anomalies,
     "without a sibling": _without_a_sibling,
+    "an output not used": _an_output_not_used,
+    "outputs changed in place": _outputs_changed_in_place,
     "a layer twice": _a_layer_twice,
     "two inputs": _two_inputs,
     "an input without gradient": _input_without_gradient,

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torchmetrics
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
@@ -663,6 +663,47 @@ def test_a_second_trainer_with_other_stages_is_refused(second: Layout) -> None:
     with pytest.raises(RankError) as error:
         run_program(PP2, _other_layout, second)
     assert ["already cut into pipeline stages" in failure.message for failure in error.value.failures] == [True] * 2
+
+
+# ---------------------------------------------------------------- frozen networks
+
+
+class OnAFrozenOne(LightningModule):
+    """Trained blocks behind frozen ones of the same names and shapes, which are no averaged copy of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.base, self.top = (nn.ModuleDict({"blocks": nn.ModuleList(map(_block, range(n)))}) for n in (2, 3))
+        self.base.requires_grad_(False)
+
+    def training_step(self, batch: tuple[Tensor, ...], batch_idx: int) -> Tensor:
+        (x,) = batch
+        for block in (*self.base["blocks"], *self.top["blocks"]):  # type: ignore[misc]
+            x = x + block(x)
+        return x.square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.top.parameters(), 0.1)
+
+
+def _block(_: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(inplace=True), nn.Linear(8, 4))
+
+
+def _trained(layout: Layout) -> dict[str, Tensor]:
+    module = OnAFrozenOne()
+    rows = torch.randn(8, 3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    trainer = make_trainer(layout, strategy={"plan": {}})
+    trainer.fit(module, DataLoader(TensorDataset(rows), batch_size=8))
+    return {name: p.detach() for name, p in module.named_parameters() if p.numel()}
+
+
+def test_frozen_blocks_that_trained_ones_read_come_first_and_outputs_may_change_in_place() -> None:
+    expected = run_program(PLAIN, _trained)[0]
+    for found in run_program(PP2, _trained):
+        for name, parameter in found.items():
+            torch.testing.assert_close(parameter, expected[name], rtol=1e-9, atol=1e-9)
 
 
 # ---------------------------------------------------------------- a rank that fails
