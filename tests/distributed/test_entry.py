@@ -182,12 +182,6 @@ def _other_readers(module: nn.Module, x: Tensor, given: Callable[[Tensor], Tenso
     body.out(q * k + v).square().sum().backward()
 
 
-def _outputs_in_place(module: nn.Module, x: Tensor, given: Callable[[Tensor], Tensor]) -> None:
-    body, h = module.body, module.norm(given(x))
-    q, k, v = body.q(h), body.k(h), body.v(h)
-    body.out(q.mul_(2) + k.relu_() * v.tanh_()).mul_(3).square().sum().backward()
-
-
 def _changed(change: Callable[[nn.Parameter], None]) -> Step:
     """A layer that changes its weight when it is called: after its siblings entered."""
 
@@ -284,7 +278,6 @@ STEPS: dict[str, Step] = {
     "part of the weights": _part_of_the_weights,
     "gradients of a weight's gradient": _penalty_on_a_weight,
     "other readers": _other_readers,
-    "outputs changed in place": _outputs_in_place,
     "a weight changed in place": _changed(_in_place),
     "a weight's values exchanged": _changed(_rebound),
 }
