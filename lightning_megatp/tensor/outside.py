@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from lightning_megatp.plan.shard import ShardedTensorSpec
 from lightning_megatp.shim.torch import DisableTorchFunctionSubclass, tree_leaves, tree_map
@@ -79,7 +80,8 @@ class WholeParameter(torch.Tensor):
         parameter: the parameter.
         """
         with DisableTorchFunctionSubclass():
-            seen = shard.detach().as_subclass(WholeParameter)
+            plain = shard.to_local() if isinstance(shard, DTensor) else shard
+            seen = plain.detach().as_subclass(WholeParameter)
         seen.shard, seen.parameter, seen.spec, seen.context = shard, parameter, spec, context
         return seen
 
@@ -113,6 +115,11 @@ class WholeParameter(torch.Tensor):
 def _whole(x: Any, operation: str) -> Any:
     if not isinstance(x, WholeParameter):
         return x
+    if isinstance(x.shard, DTensor):
+        raise RuntimeError(
+            f"MegaTPStrategy: the step uses `{x.spec.name}` outside of its own layer (`{operation}`), while with"
+            " zero > 0 only rows of it are here. Take its layer out of the plan, or use zero=0."
+        )
     x.context.outside.setdefault(id(x.parameter), (x.parameter, operation))
     return gather_parameter(x.shard, x.spec, x.context.group)
 

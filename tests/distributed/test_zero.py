@@ -182,6 +182,23 @@ def test_evaluation(layout: Layout) -> None:
         assert len(graphs) > 0 or rank >= layout.dp, "the last stage sees its losses"
 
 
+class Walks(GPT):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        assert sum(p.requires_grad for _, p in self.named_parameters()) > 8
+        return super().training_step(batch, batch_idx)
+
+
+def _walked(layout: Layout) -> int:
+    trainer = make_trainer(layout, "untied", {"zero": 2})
+    trainer.fit(Walks(CONFIG), train_loader(layout, 2))
+    return trainer.global_step
+
+
+def test_a_step_may_walk_over_divided_shards() -> None:
+    """As long as it does not compute with them."""
+    assert run_program(Layout(tp=2, dp=2), _walked) == [2] * 4
+
+
 REFUSED = [
     ({"reduce_dtype": "float16", "zero": 1}, ["reduce_dtype='float16'", "float32"]),
     ({"zero": 4}, ["zero=4", "0, 1, 2 and 3"]),
