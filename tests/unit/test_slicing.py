@@ -633,11 +633,15 @@ def test_a_step_that_leaves_its_plan_is_refused() -> None:
         forward(pipe, batch)
 
 
-def test_a_step_that_ends_early_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("result", "text"),
+    [(0.0, "ended on pipeline stage 0 before `tokens`"), (None, "returned None before `tokens`")],
+)
+def test_a_step_that_ends_early_is_refused(result: float | None, text: str) -> None:
     module, batch = GPT(), tokens()
     pipe = pipeline(module, batch, 2)
-    pipe.modules[0].training_step = lambda batch: None
-    with pytest.raises(SliceError, match=r"ended on pipeline stage 0 before `tokens`"):
+    pipe.modules[0].training_step = lambda batch: result
+    with pytest.raises(SliceError, match=text):
         forward(pipe, batch)
 
 
