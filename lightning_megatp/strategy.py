@@ -154,7 +154,7 @@ class MegaTPStrategyBase(StepMethods, GradientMethods, BuildingMethods, WorldMet
         self._set_up_gradients(bucket_mb)
         self._set_up_steps(offload_activations)
         self.tp, self.pp, self.dp = tp, pp, dp
-        self.pipeline_options = PipelineOptions(microbatches, schedule, virtual_stages, stages, zero == 0)
+        self.pipeline_options = PipelineOptions(microbatches, schedule, virtual_stages, stages, splits_end=zero == 0)
         self.parallelism = parallelism or ParallelismPlugin(plan, strict)
         self.recompute = RecomputeOptions.of(recompute)
         self.sequence_parallel, self.summary = sequence_parallel, summary
