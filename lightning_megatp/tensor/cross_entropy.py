@@ -1,6 +1,6 @@
 """Cross-entropy of logits that stay split on the vocabulary: no rank ever holds a whole row of logits.
 
-Names: N rows (targets), V vocabulary size, v this rank's share of it (any size, 0 included).
+Names: N rows (targets), V vocabulary size, v this rank's share of it (any size, 0 included), r ranks.
 """
 
 from __future__ import annotations
@@ -15,7 +15,11 @@ from torch.autograd.function import once_differentiable
 
 from lightning_megatp.plan.ranges import Ranges, length
 from lightning_megatp.shim.torch import is_fake
+from lightning_megatp.tensor.collectives import all_gather
 from lightning_megatp.tensor.functions import OwnFunction
+
+_ELSEWHERE = 1.0
+"""In place of a target's logit beside the largest, which is 0 at most: another rank holds it."""
 
 
 def vocab_parallel_cross_entropy(
@@ -47,9 +51,11 @@ def vocab_parallel_cross_entropy(
     Returns:
         What `F.cross_entropy` returns, the same on every tp rank: a scalar, or (...) with `reduction="none"`.
 
-    Communication: an all-reduce of N maxima and one of 2 N + 1 sums (3 N + 1 with label smoothing), forward; none,
+    Communication: an all-gather of 3 N + 2 numbers of every rank (4 N + 2 with label smoothing), forward; none,
         backward.
-    Source: Shoeybi et al. 2019, section 3; label smoothing as ATen's `cross_entropy_loss_label_smoothing`.
+    Source: Shoeybi et al. 2019, section 3; sums of exponentials beside each rank's own largest logit, put together
+        afterwards, as Milakov and Gimelshein 2018 ("Online normalizer calculation for softmax") do for blocks; label
+        smoothing as ATen's `cross_entropy_loss_label_smoothing`.
     """
     options: dict[str, Any] = {"weight": weight, "ignore_index": ignore_index, "reduction": reduction}
     options["label_smoothing"] = label_smoothing
@@ -137,22 +143,26 @@ class _VocabParallelLoss(OwnFunction):
         weight_v = None if weight_V is None else _slice(weight_V, out_range)
         column_N, owned_N = _columns(target_N, out_range)
 
-        max_N = logits_Nv.amax(-1).to(dtype) if v else logits_Nv.new_full((n,), -torch.inf, dtype=dtype)
-        _all_reduce(max_N, dist.ReduceOp.MAX, group)
+        # Each rank has its own largest: one message then does for all. It is finite where all of a slice is masked out.
+        least = torch.finfo(dtype).min
+        max_N = logits_Nv.amax(-1).to(dtype).clamp_(min=least) if v else logits_Nv.new_full((n,), least, dtype=dtype)
         shifted_Nv = logits_Nv - max_N[:, None]  # a new tensor, and promoted to float32 in the same kernel
-
-        picked_N = max_N.new_zeros(n)
+        picked_N = max_N.new_full((n,), _ELSEWHERE)
         if v:
-            picked_N = shifted_Nv.gather(1, column_N[:, None])[:, 0].masked_fill_(~owned_N, 0)
-        sums = [picked_N]
+            picked_N = shifted_Nv.gather(1, column_N[:, None])[:, 0].masked_fill_(~owned_N, _ELSEWHERE)
+        smooth_N = []
         if smoothing:
-            sums.append(shifted_Nv.sum(-1) if weight_v is None else shifted_Nv @ weight_v)
+            smooth_N.append(shifted_Nv.sum(-1) if weight_v is None else shifted_Nv @ weight_v)
         exp_Nv = shifted_Nv.exp_()
         # The vocabulary's size travels along: no rank alone knows it, and float32 counts exactly to 16 million.
-        packed = torch.cat([exp_Nv.sum(-1), *sums, max_N.new_tensor([v])])
-        _all_reduce(packed, dist.ReduceOp.SUM, group)
-        denominator_N, picked_N = packed[:n], packed[n : 2 * n]
-        vocab = packed[-1]
+        size = max_N.new_tensor([v])
+        share = size if weight_v is None else weight_v.sum()[None]
+        found = _of_all(torch.cat([size, share, max_N, exp_Nv.sum(-1), picked_N, *smooth_N]), group)
+        max_rN, sum_rN, picked_rN, *smooth_rN = found[:, 2:].tensor_split(3 + len(smooth_N), 1)
+        vocab, total = found[:, :2].sum(0)
+        below_rN = max_rN - max_rN.amax(0)
+        denominator_N = (sum_rN * below_rN.exp()).sum(0)
+        picked_N = (picked_rN + below_rN).where(picked_rN < _ELSEWHERE, 0).sum(0)
         log_denominator_N = denominator_N.log()
 
         kept_N = target_N != ignore_index
@@ -167,12 +177,12 @@ class _VocabParallelLoss(OwnFunction):
         loss_N = (1 - smoothing) * row_weight_N * (log_denominator_N - picked_N)
         slope_N = (1 - smoothing) * row_weight_N  # of the loss in the log of the denominator
         if smoothing:
-            total = vocab if weight_V is None else weight_V.sum()
-            loss_N = loss_N + smoothing / vocab * (total * log_denominator_N - packed[2 * n : 3 * n])
+            sum_N = (smooth_rN[0] + found[:, 1:2] * below_rN).sum(0)
+            loss_N = loss_N + smoothing / vocab * (total * log_denominator_N - sum_N)
             slope_N = slope_N + smoothing / vocab * total * kept_N
         loss_N = loss_N.masked_fill(~kept_N, 0).masked_fill(kept_N & ~legal_N, torch.nan)
 
-        softmax_Nv = exp_Nv.div_(denominator_N[:, None])
+        softmax_Nv = exp_Nv.mul_((below_rN[group.rank()].exp() / denominator_N)[:, None])
         ctx.save_for_backward(
             softmax_Nv, slope_N, (1 - smoothing) * row_weight_N * owned_N, column_N, kept_N, vocab, weight_v
         )
@@ -216,10 +226,9 @@ def _slice(weight_V: Tensor, out_range: Ranges) -> Tensor:
     return weight_v if len(weight_v) == length(out_range) else weight_V.new_zeros(length(out_range))
 
 
-def _all_reduce(tensor: Tensor, operation: Any, group: dist.ProcessGroup) -> None:
-    """Reduce in place a buffer of our own; nothing to do for one rank or no rows."""
-    if group.size() > 1 and tensor.numel() and not is_fake(tensor):
-        dist.all_reduce(tensor, operation, group=group)
+def _of_all(found: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """(k) of each rank -> (ranks, k)"""
+    return found[None] if group.size() == 1 else all_gather(found[None], group, 0, [1] * group.size())
 
 
 def _check(logits: Tensor, target: Tensor, reduction: str, smoothing: float) -> None:

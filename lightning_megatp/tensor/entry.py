@@ -18,6 +18,7 @@ Source: Shoeybi et al. 2019, section 3 (f and g); Korthikanti et al. 2022, secti
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -55,6 +56,9 @@ from lightning_megatp.tensor.sequence import SequenceLayout, SequenceShard
 Parameters = tuple[Tensor, Tensor | None]
 """Weight and bias of a linear layer."""
 
+KEPT_BYTES = 2**18
+"""A sequence of this size, all tokens, stays gathered until backward: a message costs more than so little memory."""
+
 
 class Entry:
     """A value inside of a tensor region.
@@ -68,8 +72,8 @@ class Entry:
             has its gradient before, unless its layer reads first; so has a parameter with a user's hook: that would be
             called, with None, for a layer that this backward does not come to.
 
-    Memory: of a sequence, 1 / t between forward and backward.
-    Communication: `copy_to_region` or `gather_sequence`; of a sequence also one all-gather in backward,
+    Memory: of a sequence, 1 / t between forward and backward; all of it up to `KEPT_BYTES`.
+    Communication: `copy_to_region` or `gather_sequence`; of a sequence that is larger also one all-gather in backward,
         (t - 1) / t of it, for all layers together.
     """
 
@@ -82,7 +86,7 @@ class Entry:
     ) -> None:
         tokens = x.tokens if isinstance(x, SequenceShard) else None
         self._plain = x.plain if isinstance(x, SequenceShard) else x
-        self._transfer = _Transfer(group, tokens)
+        self._transfer = _Transfer(group, tokens, self._plain)
         self._deferred, self._readers = deferred, readers
         self._gates: dict[int, _Gate] = {}
         self._value: Tensor | None = None
@@ -109,24 +113,19 @@ class Entry:
             call, (weight, bias) = gate.call, gate.inside
         else:
             call = _Call(weight, bias, self._transfer, self._deferred)
-        output: Tensor = _Column.apply(cast(self.value, dtype), self._own(), weight, bias, dtype, call)
+        own = self._plain if self._transfer.again_in_backward else None
+        output: Tensor = _Column.apply(cast(self.value, dtype), own, weight, bias, dtype, call)
         return output
-
-    def _own(self) -> Tensor | None:
-        """This rank's tokens, to be gathered again in backward; in a checkpoint, all is gathered before backward."""
-        return None if self._transfer.tokens is None or checkpoint_region() is not None else self._plain
 
     def _bring_in(self, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor | None:
         """Let the value enter, and make the output of the layer that asks for it. None if that takes a `_Column`: its
-        parameters have hooks, or backward needs another tensor than the one that enters, since autocast changes it or a
-        checkpoint gathers it."""
+        parameters have hooks, or backward needs another tensor than the one that enters, since autocast changes it."""
         x, transfer = self._plain, self._transfer
         if functorch_is_active() or not (torch.is_grad_enabled() and x.requires_grad):
             self._value = _enter(x, transfer.group, transfer.tokens)
             return None
-        at_once = cast(x, autocast_dtype(x)) is x and (transfer.tokens is None or self._own() is x)
         first = None
-        if weight is not None and at_once and not _has_hooks(weight, bias):
+        if weight is not None and cast(x, autocast_dtype(x)) is x and not _has_hooks(weight, bias):
             first = _Call(weight, bias, transfer, self._deferred)
         gates = []
         for parameters in self._readers:
@@ -155,26 +154,36 @@ def _enter(x: Tensor, group: dist.ProcessGroup, tokens: SequenceLayout | None) -
     return gather_sequence(x, group, tokens.dim, tokens.length, "tensor")
 
 
+def _stays(x: Tensor, tokens: SequenceLayout) -> bool:
+    """Whether a sequence stays gathered; every rank says the same. In a checkpoint, backward begins with gathering."""
+    size = list(x.shape)
+    size[tokens.dim] = tokens.length
+    return checkpoint_region() is not None or math.prod(size) * x.element_size() <= KEPT_BYTES
+
+
 class _Transfer:
     """What an entry has under way in backward.
 
     Args:
         tokens: of a sequence, None for a whole value.
+        x: what enters.
     """
 
-    def __init__(self, group: dist.ProcessGroup, tokens: SequenceLayout | None) -> None:
+    def __init__(self, group: dist.ProcessGroup, tokens: SequenceLayout | None, x: Tensor) -> None:
         self.group, self.tokens = group, tokens
+        self.again_in_backward = tokens is not None and not _stays(x, tokens)
+        """Whether all tokens are gathered once more; else they are kept."""
         self.gated: list[_Call] = []
         """The readings whose gradients of weights `_Enter` computes."""
         self._gathered: dict[torch.dtype, Pending] = {}
 
     def again(self, x: Tensor, dtype: torch.dtype) -> Tensor | Pending:
-        """What entered, again. A sequence is on its way, unless a layer has gathered it in this backward. With a graph
-        (gradients of gradients) it is differentiable."""
+        """What entered, again, of what was kept. A sequence is on its way, unless a layer has gathered it in this
+        backward. With a graph (gradients of gradients) it is differentiable."""
+        if not self.again_in_backward:
+            return x
         if torch.is_grad_enabled():
             return _enter(x.to(dtype), self.group, self.tokens)
-        if self.tokens is None:
-            return x
         if dtype not in self._gathered:
             self._gathered[dtype] = begin_all_gather(x.to(dtype), self.group, self.tokens.dim, self.sizes)
         return self._gathered[dtype]
@@ -283,7 +292,8 @@ class _Enter(OwnFunction):
         y = None
         if weight is not None:
             _, needs_weight, *_ = ctx.needs_input_grad
-            ctx.save_for_backward(x if needs_weight else None, weight)
+            kept = x if transfer.again_in_backward else value
+            ctx.save_for_backward(kept if needs_weight else None, weight)
             y = linear_of(value, weight, bias, autocast_dtype(x))
         return y, value, *(None if other is None else other.view_as(other) for other in others)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from lightning_megatp.tensor import entry
 from tests.distributed.training import Layout, make_trainer, run_program, train_loader
 from tests.parity.models import GPT, GPTConfig
 from tests.parity.variants import GLOBAL_BATCH, gpt_plan
@@ -69,19 +71,20 @@ class Counted(GPT):
             super().backward(loss, *args, **kwargs)
 
 
-def _count(layout: Layout, config: GPTConfig, layers: int) -> list[tuple[Counter[str], Counter[str]]]:
+def _count(layout: Layout, config: GPTConfig, layers: int, kept: int) -> list[tuple[Counter[str], Counter[str]]]:
     """Calls and bytes of the second step's forward and of its backward: the first step may look around."""
     torch.manual_seed(0)
     module = Counted(GPTConfig(**{**config.__dict__, "layers": layers}))
     plan = {name: style for name, style in gpt_plan(config).items() if name not in ("tok", "head")}
     trainer = make_trainer(layout, strategy={"plan": plan}, limit_train_batches=2)
-    trainer.fit(module, train_loader(layout, 2, length=LENGTH))
+    with mock.patch.object(entry, "KEPT_BYTES", kept):
+        trainer.fit(module, train_loader(layout, 2, length=LENGTH))
     return [(counter.calls, counter.bytes) for counter in module.counters[-1]]
 
 
-def _block(layout: Layout, config: GPTConfig) -> list[tuple[Counter[str], Counter[str]]]:
-    """The same, of one block."""
-    three, two = (run_program(layout, _count, config, layers)[0] for layers in (3, 2))
+def _block(layout: Layout, config: GPTConfig, kept: int = 0) -> list[tuple[Counter[str], Counter[str]]]:
+    """The same, of one block; sequences up to `kept` bytes stay gathered."""
+    three, two = (run_program(layout, _count, config, layers, kept)[0] for layers in (3, 2))
     for (calls3, bytes3), (calls2, bytes2) in zip(three, two, strict=True):
         calls3.subtract(calls2)
         bytes3.subtract(bytes2)
@@ -116,6 +119,12 @@ def test_a_sequence_region_costs_two_gathers_and_two_reduce_scatters_each_way(na
     volume = sum(_ring_volume(tp, sent) for _, sent in block)
     expected = (4 * 2 + 2) * (tp - 1) / tp * hidden_states
     assert math.isclose(volume, expected), "the bytes of four all-reduces, and of two gathers for weight gradients"
+
+
+def test_a_small_sequence_is_not_gathered_again() -> None:
+    config = CONFIGS["fused"]
+    for calls, _ in _block(Layout(tp=2), config, GLOBAL_BATCH * LENGTH * config.hidden * 8):
+        assert calls == {"all-gather": 2, "reduce-scatter": 2}
 
 
 def test_the_gradients_of_parameters_in_sequence_regions_cost_one_all_reduce_per_step() -> None:

@@ -7,7 +7,6 @@ import dataclasses
 import itertools
 import re
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -21,6 +20,7 @@ from lightning_megatp.tensor.context import TensorContext
 from lightning_megatp.tensor.cross_entropy import cross_entropy_of_slices, vocab_parallel_cross_entropy
 from lightning_megatp.tensor.layers import ColumnParallelLinear
 from lightning_megatp.tensor.lineage import trace_regions
+from tests.distributed.test_collective_counts import CollectiveCounter
 from tests.ranks import run_ranks
 
 VOCAB = 11
@@ -79,9 +79,10 @@ def test_inputs_untouched_graph_walkable_twice_and_attributes_set() -> None:
 
 
 def test_collectives() -> None:
-    """Two small all-reduces forward, none backward, whatever the options."""
+    """One small all-gather forward, none backward, whatever the options."""
     for counts in run_ranks(2, _count_collectives):
-        assert counts == {"plain": [[6], [6 * 2 + 1]], "smoothed": [[6], [6 * 3 + 1]], "backward": [], "no rows": [[1]]}
+        numbers = {"plain": 6 * 3 + 2, "smoothed": 6 * 4 + 2, "no rows": 2}  # of each of two ranks
+        assert counts == {"backward": {}} | {name: {"all-gather": 2 * 4 * n} for name, n in numbers.items()}
 
 
 @pytest.mark.parametrize("gather_output", [False, True])
@@ -224,6 +225,9 @@ def _extremes(rank: int, world_size: int) -> tuple[float, float, bool]:
     head = _head(rank, [6, 5])
     target = torch.randint(6, (4,))
     large = _difference(torch.randn(4, VOCAB, dtype=torch.float64) * 1e4, target, head)
+    apart = torch.randn(4, VOCAB, dtype=torch.float64)
+    apart[:, 6:] -= 1e4  # beside the first rank's, nothing
+    large = max(large, _difference(apart, target, head), _difference(apart, target + 5, head))
     masked = torch.randn(4, VOCAB, dtype=torch.float64)
     masked[:, 6:] = -torch.inf  # all that the second rank holds
     broken = torch.randn(4, VOCAB)
@@ -253,29 +257,23 @@ def _untouched(rank: int, world_size: int) -> bool:
     return found == [("whole", "tensor")]
 
 
-def _count_collectives(rank: int, world_size: int) -> dict[str, list[list[int]]]:
+def _count_collectives(rank: int, world_size: int) -> dict[str, dict[str, int]]:
     head = _head(rank, [6, 5])
     logits, target = torch.randn(2, 3, VOCAB), torch.randint(VOCAB, (2, 3))
     mine = _slice(logits, head).requires_grad_()
-    counts = {}
-    real = dist.all_reduce
-    with mock.patch.object(dist, "all_reduce", side_effect=real) as spy:
-
-        def sizes() -> list[list[int]]:
-            seen = [list(call.args[0].shape) for call in spy.call_args_list]
-            spy.reset_mock()
-            return seen
-
+    with CollectiveCounter() as plain:
         vocab_parallel_cross_entropy(mine, target, head, weight=torch.rand(VOCAB))
-        counts["plain"] = sizes()
+    with CollectiveCounter() as smoothed:
         loss = vocab_parallel_cross_entropy(mine, target, head, label_smoothing=0.1)
-        counts["smoothed"] = sizes()
+    with CollectiveCounter() as backward:
         loss.backward()
-        counts["backward"] = sizes()
+    with CollectiveCounter() as no_rows:
         empty = vocab_parallel_cross_entropy(mine[:0], target[:0], head)
-        counts["no rows"] = sizes()
     assert empty.isnan()  # as F.cross_entropy
-    return counts
+    counters = {"plain": plain, "smoothed": smoothed, "backward": backward, "no rows": no_rows}
+    assert all(counter.calls.keys() == counter.bytes.keys() for counter in counters.values())
+    assert all(count == 1 for counter in counters.values() for count in counter.calls.values())
+    return {name: dict(counter.bytes) for name, counter in counters.items()}
 
 
 def _train(rank: int, world_size: int, gather_output: bool) -> float:

@@ -96,10 +96,11 @@ def _late(events: list[str]) -> Iterator[None]:
         yield
 
 
-def _order(rank: int, world_size: int, sequence: bool) -> list[str]:
+def _order(rank: int, world_size: int, sequence: bool, kept: int) -> list[str]:
     whole, module, (parallel, given) = _made(sequence)
     x, x_whole = _input()
-    loss = module(given(x)).square().sum()
+    with mock.patch.object(entry, "KEPT_BYTES", kept):
+        loss = module(given(x)).square().sum()
     whole(x_whole).square().sum().backward()
     events: list[str] = []
     with _late(events):
@@ -112,12 +113,16 @@ def _order(rank: int, world_size: int, sequence: bool) -> list[str]:
 
 def test_weights_are_computed_while_the_input_gradient_is_reduced() -> None:
     expected = ["begin_all_reduce", "weights", "weights", "weights", "wait_all_reduce"]
-    assert run_ranks(2, _order, False) == [expected] * 2
+    assert run_ranks(2, _order, False, 0) == [expected] * 2
 
 
 def test_a_sequence_is_gathered_again_while_input_gradients_are_computed() -> None:
+    """Unless it is small: then it was kept."""
+    size = 2 * TOKENS * IN * 8
     start = ["begin_all_gather", "begin_reduce_scatter", "wait_all_gather", *["weights"] * 3]
-    assert run_ranks(2, _order, True) == [[*start, "wait_reduce_scatter"]] * 2
+    assert run_ranks(2, _order, True, size - 1) == [[*start, "wait_reduce_scatter"]] * 2
+    expected = ["begin_reduce_scatter", "weights", "weights", "weights", "wait_reduce_scatter"]
+    assert run_ranks(2, _order, True, size) == [expected] * 2
 
 
 # ---------------------------------------------------------------- what else a step does with its graph
@@ -300,11 +305,11 @@ def _same_gradients(whole: nn.Module, module: nn.Module, parallel: Any, sequence
         assert torch.allclose(found, parameter.grad, rtol=1e-9, atol=1e-9), name
 
 
-def _habits(rank: int, world_size: int, sequence: bool, late: bool) -> None:
+def _habits(rank: int, world_size: int, sequence: bool, kept: int, late: bool) -> None:
     for name, step in STEPS.items():
         whole, module, (parallel, given) = _made(sequence)
         x, x_whole = _input()
-        with _late([]) if late else contextlib.nullcontext():
+        with mock.patch.object(entry, "KEPT_BYTES", kept), _late([]) if late else contextlib.nullcontext():
             found = step(module, x, given)
         expected = step(whole, x_whole, lambda x: x)
         parallel.context.end_step()
@@ -316,15 +321,18 @@ def _habits(rank: int, world_size: int, sequence: bool, late: bool) -> None:
             raise AssertionError(f"{name}: {error}") from error
 
 
-@pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
-def test_any_step_gives_the_gradients_of_one_device(sequence: bool) -> None:
-    run_ranks(3, _habits, sequence, True)
+ENTRIES = {"whole": (False, 0), "sequence": (True, 0), "small sequence": (True, entry.KEPT_BYTES)}
+
+
+@pytest.mark.parametrize("kind", ENTRIES)
+def test_any_step_gives_the_gradients_of_one_device(kind: str) -> None:
+    run_ranks(3, _habits, *ENTRIES[kind], True)
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
-def test_any_step_with_real_collectives(sequence: bool) -> None:
-    run_ranks(3, _habits, sequence, False)
+@pytest.mark.parametrize("kind", ENTRIES)
+def test_any_step_with_real_collectives(kind: str) -> None:
+    run_ranks(3, _habits, *ENTRIES[kind], False)
 
 
 def _two_dtypes(rank: int, world_size: int) -> None:
