@@ -20,6 +20,7 @@ from lightning_megatp.data import SameBatch
 from lightning_megatp.example import Example
 from lightning_megatp.failure import FailureWatch
 from lightning_megatp.gradients.dividing import divide
+from lightning_megatp.gradients.looking import watch_hooks
 from lightning_megatp.gradients.methods import GradientMethods
 from lightning_megatp.gradients.precision import agree_on_precision
 from lightning_megatp.gradients.sharding import ZeroOptions, ZeroSharding
@@ -271,6 +272,7 @@ class MegaTPStrategyBase(StepMethods, GradientMethods, BuildingMethods, WorldMet
             self._prepare_optimizers(trainer)
         self.setup_precision_plugin()
         agree_on_precision(self.precision_plugin, parallel, mesh)
+        watch_hooks(self.precision_plugin, trainer, parallel, mesh)
         if self.summary and fitting and self.is_global_zero:
             print_layout(parallel, mesh, self.pipeline)
 

@@ -11,6 +11,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from lightning_megatp.mesh import ParallelMesh
 from lightning_megatp.module import ParallelModule
+from lightning_megatp.plan.shard import ShardedTensorSpec
 
 
 def global_norm(parameters: Iterable[Tensor], parallel: ParallelModule, mesh: ParallelMesh, p: float = 2.0) -> Tensor:
@@ -35,16 +36,8 @@ def global_norm(parameters: Iterable[Tensor], parallel: ParallelModule, mesh: Pa
         if grad is None or key in elsewhere:
             continue
         spec, divided = sharded.get(key), all_divided.get(key)
-        parts = found[divided is not None, spec is not None]
-        if spec is None or not spec.shared:
-            parts.append(grad)
-            continue
-        rows = (0, spec.spec(mesh.rank("tp")).local_shape[0]) if divided is None else divided.rows
-        for start, stop, owners in spec.pieces(mesh.rank("tp")):  # elements that n ranks own count 1 / n on each
-            if spec.dim == 0:
-                start, stop = (min(max(edge, rows[0]), rows[1]) - rows[0] for edge in (start, stop))
-            piece = grad.narrow(spec.dim, start, stop - start)
-            parts.append(piece if p == torch.inf else piece / owners ** (1.0 / p))
+        rows = None if divided is None else divided.rows
+        found[divided is not None, spec is not None] += own_elements(grad, spec, mesh.rank("tp"), p, rows)
     if mesh.size("tp") == mesh.size("pp") == 1 and not all_divided:
         return get_total_norm(found[False, False] + found[False, True], p)
     everything = [grad for parts in found.values() for grad in parts]
@@ -68,6 +61,31 @@ def global_norm(parameters: Iterable[Tensor], parallel: ParallelModule, mesh: Pa
     if mesh.size("pp") > 1:
         dist.all_reduce(total, group=mesh.group("pp"))
     return total ** (1.0 / p)
+
+
+def own_elements(
+    grad: Tensor, spec: ShardedTensorSpec | None, rank: int, p: float, rows: tuple[int, int] | None = None
+) -> list[Tensor]:
+    """A gradient as pieces whose norms, over the tensor ranks, make the whole one's: elements that n ranks own count
+    1 / n on each.
+
+    Args:
+        grad: of a shard, or of the given rows of it.
+        spec: how the parameter is split, if it is.
+        rank: the tensor rank.
+        p: of the norm.
+        rows: first row and one after the last.
+    """
+    if spec is None or not spec.shared:
+        return [grad]
+    first, last = rows or (0, spec.spec(rank).local_shape[0])
+    parts = []
+    for start, stop, owners in spec.pieces(rank):
+        if spec.dim == 0:
+            start, stop = (min(max(edge, first), last) - first for edge in (start, stop))
+        piece = grad.narrow(spec.dim, start, stop - start)
+        parts.append(piece if p == torch.inf else piece / owners ** (1.0 / p))
+    return parts
 
 
 def clip_by_norm(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,6 +96,22 @@ def around_clipping(plugin: Any, call: Callable[[], None]) -> None:
         call()
 
     plugin._clip_gradients = clip_gradients
+
+
+def within_hooks(plugin: Any, name: str, context: Callable[[], AbstractContextManager[None]] | None) -> None:
+    """Let one of a precision plugin's methods run in a context; None takes that back. There is no other way around the
+    hooks of a module and its callbacks: `_after_closure` calls those before an optimizer's step (2.5-2.6), the public
+    `post_backward` those after a backward."""
+    vars(plugin).pop(name, None)
+    if context is None:
+        return
+    method = getattr(plugin, name)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with context():
+            return method(*args, **kwargs)
+
+    setattr(plugin, name, run)
 
 
 def first_loaders(trainer: Any) -> Any:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C import DisableTorchFunctionSubclass
+from torch._C import DisableTorchFunction, DisableTorchFunctionSubclass
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -29,13 +29,15 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 # torch.utils._pytree is what torch's own containers go through (torch.func, export, FSDP2); the public alternative
 # (torch.utils.pytree) does not exist before 2.14. DisableTorchFunctionSubclass is documented in "Extending PyTorch" but
-# has no public home. FakeTensorMode (what torch.compile and torch.export plan with: shapes, dtypes and devices without
-# data) has no public import path, and TorchDispatchMode only the one "Extending PyTorch" names.
+# has no public home, nor has DisableTorchFunction, which ends modes too. FakeTensorMode (what torch.compile and
+# torch.export plan with: shapes, dtypes and devices without data) has no public import path, and TorchDispatchMode only
+# the one "Extending PyTorch" names.
 # flatten and unflatten are torch.cat and split over any number of tensors in one call each, as DDP uses them; public
 # are only the loops over parameters of torch.nn.utils.
 __all__ = [
     "DataDependentOutputException",
     "DirectFunction",
+    "DisableTorchFunction",
     "DisableTorchFunctionSubclass",
     "DynamicOutputShapeException",
     "FakeTensor",
@@ -53,6 +55,8 @@ __all__ = [
     "current_backward_node",
     "entry_of",
     "flatten",
+    "foreach_mul_",
+    "foreach_norm",
     "forget_fakes",
     "forward_mode_is_active",
     "functorch_is_active",
@@ -81,6 +85,9 @@ __all__ = [
     "without_mode",
     "written_arguments",
 ]
+
+# What torch.nn.utils' clipping takes norms and scales with (2.11-2.13).
+foreach_norm, foreach_mul_ = torch._foreach_norm, torch._foreach_mul_
 
 without_dispatch_modes = _disable_current_modes
 """Do what is inside as if no TorchDispatchMode were active (2.11-2.13)."""

@@ -180,7 +180,7 @@ class _Transfer:
     def again(self, x: Tensor, dtype: torch.dtype) -> Tensor | Pending:
         """What entered, again, of what was kept. A sequence is on its way, unless a layer has gathered it in this
         backward. With a graph (gradients of gradients) it is differentiable."""
-        if not self.again_in_backward:
+        if self.tokens is None or not self.again_in_backward:
             return x
         if torch.is_grad_enabled():
             return _enter(x.to(dtype), self.group, self.tokens)

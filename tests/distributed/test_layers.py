@@ -10,6 +10,7 @@ import copy
 import dataclasses
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 
 from lightning_megatp.plan.ranges import Ranges, shard_ranges
 from lightning_megatp.plan.shard import ShardedTensorSpec
+from lightning_megatp.tensor import entry
 from lightning_megatp.tensor.collectives import sequence_sizes, take_ranges
 from lightning_megatp.tensor.context import TensorContext
 from lightning_megatp.tensor.layers import (
@@ -399,13 +401,13 @@ def test_siblings_share_one_entry_as_long_as_their_input_is_the_same(between: st
     assert run_ranks(2, _siblings, between) == [BETWEEN[between][1]] * 2
 
 
-def _sibling_shards(rank: int, world_size: int) -> list[dict[str, int]]:
+def _sibling_shards(rank: int, world_size: int, kept: int) -> list[dict[str, int]]:
     torch.manual_seed(1)
     module = Siblings().double()
     parallel = parallelize(module, SIBLINGS)
     x = torch.randn(2, 8, IN, dtype=torch.float64).requires_grad_()
     shard = SequenceShard.shard(x, 1, parallel.context)
-    with CollectiveCounter() as forward:
+    with CollectiveCounter() as forward, mock.patch.object(entry, "KEPT_BYTES", kept):
         y = module(shard)
     with CollectiveCounter() as of_input:
         torch.autograd.grad(y.pow(2).sum(), x, retain_graph=True)
@@ -417,8 +419,10 @@ def _sibling_shards(rank: int, world_size: int) -> list[dict[str, int]]:
 def test_siblings_share_one_gather_of_a_sequence_shard() -> None:
     forward, of_input = {"all-gather": 1, "all-reduce": 1}, {"reduce-scatter": 1, "all-gather": 1}
     backward = {"reduce-scatter": 1, "all-gather": 2}
-    found = run_ranks(2, _sibling_shards)
+    found = run_ranks(2, _sibling_shards, 0)
     assert found == [[forward, of_input, backward]] * 2, "weights' gradients need the sequence again"
+    found = run_ranks(2, _sibling_shards, entry.KEPT_BYTES)
+    assert found == [[forward, of_input, of_input]] * 2, "a small one was kept"
 
 
 def _changed_in_place(rank: int, world_size: int) -> None:
