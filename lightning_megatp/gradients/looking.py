@@ -65,7 +65,7 @@ class WholeNorms:
     Args:
         parallel: the split module.
         mesh: where it is.
-        hooks: the user's, for messages.
+        hooks: whose sums they are, for messages.
 
     Communication: one all-reduce over tp of a number per parameter, and with zero > 0 one over the ranks that divide
         them, before the first two calls of the hooks, and before all others if the first asked for a norm.
@@ -291,16 +291,21 @@ def watch_hooks(plugin: Any, trainer: Any, parallel: ParallelModule, mesh: Paral
         trainer: whose module's and callbacks' hooks they are.
         parallel: the module, split and divided.
         mesh: where it is.
+
+    Communication: one all-reduce of two numbers over the world.
     """
-    for method, names in HOOKS.items():
-        users = [name for name in names if any(_is_users(x, name) for x in (parallel.module, *trainer.callbacks))]
-        whole = mesh.size("tp") == mesh.size("pp") == 1 and not parallel.divided
-        if whole or not users:
+    watched = (parallel.module, *trainer.callbacks)
+    users = [sum(_is_users(x, name) for x in watched for name in names) for names in HOOKS.values()]
+    counts = torch.tensor(users, device=mesh.device)
+    if not (whole := mesh.size("tp") == mesh.size("pp") == 1 and not parallel.divided):
+        dist.all_reduce(counts)  # some rank may have a callback of its own
+    for (method, hooks), count in zip(HOOKS.items(), counts.tolist(), strict=True):
+        if whole or not count:
             within_hooks(plugin, method, None)
             continue
-        norms = WholeNorms(parallel, mesh, users)
+        norms = WholeNorms(parallel, mesh, hooks)
         within_hooks(plugin, method, norms.looking)
-        if "configure_gradient_clipping" in names:
+        if "configure_gradient_clipping" in hooks:
             plugin.clip_grad_by_norm = norms.clipping(plugin.clip_grad_by_norm)
 
 
