@@ -189,7 +189,7 @@ def measure(rank: int, world_size: int, size: Size, microbatches: int) -> dict[s
     """One round on one rank."""
     made = programs(size, rank, world_size, microbatches)
     steps = size.steps if microbatches < 16 else size.steps // 2
-    return alternate({name: make() for name, make in made.items()}, steps, warm_up=2, profiled=2)
+    return alternate({name: make() for name, make in made.items()}, steps, warm_up=2, profiled=4)
 
 
 def peak(rank: int, world_size: int, size: Size, microbatches: int, name: str) -> int:
@@ -218,23 +218,28 @@ def _use_once(size: Size) -> None:
 
 def rows(sizes: list[Size], counts: list[int], pp: int) -> Iterator[Row | Figure]:
     for size in sizes:
+        above: dict[int, float] = {}
         for microbatches in counts:
             what = f"pp={pp}, m={microbatches}, {size} a microbatch"
             rounds = [run_ranks(pp, measure, size, microbatches, timeout=600) for _ in range(size.rounds)]
             yield from compare("pipeline", what, rounds, {TORCH: 1.0, HAND: 1.03, ZB_H1: None})
-            yield from _figures(what, rounds, microbatches, pp)
+            above[microbatches] = python(rounds, OURS) - python(rounds, HAND)
+            yield from _figures(what, rounds, above[microbatches], microbatches, pp)
             yield from _memories(what, size, microbatches, pp)
+        (few, least), *_, (many, most) = sorted(above.items())
+        title = f"pp={pp}, {size} a microbatch: Python that one more microbatch adds, above the stage by hand"
+        yield Figure("pipeline", title, (most - least) / (many - few) / 1e3, "ms", 1.0)
 
 
-def _figures(what: str, rounds: list[Any], microbatches: int, pp: int) -> Iterator[Figure]:
+def _figures(what: str, rounds: list[Any], above: float, microbatches: int, pp: int) -> Iterator[Figure]:
     found, formula = idle(rounds), (pp - 1) / (microbatches + pp - 1)
     title = f"{what}: idle share of a step, above 1F1B's {100 * formula:.1f} %"
     yield Figure("pipeline", title, 100 * (found - formula), "points", 2.0)
     split = simulate(split_end(one_f_one_b(pp, microbatches))).bubble
     title = f"{what}: the same, above the {100 * split:.1f} % of a split end, if T_F = T_B = T_W"
     yield Figure("pipeline", title, 100 * (found - split), "points", None)
-    extra = (python(rounds, OURS) - python(rounds, HAND)) / microbatches
-    yield Figure("pipeline", f"{what}: Python per microbatch above the stage by hand", extra / 1e3, "ms", 1.0)
+    each = above / microbatches / 1e3
+    yield Figure("pipeline", f"{what}: Python per microbatch above the stage by hand", each, "ms", 1.0)
 
 
 def idle(rounds: list[Any]) -> float:
