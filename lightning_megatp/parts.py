@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from lightning_megatp.building.building import Building
-from lightning_megatp.gradients.sharding import ZeroOptions, ZeroSharding
+from lightning_megatp.gradients.sharding import ZeroSharding
+from lightning_megatp.gradients.zero_options import ZeroOptions
 from lightning_megatp.mesh import ParallelMesh
 from lightning_megatp.module import ParallelModule
 from lightning_megatp.pipeline.pipeline import Pipeline

@@ -23,7 +23,8 @@ from lightning_megatp.gradients.dividing import divide
 from lightning_megatp.gradients.looking import watch_hooks
 from lightning_megatp.gradients.methods import GradientMethods
 from lightning_megatp.gradients.precision import agree_on_precision
-from lightning_megatp.gradients.sharding import ZeroOptions, ZeroSharding
+from lightning_megatp.gradients.sharding import ZeroSharding
+from lightning_megatp.gradients.zero_options import ZeroOptions
 from lightning_megatp.mesh import MeshShape, ParallelMesh
 from lightning_megatp.metrics import gather_metrics_over
 from lightning_megatp.module import ParallelModule

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from torch import nn
 
 from lightning_megatp.example import Example
-from lightning_megatp.gradients.sharding import ZeroOptions, ZeroSharding
+from lightning_megatp.gradients.sharding import ZeroSharding
+from lightning_megatp.gradients.zero_options import ZeroOptions
 from lightning_megatp.mesh import ParallelMesh
 from lightning_megatp.module import ParallelModule
 from lightning_megatp.pipeline.build import units_in_use

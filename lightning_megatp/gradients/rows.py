@@ -61,3 +61,9 @@ class DividedParameter:
     def take(self, whole: Tensor) -> Tensor:
         """This rank's rows of something of the whole's shape."""
         return whole[slice(*self.rows)].clone()
+
+
+def rows_of(size: int, place: int, ranks: int) -> tuple[int, int]:
+    """Which rows FSDP2 gives to a rank: equal parts, the last ones smaller or empty."""
+    each = -(-size // ranks)
+    return min(place * each, size), min((place + 1) * each, size)

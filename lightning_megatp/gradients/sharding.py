@@ -17,8 +17,7 @@ import contextlib
 import functools
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,62 +25,18 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.overrides import TorchFunctionMode
 
 from lightning_megatp.gradients.holders import Group, Holder, Root, Sharder
-from lightning_megatp.gradients.rows import DividedParameter
+from lightning_megatp.gradients.rows import DividedParameter, rows_of
 from lightning_megatp.gradients.units import in_several, large_units
+from lightning_megatp.gradients.writes import WriteWatch, lost_change
+from lightning_megatp.gradients.zero_options import ZeroOptions
 from lightning_megatp.mesh import ParallelMesh
 from lightning_megatp.module import ParallelModule
 from lightning_megatp.pipeline.calls import around_calls
 from lightning_megatp.pipeline.detour import Detour
 from lightning_megatp.shim.torch import FakeTensorMode, gradient_hooks, storage_id, tensor_version
-from lightning_megatp.tensor.functions import OwnHook, is_in_place, operation_name
-
-Offload = Literal["optimizer", "parameters"]
-
-
-@dataclass(frozen=True)
-class ZeroOptions:
-    """What a user chooses.
-
-    Raises:
-        ValueError: values that mean nothing, or don't go together.
-    """
-
-    level: int = 0
-    offload: Offload | None = None
-    """Keep this rank's part of the parameters, and so the optimizer's state and step, in the host's memory."""
-    replicas: int = 1
-    """Copies of the divided state among the data-parallel ranks (HSDP); 1 divides it over all of them."""
-    reduce_dtype: str | None = None
-    """In which gradients are summed, whatever the level; None for the parameters' own."""
-
-    def __post_init__(self) -> None:
-        if self.level not in (0, 1, 2, 3):
-            raise ValueError(f"MegaTPStrategy: zero={self.level!r}, but the levels are 0, 1, 2 and 3.")
-        if self.offload not in (None, "optimizer", "parameters"):
-            raise ValueError(
-                f'MegaTPStrategy: offload={self.offload!r}, but what can be offloaded is "optimizer" or "parameters".'
-            )
-        if self.offload is not None and self.level != (3 if self.offload == "parameters" else min(self.level, 2) or 1):
-            need = "zero=3" if self.offload == "parameters" else "zero=1 or zero=2"
-            raise ValueError(f'MegaTPStrategy: offload="{self.offload}" needs {need}, not zero={self.level}.')
-        if self.reduce_dtype not in (None, "float32"):
-            raise ValueError(f'MegaTPStrategy: reduce_dtype={self.reduce_dtype!r}, but there is "float32", or None.')
-        if self.replicas < 1 or (self.replicas > 1 and self.level == 0):
-            raise ValueError(
-                f"MegaTPStrategy: dp_replicate={self.replicas} copies of what is divided need zero > 0, and at least 1."
-            )
-
-    def check_schedule(self, defers_weights: bool, name: str) -> None:
-        """Raise if a pipeline's schedule can't join."""
-        if self.level and defers_weights:
-            raise ValueError(
-                f'MegaTPStrategy: schedule="{name}" computes weight gradients after the backward in which FSDP2'
-                f' (zero={self.level}) reduces them, so they would be lost. Use schedule="1f1b" or "interleaved", or'
-                " zero=0."
-            )
+from lightning_megatp.tensor.functions import OwnHook
 
 
 class ZeroSharding:
@@ -195,7 +150,7 @@ class ZeroSharding:
     def step(self, function: Callable[[], Any]) -> Any:
         """Run a user's step, or a pipeline stage's part of it; units are gathered as they run."""
         with_graph = torch.is_grad_enabled()  # leaving inference mode would set it
-        watching = _WriteWatch(self.parameters) if self.watches else contextlib.nullcontext()
+        watching = WriteWatch(self.parameters) if self.watches else contextlib.nullcontext()
         with torch.inference_mode(False), torch.set_grad_enabled(with_graph), watching:  # what is gathered is trained
             return self._root(function)
 
@@ -383,7 +338,7 @@ class ZeroSharding:
         """
         for parameter in self.parameters:
             if tensor_version(parameter.whole) != self._versions[parameter.name]:
-                raise RuntimeError(_changed(parameter.name))
+                raise RuntimeError(lost_change(parameter.name))
 
     def check_known(self, optimizers: Iterable[Optimizer]) -> None:
         """Raises:
@@ -439,31 +394,6 @@ class ZeroSharding:
         return found
 
 
-def _changed(name: str) -> str:
-    return (
-        f"MegaTPStrategy: `{name}` was changed in place while it was gathered (zero > 0); the change would be lost."
-        " Change parameters in `on_train_batch_end`, where `self.parameters()` are this rank's own rows, or use zero=0."
-    )
-
-
-class _WriteWatch(TorchFunctionMode):
-    """Active around a user's step: raises where it writes to a gathered parameter. Costs Python time at every
-    operation, so it is for single steps."""
-
-    def __init__(self, parameters: Sequence[DividedParameter]) -> None:
-        super().__init__()
-        self._names = {storage_id(p.whole): p.name for p in parameters}
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if args and type(args[0]) in (Tensor, nn.Parameter) and is_in_place(operation_name(func)):
-            name = self._names.get(storage_id(args[0]))
-            if name is not None and operation_name(func) != "requires_grad_":
-                raise RuntimeError(_changed(name))
-        return func(*args, **(kwargs or {}))
-
-
 def _note(used: set[str], name: str, parameter: Tensor) -> None:
     used.add(name)
 
@@ -490,12 +420,6 @@ def _main_dtype(module: nn.Module) -> torch.dtype:
     dist.all_gather_object(by_rank, counts)
     total = sum(by_rank, Counter[torch.dtype]())
     return max(total, key=lambda dtype: (total[dtype], str(dtype)), default=torch.get_default_dtype())
-
-
-def rows_of(size: int, place: int, ranks: int) -> tuple[int, int]:
-    """Which rows FSDP2 gives to a rank: equal parts, the last ones smaller or empty."""
-    each = -(-size // ranks)
-    return min(place * each, size), min((place + 1) * each, size)
 
 
 def _owners(module: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from lightning_megatp.gradients.sharding import rows_of
+from lightning_megatp.gradients.rows import rows_of
 from lightning_megatp.gradients.units import in_several, large_units
 from lightning_megatp.pipeline.build import holders_of, unit_costs
 from lightning_megatp.pipeline.generators import make_schedule

@@ -1,0 +1,39 @@
+"""Writes to gathered parameters (zero > 0), which would be lost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from lightning_megatp.gradients.rows import DividedParameter
+from lightning_megatp.shim.torch import storage_id
+from lightning_megatp.tensor.functions import is_in_place, operation_name
+
+
+def lost_change(name: str) -> str:
+    """What is said of a write to a gathered parameter."""
+    return (
+        f"MegaTPStrategy: `{name}` was changed in place while it was gathered (zero > 0); the change would be lost."
+        " Change parameters in `on_train_batch_end`, where `self.parameters()` are this rank's own rows, or use zero=0."
+    )
+
+
+class WriteWatch(TorchFunctionMode):
+    """Active around a user's step: raises where it writes to a gathered parameter. Costs Python time at every
+    operation, so it is for single steps."""
+
+    def __init__(self, parameters: Sequence[DividedParameter]) -> None:
+        super().__init__()
+        self._names = {storage_id(p.whole): p.name for p in parameters}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if args and type(args[0]) in (Tensor, nn.Parameter) and is_in_place(operation_name(func)):
+            name = self._names.get(storage_id(args[0]))
+            if name is not None and operation_name(func) != "requires_grad_":
+                raise RuntimeError(lost_change(name))
+        return func(*args, **(kwargs or {}))
