@@ -24,7 +24,8 @@ from lightning_megatp.tensor.collectives import (
 )
 from lightning_megatp.tensor.context import Region, TensorContext
 from lightning_megatp.tensor.entry import Entry
-from lightning_megatp.tensor.features import FeatureLayout, FeatureShard, own_features
+from lightning_megatp.tensor.features.layout import FeatureLayout
+from lightning_megatp.tensor.features.shard import FeatureShard, own_features
 from lightning_megatp.tensor.outside import LayerParameters
 from lightning_megatp.tensor.parameters import slice_whole
 from lightning_megatp.tensor.sequence import SequenceLayout, SequenceShard

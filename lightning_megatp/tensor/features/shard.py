@@ -2,7 +2,7 @@
 
 Between a column and a row layer user code counts heads and features: `view(B, T, self.n_head, -1)`,
 `qkv.split(self.n_embd, dim=2)`. On shards these sizes mean the whole. Which features a rank owns is followed through
-views, slices, products and attention (`feature_rules.py`), and all of these run on its own features. Any other
+views, slices, products and attention (`rules/`), and all of these run on its own features. Any other
 operation gathers the whole tensor first: what is not local is merely not faster.
 """
 
@@ -10,87 +10,25 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_megatp.plan.ranges import ByRank, Ranges, everything, merge, owned_once, positions
+from lightning_megatp.plan.ranges import ByRank, Ranges, merge, positions
 from lightning_megatp.shim.torch import as_subclass, tensor_version, tree_map
-from lightning_megatp.tensor.collectives import take_ranges
 from lightning_megatp.tensor.context import TensorContext
+from lightning_megatp.tensor.features.call import Call, Operand
+from lightning_megatp.tensor.features.decision import Decision, Enter, take_local
+from lightning_megatp.tensor.features.layout import FeatureLayout
+from lightning_megatp.tensor.features.rules.table import POINTWISE, RULES
 from lightning_megatp.tensor.functions import is_in_place, operation_name, operation_names
 from lightning_megatp.tensor.shards import METADATA, GatheredView, Shard, becomes_leaf, changes, of_whole, unsealed
 from lightning_megatp.tensor.watch import draws_random
 
 _MOST_DECISIONS = 4096
-
-
-@dataclass(frozen=True, eq=False)
-class FeatureLayout:
-    """Which rank owns which features of a dim."""
-
-    dim: int
-    """Negative, counted from the last dim."""
-    by_rank: ByRank
-    """The features of every rank, in the order in which they lie there. Ranks may overlap (repeated key-value heads);
-    where all own everything, `dim` means nothing."""
-    size: int
-    """Features of the whole dim."""
-    context: TensorContext = field(repr=False)
-    """What communicates, and the random stream for dropout."""
-    decisions: dict[Any, Decision | None] = field(default_factory=dict, repr=False)
-    """What was found out about operations on shards of this layout."""
-
-    @cached_property
-    def key(self) -> tuple[Any, ...]:
-        return (self.dim, self.by_rank, self.size, id(self.context))
-
-    @cached_property
-    def _hash(self) -> int:
-        return hash(self.key)
-
-    @cached_property
-    def replicated(self) -> bool:
-        """Whether every rank owns everything. Each then has a part of the gradient all the same."""
-        return everything(self.by_rank, self.size)
-
-    @cached_property
-    def disjoint(self) -> bool:
-        """Whether no feature has several owners."""
-        return owned_once(self.by_rank, self.size)
-
-    @property
-    def own(self) -> Ranges:
-        """This rank's features."""
-        return self.by_rank[self.context.rank]
-
-    def with_(self, dim: int, by_rank: ByRank, size: int) -> FeatureLayout:
-        """Another layout of the same ranks."""
-        if (dim, by_rank, size) == self.key[:3]:
-            return self
-        return FeatureLayout(dim, by_rank, size, self.context)
-
-    def everywhere(self) -> FeatureLayout:
-        """What every rank has all of."""
-        return FeatureLayout(0, (((0, 1),),) * len(self.by_rank), 1, self.context)
-
-    def shape(self, local: torch.Size) -> torch.Size:
-        """The whole shape of a shard."""
-        if self.replicated:
-            return local
-        whole = list(local)
-        whole[self.dim] = self.size
-        return torch.Size(whole)
-
-    def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, FeatureLayout) and self.key == other.key)
-
-    def __hash__(self) -> int:
-        return self._hash
 
 
 class FeatureShard(Shard):
@@ -165,99 +103,6 @@ def own_features(x: FeatureShard, by_rank: ByRank, size: int) -> Tensor | None:
     return None if own is None or None in found else take_local(x.plain, -1, own)
 
 
-def take_local(x: Tensor, dim: int, ranges: Ranges) -> Tensor:
-    """Ranges of a dim, by plain differentiable operations; a view where they are one."""
-    if len(ranges) == 1:
-        return x.narrow(dim, ranges[0][0], ranges[0][1] - ranges[0][0])
-    return take_ranges(x, dim, ranges)
-
-
-# ---------------------------------------------------------------- what a rule finds out
-
-
-@dataclass(frozen=True)
-class Operand:
-    """A tensor among the arguments of an operation, as a rule sees it."""
-
-    position: int
-    """Among the tensors of the call."""
-    shape: torch.Size
-    """Of the whole tensor."""
-    dtype: torch.dtype
-    layout: FeatureLayout | None
-    """None for a whole tensor."""
-
-    @property
-    def ndim(self) -> int:
-        return len(self.shape)
-
-    @property
-    def sharded(self) -> bool:
-        """Whether ranks own different features of it."""
-        return self.layout is not None and not self.layout.replicated
-
-
-Action = Callable[[Tensor], Tensor]
-"""What is done with one operand before an operation runs on this rank's features."""
-
-
-class Decision(NamedTuple):
-    """How an operation runs on this rank's features."""
-
-    layouts: Any
-    """Of the result: one for all tensors in it, a tuple of one for each; None if the result is a whole value."""
-    actions: Sequence[Action | None] = ()
-    """For each tensor among the arguments; empty if there is nothing to do."""
-    run: Callable[[Sequence[Tensor]], Any] | None = None
-    """Runs it on the tensors, where sizes or indices differ from the given ones."""
-
-
-@dataclass(frozen=True)
-class Enter:
-    """A whole value used as it is: the gradient of a computed one is all-reduced. That of a leaf is a part, which is
-    summed with the other parameters' at the end of backward."""
-
-    context: TensorContext
-
-    def __call__(self, x: Tensor) -> Tensor:
-        entered: Tensor = self.context.exchange.copy(x) if _is_computed(x, self.context) else x
-        return entered
-
-
-@dataclass(frozen=True)
-class Scatter:
-    """A whole value of which this rank takes its own features."""
-
-    context: TensorContext
-    dim: int
-    by_rank: ByRank
-
-    def __call__(self, x: Tensor) -> Tensor:
-        if _is_computed(x, self.context):
-            own: Tensor = self.context.exchange.scatter(x, self.dim, self.by_rank)
-            return own
-        return take_local(x, self.dim, self.by_rank[self.context.rank])
-
-
-@dataclass(frozen=True)
-class Pick:
-    """Some of the features that a rank holds."""
-
-    dim: int
-    ranges: Ranges
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return take_local(x, self.dim, self.ranges)
-
-
-def _is_computed(x: Tensor, context: TensorContext) -> bool:
-    wanted = x.requires_grad and torch.is_grad_enabled()
-    return wanted and (not x.is_leaf or id(x) in context.kept_whole)
-
-
-# ---------------------------------------------------------------- running
-
-
 class Operation(NamedTuple):
     """What is known of a function by its name."""
 
@@ -271,8 +116,6 @@ class Operation(NamedTuple):
 
 @lru_cache(4096)
 def _operation(func: Callable[..., Any]) -> Operation:
-    from lightning_megatp.tensor.feature_rules import POINTWISE, RULES  # they need the classes of this file
-
     name = operation_name(func)
     in_place = is_in_place(name)
     base = name[:-1] if in_place and name[:-1] in POINTWISE else name
@@ -385,29 +228,6 @@ def _wrap(result: Any, layouts: Any) -> Any:
     return result
 
 
-@dataclass
-class Call:
-    """An operation and its arguments, with an Operand for each tensor."""
-
-    name: str
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    operands: list[Operand]
-    layout: FeatureLayout
-    """Of the first sharded operand."""
-    in_place: bool
-
-    @property
-    def rank(self) -> int:
-        return self.layout.context.rank
-
-    def argument(self, position: int, *names: str, default: Any = None) -> Any:
-        """An argument by position or by one of its names."""
-        if len(self.args) > position:
-            return self.args[position]
-        return next((self.kwargs[name] for name in names if name in self.kwargs), default)
-
-
 def _decide(
     operation: Operation, layout: FeatureLayout, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Decision | None:
@@ -492,9 +312,6 @@ class _FeatureView(GatheredView):
         )
 
 
-# ---------------------------------------------------------------- operations that are no computation on the shard
-
-
 def _metadata(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, Any]:
     x = args[0] if args else None
     if not isinstance(x, FeatureShard) or becomes_leaf(func, name, args):
@@ -566,11 +383,15 @@ def _is_plain(x: Any, floating: bool) -> bool:
 
 
 _NEED_GRADIENT = operation_names("register_hook retain_grad register_post_accumulate_grad_hook")
+
+
 _NEED_WHOLE = _NEED_GRADIENT | operation_names(
     """
     backward grad requires_grad_ requires_grad data set_ share_memory_ numpy __array__ __deepcopy__ __reduce_ex__
     """
 )
+
+
 _DRAW = operation_names(
     """
     scaled_dot_product_attention dropout alpha_dropout feature_alpha_dropout dropout1d dropout2d dropout3d bernoulli
@@ -578,6 +399,8 @@ _DRAW = operation_names(
     random_ exponential_ geometric_
     """
 )
+
+
 _SPECIAL: dict[str, Callable[..., tuple[bool, Any]]] = {
     **dict.fromkeys(METADATA | {"is_contiguous"}, _metadata),
     **dict.fromkeys(["shape", "size", "numel", "nelement", "__len__"], _shape),
