@@ -14,7 +14,6 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_megatp.plan.ranges import ByRank, Ranges, merge, positions
@@ -24,8 +23,9 @@ from lightning_megatp.tensor.features.call import Call, Operand
 from lightning_megatp.tensor.features.decision import Decision, Enter, take_local
 from lightning_megatp.tensor.features.layout import FeatureLayout
 from lightning_megatp.tensor.features.rules.table import POINTWISE, RULES
+from lightning_megatp.tensor.features.special import SPECIAL, Special
 from lightning_megatp.tensor.functions import is_in_place, operation_name, operation_names
-from lightning_megatp.tensor.shards import METADATA, GatheredView, Shard, becomes_leaf, changes, of_whole, unsealed
+from lightning_megatp.tensor.shards import GatheredView, Shard, becomes_leaf, changes, of_whole, unsealed
 from lightning_megatp.tensor.watch import draws_random
 
 _MOST_DECISIONS = 4096
@@ -76,7 +76,7 @@ class FeatureShard(Shard):
     ) -> Any:
         kwargs = kwargs or {}
         operation = _operation(func)
-        if operation.special is not None:
+        if operation.special is not None and args and isinstance(args[0], FeatureShard):
             done, result = operation.special(func, operation.name, args, kwargs)
             if done:
                 return result
@@ -108,7 +108,7 @@ class Operation(NamedTuple):
 
     name: str
     rule: Callable[[Any], Decision | None] | None
-    special: Callable[[Callable[..., Any], str, tuple[Any, ...], dict[str, Any]], tuple[bool, Any]] | None
+    special: Special | None
     pointwise: bool
     """Whether only the tensors among its arguments matter."""
     in_place: bool
@@ -119,7 +119,7 @@ def _operation(func: Callable[..., Any]) -> Operation:
     name = operation_name(func)
     in_place = is_in_place(name)
     base = name[:-1] if in_place and name[:-1] in POINTWISE else name
-    special = _SPECIAL.get(name) if func is not torch.autograd.grad else None
+    special = SPECIAL.get(name) if func is not torch.autograd.grad else None
     return Operation(name, RULES.get(base), special, base in POINTWISE, in_place)
 
 
@@ -312,76 +312,6 @@ class _FeatureView(GatheredView):
         )
 
 
-def _metadata(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, Any]:
-    x = args[0] if args else None
-    if not isinstance(x, FeatureShard) or becomes_leaf(func, name, args):
-        return False, None
-    return True, id(x) if name == "__hash__" else func(x.plain, *args[1:], **kwargs)
-
-
-def _shape(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, Any]:
-    x = args[0]
-    shape = x.features.shape(x.plain.shape)
-    if name == "size":
-        dim = args[1] if len(args) > 1 else kwargs.get("dim")
-        return True, shape if dim is None else shape[dim]
-    if name == "__len__":
-        return True, shape[0]
-    return True, shape if name == "shape" else shape.numel()
-
-
-def _data(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, Any]:
-    x = args[0]
-    if len(args) > 1 or not isinstance(x, FeatureShard):
-        return False, None
-    return True, FeatureShard.wrap(x.plain.data, x.features)
-
-
-def _new(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, Any]:
-    """A whole tensor of a shard's type and device."""
-    if not isinstance(args[0], FeatureShard) or any(isinstance(x, FeatureShard) for x in args[1:]):
-        return False, None
-    return True, func(args[0].plain, *args[1:], **kwargs)
-
-
-def _iterate(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, Any]:
-    return True, iter(args[0].unbind(0))
-
-
-_CROSS_ENTROPY = ["input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing"]
-
-
-def _cross_entropy(
-    func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[bool, Any]:
-    """Of logits whose classes are split: no rank holds a whole row. What is asked wrongly goes to F.cross_entropy."""
-    given = {**dict(zip(_CROSS_ENTROPY, args, strict=False)), **kwargs}
-    logits, target, weight = given.pop("input", None), given.pop("target", None), given.get("weight")
-    if func is not F.cross_entropy or not isinstance(logits, FeatureShard) or not _is_plain(target, False):
-        return False, None
-    layout, shape = logits.features, logits.features.shape(logits.plain.shape)
-    ndim = len(shape)
-    rows = shape[:1] + shape[2:] if ndim > 1 else shape[:0]
-    classes_are_split = not layout.replicated and layout.disjoint and layout.dim == min(1, ndim - 1) - ndim
-    legal = (
-        target.shape == rows
-        and given.pop("size_average", None) is None
-        and given.pop("reduce", None) is None
-        and given.get("reduction", "mean") in ("none", "mean", "sum")
-        and 0.0 <= given.get("label_smoothing", 0.0) <= 1.0
-        and (weight is None or (_is_plain(weight, True) and weight.shape == (layout.size,)))
-    )
-    exchange = layout.context.exchange
-    if not classes_are_split or not legal or not hasattr(exchange, "cross_entropy"):
-        return False, None
-    local = logits.plain.movedim(layout.dim, -1)
-    return True, exchange.cross_entropy(local, target, layout.own, **given)
-
-
-def _is_plain(x: Any, floating: bool) -> bool:
-    return isinstance(x, Tensor) and not isinstance(x, Shard) and x.is_floating_point() == floating
-
-
 _NEED_GRADIENT = operation_names("register_hook retain_grad register_post_accumulate_grad_hook")
 
 
@@ -399,13 +329,3 @@ _DRAW = operation_names(
     random_ exponential_ geometric_
     """
 )
-
-
-_SPECIAL: dict[str, Callable[..., tuple[bool, Any]]] = {
-    **dict.fromkeys(METADATA | {"is_contiguous"}, _metadata),
-    **dict.fromkeys(["shape", "size", "numel", "nelement", "__len__"], _shape),
-    **dict.fromkeys(["new_zeros", "new_ones", "new_empty", "new_full", "new_tensor"], _new),
-    "data": _data,
-    "__iter__": _iterate,
-    "cross_entropy": _cross_entropy,
-}
