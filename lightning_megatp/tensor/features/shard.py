@@ -112,6 +112,8 @@ class Operation(NamedTuple):
     pointwise: bool
     """Whether only the tensors among its arguments matter."""
     in_place: bool
+    draws: bool
+    """Whether it may draw random numbers."""
 
 
 @lru_cache(4096)
@@ -120,7 +122,7 @@ def _operation(func: Callable[..., Any]) -> Operation:
     in_place = is_in_place(name)
     base = name[:-1] if in_place and name[:-1] in POINTWISE else name
     special = SPECIAL.get(name) if func is not torch.autograd.grad else None
-    return Operation(name, RULES.get(base), special, base in POINTWISE, in_place)
+    return Operation(name, RULES.get(base), special, base in POINTWISE, in_place, name in _DRAW)
 
 
 def _run_on_features(
@@ -129,10 +131,12 @@ def _run_on_features(
     """(True, what it returns), or (False, None) where it needs whole tensors."""
     tensors: list[Tensor] = []
     key: list[Any] = [func]
-    layout = _describe(args, operation.pointwise, key, tensors)
+    own_args, layout = _read(args, operation.pointwise, key, tensors, None)
+    own_kwargs = kwargs
     if kwargs:
         key += kwargs
-        layout = _describe(kwargs.values(), operation.pointwise, key, tensors) or layout
+        values, layout = _read(kwargs.values(), operation.pointwise, key, tensors, layout)
+        own_kwargs = dict(zip(kwargs, values, strict=True))
     if layout is None:
         return False, None
     try:
@@ -140,6 +144,8 @@ def _run_on_features(
         decision = layout.decisions[question]
     except KeyError:
         decision = _decide(operation, layout, args, kwargs)
+        if decision is not None and not any(decision.actions):
+            decision = decision._replace(actions=())
         if len(layout.decisions) >= _MOST_DECISIONS:
             layout.decisions.clear()
         layout.decisions[question] = decision
@@ -147,67 +153,79 @@ def _run_on_features(
         return False, None
     if decision is None:
         return False, None
-    stream = _stream(operation.name, layout, decision, args, kwargs)
-    if stream is None:
-        return False, None
     layouts, actions, run = decision
+    draws = operation.draws and draws_random(operation.name, args, kwargs)
+    if draws and not (isinstance(layouts, FeatureLayout) and layouts.disjoint):
+        return False, None  # several ranks would have to draw the same
     if actions:
         tensors = [x if action is None else action(x) for x, action in zip(tensors, actions, strict=True)]
-    with stream:
-        if run is not None:
-            result = run(tensors)
-        else:
-            rest = iter(tensors)
-            own_args = _fill(args, rest)
-            result = func(*own_args, **dict(zip(kwargs, _fill(kwargs.values(), rest), strict=True)))
-    if operation.in_place or (args and isinstance(args[0], FeatureShard) and result is args[0].plain):
+        rest = iter(tensors)
+        own_args = _fill(args, rest)
+        own_kwargs = dict(zip(kwargs, _fill(kwargs.values(), rest), strict=True))
+    if draws:
+        with layout.context.stream.inside(tensors[0].device):
+            result = func(*own_args, **own_kwargs) if run is None else run(tensors)
+    else:
+        result = func(*own_args, **own_kwargs) if run is None else run(tensors)
+    if operation.in_place:
         return True, None if operation.name == "__setitem__" else args[0]
+    if result is tensors[0] and args and isinstance(args[0], FeatureShard) and result is args[0].plain:
+        return True, args[0]
     return True, result if layouts is None else _wrap(result, layouts)
 
 
 _NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 
 
-def _stream(
-    name: str, layout: FeatureLayout, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> contextlib.AbstractContextManager[None] | None:
-    """The random numbers an operation draws; None where several ranks would have to draw the same."""
-    if name not in _DRAW or not draws_random(name, args, kwargs):
-        return _NOTHING
-    result = decision.layouts
-    if not isinstance(result, FeatureLayout) or not result.disjoint:
-        return None
-    device = next(x.device for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
-    return layout.context.stream.inside(device)
+_VALUES = frozenset([int, float, bool, str, type(None)])
+_ANY = (None,)
 
 
-def _describe(values: Iterable[Any], pointwise: bool, key: list[Any], tensors: list[Tensor]) -> FeatureLayout | None:
-    """Take the tensors out of arguments, add to the key what a rule depends on, and find a layout."""
-    found: FeatureLayout | None = None
+def _read(
+    values: Iterable[Any], pointwise: bool, key: list[Any], tensors: list[Tensor], layout: FeatureLayout | None
+) -> tuple[list[Any], FeatureLayout | None]:
+    """The arguments with this rank's part of each shard, and the layout of the first one, whose `decisions` are asked.
+
+    Args:
+        values: arguments.
+        pointwise: whether a rule depends on the tensors among them alone.
+        key: takes what else a rule depends on.
+        tensors: takes the tensors among them.
+        layout: of the first shard among earlier arguments.
+    """
+    own: list[Any] = []
     for x in values:
         kind = type(x)
-        if isinstance(x, FeatureShard):
-            found = found or x.features
-            tensors.append(x.plain)
-            key += (x.features, x.plain.shape, x.plain.dtype)
+        if kind in _VALUES:
+            key += _ANY if pointwise else (kind, x)
+        elif isinstance(x, FeatureShard):
+            held = x.features
+            if layout is None:
+                layout = held
+            x = x.plain
+            tensors.append(x)
+            key += (held is layout or held, x.shape, x.dtype)
         elif isinstance(x, Tensor):
             tensors.append(x)
             key += (None, x.shape, x.dtype)
         elif pointwise:
-            key.append(None)
+            key += _ANY
         elif kind is tuple or kind is list:
             key.append(len(x))
-            found = _describe(x, False, key, tensors) or found
+            items, layout = _read(x, False, key, tensors, layout)
+            x = kind(items)
         elif kind is slice:
-            edges = (x.start, x.stop, x.step)
-            key += (kind, [] if any(isinstance(edge, Tensor) for edge in edges) else edges)  # a list has no hash
+            a, b, c = x.start, x.stop, x.step
+            unknown = isinstance(a, Tensor) or isinstance(b, Tensor) or isinstance(c, Tensor)
+            key += (kind, [] if unknown else (a, b, c))  # a list has no hash
         else:
             key += (kind, x)
-    return found
+        own.append(x)
+    return own, layout
 
 
 def _fill(values: Iterable[Any], tensors: Iterator[Tensor]) -> list[Any]:
-    """The arguments again, with the tensors of this rank."""
+    """The arguments again, with other tensors."""
     return [
         next(tensors)
         if isinstance(x, Tensor)
