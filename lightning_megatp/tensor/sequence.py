@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_megatp.shim.torch import DisableTorchFunctionSubclass, as_subclass
+from lightning_megatp.shim.torch import DisableTorchFunctionSubclass, as_subclass, tree_flatten, tree_unflatten
 from lightning_megatp.tensor.collectives import copy_to_region, gather_sequence, scatter_sequence, use_on_tokens
 from lightning_megatp.tensor.context import TensorContext
 from lightning_megatp.tensor.functions import is_in_place, operation_name, operation_names
@@ -26,7 +27,7 @@ from lightning_megatp.tensor.shards import (
     Shard,
     becomes_leaf,
     changes,
-    leaves_of,
+    is_flat,
     map_arguments,
     of_whole,
 )
@@ -92,7 +93,8 @@ class SequenceShard(Shard):
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        name = operation_name(func)
+        operation = _operation(func)
+        name = operation.name
         if name in METADATA and not becomes_leaf(func, name, args):
             with DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
@@ -100,8 +102,8 @@ class SequenceShard(Shard):
             return SequenceShard.wrap(args[0].plain.data, args[0].tokens)
         if name in _SHAPE and args:
             return _shape(name, *args, **kwargs)
-        if name in _TOKEN_LOCAL and args and kwargs.get("out") is None and _TOKEN_LOCAL[name](args, kwargs):
-            result = _run_on_tokens(func, name, args, kwargs)
+        if operation.is_local is not None and args and kwargs.get("out") is None and operation.is_local(args, kwargs):
+            result = _run_on_tokens(func, operation, args, kwargs)
             if result is not None:
                 return result
         if name in ("register_hook", "retain_grad") or becomes_leaf(func, name, args):
@@ -148,35 +150,59 @@ def _shape(name: str, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     return shape if name == "shape" else shape.numel()
 
 
-def _run_on_tokens(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+class _Operation(NamedTuple):
+    """What is known of a function by its name."""
+
+    name: str
+    is_local: Callable[[tuple[Any, ...], dict[str, Any]], bool] | None
+    """Whether it treats all tokens of these arguments alike."""
+    pointwise: bool
+    in_place: bool
+
+
+@lru_cache(4096)
+def _operation(func: Callable[..., Any]) -> _Operation:
+    name = operation_name(func)
+    return _Operation(name, _TOKEN_LOCAL.get(name), name in _POINTWISE, is_in_place(name))
+
+
+def _run_on_tokens(
+    func: Callable[..., Any], operation: _Operation, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     """Run an operation that treats all tokens alike on the shards; None where the operands don't fit together."""
-    leaves = [x for x in leaves_of(args, kwargs) if isinstance(x, Tensor)]
-    shards = [x for x in leaves if isinstance(x, SequenceShard)]
-    layout, ndim = shards[0].tokens, shards[0].plain.dim()
-    for x in shards:
-        if x.tokens != layout or x.plain.dim() != ndim:
-            return None
-    pointwise = name in _POINTWISE
-    if pointwise and not all(_fits(x, layout, ndim) for x in leaves if not isinstance(x, SequenceShard)):
-        return None
-    in_place = is_in_place(name)
-    if in_place and not isinstance(args[0], SequenceShard):
-        return None  # a whole tensor would be changed by a shard
-
-    def local(x: Any) -> Any:
+    own: list[Any] = [*args, *kwargs.values()]
+    spec = None
+    if not is_flat(own):
+        own, spec = tree_flatten(own)
+    layout: SequenceLayout | None = None
+    whole = []
+    for i, x in enumerate(own):
         if isinstance(x, SequenceShard):
-            return x.plain
-        if not isinstance(x, Tensor):
-            return x
-        return _localise(x, layout) if pointwise else _partial(x, layout)
-
-    own_args, own_kwargs = map_arguments(local, args, kwargs)
-    if name == "dropout" and _draws(args, kwargs):
-        with layout.context.stream.inside(shards[0].plain.device):
+            own[i] = plain = x.plain
+            if layout is None:
+                layout, ndim = x.tokens, plain.dim()
+            elif x.tokens != layout or plain.dim() != ndim:
+                return None
+        elif isinstance(x, Tensor):
+            whole.append(i)
+    assert layout is not None
+    if operation.pointwise and not all(_fits(own[i], layout, ndim) for i in whole):
+        return None
+    if operation.in_place and not isinstance(args[0], SequenceShard):
+        return None  # a whole tensor would be changed by a shard
+    for i in whole:
+        own[i] = _localise(own[i], layout) if operation.pointwise else _partial(own[i], layout)
+    if spec is not None:
+        own = tree_unflatten(own, spec)
+    own_args, own_kwargs = own, kwargs
+    if kwargs:
+        own_args, own_kwargs = own[: len(args)], dict(zip(kwargs, own[len(args) :], strict=True))
+    if operation.name == "dropout" and _draws(args, kwargs):
+        with layout.context.stream.inside(own[0].device):
             result = func(*own_args, **own_kwargs)
     else:
         result = func(*own_args, **own_kwargs)
-    if in_place:
+    if operation.in_place:
         return args[0]
     return SequenceShard.wrap(result, layout) if isinstance(result, Tensor) and result.dim() == ndim else None
 
