@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -93,8 +92,7 @@ class SequenceShard(Shard):
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        operation = _operation(func)
-        name = operation.name
+        name = operation_name(func)
         if name in METADATA and not becomes_leaf(func, name, args):
             with DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
@@ -102,8 +100,8 @@ class SequenceShard(Shard):
             return SequenceShard.wrap(args[0].plain.data, args[0].tokens)
         if name in _SHAPE and args:
             return _shape(name, *args, **kwargs)
-        if operation.is_local is not None and args and kwargs.get("out") is None and operation.is_local(args, kwargs):
-            result = _run_on_tokens(func, operation, args, kwargs)
+        if name in _TOKEN_LOCAL and args and kwargs.get("out") is None and _TOKEN_LOCAL[name](args, kwargs):
+            result = _run_on_tokens(func, name, args, kwargs)
             if result is not None:
                 return result
         if name in ("register_hook", "retain_grad") or becomes_leaf(func, name, args):
@@ -150,26 +148,9 @@ def _shape(name: str, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     return shape if name == "shape" else shape.numel()
 
 
-class _Operation(NamedTuple):
-    """What is known of a function by its name."""
-
-    name: str
-    is_local: Callable[[tuple[Any, ...], dict[str, Any]], bool] | None
-    """Whether it treats all tokens of these arguments alike."""
-    pointwise: bool
-    in_place: bool
-
-
-@lru_cache(4096)
-def _operation(func: Callable[..., Any]) -> _Operation:
-    name = operation_name(func)
-    return _Operation(name, _TOKEN_LOCAL.get(name), name in _POINTWISE, is_in_place(name))
-
-
-def _run_on_tokens(
-    func: Callable[..., Any], operation: _Operation, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def _run_on_tokens(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operation that treats all tokens alike on the shards; None where the operands don't fit together."""
+    pointwise, in_place = name in _POINTWISE, is_in_place(name)
     own: list[Any] = [*args, *kwargs.values()]
     spec = None
     if not is_flat(own):
@@ -181,28 +162,28 @@ def _run_on_tokens(
             own[i] = plain = x.plain
             if layout is None:
                 layout, ndim = x.tokens, plain.dim()
-            elif x.tokens != layout or plain.dim() != ndim:
+            elif not pointwise or x.tokens != layout or plain.dim() != ndim:
                 return None
         elif isinstance(x, Tensor):
             whole.append(i)
     assert layout is not None
-    if operation.pointwise and not all(_fits(own[i], layout, ndim) for i in whole):
+    if pointwise and not all(_fits(own[i], layout, ndim) for i in whole):
         return None
-    if operation.in_place and not isinstance(args[0], SequenceShard):
+    if in_place and not isinstance(args[0], SequenceShard):
         return None  # a whole tensor would be changed by a shard
     for i in whole:
-        own[i] = _localise(own[i], layout) if operation.pointwise else _partial(own[i], layout)
+        own[i] = _localise(own[i], layout) if pointwise else _partial(own[i], layout)
     if spec is not None:
         own = tree_unflatten(own, spec)
     own_args, own_kwargs = own, kwargs
     if kwargs:
         own_args, own_kwargs = own[: len(args)], dict(zip(kwargs, own[len(args) :], strict=True))
-    if operation.name == "dropout" and _draws(args, kwargs):
+    if name == "dropout" and _draws(args, kwargs):
         with layout.context.stream.inside(own[0].device):
             result = func(*own_args, **own_kwargs)
     else:
         result = func(*own_args, **own_kwargs)
-    if operation.in_place:
+    if in_place:
         return args[0]
     return SequenceShard.wrap(result, layout) if isinstance(result, Tensor) and result.dim() == ndim else None
 
@@ -244,15 +225,13 @@ def _is_shard(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 def _normalises_features(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """layer_norm and rms_norm over dims behind the sequence, of a shard, by whole weights."""
     x, shape = args[0], args[1] if len(args) > 1 else kwargs["normalized_shape"]
-    return isinstance(x, SequenceShard) and len(shape) < -x.tokens.dim and not _any_shard((*args[1:], *kwargs.values()))
+    return isinstance(x, SequenceShard) and len(shape) < -x.tokens.dim
 
 
 def _maps_features(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """A plain linear on the last dim. Not one that widens (a head): gathering its input is cheaper than its output."""
     x, weight = args[0], args[1] if len(args) > 1 else kwargs["weight"]
-    if not isinstance(x, SequenceShard) or _any_shard((*args[1:], *kwargs.values())):
-        return False
-    return x.tokens.dim < -1 and weight.shape[0] <= weight.shape[1]
+    return isinstance(x, SequenceShard) and x.tokens.dim < -1 and weight.shape[0] <= weight.shape[1]
 
 
 def _reduces_features(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -269,10 +248,6 @@ def _reduces_features(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         and len(dims) > 0
         and all((d if d < 0 else d - ndim) > x.tokens.dim for d in dims)
     )
-
-
-def _any_shard(operands: tuple[Any, ...]) -> bool:
-    return any(isinstance(x, SequenceShard) for x in operands)
 
 
 _SHAPE = operation_names("shape size numel nelement __len__")
