@@ -2,16 +2,15 @@
 
 Between a column and a row layer user code counts heads and features: `view(B, T, self.n_head, -1)`,
 `qkv.split(self.n_embd, dim=2)`. On shards these sizes mean the whole. Which features a rank owns is followed through
-views, slices, products and attention (`rules/`), and all of these run on its own features. Any other
-operation gathers the whole tensor first: what is not local is merely not faster.
+views, slices, products and attention (`rules/`), and all of these run on its own features. Any other operation gathers
+the whole tensor first: what is not local is merely not faster.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,13 +21,13 @@ from lightning_megatp.tensor.context import TensorContext
 from lightning_megatp.tensor.features.call import Call, Operand
 from lightning_megatp.tensor.features.decision import Decision, Enter, take_local
 from lightning_megatp.tensor.features.layout import FeatureLayout
-from lightning_megatp.tensor.features.rules.table import POINTWISE, RULES
-from lightning_megatp.tensor.features.special import SPECIAL, Special
-from lightning_megatp.tensor.functions import is_in_place, operation_name, operation_names
+from lightning_megatp.tensor.features.operation import DRAW, NEED_GRADIENT, NEED_WHOLE, Operation, operation_of
 from lightning_megatp.tensor.shards import GatheredView, Shard, becomes_leaf, changes, of_whole, unsealed
 from lightning_megatp.tensor.watch import draws_random
 
 _MOST_DECISIONS = 4096
+_VALUES = frozenset([int, float, bool, str, type(None)])
+_ANY = (None,)
 
 
 class FeatureShard(Shard):
@@ -75,7 +74,7 @@ class FeatureShard(Shard):
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        operation = _operation(func)
+        operation = operation_of(func)
         if operation.special is not None and args and isinstance(args[0], FeatureShard):
             done, result = operation.special(func, operation.name, args, kwargs)
             if done:
@@ -103,28 +102,6 @@ def own_features(x: FeatureShard, by_rank: ByRank, size: int) -> Tensor | None:
     return None if own is None or None in found else take_local(x.plain, -1, own)
 
 
-class Operation(NamedTuple):
-    """What is known of a function by its name."""
-
-    name: str
-    rule: Callable[[Any], Decision | None] | None
-    special: Special | None
-    pointwise: bool
-    """Whether only the tensors among its arguments matter."""
-    in_place: bool
-    draws: bool
-    """Whether it may draw random numbers."""
-
-
-@lru_cache(4096)
-def _operation(func: Callable[..., Any]) -> Operation:
-    name = operation_name(func)
-    in_place = is_in_place(name)
-    base = name[:-1] if in_place and name[:-1] in POINTWISE else name
-    special = SPECIAL.get(name) if func is not torch.autograd.grad else None
-    return Operation(name, RULES.get(base), special, base in POINTWISE, in_place, name in _DRAW)
-
-
 def _run_on_features(
     func: Callable[..., Any], operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[bool, Any]:
@@ -143,12 +120,7 @@ def _run_on_features(
         question = tuple(key)
         decision = layout.decisions[question]
     except KeyError:
-        decision = _decide(operation, layout, args, kwargs)
-        if decision is not None and not any(decision.actions):
-            decision = decision._replace(actions=())
-        if len(layout.decisions) >= _MOST_DECISIONS:
-            layout.decisions.clear()
-        layout.decisions[question] = decision
+        decision = _remember(layout, question, _decide(operation, layout, args, kwargs))
     except TypeError:  # an argument that can't be remembered
         return False, None
     if decision is None:
@@ -172,13 +144,6 @@ def _run_on_features(
     if result is tensors[0] and args and isinstance(args[0], FeatureShard) and result is args[0].plain:
         return True, args[0]
     return True, result if layouts is None else _wrap(result, layouts)
-
-
-_NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-
-
-_VALUES = frozenset([int, float, bool, str, type(None)])
-_ANY = (None,)
 
 
 def _read(
@@ -246,6 +211,15 @@ def _wrap(result: Any, layouts: Any) -> Any:
     return result
 
 
+def _remember(layout: FeatureLayout, question: tuple[Any, ...], decision: Decision | None) -> Decision | None:
+    if decision is not None and not any(decision.actions):
+        decision = decision._replace(actions=())
+    if len(layout.decisions) >= _MOST_DECISIONS:
+        layout.decisions.clear()
+    layout.decisions[question] = decision
+    return decision
+
+
 def _decide(
     operation: Operation, layout: FeatureLayout, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Decision | None:
@@ -275,7 +249,7 @@ def _decide_on_everything(
 ) -> Decision | None:
     """Where every rank owns everything, any operation is right."""
     changes_whole = operation.in_place and not isinstance(args[0], FeatureShard)
-    if operation.name in _NEED_WHOLE or changes_whole:
+    if operation.name in NEED_WHOLE or changes_whole:
         return None
     enter = Enter(layout.context)
     return Decision(layout.everywhere(), [enter if x.layout is None else None for x in operands])
@@ -283,14 +257,14 @@ def _decide_on_everything(
 
 def _run_on_whole(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Gather the shards, and run an operation as one device does."""
-    if name in _NEED_GRADIENT or becomes_leaf(func, name, args):
+    if name in NEED_GRADIENT or becomes_leaf(func, name, args):
         raise RuntimeError(
             f"MegaTPStrategy: `{name}` on a tensor of which this rank holds some features would see a part of its"
             " gradient. Call it on a whole value: before the column layer, or after the row layer."
         )
     if changes(FeatureShard, name, args, kwargs):
         raise RuntimeError(_FeatureView.refusal(name))
-    draws = name in _DRAW and draws_random(name, args, kwargs)
+    draws = name in DRAW and draws_random(name, args, kwargs)
     shards: list[FeatureShard] = []
 
     def take(x: Any) -> Any:
@@ -300,7 +274,7 @@ def _run_on_whole(func: Callable[..., Any], name: str, args: tuple[Any, ...], kw
         return x.whole(name)
 
     args, kwargs = tree_map(take, args), tree_map(take, kwargs)
-    with _replicated_stream(shards[0]) if draws and shards else _NOTHING:
+    with _replicated_stream(shards[0]) if draws and shards else contextlib.nullcontext():
         result = func(*args, **kwargs)
     return of_whole(name, result, _FeatureView)
 
@@ -328,22 +302,3 @@ class _FeatureView(GatheredView):
             " needs all of them. Write it without in-place change, or leave the layer that made the tensor out of the"
             " plan."
         )
-
-
-_NEED_GRADIENT = operation_names("register_hook retain_grad register_post_accumulate_grad_hook")
-
-
-_NEED_WHOLE = _NEED_GRADIENT | operation_names(
-    """
-    backward grad requires_grad_ requires_grad data set_ share_memory_ numpy __array__ __deepcopy__ __reduce_ex__
-    """
-)
-
-
-_DRAW = operation_names(
-    """
-    scaled_dot_product_attention dropout alpha_dropout feature_alpha_dropout dropout1d dropout2d dropout3d bernoulli
-    rand_like randn_like randint_like normal multinomial poisson rrelu gumbel_softmax bernoulli_ normal_ uniform_
-    random_ exponential_ geometric_
-    """
-)
