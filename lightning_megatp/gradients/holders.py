@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from lightning_megatp.shim.torch import is_view, tree_map
-from lightning_megatp.tensor.features import FeatureShard
+from lightning_megatp.tensor.features.shard import FeatureShard
 from lightning_megatp.tensor.sequence import SequenceShard
 
 

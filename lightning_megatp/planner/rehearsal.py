@@ -31,7 +31,8 @@ from lightning_megatp.recompute.blocks import recompute_blocks
 from lightning_megatp.recompute.options import RecomputeOptions
 from lightning_megatp.shim.torch import DisableTorchFunctionSubclass, FakeTensorMode, storage_id, tree_leaves, tree_map
 from lightning_megatp.tensor.context import TensorContext
-from lightning_megatp.tensor.features import FeatureLayout, FeatureShard
+from lightning_megatp.tensor.features.layout import FeatureLayout
+from lightning_megatp.tensor.features.shard import FeatureShard
 from lightning_megatp.tensor.random import RankStream
 
 

@@ -306,7 +306,7 @@ def _real_like(x: Any) -> Any:
 def as_subclass(x: Tensor, kind: type[T]) -> T:
     """`x.as_subclass(kind)`, for fake tensors too: these are a subclass of Tensor already, and a view of one can become
     an object of both (2.11-2.13)."""
-    if not is_fake(x):
+    if type(x) is Tensor or not is_fake(x):
         return x.as_subclass(kind)
     view: Any = x.view_as(x)
     view.__class__ = _fake_kind(kind)

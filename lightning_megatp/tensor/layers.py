@@ -24,7 +24,8 @@ from lightning_megatp.tensor.collectives import (
 )
 from lightning_megatp.tensor.context import Region, TensorContext
 from lightning_megatp.tensor.entry import Entry
-from lightning_megatp.tensor.features import FeatureLayout, FeatureShard, own_features
+from lightning_megatp.tensor.features.layout import FeatureLayout
+from lightning_megatp.tensor.features.shard import FeatureShard, own_features
 from lightning_megatp.tensor.outside import LayerParameters
 from lightning_megatp.tensor.parameters import slice_whole
 from lightning_megatp.tensor.sequence import SequenceLayout, SequenceShard
@@ -181,8 +182,9 @@ class ColumnParallel(ParallelLayer):
 
     def _plain_parameters(self) -> tuple[Tensor, Tensor | None] | None:
         """Weight and bias as this layer's call will use them; None if it will use something made of them."""
-        weight, bias = (dict.get(self.__dict__["_parameters"], name) for name in ("weight", "bias"))
-        return None if weight is None or self.whole_parameters else (weight, bias)
+        held = self.__dict__["_parameters"]
+        weight = dict.get(held, "weight")
+        return None if weight is None or self.whole_parameters else (weight, dict.get(held, "bias"))
 
 
 class RowParallel(ParallelLayer):
@@ -261,11 +263,12 @@ class VocabParallelEmbedding(ParallelLayer, nn.Embedding):
 
     def _compute(self, x: Tensor) -> Tensor:
         rows = self.rows
-        elsewhere = (x < self.first) | (x >= self.first + rows)
+        own = x - self.first
+        elsewhere = own != own.clamp(0, rows - 1)
         # Ids of other ranks look up row 0 and are zeroed below; ids outside the vocabulary stay out of range here too,
         # so that the lookup itself complains, as on one device.
-        valid = (x >= 0) & (x < self.num_embeddings)
-        index = (x - self.first).masked_fill(elsewhere, 0).masked_fill(~valid, rows)
+        unknown = x != x.clamp(0, self.num_embeddings - 1)
+        index = own.masked_fill(elsewhere, 0).masked_fill(unknown, rows)
         y = F.embedding(index, self._own("weight", 0), self.local_padding)
         return reduce_from_region(y.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.group)
 

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from lightning_megatp.tensor.features import FeatureShard
+from lightning_megatp.tensor.features.shard import FeatureShard
 from lightning_megatp.tensor.functions import OwnFunction
 from lightning_megatp.tensor.sequence import SequenceShard
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_megatp.shim.torch import DisableTorchFunctionSubclass, as_subclass
+from lightning_megatp.shim.torch import DisableTorchFunctionSubclass, as_subclass, tree_flatten, tree_unflatten
 from lightning_megatp.tensor.collectives import copy_to_region, gather_sequence, scatter_sequence, use_on_tokens
 from lightning_megatp.tensor.context import TensorContext
 from lightning_megatp.tensor.functions import is_in_place, operation_name, operation_names
@@ -26,7 +26,7 @@ from lightning_megatp.tensor.shards import (
     Shard,
     becomes_leaf,
     changes,
-    leaves_of,
+    is_flat,
     map_arguments,
     of_whole,
 )
@@ -150,29 +150,36 @@ def _shape(name: str, x: Tensor, *args: Any, **kwargs: Any) -> Any:
 
 def _run_on_tokens(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operation that treats all tokens alike on the shards; None where the operands don't fit together."""
-    leaves = [x for x in leaves_of(args, kwargs) if isinstance(x, Tensor)]
-    shards = [x for x in leaves if isinstance(x, SequenceShard)]
-    layout, ndim = shards[0].tokens, shards[0].plain.dim()
-    for x in shards:
-        if x.tokens != layout or x.plain.dim() != ndim:
-            return None
-    pointwise = name in _POINTWISE
-    if pointwise and not all(_fits(x, layout, ndim) for x in leaves if not isinstance(x, SequenceShard)):
+    pointwise, in_place = name in _POINTWISE, is_in_place(name)
+    own: list[Any] = [*args, *kwargs.values()]
+    spec = None
+    if not is_flat(own):
+        own, spec = tree_flatten(own)
+    layout: SequenceLayout | None = None
+    whole = []
+    for i, x in enumerate(own):
+        if isinstance(x, SequenceShard):
+            own[i] = plain = x.plain
+            if layout is None:
+                layout, ndim = x.tokens, plain.dim()
+            elif not pointwise or x.tokens != layout or plain.dim() != ndim:
+                return None
+        elif isinstance(x, Tensor):
+            whole.append(i)
+    assert layout is not None
+    if pointwise and not all(_fits(own[i], layout, ndim) for i in whole):
         return None
-    in_place = is_in_place(name)
     if in_place and not isinstance(args[0], SequenceShard):
         return None  # a whole tensor would be changed by a shard
-
-    def local(x: Any) -> Any:
-        if isinstance(x, SequenceShard):
-            return x.plain
-        if not isinstance(x, Tensor):
-            return x
-        return _localise(x, layout) if pointwise else _partial(x, layout)
-
-    own_args, own_kwargs = map_arguments(local, args, kwargs)
+    for i in whole:
+        own[i] = _localise(own[i], layout) if pointwise else _partial(own[i], layout)
+    if spec is not None:
+        own = tree_unflatten(own, spec)
+    own_args, own_kwargs = own, kwargs
+    if kwargs:
+        own_args, own_kwargs = own[: len(args)], dict(zip(kwargs, own[len(args) :], strict=True))
     if name == "dropout" and _draws(args, kwargs):
-        with layout.context.stream.inside(shards[0].plain.device):
+        with layout.context.stream.inside(own[0].device):
             result = func(*own_args, **own_kwargs)
     else:
         result = func(*own_args, **own_kwargs)
@@ -218,15 +225,13 @@ def _is_shard(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 def _normalises_features(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """layer_norm and rms_norm over dims behind the sequence, of a shard, by whole weights."""
     x, shape = args[0], args[1] if len(args) > 1 else kwargs["normalized_shape"]
-    return isinstance(x, SequenceShard) and len(shape) < -x.tokens.dim and not _any_shard((*args[1:], *kwargs.values()))
+    return isinstance(x, SequenceShard) and len(shape) < -x.tokens.dim
 
 
 def _maps_features(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """A plain linear on the last dim. Not one that widens (a head): gathering its input is cheaper than its output."""
     x, weight = args[0], args[1] if len(args) > 1 else kwargs["weight"]
-    if not isinstance(x, SequenceShard) or _any_shard((*args[1:], *kwargs.values())):
-        return False
-    return x.tokens.dim < -1 and weight.shape[0] <= weight.shape[1]
+    return isinstance(x, SequenceShard) and x.tokens.dim < -1 and weight.shape[0] <= weight.shape[1]
 
 
 def _reduces_features(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -243,10 +248,6 @@ def _reduces_features(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         and len(dims) > 0
         and all((d if d < 0 else d - ndim) > x.tokens.dim for d in dims)
     )
-
-
-def _any_shard(operands: tuple[Any, ...]) -> bool:
-    return any(isinstance(x, SequenceShard) for x in operands)
 
 
 _SHAPE = operation_names("shape size numel nelement __len__")

@@ -74,24 +74,19 @@ def of_whole(name: str, result: Any, kind: type[GatheredView]) -> Any:
     return result
 
 
-def leaves_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """`tree_leaves` of the arguments of an operation, which are rarely containers of tensors."""
-    flat = [*args, *kwargs.values()]
-    return flat if _is_flat(flat) else tree_leaves((args, kwargs))
-
-
 def map_arguments(
     change: Callable[[Any], Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """`tree_map` over the arguments of an operation, which are rarely containers of tensors."""
-    if _is_flat([*args, *kwargs.values()]):
+    if is_flat([*args, *kwargs.values()]):
         return tuple(map(change, args)), {name: change(x) for name, x in kwargs.items()}
     return tree_map(change, args), tree_map(change, kwargs)
 
 
-def _is_flat(values: list[Any]) -> bool:
+def is_flat(values: list[Any]) -> bool:
+    """Whether no container of tensors is among the arguments of an operation; there may be tuples of sizes."""
     for x in values:
-        if isinstance(x, dict) or (isinstance(x, (list, tuple)) and any(type(item) is not int for item in x)):
+        if isinstance(x, (dict, list, tuple)) and (isinstance(x, dict) or any(type(item) is not int for item in x)):
             return False
     return True
 

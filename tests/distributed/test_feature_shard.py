@@ -25,7 +25,8 @@ from lightning_megatp.plan.shard import ShardedTensorSpec
 from lightning_megatp.shim.torch import FakeTensorMode, tree_leaves
 from lightning_megatp.tensor.collectives import take_ranges
 from lightning_megatp.tensor.context import Region, TensorContext
-from lightning_megatp.tensor.features import FeatureLayout, FeatureShard
+from lightning_megatp.tensor.features.layout import FeatureLayout
+from lightning_megatp.tensor.features.shard import FeatureShard
 from lightning_megatp.tensor.layers import ColumnParallelLinear, ParallelLayer, RowParallelLinear
 from lightning_megatp.tensor.lineage import trace_regions
 from lightning_megatp.tensor.parameters import shard_

@@ -27,7 +27,8 @@ from lightning_megatp.plan.parallel_plan import AttributePlan
 from lightning_megatp.plan.ranges import Ranges, length
 from lightning_megatp.shim.torch import tree_leaves
 from lightning_megatp.tensor.collectives import take_ranges
-from lightning_megatp.tensor.features import FeatureLayout, FeatureShard, own_features
+from lightning_megatp.tensor.features.layout import FeatureLayout
+from lightning_megatp.tensor.features.shard import FeatureShard, own_features
 from lightning_megatp.tensor.lineage import trace_regions
 
 TOLERANCE = 1e-9
