@@ -63,6 +63,11 @@ class GradientMethods(Parts):
         with self.pipeline.slicer.present():  # so that the groups have the order of one device
             super().setup_optimizers(trainer)
             self._optimizer_order = user_order(self.optimizers, self._parallel())
+        if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in self.optimizers):
+            raise ValueError(
+                f"MegaTPStrategy: LBFGS calls the step again and couples all parameters, of which pp={self.pp} stages"
+                " hold their own. Use another optimizer, or pp=1."
+            )
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 held = [not is_fake(parameter) for parameter in group["params"]]
