@@ -226,6 +226,9 @@ class CheckpointMethods(Parts):
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         self.wait_for_checkpoints()
+        saved = self.broadcast(str(checkpoint_path))
+        if saved != str(checkpoint_path) and not Path(checkpoint_path).exists():
+            checkpoint_path = saved  # BatchSizeFinder makes up another name on every rank
         path = Path(checkpoint_path)
         self._folder = None
         with together(f"the checkpoint {path} was not loaded"):

@@ -71,7 +71,7 @@ class Intercepted:
                 raise
             raise RuntimeError(
                 f"MegaTPStrategy: `{self._name}` is called outside of a step, and its parameters are on another"
-                " pipeline stage. Only the training, validation, test and predict steps run on all stages together: do it"
+                " pipeline stage. Only training, validation, test and predict steps run on all stages together: do it"
                 " in one of these, or from a checkpoint with pp=1."
             ) from error
 

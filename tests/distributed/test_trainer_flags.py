@@ -8,13 +8,24 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule
-from lightning.pytorch.callbacks import ModelSummary, ThroughputMonitor
+from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch.callbacks import BatchSizeFinder, ModelSummary, ThroughputMonitor
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.plugins import AsyncCheckpointIO, TorchCheckpointIO
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
-from tests.distributed.training import PLAIN, PP2, TP2, Layout, make_trainer, run_program, train_loader
+from tests.distributed.training import (
+    PLAIN,
+    PP2,
+    TP2,
+    Layout,
+    make_trainer,
+    run_program,
+    shared_directory,
+    tokens,
+    train_loader,
+)
 from tests.parity.variants import variant
 from tests.ranks import RankError
 
@@ -43,6 +54,36 @@ def test_an_example_is_not_run_by_one_rank(layout: Layout, tmp_path: Path) -> No
     found = run_program(layout, _forward_outside, str(tmp_path))
     assert [found[:2] for found in found] == [(2, [layout.dp])] * layout.ranks
     assert any("log_graph=True draws nothing" in text for text in found[0][2])
+
+
+class Sized(LightningDataModule):
+    def __init__(self, layout: Layout) -> None:
+        super().__init__()
+        self.layout, self.batch_size = layout, 2
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(tokens(32), batch_size=self.batch_size)
+
+    def val_dataloader(self) -> Any:
+        return []
+
+
+def _found_size(layout: Layout, root: str) -> tuple[int, float]:
+    torch.manual_seed(3)
+    directory = str(shared_directory(layout, "size", root))
+    options: dict[str, Any] = {"default_root_dir": directory, "max_steps": 2, "limit_val_batches": 0}
+    finder = BatchSizeFinder(steps_per_trial=1, max_trials=2)
+    trainer, data = make_trainer(layout, callbacks=[finder], **options), Sized(layout)
+    trainer.fit(variant("untied").build(), data)
+    assert not [*Path(directory).glob(".scale*")]
+    return data.batch_size, float(trainer.callback_metrics["loss"])
+
+
+@pytest.mark.parametrize("layout", [TP2, pytest.param(PP2, marks=pytest.mark.extended)], ids=str)
+def test_the_batch_size_is_found_together(layout: Layout, tmp_path: Path) -> None:
+    ((size, loss),) = run_program(PLAIN, _found_size, str(tmp_path))
+    for found in run_program(layout, _found_size, str(tmp_path)):
+        assert found == (size, pytest.approx(loss, rel=1e-9))
 
 
 class Marks(TorchCheckpointIO):
