@@ -134,6 +134,8 @@ class CheckpointMethods(Parts):
         if self._cannot_gather() or self._is_copy():
             return {}
         optimizer = getattr(optimizer, "optimizer", optimizer)
+        if not optimizer.param_groups:
+            return optimizer.state_dict()  # Lightning's stand-in, where `configure_optimizers` returns None
         if self.checkpoint == "folder":
             return sharded_optimizer_state(optimizer, parallel, mesh)
         state = full_optimizer_state(optimizer, parallel, keep=mesh.rank("tp") == mesh.rank("dp") == 0)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch.callbacks import BatchSizeFinder, ModelSummary, ThroughputMonitor
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.plugins import AsyncCheckpointIO, TorchCheckpointIO
@@ -19,6 +19,7 @@ from tests.distributed.training import (
     PLAIN,
     PP2,
     TP2,
+    TP2_PP2,
     Layout,
     make_trainer,
     run_program,
@@ -84,6 +85,37 @@ def test_the_batch_size_is_found_together(layout: Layout, tmp_path: Path) -> Non
     ((size, loss),) = run_program(PLAIN, _found_size, str(tmp_path))
     for found in run_program(layout, _found_size, str(tmp_path)):
         assert found == (size, pytest.approx(loss, rel=1e-9))
+
+
+def _made_before(layout: Layout) -> list[float]:
+    """The optimizer and its scheduler are made before the Trainer splits the module, as LightningCLI makes them."""
+    torch.manual_seed(3)
+    module = variant("untied").build()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    module.configure_optimizers = lambda: ([optimizer], [scheduler])  # type: ignore[method-assign]
+    losses = Losses()
+    trainer = make_trainer(layout, max_epochs=2, callbacks=[losses])
+    trainer.fit(module, train_loader(layout, 3))
+    return losses.values
+
+
+class Losses(Callback):
+    def __init__(self) -> None:
+        self.values: list[float] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        loss = outputs["loss"] if isinstance(outputs, dict) else outputs
+        self.values.append(float(trainer.strategy.reduce(loss.detach())))
+
+
+@pytest.mark.parametrize(
+    "layout", [PP2, *(pytest.param(x, marks=pytest.mark.extended) for x in (TP2_PP2, ZERO3, TP2))], ids=str
+)
+def test_an_optimizer_that_was_made_before(layout: Layout) -> None:
+    (expected,) = run_program(PLAIN, _made_before)
+    for losses in run_program(layout, _made_before):
+        assert losses == pytest.approx(expected, rel=1e-9)
 
 
 class Marks(TorchCheckpointIO):
