@@ -153,9 +153,21 @@ def _first_batch(loaders: Any, rows: int | None) -> Any:
         batches: Any = tree_map(lambda loader: _first_batch(loader, rows), loaders)
         held = batches.values() if isinstance(batches, dict) else batches
         return None if any(batch is None for batch in held) else batches
-    if not isinstance(loaders, Iterable) or iter(loaders) is loaders:
+    first = _first_of(loaders, 1) if isinstance(loaders, Iterable) else None
+    return first[0] if first else None
+
+
+def _first_of(iterable: Iterable[Any], most: int) -> list[Any] | None:
+    """The first entries; None of an iterator, which would lose them. An iterable that counts on itself what it has
+    given is put back: training shall find the same entries."""
+    before = Snapshot(iterable)
+    entries = iter(iterable)
+    if entries is iterable:
         return None
-    return next(iter(loaders), None)
+    first = list(islice(entries, most))
+    del entries  # a generator ends here, and may change something once more
+    before.restore()
+    return first
 
 
 def _is_batches(loaders: Any) -> bool:
@@ -171,10 +183,7 @@ def _of_loader(loader: DataLoader[Any], most_rows: int | None) -> Any:
     size = loader.batch_size or 1
     most = min(most_rows or size, size) if together else 1  # a batch sampler may sort by length: one row fits
     if isinstance(dataset, IterableDataset):
-        samples: Any = iter(dataset)
-        if samples is dataset:
-            return None
-        rows = list(islice(samples, most))
+        rows = _first_of(dataset, most)
     else:
         indices = list(range(min(most, len(dataset))))
         fetch = getattr(dataset, "__getitems__", None)

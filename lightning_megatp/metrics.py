@@ -86,6 +86,16 @@ class LastStageMetrics:
             detour.end()
         self._detours = []
 
+    @property
+    def are_apart(self) -> bool:
+        """Whether the stages do different things now."""
+        return self._apart
+
+    @property
+    def in_hook(self) -> bool:
+        """Whether the last stage alone runs one of the user's hooks now."""
+        return self._apart and self._counts_resets
+
     def next_batch(self) -> None:
         """Metrics are updated now: what was computed before is over. All stages call this alike."""
         self._batches, self.resets = self._batches + 1, [0.0] * len(self.resets)

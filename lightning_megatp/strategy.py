@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_only
 
+from lightning_megatp.batch_norm import BatchNormGroups
 from lightning_megatp.building.methods import BuildingMethods
+from lightning_megatp.callbacks import check_callbacks, count_replicas, without_examples
 from lightning_megatp.checkpoint.methods import CheckpointMethods
-from lightning_megatp.checkpoint.single import durable_checkpoint_io
 from lightning_megatp.commands import Done, requested, without_ranks
 from lightning_megatp.commands.answer import answer
 from lightning_megatp.commands.proof import prepare
@@ -41,7 +42,7 @@ from lightning_megatp.randomness import synchronize_random_state
 from lightning_megatp.recompute.blocks import recompute_blocks
 from lightning_megatp.recompute.options import RecomputeOptions
 from lightning_megatp.report import print_layout
-from lightning_megatp.shim.lightning import Namespace, finetuning_callback
+from lightning_megatp.shim.lightning import Namespace
 from lightning_megatp.shim.sigterm import stop_together
 from lightning_megatp.stepping import StepMethods
 from lightning_megatp.stopping import Stopping
@@ -146,7 +147,7 @@ class MegaTPStrategyBase(StepMethods, GradientMethods, BuildingMethods, WorldMet
             accelerator=accelerator,
             parallel_devices=parallel_devices,
             cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io or durable_checkpoint_io(self.namespace.checkpoint_io),
+            checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
         )
         self._set_up_checkpoints(checkpoint, async_save)
@@ -186,6 +187,7 @@ class MegaTPStrategyBase(StepMethods, GradientMethods, BuildingMethods, WorldMet
         self._same_batch: SameBatch | None = None
         self._stopping: Stopping | None = None
         self._failure_watch: FailureWatch | None = None
+        self._batch_norms: BatchNormGroups | None = None
 
     # ---------------------------------------------------------------- the processes
 
@@ -257,17 +259,18 @@ class MegaTPStrategyBase(StepMethods, GradientMethods, BuildingMethods, WorldMet
         example = self._example(trainer)
         parallel = self._split(mesh, example)
         self._cut_averages(parallel)
-        if self.sharding is not None and (callback := finetuning_callback(trainer)) is not None:
-            raise ValueError(
-                f"MegaTPStrategy: the callback {callback} looks for the optimizer's parameters in the module, and with"
-                " zero > 0 those are other tensors. Use zero=0, or freeze and unfreeze by `requires_grad_`."
-            )
+        if trainer.state.fn == "fit":
+            check_callbacks(trainer, mesh, self.zero.level)
         self._check_places(trainer)
         self._watch_exceptions(trainer)
+        count_replicas(trainer, mesh)
+        if not self._undivided:
+            self._detours += without_examples(trainer, whole_forward=self.pipeline is None and self.sharding is None)
         self._watch_sigterm(trainer, example)
         self._load_split_model()
         synchronize_random_state(mesh)
         gather_metrics_over(parallel.module, mesh.group("dp"))
+        self._batch_norms = BatchNormGroups(parallel.module, mesh.group("dp"))
         fitting = trainer.state.fn == "fit"
         if fitting:
             self._prepare_optimizers(trainer)
@@ -284,7 +287,7 @@ class MegaTPStrategyBase(StepMethods, GradientMethods, BuildingMethods, WorldMet
         module = self.lightning_module
         building = self._building
         with nullcontext() if building is None else building.record():
-            if trainer.state.fn == "fit" and self._layer_sync is not None:
+            if trainer.state.fn == "fit" and self._layer_sync is not None and self._mesh().size("dp") > 1:
                 self._layer_sync.apply(module)  # Trainer(sync_batchnorm=True)
             self.model = self.precision_plugin.convert_module(module)
         if building is not None:
@@ -311,6 +314,7 @@ class MegaTPStrategyBase(StepMethods, GradientMethods, BuildingMethods, WorldMet
         """Over tp, pp and dp, in this order; and give this rank's part its values."""
         module, building = self.lightning_module, self._building
         assert module is not None
+        self._remember_parameters(module)
         parallel: ParallelModule = self.parallelism.parallelize(
             module, mesh, self.root_device, self.sequence_parallel, example=example, building=building
         )
@@ -364,6 +368,8 @@ class MegaTPStrategyBase(StepMethods, GradientMethods, BuildingMethods, WorldMet
         super().teardown()
         if self.pipeline is not None:
             self.pipeline.close()
+        if self._batch_norms is not None:
+            self._batch_norms.leave()
         self._leave_averages()
         self._leave_exceptions()
         self._leave_gradients()

@@ -70,14 +70,29 @@ class WorldMethods(Parts):
     def barrier(self, name: str | None = None) -> None:
         if dist.is_initialized() and not self._interrupted():
             devices = [self.root_device.index] if dist.get_backend() == "nccl" else None
-            dist.barrier(device_ids=devices)
+            dist.barrier(self._all_who_call("strategy.barrier"), device_ids=devices)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         if not dist.is_initialized() or self._apart():
             return obj
         objects = [obj]
-        dist.broadcast_object_list(objects, src=src)
+        dist.broadcast_object_list(objects, src=src, group=self._all_who_call("strategy.broadcast"))
         return objects[0]
+
+    def _all_who_call(self, what: str) -> dist.ProcessGroup | None:
+        """The world; within a hook that runs on the last pipeline stage only, its ranks, with global rank 0.
+
+        Raises:
+            RuntimeError: within a step, whose stages are at different points of it.
+        """
+        if self.pipeline is None or not self.pipeline.metrics.are_apart:
+            return None
+        if not self.pipeline.metrics.in_hook:
+            raise RuntimeError(
+                f"MegaTPStrategy: `{what}` waits for all ranks, and with pp={self.pp} a step reaches it on some stages"
+                " only. Call it in a hook, such as `on_train_batch_start`."
+            )
+        return self._mesh().group("dp", "tp")
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """Stack a tensor over the data-parallel ranks; at dp = 1 it comes back as it is, as on one device.

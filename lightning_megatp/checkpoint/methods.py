@@ -35,6 +35,7 @@ from lightning_megatp.checkpoint.sharded import (
     sharded_state_dict,
     split_content,
 )
+from lightning_megatp.checkpoint.single import durable_checkpoint_io
 from lightning_megatp.checkpoint.stages import (
     gather_optimizer_state,
     gather_state_dict,
@@ -64,6 +65,7 @@ class CheckpointMethods(Parts):
         if async_save and checkpoint != "folder":
             raise ValueError('MegaTPStrategy: async_save=True needs checkpoint="folder": a file is put together first.')
         self.checkpoint, self.async_save = checkpoint, async_save
+        self._durable_io = durable_checkpoint_io(self.namespace.checkpoint_io)
         self._background = BackgroundSave()
         self._background_group: dist.ProcessGroup | None = None
         self._after_exception: AfterException | None = None
@@ -78,6 +80,21 @@ class CheckpointMethods(Parts):
         self._is_split = False
         """Whether `setup` of this run is past the split: what is loaded from then on goes to the split module."""
 
+    @property
+    def checkpoint_io(self) -> Any:
+        """The plugin for files: the user's, given here or as `Trainer(plugins=...)`, or ours. A plugin around another
+        (AsyncCheckpointIO) is put around ours."""
+        if self._checkpoint_io is None:
+            return self._durable_io
+        plugin: Any = self._checkpoint_io
+        if getattr(plugin, "checkpoint_io", self) is None:
+            plugin.checkpoint_io = self._durable_io
+        return plugin
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, plugin: Any) -> None:
+        self._checkpoint_io = plugin
+
     def _is_copy(self) -> bool:
         """Whether a file can do without this rank: another data-parallel one has the same."""
         return self.checkpoint == "file" and self._mesh().rank("dp") > 0 and not self._parallel().divided
@@ -88,9 +105,17 @@ class CheckpointMethods(Parts):
         """The model under canonical names. For a file: whole, on global rank 0, and empty on the others, or without
         data where there is an `on_save_checkpoint`, which finds the same names. For a folder: what each rank writes.
 
+        Raises:
+            RuntimeError: where the stages of a pipeline do different things.
+
         Communication: with such a hook one object broadcast over the world, of names and shapes.
         """
         assert self.lightning_module is not None
+        if self.pipeline is not None and self.pipeline.metrics.are_apart:
+            raise RuntimeError(
+                "MegaTPStrategy: a checkpoint needs all ranks, and is saved where the last pipeline stage is alone: in"
+                " a step, or in a hook of a LightningModule whose steps leave something on it. Save it in a callback."
+            )
         parallel, mesh = self._parallel(), self._mesh()
         if self._cannot_gather():
             return {}
@@ -109,6 +134,8 @@ class CheckpointMethods(Parts):
         if self._cannot_gather() or self._is_copy():
             return {}
         optimizer = getattr(optimizer, "optimizer", optimizer)
+        if not optimizer.param_groups:
+            return optimizer.state_dict()  # Lightning's stand-in, where `configure_optimizers` returns None
         if self.checkpoint == "folder":
             return sharded_optimizer_state(optimizer, parallel, mesh)
         state = full_optimizer_state(optimizer, parallel, keep=mesh.rank("tp") == mesh.rank("dp") == 0)
@@ -201,6 +228,9 @@ class CheckpointMethods(Parts):
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         self.wait_for_checkpoints()
+        saved = self.broadcast(str(checkpoint_path))
+        if saved != str(checkpoint_path) and not Path(checkpoint_path).exists():
+            checkpoint_path = saved  # BatchSizeFinder makes up another name on every rank
         path = Path(checkpoint_path)
         self._folder = None
         with together(f"the checkpoint {path} was not loaded"):
@@ -310,8 +340,14 @@ class CheckpointMethods(Parts):
 
     def _check_places(self, trainer: Any) -> None:
         """Raises:
-        ValueError: a callback shall save folders where only files can be written.
+        ValueError: a callback shall save folders where only files can be written, or by a plugin for files.
         """
+        if self.checkpoint == "folder" and self._checkpoint_io is not None:
+            raise ValueError(
+                'MegaTPStrategy: checkpoint="folder" is written by the strategy, and the'
+                f" {type(self._checkpoint_io).__name__} given as a plugin writes single files. Use"
+                ' checkpoint="file", or leave the plugin out (async_save=True saves folders in the background).'
+            )
         for callback in trainer.checkpoint_callbacks if self.checkpoint == "folder" else ():
             place = str(getattr(callback, "dirpath", None) or "")
             if "://" in place:

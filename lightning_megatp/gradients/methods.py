@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -38,6 +39,7 @@ class GradientMethods(Parts):
         if bucket_mb < 0:
             raise ValueError(f"MegaTPStrategy: bucket_mb={bucket_mb}, but a size is 0 or more MiB.")
         self.bucket_mb = bucket_mb
+        self._before_split: list[tuple[weakref.ref[nn.Parameter], str]] = []
         self._buckets: GradientBuckets | None = None
         self._window_open = False
         """Whether batches were accumulated since the gradients were averaged last."""
@@ -58,11 +60,18 @@ class GradientMethods(Parts):
         """
         if self.pp == 1:
             super().setup_optimizers(trainer)
+            self._give_new_parameters()
             return
         assert self.pipeline is not None
         with self.pipeline.slicer.present():  # so that the groups have the order of one device
             super().setup_optimizers(trainer)
+            self._give_new_parameters()
             self._optimizer_order = user_order(self.optimizers, self._parallel())
+        if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in self.optimizers):
+            raise ValueError(
+                f"MegaTPStrategy: LBFGS calls the step again and couples all parameters, of which pp={self.pp} stages"
+                " hold their own. Use another optimizer, or pp=1."
+            )
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 held = [not is_fake(parameter) for parameter in group["params"]]
@@ -77,6 +86,21 @@ class GradientMethods(Parts):
                 " parameter to optimize. Every stage needs one that is trained: choose `stages` so that each has"
                 " some, or use a smaller pp."
             )
+
+    def _remember_parameters(self, module: nn.Module) -> None:
+        """Before they are split: an optimizer may have been made of them, as LightningCLI does."""
+        named = module.named_parameters(remove_duplicate=False)
+        self._before_split = [(weakref.ref(parameter), name) for name, parameter in named]
+
+    def _give_new_parameters(self) -> None:
+        """In place of those from before the split, which the module does not hold any more."""
+        now = dict(self._parallel().module.named_parameters(remove_duplicate=False))
+        known = {id(parameter) for parameter in now.values()}
+        alive = ((reference(), name) for reference, name in self._before_split)
+        new = {id(parameter): now[name] for parameter, name in alive if id(parameter) not in known and name in now}
+        for group in (group for optimizer in self.optimizers for group in optimizer.param_groups):
+            group["params"] = [new.get(id(parameter), parameter) for parameter in group["params"]]
+        self._before_split = []
 
     def _prepare_optimizers(self, trainer: Any) -> None:
         """Make them, of what this rank holds; see whether they can step a part of a parameter; and make the buckets."""

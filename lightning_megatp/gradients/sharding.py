@@ -351,7 +351,7 @@ class ZeroSharding:
                     if id(parameter) not in known:
                         raise ValueError(
                             f"MegaTPStrategy: an optimizer was given a parameter of shape {tuple(parameter.shape)} that"
-                            " is not the module's: zero > 0 has replaced what was kept in a list before. Let"
+                            " is not the module's (zero > 0 has replaced what an earlier run had). Let"
                             " `configure_optimizers` take them from `self.parameters()`."
                         )
 

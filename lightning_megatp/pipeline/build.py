@@ -25,8 +25,9 @@ from lightning_megatp.pipeline.plan import SliceError
 from lightning_megatp.pipeline.schedule import Schedule
 from lightning_megatp.pipeline.shares import Shares
 from lightning_megatp.pipeline.slicing import Slicer, called_units, execution_order
-from lightning_megatp.pipeline.units import assign, find_units, frozen_twins, is_compiled
+from lightning_megatp.pipeline.units import assign, find_units, frozen_twins, modules_around
 from lightning_megatp.shim.lightning import default_store
+from lightning_megatp.shim.torch import is_compiled
 from lightning_megatp.tensor.deferred import defer_linears
 
 _KINDS = ("training", "validation", "test", "predict")
@@ -108,7 +109,9 @@ def build_pipeline(
     schedule = settings.schedule(settings.microbatches)
     units, idle, touched = _in_order(parallel.module, find_units(parallel.module), example, mesh.device)
     whole = [unit for unit in units if is_compiled(parallel.module.get_submodule(unit))]
-    if whole and len(units) < schedule.stages:
+    around = [name for name in modules_around(units) if is_compiled(parallel.module.get_submodule(name))]
+    if around or (whole and len(units) < schedule.stages):
+        whole = [name or type(parallel.module).__name__ for name in around or whole]
         raise ValueError(
             f"MegaTPStrategy: `{whole[0]}` is compiled as a whole, and pp={ranks} can't cut compiled code. Compile its"
             " blocks one by one instead (`block.compile()`), or use pp=1."

@@ -58,10 +58,22 @@ class Intercepted:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         mode = self._switch.mode
         if mode is None:
-            return self._function(*args, **kwargs)
+            return self._outside_of_steps(*args, **kwargs)
         if self._stage is None:
             return mode.metric(self._name, self._function, args, kwargs)
         return mode.unit(self._name, self._stage, self._function, args, kwargs)
+
+    def _outside_of_steps(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return self._function(*args, **kwargs)
+        except AssertionError as error:
+            if "FakeTensor" not in str(error):
+                raise
+            raise RuntimeError(
+                f"MegaTPStrategy: `{self._name}` is called outside of a step, and its parameters are on another"
+                " pipeline stage. Only training, validation, test and predict steps run on all stages together: do it"
+                " in one of these, or from a checkpoint with pp=1."
+            ) from error
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A copy of the module runs by itself: the method of the copy, which asks nobody."""

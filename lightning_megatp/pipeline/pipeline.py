@@ -23,6 +23,7 @@ from lightning_megatp.mesh import ParallelMesh
 from lightning_megatp.metrics import LastStageMetrics
 from lightning_megatp.module import ParallelModule
 from lightning_megatp.pipeline.batch import Backward, BatchRun, Step, generators_on, returning_a_loss
+from lightning_megatp.pipeline.clipping import watched_hooks
 from lightning_megatp.pipeline.detour import Detour
 from lightning_megatp.pipeline.executor import Executor
 from lightning_megatp.pipeline.hooks import Hook, cleared_unseen, hooks_after_steps
@@ -34,6 +35,7 @@ from lightning_megatp.pipeline.running import seeded
 from lightning_megatp.pipeline.schedule import Schedule
 from lightning_megatp.pipeline.slicing import Slicer
 from lightning_megatp.pipeline.split import split_batch
+from lightning_megatp.pipeline.units import modules_around
 
 
 @dataclass(frozen=True)
@@ -136,6 +138,10 @@ class Pipeline:
         """Their units."""
         return [unit for unit, stage in self.stage_of_unit.items() if stage in self.own_stages]
 
+    @property
+    def _trainer(self) -> Any:
+        return self.parallel.module.trainer
+
     def part_of(self, stage: int) -> int:
         """The place of a stage in `by_stage`: later stages first, as their gradients are."""
         return sorted(self.own_stages, reverse=True).index(stage)
@@ -165,6 +171,7 @@ class Pipeline:
         self.metrics.open()
         after = list(hooks_after_steps(module))
         self._hooks = [Detour(module, hook.name, functools.partial(self._run_hook, hook)) for hook in after]
+        self._hooks += watched_hooks([module, *self._trainer.callbacks], module)
 
     def close(self) -> None:
         """Give the module its own methods back. Its units stay intercepted: what other stages own is gone."""
@@ -312,8 +319,9 @@ class Pipeline:
             return call()
         seed = self._shared_seed()
         if not self.is_last:
-            left, size, *self.metrics.resets = self._share([], [0.0, 0.0, *self.metrics.resets])
+            left, size, stop, *self.metrics.resets = self._share([], [0.0, 0.0, 0.0, *self.metrics.resets])
             self.stateful = self.stateful or bool(left)
+            self._stop_if(stop)
             self._adopt(int(size))
             return None
         before, norms, plain = Attributes(self.parallel.module), self._norms(), PlainValues(self._opened)
@@ -329,7 +337,8 @@ class Pipeline:
         self.stateful = self.stateful or Attributes(self.parallel.module).differ_from(before)
         merged = merge([calls], torch.ones(1, dtype=torch.float64, device=self.mesh.device))
         pickled = _pickled(PlainValues(self._opened).changes(plain))
-        self._share(merged, [float(self.stateful), float(len(pickled)), *self.metrics.resets])
+        stop = float(self._trainer.should_stop)
+        self._share(merged, [float(self.stateful), float(len(pickled)), stop, *self.metrics.resets])
         self._send_values(pickled)
         return result
 
@@ -432,15 +441,22 @@ class Pipeline:
             pickled = _pickled(run.set_values)
             dtype = float(_DTYPES.index(total.dtype)) if total.dtype in _DTYPES else 0.0
             facts = [float(total), factor, float(run.left_state), float(run.returns_more), float(len(pickled)), dtype]
+            facts.append(float(self._trainer.should_stop))
             self._share(merge(run.logged, weights), facts)
             self._send_values(pickled)
         else:
-            facts = self._share([], [0.0] * 6)
+            facts = self._share([], [0.0] * 7)
             total = torch.tensor(facts[0], dtype=_DTYPES[int(facts[5])], device=self.mesh.device)
             factor = facts[1]
             self._say_late(self._adopt(int(facts[4])))
+            self._stop_if(facts[6])
         self.stateful, self._returned = self.stateful or bool(facts[2]), bool(facts[3])
         return total, factor
+
+    def _stop_if(self, stop: float) -> None:
+        """The step or a hook has set `trainer.should_stop` on the last stage."""
+        if stop:
+            self._trainer.should_stop = True
 
     def _say_late(self, names: Sequence[str]) -> None:
         """By one of the ranks that notice: global rank 0, which says everything else, has the values in time."""
@@ -486,11 +502,7 @@ _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 def _opened(module: nn.Module, units: Iterable[str]) -> dict[str, nn.Module]:
     """The modules around the units, whose Python code runs on every stage, by name."""
-    names = {""}
-    for unit in units:
-        parts = unit.split(".")
-        names |= {".".join(parts[:depth]) for depth in range(1, len(parts))}
-    return {name: module.get_submodule(name) for name in sorted(names)}
+    return {name: module.get_submodule(name) for name in modules_around(units)}
 
 
 def _taken(parameters: Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:

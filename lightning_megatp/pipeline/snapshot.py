@@ -23,11 +23,15 @@ _NOT_SEARCHED = ("torch", "lightning", "pytorch_lightning", "lightning_fabric", 
 
 
 class Snapshot:
-    """The attributes of a module and of what hangs on them: submodules, lists, dicts, sets, the user's own objects."""
+    """The attributes of an object and of what hangs on them: submodules, lists, dicts, sets, the user's own objects.
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._holders = [(holder, _copy(holder)) for holder in _holders(module)]
+    Args:
+        owner: a module, or an object of the user's.
+    """
+
+    def __init__(self, owner: Any) -> None:
+        self._owner = owner
+        self._holders = [(holder, _copy(holder)) for holder in _holders(owner)]
         self.tensors = {id(x): x for _, before in self._holders for x in _tensors(before)}
         """id -> tensor, for all that were found."""
 
@@ -43,8 +47,8 @@ class Snapshot:
                 _fill(holder, before)
 
     def new_tensors(self) -> list[Tensor]:
-        """What hangs on the module now and did not before."""
-        return [x for holder in _holders(self._module) for x in _tensors(holder) if id(x) not in self.tensors]
+        """What hangs on the owner now and did not before."""
+        return [x for holder in _holders(self._owner) for x in _tensors(holder) if id(x) not in self.tensors]
 
     def replaced_tensors(self) -> list[tuple[str, Tensor]]:
         """Attributes and entries that were tensors and now are others: name, and the tensor before."""
@@ -71,10 +75,11 @@ def random_state_kept() -> Iterator[None]:
                 numpy.random.set_state(of_numpy)
 
 
-def _holders(module: nn.Module) -> list[Any]:
-    """Everything under a module that can be changed in place, each once; modules and objects as their `__dict__`."""
+def _holders(owner: Any) -> list[Any]:
+    """Everything under an object that can be changed in place, each once; modules and objects as their `__dict__`."""
     found: dict[int, Any] = {}
-    waiting: list[Any] = [child.__dict__ for child in module.modules()]
+    owners = owner.modules() if isinstance(owner, nn.Module) else [owner]
+    waiting: list[Any] = [x.__dict__ for x in owners if hasattr(x, "__dict__")]
     while waiting:
         holder = waiting.pop()
         if id(holder) in found:

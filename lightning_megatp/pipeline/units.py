@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from itertools import accumulate
 
@@ -108,6 +108,15 @@ def _units(name: str, module: nn.Module, open_all: bool, in_list: bool) -> Itera
         return
     for child, part in inner:
         yield from _units(child, part, open_all, in_list=is_list)
+
+
+def modules_around(units: Iterable[str]) -> list[str]:
+    """The names of the modules around the units, whose code runs on every stage; "" is the whole."""
+    names = {""}
+    for unit in units:
+        parts = unit.split(".")
+        names |= {".".join(parts[:depth]) for depth in range(1, len(parts))}
+    return sorted(names)
 
 
 def is_compiled(module: nn.Module) -> bool:

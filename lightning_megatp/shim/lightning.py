@@ -85,6 +85,21 @@ def finetuning_callback(trainer: Any) -> str | None:
     return next(names, None)
 
 
+def throughputs(trainer: Any) -> list[Any]:
+    """What ThroughputMonitor callbacks count with, one per stage of the Trainer (`_throughputs`, 2.5-2.6)."""
+    return [found for callback in trainer.callbacks for found in getattr(callback, "_throughputs", {}).values()]
+
+
+def summaries(trainer: Any) -> list[Any]:
+    """ModelSummary and its kinds, which run the module's example if it has one (`_summary`, 2.5-2.6)."""
+    return [callback for callback in trainer.callbacks if hasattr(callback, "_summary")]
+
+
+def draws_graph(logger: Any) -> bool:
+    """A TensorBoardLogger(log_graph=True): it traces the module on global rank 0 (2.5-2.6)."""
+    return bool(getattr(logger, "_log_graph", False))
+
+
 def around_clipping(plugin: Any, call: Callable[[], None]) -> None:
     """Call something after the hooks before an optimizer's step, and again when gradients are clipped. Lightning has no
     hook there; every precision plugin's `_after_closure` ends in `_clip_gradients` (2.5-2.6)."""

@@ -562,6 +562,57 @@ def test_bf16_mixed() -> None:
         assert found == pytest.approx(expected, rel=2.0**-6), "the tolerance of tests/parity/compare.py"
 
 
+# ---------------------------------------------------------------- hooks on the last stage, and the Trainer
+
+
+class Talks(GPT):
+    """Leaves its losses on itself, so that its hooks run on the last stage only, and stops the Trainer there."""
+
+    def __init__(self, stops_in: str) -> None:
+        super().__init__(GPTConfig(tied=False))
+        self.losses: list[float] = []
+        self.stops_in = stops_in
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.losses.append(float(loss.detach()))
+        if self.stops_in == "step" and self.global_step == 2:
+            self.trainer.should_stop = True
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        strategy = self.trainer.strategy
+        strategy.barrier()
+        self.log("told", strategy.broadcast(3.0 if self.trainer.is_global_zero else 4.0))
+        if self.stops_in == "hook" and self.current_epoch == 1:
+            self.trainer.should_stop = True
+
+    def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        self.clip_gradients(optimizer, 0.5, "norm")
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(0.5)
+
+
+def _talks(layout: Layout, stops_in: str) -> tuple[int, dict[str, float]]:
+    torch.manual_seed(3)
+    trainer = make_trainer(layout, max_epochs=4)
+    trainer.fit(Talks(stops_in), train_loader(layout, 4))
+    return trainer.global_step, {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+
+@pytest.mark.parametrize(
+    ("layout", "stops_in"),
+    [(PP2, "step"), (PP2, "hook"), pytest.param(TP2_PP2, "hook", marks=pytest.mark.extended)],
+    ids=str,
+)
+def test_a_run_is_stopped_on_the_last_stage(layout: Layout, stops_in: str) -> None:
+    ((steps, expected),) = run_program(PLAIN, _talks, stops_in)
+    for stopped, metrics in run_program(layout, _talks, stops_in):
+        assert stopped == steps == (3 if stops_in == "step" else 8)
+        assert metrics == pytest.approx(expected, rel=1e-9)
+
+
 # ---------------------------------------------------------------- what is refused
 
 
@@ -584,6 +635,8 @@ class Refused(GPT):
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Any:
         if self.what == "skip" and batch_idx == 1:
             return None
+        if self.what == "barrier":
+            self.trainer.strategy.barrier()
         loss = super().training_step(batch, batch_idx)
         if self.what == "reduce":
             self.log("reduced", loss, reduce_fx=torch.linalg.norm)
@@ -600,9 +653,23 @@ class Refused(GPT):
         if self.what == "hook_of_data":
             self.head.weight.data.mul_(0.5)
 
+    def on_train_epoch_end(self) -> None:
+        if self.what == "hook_saves":
+            self.trainer.save_checkpoint("saved.ckpt")
+
+    def on_train_start(self) -> None:
+        if self.what == "forward":
+            self(torch.zeros(1, 6, dtype=torch.int64))
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if self.what == "clip":
+            torch.nn.utils.clip_grad_norm_(self.parameters(), 1.0)
+
     def configure_optimizers(self) -> Any:
         if self.what == "frozen":
             return torch.optim.AdamW(self.head.parameters())
+        if self.what == "lbfgs":
+            return torch.optim.LBFGS(self.parameters())
         return super().configure_optimizers()
 
     def split_batch(self, batch: Any, microbatches: int) -> list[Any]:
@@ -618,7 +685,10 @@ class OwnBackward(Refused):
 def _refused(layout: Layout, what: str, strategy: dict[str, Any]) -> None:
     torch.manual_seed(3)
     trainer = make_trainer(layout, strategy=strategy)
-    trainer.fit(Refused(what), train_loader(layout, 2))
+    module = Refused(what)
+    if what == "compiled":
+        module.compile()
+    trainer.fit(module, train_loader(layout, 2))
 
 
 @pytest.mark.parametrize(
@@ -634,6 +704,12 @@ def _refused(layout: Layout, what: str, strategy: dict[str, Any]) -> None:
         ("reduce", {}, ["{min,max,mean,sum}"], 2),
         ("hook", {}, ["on_train_batch_end", "changes parameters", "callback"], 1),
         ("hook_of_data", {}, ["on_train_batch_end", "changes parameters", "callback"], 1),
+        pytest.param("hook_saves", {}, ["a checkpoint needs all ranks", "callback"], 1, marks=pytest.mark.extended),
+        ("barrier", {}, ["`strategy.barrier` waits for all ranks", "in a hook"], 2),
+        ("forward", {}, ["is called outside of a step", "on another pipeline stage"], 2),
+        ("clip", {}, ["`on_before_optimizer_step` scales gradients", "gradient_clip_val"], 2),
+        ("lbfgs", {}, ["LBFGS calls the step again", "pp=1"], 2),
+        ("compiled", {}, ["`Refused` is compiled as a whole", "block.compile()"], 2),
         ("mixed", {}, ["loss_weight(self, batch)"], 1),
         ("frozen", {}, ["no parameter to optimize", "`stages`"], 2),
         ("", {"pp": 8}, ["8"], 2),

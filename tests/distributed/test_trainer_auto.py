@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -46,8 +46,10 @@ class Lit(LightningModule):
         if self.data == "shuffled":
             order = torch.Generator().manual_seed(5)
             return DataLoader(TensorDataset(ids), batch_size=4, shuffle=True, generator=order)
-        if self.data == "iterable":
-            return DataLoader(Rows(ids), batch_size=4)
+        if self.data in ("iterable", "counting"):
+            return DataLoader(Rows(ids) if self.data == "iterable" else Counting(ids), batch_size=4)
+        if self.data == "own loader":
+            return Counting(ids.split(4))
         return iter(ids.split(4)) if self.data == "once" else {"a": DataLoader(ids, batch_size=4)}
 
 
@@ -57,6 +59,18 @@ class Rows(IterableDataset[Tensor]):
 
     def __iter__(self) -> Iterator[Tensor]:
         return iter(self.ids)
+
+
+class Counting(IterableDataset[Tensor]):
+    """Goes on where it was left."""
+
+    def __init__(self, rows: Sequence[Tensor]) -> None:
+        self.rows, self.given = rows, 0
+
+    def __iter__(self) -> Iterator[Tensor]:
+        while self.given < len(self.rows):
+            self.given += 1
+            yield self.rows[self.given - 1]
 
 
 def fit(rank: int, world_size: int, data: str, strict: bool = False) -> dict[str, Any]:
@@ -87,7 +101,7 @@ def fit_one(data: str) -> dict[str, Any]:
     return fit(0, 1, data)
 
 
-@pytest.mark.parametrize("data", ["shuffled", "iterable", "several loaders"])
+@pytest.mark.parametrize("data", ["shuffled", "iterable", "several loaders", "counting", "own loader"])
 def test_a_fit_without_a_plan_is_that_of_one_device(data: str) -> None:
     expected = run_reference(fit_one, data)
     for found in run_ranks(2, fit, data):

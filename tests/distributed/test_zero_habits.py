@@ -265,10 +265,10 @@ class Hooked(Plain):
         self.head.weight.register_hook(lambda grad: 2 * grad)
 
 
-class KeepsAList(Plain):
+class TrainsCopies(Plain):
     def __init__(self) -> None:
         super().__init__()
-        self.kept = list(self.parameters())
+        self.kept = [nn.Parameter(parameter.detach().clone()) for parameter in self.parameters()]
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.kept, lr=0.1)
@@ -293,11 +293,11 @@ def _refused(layout: Layout, kind: type[Plain], callbacks: list[Any]) -> None:
         (WritesWhileGathered, [], "`head.weight` was changed in place while it was gathered"),
         (Teaches, [], "`teacher.weight` was changed in place while it was gathered"),
         (Hooked, [], "`head.weight` has a gradient hook"),
-        (KeepsAList, [], "not the module's"),
+        (TrainsCopies, [], "not the module's"),
         (Plain, [Finetuning()], "callback Finetuning"),
         (Toggles, [], "`toggle_optimizer` freezes"),
     ],
-    ids=["writes", "teaches", "hooked", "keeps", "finetuning", "toggles"],
+    ids=["writes", "teaches", "hooked", "copies", "finetuning", "toggles"],
 )
 def test_what_would_be_lost_is_refused(kind: type[Plain], callbacks: list[Any], text: str) -> None:
     assert issubclass(BackboneFinetuning, BaseFinetuning)
