@@ -26,7 +26,8 @@ from lightning_megatp.mesh import ParallelMesh
 from lightning_megatp.messages import warn_once_per_run
 from lightning_megatp.module import ParallelModule
 from lightning_megatp.shim.lightning import within_hooks
-from lightning_megatp.shim.torch import DisableTorchFunction, foreach_mul_, foreach_norm, is_fake
+from lightning_megatp.shim.torch import DisableTorchFunction, foreach_norm, is_fake
+from lightning_megatp.tensor.functions import operation_name, operation_names
 
 HOOKS = {
     "post_backward": ("on_after_backward",),
@@ -41,10 +42,11 @@ _NORMS: dict[Any, tuple[str, Any]] = {
     foreach_norm: ("ord", 2),
 }
 """Function -> its second argument, and the default of that."""
-_SAME_NORM = {"__get__", "detach", "float", "double", "half", "bfloat16", "to", "cpu", "cuda", "clone", "contiguous"}
-_SAME_NORM |= {"view", "reshape", "flatten", "ravel", "abs", "neg"}
+_SAME_NORM = operation_names(
+    "grad data T mT detach float double half bfloat16 to cpu cuda clone contiguous view reshape flatten ravel abs neg"
+)
 """Functions whose result has the norm of their argument."""
-_SCALES = {Tensor.mul_, Tensor.div_, foreach_mul_}
+_SCALES = operation_names("mul_ div_ _foreach_mul_ _foreach_div_ __imul__ __itruediv__")
 
 
 @dataclass(frozen=True)
@@ -122,16 +124,17 @@ class WholeNorms:
             )
 
     def check_scaling(self, part: _Part) -> None:
-        """A hook is about to multiply gradients by a tensor.
+        """A hook is about to multiply gradients by a number in a tensor.
 
         Raises:
-            RuntimeError: norms of this stage's gradients were asked for before.
+            RuntimeError: each stage would take its own.
         """
-        if self._asked and self._mesh.size("pp") > 1:
+        if self._mesh.size("pp") > 1:
             raise RuntimeError(
-                f"MegaTPStrategy: {self._hooks} takes norms of gradients and then scales {part.what}. With"
-                f" pp={self._mesh.size('pp')} every stage would scale by the norm of its own. Use"
-                " `Trainer(gradient_clip_val=...)`, or `self.clip_gradients` in `configure_gradient_clipping`."
+                f"MegaTPStrategy: {self._hooks} scales gradients ({part.what}) by a number that each pipeline stage"
+                " computes of its own ones (torch.nn.utils.clip_grad_norm_?), so that stages would be trained"
+                " differently. Use Trainer(gradient_clip_val=...), or self.clip_gradients(optimizer, ...) in"
+                " `configure_gradient_clipping`: they take the norm of the whole model."
             )
 
     def _say(self, key: str, text: str) -> None:
@@ -213,7 +216,8 @@ class _Looking(TorchFunctionMode):
         part = next(filter(None, parts), None)
         if part is None:
             return func(*args, **kwargs)
-        if func in _SCALES and any(isinstance(x, Tensor) for x in args[1:]):
+        name = operation_name(func)
+        if name in _SCALES and len(args) > 1 and isinstance(args[1], Tensor) and not args[1].dim():
             self._whole.check_scaling(part)
         known: list[Tensor | None] = [None]
         if (order := _order(func, args, kwargs)) is not None:
@@ -222,7 +226,7 @@ class _Looking(TorchFunctionMode):
                 return known[0].to(first.dtype)
             if func is foreach_norm and None not in known:
                 return [norm.to(x.dtype) for norm, x in zip(known, first, strict=True) if norm is not None]
-        result, name = func(*args, **kwargs), getattr(func, "__name__", "")
+        result = func(*args, **kwargs)
         if func is foreach_norm:
             return [self._found(name, *found) for found in zip(parts, known, result, strict=True)]
         if name.endswith("_") and not name.endswith("__"):

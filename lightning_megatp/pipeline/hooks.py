@@ -25,7 +25,7 @@ def hooks_after_steps(module: nn.Module) -> Iterator[Hook]:
     """Those that the user defined: what Lightning's own class has does nothing."""
     for kind in _KINDS:
         for hook in (Hook(f"on_{kind}_batch_end", True), Hook(f"on_{kind}_epoch_end", False)):
-            if getattr(module, hook.name, None) is not None and not is_lightnings(module, hook.name):
+            if getattr(module, hook.name, None) is not None and not _is_lightnings(module, hook.name):
                 yield hook
 
 
@@ -38,13 +38,13 @@ def cleared_unseen(trainer: Any) -> list[Tensor]:
     """
     module = trainer.lightning_module
     sees = [(module, "optimizer_zero_grad"), *((x, "on_before_zero_grad") for x in (module, *trainer.callbacks))]
-    if trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches or not all(is_lightnings(*x) for x in sees):
+    if trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches or not all(_is_lightnings(*x) for x in sees):
         return []
     optimizers = [optimizer for optimizer in trainer.optimizers if type(optimizer).zero_grad is Optimizer.zero_grad]
     return [parameter for optimizer in optimizers for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def is_lightnings(owner: Any, name: str) -> bool:
+def _is_lightnings(owner: Any, name: str) -> bool:
     """Whether a method is the one of Lightning's base class, and not the user's."""
     return getattr(getattr(owner, name), "__module__", None) in _BASES
 

@@ -23,7 +23,6 @@ from lightning_megatp.mesh import ParallelMesh
 from lightning_megatp.metrics import LastStageMetrics
 from lightning_megatp.module import ParallelModule
 from lightning_megatp.pipeline.batch import Backward, BatchRun, Step, generators_on, returning_a_loss
-from lightning_megatp.pipeline.clipping import watched_hooks
 from lightning_megatp.pipeline.detour import Detour
 from lightning_megatp.pipeline.executor import Executor
 from lightning_megatp.pipeline.hooks import Hook, cleared_unseen, hooks_after_steps
@@ -171,7 +170,6 @@ class Pipeline:
         self.metrics.open()
         after = list(hooks_after_steps(module))
         self._hooks = [Detour(module, hook.name, functools.partial(self._run_hook, hook)) for hook in after]
-        self._hooks += watched_hooks([module, *self._trainer.callbacks], module)
 
     def close(self) -> None:
         """Give the module its own methods back. Its units stay intercepted: what other stages own is gone."""

@@ -55,7 +55,6 @@ __all__ = [
     "current_backward_node",
     "entry_of",
     "flatten",
-    "foreach_mul_",
     "foreach_norm",
     "forget_fakes",
     "forward_mode_is_active",
@@ -86,8 +85,8 @@ __all__ = [
     "written_arguments",
 ]
 
-# What torch.nn.utils' clipping takes norms and scales with (2.11-2.13).
-foreach_norm, foreach_mul_ = torch._foreach_norm, torch._foreach_mul_
+# What torch.nn.utils' clipping takes norms with (2.11-2.13).
+foreach_norm = torch._foreach_norm
 
 without_dispatch_modes = _disable_current_modes
 """Do what is inside as if no TorchDispatchMode were active (2.11-2.13)."""
