@@ -199,9 +199,11 @@ class _Looking(TorchFunctionMode):
     def show(self, parts: Iterable[tuple[Tensor, _Part]]) -> None:
         """From now on these."""
         self._made.clear()
+        self._alive = list(parts)
+        """So that nothing else comes to lie at their addresses."""
         self._parts: dict[int, _Part] = {}
         """By address."""
-        for tensor, part in parts:
+        for tensor, part in self._alive:
             if address := _address(tensor):
                 self._parts[address] = part
             else:
