@@ -311,7 +311,8 @@ class MegaTPStrategyBase(StepMethods, GradientMethods, BuildingMethods, WorldMet
         """Over tp, pp and dp, in this order; and give this rank's part its values."""
         module, building = self.lightning_module, self._building
         assert module is not None
-        self._remember_parameters(module)
+        if building is None and self.parallelism.split_form(module) is None:
+            self._remember_parameters(module)
         parallel: ParallelModule = self.parallelism.parallelize(
             module, mesh, self.root_device, self.sequence_parallel, example=example, building=building
         )
