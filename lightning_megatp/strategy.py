@@ -40,7 +40,7 @@ from lightning_megatp.randomness import synchronize_random_state
 from lightning_megatp.recompute.blocks import recompute_blocks
 from lightning_megatp.recompute.options import RecomputeOptions
 from lightning_megatp.report import print_layout
-from lightning_megatp.shim.lightning import Namespace
+from lightning_megatp.shim.lightning import Namespace, without_sync_advice
 from lightning_megatp.shim.sigterm import stop_together
 from lightning_megatp.stepping import StepMethods
 from lightning_megatp.stopping import Stopping
@@ -262,6 +262,8 @@ class MegaTPStrategyBase(StepMethods, GradientMethods, BuildingMethods, WorldMet
         self._check_places(trainer)
         self._watch_exceptions(trainer)
         count_replicas(trainer, mesh)
+        if not self.is_distributed:
+            without_sync_advice()
         if not self._undivided:
             self._detours += without_examples(trainer, whole_forward=self.pipeline is None and self.sharding is None)
         self._watch_sigterm(trainer, example)
