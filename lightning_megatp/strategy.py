@@ -42,7 +42,7 @@ from lightning_megatp.randomness import synchronize_random_state
 from lightning_megatp.recompute.blocks import recompute_blocks
 from lightning_megatp.recompute.options import RecomputeOptions
 from lightning_megatp.report import print_layout
-from lightning_megatp.shim.lightning import Namespace
+from lightning_megatp.shim.lightning import Namespace, without_sync_advice
 from lightning_megatp.shim.sigterm import stop_together
 from lightning_megatp.stepping import StepMethods
 from lightning_megatp.stopping import Stopping
@@ -264,6 +264,8 @@ class MegaTPStrategyBase(StepMethods, GradientMethods, BuildingMethods, WorldMet
         self._check_places(trainer)
         self._watch_exceptions(trainer)
         count_replicas(trainer, mesh)
+        if not self.is_distributed:
+            without_sync_advice()
         if not self._undivided:
             self._detours += without_examples(trainer, whole_forward=self.pipeline is None and self.sharding is None)
         self._watch_sigterm(trainer, example)
@@ -314,7 +316,8 @@ class MegaTPStrategyBase(StepMethods, GradientMethods, BuildingMethods, WorldMet
         """Over tp, pp and dp, in this order; and give this rank's part its values."""
         module, building = self.lightning_module, self._building
         assert module is not None
-        self._remember_parameters(module)
+        if building is None and self.parallelism.split_form(module) is None:
+            self._remember_parameters(module)
         parallel: ParallelModule = self.parallelism.parallelize(
             module, mesh, self.root_device, self.sequence_parallel, example=example, building=building
         )

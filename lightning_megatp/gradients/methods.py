@@ -88,7 +88,8 @@ class GradientMethods(Parts):
             )
 
     def _remember_parameters(self, module: nn.Module) -> None:
-        """Before they are split: an optimizer may have been made of them, as LightningCLI does."""
+        """Before they are split: an optimizer may have been made of them, as LightningCLI does. Weakly, since most are
+        let go of; and only those that nothing swaps later, which it couldn't then: recorded ones, and DTensors."""
         named = module.named_parameters(remove_duplicate=False)
         self._before_split = [(weakref.ref(parameter), name) for name, parameter in named]
 

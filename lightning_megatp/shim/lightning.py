@@ -7,6 +7,7 @@ strategy of the other (Lightning issues 20526 and 17445). So what we build on is
 from __future__ import annotations
 
 import importlib
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -98,6 +99,12 @@ def summaries(trainer: Any) -> list[Any]:
 def draws_graph(logger: Any) -> bool:
     """A TensorBoardLogger(log_graph=True): it traces the module on global rank 0 (2.5-2.6)."""
     return bool(getattr(logger, "_log_graph", False))
+
+
+def without_sync_advice() -> None:
+    """Leave out the advice to log with `sync_dist=True`. Lightning gives it wherever there is a process group, also to
+    those who do, though the ranks hold the same value (2.5-2.6)."""
+    warnings.filterwarnings("ignore", message=r"It is recommended to use `self\.log\(.*sync_dist=True\)`")
 
 
 def around_clipping(plugin: Any, call: Callable[[], None]) -> None:

@@ -154,7 +154,7 @@ class Norms(LightningModule):
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         loss: Tensor = self.down(self.norm(self.up(batch)).relu()).square().mean()
-        self.log("loss", loss)
+        self.log("loss", loss, on_epoch=True)
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -166,7 +166,10 @@ def _synchronized(layout: Layout) -> float:
     data = torch.utils.data.DataLoader(torch.randn(16, 8, dtype=torch.float64), batch_size=8)  # type: ignore[var-annotated]
     strategy = {"plan": None} | ({"microbatches": 1} if layout.pp > 1 else {})
     trainer = make_trainer(layout, strategy={} if layout.plain else strategy, sync_batchnorm=True)
-    trainer.fit(Norms(), data)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(Norms(), data)
+    assert not any("sync_dist=True" in str(warning.message) for warning in caught)
     return float(trainer.callback_metrics["loss"])
 
 
