@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_megatp.tensor import entry
 from tests.distributed.training import Layout, make_trainer, run_program, train_loader
 from tests.parity.models import GPT, GPTConfig
 from tests.parity.variants import GLOBAL_BATCH, gpt_plan
@@ -77,7 +76,7 @@ def _count(layout: Layout, config: GPTConfig, layers: int, kept: int) -> list[tu
     module = Counted(GPTConfig(**{**config.__dict__, "layers": layers}))
     plan = {name: style for name, style in gpt_plan(config).items() if name not in ("tok", "head")}
     trainer = make_trainer(layout, strategy={"plan": plan}, limit_train_batches=2)
-    with mock.patch.object(entry, "KEPT_BYTES", kept):
+    with mock.patch("lightning_megatp.tensor.entry.KEPT_BYTES", kept):
         trainer.fit(module, train_loader(layout, 2, length=LENGTH))
     return [(counter.calls, counter.bytes) for counter in module.counters[-1]]
 
