@@ -10,7 +10,8 @@ so once.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,7 +27,7 @@ from lightning_megatp.mesh import ParallelMesh
 from lightning_megatp.messages import warn_once_per_run
 from lightning_megatp.module import ParallelModule
 from lightning_megatp.shim.lightning import within_hooks
-from lightning_megatp.shim.torch import DisableTorchFunction, foreach_norm, is_fake
+from lightning_megatp.shim.torch import DisableTorchFunction, foreach_norm, is_fake, tensor_version
 from lightning_megatp.tensor.functions import operation_name, operation_names
 
 HOOKS = {
@@ -56,33 +57,41 @@ class _Part:
     what: str
     """The tensor, e.g. "the gradient of `head.weight`"."""
     numel: int
+    split: bool
+    """Over tensor ranks."""
     parted: bool
-    norm: Tensor | None
+    """Over any ranks."""
+    norm: Tensor | None = None
     """Of the whole tensor, where that was summed."""
+    source: Tensor | None = None
+    """What was summed."""
+    version: int = 0
+    """Of it, then."""
 
 
 class WholeNorms:
-    """The 2-norms of whole gradients, for as long as somebody asks for them.
+    """The 2-norms of whole gradients while hooks run.
 
     Args:
         parallel: the split module.
         mesh: where it is.
-        hooks: whose sums they are, for messages.
 
-    Communication: one all-reduce over tp of a number per parameter, and with zero > 0 one over the ranks that divide
-        them, before the first two calls of the hooks, and before all others if the first asked for a norm.
+    Communication: before each call of hooks that a user has defined, one all-reduce over tp of a number per parameter,
+        and with zero > 0 one over the ranks that divide them.
     """
 
-    def __init__(self, parallel: ParallelModule, mesh: ParallelMesh, hooks: Sequence[str]) -> None:
-        self._parallel, self._mesh, self._hooks = parallel, mesh, " or ".join(f"`{hook}`" for hook in hooks)
-        self._calls, self._asked, self._wanted = 0, False, mesh.size("tp") > 1 or bool(parallel.divided)
+    def __init__(self, parallel: ParallelModule, mesh: ParallelMesh) -> None:
+        self._parallel, self._mesh = parallel, mesh
+        self._hooks = ""
         self._said: set[str] = set()
         self._now: _Looking | None = None
+        self._unknown: set[str] = set()
+        """Of what a norm was taken, since the last step, that is known of a part only."""
 
     @contextlib.contextmanager
-    def looking(self) -> Iterator[None]:
-        """Around the hooks."""
-        self._calls += 1
+    def looking(self, method: str) -> Iterator[None]:
+        """Around the hooks that a method of the plugin calls."""
+        self._hooks = " or ".join(f"`{hook}`" for hook in HOOKS[method])
         try:
             with _Looking(self, self._parts()) as self._now:
                 yield
@@ -90,29 +99,36 @@ class WholeNorms:
             if self._now is not None:
                 self._now.show(())
             self._now = None
+            if method == "_after_closure":
+                self._unknown.clear()
 
     def clipping(self, clip: Callable[..., None]) -> Callable[..., None]:
-        """Lightning's clipping, which all ranks call from within a hook: it changes what was summed."""
+        """Lightning's clipping, which all ranks call, maybe from within a hook: it changes what was summed."""
 
         def run(*args: Any, **kwargs: Any) -> None:
-            clip(*args, **kwargs)
-            if self._now is not None:
-                with DisableTorchFunction():
+            with DisableTorchFunction():
+                clip(*args, **kwargs)
+                if self._now is not None:
                     self._now.show(self._parts())
 
         return run
 
     def norm_of(self, part: _Part, order: Any) -> Tensor | None:
         """A hook asks for the norm of a part: that of the whole, if it is known."""
-        self._asked, stages = True, self._mesh.size("pp")
-        if stages > 1:
+        if (stages := self._mesh.size("pp")) > 1:
             self._say(
                 "stages",
                 f"{self._hooks} takes the norm of {part.what}. With pp={stages} a rank has the gradients of its own"
                 " stages only, so that a sum over `self.parameters()` leaves out the others. For all of them take"
                 " `self.trainer.strategy.full_gradients()`; to clip, `gradient_clip_val` or `self.clip_gradients`.",
             )
-        return part.norm if order == 2 else None
+        unchanged = part.source is not None and tensor_version(part.source) == part.version
+        norm = part.norm if order == 2 and unchanged else None
+        if norm is None and part.parted:
+            self._unknown.add(part.what)
+        else:
+            self._unknown.discard(part.what)
+        return norm
 
     def computed(self, name: str, part: _Part) -> None:
         """A hook has made a number of a part."""
@@ -127,15 +143,21 @@ class WholeNorms:
         """A hook is about to multiply gradients by a number in a tensor.
 
         Raises:
-            RuntimeError: each stage would take its own.
+            RuntimeError: each stage, or each rank, would take its own.
         """
         if self._mesh.size("pp") > 1:
-            raise RuntimeError(
-                f"MegaTPStrategy: {self._hooks} scales gradients ({part.what}) by a number that each pipeline stage"
-                " computes of its own ones (torch.nn.utils.clip_grad_norm_?), so that stages would be trained"
-                " differently. Use Trainer(gradient_clip_val=...), or self.clip_gradients(optimizer, ...) in"
-                " `configure_gradient_clipping`: they take the norm of the whole model."
-            )
+            why = "each pipeline stage computes of its own gradients"
+        elif self._unknown:
+            norm = f"the norm of {min(self._unknown)}, as the hook changed it or asked for it"
+            why = f"is known of this rank's part only ({norm})"
+        else:
+            return
+        raise RuntimeError(
+            f"MegaTPStrategy: {self._hooks} scales {part.what} by a number in a tensor"
+            f" (torch.nn.utils.clip_grad_norm_?) that {why}, so that ranks would be trained differently. Use"
+            " Trainer(gradient_clip_val=...), or self.clip_gradients(optimizer, ...) in `configure_gradient_clipping`:"
+            " they take the norm of the whole model. A factor that is alike on all ranks can be a Python number."
+        )
 
     def _say(self, key: str, text: str) -> None:
         if key not in self._said:
@@ -145,39 +167,46 @@ class WholeNorms:
     def _sums(self) -> dict[int, Tensor]:
         """id of what this rank trains -> the norm of the whole gradient."""
         parallel, mesh = self._parallel, self._mesh
+        split_over: tuple[tuple[dist.ProcessGroup | None, Collection[int]], ...] = (
+            (parallel.rows_group, parallel.divided),
+            (mesh.group("tp"), parallel.sharded),
+        )
+        groups = [(group, ids) for group, ids in split_over if group is not None and group.size() > 1]
         held = [p for _, p in parallel.named_held() if p.grad is None or p.grad.layout is torch.strided]
-        divided = [parallel.divided.get(id(p)) for p in held]
-        split = [parallel.spec(p) for p in held]
+        if not groups or not held:
+            return {}
         places, parts = [], []
-        for place, (parameter, spec, rows) in enumerate(zip(held, split, divided, strict=True)):
+        for place, parameter in enumerate(held):
             if parameter.grad is not None:
-                own = own_elements(parameter.grad, spec, mesh.rank("tp"), 2.0, None if rows is None else rows.rows)
+                divided = parallel.divided.get(id(parameter))
+                rows = None if divided is None else divided.rows
+                own = own_elements(parameter.grad, parallel.spec(parameter), mesh.rank("tp"), 2.0, rows)
                 places += [place] * len(own)
                 parts += own
-        sums = torch.zeros(len(held) + 1, device=mesh.device, dtype=torch.float64)  # and whether a norm was asked for
+        sums = torch.zeros(len(held), device=mesh.device, dtype=torch.float64)
         if parts:
             powers = torch.stack([norm.to(sums) for norm in foreach_norm(parts, 2.0)]).square()
             sums.index_add_(0, torch.tensor(places, device=sums.device), powers)
-        sums[-1] = self._asked
-        for group, parted in ((parallel.rows_group, divided), (mesh.group("tp"), split)):
-            if group is not None and group.size() > 1:
-                over = torch.tensor([part is not None for part in parted] + [True], device=sums.device)
-                total = sums * over
-                dist.all_reduce(total, group=group)
-                sums = torch.where(over, total, sums)
-        if self._calls == 2:  # it says of the first call whether some rank has asked
-            self._wanted = bool(sums[-1])
-        return {id(parameter): norm for parameter, norm in zip(held, sums.sqrt(), strict=False)}
+        for group, ids in groups:
+            over = torch.tensor([id(parameter) in ids for parameter in held], device=sums.device)
+            total = sums * over
+            dist.all_reduce(total, group=group)
+            sums = torch.where(over, total, sums)
+        return {id(parameter): norm for parameter, norm in zip(held, sums.sqrt(), strict=True)}
 
     def _parts(self) -> list[tuple[Tensor, _Part]]:
         """Of all that a hook may look at."""
-        norms, found = self._sums() if self._wanted else {}, []
-        for name, parameter in self._parallel.named_held():
-            parted = self._parallel.spec(parameter) is not None or id(parameter) in self._parallel.divided
-            found.append((parameter, _Part(f"`{name}`", parameter.numel(), parted, None)))
-            if (grad := parameter.grad) is not None:
-                norm = norms.get(id(parameter))
-                found.append((grad, _Part(f"the gradient of `{name}`", grad.numel(), parted, norm)))
+        norms, found = self._sums(), []
+        for name, parameter in self._parallel.module.named_parameters():
+            held = self._parallel.held(parameter)
+            split, divided = self._parallel.spec(held) is not None, id(held) in self._parallel.divided
+            part = _Part(f"`{name}`", held.numel(), split, split or divided)
+            found += [(held, part), (parameter, part)]
+            # a rank without rows may have a gradient where the module shows it, and none to train with
+            if (grad := parameter.grad if held.grad is None else held.grad) is not None:
+                norm, version = norms.get(id(held)), tensor_version(grad)
+                of_grad = replace(part, what=f"the gradient of {part.what}", norm=norm, source=grad, version=version)
+                found += [(x, of_grad) for x in (grad, parameter.grad) if x is not None]
         return found
 
 
@@ -213,66 +242,85 @@ class _Looking(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        first: Any = args[0] if args else None
-        parts = [self._part(x) for x in (first if isinstance(first, list | tuple) else [first])]
-        part = next(filter(None, parts), None)
-        if part is None:
+        parts = [part for x in (*args, *kwargs.values()) for y in _each(x) if (part := self._part(y)) is not None]
+        if not parts:
             return func(*args, **kwargs)
+        part = next((part for part in parts if part.parted), parts[0])
         name = operation_name(func)
-        if name in _SCALES and len(args) > 1 and isinstance(args[1], Tensor) and not args[1].dim():
+        if name in _SCALES and len(args) > 1 and isinstance(args[1], Tensor) and args[1].numel() == 1:
             self._whole.check_scaling(part)
-        known: list[Tensor | None] = [None]
         if (order := _order(func, args, kwargs)) is not None:
-            known = [None if part is None else self._whole.norm_of(part, order) for part in parts]
-            if func is not foreach_norm and known[0] is not None:
-                return known[0].to(first.dtype)
-            if func is foreach_norm and None not in known:
-                return [norm.to(x.dtype) for norm, x in zip(known, first, strict=True) if norm is not None]
+            return self._norms(func, order, args, kwargs)
         result = func(*args, **kwargs)
-        if func is foreach_norm:
-            return [self._found(name, *found) for found in zip(parts, known, result, strict=True)]
-        if name.endswith("_") and not name.endswith("__"):
-            self._changed(first if isinstance(first, list | tuple) else [first])
-        elif isinstance(result, Tensor) and result is not first:
-            self._note(name, part, result)
+        if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")):
+            self._changed(args[0] if args else None)
+        elif kwargs.get("out") is not None:
+            self._changed(kwargs["out"])
+        else:
+            self._note(name, part, args[0] if args else None, result)
         return result
 
-    def _found(self, name: str, part: _Part | None, known: Tensor | None, of_part: Tensor) -> Tensor:
-        if part is not None and known is None:
-            self._whole.computed(name, part)
-        return of_part if known is None else known.to(of_part)
+    def _norms(self, func: Callable[..., Any], order: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Of one tensor, or of each in a list."""
+        several, of = func is foreach_norm, _each(args[0])
+        parts = [self._part(x) for x in of]
+        known = [None if part is None else self._whole.norm_of(part, order) for part in parts]
+        found = known if None not in known else func(*args, **kwargs)
+        results = []
+        for x, part, norm, own in zip(of, parts, known, found if several or found is known else [found], strict=True):
+            if norm is None and part is not None:
+                self._whole.computed("norm", part)
+            results.append(own if norm is None else norm.to(_own(x).device, x.dtype, copy=True))
+        return results if several else results[0]
 
     def _part(self, x: Any) -> _Part | None:
         if not isinstance(x, Tensor):
             return None
-        part = self._made.get(x) or self._parts.get(_address(x))
+        part: _Part | None = self._made.get(x) or self._parts.get(_address(x))
         return part if part is None or part.numel == _own(x).numel() else replace(part, norm=None)  # a slice of it
 
-    def _changed(self, tensors: Iterable[Any]) -> None:
-        """In place: what was summed is no longer true."""
-        for x in tensors:
-            part = self._part(x)
-            if part is not None and x in self._made:
+    def _changed(self, tensors: Any) -> None:
+        """In place, maybe through `.data`: what was summed is no longer true."""
+        for x in _each(tensors):
+            if (part := self._part(x)) is None:
+                continue
+            if x in self._made:
                 self._made[x] = replace(part, norm=None)
-            elif part is not None:
+            else:
                 self._parts[_address(x)] = replace(part, norm=None)
 
-    def _note(self, name: str, part: _Part, result: Tensor) -> None:
+    def _note(self, name: str, part: _Part, first: Any, result: Any) -> None:
         """What was made of a part: as many elements, several such in one, or a number."""
-        if (numel := _own(result).numel()) == part.numel and name in _SAME_NORM:
-            if _address(result) not in self._parts:
+        if isinstance(result, list | tuple):
+            sources = first if isinstance(first, list | tuple) and len(first) == len(result) else [first] * len(result)
+            for source, x in zip(sources, result, strict=True):
+                self._note(name, self._part(source) or part, source, x)
+            return
+        if not isinstance(result, Tensor) or result is first:
+            return
+        numel = _own(result).numel()
+        if numel == part.numel and name in _SAME_NORM:
+            if self._part(result) is None:  # the gradient of a parameter has a part of its own
                 self._made[result] = part
+        elif isinstance(result, DTensor) and not part.split:
+            pass  # it knows of the other ranks' rows
         elif numel == 1 < part.numel:
             self._whole.computed(name, part)
-        else:
+        elif numel <= part.numel or part.split or isinstance(first, list | tuple):  # else gathered from other ranks
             self._made[result] = replace(part, numel=numel, norm=None)
 
 
+def _each(x: Any) -> Sequence[Any]:
+    return x if isinstance(x, list | tuple) else (x,)
+
+
 def _order(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-    """Of which norm of all elements; None where it is none."""
-    if func not in _NORMS or len(args) > 2 or kwargs.get("dim") is not None:
+    """Of which norm of all elements; None where it is none, or more is asked of it."""
+    if func not in _NORMS or not 1 <= len(args) <= 2:
         return None
     keyword, default = _NORMS[func]
+    if any(value is not None and value is not False for key, value in kwargs.items() if key != keyword):
+        return None
     order = args[1] if len(args) > 1 else kwargs.get(keyword, default)
     if func is torch.linalg.norm and order not in (None, "fro") and args[0].dim() > 1:
         return None  # of a matrix
@@ -300,19 +348,15 @@ def watch_hooks(plugin: Any, trainer: Any, parallel: ParallelModule, mesh: Paral
 
     Communication: one all-reduce of two numbers over the world.
     """
-    watched = (parallel.module, *trainer.callbacks)
+    watched, norms = (parallel.module, *trainer.callbacks), WholeNorms(parallel, mesh)
     users = [sum(_is_users(x, name) for x in watched for name in names) for names in HOOKS.values()]
     counts = torch.tensor(users, device=mesh.device)
     if not (whole := mesh.size("tp") == mesh.size("pp") == 1 and not parallel.divided):
         dist.all_reduce(counts)  # some rank may have a callback of its own
-    for (method, hooks), count in zip(HOOKS.items(), counts.tolist(), strict=True):
-        if whole or not count:
-            within_hooks(plugin, method, None)
-            continue
-        norms = WholeNorms(parallel, mesh, hooks)
-        within_hooks(plugin, method, norms.looking)
-        if "configure_gradient_clipping" in hooks:
-            plugin.clip_grad_by_norm = norms.clipping(plugin.clip_grad_by_norm)
+        plugin.clip_grad_by_norm = norms.clipping(plugin.clip_grad_by_norm)
+    for method, count in zip(HOOKS, counts.tolist(), strict=True):
+        looks = count and not whole
+        within_hooks(plugin, method, functools.partial(norms.looking, method) if looks else None)
 
 
 def _is_users(x: Any, name: str) -> bool:

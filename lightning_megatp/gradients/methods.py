@@ -22,7 +22,7 @@ from lightning_megatp.parts import Parts
 from lightning_megatp.pipeline.batch import Backward
 from lightning_megatp.pipeline.pipeline import Pipeline
 from lightning_megatp.pipeline.trace import StepTrace
-from lightning_megatp.shim.torch import is_fake
+from lightning_megatp.shim.torch import DisableTorchFunction, is_fake
 from lightning_megatp.tensor.parameters import gather_shards
 
 
@@ -320,11 +320,12 @@ class GradientMethods(Parts):
         """
         parallel = self._parallel()
         gradients = {}
-        for name, parameter in parallel.named_held():
-            if parameter.grad is not None:
-                spec, group = parallel.spec(parameter), parallel.context.group
-                grad = parallel.of_tensor_rank(parameter, parameter.grad)
-                gradients[name] = grad.clone() if spec is None else gather_shards(grad, spec, group)
+        with DisableTorchFunction():  # in a hook, what is computed of parts is watched
+            for name, parameter in parallel.named_held():
+                if parameter.grad is not None:
+                    spec, group = parallel.spec(parameter), parallel.context.group
+                    grad = parallel.of_tensor_rank(parameter, parameter.grad)
+                    gradients[name] = grad.clone() if spec is None else gather_shards(grad, spec, group)
         if self.pipeline is None:
             return gradients
         by_stage: list[dict[str, Tensor]] = [{} for _ in range(self.pp)]

@@ -14,7 +14,6 @@ from lightning_megatp.gradients.norm import clip_by_norm
 from lightning_megatp.mesh import ParallelMesh
 from lightning_megatp.module import ParallelModule
 from lightning_megatp.shim.lightning import around_clipping
-from lightning_megatp.shim.torch import DisableTorchFunction
 
 
 def agree_on_precision(plugin: Any, parallel: ParallelModule, mesh: ParallelMesh) -> None:
@@ -54,5 +53,4 @@ def _clip_grad_by_norm(
     plugin: Any, parallel: ParallelModule, mesh: ParallelMesh, optimizer: Optimizer, clip_val: float
 ) -> None:
     """Stands in for the precision plugin's method of that name: there is no hook of the strategy for it."""
-    with DisableTorchFunction():  # a hook that runs may be told norms of whole gradients: here they are of parts
-        clip_by_norm(plugin.main_params(optimizer), clip_val, parallel, mesh)
+    clip_by_norm(plugin.main_params(optimizer), clip_val, parallel, mesh)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -89,7 +90,7 @@ def _fit(layout: Layout, kind: Callable[..., GPT], config: GPTConfig, **options:
     ids=str,
 )
 def test_norms_in_hooks_are_those_of_one_device(layout: Layout) -> None:
-    for kind in (Logged, AfterBackward, Clipped, ClippedAsConfigured):
+    for kind in (Logged, AfterBackward, Clipped, ClippedAsConfigured, Changed):
         for config in CONFIGS.values() if kind is Logged else [CONFIGS["fused"]]:
             [(expected, whole, _)] = run_program(PLAIN, _fit, kind, config)
             for seen, state, said in run_program(layout, _fit, kind, config):
@@ -110,7 +111,7 @@ class OfParts(GPT):
         weight = self.blocks[0].mlp.down.weight
         weight.grad.norm(torch.inf)
         weight.grad.pow(2).sum()
-        torch.cat([p.grad.flatten() for p in self.parameters()]).norm()
+        torch.cat([p.grad.flatten() for p in reversed(list(self.parameters()))]).norm()
         weight.detach().std()
         self.norm.weight.grad.mean()  # a whole one
 
@@ -123,12 +124,65 @@ class OnRankZero(GPT):
         self.seen = [*getattr(self, "seen", []), self.blocks[0].mlp.down.weight.grad.norm()]
 
 
-class Late(GPT):
-    """Does not ask at first."""
+class Tiny(GPT):
+    """A parameter with fewer rows than ranks."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__(config)
+        self.scale = torch.nn.Parameter(torch.tensor([1.0, 2.0]))
+
+    def loss(self, batch: Any) -> Any:
+        return super().loss(batch) * self.scale.square().sum()
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
-        if self.trainer.global_step == 2:
-            self.blocks[0].mlp.down.weight.grad.norm()
+        self.log_dict(grad_norm(self, norm_type=2))
+        clip_grad_norm_(self.parameters(), CLIP)
+
+
+class Changed(GPT):
+    """Gradients and norms that change before they are looked at."""
+
+    def on_after_backward(self) -> None:
+        self.clip_gradients(self.optimizers(), CLIP, "norm")
+        self.log("clipped", torch.nn.utils.get_total_norm([p.grad for p in self.parameters()]))
+        first, *rest = (p.grad.norm() for p in self.parameters())
+        for norm in rest:
+            first += norm
+        self.log("sum", first)
+        self.log("again", sum(p.grad.norm() for p in self.parameters()))
+        self.log("whole", sum(grad.norm() for grad in self.full().values()))
+
+    def full(self) -> dict[str, torch.Tensor]:
+        ours = getattr(self.trainer.strategy, "full_gradients", None)
+        return ours() if ours else {name: p.grad for name, p in self.named_parameters()}
+
+
+def _set(grad: torch.Tensor) -> None:
+    grad[:1] = 0
+
+
+def _replace(parameter: torch.nn.Parameter) -> None:
+    parameter.grad = parameter.grad * 1.0
+
+
+CHANGES: dict[str, Callable[[torch.nn.Parameter], Any]] = {
+    "in place": lambda p: p.grad.nan_to_num_(0.0),
+    "a part": lambda p: _set(p.grad),
+    "through data": lambda p: p.grad.data.mul_(1.0),
+    "out": lambda p: torch.mul(p.grad, 1.0, out=p.grad),
+    "replaced": _replace,
+}
+
+
+class ClippedAfterChange(GPT):
+    def __init__(self, config: GPTConfig, change: str) -> None:
+        super().__init__(config)
+        self.change = change
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for parameter in self.parameters():
+            CHANGES[self.change](parameter)
+        clip_grad_norm_(self.parameters(), CLIP)
 
 
 class OfCallback(Callback):
@@ -151,8 +205,24 @@ def test_what_is_known_of_a_part_only_is_said() -> None:
     for name, what in (("norm", "the gradient of `"), ("sum", f"the gradient of {weight}"), ("std", weight)):
         assert sum(f"takes `{name}` of {what}" in text for text in said) == 1, said
     assert len(said) == 3
-    said = run_program(TP2, _fit, Late, CONFIGS["fused"])[0][2]
-    assert len(said) == 1 and "takes `norm` of the gradient" in said[0]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_norms_of_changed_parts_are_not_taken_for_the_whole(change: str) -> None:
+    kind = functools.partial(ClippedAfterChange, change=change)
+    with pytest.raises(RankError, match="is known of this rank's part only"):
+        run_program(TP2, _fit, kind, CONFIGS["fused"])
+
+
+@pytest.mark.parametrize("zero", [1, pytest.param(3, marks=pytest.mark.extended)])
+def test_a_rank_without_rows_finds_the_same_norms(zero: int) -> None:
+    ((expected, whole, _),) = run_program(PLAIN, _fit, Tiny, CONFIGS["fused"])
+    for seen, state, said in run_program(Layout(dp=4, zero=zero), _fit, Tiny, CONFIGS["fused"]):
+        assert not said and len(seen) == 4
+        for ours, theirs in zip(seen, expected, strict=True):
+            assert ours == pytest.approx({**theirs, "loss": ours["loss"]}, rel=1e-9)
+        for name, value in state.items():
+            torch.testing.assert_close(value, whole[name], rtol=1e-9, atol=1e-9)
 
 
 def test_hooks_of_one_rank_wait_for_nobody() -> None:
@@ -165,5 +235,5 @@ def test_norms_of_a_stage_are_said_to_be() -> None:
     said = run_program(PP2, _fit, Logged, CONFIGS["fused"])[0][2]
     assert len(said) == 1 and "With pp=2 a rank has the gradients of its own stages only" in said[0]
     for kind in (Clipped, ClippedAsConfigured):
-        with pytest.raises(RankError, match="by a number that each pipeline stage computes"):
+        with pytest.raises(RankError, match="that each pipeline stage computes"):
             run_program(PP2, _fit, kind, CONFIGS["fused"])
