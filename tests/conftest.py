@@ -23,7 +23,9 @@ REPEATS = re.compile(
     | trainer_failure.*raise-training_step-1-file | pipeline_errors.*asks-StopIteration | four_ranks.*bert
     | pipeline_values.*compiled_blocks\[tp2 | pipeline_lightning.*raise-backward-0 | copies_that_do_not_fit
     | pipeline_runtime.*(deep-1f1b-pp4|deep_tied-interleaved) | are_those_of_one_device\[tp2.*swiglu_rms
-    | test_parity\[.*tp4-dp2 | pipeline_parity.*(pp4-tp2|pp2-tp2-dp2)
+    | test_parity\[.*tp4-dp2 | pipeline_parity.*(pp4-tp2|pp2-tp2-dp2) | torchrun_on_one_node | stages_on_two_nodes
+    | four_ranks.*mixtral | those_of_one_device.*ema-folder-grouped | every_layout_goes_on\[tied-plain
+    | printed_config_with_an_override | is_refused\[(dict|mixed|hook_of_data)- | verify_with_fewer_layers
     """,
     re.VERBOSE,
 )
