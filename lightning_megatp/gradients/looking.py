@@ -86,7 +86,7 @@ class WholeNorms:
         self._said: set[str] = set()
         self._now: _Looking | None = None
         self._unknown: set[str] = set()
-        """Of what a norm was taken, since the last step, that is known of a part only."""
+        """Gradients of which a norm was taken, since the last step, that is known of a part only."""
 
     @contextlib.contextmanager
     def looking(self, method: str) -> Iterator[None]:
@@ -124,7 +124,7 @@ class WholeNorms:
             )
         unchanged = part.source is not None and tensor_version(part.source) == part.version
         norm = part.norm if order == 2 and unchanged else None
-        if norm is None and part.parted:
+        if norm is None and part.parted and part.source is not None:
             self._unknown.add(part.what)
         else:
             self._unknown.discard(part.what)
@@ -265,7 +265,7 @@ class _Looking(TorchFunctionMode):
         several, of = func is foreach_norm, _each(args[0])
         parts = [self._part(x) for x in of]
         known = [None if part is None else self._whole.norm_of(part, order) for part in parts]
-        found = known if None not in known else func(*args, **kwargs)
+        found = known if all(norm is not None for norm in known) else func(*args, **kwargs)
         results = []
         for x, part, norm, own in zip(of, parts, known, found if several or found is known else [found], strict=True):
             if norm is None and part is not None:
