@@ -707,7 +707,7 @@ def _refused(layout: Layout, what: str, strategy: dict[str, Any]) -> None:
         pytest.param("hook_saves", {}, ["a checkpoint needs all ranks", "callback"], 1, marks=pytest.mark.extended),
         ("barrier", {}, ["`strategy.barrier` waits for all ranks", "in a hook"], 2),
         ("forward", {}, ["is called outside of a step", "on another pipeline stage"], 2),
-        ("clip", {}, ["scales gradients", "gradient_clip_val"], 2),
+        ("clip", {}, ["scales the gradient of", "gradient_clip_val"], 2),
         ("lbfgs", {}, ["LBFGS calls the step again", "pp=1"], 2),
         ("compiled", {}, ["`Refused` is compiled as a whole", "block.compile()"], 2),
         ("mixed", {}, ["loss_weight(self, batch)"], 1),
