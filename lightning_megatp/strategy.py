@@ -21,10 +21,10 @@ from lightning_megatp.data import SameBatch
 from lightning_megatp.example import Example
 from lightning_megatp.failure import FailureWatch
 from lightning_megatp.gradients.dividing import divide
-from lightning_megatp.gradients.looking import watch_hooks
 from lightning_megatp.gradients.methods import GradientMethods
 from lightning_megatp.gradients.precision import agree_on_precision
 from lightning_megatp.gradients.sharding import ZeroSharding
+from lightning_megatp.gradients.whole_norms import watch_hooks
 from lightning_megatp.gradients.zero_options import ZeroOptions
 from lightning_megatp.mesh import MeshShape, ParallelMesh
 from lightning_megatp.metrics import gather_metrics_over

@@ -1,0 +1,203 @@
+"""What hooks of the user find out about gradients, of which a rank holds parts.
+
+Logging `grad_norm(self, 2)`, or `torch.nn.utils.clip_grad_norm_(self.parameters(), 1.0)`, in `on_after_backward`,
+`on_before_optimizer_step` or `configure_gradient_clipping` is a habit of many projects. While such a hook runs, the
+2-norm of a split parameter's gradient is that of the whole gradient. The sums were made before the hook was called: a
+hook that only rank 0 runs waits for nobody. Whatever else a hook computes of a part is a number of this rank, and said
+so once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_megatp.gradients.looking import Looking, Part
+from lightning_megatp.gradients.norm import own_elements
+from lightning_megatp.mesh import ParallelMesh
+from lightning_megatp.messages import warn_once_per_run
+from lightning_megatp.module import ParallelModule
+from lightning_megatp.shim.lightning import within_hooks
+from lightning_megatp.shim.torch import DisableTorchFunction, foreach_norm, tensor_version
+
+HOOKS = {
+    "post_backward": ("on_after_backward",),
+    "_after_closure": ("on_before_optimizer_step", "configure_gradient_clipping"),
+}
+"""The precision plugin's methods that call the user's hooks."""
+
+
+class WholeNorms:
+    """The 2-norms of whole gradients while hooks run.
+
+    Args:
+        parallel: the split module.
+        mesh: where it is.
+
+    Communication: before each call of hooks that a user has defined, one all-reduce over tp of a number per parameter,
+        and with zero > 0 one over the ranks that divide them.
+    """
+
+    def __init__(self, parallel: ParallelModule, mesh: ParallelMesh) -> None:
+        self._parallel, self._mesh = parallel, mesh
+        self._hooks = ""
+        self._said: set[str] = set()
+        self._now: Looking | None = None
+        self._unknown: set[str] = set()
+        """Gradients of which a norm was taken, since the last step, that is known of a part only."""
+
+    @contextlib.contextmanager
+    def looking(self, method: str) -> Iterator[None]:
+        """Around the hooks that a method of the plugin calls."""
+        self._hooks = " or ".join(f"`{hook}`" for hook in HOOKS[method])
+        try:
+            with Looking(self, self._parts()) as self._now:
+                yield
+        finally:
+            if self._now is not None:
+                self._now.show(())
+            self._now = None
+            if method == "_after_closure":
+                self._unknown.clear()
+
+    def clipping(self, clip: Callable[..., None]) -> Callable[..., None]:
+        """Lightning's clipping, which all ranks call, maybe from within a hook: it changes what was summed."""
+
+        def run(*args: Any, **kwargs: Any) -> None:
+            with DisableTorchFunction():
+                clip(*args, **kwargs)
+                if self._now is not None:
+                    self._now.show(self._parts())
+
+        return run
+
+    def norm_of(self, part: Part, order: Any) -> Tensor | None:
+        """A hook asks for the norm of a part: that of the whole, if it is known."""
+        if (stages := self._mesh.size("pp")) > 1:
+            self._say(
+                "stages",
+                f"{self._hooks} takes the norm of {part.what}. With pp={stages} a rank has the gradients of its own"
+                " stages only, so that a sum over `self.parameters()` leaves out the others. For all of them take"
+                " `self.trainer.strategy.full_gradients()`; to clip, `gradient_clip_val` or `self.clip_gradients`.",
+            )
+        unchanged = part.source is not None and tensor_version(part.source) == part.version
+        norm = part.norm if order == 2 and unchanged else None
+        if norm is None and part.parted and part.source is not None:
+            self._unknown.add(part.what)
+        else:
+            self._unknown.discard(part.what)
+        return norm
+
+    def computed(self, name: str, part: Part) -> None:
+        """A hook has made a number of a part."""
+        if part.parted:
+            self._say(
+                name,
+                f"{self._hooks} takes `{name}` of {part.what}, of which a rank holds a part: the result"
+                " is about that part. For whole gradients take `self.trainer.strategy.full_gradients()`.",
+            )
+
+    def check_scaling(self, part: Part) -> None:
+        """A hook is about to multiply gradients by a number in a tensor.
+
+        Raises:
+            RuntimeError: each stage, or each rank, would take its own.
+        """
+        if self._mesh.size("pp") > 1:
+            why = "each pipeline stage computes of its own gradients"
+        elif self._unknown:
+            norm = f"the norm of {min(self._unknown)}, as the hook changed it or asked for it"
+            why = f"is known of this rank's part only ({norm})"
+        else:
+            return
+        raise RuntimeError(
+            f"MegaTPStrategy: {self._hooks} scales {part.what} by a number in a tensor"
+            f" (torch.nn.utils.clip_grad_norm_?) that {why}, so that ranks would be trained differently. Use"
+            " Trainer(gradient_clip_val=...), or self.clip_gradients(optimizer, ...) in `configure_gradient_clipping`:"
+            " they take the norm of the whole model. A factor that is alike on all ranks can be a Python number."
+        )
+
+    def _say(self, key: str, text: str) -> None:
+        if key not in self._said:
+            self._said.add(key)
+            warn_once_per_run(text)
+
+    def _sums(self) -> dict[int, Tensor]:
+        """id of what this rank trains -> the norm of the whole gradient."""
+        parallel, mesh = self._parallel, self._mesh
+        split_over: tuple[tuple[dist.ProcessGroup | None, Collection[int]], ...] = (
+            (parallel.rows_group, parallel.divided),
+            (mesh.group("tp"), parallel.sharded),
+        )
+        groups = [(group, ids) for group, ids in split_over if group is not None and group.size() > 1]
+        held = [p for _, p in parallel.named_held() if p.grad is None or p.grad.layout is torch.strided]
+        if not groups or not held:
+            return {}
+        places, parts = [], []
+        for place, parameter in enumerate(held):
+            if parameter.grad is not None:
+                divided = parallel.divided.get(id(parameter))
+                rows = None if divided is None else divided.rows
+                own = own_elements(parameter.grad, parallel.spec(parameter), mesh.rank("tp"), 2.0, rows)
+                places += [place] * len(own)
+                parts += own
+        sums = torch.zeros(len(held), device=mesh.device, dtype=torch.float64)
+        if parts:
+            powers = torch.stack([norm.to(sums) for norm in foreach_norm(parts, 2.0)]).square()
+            sums.index_add_(0, torch.tensor(places, device=sums.device), powers)
+        for group, ids in groups:
+            over = torch.tensor([id(parameter) in ids for parameter in held], device=sums.device)
+            total = sums * over
+            dist.all_reduce(total, group=group)
+            sums = torch.where(over, total, sums)
+        return {id(parameter): norm for parameter, norm in zip(held, sums.sqrt(), strict=True)}
+
+    def _parts(self) -> list[tuple[Tensor, Part]]:
+        """Of all that a hook may look at."""
+        norms, found = self._sums(), []
+        for name, parameter in self._parallel.module.named_parameters():
+            held = self._parallel.held(parameter)
+            split, divided = self._parallel.spec(held) is not None, id(held) in self._parallel.divided
+            part = Part(f"`{name}`", held.numel(), split, split or divided)
+            found += [(held, part), (parameter, part)]
+            # a rank without rows may have a gradient where the module shows it, and none to train with
+            if (grad := parameter.grad if held.grad is None else held.grad) is not None:
+                norm, version = norms.get(id(held)), tensor_version(grad)
+                of_grad = replace(part, what=f"the gradient of {part.what}", norm=norm, source=grad, version=version)
+                found += [(x, of_grad) for x in (grad, parameter.grad) if x is not None]
+        return found
+
+
+def watch_hooks(plugin: Any, trainer: Any, parallel: ParallelModule, mesh: ParallelMesh) -> None:
+    """Let the user's hooks find the norms of whole gradients.
+
+    Args:
+        plugin: Lightning's precision plugin, which calls them; changed in place.
+        trainer: whose module's and callbacks' hooks they are.
+        parallel: the module, split and divided.
+        mesh: where it is.
+
+    Communication: one all-reduce of two numbers over the world.
+    """
+    watched, norms = (parallel.module, *trainer.callbacks), WholeNorms(parallel, mesh)
+    users = [sum(_is_users(x, name) for x in watched for name in names) for names in HOOKS.values()]
+    counts = torch.tensor(users, device=mesh.device)
+    if not (whole := mesh.size("tp") == mesh.size("pp") == 1 and not parallel.divided):
+        dist.all_reduce(counts)  # some rank may have a callback of its own
+        plugin.clip_grad_by_norm = norms.clipping(plugin.clip_grad_by_norm)
+    for method, count in zip(HOOKS, counts.tolist(), strict=True):
+        looks = count and not whole
+        within_hooks(plugin, method, functools.partial(norms.looking, method) if looks else None)
+
+
+def _is_users(x: Any, name: str) -> bool:
+    hook = vars(x).get(name, getattr(type(x), name, None))
+    module = getattr(hook, "__module__", None) or ""
+    return hook is not None and module.split(".")[0] not in ("lightning", "pytorch_lightning", "lightning_megatp")
