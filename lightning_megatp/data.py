@@ -10,6 +10,7 @@ import hashlib
 import io
 import logging
 import pickle
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -36,7 +37,7 @@ class SameBatch:
     Any picklable batch: dicts, tuples, dataclasses, Hugging Face's BatchEncoding, own classes, with tensors at any
     depth, beside strings, numbers or None. Tensors of any dtype, shape and strides, subclasses too; those that are not
     dense (sparse, nested, quantised) only on the CPU. Shapes and structure may change from batch to batch and differ
-    between the peers' own batches, which are dropped.
+    between the peers' own batches, which are dropped. Tensors on the CPU stay there.
 
     Every peer must ask equally often: if one peer's loader ends before the others', they wait for it until the group's
     timeout. What a peer gets is corrected here, not how much.
@@ -45,14 +46,19 @@ class SameBatch:
         group: the tensor-parallel process group. With one rank nothing is ever sent.
         device: where this rank's tensors are, and where the group communicates (NCCL: its CUDA device). Tensors of the
             first rank that are not on the CPU arrive here.
+        hosts: the same ranks, for CPU tensors; by default that group.
 
-    Communication: per batch one broadcast of 2 KiB (what is where; the host reads it, which on CUDA waits for the
-    group's earlier collectives) and one of the tensors' bytes. On the first batch also one all-gather of 16 bytes:
-    hashes of what each rank had and has. The message also says whether its sender was told to stop, see `Stopping`.
+    Communication: per batch one broadcast between the hosts, of 2 KiB or as long as that of the batch before: what is
+    where, and the CPU's tensors; a second one if it is longer. One more of the device's tensors, if there are any,
+    which no host waits for. On the first batch also one all-gather of 16 bytes: hashes of what each rank had and has.
+    The message also says whether its sender was told to stop, see `Stopping`.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device | str) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device | str, hosts: dist.ProcessGroup | None = None
+    ) -> None:
         self.group = group
+        self.hosts = hosts or group
         self.device = torch.device(device)
         self.checked = False
         self.room = HEADER_BYTES
@@ -82,41 +88,45 @@ class SameBatch:
             text = f"{type(error).__name__}: {error}"
             message = torch.zeros(self.room, dtype=torch.uint8)
             _write_head(message, -1, 0, False, text.encode()[: HEADER_BYTES - HEAD])
-            self._broadcast(message.to(self.device))
+            self._tell(message)
             raise TypeError(_unsendable(batch, text)) from error
-        offsets, total = _layout([_bytes_of(leaf) for leaf in leaves], len(description))
-        message = torch.empty(max(total, self.room), dtype=torch.uint8, device=self.device)
+        places = _Places.of([(_bytes_of(leaf), leaf.device.type == "cpu") for leaf in leaves], len(description))
+        message = torch.empty(max(places.on_host, self.room), dtype=torch.uint8)
+        content = torch.empty(places.on_device, dtype=torch.uint8, device=self.device)
         note = self.stopping is not None and self.stopping.noted
-        _write_head(message, len(description), total, note, description)
-        for leaf, offset in zip(leaves, offsets, strict=True):
-            message[offset : offset + _bytes_of(leaf)].copy_(_as_bytes(leaf))
-        self._broadcast(message[: self.room])
-        if total > self.room:
-            self._broadcast(message[self.room : total])
-        self.room = max(HEADER_BYTES, total)
+        _write_head(message, len(description), places.on_host, note, description)
+        for leaf, offset in zip(leaves, places.offsets, strict=True):
+            part = message if leaf.device.type == "cpu" else content
+            part[offset : offset + _bytes_of(leaf)].copy_(_as_bytes(leaf))
+        self._tell(message[: self.room])
+        if places.on_host > self.room:
+            self._tell(message[self.room : places.on_host])
+        if places.on_device:
+            dist.broadcast(content, group_src=0, group=self.group)
+        self.room = max(HEADER_BYTES, places.on_host)
         self._hear(note)
         return batch
 
     def _receive(self) -> Any:
-        message = torch.empty(self.room, dtype=torch.uint8, device=self.device)
-        self._broadcast(message)
-        head = message[:HEADER_BYTES].cpu()
-        length, total, note = head[:HEAD].view(torch.int64).tolist()
+        message = torch.empty(self.room, dtype=torch.uint8)
+        self._tell(message)
+        length, total, note = message[:HEAD].view(torch.int64).tolist()
         if length < 0:
-            text = head[HEAD:].numpy().tobytes()
+            text = message[HEAD:HEADER_BYTES].numpy().tobytes()
             raise TypeError(_unsendable(None, text.rstrip(b"\0").decode(errors="replace")))
         if total > self.room:
-            rest = torch.empty(total - self.room, dtype=torch.uint8, device=self.device)
-            self._broadcast(rest)
+            rest = torch.empty(total - self.room, dtype=torch.uint8)
+            self._tell(rest)
             message = torch.cat([message, rest])
         self.room = max(HEADER_BYTES, total)
-        stop = HEAD + length
-        description = (head[HEAD:stop] if stop <= HEADER_BYTES else message[HEAD:stop].cpu()).numpy().tobytes()
-        specs, structure = pickle.loads(description)
-        offsets, _ = _layout([spec.nbytes for spec in specs], length)
+        specs, structure = pickle.loads(message[HEAD : HEAD + length].numpy().tobytes())
+        places = _Places.of([(spec.nbytes, spec.on_cpu) for spec in specs], length)
+        content = torch.empty(places.on_device, dtype=torch.uint8, device=self.device)
+        if places.on_device:
+            dist.broadcast(content, group_src=0, group=self.group)
         leaves = [
-            spec.rebuild(message[offset : offset + spec.nbytes], self.device)
-            for spec, offset in zip(specs, offsets, strict=True)
+            spec.rebuild((message if spec.on_cpu else content)[offset : offset + spec.nbytes])
+            for spec, offset in zip(specs, places.offsets, strict=True)
         ]
         self._hear(bool(note))
         return _Restorer(structure, leaves).load()
@@ -125,14 +135,14 @@ class SameBatch:
         if self.stopping is not None:
             self.stopping.hear(note)
 
-    def _broadcast(self, tensor: Tensor) -> None:
-        dist.broadcast(tensor, group_src=0, group=self.group)
+    def _tell(self, message: Tensor) -> None:
+        dist.broadcast(message, group_src=0, group=self.hosts)
 
     def _check(self, own: bytes, final: bytes) -> None:
         """Compare over the group what each rank came with, and what each ended up with."""
-        mine = _as_tensor(own + final).to(self.device)
+        mine = _as_tensor(own + final)
         gathered = [torch.empty_like(mine) for _ in range(self.group.size())]
-        dist.all_gather(gathered, mine, group=self.group)
+        dist.all_gather(gathered, mine, group=self.hosts)
         by_rank = [bytes(item.tolist()) for item in gathered]
         different = [rank for rank, item in enumerate(by_rank) if item[8:] != by_rank[0][8:]]
         if different:
@@ -179,11 +189,10 @@ class _Spec:
     def nbytes(self) -> int:
         return self.dtype.itemsize * torch.Size(self.shape).numel()
 
-    def rebuild(self, data: Tensor, device: torch.device) -> Tensor:
+    def rebuild(self, data: Tensor) -> Tensor:
         # A copy, not a view of the payload: views share autograd's version counter, and a step that modifies one input
         # in place would invalidate all others on the receivers only.
-        target = torch.device("cpu") if self.on_cpu else device
-        leaf = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=target)
+        leaf = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=data.device)
         leaf.copy_(data.view(self.dtype).view(self.shape))
         if self.subclass is not Tensor:
             leaf = leaf.as_subclass(self.subclass)
@@ -260,15 +269,28 @@ def _write_head(message: Tensor, length: int, total: int, note: bool, content: b
     message[: HEAD + len(content)].copy_(torch.cat([head, _as_tensor(content)]) if content else head)
 
 
-def _layout(sizes: list[int], description: int) -> tuple[list[int], int]:
-    """Where each leaf starts in a message, behind a description of some length, and the message's size."""
-    offsets = []
-    end = HEAD + description
-    for size in sizes:
-        start = -(-end // ALIGNMENT) * ALIGNMENT
-        offsets.append(start)
-        end = start + size
-    return offsets, end
+@dataclass(frozen=True)
+class _Places:
+    """Where each leaf starts: in the host's message, behind a description of some length, or in the device's."""
+
+    offsets: tuple[int, ...]
+    on_host: int
+    """Bytes of the message."""
+    on_device: int
+
+    @classmethod
+    def of(cls, leaves: Iterable[tuple[int, bool]], description: int) -> _Places:
+        """
+        Args:
+            leaves: bytes of each, and whether it is on the CPU.
+        """
+        offsets = []
+        ends = {True: HEAD + description, False: 0}
+        for size, on_cpu in leaves:
+            start = -(-ends[on_cpu] // ALIGNMENT) * ALIGNMENT
+            offsets.append(start)
+            ends[on_cpu] = start + size
+        return cls(tuple(offsets), ends[True], ends[False])
 
 
 def _digest(batch: Any) -> bytes:

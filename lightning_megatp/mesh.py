@@ -21,6 +21,8 @@ AXES = ("pp", "dp", "cp", "tp")
 JOINT = (("pp", "tp"), ("dp", "tp"))
 """Axes that also act together: the ranks of one copy of the model (pp, tp), which work on the same batch, and those of
 one stage (dp, tp), which hold the same whole parameters."""
+TALKING = (("pp",), ("pp", "tp"), ("dp",), AXES)
+"""The axes, and AXES for the world, along which hosts tell each other what their devices need not know."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +102,8 @@ class ParallelMesh:
         device_type: "cpu", "cuda", ...
         timeout: of every collective on the groups made here; None keeps torch's default.
 
+    On other devices than CPUs, hosts have gloo groups of their own, see `hosts`.
+
     Communication: one rendezvous per group that is not the world, at construction. Every rank has to construct it.
     """
 
@@ -113,9 +117,11 @@ class ParallelMesh:
         self.global_rank = dist.get_rank()
         self._at = shape.coordinates(self.global_rank)
         self.device = torch.device(device_type)
-        every: list[tuple[str, ...]] = [*((axis,) for axis in AXES), *JOINT]
+        every: list[tuple[str, ...]] = [*((axis,) for axis in AXES), *JOINT, AXES]
         self._ranks = {axes: next(g for g in shape.groups(*axes) if self.global_rank in g) for axes in every}
         self._groups = self._make_groups(every, timeout)
+        talking = [axes for axes in TALKING if self.device.type != "cpu" and len(self._ranks[axes]) > 1]
+        self._hosts = self._make_groups(talking, timeout, "gloo")
         self.device_mesh = DeviceMesh.from_group(
             [self._groups[(axis,)] for axis in AXES],
             device_type,
@@ -124,18 +130,18 @@ class ParallelMesh:
         )
 
     def _make_groups(
-        self, every: Sequence[tuple[str, ...]], timeout: timedelta | None
+        self, every: Sequence[tuple[str, ...]], timeout: timedelta | None, backend: str | None = None
     ) -> dict[tuple[str, ...], dist.ProcessGroup]:
         """One group per axis, and per joint axes. Those with the same ranks share one, and one as long as the world is
-        the world: fewer communicators, less memory."""
+        the world, unless it asks for another backend: fewer communicators, less memory."""
         groups: dict[tuple[str, ...], dist.ProcessGroup] = {}
         made: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup] = {}
         for axes in every:
             ranks = self.shape.groups(*axes)
             key = tuple(map(tuple, ranks))
             if key not in made:
-                world = dist.group.WORLD if len(ranks) == 1 else None
-                made[key] = world or dist.new_subgroups_by_enumeration(ranks, timeout=timeout)[0]
+                world = dist.group.WORLD if len(ranks) == 1 and backend is None else None
+                made[key] = world or dist.new_subgroups_by_enumeration(ranks, timeout=timeout, backend=backend)[0]
             groups[axes] = made[key]
         return groups
 
@@ -178,6 +184,17 @@ class ParallelMesh:
     def group(self, *axes: str) -> dist.ProcessGroup:
         """The process group of the ranks that differ from this one on that axis (or those of `JOINT`) only."""
         return self._groups[axes]
+
+    def hosts(self, *axes: str) -> dist.ProcessGroup:
+        """The same ranks as in `group`, for CPU tensors: what the host has to know to go on.
+
+        A message through a GPU has to be read from it, and that waits for all that was launched before: the GPU would
+        then have nothing to do until the host has launched more. On CPUs it is the same group.
+
+        Args:
+            axes: one of `TALKING`.
+        """
+        return self._hosts.get(axes, self._groups[axes])
 
     def ranks(self, *axes: str) -> list[int]:
         """Global ranks of this rank's group on an axis, or on joint ones."""

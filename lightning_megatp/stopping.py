@@ -15,7 +15,7 @@ class Stopping:
     A signal comes at any moment, and a collective of its own there could meet another one of the peers.
 
     Args:
-        device: where the ranks communicate.
+        hosts: the world, for CPU tensors.
         carried: whether the message of every batch reaches all ranks, from rank 0. Then it carries the note too, and
             nothing else is sent. The other ranks' notes get to rank 0 by `tell`.
         tell: hands this rank's note to rank 0, at once and without a collective.
@@ -26,11 +26,11 @@ class Stopping:
     """
 
     def __init__(
-        self, device: torch.device, carried: bool, tell: Callable[[], None], agreed: Callable[[], None]
+        self, hosts: dist.ProcessGroup, carried: bool, tell: Callable[[], None], agreed: Callable[[], None]
     ) -> None:
         self.carried = carried
         self.noted = False
-        self._device = device
+        self._hosts = hosts
         self._tell, self._agreed = tell, agreed
         self._under_way: tuple[Tensor, dist.Work] | None = None
 
@@ -55,8 +55,8 @@ class Stopping:
         return any(found)
 
     def _send(self) -> tuple[Tensor, dist.Work]:
-        note = torch.full((), int(self.noted), device=self._device)
-        return note, dist.all_reduce(note, op=dist.ReduceOp.MAX, async_op=True)
+        note = torch.tensor(int(self.noted))
+        return note, dist.all_reduce(note, op=dist.ReduceOp.MAX, group=self._hosts, async_op=True)
 
 
 def _wait(note: Tensor, work: dist.Work) -> bool:

@@ -26,7 +26,7 @@ from lightning_megatp.gradients.precision import agree_on_precision
 from lightning_megatp.gradients.sharding import ZeroSharding
 from lightning_megatp.gradients.whole_norms import watch_hooks
 from lightning_megatp.gradients.zero_options import ZeroOptions
-from lightning_megatp.mesh import MeshShape, ParallelMesh
+from lightning_megatp.mesh import AXES, MeshShape, ParallelMesh
 from lightning_megatp.metrics import gather_metrics_over
 from lightning_megatp.module import ParallelModule
 from lightning_megatp.pipeline.build import PipelineOptions, open_pipeline
@@ -240,7 +240,8 @@ class MegaTPStrategyBase(StepMethods, GradientMethods, BuildingMethods, WorldMet
         if self.mesh is None or self.mesh.shape != shape:
             self.mesh = ParallelMesh(shape, self.root_device.type, self.timeout)
         sharing = self.mesh.group("pp", "tp")
-        self._same_batch = SameBatch(sharing, self.root_device) if sharing.size() > 1 else None
+        hosts = self.mesh.hosts("pp", "tp")
+        self._same_batch = SameBatch(sharing, self.root_device, hosts) if sharing.size() > 1 else None
         self._seen.clear()
         self._steps = 0
         self._building = self._before_building = None
@@ -346,7 +347,7 @@ class MegaTPStrategyBase(StepMethods, GradientMethods, BuildingMethods, WorldMet
         assert self._failure_watch is not None
         carried = self._mesh().size("dp") == 1 and not example.takes_iterator
         tell = self._failure_watch.ask_to_stop
-        self._stopping = stop_together(trainer, self.namespace.sigterm, self.root_device, carried, tell)
+        self._stopping = stop_together(trainer, self.namespace.sigterm, self._mesh().hosts(*AXES), carried, tell)
         if self._same_batch is not None:
             self._same_batch.stopping = self._stopping
         if self._stopping is not None:

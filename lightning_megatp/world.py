@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_megatp.failure import FailureWatch, ParentWatch
-from lightning_megatp.mesh import MeshShape
+from lightning_megatp.mesh import AXES, MeshShape
 from lightning_megatp.parts import Parts
 from lightning_megatp.shim.lightning import default_store
 
@@ -61,8 +61,9 @@ class WorldMethods(Parts):
         """At exit: meet the other ranks once more, since gloo may abort where one leaves early (torch 2.13)."""
         if dist.is_initialized() and not self._interrupted():
             with contextlib.suppress(RuntimeError):  # a rank that is gone must not spoil the others' exit
-                if dist.get_backend() == "gloo":
-                    dist.barrier()
+                hosts = None if self.mesh is None else self.mesh.hosts(*AXES)
+                if dist.get_backend(hosts) == "gloo":
+                    dist.barrier(hosts)
                 dist.destroy_process_group()
 
     # ---------------------------------------------------------------- all ranks together

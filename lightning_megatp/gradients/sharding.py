@@ -257,7 +257,7 @@ class ZeroSharding:
     def collect(self, factor: float = 1.0) -> None:
         """After the last backward: add the reduced gradients, times a factor, to those of the plain rows.
 
-        Communication: one all-reduce of a byte per parameter, over the ranks that divide them, waited for where a
+        Communication: one all-reduce of a byte per parameter, between the hosts of dp ranks, waited for where a
         parameter was not used. One that no rank has used keeps having no gradient.
         """
         self._check_unchanged()
@@ -284,8 +284,8 @@ class ZeroSharding:
         reduced = [(p, grad.to_local()) for p, grad in found if isinstance(grad, DTensor)]
         self._wait_for_flags()
         used = [p.name in self._used for p in self.parameters]
-        flags = torch.tensor(used, dtype=torch.uint8, device=self.mesh.device)
-        self._telling = dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.mesh.group("dp"), async_op=True)
+        flags = torch.tensor(used, dtype=torch.uint8)
+        self._telling = dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.mesh.hosts("dp"), async_op=True)
         if all(p.name in self._used for p, _ in reduced):
             return reduced
         self._wait_for_flags()

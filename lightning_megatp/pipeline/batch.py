@@ -19,7 +19,7 @@ from lightning_megatp.gradients.sharding import ZeroSharding
 from lightning_megatp.messages import warn_once_per_run
 from lightning_megatp.module import ParallelModule
 from lightning_megatp.pipeline.leftovers import Path, PlainValues
-from lightning_megatp.pipeline.logs import Call, Logs
+from lightning_megatp.pipeline.logs import Call, Logs, scalar
 from lightning_megatp.pipeline.plan import Relay, SlicePlan
 from lightning_megatp.pipeline.running import seeded
 from lightning_megatp.pipeline.slicing import Slicer, StageRun
@@ -164,7 +164,7 @@ class BatchRun:
         """() float64, by what the weights are divided in the losses, before their sum is known: as if all microbatches
         weighed what the first does. Where they do, nothing is left to correct. Not less than its samples: few targets
         there would let the other losses overflow."""
-        first = torch.as_tensor(self._weights[0], dtype=torch.float64, device=self.device)
+        first = scalar(self._weights[0], self.device)
         return first.clamp(min=float(batch_size(self.microbatches[0]) or 1)) * len(self.microbatches)
 
     def weights(self) -> Tensor:
@@ -179,14 +179,12 @@ class BatchRun:
                 " several in others, so what they weigh can't be told. Define `loss_weight(self, batch)` on the"
                 " LightningModule."
             )
-        device = self.device
-        order = [self._weights[i] for i in range(len(self.microbatches))]
-        return torch.stack([torch.as_tensor(w, dtype=torch.float64, device=device) for w in order])
+        return torch.stack([scalar(self._weights[i], self.device) for i in range(len(self.microbatches))])
 
     def loss(self, weights: Tensor) -> Tensor:
         """The loss of the batch; nan for evaluation."""
         if self.backward is None:
-            return torch.tensor(torch.nan)
+            return torch.full((), torch.nan, device=self.device)
         losses = torch.stack([_loss_of(self.results[i]).detach() for i in range(len(self.microbatches))])
         total: Tensor = (losses.double() * weights).sum() / weights.sum()
         return total.to(losses.dtype)
@@ -210,7 +208,7 @@ class BatchRun:
         if order[0] is None:
             return None
         detached = [_detached(result) for result in order]
-        return merge_outputs(detached, [float(w) for w in self.weights()])
+        return merge_outputs(detached, self.weights().tolist())
 
     def _weight(self, counting: TargetCount | None, microbatch: int) -> Tensor | float:
         batch = self.microbatches[microbatch]
@@ -238,7 +236,7 @@ class BatchRun:
     def _root(self, loss: Tensor, microbatch: int, received: Sequence[Tensor]) -> Tensor:
         assert self.backward is not None
         self.parallel.trace([loss], received)
-        weight = torch.as_tensor(self._weights[microbatch], dtype=torch.float64, device=self.device)
+        weight = scalar(self._weights[microbatch], self.device)
         return self.backward.scale(loss * (weight / self.provisional_total).to(loss))
 
 

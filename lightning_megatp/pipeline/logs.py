@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import numbers
 import pickle
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -56,7 +56,7 @@ class Logs:
 
     Args:
         module: the LightningModule.
-        device: where values are sent from.
+        device: where values are logged.
     """
 
     module: nn.Module
@@ -95,15 +95,21 @@ class Logs:
         finally:
             self._calls = before
 
-    def send(self, calls: Sequence[Call], facts: Tensor, group: dist.ProcessGroup, source: int) -> None:
+    def send(
+        self, calls: Sequence[Call], facts: Sequence[float | Tensor], hosts: dist.ProcessGroup, source: int
+    ) -> list[float]:
         """Log everywhere. Called on the last stage, and `receive` on the others.
 
         Args:
             calls: one per name.
-            facts: (n,) float64, sent along.
+            facts: n numbers, sent along.
+            hosts: of the stages, for CPU tensors.
+
+        Returns:
+            The facts as the others get them.
 
         Communication: one broadcast of n + 3 + len(calls) float64, which is not waited for; the names only when they
-            are new.
+            are new. What lies on a device is read once, all of it together.
         """
         for work in self._leaving:
             work.wait()
@@ -111,31 +117,31 @@ class Logs:
         described = pickle.dumps(entries)
         new = described not in self._known
         number = self._known.setdefault(described, len(self._known))
-        head = torch.tensor([number, new], dtype=torch.float64, device=self.device)
-        values = torch.stack([call.value for call in calls]) if calls else head.new_empty(0)
-        self._leaving = _send_sized(torch.cat([head, facts, values]), group, source)
+        values = [call.value for call in calls]
+        row = _on_host([float(number), float(new), *facts, *values])
+        self._leaving = _send_sized(torch.tensor(row, dtype=torch.float64), hosts, source)
         if new:
-            dist.broadcast_object_list([described], src=source, group=group)
+            dist.broadcast_object_list([described], src=source, group=hosts)
         self._replay(entries, values)
+        return row[2 : 2 + len(facts)]
 
-    def receive(self, n_facts: int, group: dist.ProcessGroup, source: int) -> Tensor:
+    def receive(self, n_facts: int, hosts: dist.ProcessGroup, source: int) -> list[float]:
         """The other end of `send`: logs the same, and returns the facts."""
-        row = _receive_sized(self.device, group, source)
-        number, new = row[:2].tolist()
+        row = _receive_sized(hosts, source)
+        number, new, *facts = row[: 2 + n_facts].tolist()
         if new:
             box: list[Any] = [None]
-            dist.broadcast_object_list(box, src=source, group=group)
+            dist.broadcast_object_list(box, src=source, group=hosts)
             self._lists.append(pickle.loads(box[0]))
-        self._replay(self._lists[int(number)], row[2 + n_facts :])
-        return row[2 : 2 + n_facts]
+        self._replay(self._lists[int(number)], row[2 + n_facts :].to(self.device, non_blocking=True).unbind())
+        return facts
 
     def _call(self, name: str, value: Tensor | float | Metric, options: dict[str, Any]) -> Call:
         metric = self._metric_name(value, options) if isinstance(value, Metric) else None
         given = batch_value(value) if isinstance(value, Metric) else value
         dtype = given.dtype if isinstance(given, Tensor) and given.is_floating_point() else torch.get_default_dtype()
-        number = torch.as_tensor(torch.nan if given is None else given, dtype=torch.float64, device=self.device)
         entry = Entry(name, _portable(options), dtype, metric, given is not None)
-        return Call(entry, number.detach().reshape(()))
+        return Call(entry, scalar(torch.nan if given is None else given, self.device))
 
     def _metric_name(self, metric: Metric, options: dict[str, Any]) -> str:
         found = options.get("metric_attribute") or next(
@@ -148,8 +154,8 @@ class Logs:
             )
         return str(found)
 
-    def _replay(self, entries: Sequence[Entry], values: Tensor) -> None:
-        for entry, value in zip(entries, values.unbind(), strict=True):
+    def _replay(self, entries: Sequence[Entry], values: Iterable[Tensor]) -> None:
+        for entry, value in zip(entries, values, strict=True):
             value = value.to(entry.dtype)
             if entry.metric is None:
                 self._log(entry.name, value, **entry.options)
@@ -168,7 +174,7 @@ def merge(microbatches: Sequence[Sequence[Call]], weights: Tensor) -> list[Call]
     Args:
         weights: (m,) float64.
     """
-    weights = weights if weights.sum() > 0 else torch.ones_like(weights)
+    weights = torch.where(weights.sum() > 0, weights, torch.ones_like(weights))
     found: dict[str, list[tuple[Call, Tensor]]] = {}
     for calls, weight in zip(microbatches, weights.unbind(), strict=True):
         for call in calls:
@@ -181,7 +187,7 @@ def _merged(calls: list[Call], weights: Tensor) -> Call:
     sizes = [call.entry.options.get("batch_size") for call in calls]
     options = entry.options
     if None not in sizes:
-        by_size = torch.tensor(sizes, dtype=torch.float64, device=values.device)
+        by_size = torch.stack([scalar(size, values.device) for size in sizes if size is not None])
         losses = [call.is_loss for call in calls if call.is_loss is not None]
         weights = torch.where(torch.stack(losses).all(), weights, by_size) if len(losses) == len(calls) else by_size
         options = {**options, "batch_size": sum(sizes)}
@@ -202,6 +208,21 @@ def _portable(options: dict[str, Any]) -> dict[str, Any]:
     return kept
 
 
+def scalar(number: Tensor | float, device: torch.device) -> Tensor:
+    """() float64 on a device. A number is written there by the device itself: copied from the host, it would wait for
+    all that was launched before."""
+    if isinstance(number, Tensor):
+        return number.detach().to(device, torch.float64).reshape(())
+    return torch.full((), number, dtype=torch.float64, device=device)
+
+
+def _on_host(numbers: Sequence[float | Tensor]) -> list[float]:
+    """Numbers, some of which lie on a device, which is waited for once."""
+    tensors = [x for x in numbers if isinstance(x, Tensor)]
+    read = iter(torch.stack(tensors).tolist() if tensors else ())
+    return [next(read) if isinstance(x, Tensor) else x for x in numbers]
+
+
 def _send_sized(row: Tensor, group: dist.ProcessGroup, source: int) -> list[dist.Work]:
     """Broadcast a row whose length the receivers don't know: at first 64 numbers, and the rest if it is longer."""
     first = row.new_zeros(_ROW)
@@ -212,8 +233,8 @@ def _send_sized(row: Tensor, group: dist.ProcessGroup, source: int) -> list[dist
     return [work for work in works if work is not None]
 
 
-def _receive_sized(device: torch.device, group: dist.ProcessGroup, source: int) -> Tensor:
-    first = torch.empty(_ROW, dtype=torch.float64, device=device)
+def _receive_sized(group: dist.ProcessGroup, source: int) -> Tensor:
+    first = torch.empty(_ROW, dtype=torch.float64)
     dist.broadcast(first, src=source, group=group)
     length = int(first[0])
     if length < _ROW:

@@ -12,7 +12,7 @@ import pickle
 import warnings
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -240,7 +240,10 @@ class Pipeline:
             group = [shared for shared in self.shared if shared.dtype == dtype]
             held = [self._held(shared.name) for shared in group]
             grads = [None if p is None else p.grad for p in held]
-            flags = torch.tensor([grad is not None for grad in grads], dtype=dtype, device=self.mesh.device)
+            mine = [grad is not None for grad in grads]
+            flags = torch.ones(len(mine), dtype=dtype, device=self.mesh.device)
+            for i in (i for i, has in enumerate(mine) if not has):
+                flags[i].zero_()
             parts = [
                 torch.zeros(self._held_shape(shared), dtype=dtype, device=self.mesh.device) if grad is None else grad
                 for shared, grad in zip(group, grads, strict=True)
@@ -248,10 +251,12 @@ class Pipeline:
             flat = torch.cat([*(part.reshape(-1) for part in parts), flags])
             dist.all_reduce(flat, group=self.mesh.group("pp"))
             *totals, flags = flat.split([*(part.numel() for part in parts), len(parts)])
-            for shared, parameter, total, flag in zip(group, held, totals, flags.tolist(), strict=True):
+            if not all(mine):  # else all have one, and nobody has to wait for the flags
+                mine = (flags > 0).tolist()
+            for shared, parameter, total, some in zip(group, held, totals, mine, strict=True):
                 if parameter is not None:
                     lent = self.loans.is_lent(shared.name)  # its own stage has the sum, and the optimizer
-                    parameter.grad = total.view(parameter.shape) if flag > 0 and not lent else None
+                    parameter.grad = total.view(parameter.shape) if some and not lent else None
 
     def _held(self, name: str) -> Tensor | None:
         """The plain tensor of a parameter, if this rank has it."""
@@ -435,21 +440,25 @@ class Pipeline:
         if self.is_last:
             weights = run.weights()
             total = run.loss(weights)
-            factor = float(run.provisional_total / weights.sum())
             pickled = _pickled(run.set_values)
-            dtype = float(_DTYPES.index(total.dtype)) if total.dtype in _DTYPES else 0.0
-            facts = [float(total), factor, float(run.left_state), float(run.returns_more), float(len(pickled)), dtype]
-            facts.append(float(self._trainer.should_stop))
-            self._share(merge(run.logged, weights), facts)
+            known = _Facts(
+                loss=total.double(),
+                factor=run.provisional_total / weights.sum(),
+                dtype=_DTYPES.index(total.dtype) if total.dtype in _DTYPES else 0,
+                left_state=run.left_state,
+                returns_more=run.returns_more,
+                set_values=len(pickled),
+                stop=self._trainer.should_stop,
+            )
+            facts = _Facts(*self._share(merge(run.logged, weights), known))
             self._send_values(pickled)
         else:
-            facts = self._share([], [0.0] * 7)
-            total = torch.tensor(facts[0], dtype=_DTYPES[int(facts[5])], device=self.mesh.device)
-            factor = facts[1]
-            self._say_late(self._adopt(int(facts[4])))
-            self._stop_if(facts[6])
-        self.stateful, self._returned = self.stateful or bool(facts[2]), bool(facts[3])
-        return total, factor
+            facts = _Facts(*self._share([], _Facts()))
+            total = torch.full((), facts.loss, dtype=_DTYPES[int(facts.dtype)], device=self.mesh.device)
+            self._say_late(self._adopt(int(facts.set_values)))
+            self._stop_if(facts.stop)
+        self.stateful, self._returned = self.stateful or bool(facts.left_state), bool(facts.returns_more)
+        return total, facts.factor
 
     def _stop_if(self, stop: float) -> None:
         """The step or a hook has set `trainer.should_stop` on the last stage."""
@@ -468,30 +477,46 @@ class Pipeline:
 
     def _send_values(self, pickled: bytes) -> None:
         if pickled:
-            row = torch.frombuffer(bytearray(pickled), dtype=torch.uint8).to(self.mesh.device)
-            dist.broadcast(row, src=self.mesh.ranks("pp")[0], group=self.mesh.group("pp"))
+            row = torch.frombuffer(bytearray(pickled), dtype=torch.uint8)
+            dist.broadcast(row, src=self.mesh.ranks("pp")[0], group=self.mesh.hosts("pp"))
 
     def _adopt(self, size: int) -> list[str]:
         """The other end of `_send_values`. The names of numbers that were others here."""
         if not size:
             return []
-        row = torch.empty(size, dtype=torch.uint8, device=self.mesh.device)
-        dist.broadcast(row, src=self.mesh.ranks("pp")[0], group=self.mesh.group("pp"))
-        return PlainValues(self._opened).adopt(pickle.loads(row.cpu().numpy().tobytes()))
+        row = torch.empty(size, dtype=torch.uint8)
+        dist.broadcast(row, src=self.mesh.ranks("pp")[0], group=self.mesh.hosts("pp"))
+        return PlainValues(self._opened).adopt(pickle.loads(row.numpy().tobytes()))
 
-    def _share(self, calls: Sequence[Call], facts: list[float]) -> list[float]:
+    def _share(self, calls: Sequence[Call], facts: Sequence[float | Tensor]) -> list[float]:
         """Log everywhere what the last stage logged, and return its facts.
 
         Args:
             calls: of the last stage.
             facts: likewise; from the other stages their number counts.
         """
-        group, source = self.mesh.group("pp"), self.mesh.ranks("pp")[0]
+        hosts, source = self.mesh.hosts("pp"), self.mesh.ranks("pp")[0]
         if not self.is_last:
-            received: list[float] = self.logs.receive(len(facts), group, source).tolist()
-            return received
-        self.logs.send(calls, torch.tensor(facts, dtype=torch.float64, device=self.mesh.device), group, source)
-        return facts
+            return self.logs.receive(len(facts), hosts, source)
+        return self.logs.send(calls, facts, hosts, source)
+
+
+class _Facts(NamedTuple):
+    """What the last stage tells the others of a batch; they get numbers."""
+
+    loss: Any = 0.0
+    factor: Any = 1.0
+    """That makes the weights of the microbatches add up to 1."""
+    dtype: float = 0
+    """Of the loss, in `_DTYPES`."""
+    left_state: float = 0
+    """Whether the step left something on the module there."""
+    returns_more: float = 0
+    """Whether it returned more than a loss."""
+    set_values: float = 0
+    """Bytes of the Python values that it set."""
+    stop: float = 0
+    """Whether `trainer.should_stop` was set."""
 
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-import torch
+import torch.distributed as dist
 
 from lightning_megatp.stopping import Stopping
 
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 def stop_together(
-    trainer: Any, exception: type[BaseException], device: torch.device, carried: bool, tell: Callable[[], None]
+    trainer: Any, exception: type[BaseException], hosts: dist.ProcessGroup, carried: bool, tell: Callable[[], None]
 ) -> Stopping | None:
     """Let ranks that get SIGTERM stop as Lightning does, after a batch, but the same one on all of them.
 
@@ -29,7 +29,7 @@ def stop_together(
 
     Args:
         exception: `SIGTERMException`.
-        device, carried, tell: see `Stopping`.
+        hosts, carried, tell: see `Stopping`.
     """
     connector, loop = trainer._signal_connector, trainer.fit_loop.epoch_loop
     if not hasattr(loop, "_broadcast_sigterm_tensor"):
@@ -38,7 +38,7 @@ def stop_together(
     def agreed() -> None:
         connector.received_sigterm = True
 
-    stopping = Stopping(device, carried, tell, agreed)
+    stopping = Stopping(hosts, carried, tell, agreed)
     alone = not carried and trainer.state.fn != "fit"
 
     def note(signum: Any, frame: Any) -> None:
