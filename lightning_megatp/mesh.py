@@ -10,11 +10,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from rich.table import Table
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_megatp.shim.torch import tree_map
 
 AXES = ("pp", "dp", "cp", "tp")
 """Slowest to fastest varying."""
@@ -23,6 +27,11 @@ JOINT = (("pp", "tp"), ("dp", "tp"))
 one stage (dp, tp), which hold the same whole parameters."""
 TALKING = (("pp",), ("pp", "tp"), ("dp",), AXES)
 """The axes, and AXES for the world, along which hosts tell each other what their devices need not know."""
+
+
+def on_cpu(value: Any) -> Any:
+    """Tensors at any depth of containers moved to the CPU: a pickled one would arrive on the sender's device."""
+    return tree_map(lambda x: x.cpu() if isinstance(x, Tensor) else x, value)
 
 
 @dataclass(frozen=True)
@@ -195,6 +204,19 @@ class ParallelMesh:
             axes: one of `TALKING`.
         """
         return self._hosts.get(axes, self._groups[axes])
+
+    def exchange(self, value: Any, *axes: str) -> list[Any]:
+        """What every rank along an axis has, in their order; tensors arrive on the CPU.
+
+        Args:
+            value: this rank's, picklable.
+            axes: one of `TALKING`.
+
+        Communication: one object all-gather between the hosts.
+        """
+        found: list[Any] = [None] * len(self.ranks(*axes))
+        dist.all_gather_object(found, on_cpu(value), group=self.hosts(*axes))
+        return found
 
     def ranks(self, *axes: str) -> list[int]:
         """Global ranks of this rank's group on an axis, or on joint ones."""

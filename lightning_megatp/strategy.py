@@ -369,7 +369,13 @@ class MegaTPStrategyBase(StepMethods, GradientMethods, BuildingMethods, WorldMet
         if without_ranks():
             return  # nothing was set up, and the model may be on meta
         self._leave_building()
-        super().teardown()
+        if self._undivided or self.parallel is None:
+            super().teardown()
+        else:  # the module stays on its device, where whoever saves it after the fit gathers it
+            assert self.accelerator is not None
+            self.precision_plugin.teardown()
+            self.accelerator.teardown()
+            self.checkpoint_io.teardown()
         if self.pipeline is not None:
             self.pipeline.close()
         if self._batch_norms is not None:

@@ -29,6 +29,9 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from tests.simulated import cuda
+from tests.simulated.building import library
+
 REPOSITORY = Path(__file__).resolve().parent.parent
 COLLECTIVE_TIMEOUT_S = 60
 CALL_TIMEOUT_S = 120.0
@@ -63,9 +66,10 @@ class RankPool:
         distributed: initialise a gloo group for each call and set the environment Lightning reads. Without it the
             process is what a user's plain one-device program is.
         forbidden: no module of this name may be imported in these processes.
+        simulated: give them a simulated CUDA device, and make groups for its tensors instead of the CPU's.
     """
 
-    def __init__(self, world_size: int, distributed: bool = True, forbidden: str = "") -> None:
+    def __init__(self, world_size: int, distributed: bool = True, forbidden: str = "", simulated: bool = False) -> None:
         self.world_size = world_size
         self.calls = 0
         self.directory = tempfile.TemporaryDirectory(prefix=f"ranks{world_size}_")
@@ -81,6 +85,8 @@ class RankPool:
                 environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "NODE_RANK": "0"}
                 environment |= {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
             command = [sys.executable, "-m", "tests.ranks", "--fd", str(theirs.fileno()), "--forbidden", forbidden]
+            if simulated:
+                command += ["--simulated", str(library())]
             with self._log(rank).open("wb") as log:
                 process = subprocess.Popen(
                     command, env=environment, cwd=self.directory.name, pass_fds=[theirs.fileno()],
@@ -177,6 +183,10 @@ class RankPools:
     def get(self, world_size: int) -> RankPool:
         return self._usable(f"{world_size}", lambda: RankPool(world_size))
 
+    def simulated(self, world_size: int) -> RankPool:
+        """Ranks that have a simulated CUDA device."""
+        return self._usable(f"simulated {world_size}", lambda: RankPool(world_size, simulated=True))
+
     def reference(self) -> RankPool:
         """One process that knows nothing of this package."""
         return self._usable("reference", lambda: RankPool(1, distributed=False, forbidden="lightning_megatp"))
@@ -202,6 +212,11 @@ def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any, timeout: floa
     return pools.get(world_size).run(fn, *args, timeout=timeout)
 
 
+def run_simulated(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = CALL_TIMEOUT_S) -> list[Any]:
+    """The same on ranks that have a simulated CUDA device, and groups for its tensors alone, as NCCL's are."""
+    return pools.simulated(world_size).run(fn, *args, timeout=timeout)
+
+
 def run_reference(fn: Callable[..., Any], *args: Any, timeout: float = CALL_TIMEOUT_S) -> Any:
     """Run `fn(*args)` in one plain process in which this package is never imported (checked after each call)."""
     return pools.reference().run(_without_rank, fn, args, timeout=timeout)[0]
@@ -224,8 +239,11 @@ def free_port() -> int:
 # What follows runs in the rank.
 
 
-def _serve(connection: Connection, forbidden: str) -> None:
+def _serve(connection: Connection, forbidden: str, simulated: Path | None) -> None:
     import gc
+
+    if simulated is not None:
+        cuda.start(simulated)
 
     import lightning.pytorch  # noqa: F401
     import torch
@@ -244,7 +262,8 @@ def _serve(connection: Connection, forbidden: str) -> None:
         os.environ.update(environment)  # Lightning's teardown removes WORLD_SIZE
         try:
             call, fn, args = pickle.loads(request)
-            answer = pickle.dumps((True, _call(call, store, fn, args, forbidden)))
+            backend = "gloo" if simulated is None else cuda.BACKEND
+            answer = pickle.dumps((True, _call(call, store, backend, fn, args, forbidden)))
         except BaseException as error:
             rank = int(os.environ.get("RANK", "0"))
             at = getattr(error, "raised_at", time.time())
@@ -262,7 +281,7 @@ def _join_store() -> Any:
     return dist.TCPStore("127.0.0.1", port, world_size, is_master=rank == 0, timeout=timedelta(seconds=60))
 
 
-def _call(number: int, store: Any, fn: Callable[..., Any], args: tuple[Any, ...], forbidden: str) -> Any:
+def _call(number: int, store: Any, backend: str, fn: Callable[..., Any], args: tuple[Any, ...], forbidden: str) -> Any:
     import gc
     from datetime import timedelta
 
@@ -274,7 +293,7 @@ def _call(number: int, store: Any, fn: Callable[..., Any], args: tuple[Any, ...]
     if store is not None:
         prefix = dist.PrefixStore(f"call{number}", store)
         timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
-        dist.init_process_group("gloo", store=prefix, rank=rank, world_size=world_size, timeout=timeout)
+        dist.init_process_group(backend, store=prefix, rank=rank, world_size=world_size, timeout=timeout)
         dist.barrier()  # nobody fails, and leaves, while a peer still connects: the pool would be out of step for good
     try:
         result = fn(rank, world_size, *args)
@@ -298,9 +317,10 @@ def _main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--fd", type=int, required=True)
     parser.add_argument("--forbidden", default="")
+    parser.add_argument("--simulated", type=Path)
     arguments = parser.parse_args()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
-    _serve(Connection(arguments.fd), arguments.forbidden)
+    _serve(Connection(arguments.fd), arguments.forbidden, arguments.simulated)
 
 
 if __name__ == "__main__":

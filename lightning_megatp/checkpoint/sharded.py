@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -259,10 +258,7 @@ def _compare_groups(folder: Folder, index: int, saved: list[dict[str, Any]], sta
 
 def _over_stages(value: Any, mesh: ParallelMesh) -> list[Any]:
     """Every stage's value, the last stage's first."""
-    values = [value] * mesh.size("pp")
-    if len(values) > 1:
-        dist.all_gather_object(values, value, group=mesh.group("pp"))
-    return values
+    return mesh.exchange(value, "pp") if mesh.size("pp") > 1 else [value]
 
 
 def _place(parallel: ParallelModule) -> Any:

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from lightning_megatp.checkpoint.contents import group_names
 from lightning_megatp.checkpoint.full import local_state_dict
-from lightning_megatp.mesh import ParallelMesh
+from lightning_megatp.mesh import ParallelMesh, on_cpu
 from lightning_megatp.module import ParallelModule
 
 
@@ -101,8 +101,7 @@ def own_optimizer_state(
     Communication: one object all-gather over pp, of names.
     """
     names = group_names(optimizer, parallel)
-    by_stage: list[list[list[str]]] = [[] for _ in range(mesh.size("pp"))]
-    dist.all_gather_object(by_stage, names, group=mesh.group("pp"))
+    by_stage = mesh.exchange(names, "pp")
     numbers = _numbers(by_stage, [*order, *parallel.order])
     saved = [len(group["params"]) for group in state["param_groups"]]
     wanted = [sum(of == index for of, _ in numbers.values()) for index in range(len(names))]
@@ -150,7 +149,7 @@ def _numbers(by_stage: list[list[list[str]]], order: list[str]) -> dict[str, tup
 
 
 def _gather(value: Any, mesh: ParallelMesh) -> list[Any]:
-    """The stages' values on the rank of the last stage, nothing elsewhere."""
+    """The stages' values on the rank of the last stage, tensors on the CPU; nothing elsewhere."""
     gathered: list[Any] | None = [None] * mesh.size("pp") if mesh.is_last_stage else None
-    dist.gather_object(value, gathered, dst=mesh.ranks("pp")[0], group=mesh.group("pp"))
+    dist.gather_object(on_cpu(value), gathered, dst=mesh.ranks("pp")[0], group=mesh.hosts("pp"))
     return gathered or []

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -313,10 +312,11 @@ class GradientMethods(Parts):
     # ---------------------------------------------------------------- what people ask for
 
     def full_gradients(self) -> dict[str, Tensor]:
-        """The gradients of the whole model under canonical names, on every rank; for looking at them.
+        """The gradients of the whole model under canonical names, on every rank; for looking at them. With a pipeline
+        they are on the CPU.
 
         Communication: one all-gather over tp per sharded parameter, one over dp per divided one, and an object gather
-        over pp.
+        over pp, between the hosts.
         """
         parallel = self._parallel()
         gradients = {}
@@ -328,8 +328,7 @@ class GradientMethods(Parts):
                     gradients[name] = grad.clone() if spec is None else gather_shards(grad, spec, group)
         if self.pipeline is None:
             return gradients
-        by_stage: list[dict[str, Tensor]] = [{} for _ in range(self.pp)]
-        dist.all_gather_object(by_stage, gradients, group=self._mesh().group("pp"))
+        by_stage: list[dict[str, Tensor]] = self._mesh().exchange(gradients, "pp")
         merged = {name: grad for stage in by_stage for name, grad in stage.items()}
         return {name: merged[name] for name in parallel.order if name in merged}
 

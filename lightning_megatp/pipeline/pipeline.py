@@ -410,9 +410,7 @@ class Pipeline:
 
     def _check_alike(self, plan: SlicePlan) -> None:
         """All stages must have planned the same, or they would wait for messages that never come."""
-        digests: list[str] = [""] * self.mesh.size("pp")
-        dist.all_gather_object(digests, plan.digest(), group=self.mesh.group("pp"))
-        if len(set(digests)) > 1:
+        if len(set(self.mesh.exchange(plan.digest(), "pp"))) > 1:
             raise SliceError(
                 "the stages planned the same batch differently. What a step does between modules may not depend on the"
                 " rank, on Python's or NumPy's random numbers, or on the order of a set; nor may parameters be frozen"

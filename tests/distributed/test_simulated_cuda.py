@@ -1,0 +1,128 @@
+"""On a device that is not the host's: whether anything is in the wrong place, and what makes the host wait.
+
+A GPU works on what was launched before while the host launches more. Where the host waits for it, for a number or a
+copy, it has nothing to do until the host is back. See tests/simulated.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import Callback
+from torch import Tensor
+
+from tests.distributed.training import DP2, PLAIN, PP2, TP2, TP2_PP2, Layout, make_trainer, run_program, train_loader
+from tests.parity.models import GPT, GPTConfig
+from tests.parity.variants import gpt_plan
+from tests.ranks import run_simulated
+from tests.simulated import cuda
+from tests.simulated.building import compiles
+
+pytestmark = pytest.mark.skipif(not compiles(), reason="needs g++ and ninja")
+
+BATCHES = 6
+WHOLE = Layout(tp=2, sequence=False)
+ZERO3 = Layout(dp=2, zero=3)
+
+
+class Logging(GPT):
+    """Numbers of the host and of the device, by batches and by sizes."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss: Tensor = super().training_step(batch, batch_idx)
+        self.log("half", loss.detach() / 2, batch_size=len(batch[0]))
+        self.log("epoch", self.current_epoch)
+        return loss
+
+
+class Squares(GPT):
+    """A loss whose microbatches weigh what their samples do."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        ids, targets = batch
+        return (self(ids).softmax(-1) - F.one_hot(targets, 32)).square().sum(-1).mean()
+
+
+class Waits(Callback):
+    """Why the host waits for the device, and where, in the last three batches."""
+
+    def __init__(self) -> None:
+        self.found: list[str] = []
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == BATCHES - 3:
+            cuda.listen(self._hear)
+
+    def on_train_end(self, trainer: Any, module: GPT) -> None:
+        cuda.listen(None)
+        held = [*module.parameters(), *(p.grad for p in module.parameters() if p.grad is not None)]
+        assert {x.device.type for x in held} == {"cuda"}
+
+    def _hear(self, why: str) -> None:
+        stack = traceback.extract_stack()
+        ours = [f for f in stack if "lightning_megatp" in f.filename and "/shim/" not in f.filename]
+        lightnings = any(f.name in ("log", "_log", "__to_tensor") and "/lightning/" in f.filename for f in stack)
+        if not lightnings:  # self.log of a number copies it, on one device too
+            self.found.append(f"{why}: {' < '.join(f'{Path(f.filename).name}:{f.lineno}' for f in reversed(ours))}")
+
+
+def _fit(layout: Layout, kind: Callable[..., GPT], options: dict[str, Any]) -> tuple[Any, ...]:
+    torch.manual_seed(0)
+    config = GPTConfig(tied=True)
+    waits = [] if layout.plain else [Waits()]
+    strategy = None if layout.plain else {"plan": gpt_plan(config)}
+    trainer = make_trainer(
+        layout, strategy=strategy, limit_train_batches=BATCHES, callbacks=waits,
+        **({} if layout.plain else {"accelerator": "cuda"}), **options,
+    )  # fmt: skip
+    module = kind(config)
+    trainer.fit(module, train_loader(layout, BATCHES))
+    state = {name: x.cpu() for name, x in trainer.strategy.lightning_module_state_dict().items()}
+    logged = {name: float(x) for name, x in trainer.callback_metrics.items()}
+    return state, logged, [found for wait in waits for found in wait.found]
+
+
+def _on_rank(rank: int, world_size: int, layout: Layout, *args: Any) -> tuple[Any, ...]:
+    return _fit(layout, *args)
+
+
+CASES: list[tuple[Layout, type[GPT], dict[str, Any]]] = [
+    (TP2, Logging, {"gradient_clip_val": 0.1}),
+    (PP2, Logging, {"gradient_clip_val": 0.1}),
+    (PP2, Squares, {}),
+    (ZERO3, Logging, {"gradient_clip_val": 0.1}),
+]
+MORE: list[tuple[Layout, type[GPT], dict[str, Any]]] = [
+    (WHOLE, Logging, {}),
+    (TP2, Squares, {"accumulate_grad_batches": 2}),
+    (DP2, Logging, {"gradient_clip_val": 0.1}),
+    (TP2_PP2, Logging, {"accumulate_grad_batches": 2}),
+    (Layout(tp=2, dp=2, zero=1), Logging, {}),
+    (Layout(pp=2, schedule="zb_h1"), Logging, {}),
+    (Layout(pp=2, dp=2, zero=2, microbatches=2), Logging, {}),
+]
+
+
+@pytest.mark.parametrize(
+    ("layout", "kind", "options"), [*CASES, *(pytest.param(*case, marks=pytest.mark.extended) for case in MORE)]
+)
+def test_a_fit_is_that_of_one_device_and_no_step_waits(
+    layout: Layout, kind: type[GPT], options: dict[str, Any]
+) -> None:
+    [(expected, logged, _)] = run_program(PLAIN, _fit, kind, options)
+    by_rank = run_simulated(layout.ranks, _on_rank, layout, kind, options)
+    for rank, (state, seen, waits) in enumerate(by_rank):
+        last_stage = rank < layout.ranks // layout.pp
+        assert len(waits) == (3 if layout.pp > 1 and last_stage else 0), waits  # the numbers of a batch, together
+        if state:
+            assert state.keys() == expected.keys()
+        for name, value in state.items():
+            torch.testing.assert_close(value, expected[name], rtol=1e-9, atol=1e-9)
+        if layout.dp == 1:
+            assert seen == pytest.approx(logged, rel=1e-9)
