@@ -91,7 +91,7 @@ class ParallelismPlugin:
         if plan.open and mesh.size("tp") > 1:
             plan = self.discover(module, plan, example)
             if mesh.size("pp") > 1 and not plan.compiled:
-                used = [sorted(used_beside(module, list(plan.layers), example, device))]
+                used = [sorted(used_beside(module, list(plan.layers), example))]
                 dist.broadcast_object_list(used, src=0)
                 suit_stages(plan, module, find_units(module), used[0])
         if mesh.size("tp") > 1 and not plan.layers:

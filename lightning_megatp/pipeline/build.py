@@ -214,9 +214,11 @@ def _flows_forward(
     return True
 
 
-def used_beside(module: nn.Module, layers: Sequence[str], example: Example | None, device: torch.device) -> set[str]:
+def used_beside(module: nn.Module, layers: Sequence[str], example: Example | None) -> set[str]:
     """The names of the parameters of some layers that a step uses otherwise than by calling these layers, as far as
-    that can be found out."""
+    that can be found out. The module may not be on its device yet."""
+    tensors = (x.device for x in (*module.parameters(), *module.buffers()) if not x.is_meta)
+    device = next(tensors, torch.device("cpu"))
     return _in_order(module, list(layers), example, device)[2] if layers else set()
 
 

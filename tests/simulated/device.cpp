@@ -10,6 +10,7 @@
 #include <ATen/native/CPUFallback.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_cpu_dispatch.h>
+#include <ATen/ops/native_batch_norm.h>
 #include <ATen/ops/set_cpu_dispatch.h>
 #include <ATen/ops/unfold_native.h>
 #include <ATen/ops/view_as_complex_native.h>
@@ -223,6 +224,20 @@ at::Tensor reshape_alias(const at::Tensor& self, c10::SymIntArrayRef size, c10::
   return at::native::_reshape_alias(self, C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride));
 }
 
+// Changes its running averages, which its schema does not say, so that the rule for all others would lose them.
+std::tuple<at::Tensor, at::Tensor, at::Tensor> native_batch_norm(
+    const at::Tensor& x, const std::optional<at::Tensor>& weight, const std::optional<at::Tensor>& bias,
+    const std::optional<at::Tensor>& mean, const std::optional<at::Tensor>& variance, bool training, double momentum,
+    double eps) {
+  const auto given = [](const std::optional<at::Tensor>& of) {
+    return of.has_value() && of->defined() ? std::optional<at::Tensor>(on_host(*of)) : std::nullopt;
+  };
+  const auto [y, saved_mean, saved_deviation] = at::native_batch_norm(
+      on_host(x), given(weight), given(bias), given(mean), given(variance), training, momentum, eps);
+  const auto there = [&](const at::Tensor& result) { return result.to(x.device(), true); };
+  return {there(y), there(saved_mean), there(saved_deviation)};
+}
+
 void check_devices(const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue> arguments) {
   const auto check = [&](const at::Tensor& x) {  // numbers, and indices in optional lists, may come from the host
     TORCH_CHECK(!x.defined() || x.device().type() == TYPE || x.dim() == 0,
@@ -280,6 +295,7 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("_copy_from", copy_from);
   m.impl("_copy_from_and_resize", copy_from_and_resize);
   m.impl("_local_scalar_dense", local_scalar);
+  m.impl("native_batch_norm", native_batch_norm);
 }
 TORCH_LIBRARY_IMPL(_, CUDA, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&compute>()); }
 
