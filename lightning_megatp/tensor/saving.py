@@ -34,15 +34,20 @@ class Saved:
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._node: Any = None
+        self._holder: Tensor | None = None
+        """Whose node keeps them."""
         if tensors:
             with torch.enable_grad():
                 anchor = torch.empty(0, requires_grad=True)
-                self._node = _Save.apply(anchor, *(x.detach() for x in tensors)).grad_fn
+                self._holder = _Save.apply(anchor, *(x.detach() for x in tensors))
 
     def tensors(self) -> Sequence[Tensor]:
         """What was kept."""
-        return () if self._node is None else self._node.saved_tensors
+        if self._holder is None:
+            return ()
+        node: Any = self._holder.grad_fn
+        found: Sequence[Tensor] = node.saved_tensors
+        return found
 
 
 class _Save(OwnFunction):
