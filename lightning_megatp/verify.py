@@ -98,7 +98,7 @@ class FirstBatch:
         norms = {name: float(grad.norm()) for name, grad in expected.items()}
         least = 1e-3 * max(norms.values(), default=0.0)  # what is zero but for rounding says nothing
         errors = {
-            name: float((gradients[name].double() - grad).norm()) / max(norms[name], least)
+            name: float((gradients[name].to(grad) - grad).norm()) / max(norms[name], least)
             if name in gradients
             else float("inf")
             for name, grad in expected.items()
