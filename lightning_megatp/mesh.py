@@ -110,13 +110,18 @@ class ParallelMesh:
         shape: the size of each axis; its product is the world size.
         device_type: "cpu", "cuda", ...
         timeout: of every collective on the groups made here; None keeps torch's default.
-
-    On other devices than CPUs, hosts have gloo groups of their own, see `hosts`.
+        host_backend: of the groups that hosts have for themselves if the device is not the CPU, see `hosts`.
 
     Communication: one rendezvous per group that is not the world, at construction. Every rank has to construct it.
     """
 
-    def __init__(self, shape: MeshShape, device_type: str = "cpu", timeout: timedelta | None = None) -> None:
+    def __init__(
+        self,
+        shape: MeshShape,
+        device_type: str = "cpu",
+        timeout: timedelta | None = None,
+        host_backend: str = "gloo",
+    ) -> None:
         world_size = dist.get_world_size()
         if shape.world_size != world_size:
             raise ValueError(
@@ -130,7 +135,7 @@ class ParallelMesh:
         self._ranks = {axes: next(g for g in shape.groups(*axes) if self.global_rank in g) for axes in every}
         self._groups = self._make_groups(every, timeout)
         talking = [axes for axes in TALKING if self.device.type != "cpu" and len(self._ranks[axes]) > 1]
-        self._hosts = self._make_groups(talking, timeout, "gloo")
+        self._hosts = self._make_groups(talking, timeout, host_backend)
         self.device_mesh = DeviceMesh.from_group(
             [self._groups[(axis,)] for axis in AXES],
             device_type,

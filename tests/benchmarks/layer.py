@@ -183,7 +183,7 @@ class Ours:
     def __init__(
         self, size: LayerSize, sequence: bool, device: torch.device, dtype: torch.dtype, compiler: str | None = None
     ) -> None:
-        mesh = ParallelMesh(MeshShape(tp=dist.get_world_size()), device.type)
+        mesh = ParallelMesh(MeshShape(tp=dist.get_world_size()), device.type, host_backend=dist.get_backend())
         self.plugin = ParallelismPlugin(PLAN)
         with device:
             torch.manual_seed(0)
