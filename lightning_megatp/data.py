@@ -58,7 +58,7 @@ class SameBatch:
         self, group: dist.ProcessGroup, device: torch.device | str, hosts: dist.ProcessGroup | None = None
     ) -> None:
         self.group = group
-        self.hosts = hosts or group
+        self.hosts = group if hosts is None else hosts
         self.device = torch.device(device)
         self.checked = False
         self.room = HEADER_BYTES

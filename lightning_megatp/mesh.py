@@ -26,7 +26,7 @@ JOINT = (("pp", "tp"), ("dp", "tp"))
 """Axes that also act together: the ranks of one copy of the model (pp, tp), which work on the same batch, and those of
 one stage (dp, tp), which hold the same whole parameters."""
 TALKING = (("pp",), ("pp", "tp"), ("dp",), AXES)
-"""The axes, and AXES for the world, along which hosts tell each other what their devices need not know."""
+"""The axes, alone and joint, along which hosts tell each other what their devices need not know; AXES is the world."""
 
 
 def on_cpu(value: Any) -> Any:
@@ -206,9 +206,9 @@ class ParallelMesh:
         then have nothing to do until the host has launched more. On CPUs it is the same group.
 
         Args:
-            axes: one of `TALKING`.
+            axes: one of `TALKING`, of more than one rank.
         """
-        return self._hosts.get(axes, self._groups[axes])
+        return self._groups[axes] if self.device.type == "cpu" else self._hosts[axes]
 
     def exchange(self, value: Any, *axes: str) -> list[Any]:
         """What every rank along an axis has, in their order; tensors arrive on the CPU.

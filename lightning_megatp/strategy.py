@@ -240,8 +240,9 @@ class MegaTPStrategyBase(StepMethods, GradientMethods, BuildingMethods, WorldMet
         if self.mesh is None or self.mesh.shape != shape:
             self.mesh = ParallelMesh(shape, self.root_device.type, self.timeout)
         sharing = self.mesh.group("pp", "tp")
-        hosts = self.mesh.hosts("pp", "tp")
-        self._same_batch = SameBatch(sharing, self.root_device, hosts) if sharing.size() > 1 else None
+        self._same_batch = None
+        if sharing.size() > 1:
+            self._same_batch = SameBatch(sharing, self.root_device, self.mesh.hosts("pp", "tp"))
         self._seen.clear()
         self._steps = 0
         self._building = self._before_building = None
@@ -371,8 +372,9 @@ class MegaTPStrategyBase(StepMethods, GradientMethods, BuildingMethods, WorldMet
         self._leave_building()
         if self._undivided or self.parallel is None:
             super().teardown()
-        else:  # the module stays on its device, where whoever saves it after the fit gathers it
-            assert self.accelerator is not None
+        else:  # module and optimizers stay on their device, where whoever saves them after the fit gathers them
+            assert self.accelerator is not None and self.cluster_environment is not None
+            self.cluster_environment.teardown()
             self.precision_plugin.teardown()
             self.accelerator.teardown()
             self.checkpoint_io.teardown()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import sys
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -59,12 +60,17 @@ class WorldMethods(Parts):
 
     def _leave_world(self) -> None:
         """At exit: meet the other ranks once more, since gloo may abort where one leaves early (torch 2.13)."""
-        if dist.is_initialized() and not self._interrupted():
-            with contextlib.suppress(RuntimeError):  # a rank that is gone must not spoil the others' exit
-                hosts = None if self.mesh is None else self.mesh.hosts(*AXES)
+        if not dist.is_initialized() or self._interrupted():
+            return
+        failed = getattr(sys, "last_value", None) is not None  # its peers may wait for it elsewhere, and it must go
+        if self.mesh is not None and self.world_size > 1 and not failed:
+            # a rank that is gone must not spoil the others' exit, nor a world that somebody has made anew
+            with contextlib.suppress(RuntimeError, ValueError):
+                hosts = self.mesh.hosts(*AXES)
                 if dist.get_backend(hosts) == "gloo":
                     dist.barrier(hosts)
-                dist.destroy_process_group()
+        with contextlib.suppress(RuntimeError):
+            dist.destroy_process_group()
 
     # ---------------------------------------------------------------- all ranks together
 

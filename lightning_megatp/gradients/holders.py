@@ -16,6 +16,10 @@ from lightning_megatp.tensor.features.shard import FeatureShard
 from lightning_megatp.tensor.sequence import SequenceShard
 
 
+REDUCES_UNUSED = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
+"""Whether FSDP2 can do that: in torch 2.13, not in 2.11, where ranks would add up gradients of different parameters."""
+
+
 class Group(nn.Module):
     """What FSDP2 makes a group of, if it has parameters: gathered and let go together."""
 
@@ -30,8 +34,8 @@ class Group(nn.Module):
             self.set_requires_gradient_sync(False, recurse=False)
 
     def reduce_unused(self) -> None:
-        """Ranks that have used other parameters of it still reduce the same ones (torch 2.13)."""
-        if isinstance(self, FSDPModule) and hasattr(self, "set_reduce_scatter_unused_params"):
+        """Ranks that have used other parameters of it still reduce the same ones."""
+        if isinstance(self, FSDPModule) and REDUCES_UNUSED:
             self.set_reduce_scatter_unused_params(True)
 
     def gather(self) -> None:

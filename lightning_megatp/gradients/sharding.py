@@ -26,7 +26,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_megatp.gradients.holders import Group, Holder, Root, Sharder
+from lightning_megatp.gradients.holders import REDUCES_UNUSED, Group, Holder, Root, Sharder
 from lightning_megatp.gradients.rows import DividedParameter, rows_of
 from lightning_megatp.gradients.units import in_several, large_units
 from lightning_megatp.gradients.writes import WriteWatch, lost_change
@@ -286,10 +286,16 @@ class ZeroSharding:
         used = [p.name in self._used for p in self.parameters]
         flags = torch.tensor(used, dtype=torch.uint8)
         self._telling = dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.mesh.hosts("dp"), async_op=True)
-        if all(p.name in self._used for p, _ in reduced):
+        if all(p.name in self._used for p, _ in reduced) and (REDUCES_UNUSED or all(used)):
             return reduced
         self._wait_for_flags()
         names = {p.name for p, was in zip(self.parameters, flags.tolist(), strict=True) if was}
+        if not REDUCES_UNUSED and (others := sorted(names - self._used)):
+            raise RuntimeError(
+                f"MegaTPStrategy: another data-parallel rank has used `{others[0]}` in this step, and this one has not."
+                f" With zero={self.options.level}, FSDP2 of torch {torch.__version__} then adds up gradients of different"
+                " parameters. Use torch 2.13, zero=0, or a step in which all ranks use the same parameters."
+            )
         return [(p, grad) for p, grad in reduced if p.name in names]
 
     def _wait_for_flags(self) -> None:

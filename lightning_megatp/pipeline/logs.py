@@ -213,14 +213,14 @@ def scalar(number: Tensor | float, device: torch.device) -> Tensor:
     all that was launched before."""
     if isinstance(number, Tensor):
         return number.detach().to(device, torch.float64).reshape(())
-    return torch.full((), number, dtype=torch.float64, device=device)
+    return torch.full((), float(number), dtype=torch.float64, device=device)
 
 
 def _on_host(numbers: Sequence[float | Tensor]) -> list[float]:
     """Numbers, some of which lie on a device, which is waited for once."""
-    tensors = [x for x in numbers if isinstance(x, Tensor)]
-    read = iter(torch.stack(tensors).tolist() if tensors else ())
-    return [next(read) if isinstance(x, Tensor) else x for x in numbers]
+    away = [x for x in numbers if isinstance(x, Tensor) and x.device.type != "cpu"]
+    read = iter(torch.stack(away).tolist() if away else ())
+    return [next(read) if isinstance(x, Tensor) and x.device.type != "cpu" else float(x) for x in numbers]
 
 
 def _send_sized(row: Tensor, group: dist.ProcessGroup, source: int) -> list[dist.Work]:

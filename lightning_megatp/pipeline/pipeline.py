@@ -207,7 +207,9 @@ class Pipeline:
             parameter.grad = gradient
         if self.sharding is not None:
             self.sharding.park()
-        return {**run.merged_results(), "loss": loss} if run.returns_mappings else loss
+        if not run.returns_mappings:
+            return loss
+        return {**(run.merged_results() if run.returns_more else {}), "loss": loss}
 
     def evaluate(self, kind: str, step: Step, batch: Any) -> Any:
         """Run the forward of a batch. What the step returned, on the last stage; None on the others."""
@@ -240,10 +242,11 @@ class Pipeline:
             group = [shared for shared in self.shared if shared.dtype == dtype]
             held = [self._held(shared.name) for shared in group]
             grads = [None if p is None else p.grad for p in held]
-            mine = [grad is not None for grad in grads]
-            flags = torch.ones(len(mine), dtype=dtype, device=self.mesh.device)
-            for i in (i for i, has in enumerate(mine) if not has):
-                flags[i].zero_()
+            some = [grad is not None for grad in grads]
+            flags = torch.ones(len(some), dtype=dtype, device=self.mesh.device)
+            for flag, has in zip(flags.unbind(), some, strict=True):
+                if not has:
+                    flag.zero_()
             parts = [
                 torch.zeros(self._held_shape(shared), dtype=dtype, device=self.mesh.device) if grad is None else grad
                 for shared, grad in zip(group, grads, strict=True)
@@ -251,12 +254,12 @@ class Pipeline:
             flat = torch.cat([*(part.reshape(-1) for part in parts), flags])
             dist.all_reduce(flat, group=self.mesh.group("pp"))
             *totals, flags = flat.split([*(part.numel() for part in parts), len(parts)])
-            if not all(mine):  # else all have one, and nobody has to wait for the flags
-                mine = (flags > 0).tolist()
-            for shared, parameter, total, some in zip(group, held, totals, mine, strict=True):
+            if any(p is not None and not has for p, has in zip(held, some, strict=True)):  # else no need to wait
+                some = (flags > 0).tolist()
+            for shared, parameter, total, has in zip(group, held, totals, some, strict=True):
                 if parameter is not None:
                     lent = self.loans.is_lent(shared.name)  # its own stage has the sum, and the optimizer
-                    parameter.grad = total.view(parameter.shape) if some and not lent else None
+                    parameter.grad = total.view(parameter.shape) if has and not lent else None
 
     def _held(self, name: str) -> Tensor | None:
         """The plain tensor of a parameter, if this rank has it."""

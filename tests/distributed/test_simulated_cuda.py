@@ -7,7 +7,8 @@ copy, it has nothing to do until the host is back. See tests/simulated.
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ class Logging(GPT):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss: Tensor = super().training_step(batch, batch_idx)
+        self.log("part", Fraction(1, 2))
         self.log("half", loss.detach() / 2, batch_size=len(batch[0]))
         self.log("epoch", self.current_epoch)
         return loss
@@ -106,6 +108,7 @@ MORE: list[tuple[Layout, type[GPT], dict[str, Any]]] = [
     (Layout(tp=2, dp=2, zero=1), Logging, {}),
     (Layout(pp=2, schedule="zb_h1"), Logging, {}),
     (Layout(pp=2, dp=2, zero=2, microbatches=2), Logging, {}),
+    (Layout(pp=3, microbatches=2), Logging, {}),  # a stage between those that share the embedding
 ]
 
 
@@ -126,3 +129,38 @@ def test_a_fit_is_that_of_one_device_and_no_step_waits(
             torch.testing.assert_close(value, expected[name], rtol=1e-9, atol=1e-9)
         if layout.dp == 1:
             assert seen == pytest.approx(logged, rel=1e-9)
+
+
+def _batches(device: torch.device) -> Iterator[Any]:
+    """Of host and device, in one batch and in turns; the last is longer than what was sent before."""
+    numbers = torch.Generator().manual_seed(0)
+    x = torch.randn(6, 5, generator=numbers)
+    yield {"x": x.to(device), "lengths": torch.tensor([1, 2, 3]), "name": "a"}
+    yield {"x": x.to(device)[:, ::2].half(), "empty": torch.empty(0, 4, device=device), "mask": torch.tensor(True)}
+    yield ["nothing", 3, None]
+    yield {"host": x}
+    yield {"name": "b" * 9000, "host": torch.randn(40_000, generator=numbers), "device": x.to(device)}
+    yield {"x": x.to(device)}
+
+
+def _share_batches(rank: int, world_size: int) -> tuple[list[str], list[str]]:
+    from lightning_megatp.data import SameBatch
+    from lightning_megatp.mesh import MeshShape, ParallelMesh
+
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    mesh = ParallelMesh(MeshShape(tp=world_size), "cuda")
+    same_batch = SameBatch(mesh.group("pp", "tp"), device, mesh.hosts("pp", "tp"))
+    got, waits = [], list[str]()
+    for batch in _batches(device):
+        got.append(same_batch(batch if rank == 0 else {"other": torch.zeros(2)}))
+        cuda.listen(waits.append)  # from the second batch on: the first is checked
+    cuda.listen(None)
+    return [repr(x).replace(f"cuda:{rank}", "its device") for x in got], waits
+
+
+def test_batches_of_both_devices_arrive_where_they_were() -> None:
+    (sent, none), (received, no_wait) = run_simulated(2, _share_batches)
+    assert received == sent
+    assert "its device" in sent[0] and "its device" not in sent[3]
+    assert none == no_wait == []

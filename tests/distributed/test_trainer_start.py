@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -61,6 +62,17 @@ def _by_name(rank: int, world_size: int) -> tuple[str, int, int]:
     trainer.fit(variant("untied").build(), train_loader(Layout(dp=2), 2))
     assert isinstance(trainer.strategy, lightning_megatp.MegaTPStrategy)
     return type(trainer.strategy).__name__, trainer.strategy.tp, trainer.global_step
+
+
+def _environment_after(layout: Layout) -> str | None:
+    module = variant("untied").build()
+    make_trainer(layout).fit(module, train_loader(layout, 1))
+    return os.environ.get("WORLD_SIZE")
+
+
+@pytest.mark.parametrize("layout", [TP2, pytest.param(Layout(pp=2), marks=pytest.mark.extended)], ids=str)
+def test_a_fit_tears_its_environment_down(layout: Layout) -> None:
+    assert run_program(layout, _environment_after) == [None] * layout.ranks
 
 
 def test_the_name_megatp_is_data_parallel_by_default() -> None:

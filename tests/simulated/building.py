@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import os
 import shutil
 import subprocess
 import sys
@@ -29,23 +30,24 @@ def library() -> Path:
     import torch
 
     key = hashlib.sha256(f"{torch.__version__} {sys.version}".encode() + SOURCE.read_bytes()).hexdigest()[:16]
-    directory = Path(tempfile.gettempdir()) / f"{NAME}_{key}"
-    found = directory / f"{NAME}.so"
+    found = Path(tempfile.gettempdir()) / f"{NAME}_{os.getuid()}_{key}" / f"{NAME}.so"
     if not found.exists():
-        directory.mkdir(exist_ok=True)
-        done = subprocess.run(
-            [sys.executable, "-m", "tests.simulated.building", str(directory)],
-            cwd=SOURCE.parent.parent.parent, capture_output=True, text=True,
-        )  # fmt: skip
-        if done.returncode:
-            raise RuntimeError(f"{SOURCE.name} does not compile:\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}")
+        with tempfile.TemporaryDirectory() as directory:
+            done = subprocess.run(
+                [sys.executable, "-m", "tests.simulated.building", directory],
+                cwd=SOURCE.parent.parent.parent, capture_output=True, text=True,
+            )  # fmt: skip
+            if done.returncode:
+                raise RuntimeError(f"{SOURCE.name} does not compile:\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}")
+            found.parent.mkdir(mode=0o700, exist_ok=True)
+            complete = found.with_suffix(f".{os.getpid()}")
+            shutil.copy(Path(directory) / found.name, complete)
+            complete.rename(found)  # never half of it
     return found
 
 
 def _compile(directory: str) -> None:
     """In a process of its own, since the library is loaded too."""
-    import os
-
     from torch.utils.cpp_extension import load
 
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])  # ninja's
