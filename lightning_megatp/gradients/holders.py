@@ -15,7 +15,6 @@ from lightning_megatp.shim.torch import is_view, tree_map
 from lightning_megatp.tensor.features.shard import FeatureShard
 from lightning_megatp.tensor.sequence import SequenceShard
 
-
 REDUCES_UNUSED = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
 """Whether FSDP2 can do that: in torch 2.13, not in 2.11, where ranks would add up gradients of different parameters."""
 

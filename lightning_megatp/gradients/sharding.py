@@ -293,8 +293,8 @@ class ZeroSharding:
         if not REDUCES_UNUSED and (others := sorted(names - self._used)):
             raise RuntimeError(
                 f"MegaTPStrategy: another data-parallel rank has used `{others[0]}` in this step, and this one has not."
-                f" With zero={self.options.level}, FSDP2 of torch {torch.__version__} then adds up gradients of different"
-                " parameters. Use torch 2.13, zero=0, or a step in which all ranks use the same parameters."
+                f" With zero={self.options.level}, FSDP2 of torch {torch.__version__} then adds up gradients of"
+                " different parameters. Use torch 2.13, zero=0, or a step in which all ranks use the same parameters."
             )
         return [(p, grad) for p, grad in reduced if p.name in names]
 

@@ -152,7 +152,7 @@ def _share_batches(rank: int, world_size: int) -> tuple[list[str], list[str]]:
     mesh = ParallelMesh(MeshShape(tp=world_size), "cuda")
     same_batch = SameBatch(mesh.group("pp", "tp"), device, mesh.hosts("pp", "tp"))
     got, waits = [], list[str]()
-    for batch in _batches(device):
+    for batch in list(_batches(device)):
         got.append(same_batch(batch if rank == 0 else {"other": torch.zeros(2)}))
         cuda.listen(waits.append)  # from the second batch on: the first is checked
     cuda.listen(None)
