@@ -234,29 +234,31 @@ class Pipeline:
     def sum_shared_gradients(self) -> None:
         """Sum over the stages the gradients of parameters that several of them hold.
 
-        Communication: one all-reduce over pp per dtype, 2 (p - 1) / p of these parameters' elements and a flag each.
+        Communication: one all-reduce over pp per dtype, 2 (p - 1) / p of these parameters' elements; and one of a flag
+        each between the hosts.
         """
-        for dtype in dict.fromkeys(shared.dtype for shared in self.shared):
-            group = [shared for shared in self.shared if shared.dtype == dtype]
+        if not self.shared:
+            return
+        held = [self._held(shared.name) for shared in self.shared]
+        flags = torch.tensor([p is not None and p.grad is not None for p in held], dtype=torch.uint8)
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.mesh.hosts("pp"))
+        used = [shared for shared, some in zip(self.shared, flags.tolist(), strict=True) if some]
+        for dtype in dict.fromkeys(shared.dtype for shared in used):
+            group = [shared for shared in used if shared.dtype == dtype]
             held = [self._held(shared.name) for shared in group]
             grads = [None if p is None else p.grad for p in held]
-            mine = [grad is not None for grad in grads]
-            flags = torch.ones(len(mine), dtype=dtype, device=self.mesh.device)
-            for i in (i for i, has in enumerate(mine) if not has):
-                flags[i].zero_()
+            device = self.mesh.device  # gradients may be offloaded
             parts = [
-                torch.zeros(self._held_shape(shared), dtype=dtype, device=self.mesh.device) if grad is None else grad
+                torch.zeros(self._held_shape(shared), dtype=dtype, device=device) if grad is None else grad.to(device)
                 for shared, grad in zip(group, grads, strict=True)
             ]
-            flat = torch.cat([*(part.reshape(-1) for part in parts), flags])
+            flat = torch.cat([part.reshape(-1) for part in parts])
             dist.all_reduce(flat, group=self.mesh.group("pp"))
-            *totals, flags = flat.split([*(part.numel() for part in parts), len(parts)])
-            if not all(mine):  # else all have one, and nobody has to wait for the flags
-                mine = (flags > 0).tolist()
-            for shared, parameter, total, some in zip(group, held, totals, mine, strict=True):
+            totals = flat.split([part.numel() for part in parts])
+            for shared, parameter, total in zip(group, held, totals, strict=True):
                 if parameter is not None:
                     lent = self.loans.is_lent(shared.name)  # its own stage has the sum, and the optimizer
-                    parameter.grad = total.view(parameter.shape) if some and not lent else None
+                    parameter.grad = None if lent else total.view(parameter.shape).to(parameter.device)
 
     def _held(self, name: str) -> Tensor | None:
         """The plain tensor of a parameter, if this rank has it."""

@@ -41,6 +41,20 @@ class Logging(GPT):
         return loss
 
 
+class Positions(Logging):
+    """A parameter outside of all modules, which every stage has and the first one uses."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__(config)
+        self.offset = torch.nn.Parameter(torch.linspace(-0.1, 0.1, config.hidden))
+
+    def forward(self, tokens_BL: Tensor) -> Tensor:
+        x_BLD = self.tok(tokens_BL) + self.offset
+        for block in self.blocks:
+            x_BLD = block(x_BLD)
+        return self.head(self.norm(x_BLD))
+
+
 class Squares(GPT):
     """A loss whose microbatches weigh what their samples do."""
 
@@ -76,9 +90,11 @@ def _fit(layout: Layout, kind: Callable[..., GPT], options: dict[str, Any]) -> t
     torch.manual_seed(0)
     config = GPTConfig(tied=True)
     waits = [] if layout.plain else [Waits()]
-    strategy = None if layout.plain else {"plan": gpt_plan(config)}
+    plan = options.get("plan", gpt_plan(config))
+    options = {name: value for name, value in options.items() if name != "plan"}
+    strategy = None if layout.plain else {"plan": plan}
     trainer = make_trainer(
-        layout, strategy=strategy, limit_train_batches=BATCHES, callbacks=waits,
+        layout, strategy=strategy, limit_train_batches=BATCHES, callbacks=[*waits],
         **({} if layout.plain else {"accelerator": "cuda"}), **options,
     )  # fmt: skip
     module = kind(config)
@@ -96,6 +112,7 @@ CASES: list[tuple[Layout, type[GPT], dict[str, Any]]] = [
     (TP2, Logging, {"gradient_clip_val": 0.1}),
     (PP2, Logging, {"gradient_clip_val": 0.1}),
     (PP2, Squares, {}),
+    (PP2, Positions, {"plan": None}),
     (ZERO3, Logging, {"gradient_clip_val": 0.1}),
 ]
 MORE: list[tuple[Layout, type[GPT], dict[str, Any]]] = [
