@@ -55,6 +55,13 @@ class Positions(Logging):
         return self.head(self.norm(x_BLD))
 
 
+class Norms(Logging):
+    """A hook that looks at gradients."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.log("norm", self.pos.weight.grad.norm())
+
+
 class Squares(GPT):
     """A loss whose microbatches weigh what their samples do."""
 
@@ -108,15 +115,19 @@ def _on_rank(rank: int, world_size: int, layout: Layout, *args: Any) -> tuple[An
     return _fit(layout, *args)
 
 
+FUSED = {"blocks.*.attn.qkv": {"style": "column_gather", "parts": 3}}
 CASES: list[tuple[Layout, type[GPT], dict[str, Any]]] = [
     (TP2, Logging, {"gradient_clip_val": 0.1}),
     (PP2, Logging, {"gradient_clip_val": 0.1}),
     (PP2, Squares, {}),
     (PP2, Positions, {"plan": None}),
+    (TP2, Logging, {"plan": "auto"}),
     (ZERO3, Logging, {"gradient_clip_val": 0.1}),
 ]
 MORE: list[tuple[Layout, type[GPT], dict[str, Any]]] = [
     (WHOLE, Logging, {}),
+    (TP2, Logging, {"plan": FUSED}),
+    (TP2, Norms, {}),
     (TP2, Squares, {"accumulate_grad_batches": 2}),
     (DP2, Logging, {"gradient_clip_val": 0.1}),
     (TP2_PP2, Logging, {"accumulate_grad_batches": 2}),
