@@ -128,6 +128,7 @@ MORE: list[tuple[Layout, type[GPT], dict[str, Any]]] = [
     (WHOLE, Logging, {}),
     (TP2, Logging, {"plan": FUSED}),
     (TP2, Norms, {}),
+    (TP2, Logging, {"max_time": "00:01:00:00"}),
     (TP2, Squares, {"accumulate_grad_batches": 2}),
     (DP2, Logging, {"gradient_clip_val": 0.1}),
     (TP2_PP2, Logging, {"accumulate_grad_batches": 2}),
@@ -154,3 +155,15 @@ def test_a_fit_is_that_of_one_device_and_no_step_waits(
             torch.testing.assert_close(value, expected[name], rtol=1e-9, atol=1e-9)
         if layout.dp == 1:
             assert seen == pytest.approx(logged, rel=1e-9)
+
+
+def _broadcast(rank: int, world_size: int) -> tuple[str, list[float]]:
+    module = GPT(GPTConfig())
+    trainer = make_trainer(TP2, accelerator="cuda", strategy={"plan": None}, limit_train_batches=0)
+    trainer.fit(module, train_loader(TP2, 1))
+    told = trainer.strategy.broadcast({"at": [torch.tensor([rank + 1.0], device=f"cuda:{rank}")], "name": "a"})["at"][0]
+    return str(told.device), told.tolist()
+
+
+def test_a_broadcast_tensor_arrives_on_the_receivers_device() -> None:
+    assert run_simulated(2, _broadcast) == [("cuda:0", [1.0]), ("cuda:1", [1.0])]
