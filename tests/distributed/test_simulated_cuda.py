@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint, StochasticWeightAveraging
 from torch import Tensor
 
 from tests.distributed.training import DP2, PLAIN, PP2, TP2, TP2_PP2, Layout, make_trainer, run_program, train_loader
@@ -155,6 +156,56 @@ def test_a_fit_is_that_of_one_device_and_no_step_waits(
             torch.testing.assert_close(value, expected[name], rtol=1e-9, atol=1e-9)
         if layout.dp == 1:
             assert seen == pytest.approx(logged, rel=1e-9)
+
+
+def _save(layout: Layout, root: str, options: dict[str, Any]) -> dict[str, Tensor]:
+    """Fit with checkpoints of every epoch; what the last one holds."""
+    torch.manual_seed(0)
+    averaging = options.get("averaging")
+    saves = ModelCheckpoint(dirpath=root, filename=f"{layout}", save_top_k=1)
+    trainer = make_trainer(
+        layout, strategy={"plan": gpt_plan(GPTConfig()), **options.get("strategy", {})}, max_epochs=2,
+        enable_checkpointing=True, callbacks=[saves, *([averaging()] if averaging else [])],
+        **({} if layout.plain else {"accelerator": "cuda"}),
+    )  # fmt: skip
+    trainer.fit(Logging(GPTConfig()), train_loader(layout, BATCHES))
+    checkpoint = torch.load(saves.best_model_path, map_location="cpu", weights_only=False)
+    found: dict[str, Tensor] = dict(checkpoint["state_dict"])
+    for index, state in checkpoint["optimizer_states"][0]["state"].items():
+        found |= {f"{index}.{name}": value for name, value in state.items()}
+    return found
+
+
+def _saving_rank(rank: int, world_size: int, *args: Any) -> dict[str, Tensor]:
+    return _save(*args)
+
+
+def _late_average() -> Callback:
+    return StochasticWeightAveraging(1e-2, swa_epoch_start=1)  # until then its copy is in the host's memory
+
+
+def _host_average() -> Callback:
+    return EMAWeightAveraging(device="cpu", decay=0.9)
+
+
+IN_TWO_MEMORIES: list[Any] = [
+    (TP2, {"averaging": _late_average}),
+    pytest.param(TP2, {"averaging": _host_average}, marks=pytest.mark.extended),
+    (Layout(tp=2, dp=2, zero=1), {"strategy": {"offload": "optimizer"}}),
+    pytest.param(
+        Layout(pp=2, dp=2, zero=1, microbatches=2), {"strategy": {"offload": "optimizer"}}, marks=pytest.mark.extended
+    ),
+]
+
+
+@pytest.mark.parametrize(("layout", "options"), IN_TWO_MEMORIES)
+def test_what_the_hosts_memory_holds_is_sent_and_saved(tmp_path: Path, layout: Layout, options: dict[str, Any]) -> None:
+    """NCCL sends nothing that is not on the device."""
+    [expected] = run_program(PLAIN, _save, str(tmp_path), options)
+    for saved in run_simulated(layout.ranks, _saving_rank, layout, str(tmp_path), options):
+        assert saved.keys() == expected.keys()
+        for name, value in saved.items():
+            torch.testing.assert_close(value, expected[name], rtol=1e-9, atol=1e-9)
 
 
 def _broadcast(rank: int, world_size: int) -> tuple[str, list[float]]:
