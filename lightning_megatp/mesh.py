@@ -25,7 +25,7 @@ AXES = ("pp", "dp", "cp", "tp")
 JOINT = (("pp", "tp"), ("dp", "tp"))
 """Axes that also act together: the ranks of one copy of the model (pp, tp), which work on the same batch, and those of
 one stage (dp, tp), which hold the same whole parameters."""
-TALKING = (("pp",), ("pp", "tp"), ("dp",), AXES)
+TALKING = (("pp",), ("pp", "tp"), ("dp",), ("dp", "tp"), AXES)
 """The axes, alone and joint, along which hosts tell each other what their devices need not know; AXES is the world."""
 
 
@@ -134,8 +134,9 @@ class ParallelMesh:
         every: list[tuple[str, ...]] = [*((axis,) for axis in AXES), *JOINT, AXES]
         self._ranks = {axes: next(g for g in shape.groups(*axes) if self.global_rank in g) for axes in every}
         self._groups = self._make_groups(every, timeout)
-        talking = [axes for axes in TALKING if self.device.type != "cpu" and len(self._ranks[axes]) > 1]
-        self._hosts = self._make_groups(talking, timeout, host_backend)
+        self._hosts = self._groups
+        if self.device.type != "cpu":
+            self._hosts = self._make_groups(TALKING, timeout, host_backend)
         self.device_mesh = DeviceMesh.from_group(
             [self._groups[(axis,)] for axis in AXES],
             device_type,
@@ -206,9 +207,9 @@ class ParallelMesh:
         then have nothing to do until the host has launched more. On CPUs it is the same group.
 
         Args:
-            axes: one of `TALKING`, of more than one rank.
+            axes: one of `TALKING`.
         """
-        return self._groups[axes] if self.device.type == "cpu" else self._hosts[axes]
+        return self._hosts[axes]
 
     def exchange(self, value: Any, *axes: str) -> list[Any]:
         """What every rank along an axis has, in their order; tensors arrive on the CPU.

@@ -74,6 +74,8 @@ class ParallelModule:
         """Names of the whole model's state dict in order, where pipeline stages hold parts of it."""
         self.averages: list[nn.Module] = []
         """Averaged copies of the module, of which this rank holds the same part."""
+        self.device: torch.device | None = None
+        """What its ranks send lies there; None: where the tensors are."""
         self.counted_elsewhere: set[int] = set()
         """id(parameter) of those that another pipeline stage holds too, and counts in norms."""
 
@@ -119,6 +121,11 @@ class ParallelModule:
         """
         divided = self.divided.get(id(parameter))
         return value if divided is None else divided.gather(value)
+
+    def to_send(self, x: Tensor) -> Tensor:
+        """The same where the ranks of a group can send it: what is offloaded, or averaged in the host's memory, NCCL
+        can't."""
+        return x.to(self.device)
 
     def roles(self) -> dict[str, Role]:
         """What is known of each parameter by its identity, before it is replaced by others."""
@@ -323,6 +330,7 @@ class ParallelModule:
         sums = torch.stack(
             [torch.stack([p.detach().double().sum(), p.detach().double().abs().sum()]) for _, p in whole]
         )
+        sums = self.to_send(sums)
         low, high = sums.clone(), sums.clone()
         dist.all_reduce(low, op=dist.ReduceOp.MIN, group=group)
         dist.all_reduce(high, op=dist.ReduceOp.MAX, group=group)
@@ -351,11 +359,12 @@ class ParallelModule:
                 pieces.setdefault(parameter.grad.dtype, []).append((parameter, parameter.grad))
         for parameter, spec in self._owned_by_several():
             if parameter.grad is not None:
-                full = parameter.grad.new_zeros(spec.shape)
-                spec.spec(self.context.rank).put(full, self.of_tensor_rank(parameter, parameter.grad))
+                grad = self.of_tensor_rank(parameter, parameter.grad)
+                full = grad.new_zeros(spec.shape)
+                spec.spec(self.context.rank).put(full, grad)
                 pieces.setdefault(full.dtype, []).append((parameter, full))
         for parts in pieces.values():
-            flat = torch.cat([grad.reshape(-1) for _, grad in parts])
+            flat = torch.cat([self.to_send(grad).reshape(-1) for _, grad in parts])
             dist.all_reduce(flat, group=self.context.group)
             for (parameter, grad), total in zip(parts, flat.split([grad.numel() for _, grad in parts]), strict=True):
                 shared = self.sharded.get(id(parameter))
@@ -364,7 +373,7 @@ class ParallelModule:
                     total = shared.spec(self.context.rank).take(total)
                     divided = self.divided.get(id(parameter))
                     total = total if divided is None else divided.take(total)
-                parameter.grad = total
+                parameter.grad = total.to(parameter.device)
 
     def _owned_by_several(self) -> list[tuple[Tensor, ShardedTensorSpec]]:
         """The plain tensors of which several tensor ranks hold the same elements; each once."""
@@ -404,7 +413,7 @@ class ParallelModule:
                     state[key] = gather_shards(value, spec, group)
         for average in self.averages:
             twin = average.get_parameter(self._name(id(parameter)))
-            twin.data = gather_shards(twin.data, spec, group)
+            twin.data = gather_shards(self.to_send(twin.data), spec, group).to(twin.device)
         parameter.grad = None
         parameter.data = full[id(parameter)]
         parameter.grad = grad

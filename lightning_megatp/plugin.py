@@ -86,6 +86,7 @@ class ParallelismPlugin:
         """
         before = self.split_form(module)
         if before is not None:
+            before.device = device
             return self._again(before, mesh, sequence_parallel)
         plan = self.resolve(module, mesh.size("tp"), sequence_parallel)
         if plan.open and mesh.size("tp") > 1:
@@ -108,6 +109,7 @@ class ParallelismPlugin:
         if mesh.size("tp") > 1:
             self.swap_all(module, plan, context, whole_between=mesh.size("pp") > 1)
         parallel = ParallelModule(module, plan, context, specs)
+        parallel.device = device
         module.__dict__[_KEPT] = parallel
         return parallel
 

@@ -7,6 +7,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -18,6 +19,18 @@ from lightning_megatp.failure import FailureWatch, ParentWatch
 from lightning_megatp.mesh import AXES, MeshShape
 from lightning_megatp.parts import Parts
 from lightning_megatp.shim.lightning import default_store
+from lightning_megatp.shim.torch import tree_map
+
+
+@dataclass(frozen=True)
+class _OnDevice:
+    """A tensor on its way from a device to another rank's: a pickled one would arrive on the sender's."""
+
+    value: Tensor
+
+    @classmethod
+    def of(cls, x: Any) -> Any:
+        return cls(x.detach().cpu()) if isinstance(x, Tensor) and x.device.type not in ("cpu", "meta") else x
 
 
 class WorldMethods(Parts):
@@ -77,29 +90,34 @@ class WorldMethods(Parts):
     def barrier(self, name: str | None = None) -> None:
         if dist.is_initialized() and not self._interrupted():
             devices = [self.root_device.index] if dist.get_backend() == "nccl" else None
-            dist.barrier(self._all_who_call("strategy.barrier"), device_ids=devices)
+            axes = self._all_who_call("strategy.barrier")
+            dist.barrier(None if self.mesh is None else self.mesh.group(*axes), device_ids=devices)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Between the hosts: Lightning's Timer asks after every batch. A device's tensors arrive on the receiver's."""
         if not dist.is_initialized() or self._apart():
             return obj
-        objects = [obj]
-        dist.broadcast_object_list(objects, src=src, group=self._all_who_call("strategy.broadcast"))
-        return objects[0]
+        axes = self._all_who_call("strategy.broadcast")
+        objects = [tree_map(_OnDevice.of, obj)]
+        dist.broadcast_object_list(objects, src=src, group=None if self.mesh is None else self.mesh.hosts(*axes))
+        if self.global_rank == src:
+            return obj
+        return tree_map(lambda x: x.value.to(self.root_device) if isinstance(x, _OnDevice) else x, objects[0])
 
-    def _all_who_call(self, what: str) -> dist.ProcessGroup | None:
-        """The world; within a hook that runs on the last pipeline stage only, its ranks, with global rank 0.
+    def _all_who_call(self, what: str) -> tuple[str, ...]:
+        """AXES, of the world; in a hook that runs on the last pipeline stage only, of its ranks, with global rank 0.
 
         Raises:
             RuntimeError: within a step, whose stages are at different points of it.
         """
         if self.pipeline is None or not self.pipeline.metrics.are_apart:
-            return None
+            return AXES
         if not self.pipeline.metrics.in_hook:
             raise RuntimeError(
                 f"MegaTPStrategy: `{what}` waits for all ranks, and with pp={self.pp} a step reaches it on some stages"
                 " only. Call it in a hook, such as `on_train_batch_start`."
             )
-        return self._mesh().group("dp", "tp")
+        return "dp", "tp"
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """Stack a tensor over the data-parallel ranks; at dp = 1 it comes back as it is, as on one device.
@@ -131,6 +149,6 @@ class WorldMethods(Parts):
         return total / group.size() if mean else total
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        votes = torch.tensor(int(decision), device=self.root_device)
-        dist.all_reduce(votes)
+        votes = torch.tensor(int(decision))
+        dist.all_reduce(votes, group=self._mesh().hosts(*AXES))
         return bool(votes == self.world_size) if all else bool(votes > 0)

@@ -34,7 +34,7 @@ def full_state_dict(state: Mapping[str, Any], parallel: ParallelModule, keep: bo
         if known in held:
             spec, divided = parallel.spec_of(known), id(held[known]) in parallel.divided
             value = parallel.of_tensor_rank(held[known], value)
-            value = value if spec is None else gather_shards(value, spec, parallel.context.group)
+            value = value if spec is None else gather_shards(parallel.to_send(value), spec, parallel.context.group)
             if divided or spec is not None:
                 value = value.cpu() if keep else None
         full[name] = value
@@ -81,7 +81,7 @@ def full_optimizer_state(optimizer: Optimizer, parallel: ParallelModule, keep: b
             return value
         spec = parallel.spec(parameter)
         full = parallel.of_tensor_rank(parameter, value)
-        full = full if spec is None else gather_shards(full, spec, parallel.context.group)
+        full = full if spec is None else gather_shards(parallel.to_send(full), spec, parallel.context.group)
         return full.cpu() if keep else None
 
     state = _map_state(optimizer.state_dict(), optimizer, parallel, gather)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_megatp.shim.torch import flatten, unflatten
+from lightning_megatp.tensor.collectives import from_host
 from lightning_megatp.tensor.functions import OwnHook
 
 
@@ -130,7 +131,9 @@ class GradientBuckets:
             )
         bucket.has = [grad is not None for grad in found]
         grads = [_zeros(p) if grad is None else grad for p, grad in zip(parameters, found, strict=True)]
-        flags = grads[0].new_ones(len(grads)) if all(bucket.has) else grads[0].new_tensor(bucket.has)
+        flags = grads[0].new_ones(len(grads))
+        if not all(bucket.has):
+            flags = from_host(bucket.has, flags.device).to(flags)
         bucket.flat = flatten([*grads, flags])
         bucket.work = dist.all_reduce(bucket.flat, group=self.group, async_op=True)
 
@@ -139,7 +142,7 @@ class GradientBuckets:
         bucket.work.wait()
         *averaged, flags = unflatten(bucket.flat, [*bucket.parameters, bucket.flat[-len(bucket.parameters) :]])
         # A flag is read (a synchronisation on GPUs) only where this rank had no gradient.
-        wanted = [has or bool(flags[i] > 0) for i, has in enumerate(bucket.has)]
+        wanted = bucket.has if all(bucket.has) else (flags > 0).tolist()
         if any(wanted):
             bucket.flat.div_(self.group.size() / factor)
         for parameter, grad, want in zip(bucket.parameters, averaged, wanted, strict=True):

@@ -324,7 +324,7 @@ class GradientMethods(Parts):
             for name, parameter in parallel.named_held():
                 if parameter.grad is not None:
                     spec, group = parallel.spec(parameter), parallel.context.group
-                    grad = parallel.of_tensor_rank(parameter, parameter.grad)
+                    grad = parallel.to_send(parallel.of_tensor_rank(parameter, parameter.grad))
                     gradients[name] = grad.clone() if spec is None else gather_shards(grad, spec, group)
         if self.pipeline is None:
             return gradients

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from torch import Size, Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lightning_megatp.shim.torch import with_local
+
 
 @dataclass(eq=False)
 class DividedParameter:
@@ -42,13 +44,17 @@ class DividedParameter:
 
         Communication: one all-gather over the ranks that divide it; each of them has to call.
         """
-        whole: Tensor = self.as_divided(rows).full_tensor()
+        held = self.sharded.data
+        assert isinstance(held, DTensor)
+        whole: Tensor = self.as_divided(rows.to(held.device_mesh.device_type)).full_tensor()
         return whole
 
     def as_divided(self, rows: Tensor) -> DTensor:
-        """The same as the module shows it."""
+        """The same as the module shows it, in the same memory."""
         held = self.sharded.data
         assert isinstance(held, DTensor)
+        if rows.device.type != held.device_mesh.device_type:  # offloaded
+            return with_local(held, rows.detach())
         return DTensor.from_local(
             rows.detach(),
             held.device_mesh,

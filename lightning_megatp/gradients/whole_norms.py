@@ -26,6 +26,7 @@ from lightning_megatp.messages import warn_once_per_run
 from lightning_megatp.module import ParallelModule
 from lightning_megatp.shim.lightning import within_hooks
 from lightning_megatp.shim.torch import DisableTorchFunction, foreach_norm, tensor_version
+from lightning_megatp.tensor.collectives import from_host
 
 HOOKS = {
     "post_backward": ("on_after_backward",),
@@ -151,9 +152,9 @@ class WholeNorms:
         sums = torch.zeros(len(held), device=mesh.device, dtype=torch.float64)
         if parts:
             powers = torch.stack([norm.to(sums) for norm in foreach_norm(parts, 2.0)]).square()
-            sums.index_add_(0, torch.tensor(places, device=sums.device), powers)
+            sums.index_add_(0, from_host(places, sums.device), powers)
         for group, ids in groups:
-            over = torch.tensor([id(parameter) in ids for parameter in held], device=sums.device)
+            over = from_host([id(parameter) in ids for parameter in held], sums.device)
             total = sums * over
             dist.all_reduce(total, group=group)
             sums = torch.where(over, total, sums)

@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import (
 from torch._utils import _flatten_dense_tensors as flatten
 from torch._utils import _unflatten_dense_tensors as unflatten
 from torch.autograd import forward_ad
+from torch.distributed.tensor import DTensor
 from torch.nn.utils.parametrizations import _WeightNorm
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -322,6 +323,12 @@ def storage_id(x: Tensor) -> int:
     """The same for tensors that share memory. Storages of fake tensors have no address to compare (2.13), and sparse
     tensors have no storage."""
     return int(x.untyped_storage()._cdata) if x.layout == torch.strided else id(x)
+
+
+def with_local(like: DTensor, local: Tensor) -> DTensor:
+    """A DTensor of other values, in their own memory: `from_local` copies what is offloaded to the mesh's device, and
+    the constructor is not documented (2.13)."""
+    return DTensor(local, like._spec, requires_grad=False)
 
 
 def functorch_is_active() -> bool:

@@ -91,7 +91,7 @@ def scatter_to_region(x: Tensor, group: dist.ProcessGroup, by_rank: Sequence[Ran
         return x
     in_order = [i for ranges in by_rank for start, stop in ranges for i in range(start, stop)]
     if in_order != list(range(x.shape[-1])):  # the ranges of a rank are not one piece: bring them together first
-        x = x.index_select(-1, torch.tensor(in_order, device=x.device))
+        x = x.index_select(-1, from_host(in_order, x.device))
     sizes = [length(ranges) for ranges in by_rank]
     return _Scatter.apply(x, group, -1, sizes, "tensor")
 
@@ -339,7 +339,12 @@ def gather_ranges(x: Tensor, group: dist.ProcessGroup, dim: int, by_rank: Sequen
     sizes = [length(ranges) for ranges in by_rank]
     gathered = all_gather(x, group, dim, sizes)
     order = canonical_order(by_rank)
-    return gathered if order is None else gathered.index_select(dim, torch.tensor(order, device=x.device))
+    return gathered if order is None else gathered.index_select(dim, from_host(order, x.device))
+
+
+def from_host(numbers: Sequence[float], device: torch.device) -> Tensor:
+    """A list as a tensor on a device. The host does not wait until the device has done what was launched before."""
+    return torch.tensor(numbers).to(device, non_blocking=True)
 
 
 def canonical_order(by_rank: Sequence[Ranges]) -> list[int] | None:

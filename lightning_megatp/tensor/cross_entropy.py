@@ -155,7 +155,7 @@ class _VocabParallelLoss(OwnFunction):
             smooth_N.append(shifted_Nv.sum(-1) if weight_v is None else shifted_Nv @ weight_v)
         exp_Nv = shifted_Nv.exp_()
         # The vocabulary's size travels along: no rank alone knows it, and float32 counts exactly to 16 million.
-        size = max_N.new_tensor([v])
+        size = max_N.new_full((1,), v)
         share = size if weight_v is None else weight_v.sum()[None]
         found = _of_all(torch.cat([size, share, max_N, exp_Nv.sum(-1), picked_N, *smooth_N]), group)
         max_rN, sum_rN, picked_rN, *smooth_rN = found[:, 2:].tensor_split(3 + len(smooth_N), 1)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from lightning_megatp.plan.ranges import Ranges, length
 from lightning_megatp.tensor.collectives import (
     canonical_order,
+    from_host,
     gather_from_region,
     reduce_from_region,
     reduce_scatter_sequence,
@@ -173,7 +174,7 @@ class ColumnParallel(ParallelLayer):
         if not self.gather_output:
             return y
         y = gather_from_region(y, self.group, self.sizes)
-        return y if self._order is None else y.index_select(-1, torch.tensor(self._order, device=y.device))
+        return y if self._order is None else y.index_select(-1, from_host(self._order, y.device))
 
     def _readers(self) -> Sequence[tuple[Tensor, Tensor | None]]:
         columns = [] if self.region is None else [column() for column in self.region.columns]

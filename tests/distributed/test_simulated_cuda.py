@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint, StochasticWeightAveraging
 from torch import Tensor
 
 from tests.distributed.training import DP2, PLAIN, PP2, TP2, TP2_PP2, Layout, make_trainer, run_program, train_loader
@@ -41,6 +42,27 @@ class Logging(GPT):
         self.log("half", loss.detach() / 2, batch_size=len(batch[0]))
         self.log("epoch", self.current_epoch)
         return loss
+
+
+class Positions(Logging):
+    """A parameter outside of all modules, which every stage has and the first one uses."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__(config)
+        self.offset = torch.nn.Parameter(torch.linspace(-0.1, 0.1, config.hidden))
+
+    def forward(self, tokens_BL: Tensor) -> Tensor:
+        x_BLD = self.tok(tokens_BL) + self.offset
+        for block in self.blocks:
+            x_BLD = block(x_BLD)
+        return self.head(self.norm(x_BLD))
+
+
+class Norms(Logging):
+    """A hook that looks at gradients."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.log("norm", self.pos.weight.grad.norm())
 
 
 class Squares(GPT):
@@ -78,9 +100,11 @@ def _fit(layout: Layout, kind: Callable[..., GPT], options: dict[str, Any]) -> t
     torch.manual_seed(0)
     config = GPTConfig(tied=True)
     waits = [] if layout.plain else [Waits()]
-    strategy = None if layout.plain else {"plan": gpt_plan(config)}
+    plan = options.get("plan", gpt_plan(config))
+    options = {name: value for name, value in options.items() if name != "plan"}
+    strategy = None if layout.plain else {"plan": plan}
     trainer = make_trainer(
-        layout, strategy=strategy, limit_train_batches=BATCHES, callbacks=waits,
+        layout, strategy=strategy, limit_train_batches=BATCHES, callbacks=[*waits],
         **({} if layout.plain else {"accelerator": "cuda"}), **options,
     )  # fmt: skip
     module = kind(config)
@@ -94,14 +118,20 @@ def _on_rank(rank: int, world_size: int, layout: Layout, *args: Any) -> tuple[An
     return _fit(layout, *args)
 
 
+FUSED = {"blocks.*.attn.qkv": {"style": "column_gather", "parts": 3}}
 CASES: list[tuple[Layout, type[GPT], dict[str, Any]]] = [
     (TP2, Logging, {"gradient_clip_val": 0.1}),
     (PP2, Logging, {"gradient_clip_val": 0.1}),
     (PP2, Squares, {}),
+    (PP2, Positions, {"plan": None}),
+    (TP2, Logging, {"plan": "auto"}),
     (ZERO3, Logging, {"gradient_clip_val": 0.1}),
 ]
 MORE: list[tuple[Layout, type[GPT], dict[str, Any]]] = [
     (WHOLE, Logging, {}),
+    (TP2, Logging, {"plan": FUSED}),
+    (TP2, Norms, {}),
+    (TP2, Logging, {"max_time": "00:01:00:00"}),
     (TP2, Squares, {"accumulate_grad_batches": 2}),
     (DP2, Logging, {"gradient_clip_val": 0.1}),
     (TP2_PP2, Logging, {"accumulate_grad_batches": 2}),
@@ -164,3 +194,65 @@ def test_batches_of_both_devices_arrive_where_they_were() -> None:
     assert received == sent
     assert "its device" in sent[0] and "its device" not in sent[3]
     assert none == no_wait == []
+
+
+def _save(layout: Layout, root: str, options: dict[str, Any]) -> dict[str, Tensor]:
+    """Fit with checkpoints of every epoch; what the last one holds."""
+    torch.manual_seed(0)
+    averaging = options.get("averaging")
+    saves = ModelCheckpoint(dirpath=root, filename=f"{layout}", save_top_k=1)
+    trainer = make_trainer(
+        layout, strategy={"plan": gpt_plan(GPTConfig()), **options.get("strategy", {})}, max_epochs=2,
+        enable_checkpointing=True, callbacks=[saves, *([averaging()] if averaging else [])],
+        **({} if layout.plain else {"accelerator": "cuda"}),
+    )  # fmt: skip
+    trainer.fit(Logging(GPTConfig()), train_loader(layout, BATCHES))
+    checkpoint = torch.load(saves.best_model_path, map_location="cpu", weights_only=False)
+    found: dict[str, Tensor] = dict(checkpoint["state_dict"])
+    for index, state in checkpoint["optimizer_states"][0]["state"].items():
+        found |= {f"{index}.{name}": value for name, value in state.items()}
+    return found
+
+
+def _saving_rank(rank: int, world_size: int, *args: Any) -> dict[str, Tensor]:
+    return _save(*args)
+
+
+def _late_average() -> Callback:
+    return StochasticWeightAveraging(1e-2, swa_epoch_start=1)  # until then its copy is in the host's memory
+
+
+def _host_average() -> Callback:
+    return EMAWeightAveraging(device="cpu", decay=0.9)
+
+
+IN_TWO_MEMORIES: list[Any] = [
+    (TP2, {"averaging": _late_average}),
+    pytest.param(TP2, {"averaging": _host_average}, marks=pytest.mark.extended),
+    (Layout(tp=2, dp=2, zero=1), {"strategy": {"offload": "optimizer"}}),
+    pytest.param(
+        Layout(pp=2, dp=2, zero=1, microbatches=2), {"strategy": {"offload": "optimizer"}}, marks=pytest.mark.extended
+    ),
+]
+
+
+@pytest.mark.parametrize(("layout", "options"), IN_TWO_MEMORIES)
+def test_what_the_hosts_memory_holds_is_sent_and_saved(tmp_path: Path, layout: Layout, options: dict[str, Any]) -> None:
+    """NCCL sends nothing that is not on the device."""
+    [expected] = run_program(PLAIN, _save, str(tmp_path), options)
+    for saved in run_simulated(layout.ranks, _saving_rank, layout, str(tmp_path), options):
+        assert saved.keys() == expected.keys()
+        for name, value in saved.items():
+            torch.testing.assert_close(value, expected[name], rtol=1e-9, atol=1e-9)
+
+
+def _broadcast(rank: int, world_size: int) -> tuple[str, list[float]]:
+    module = GPT(GPTConfig())
+    trainer = make_trainer(TP2, accelerator="cuda", strategy={"plan": None}, limit_train_batches=0)
+    trainer.fit(module, train_loader(TP2, 1))
+    told = trainer.strategy.broadcast({"at": [torch.tensor([rank + 1.0], device=f"cuda:{rank}")], "name": "a"})["at"][0]
+    return str(told.device), told.tolist()
+
+
+def test_a_broadcast_tensor_arrives_on_the_receivers_device() -> None:
+    assert run_simulated(2, _broadcast) == [("cuda:0", [1.0]), ("cuda:1", [1.0])]
