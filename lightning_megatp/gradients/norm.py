@@ -49,12 +49,13 @@ def global_norm(parameters: Iterable[Tensor], parallel: ParallelModule, mesh: Pa
                 dist.all_reduce(norms, op=dist.ReduceOp.MAX, group=group)
         return norms.amax()
     *rest, last = found.values()
-    powers = torch.stack([_norm(parts, p, like) for parts in rest]).to(mesh.device) ** p  # rows may be offloaded
+    powers = torch.stack([_norm(parts, p, like) for parts in rest])
+    powers = powers.to(mesh.device, non_blocking=True) ** p  # rows may be offloaded
     if parallel.rows_group is not None:
         dist.all_reduce(powers[:2], group=parallel.rows_group)
     split, whole = powers[0] + powers[2], powers[1]
     work = dist.all_reduce(split, group=mesh.group("tp"), async_op=True) if mesh.size("tp") > 1 else None
-    whole = whole + _norm(last, p, like).to(mesh.device) ** p  # meanwhile
+    whole = whole + _norm(last, p, like).to(mesh.device, non_blocking=True) ** p  # meanwhile
     if work is not None:
         work.wait()
     total = split + whole
