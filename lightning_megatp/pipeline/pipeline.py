@@ -236,32 +236,31 @@ class Pipeline:
     def sum_shared_gradients(self) -> None:
         """Sum over the stages the gradients of parameters that several of them hold.
 
-        Communication: one all-reduce over pp per dtype, 2 (p - 1) / p of these parameters' elements and a flag each,
-        which is read only where a parameter has had no gradient.
+        Communication: one all-reduce over pp per dtype, 2 (p - 1) / p of these parameters' elements; and one of a flag
+        each between the hosts: whether some stage has a gradient.
         """
+        if not self.shared:
+            return
+        held = [self._held(shared.name) for shared in self.shared]
+        flags = torch.tensor([p is not None and p.grad is not None for p in held], dtype=torch.uint8)
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.mesh.hosts("pp"))
+        used = [shared for shared, some in zip(self.shared, flags.tolist(), strict=True) if some]
         device = self.mesh.device  # gradients may be offloaded
-        for dtype in dict.fromkeys(shared.dtype for shared in self.shared):
-            group = [shared for shared in self.shared if shared.dtype == dtype]
+        for dtype in dict.fromkeys(shared.dtype for shared in used):
+            group = [shared for shared in used if shared.dtype == dtype]
             held = [self._held(shared.name) for shared in group]
             grads = [None if p is None else p.grad for p in held]
-            some = [grad is not None for grad in grads]
-            flags = torch.ones(len(some), dtype=dtype, device=device)
-            for flag, has in zip(flags.unbind(), some, strict=True):
-                if not has:
-                    flag.zero_()
             parts = [
                 torch.zeros(self._held_shape(shared), dtype=dtype, device=device) if grad is None else grad.to(device)
                 for shared, grad in zip(group, grads, strict=True)
             ]
-            flat = torch.cat([*(part.reshape(-1) for part in parts), flags])
+            flat = torch.cat([part.reshape(-1) for part in parts])
             dist.all_reduce(flat, group=self.mesh.group("pp"))
-            *totals, flags = flat.split([*(part.numel() for part in parts), len(parts)])
-            if any(p is not None and not has for p, has in zip(held, some, strict=True)):
-                some = (flags > 0).tolist()
-            for shared, parameter, total, has in zip(group, held, totals, some, strict=True):
+            totals = flat.split([part.numel() for part in parts])
+            for shared, parameter, total in zip(group, held, totals, strict=True):
                 if parameter is not None:
                     lent = self.loans.is_lent(shared.name)  # its own stage has the sum, and the optimizer
-                    parameter.grad = total.view(parameter.shape).to(parameter.device) if has and not lent else None
+                    parameter.grad = None if lent else total.view(parameter.shape).to(parameter.device)
 
     def _held(self, name: str) -> Tensor | None:
         """The plain tensor of a parameter, if this rank has it."""
