@@ -26,7 +26,7 @@ from tests.ranks import run_simulated
 from tests.simulated import cuda
 from tests.simulated.building import compiles
 
-pytestmark = pytest.mark.skipif(not compiles(), reason="needs g++ and ninja")
+pytestmark = pytest.mark.skipif(not compiles(), reason="needs g++, Python's headers and ninja")
 
 BATCHES = 6
 WHOLE = Layout(tp=2, sequence=False)

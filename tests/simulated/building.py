@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
 from pathlib import Path
 
@@ -17,7 +18,8 @@ NAME = "simulated_device"
 
 def compiles() -> bool:
     """Whether this machine has what it takes."""
-    return shutil.which("g++") is not None and (Path(sys.executable).parent / "ninja").exists()
+    headers = Path(sysconfig.get_path("include")) / "Python.h"
+    return shutil.which("g++") is not None and headers.exists() and (Path(sys.executable).parent / "ninja").exists()
 
 
 @functools.cache
