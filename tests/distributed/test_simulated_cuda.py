@@ -24,9 +24,9 @@ from tests.parity.models import GPT, GPTConfig
 from tests.parity.variants import gpt_plan
 from tests.ranks import run_simulated
 from tests.simulated import cuda
-from tests.simulated.building import compiles
+from tests.simulated.building import missing
 
-pytestmark = pytest.mark.skipif(not compiles(), reason="needs g++, Python's headers and ninja")
+pytestmark = pytest.mark.skipif(bool(missing()), reason=f"needs {missing()}")
 
 BATCHES = 6
 WHOLE = Layout(tp=2, sequence=False)

@@ -16,10 +16,18 @@ SOURCE = Path(__file__).parent / "device.cpp"
 NAME = "simulated_device"
 
 
-def compiles() -> bool:
-    """Whether this machine has what it takes."""
-    headers = Path(sysconfig.get_path("include")) / "Python.h"
-    return shutil.which("g++") is not None and headers.exists() and (Path(sys.executable).parent / "ninja").exists()
+def missing() -> str:
+    """What this machine lacks for it; empty if nothing."""
+    import torch
+
+    if torch.version.cuda is not None or torch.version.hip is not None:
+        return "a torch that was built without CUDA"
+    needed = {
+        "g++": shutil.which("g++") is not None,
+        "Python's headers": (Path(sysconfig.get_path("include")) / "Python.h").exists(),
+        "ninja": (Path(sys.executable).parent / "ninja").exists(),
+    }
+    return ", ".join(name for name, found in needed.items() if not found)
 
 
 @functools.cache
