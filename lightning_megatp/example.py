@@ -20,7 +20,7 @@ from lightning_megatp.pipeline.snapshot import Snapshot, random_state_kept
 from lightning_megatp.pipeline.split import batch_size, split_batch
 from lightning_megatp.plan.auto.blocks import without_logging
 from lightning_megatp.shim.lightning import batch_hook, first_loaders
-from lightning_megatp.shim.torch import tensor_version, tree_map
+from lightning_megatp.shim.torch import tensor_version, tree_map, uncompiled
 
 _HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 _STEPS = {"fit": "training_step", "validate": "validation_step", "test": "test_step", "predict": "predict_step"}
@@ -83,7 +83,7 @@ class Example:
 
     def bare_step(self, batch: Any) -> Any:
         """The same, for who puts back by itself what a step leaves."""
-        with self.precision.forward_context():
+        with self.precision.forward_context(), uncompiled():
             return self._step(batch, *indices(self._step))
 
     def calls(self) -> list[Callable[[], Any]]:

@@ -18,7 +18,7 @@ from lightning_megatp.messages import warn_once_per_run
 from lightning_megatp.plan.parallel_plan import ParallelPlan
 from lightning_megatp.plan.ranges import length
 from lightning_megatp.plan.shard import ShardedTensorSpec, ShardSpec
-from lightning_megatp.shim.torch import handle_checkpoints, tree_map
+from lightning_megatp.shim.torch import handle_checkpoints, is_compiled, tree_map, uncompiled
 from lightning_megatp.tensor.context import Region, TensorContext
 from lightning_megatp.tensor.layers import ParallelLayer
 from lightning_megatp.tensor.lineage import Lineage, trace_regions
@@ -62,6 +62,8 @@ class ParallelModule:
         """id(parameter) -> whole parameters whose gradient is partial on every tensor rank, in the backwards since the
         last optimizer step."""
         self._full: set[int] = set()
+        self._regions: dict[int, set[str]] = {}
+        """id(parameter) -> in which regions steps have used it."""
         self.whole_parameters = sum(self.whole_size(parameter) for parameter in module.parameters())
         """Number of parameters of the whole model, tied ones once."""
         self.pipeline: Any = None
@@ -193,8 +195,10 @@ class ParallelModule:
         """Around a user's step.
 
         Args:
-            watch: look at every operation (RandomWatch); for the first step of a kind, and once per epoch.
+            watch: look at every operation (RandomWatch); for the first step of a kind, and once per epoch. Compiled
+                code then runs as it was written, since its graphs don't tell what is in a tensor region.
         """
+        self.context.uncompiled = watch and any(map(is_compiled, self.module.modules()))
         watching = RandomWatch(self.context) if watch and self._has_regions else contextlib.nullcontext()
         try:
             with self.user_code(), watching:
@@ -212,6 +216,8 @@ class ParallelModule:
         """Around the user's code: a step, and what activation checkpointing runs of it again in backward."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.context.running(user_code=True))
+            if self.context.uncompiled:
+                stack.enter_context(uncompiled())
             if self._has_shards:
                 stack.enter_context(functions_take_whole())
                 stack.enter_context(handle_checkpoints(unwrapped))
@@ -248,6 +254,7 @@ class ParallelModule:
         lineage = trace_regions(outputs)
         for leaf in received:
             lineage.regions.pop(id(leaf), None)
+        self._know_regions(lineage)
         if lineage.hidden:
             raise RuntimeError(_HIDDEN)
         for parameter_id, regions in lineage.regions.items():
@@ -267,6 +274,17 @@ class ParallelModule:
             else:
                 self.partial[parameter_id] = lineage.leaves[parameter_id]
 
+    def _know_regions(self, lineage: Lineage) -> None:
+        """Note where an uncompiled step uses each parameter, and take that for where compiled code does."""
+        if self.context.uncompiled:
+            for parameter_id, regions in lineage.regions.items():
+                self._regions.setdefault(parameter_id, set()).update(regions)
+        for parameter_id in [i for i, regions in lineage.regions.items() if "unknown" in regions]:
+            regions = lineage.regions[parameter_id] - {"unknown"}
+            if parameter_id not in self._regions:
+                raise RuntimeError(self._unknown(self._name(parameter_id)))
+            lineage.regions[parameter_id] = regions | self._regions[parameter_id]
+
     def _divide_where_mixed(self, lineage: Lineage, outputs: Sequence[Tensor]) -> None:
         """Of parameters whose gradients will be summed over the tensor ranks, each rank contributes its share of what
         comes from uses on whole values (a norm of all parameters beside a sequence region)."""
@@ -280,8 +298,8 @@ class ParallelModule:
         uses = trace_regions(outputs, edges=True).edges
         for parameter_id in mixed:
             for (node, position), regions in uses[parameter_id].items():
-                if len(regions) > 1:
-                    raise RuntimeError(self._mixed(self._name(parameter_id), regions))
+                if len(regions) > 1 or "unknown" in regions:
+                    raise RuntimeError(self._mixed(self._name(parameter_id), lineage.regions[parameter_id]))
                 divided = node.metadata.setdefault("divided", set())
                 if regions == {"whole"} and position not in divided:  # a graph may be walked again, by another backward
                     divided.add(position)
@@ -433,6 +451,13 @@ class ParallelModule:
             f"MegaTPStrategy: the split output of `{name.rpartition('.')[0]}` reaches the loss without passing a `row`"
             " layer (or a gathering one), so every rank would train on its own part of the features. Give that layer"
             " the style `column_gather`, or add to the plan the `row` layer that consumes it."
+        )
+
+    def _unknown(self, name: str) -> str:
+        return (
+            f"MegaTPStrategy: `{name}` is used in compiled code, and had no gradient in the first step of this epoch,"
+            " which runs uncompiled to tell which gradients the tensor ranks have to sum. Don't compile its module, or"
+            " use and unfreeze it from the beginning of an epoch."
         )
 
     def _failed_inside(self, region: Region, error: RuntimeError) -> str:

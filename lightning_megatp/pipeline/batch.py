@@ -25,6 +25,7 @@ from lightning_megatp.pipeline.running import seeded
 from lightning_megatp.pipeline.slicing import Slicer, StageRun
 from lightning_megatp.pipeline.split import batch_size, merge_outputs
 from lightning_megatp.pipeline.weights import TargetCount
+from lightning_megatp.shim.torch import is_compiled
 from lightning_megatp.tensor.random import default_generator
 
 Step = Callable[[Any], Any]
@@ -64,6 +65,7 @@ class BatchRun:
             counter counts each microbatch once.
         sharding: gathers the parameters of units.
         stage_of_unit: unit name -> stage.
+        loss_units: the units inside of which steps were seen to average losses, in any batch; kept up.
     """
 
     parallel: ParallelModule
@@ -79,6 +81,7 @@ class BatchRun:
     stages: Sequence[int]
     sharding: ZeroSharding | None
     stage_of_unit: Mapping[str, int]
+    loss_units: set[str]
     results: dict[int, Any] = field(default_factory=dict)
     logged: list[list[Call]] = field(default_factory=list)
     """By microbatch, which the last stage runs in order."""
@@ -101,7 +104,7 @@ class BatchRun:
         plan = self.plans[microbatch]
         last = stage == plan.n_stages - 1
         seed = _mixed(self.seed, microbatch)
-        counting = TargetCount(self._with_losses) if last else None
+        counting = TargetCount(self._with_losses, self._is_closed) if last else None
         with contextlib.ExitStack() as stack:
             stack.enter_context(seeded(_mixed(seed, stage), generators_on(self.device)))
             stack.enter_context(torch.set_grad_enabled(self.backward is not None and torch.is_grad_enabled()))
@@ -128,6 +131,11 @@ class BatchRun:
         if self.backward is None:
             return []
         return [self._root(_loss_of(done.result), microbatch, received)]
+
+    def _is_closed(self, unit: str) -> bool:
+        """Whether a unit is compiled code, inside of which no step that ran uncompiled averaged a loss."""
+        compiled = is_compiled(self.parallel.module.get_submodule(unit)) and not self.parallel.context.uncompiled
+        return compiled and unit not in self.loss_units
 
     def _gathered(self, run: Callable[[], StageRun]) -> StageRun:
         """Run a stage where FSDP2 sees what leaves it."""
@@ -218,6 +226,7 @@ class BatchRun:
             return weight
         assert counting is not None
         self._with_losses = self._with_losses or counting.with_losses or None
+        self.loss_units |= counting.with_losses
         self._counted.add(len(counting.counts) == 1)
         if len(counting.counts) > 1:
             warn_once_per_run(

@@ -116,6 +116,7 @@ class Pipeline:
         """Whether a step left something on the module, which then exists on the last stage only."""
         self._returned = False
         """Whether the last step returned something that exists on the last stage only."""
+        self._loss_units: set[str] = set()
         self._hooks: list[Detour] = []
         self._plans: dict[tuple[str, Hashable], SlicePlan] = {}
         self._schedules: dict[tuple[bool, int], Schedule] = {}
@@ -303,6 +304,7 @@ class Pipeline:
             self.own_stages,
             self.sharding,
             self.stage_of_unit,
+            self._loss_units,
         )
 
     def _execute(self, run: BatchRun) -> None:

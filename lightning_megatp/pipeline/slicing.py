@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import sys
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -33,7 +32,14 @@ from lightning_megatp.pipeline.tracing import Tracer
 from lightning_megatp.pipeline.units import children_of
 from lightning_megatp.pipeline.values import Values
 from lightning_megatp.pipeline.weights import TargetCount
-from lightning_megatp.shim.torch import FakeTensorMode, handle_functions, is_fake, tensor_version, tree_leaves
+from lightning_megatp.shim.torch import (
+    FakeTensorMode,
+    handle_functions,
+    is_fake,
+    tensor_version,
+    tree_leaves,
+    uncompiled,
+)
 
 Step = Callable[[Any], Any]
 """A user's step on one batch, in the contexts it runs in (autocast)."""
@@ -191,8 +197,7 @@ class Slicer:
                 stack.enter_context(random_state_kept())
                 stack.enter_context(torch.inference_mode(False))  # inference tensors can't tell in-place changes
                 stack.enter_context(torch.set_grad_enabled(grad))
-                if "torch._dynamo" in sys.modules:
-                    stack.enter_context(torch.compiler.set_stance("force_eager"))
+                stack.enter_context(uncompiled())
                 yield
         finally:
             self._fake_mode.allow_non_fake_inputs = False

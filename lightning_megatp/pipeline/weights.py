@@ -27,13 +27,16 @@ class TargetCount(TorchFunctionMode):
 
     Args:
         look_inside: the units inside of which to look for losses; None for all. A mode costs time at every operation.
+        closed: whether not to look inside of a unit, of those: the compiler takes a mode into its graphs.
     """
 
-    def __init__(self, look_inside: Collection[str] | None = None) -> None:
+    def __init__(
+        self, look_inside: Collection[str] | None = None, closed: Callable[[str], bool] = lambda unit: False
+    ) -> None:
         super().__init__()
         self.with_losses: set[str] = set()
         """The units inside of which there were some."""
-        self._look_inside, self._unit = look_inside, ""
+        self._look_inside, self._closed, self._unit = look_inside, closed, ""
         self.own_reduction: str | None = None
         """What the step asked for instead of a mean, to average by itself."""
         self.means: list[Tensor] = []
@@ -48,7 +51,7 @@ class TargetCount(TorchFunctionMode):
     @contextlib.contextmanager
     def inside(self, unit: str) -> Iterator[None]:
         """Around a call of a unit."""
-        if self._look_inside is not None and unit not in self._look_inside:
+        if (self._look_inside is not None and unit not in self._look_inside) or (unit and self._closed(unit)):
             with without_mode(self):
                 yield
             return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -22,6 +23,7 @@ from torch._subclasses.fake_tensor import (
 from torch._utils import _flatten_dense_tensors as flatten
 from torch._utils import _unflatten_dense_tensors as unflatten
 from torch.autograd import forward_ad
+from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.parametrizations import _WeightNorm
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
@@ -61,6 +63,7 @@ __all__ = [
     "forward_mode_is_active",
     "functorch_is_active",
     "gradient_hooks",
+    "group_named",
     "handle_checkpoints",
     "handle_functions",
     "is_compiled",
@@ -77,6 +80,7 @@ __all__ = [
     "tree_leaves",
     "tree_map",
     "tree_unflatten",
+    "uncompiled",
     "unflatten",
     "wants_gradient",
     "weight_norm_of",
@@ -96,6 +100,11 @@ T = TypeVar("T", bound=Tensor)
 # torch 2.13 renames these two and warns at the names that 2.11 knows.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def group_named(name: Any) -> dist.ProcessGroup:
+    """The process group of a `group_name`: operations in torch's library take no groups (2.11-2.13)."""
+    return distributed_c10d._resolve_process_group(name)
 
 
 def is_view(x: Tensor) -> bool:
@@ -268,6 +277,12 @@ def without_mode(mode: TorchFunctionMode) -> Iterator[None]:
 def is_compiled(module: nn.Module) -> bool:
     """Whether this is what `torch.compile(module)` returned, or `module.compile()` was called (2.11-2.13)."""
     return "_orig_mod" in module._modules or module.__dict__.get("_compiled_call_impl") is not None
+
+
+def uncompiled() -> contextlib.AbstractContextManager[Any]:
+    """Meanwhile compiled code runs as it was written. Where nothing was compiled, nothing is imported for it."""
+    compiles = "torch._dynamo" in sys.modules
+    return torch.compiler.set_stance("force_eager") if compiles else contextlib.nullcontext()
 
 
 def entry_of(module: nn.Module) -> str:

@@ -195,17 +195,19 @@ class Ours:
         with device:
             self.x = torch.randn(1, tokens, size.hidden, dtype=dtype, requires_grad=True)
             self.grad = torch.randn_like(self.x)
+        if compiler is not None:
+            self.step(watch=True)  # as a Trainer's first step: its graph tells what compiled graphs can't
 
-    def forward(self) -> Tensor:
+    def forward(self, watch: bool = False) -> Tensor:
         """This rank's part of what the layers make of x."""
         x = self.x if self.layout is None else SequenceShard.wrap(self.x, self.layout)
-        with self.parallel.step(watch=False):
+        with self.parallel.step(watch):
             y = self.model(x)
         return _Edge.apply(y.plain) if isinstance(y, SequenceShard) else y
 
-    def step(self) -> Tensor:
+    def step(self, watch: bool = False) -> Tensor:
         """Forward and backward; gradients are dropped."""
-        y = self.forward()
+        y = self.forward(watch)
         self.backward(y)
         return forget_gradients(y, self.model, self.x)
 

@@ -233,14 +233,20 @@ def test_a_module_that_blocks_share_is_planned_once() -> None:
     assert set(found.layers) == {"blocks.0.body.up", "blocks.0.body.down"}
 
 
-def test_compiled_blocks_are_planned_under_their_plain_names() -> None:
+@pytest.mark.parametrize("in_place", [True, False], ids=["compile()", "torch.compile"])
+def test_compiled_blocks_are_planned_under_their_plain_names(in_place: bool) -> None:
     model = nn.Module()
-    model.blocks = nn.ModuleList(torch.compile(Block(Gated()), backend="eager") for _ in range(2))  # type: ignore[misc]
+    model.blocks = nn.ModuleList(Block(Gated()) for _ in range(2))
+    for i, block in enumerate(model.blocks):
+        if in_place:
+            block.compile(backend="eager")
+        else:
+            model.blocks[i] = torch.compile(block, backend="eager")  # type: ignore[assignment]
     found = resolve({"**": "auto"}, model, 2)
     kinds, _ = look(model, found, [lambda: [block(X) for block in model.blocks]])  # type: ignore[operator]
     discover(model, 2, kinds, found)
     assert found.layers["blocks.1.body.down"].style.style == "row" and not found.sequences
-    assert set(found.parameters) >= {"blocks.0._orig_mod.body.up.weight"}
+    assert set(found.parameters) >= {f"blocks.0.{'' if in_place else '_orig_mod.'}body.up.weight"}
 
 
 def test_hooks_of_the_users_own_are_called_by_real_steps_only() -> None:

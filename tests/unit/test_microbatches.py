@@ -118,7 +118,9 @@ def test_targets_inside_of_units_are_counted_where_there_are_some() -> None:
 
 
 def test_microbatches_that_weigh_alike_leave_nothing_to_correct() -> None:
-    run = BatchRun(None, None, None, torch.device("cpu"), None, [torch.zeros(2)] * 3, [], 0, None, {}, [1], None, {})  # type: ignore[arg-type]
+    run = BatchRun(
+        None, None, None, torch.device("cpu"), None, [torch.zeros(2)] * 3, [], 0, None, {}, [1], None, {}, set()
+    )  # type: ignore
     run._weights.update(dict.fromkeys(range(3), torch.tensor(7)))
     assert run.provisional_total == run.weights().sum() == 21.0
 

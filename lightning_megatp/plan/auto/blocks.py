@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_megatp.shim.torch import is_compiled, tree_leaves, tree_map
+from lightning_megatp.shim.torch import tree_leaves, tree_map
 from lightning_megatp.shim.transformers import is_conv1d
 
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
@@ -232,10 +232,10 @@ def _uncompiled(module: nn.Module) -> nn.Module:
 
 
 def unlooked(block: nn.Module) -> str | None:
-    """Why a block can't be copied and run by itself: it has compiled parts, or hooks of the user's own, which belong to
-    real steps."""
+    """Why a block can't be copied and run by itself: it has compiled parts under names of their own, or hooks of the
+    user's own, which belong to real steps. (A copy of what `module.compile()` was called on is not compiled.)"""
     for name, child in block.named_modules():
-        if is_compiled(child):
+        if _uncompiled(child) is not child:
             return f"`{name}` in it is compiled"
         for hook in (*child._forward_hooks.values(), *child._forward_pre_hooks.values()):
             if type(hook).__module__.partition(".")[0] not in _LIBRARIES:
