@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_megatp.gradients.partial import PartialGradients
 from lightning_megatp.gradients.rows import DividedParameter
 from lightning_megatp.messages import warn_once_per_run
 from lightning_megatp.plan.parallel_plan import ParallelPlan
@@ -21,7 +21,6 @@ from lightning_megatp.plan.shard import ShardedTensorSpec, ShardSpec
 from lightning_megatp.shim.torch import handle_checkpoints, is_compiled, tree_map, uncompiled
 from lightning_megatp.tensor.context import Region, TensorContext
 from lightning_megatp.tensor.layers import ParallelLayer
-from lightning_megatp.tensor.lineage import Lineage, trace_regions
 from lightning_megatp.tensor.parameters import gather_shards
 from lightning_megatp.tensor.saving import unwrapped
 from lightning_megatp.tensor.shards import functions_take_whole, gathered
@@ -58,12 +57,7 @@ class ParallelModule:
         """id of any of its tensors -> a parameter that is divided over data-parallel ranks (zero > 0)."""
         self.rows_group: dist.ProcessGroup | None = None
         """The ranks that hold different rows of these."""
-        self.partial: dict[int, Tensor] = {}
-        """id(parameter) -> whole parameters whose gradient is partial on every tensor rank, in the backwards since the
-        last optimizer step."""
-        self._full: set[int] = set()
-        self._regions: dict[int, set[str]] = {}
-        """id(parameter) -> in which regions steps have used it."""
+        self.partial = PartialGradients(self)
         self.whole_parameters = sum(self.whole_size(parameter) for parameter in module.parameters())
         """Number of parameters of the whole model, tied ones once."""
         self.pipeline: Any = None
@@ -199,7 +193,7 @@ class ParallelModule:
                 code then runs as it was written, since its graphs don't tell what is in a tensor region.
         """
         self.context.uncompiled = watch and any(map(is_compiled, self.module.modules()))
-        watching = RandomWatch(self.context) if watch and self._has_regions else contextlib.nullcontext()
+        watching = RandomWatch(self.context) if watch and self.has_regions else contextlib.nullcontext()
         try:
             with self.user_code(), watching:
                 yield
@@ -228,7 +222,7 @@ class ParallelModule:
         return tree_map(gathered, outputs) if self._has_shards else outputs
 
     @property
-    def _has_regions(self) -> bool:
+    def has_regions(self) -> bool:
         """Whether a layer's plan is carried out here: one whose parameters are whole by now slices them, and its
         region is the same."""
         return bool(self.sharded or self.context.kept_whole)
@@ -237,102 +231,6 @@ class ParallelModule:
     def _has_shards(self) -> bool:
         """Whether the step's code meets tensors of which this rank holds a part."""
         return bool(self.plan.sequences) or self.context.feature_shards
-
-    def trace(self, outputs: Iterable[Tensor], received: Iterable[Tensor] = ()) -> None:
-        """Read off the graph of a loss which gradients will be partial. Before every backward: steps may differ.
-
-        Args:
-            outputs: the loss, or what a pipeline stage sends on.
-            received: leaves of the graph that come from another pipeline stage, and are nobody's parameters.
-
-        Raises:
-            RuntimeError: values cross into or out of a tensor region where no layer of the plan lets them.
-        """
-        if not self._has_regions:
-            return
-        outputs = list(outputs)
-        lineage = trace_regions(outputs)
-        for leaf in received:
-            lineage.regions.pop(id(leaf), None)
-        self._know_regions(lineage)
-        if lineage.hidden:
-            raise RuntimeError(_HIDDEN)
-        for parameter_id, regions in lineage.regions.items():
-            if parameter_id in self.sharded and regions != {"tensor"}:
-                raise RuntimeError(self._escaped(self._name(parameter_id)))
-        if lineage.crossings:
-            raise RuntimeError(self._side_door(lineage))
-        self._complete_where_mixed(lineage)
-        self._divide_where_mixed(lineage, outputs)
-        for parameter_id, regions in lineage.regions.items():
-            if parameter_id in self.sharded:
-                continue
-            if regions == {"whole"} and parameter_id not in self.partial:
-                self._full.add(parameter_id)
-            elif parameter_id in self._full:
-                raise RuntimeError(self._mixed(self._name(parameter_id), regions | {"whole"}))
-            else:
-                self.partial[parameter_id] = lineage.leaves[parameter_id]
-
-    def _know_regions(self, lineage: Lineage) -> None:
-        """Note where an uncompiled step uses each parameter, and take that for where compiled code does."""
-        if self.context.uncompiled:
-            for parameter_id, regions in lineage.regions.items():
-                self._regions.setdefault(parameter_id, set()).update(regions)
-        for parameter_id in [i for i, regions in lineage.regions.items() if "unknown" in regions]:
-            regions = lineage.regions[parameter_id] - {"unknown"}
-            if parameter_id not in self._regions:
-                raise RuntimeError(self._unknown(self._name(parameter_id)))
-            lineage.regions[parameter_id] = regions | self._regions[parameter_id]
-
-    def _divide_where_mixed(self, lineage: Lineage, outputs: Sequence[Tensor]) -> None:
-        """Of parameters whose gradients will be summed over the tensor ranks, each rank contributes its share of what
-        comes from uses on whole values (a norm of all parameters beside a sequence region)."""
-        mixed = {
-            i for i, regions in lineage.regions.items()
-            if "whole" in regions and i not in self.sharded and i not in self._full
-            and (len(regions) > 1 or i in self.partial)
-        }  # fmt: skip
-        if not mixed:
-            return
-        uses = trace_regions(outputs, edges=True).edges
-        for parameter_id in mixed:
-            for (node, position), regions in uses[parameter_id].items():
-                if len(regions) > 1 or "unknown" in regions:
-                    raise RuntimeError(self._mixed(self._name(parameter_id), lineage.regions[parameter_id]))
-                divided = node.metadata.setdefault("divided", set())
-                if regions == {"whole"} and position not in divided:  # a graph may be walked again, by another backward
-                    divided.add(position)
-                    node.register_hook(partial(_share_of, position, self.context.size))
-
-    def _complete_where_mixed(self, lineage: Lineage) -> None:
-        """Parameters that a step may use on tokens and on whole values: where one does both, each use on tokens
-        completes its gradient; where it does not, they are summed with the others' at the end. With zero > 0 each use
-        always does.
-
-        Communication: one all-reduce of a gradient that earlier backwards since the last step left partial. (Not in
-        pipelines, where microbatches' graphs are walked before those backwards are over: there it is an error.)
-        """
-        for parameter_id in [i for i in self.partial if i in self.context.kept_whole]:  # in the order of the graph
-            if "whole" in lineage.regions.get(parameter_id, ()) and not self.context.pipelined:
-                gradient = self.held(self.partial.pop(parameter_id)).grad
-                if gradient is not None:
-                    dist.all_reduce(gradient, group=self.context.group)
-                self._full.add(parameter_id)
-        for parameter_id, nodes in lineage.uses.items():
-            whole = parameter_id in self._full or "whole" in lineage.regions.get(parameter_id, ())
-            at_use = whole or self.sharding is not None
-            for node in nodes:
-                node.completes = at_use
-            if at_use:
-                self._full.add(parameter_id)
-            else:
-                self.partial[parameter_id] = lineage.leaves[parameter_id]
-
-    def forget_traces(self) -> None:
-        """Gradients are complete: the next backward starts a new account of what is partial."""
-        self.partial.clear()
-        self._full.clear()
 
     def check_replicas(self, group: dist.ProcessGroup) -> None:
         """Compare the whole parameters of the ranks of a group, which must be the same.
@@ -364,41 +262,6 @@ class ParallelModule:
                     " self.manual_backward), random numbers or data that differ from rank to rank."
                 )
 
-    def sum_partial_gradients(self) -> None:
-        """Sum over the tensor ranks the gradients of whole parameters that each rank used on other features or tokens,
-        and of elements that several ranks own.
-
-        Communication: one coalesced all-reduce per dtype, 2 (t - 1) / t of these parameters' elements; none if there
-        are no such parameters.
-        """
-        pieces: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}
-        for parameter in map(self.held, self.partial.values()):
-            if parameter.grad is not None:
-                pieces.setdefault(parameter.grad.dtype, []).append((parameter, parameter.grad))
-        for parameter, spec in self._owned_by_several():
-            if parameter.grad is not None:
-                grad = self.of_tensor_rank(parameter, parameter.grad)
-                full = grad.new_zeros(spec.shape)
-                spec.spec(self.context.rank).put(full, grad)
-                pieces.setdefault(full.dtype, []).append((parameter, full))
-        for parts in pieces.values():
-            flat = torch.cat([self.to_send(grad).reshape(-1) for _, grad in parts])
-            dist.all_reduce(flat, group=self.context.group)
-            for (parameter, grad), total in zip(parts, flat.split([grad.numel() for _, grad in parts]), strict=True):
-                shared = self.sharded.get(id(parameter))
-                total = total.view(grad.shape)
-                if shared is not None and shared.shared:
-                    total = shared.spec(self.context.rank).take(total)
-                    divided = self.divided.get(id(parameter))
-                    total = total if divided is None else divided.take(total)
-                parameter.grad = total.to(parameter.device)
-
-    def _owned_by_several(self) -> list[tuple[Tensor, ShardedTensorSpec]]:
-        """The plain tensors of which several tensor ranks hold the same elements; each once."""
-        found = {parameter_id: spec for parameter_id, spec in self.sharded.items() if spec.shared}
-        held = dict.fromkeys(self.names.values()) if found else {}
-        return [(self.held(p), found[id(p)]) for p in held if id(p) in found]
-
     def keep_whole_where_used_outside(self, optimizers: Iterable[Optimizer] = ()) -> None:
         """Gather the parameters that this step used outside their layers; they stay whole from now on.
 
@@ -406,7 +269,7 @@ class ParallelModule:
         """
         for parameter, operation in self.context.outside.values():
             warn_once_per_run(
-                f"`{self._name(id(parameter))}` is split by the plan, but the step also uses it outside its own layer"
+                f"`{self.name_of(id(parameter))}` is split by the plan, but the step also uses it outside its own layer"
                 f" (in `{operation}`). It is kept whole on every tensor rank: the numbers are right, its memory is not"
                 " divided. To save the memory, don't use it outside its layer; to lose this warning, take its layer"
                 " out of the plan."
@@ -417,7 +280,7 @@ class ParallelModule:
     def _unshard(self, parameter: Tensor, optimizers: Iterable[Optimizer]) -> None:
         if id(parameter) in self.divided:
             raise RuntimeError(
-                f"MegaTPStrategy: `{self._name(id(parameter))}` is split by the plan, divided by zero > 0, and used"
+                f"MegaTPStrategy: `{self.name_of(id(parameter))}` is split by the plan, divided by zero > 0, and used"
                 " outside its own layer. Take its layer out of the plan, or use zero=0."
             )
         spec = self.sharded.pop(id(parameter))
@@ -430,7 +293,7 @@ class ParallelModule:
                 if isinstance(value, Tensor) and value.shape == local and value.dim() > 0:
                     state[key] = gather_shards(value, spec, group)
         for average in self.averages:
-            twin = average.get_parameter(self._name(id(parameter)))
+            twin = average.get_parameter(self.name_of(id(parameter)))
             twin.data = gather_shards(self.to_send(twin.data), spec, group).to(twin.device)
         parameter.grad = None
         parameter.data = full[id(parameter)]
@@ -441,24 +304,11 @@ class ParallelModule:
                 own = {name for name, p in layer.named_parameters(recurse=False) if p is parameter}
                 layer.whole_parameters |= own
 
-    def _name(self, parameter_id: int) -> str:
+    def name_of(self, parameter_id: int) -> str:
+        """Of a parameter, by its identity, for messages."""
         if parameter_id in self.divided:
             return self.divided[parameter_id].name
         return next((name for name, p in self.names.items() if id(p) == parameter_id), "a tensor made by the step")
-
-    def _escaped(self, name: str) -> str:
-        return (
-            f"MegaTPStrategy: the split output of `{name.rpartition('.')[0]}` reaches the loss without passing a `row`"
-            " layer (or a gathering one), so every rank would train on its own part of the features. Give that layer"
-            " the style `column_gather`, or add to the plan the `row` layer that consumes it."
-        )
-
-    def _unknown(self, name: str) -> str:
-        return (
-            f"MegaTPStrategy: `{name}` is used in compiled code, and had no gradient in the first step of this epoch,"
-            " which runs uncompiled to tell which gradients the tensor ranks have to sum. Don't compile its module, or"
-            " use and unfreeze it from the beginning of an epoch."
-        )
 
     def _failed_inside(self, region: Region, error: RuntimeError) -> str:
         makers = ("column", "experts")
@@ -470,31 +320,3 @@ class ParallelModule:
             f" {error}. If that code counts heads or features, give their attribute the style `divide`; if a layer"
             " needs all features, give the column layer `column_gather`; if a layer takes split ones, make it `row`."
         )
-
-    def _mixed(self, name: str, regions: set[str]) -> str:
-        return (
-            f"MegaTPStrategy: `{name}` is used both where values are whole and inside a tensor-parallel region"
-            f" ({', '.join(sorted(regions))}); its gradient would be summed wrongly over the tensor ranks. A value"
-            " enters such a region only through its `column` layers: take the region's layers out of the plan, or"
-            f" compute what depends on `{name}` outside of it."
-        )
-
-    def _side_door(self, lineage: Lineage) -> str:
-        found, used = sorted(lineage.crossings)[0]
-        return (
-            f"MegaTPStrategy: a {found} value is used where values are {used}: something passes into or out of a"
-            " tensor-parallel region beside its `column` and `row` layers (a gate, a bias computed from the input),"
-            " and gradients would be wrong. Leave the layers of that region out of the plan, or give the layer whose"
-            " output escapes the style `column_gather`."
-        )
-
-
-def _share_of(position: int, ways: int, gradients: Sequence[Tensor | None], _: object) -> tuple[Tensor | None, ...]:
-    """A hook of a node of the autograd graph: one of the gradients that it computes, divided."""
-    return tuple(g / ways if i == position and g is not None else g for i, g in enumerate(gradients))
-
-
-_HIDDEN = (
-    "MegaTPStrategy: the step uses reentrant activation checkpointing, which builds its graph during backward, so it"
-    " can't be known which gradients are partial. Use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)."
-)

@@ -176,7 +176,7 @@ class ParallelismPlugin:
 
     def finalize_gradients(self, parallel: ParallelModule) -> None:
         """After backward and the data-parallel reduction: sum what is partial over the tensor ranks."""
-        parallel.sum_partial_gradients()
+        parallel.partial.sum()
 
     def _place_values(
         self,

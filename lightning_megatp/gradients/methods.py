@@ -134,7 +134,7 @@ class GradientMethods(Parts):
             return self._finish_pipeline(self.pipeline, closure_loss)
         self.pre_backward(closure_loss)
         with parallel.context.running(user_code=False):
-            parallel.trace([closure_loss])
+            parallel.partial.trace([closure_loss])
             if self.sharding is not None:
                 self.sharding.drop_old()
             held = {} if module.automatic_optimization else self._set_aside_gradients()
@@ -158,7 +158,7 @@ class GradientMethods(Parts):
                     self._buckets.finish()
                 self.parallelism.finalize_gradients(parallel)
                 self._change_gradients(narrow)
-                parallel.forget_traces()
+                parallel.partial.forget()
             for parameter, grad in held.items():
                 parameter.grad = grad if parameter.grad is None else parameter.grad + grad
             closure_loss = self._show_gradients(closure_loss)
@@ -230,7 +230,7 @@ class GradientMethods(Parts):
                 self.parallelism.finalize_gradients(parallel)
                 self._change_gradients(narrow)
                 pipeline.sum_shared_gradients()
-                parallel.forget_traces()
+                parallel.partial.forget()
         elif self._buckets is None:
             self._refresh_buckets()
         closure_loss = self._show_gradients(closure_loss)

@@ -120,7 +120,7 @@ class BatchRun:
         if not last:
             if self.backward is not None:
                 needed = [x for x, r in zip(done.sent, plan.relays[stage + 1], strict=True) if r.requires_grad]
-                self.parallel.trace(needed, received)
+                self.parallel.partial.trace(needed, received)
             return list(done.sent)
         self.results[microbatch] = done.result
         assert counting is not None
@@ -244,7 +244,7 @@ class BatchRun:
 
     def _root(self, loss: Tensor, microbatch: int, received: Sequence[Tensor]) -> Tensor:
         assert self.backward is not None
-        self.parallel.trace([loss], received)
+        self.parallel.partial.trace([loss], received)
         weight = scalar(self._weights[microbatch], self.device)
         return self.backward.scale(loss * (weight / self.provisional_total).to(loss))
 

@@ -213,11 +213,11 @@ class Ours:
 
     def backward(self, y: Tensor) -> None:
         """As MegaTPStrategy does it."""
-        self.parallel.trace([y], received=[self.x])
+        self.parallel.partial.trace([y], received=[self.x])
         with self.parallel.user_code():
             y.backward(self.grad)
         self.plugin.finalize_gradients(self.parallel)
-        self.parallel.forget_traces()
+        self.parallel.partial.forget()
 
 
 class _Edge(torch.autograd.Function):

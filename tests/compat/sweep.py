@@ -124,11 +124,11 @@ def _compare(parallel: ParallelModule, reference: Any, batch: dict[str, Any], dt
                 found = parallel.outputs(_loss(module, copy.deepcopy(batch)))
             out.loss = max(out.loss, _relative(found.detach(), wanted.detach(), 1e-3))
         wanted.backward()
-        parallel.trace([found])
+        parallel.partial.trace([found])
         with parallel.user_code():
             found.backward()
-        parallel.sum_partial_gradients()
-        parallel.forget_traces()
+        parallel.partial.sum()
+        parallel.partial.forget()
         parallel.keep_whole_where_used_outside()
     largest = max(float(p.grad.abs().max()) for p in reference.parameters() if p.grad is not None)
     worst = ""

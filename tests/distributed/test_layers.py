@@ -499,10 +499,10 @@ def _tied(rank: int, world_size: int, vocab: int) -> None:
     logits, expected = module(ids), whole(ids)
     torch.testing.assert_close(logits, expected)
     loss, expected_loss = (nn.functional.cross_entropy(x.flatten(0, 1), ids.flatten()) for x in (logits, expected))
-    parallel.trace([loss])
+    parallel.partial.trace([loss])
     loss.backward()
     expected_loss.backward()
-    parallel.sum_partial_gradients()
+    parallel.partial.sum()
     for name, parameter in module.named_parameters():
         spec, wanted = parallel.spec(parameter), whole.get_parameter(name).grad
         torch.testing.assert_close(parameter.grad, wanted if spec is None else spec.spec(rank).take(wanted))
@@ -583,9 +583,9 @@ def _frozen(rank: int, world_size: int) -> None:
     module.head.requires_grad_(False)
     parallel = parallelize(module, TIED)
     loss = module(torch.tensor([[1, 2]])).pow(2).sum()
-    parallel.trace([loss])
+    parallel.partial.trace([loss])
     loss.backward()
-    parallel.sum_partial_gradients()
+    parallel.partial.sum()
     assert module.up.weight.grad is None and not module.up.weight.requires_grad
     assert module.tok.weight.grad is None
     assert module.down.weight.grad is not None

@@ -66,10 +66,10 @@ def _step(net: Any, parallel: Any, forward: Forward) -> None:
     """What the strategy does around a backward."""
     with parallel.step(watch=False):
         loss = _loss(net, forward)
-    parallel.trace([loss])
+    parallel.partial.trace([loss])
     loss.backward()
-    parallel.sum_partial_gradients()
-    parallel.forget_traces()
+    parallel.partial.sum()
+    parallel.partial.forget()
 
 
 def _nets() -> tuple[Net, Net]:
@@ -122,10 +122,10 @@ def _partial(rank: int, world_size: int, plan: dict[str, Any]) -> set[str]:
     parallel = parallelize(net, plan)
     _loss(whole, Net.forward).backward()
     loss = _loss(net, Net.forward)
-    parallel.trace([loss])
+    parallel.partial.trace([loss])
     names = {name for name, parameter in net.named_parameters() if id(parameter) in parallel.partial}
     loss.backward()
-    parallel.sum_partial_gradients()
+    parallel.partial.sum()
     _check_gradients(net, whole, parallel)
     return names
 
@@ -174,12 +174,12 @@ def _used_anywhere(rank: int, world_size: int, forwards: list[Forward]) -> tuple
             loss = _loss(net, forward)
         _loss(whole, forward).backward()
         with CollectiveCounter() as counter:
-            parallel.trace([loss])
+            parallel.partial.trace([loss])
             loss.backward()
         sent.append(counter.calls["all-reduce"])
     with CollectiveCounter() as counter:
-        parallel.sum_partial_gradients()
-    parallel.forget_traces()
+        parallel.partial.sum()
+    parallel.partial.forget()
     _check_gradients(net, whole, parallel)
     return counter.calls["all-reduce"], sent
 

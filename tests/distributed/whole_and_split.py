@@ -76,11 +76,11 @@ def _step(
     outputs = _outputs(model, own, call, parallel)
     loss = sum(((x * _weight(x)) ** 2).mean() for x in outputs if x.requires_grad)
     if parallel is not None:
-        parallel.trace([loss])
+        parallel.partial.trace([loss])
     loss.backward()
     if parallel is not None:
-        parallel.sum_partial_gradients()
-        parallel.forget_traces()
+        parallel.partial.sum()
+        parallel.partial.forget()
     return [x.detach() for x in outputs], [x.grad for x in own]
 
 

@@ -1,0 +1,219 @@
+"""Which gradients are partial sums over the tensor ranks, read off each step's graph, and their sum after backward.
+
+A whole parameter that is used inside of a tensor or sequence region gets a part of its gradient on every rank; used
+where values are whole it gets all of it. `tensor/lineage.py` walks the graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_megatp.plan.shard import ShardedTensorSpec
+from lightning_megatp.tensor.lineage import Lineage, trace_regions
+
+if TYPE_CHECKING:
+    from lightning_megatp.module import ParallelModule
+
+
+class PartialGradients:
+    """The account of one model, from an optimizer step to the next.
+
+    Args:
+        parallel: the model.
+    """
+
+    def __init__(self, parallel: ParallelModule) -> None:
+        self._parallel = parallel
+        self._partial: dict[int, Tensor] = {}
+        """id(parameter) -> whole parameters whose gradient is partial on every tensor rank, in the backwards since the
+        last optimizer step."""
+        self._full: set[int] = set()
+        self._regions: dict[int, set[str]] = {}
+        """id(parameter) -> in which regions uncompiled steps have used it."""
+
+    def __contains__(self, parameter_id: int) -> bool:
+        return parameter_id in self._partial
+
+    def trace(self, outputs: Iterable[Tensor], received: Iterable[Tensor] = ()) -> None:
+        """Read off the graph of a loss which gradients will be partial. Before every backward: steps may differ.
+
+        Args:
+            outputs: the loss, or what a pipeline stage sends on.
+            received: leaves of the graph that come from another pipeline stage, and are nobody's parameters.
+
+        Raises:
+            RuntimeError: values cross into or out of a tensor region where no layer of the plan lets them.
+        """
+        if not self._parallel.has_regions:
+            return
+        outputs = list(outputs)
+        lineage = trace_regions(outputs)
+        for leaf in received:
+            lineage.regions.pop(id(leaf), None)
+        self._know_regions(lineage)
+        if lineage.hidden:
+            raise RuntimeError(_HIDDEN)
+        for parameter_id, regions in lineage.regions.items():
+            if parameter_id in self._parallel.sharded and regions != {"tensor"}:
+                raise RuntimeError(_escaped(self._parallel.name_of(parameter_id)))
+        if lineage.crossings:
+            raise RuntimeError(_side_door(lineage))
+        self._complete_where_mixed(lineage)
+        self._divide_where_mixed(lineage, outputs)
+        for parameter_id, regions in lineage.regions.items():
+            if parameter_id in self._parallel.sharded:
+                continue
+            if regions == {"whole"} and parameter_id not in self._partial:
+                self._full.add(parameter_id)
+            elif parameter_id in self._full:
+                raise RuntimeError(_mixed(self._parallel.name_of(parameter_id), regions | {"whole"}))
+            else:
+                self._partial[parameter_id] = lineage.leaves[parameter_id]
+
+    def _know_regions(self, lineage: Lineage) -> None:
+        """Note where an uncompiled step uses each parameter, and take that for where compiled code does."""
+        if self._parallel.context.uncompiled:
+            for parameter_id, regions in lineage.regions.items():
+                self._regions.setdefault(parameter_id, set()).update(regions)
+        for parameter_id in [i for i, regions in lineage.regions.items() if "unknown" in regions]:
+            regions = lineage.regions[parameter_id] - {"unknown"}
+            if parameter_id not in self._regions:
+                raise RuntimeError(_unknown(self._parallel.name_of(parameter_id)))
+            lineage.regions[parameter_id] = regions | self._regions[parameter_id]
+
+    def _divide_where_mixed(self, lineage: Lineage, outputs: Sequence[Tensor]) -> None:
+        """Of parameters whose gradients will be summed over the tensor ranks, each rank contributes its share of what
+        comes from uses on whole values (a norm of all parameters beside a sequence region)."""
+        mixed = {
+            i for i, regions in lineage.regions.items()
+            if "whole" in regions and i not in self._parallel.sharded and i not in self._full
+            and (len(regions) > 1 or i in self._partial)
+        }  # fmt: skip
+        if not mixed:
+            return
+        uses = trace_regions(outputs, edges=True).edges
+        for parameter_id in mixed:
+            for (node, position), regions in uses[parameter_id].items():
+                if len(regions) > 1 or "unknown" in regions:
+                    raise RuntimeError(_mixed(self._parallel.name_of(parameter_id), lineage.regions[parameter_id]))
+                divided = node.metadata.setdefault("divided", set())
+                if regions == {"whole"} and position not in divided:  # a graph may be walked again, by another backward
+                    divided.add(position)
+                    node.register_hook(partial(_share_of, position, self._parallel.context.size))
+
+    def _complete_where_mixed(self, lineage: Lineage) -> None:
+        """Parameters that a step may use on tokens and on whole values: where one does both, each use on tokens
+        completes its gradient; where it does not, they are summed with the others' at the end. With zero > 0 each use
+        always does.
+
+        Communication: one all-reduce of a gradient that earlier backwards since the last step left partial. (Not in
+        pipelines, where microbatches' graphs are walked before those backwards are over: there it is an error.)
+        """
+        context = self._parallel.context
+        for parameter_id in [i for i in self._partial if i in context.kept_whole]:  # in the order of the graph
+            if "whole" in lineage.regions.get(parameter_id, ()) and not context.pipelined:
+                gradient = self._parallel.held(self._partial.pop(parameter_id)).grad
+                if gradient is not None:
+                    dist.all_reduce(gradient, group=context.group)
+                self._full.add(parameter_id)
+        for parameter_id, nodes in lineage.uses.items():
+            whole = parameter_id in self._full or "whole" in lineage.regions.get(parameter_id, ())
+            at_use = whole or self._parallel.sharding is not None
+            for node in nodes:
+                node.completes = at_use
+            if at_use:
+                self._full.add(parameter_id)
+            else:
+                self._partial[parameter_id] = lineage.leaves[parameter_id]
+
+    def forget(self) -> None:
+        """Gradients are complete: the next backward starts a new account of what is partial."""
+        self._partial.clear()
+        self._full.clear()
+
+    def sum(self) -> None:
+        """Sum over the tensor ranks the gradients of whole parameters that each rank used on other features or tokens,
+        and of elements that several ranks own.
+
+        Communication: one coalesced all-reduce per dtype, 2 (t - 1) / t of these parameters' elements; none if there
+        are no such parameters.
+        """
+        pieces: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}
+        for parameter in map(self._parallel.held, self._partial.values()):
+            if parameter.grad is not None:
+                pieces.setdefault(parameter.grad.dtype, []).append((parameter, parameter.grad))
+        for parameter, spec in self._owned_by_several():
+            if parameter.grad is not None:
+                grad = self._parallel.of_tensor_rank(parameter, parameter.grad)
+                full = grad.new_zeros(spec.shape)
+                spec.spec(self._parallel.context.rank).put(full, grad)
+                pieces.setdefault(full.dtype, []).append((parameter, full))
+        for parts in pieces.values():
+            flat = torch.cat([self._parallel.to_send(grad).reshape(-1) for _, grad in parts])
+            dist.all_reduce(flat, group=self._parallel.context.group)
+            for (parameter, grad), total in zip(parts, flat.split([grad.numel() for _, grad in parts]), strict=True):
+                shared = self._parallel.sharded.get(id(parameter))
+                total = total.view(grad.shape)
+                if shared is not None and shared.shared:
+                    total = shared.spec(self._parallel.context.rank).take(total)
+                    divided = self._parallel.divided.get(id(parameter))
+                    total = total if divided is None else divided.take(total)
+                parameter.grad = total.to(parameter.device)
+
+    def _owned_by_several(self) -> list[tuple[Tensor, ShardedTensorSpec]]:
+        """The plain tensors of which several tensor ranks hold the same elements; each once."""
+        found = {parameter_id: spec for parameter_id, spec in self._parallel.sharded.items() if spec.shared}
+        held = dict.fromkeys(self._parallel.names.values()) if found else {}
+        return [(self._parallel.held(p), found[id(p)]) for p in held if id(p) in found]
+
+
+def _escaped(name: str) -> str:
+    return (
+        f"MegaTPStrategy: the split output of `{name.rpartition('.')[0]}` reaches the loss without passing a `row`"
+        " layer (or a gathering one), so every rank would train on its own part of the features. Give that layer"
+        " the style `column_gather`, or add to the plan the `row` layer that consumes it."
+    )
+
+
+def _unknown(name: str) -> str:
+    return (
+        f"MegaTPStrategy: `{name}` is used in compiled code, and had no gradient in the first step of this epoch,"
+        " which runs uncompiled to tell which gradients the tensor ranks have to sum. Don't compile its module, or"
+        " use and unfreeze it from the beginning of an epoch."
+    )
+
+
+def _mixed(name: str, regions: set[str]) -> str:
+    return (
+        f"MegaTPStrategy: `{name}` is used both where values are whole and inside a tensor-parallel region"
+        f" ({', '.join(sorted(regions))}); its gradient would be summed wrongly over the tensor ranks. A value"
+        " enters such a region only through its `column` layers: take the region's layers out of the plan, or"
+        f" compute what depends on `{name}` outside of it."
+    )
+
+
+def _side_door(lineage: Lineage) -> str:
+    found, used = sorted(lineage.crossings)[0]
+    return (
+        f"MegaTPStrategy: a {found} value is used where values are {used}: something passes into or out of a"
+        " tensor-parallel region beside its `column` and `row` layers (a gate, a bias computed from the input),"
+        " and gradients would be wrong. Leave the layers of that region out of the plan, or give the layer whose"
+        " output escapes the style `column_gather`."
+    )
+
+
+def _share_of(position: int, ways: int, gradients: Sequence[Tensor | None], _: object) -> tuple[Tensor | None, ...]:
+    """A hook of a node of the autograd graph: one of the gradients that it computes, divided."""
+    return tuple(g / ways if i == position and g is not None else g for i, g in enumerate(gradients))
+
+
+_HIDDEN = (
+    "MegaTPStrategy: the step uses reentrant activation checkpointing, which builds its graph during backward, so it"
+    " can't be known which gradients are partial. Use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)."
+)
