@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
+from lightning_megatp.shim.fsdp import is_post_backward
 from lightning_megatp.shim.torch import accumulated_parameter
 
 
@@ -68,7 +69,9 @@ def trace_regions(outputs: Iterable[Tensor], edges: bool = False) -> Lineage:
                 lineage.regions.setdefault(id(leaf), set()).add(region)
         elif kind == "reentrant":
             lineage.hidden = True
-        for i, (parent, _) in enumerate(node.next_functions):
+        for i, (parent, output) in enumerate(node.next_functions):
+            while is_post_backward(parent):
+                parent, output = parent.next_functions[output]
             step = (parent, below if crossing is None or crossing == i else region)
             if edges and hasattr(parent, "variable"):
                 uses = lineage.edges.setdefault(id(accumulated_parameter(parent)), {})

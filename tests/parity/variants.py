@@ -130,6 +130,8 @@ EXTRA: dict[str, Variant] = {
     "deep": gpt(layers=6, tied=False),
     "deep_tied": gpt(layers=7),
     "torch_encoder": Variant(module_kinds.TorchEncoder, module_kinds.TORCH_PLAN),
+    "torch_decoder": Variant(module_kinds.TorchDecoder, module_kinds.DECODER_PLAN),
+    "gated": Variant(lambda: module_kinds.Blocks(module_kinds.GatedBlock), module_kinds.GATED_PLAN),
     "conv1d": Variant(lambda: module_kinds.Blocks(module_kinds.Conv1DBlock), module_kinds.CONV1D_PLAN),
     "experts": Variant(lambda: module_kinds.Blocks(module_kinds.ExpertsBlock), module_kinds.EXPERTS_PLAN),
 }
