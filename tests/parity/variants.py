@@ -120,6 +120,7 @@ EXTRA: dict[str, Variant] = {
     "recomputed_parts": gpt(unusual.RecomputedParts),
     "looked_at": gpt(unusual.LookedAt),
     "twice": gpt(unusual.Twice),
+    "replaced": gpt(unusual.Replaced),
     "in_place": gpt(unusual.InPlace, gate="separate"),
     "gradient_penalty": gpt(unusual.GradientPenalty),
     "manual_accumulation": gpt(unusual.ManualAccumulation),
