@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_megatp.messages import warn_once_per_run
 from lightning_megatp.pipeline.plan import tensors_in
 from lightning_megatp.pipeline.snapshot import Snapshot, random_state_kept
-from lightning_megatp.pipeline.split import batch_size, split_batch
+from lightning_megatp.pipeline.split import batch_size, is_ragged, split_batch
 from lightning_megatp.plan.auto.blocks import without_logging
 from lightning_megatp.shim.lightning import batch_hook, first_loaders
 from lightning_megatp.shim.torch import tensor_version, tree_map, uncompiled
@@ -67,7 +67,7 @@ class Example:
         if batch is None:
             return None
         rows = batch_size(batch) or 0
-        if self.rows is not None and rows > self.rows:
+        if self.rows is not None and rows > self.rows and not is_ragged(batch):
             batch = split_batch(batch, -(-rows // self.rows))[0]
         for hook in _HOOKS if not any(x.is_meta for x in tensors_in(batch)) else ():
             device = (torch.device("cpu"),) if hook == "transfer_batch_to_device" else ()

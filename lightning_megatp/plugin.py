@@ -17,7 +17,7 @@ from lightning_megatp.module import ParallelModule
 from lightning_megatp.pipeline.build import used_beside
 from lightning_megatp.pipeline.snapshot import random_state_kept
 from lightning_megatp.pipeline.units import find_units
-from lightning_megatp.plan.auto.discover import discover, look, suit_stages
+from lightning_megatp.plan.auto.discover import discover, keep_whole, look, suit_stages
 from lightning_megatp.plan.convolutions import is_convolution, is_weight_normed
 from lightning_megatp.plan.layer import LayerPlan
 from lightning_megatp.plan.parallel_plan import ParallelPlan, plain_name
@@ -91,10 +91,12 @@ class ParallelismPlugin:
         plan = self.resolve(module, mesh.size("tp"), sequence_parallel)
         if plan.open and mesh.size("tp") > 1:
             plan = self.discover(module, plan, example)
-            if mesh.size("pp") > 1 and not plan.compiled:
+            if not plan.compiled:
                 used = [sorted(used_beside(module, list(plan.layers), example))]
                 dist.broadcast_object_list(used, src=0)
-                suit_stages(plan, module, find_units(module), used[0])
+                keep_whole(plan, module, used[0])
+            if mesh.size("pp") > 1 and not plan.compiled:
+                suit_stages(plan, module, find_units(module))
         if mesh.size("tp") > 1 and not plan.layers:
             self._warn_whole(module, mesh.size("tp"))
         if mesh.size("tp") > 1 and plan.whole_sequences:

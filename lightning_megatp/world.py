@@ -14,12 +14,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from lightning_megatp.failure import FailureWatch, ParentWatch
 from lightning_megatp.mesh import AXES, MeshShape
 from lightning_megatp.parts import Parts
 from lightning_megatp.shim.lightning import default_store
 from lightning_megatp.shim.torch import tree_map
+from lightning_megatp.tensor.collectives import all_gather, reduce_scatter
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,21 @@ class _OnDevice:
     @classmethod
     def of(cls, x: Any) -> Any:
         return cls(x.detach().cpu()) if isinstance(x, Tensor) and x.device.type not in ("cpu", "meta") else x
+
+
+class _Stack(torch.autograd.Function):
+    """A tensor stacked over a group; its gradient is the sum of what all ranks have for it. (torch's own takes ranks of
+    a gloo group for global ones in backward.) No OwnFunction: it gathers shards of the step first."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return all_gather(x.unsqueeze(0), group, 0, [1] * group.size())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return reduce_scatter(grad, ctx.group, 0, [1] * ctx.group.size()).squeeze(0), None
 
 
 class WorldMethods(Parts):
@@ -129,7 +146,7 @@ class WorldMethods(Parts):
             group = self._mesh().group("dp")
         if group.size() == 1:
             return tensor
-        return super().all_gather(tensor, group=group, sync_grads=sync_grads)
+        return _Stack.apply(tensor, group) if sync_grads else super().all_gather(tensor, group=group)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce over the data-parallel ranks, by default to the mean; tensor ranks hold the same value already."""

@@ -17,10 +17,10 @@ def split_batch(batch: Any, microbatches: int) -> list[Any]:
     """Split a batch along its batch dim, into parts of the same structure.
 
     The rule: the batch size is the size of dim 0 of the first tensor that has one. Tensors with as many rows are split
-    along dim 0, and so are lists of as many entries, one per row (strings, numbers, dicts, lists of them), unless they
-    hold tensors themselves, as default collation makes of tuples. Everything else (scalars, tables of another size,
-    None) is given to every microbatch as it is. If that is not what a batch means, define `split_batch(self, batch,
-    microbatches)` on the LightningModule, and return a list.
+    along dim 0, and so are lists in the batch of as many entries, one per row (strings, numbers, dicts, lists of them,
+    tensors of other lengths), unless they hold tensors of as many rows, as default collation makes of tuples.
+    Everything else (scalars, tables of another size, None) is given to every microbatch as it is. If that is not what a
+    batch means, define `split_batch(self, batch, microbatches)` on the LightningModule, and return a list.
 
     Args:
         batch: tuples, lists, dicts and other mappings (Hugging Face's BatchEncoding), dataclasses, at any depth.
@@ -28,10 +28,17 @@ def split_batch(batch: Any, microbatches: int) -> list[Any]:
             do not divide, the first parts have one more.
 
     Raises:
-        ValueError: no tensor with a batch dim, and more than one microbatch.
+        ValueError: no tensor with a batch dim, or the first in a list of tensors of different lengths, and more than
+            one microbatch.
     """
     if microbatches == 1:
         return [batch]
+    if is_ragged(batch):
+        raise ValueError(
+            f"MegaTPStrategy: a batch ({type(batch).__name__}) begins with a list of tensors of different lengths. If"
+            " each is a sample, define `split_batch(self, batch, microbatches)` on the LightningModule, and, where"
+            " microbatches may hold different numbers of samples, `loss_weight(self, batch)`; or use microbatches=1."
+        )
     rows = batch_size(batch)
     if not rows:
         raise ValueError(
@@ -40,34 +47,65 @@ def split_batch(batch: Any, microbatches: int) -> list[Any]:
             " LightningModule, or use microbatches=1."
         )
     parts = split_evenly(rows, min(microbatches, rows))
+    if isinstance(batch, list):  # of columns, however many there are
+        return [[_take(x, rows, start, stop) for x in batch] for start, stop in parts]
     return [_take(batch, rows, start, stop) for start, stop in parts]
 
 
 def batch_size(batch: Any) -> int | None:
-    """Rows of the first tensor that has a dim 0; None without one."""
-    return next((len(x) for x in _tensors(batch) if x.dim() > 0), None)
+    """Rows of the first tensor that has a dim 0, or the number of samples in a list of different lengths; None without
+    one."""
+    first = _first(batch)
+    return None if first is None else len(first)
+
+
+def is_ragged(batch: Any) -> bool:
+    """Whether its first tensor with rows is one of many samples, it seems, rather than a column."""
+    return _different_lengths(_first(batch))
 
 
 def _take(batch: Any, rows: int, start: int, stop: int) -> Any:
     def part(x: Any) -> Any:
         if isinstance(x, Tensor):
             return x[start:stop] if x.dim() > 0 and len(x) == rows else x
-        if len(x) == rows and not any(map(_holds_tensors, x)):
+        held = list(_in_lists(x))
+        if len(x) == rows and not (held and all(y.dim() > 0 and len(y) == rows for y in held)):
             return x[start:stop]
         return [_take(item, rows, start, stop) for item in x]
 
     return apply_to_collection(batch, (Tensor, list), part)
 
 
-def _holds_tensors(x: Any) -> bool:
-    """Whether an entry of a list is a column of the batch, or a group of columns, rather than a row."""
-    return isinstance(x, Tensor) or (isinstance(x, (list, tuple)) and any(map(_holds_tensors, x)))
+def _in_lists(x: Any) -> Iterator[Tensor]:
+    """The tensors of a list and of lists and tuples in it. If each has the batch's rows, these are its columns."""
+    if isinstance(x, Tensor):
+        yield x
+    elif isinstance(x, (list, tuple)):
+        for item in x:
+            yield from _in_lists(item)
 
 
-def _tensors(batch: Any) -> Iterator[Tensor]:
-    found: list[Tensor] = []
-    apply_to_collection(batch, Tensor, found.append)
-    yield from found
+def _first(batch: Any) -> Tensor | list[Any] | None:
+    """The first tensor that has a dim 0, or the list of different lengths that holds it."""
+    found: list[Tensor | list[Any]] = []
+
+    def note(x: Any) -> None:
+        if _different_lengths(x) or (isinstance(x, Tensor) and x.dim() > 0):
+            found.append(x)
+        elif isinstance(x, list):
+            for item in x:
+                apply_to_collection(item, (Tensor, list), note)
+
+    apply_to_collection(batch, (Tensor, list), note)
+    return found[0] if found else None
+
+
+def _different_lengths(x: Any) -> bool:
+    """Whether it is a list of tensors, or of what begins with one, that are of one kind but of different lengths."""
+    firsts = [_first(item) for item in x] if isinstance(x, list) else []
+    tensors = [first for first in firsts if isinstance(first, Tensor)]
+    same_kind = len(tensors) == len(firsts) and len({(y.dtype, y.dim()) for y in tensors}) == 1
+    return same_kind and len(set(map(len, tensors))) > 1
 
 
 def merge_outputs(parts: list[Any], weights: list[float]) -> Any:

@@ -149,9 +149,10 @@ class ParallelLayer(nn.Module):
         """
         held = self._parameters
         parameter = dict.__getitem__(held, name) if name in held else getattr(self, name)
-        if parameter is None or name not in self.whole_parameters:
+        by_rank = by_rank or self.by_rank
+        if parameter is None or (name not in self.whole_parameters and not _stands_in(parameter, dim, by_rank)):
             return parameter
-        return slice_whole(parameter, self.group, dim, by_rank or self.by_rank)
+        return slice_whole(parameter, self.group, dim, by_rank)
 
     def _bring(self, x: Tensor) -> Entry:
         """A whole value, or this rank's tokens or features of one, into the tensor region."""
@@ -161,6 +162,11 @@ class ParallelLayer(nn.Module):
     def _readers(self) -> Sequence[tuple[Tensor, Tensor | None]]:
         """Weight and bias of the linear layers that will probably read what this layer brings in."""
         return ()
+
+
+def _stands_in(x: Tensor, dim: int, by_rank: tuple[Ranges, ...]) -> bool:
+    """Whether it is a whole value that the step computed and put in the place of a parameter (`functional_call`)."""
+    return not isinstance(x, nn.Parameter) and x.shape[dim] == max(stop for ranges in by_rank for _, stop in ranges)
 
 
 class ColumnParallel(ParallelLayer):
@@ -246,7 +252,9 @@ class ColumnParallel(ParallelLayer):
         """Weight and bias as this layer's call will use them; None if it will use something made of them."""
         held = self.__dict__["_parameters"]
         weight = dict.get(held, "weight")
-        return None if weight is None or self.whole_parameters else (weight, dict.get(held, "bias"))
+        if self.whole_parameters or not isinstance(weight, nn.Parameter):
+            return None
+        return weight, dict.get(held, "bias")
 
 
 class RowParallel(ParallelLayer):

@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
+from lightning_megatp.shim.fsdp import is_post_backward
 from lightning_megatp.shim.torch import accumulated_parameter
 
 
@@ -71,7 +72,9 @@ def trace_regions(outputs: Iterable[Tensor], edges: bool = False) -> Lineage:
             lineage.hidden = True
         elif kind == "compiled":
             below = "unknown"
-        for i, (parent, _) in enumerate(node.next_functions):
+        for i, (parent, output) in enumerate(node.next_functions):
+            while parent is not None and (kinds.get(type(parent)) or _kind(parent)) == "each":
+                parent, output = parent.next_functions[output]
             step = (parent, below if crossing is None or crossing == i else region)
             if edges and hasattr(parent, "variable"):
                 uses = lineage.edges.setdefault(id(accumulated_parameter(parent)), {})
@@ -93,11 +96,14 @@ def _note_use(node: Any, lineage: Lineage) -> bool:
 
 def _kind(node: Any) -> str:
     """Of all nodes of a type: an autograd function's in Python, a leaf's, or another that torch itself made. Such a
-    walk visits every node of every step, and there are more of the last kind than of the others."""
+    walk visits every node of every step, and there are more of the last kind than of the others. The inputs of the kind
+    "each" have nothing to do with each other."""
     if node.name() == "CheckpointFunctionBackward":
         return "reentrant"
     if node.name() == "CompiledFunctionBackward":
         return "compiled"
+    if is_post_backward(node):
+        return "each"
     if isinstance(node, BackwardCFunction):
         return "function"
     return "leaf" if hasattr(node, "variable") else "other"

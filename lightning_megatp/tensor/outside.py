@@ -32,6 +32,10 @@ class LayerParameters(dict[str, Any]):
     def __getitem__(self, name: str) -> Any:
         return self._seen(super().__getitem__(name))
 
+    def __setitem__(self, name: str, value: Any) -> None:
+        """What was handed out and comes back (`torch.func.functional_call`) is the shard again."""
+        super().__setitem__(name, value.parameter if isinstance(value, WholeParameter) else value)
+
     def get(self, name: str, default: Any = None) -> Any:
         return self._seen(super().get(name, default))
 

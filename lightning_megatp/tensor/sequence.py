@@ -26,6 +26,7 @@ from lightning_megatp.tensor.shards import (
     Shard,
     becomes_leaf,
     changes,
+    gathered,
     is_flat,
     map_arguments,
     of_whole,
@@ -165,6 +166,7 @@ def _run_on_tokens(func: Callable[..., Any], name: str, args: tuple[Any, ...], k
             elif not pointwise or x.tokens != layout or plain.dim() != ndim:
                 return None
         elif isinstance(x, Tensor):
+            own[i] = gathered(x)  # of a shard of features, since its tokens are here
             whole.append(i)
     assert layout is not None
     if pointwise and not all(_fits(own[i], layout, ndim) for i in whole):

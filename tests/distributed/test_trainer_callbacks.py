@@ -156,6 +156,27 @@ def test_reduce_and_gather_run_over_dp_and_broadcast_and_decisions_over_all(layo
         assert decisions == [True, False]
 
 
+class Contrastive(GPT):
+    """Compares each sample with those of all dp ranks, whose gradients come back."""
+
+    def loss(self, batch: Any) -> Any:
+        x_ND = self.all_gather(self.trunk(batch[0]).mean(1), sync_grads=True).flatten(0, -2)
+        return torch.nn.functional.cross_entropy(x_ND @ x_ND.T, torch.arange(len(x_ND)))
+
+
+def _contrastive(layout: Layout) -> list[float]:
+    torch.manual_seed(3)
+    trainer = make_trainer(layout)
+    trainer.fit(Contrastive(GPTConfig(tied=False)), train_loader(layout, 2))
+    return [float(value.square().sum()) for value in trainer.strategy.lightning_module_state_dict().values()]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_gradients_of_what_was_gathered_come_back(layout: Layout) -> None:
+    expected = run_program(PLAIN, _contrastive)[0]
+    assert run_program(layout, _contrastive)[0] == pytest.approx(expected, abs=1e-9)
+
+
 def _scheduled(layout: Layout) -> list[float]:
     """A scheduler per step, whose rate every step depends on."""
     module = variant("untied").build()

@@ -1,4 +1,4 @@
-"""LightningModules of torch's own Transformer layers, Hugging Face's Conv1D, and Hugging Face's stacked experts."""
+"""LightningModules of torch's Transformer layers, of gated blocks, and of Hugging Face's Conv1D and stacked experts."""
 
 from __future__ import annotations
 
@@ -58,6 +58,34 @@ class ExpertsBlock(nn.Module):
         return x_BLD + self.moe(self.norm(x_BLD))[0]
 
 
+class GatedBlock(nn.Module):
+    """A gate computed by a row layer, of tokens, times features."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(hidden)
+        self.up, self.gate, self.down = nn.Linear(hidden, hidden), nn.Linear(hidden, hidden), nn.Linear(hidden, hidden)
+
+    def forward(self, x_BLD: Tensor) -> Tensor:
+        features_BLD = self.up(self.norm(x_BLD))
+        return x_BLD + self.down(torch.sigmoid(self.gate(features_BLD)) * features_BLD)
+
+
+class TorchDecoder(AdamWModule):
+    """nn.TransformerDecoder: each layer takes tokens, and a whole memory."""
+
+    def __init__(self, vocab: int = 32, hidden: int = 18, heads: int = 6) -> None:
+        super().__init__()
+        self.tok = nn.Embedding(vocab, hidden)
+        layer = nn.TransformerDecoderLayer(hidden, heads, 20, 0.0, batch_first=True, norm_first=True)
+        self.net = nn.TransformerDecoder(layer, 2, nn.LayerNorm(hidden))
+        self.head = nn.Linear(hidden, vocab)
+
+    def forward(self, tokens_BL: Tensor) -> Tensor:
+        x_BLD = self.tok(tokens_BL)
+        return self.head(self.net(x_BLD, torch.tanh(x_BLD)))
+
+
 class Blocks(AdamWModule):
     """An embedding, blocks of one kind, a head."""
 
@@ -81,6 +109,13 @@ TORCH_PLAN: dict[str, Any] = {
     "net.layers.*.linear1": "column",
     "net.layers.*.linear2": "row",
     "head": "column_gather",
+}
+DECODER_PLAN: dict[str, Any] = {**TORCH_PLAN, "net.layers.*.multihead_attn": "attention"}
+GATED_PLAN: dict[str, Any] = {
+    "blocks.*": "sequence",
+    "blocks.*.up": {"style": "column", "global_sizes": True},
+    "blocks.*.gate": "row",
+    "blocks.*.down": "row",
 }
 CONV1D_PLAN: dict[str, Any] = {"blocks.*": "sequence", "blocks.*.up": "column", "blocks.*.down": "row"}
 EXPERTS_PLAN: dict[str, Any] = {"blocks.*": "sequence", "blocks.*.moe.experts": "experts"}

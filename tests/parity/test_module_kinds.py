@@ -1,4 +1,4 @@
-"""Whole fits with nn.MultiheadAttention, Conv1D and stacked experts split, against the one-device fits."""
+"""Whole fits with nn.MultiheadAttention, gates, Conv1D and stacked experts split, against the one-device fits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.parity.test_pipeline_parity import Case as PipelineCase
 from tests.parity.test_pipeline_parity import fit_pipeline
 from tests.ranks import run_ranks
 
-KINDS = ("torch_encoder", "conv1d", "experts")
+KINDS = ("torch_encoder", "torch_decoder", "gated", "conv1d", "experts")
 
 
 @pytest.mark.parametrize("kind", KINDS)

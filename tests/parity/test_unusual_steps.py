@@ -17,6 +17,7 @@ MODELS = [
     "recomputed_parts",
     "looked_at",
     "twice",
+    "replaced",
     "in_place",
     "manual_accumulation",
     "computed",

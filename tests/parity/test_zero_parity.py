@@ -56,6 +56,8 @@ CASES = [
     Case("untied", 3, accumulate=2, large_ends=True),
     Case("tied", 3, tp=2, clip="norm", sequence=True, length=7),
     Case("grouped", 1, tp=2, sequence=True),
+    Case("torch_decoder", 3, tp=2, sequence=True),
+    Case("head_outside", 2, tp=2, options=(("plan", "auto"),)),
     Case("deep", 3, pp=2, microbatches=2, clip="norm"),
     Case("tied", 3, precision="bf16-mixed"),
 ]

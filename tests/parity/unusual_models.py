@@ -93,6 +93,17 @@ class Twice(GPT):
         return main + distillation + shorter_BLV.square().mean()
 
 
+class Replaced(GPT):
+    """Calls layers with other parameters: computed ones, as meta-learning does, and, afterwards, their own."""
+
+    def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        mlp, x_BLD = self.blocks[0].mlp, self.tok(batch[0])
+        own = dict(mlp.named_parameters())
+        smaller_BLD = torch.func.functional_call(mlp, {name: 0.9 * p for name, p in own.items()}, (x_BLD,))
+        same_BLD = torch.func.functional_call(mlp, own, (x_BLD,))
+        return super().loss(batch) + (same_BLD - 2 * smaller_BLD).square().mean()
+
+
 class InPlace(GPT):
     """Changes a column layer's input between two layers that read it."""
 

@@ -120,6 +120,7 @@ EXTRA: dict[str, Variant] = {
     "recomputed_parts": gpt(unusual.RecomputedParts),
     "looked_at": gpt(unusual.LookedAt),
     "twice": gpt(unusual.Twice),
+    "replaced": gpt(unusual.Replaced),
     "in_place": gpt(unusual.InPlace, gate="separate"),
     "gradient_penalty": gpt(unusual.GradientPenalty),
     "manual_accumulation": gpt(unusual.ManualAccumulation),
@@ -130,6 +131,8 @@ EXTRA: dict[str, Variant] = {
     "deep": gpt(layers=6, tied=False),
     "deep_tied": gpt(layers=7),
     "torch_encoder": Variant(module_kinds.TorchEncoder, module_kinds.TORCH_PLAN),
+    "torch_decoder": Variant(module_kinds.TorchDecoder, module_kinds.DECODER_PLAN),
+    "gated": Variant(lambda: module_kinds.Blocks(module_kinds.GatedBlock), module_kinds.GATED_PLAN),
     "conv1d": Variant(lambda: module_kinds.Blocks(module_kinds.Conv1DBlock), module_kinds.CONV1D_PLAN),
     "experts": Variant(lambda: module_kinds.Blocks(module_kinds.ExpertsBlock), module_kinds.EXPERTS_PLAN),
 }

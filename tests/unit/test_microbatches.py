@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_megatp.pipeline.batch import BatchRun
 from lightning_megatp.pipeline.leftovers import Attributes
-from lightning_megatp.pipeline.split import merge_outputs, split_batch
+from lightning_megatp.pipeline.split import batch_size, merge_outputs, split_batch
 from lightning_megatp.pipeline.weights import TargetCount
 
 Pair = collections.namedtuple("Pair", ["x", "rest"])
@@ -51,6 +51,8 @@ X = torch.arange(3)
         (Pair(X, (None, 7, "s", torch.tensor(5))), [[0, 1], [None, 7, "s", 5]], [[2], [None, 7, "s", 5]]),
         (Record(X, ["a", "b", "c"]), {"x": [0, 1], "tags": ["a", "b"]}, {"x": [2], "tags": ["c"]}),
         ([X, torch.zeros(2)], [[0, 1], [0, 0]], [[2], [0, 0]]),
+        ({"x": X, "l": [X[:1], X, X[:2]]}, {"x": [0, 1], "l": [[0], [0, 1, 2]]}, {"x": [2], "l": [[0, 1]]}),
+        ((X, list(X)), [[0, 1], [0, 1]], [[2], [2]]),
     ],
     ids=lambda value: str(value)[:20],
 )
@@ -65,6 +67,15 @@ def test_what_can_not_be_split() -> None:
     assert split_batch("text", 1) == ["text"]
     with pytest.raises(ValueError, match="split_batch"):
         split_batch(["a", "b"], 2)
+
+
+@pytest.mark.parametrize(
+    "batch", [Record([X, X[:2]], [0, 1]), [X[:1], X], ([{"x": X, "n": 1}, {"x": X[:1], "n": 0}], X[:2])], ids=str
+)
+def test_samples_of_different_lengths_are_not_taken_for_columns(batch: Any) -> None:
+    with pytest.raises(ValueError, match=r"different lengths.*`split_batch"):
+        split_batch(batch, 2)
+    assert batch_size(batch) == 2
 
 
 def test_merge() -> None:

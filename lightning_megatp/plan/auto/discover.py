@@ -86,7 +86,24 @@ def discover(model: nn.Module, tp: int, kinds: Sequence[Block], plan: ParallelPl
     return found
 
 
-def suit_stages(plan: ParallelPlan, model: nn.Module, units: Iterable[str], used: Iterable[str]) -> None:
+def keep_whole(plan: ParallelPlan, model: nn.Module, used: Iterable[str]) -> None:
+    """Drop the layers that were found, and whose parameters a step uses beside them: they would be gathered for good in
+    the first step, which with stages or zero > 0 is too late.
+
+    Args:
+        plan: of a whole model; of its layers only those that were found are changed.
+        model: the unsplit model.
+        used: names of parameters.
+    """
+    modules = {plain_name(name): child for name, child in model.named_modules()}
+    ids = {id(model.get_parameter(name)) for name in used}
+    for name in [n for n in plan.layers if n in plan.how and ids & {id(p) for p in modules[n].parameters()}]:
+        if name in plan.layers:
+            _drop_region(plan, name, "the step uses its weight beside it")
+    plan.parameters = parameter_specs(plan, model)
+
+
+def suit_stages(plan: ParallelPlan, model: nn.Module, units: Iterable[str]) -> None:
     """Change what was found to what pipeline stages can do.
 
     Args:
@@ -94,14 +111,9 @@ def suit_stages(plan: ParallelPlan, model: nn.Module, units: Iterable[str], used
         model: the unsplit model.
         units: modules that a pipeline never cuts. Of a region that reaches over several, layers are gathered one by
             one; a sequence stays whole there.
-        used: parameters that a step uses beside their layers. These layers stay whole: other stages may need them.
     """
     modules = {plain_name(name): child for name, child in model.named_modules()}
     units = [plain_name(unit) for unit in units]
-    ids = {id(model.get_parameter(name)) for name in used}
-    for name in [n for n in plan.layers if n in plan.how and ids & {id(p) for p in modules[n].parameters()}]:
-        if name in plan.layers:
-            _drop_region(plan, name, "the step uses its weight beside it")
     for name, layer in list(plan.layers.items()):
         if name not in plan.layers or name not in plan.how or layer.region is None or _inside(layer.region, units):
             continue
