@@ -68,6 +68,7 @@ __all__ = [
     "is_parameter_view",
     "is_random",
     "is_view",
+    "missed_data",
     "reduce_scatter_single",
     "runs_own_convolution",
     "sdpa_is_fused",
@@ -96,6 +97,11 @@ T = TypeVar("T", bound=Tensor)
 # torch 2.13 renames these two and warns at the names that 2.11 knows.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def missed_data(error: RuntimeError) -> bool:
+    """Whether a kernel failed since it reads the memory of a fake tensor; only torch's words tell (2.11-2.13)."""
+    return "data is not allocated yet" in str(error) or "Cannot access data pointer of Tensor" in str(error)
 
 
 def is_view(x: Tensor) -> bool:
