@@ -134,10 +134,10 @@ class CheckpointMethods(Parts):
         if self._cannot_gather() or self._is_copy():
             return {}
         optimizer = getattr(optimizer, "optimizer", optimizer)
-        if not optimizer.param_groups:
-            return optimizer.state_dict()  # Lightning's stand-in, where `configure_optimizers` returns None
         if self.checkpoint == "folder":
             return sharded_optimizer_state(optimizer, parallel, mesh)
+        if not optimizer.param_groups:
+            return optimizer.state_dict()  # Lightning's stand-in, where `configure_optimizers` returns None
         state = full_optimizer_state(optimizer, parallel, keep=mesh.rank("tp") == mesh.rank("dp") == 0)
         if self.pp == 1:
             return state
@@ -318,6 +318,8 @@ class CheckpointMethods(Parts):
                 f" {len(self.optimizers)}. Configure them as they were when it was saved."
             )
         for index, (optimizer, state) in enumerate(zip(self.optimizers, states, strict=True)):
+            if not optimizer.param_groups:
+                continue  # Lightning's stand-in, as in `optimizer_state`
             if self._folder is not None:
                 load_sharded_optimizer(self._folder, index, state, optimizer, parallel, mesh)
                 continue
