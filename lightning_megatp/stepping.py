@@ -10,6 +10,7 @@ import torch
 
 from lightning_megatp.data import SameBatch
 from lightning_megatp.gradients.methods import GradientMethods
+from lightning_megatp.gradients.rows import finds_rows
 from lightning_megatp.gradients.wide import widen
 from lightning_megatp.planner.measure import MemoryAccount
 from lightning_megatp.recompute.offload import OffloadActivations
@@ -102,7 +103,7 @@ class StepMethods(GradientMethods):
                 with contextlib.nullcontext() if self._undivided else parallel.step(watch), self._offloading(kind):
                     return parallel.outputs(step(*args, **kwargs))
             except RuntimeError as error:
-                if self.sharding is None or "mixed torch.Tensor and DTensor" not in str(error):
+                if self.sharding is None or not finds_rows(error):
                     raise
                 raise RuntimeError(
                     f"MegaTPStrategy: the {kind} step uses a parameter that zero={self.zero.level} has divided outside"

@@ -19,6 +19,7 @@ from lightning_megatp.commands.answer import answer
 from lightning_megatp.commands.proof import prepare
 from lightning_megatp.data import SameBatch
 from lightning_megatp.example import Example
+from lightning_megatp.exports import refuse_exports
 from lightning_megatp.failure import FailureWatch
 from lightning_megatp.gradients.dividing import divide
 from lightning_megatp.gradients.methods import GradientMethods
@@ -335,6 +336,7 @@ class MegaTPStrategyBase(StepMethods, GradientMethods, BuildingMethods, WorldMet
         self.sharding = divide(parallel, mesh, self.zero, self.pipeline, example, self._materialize)
         if building is not None:
             self._materialize_units(parallel)
+        refuse_exports(module, mesh.size("tp"), self.pp, self.zero.level if self.sharding is not None else 0)
         self._undivided = mesh.size("tp") == self.pp == 1 and not self.sharding and not parallel.recomputation
         own_end = type(self.parallelism).finalize_gradients is not ParallelismPlugin.finalize_gradients
         extras = self.offload_activations, self.verify, self.memory, self.zero.reduce_dtype, own_end

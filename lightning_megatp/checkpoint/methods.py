@@ -1,11 +1,10 @@
-"""The checkpoint methods of MegaTPStrategy."""
+"""The checkpoint methods of MegaTPStrategy: saving, also after an exception."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import warnings
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,24 +12,19 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from lightning_megatp.checkpoint.agree import together
-from lightning_megatp.checkpoint.averages import Averages, averaged_states
+from lightning_megatp.checkpoint.averages import averaged_states
 from lightning_megatp.checkpoint.background import BackgroundSave
 from lightning_megatp.checkpoint.exceptions import AfterException
-from lightning_megatp.checkpoint.files import check_zip
-from lightning_megatp.checkpoint.folder import Folder, is_folder, save_folder, to_bytes
+from lightning_megatp.checkpoint.folder import save_folder, to_bytes
 from lightning_megatp.checkpoint.full import (
     full_optimizer_state,
     full_state_dict,
-    local_optimizer_state,
     without_data,
 )
+from lightning_megatp.checkpoint.loading import LoadingMethods, has_own
 from lightning_megatp.checkpoint.sharded import (
     ELSEWHERE,
-    NOT_TENSORS,
     elsewhere_on_all_stages,
-    load_sharded_model,
-    load_sharded_optimizer,
-    put_back,
     sharded_optimizer_state,
     sharded_state_dict,
     split_content,
@@ -39,18 +33,14 @@ from lightning_megatp.checkpoint.single import durable_checkpoint_io
 from lightning_megatp.checkpoint.stages import (
     gather_optimizer_state,
     gather_state_dict,
-    load_own,
-    own_optimizer_state,
 )
 from lightning_megatp.messages import warn_once_per_run
-from lightning_megatp.module import ParallelModule
-from lightning_megatp.parts import Parts
 from lightning_megatp.pipeline.detour import Detour
-from lightning_megatp.randomness import gather_random_states, set_random_state
-from lightning_megatp.shim.lightning import averages, default_store, restart_loaders
+from lightning_megatp.randomness import gather_random_states
+from lightning_megatp.shim.lightning import default_store
 
 
-class CheckpointMethods(Parts):
+class CheckpointMethods(LoadingMethods):
     """What Lightning calls to save and to load, in one file or in a folder."""
 
     def _set_up_checkpoints(self, checkpoint: str, async_save: bool) -> None:
@@ -69,16 +59,8 @@ class CheckpointMethods(Parts):
         self._background = BackgroundSave()
         self._background_group: dist.ProcessGroup | None = None
         self._after_exception: AfterException | None = None
-        self._averages: Averages | None = None
         self._detours: list[Detour] = []
-        self._random_states: list[dict[str, Any]] | None = None
-        self._folder: Folder | None = None
-        self._not_tensors: dict[str, Any] = {}
-        self._whole_model = False
-        self._optimizer_order: dict[int, list[str]] = {}
-        """At pp > 1, id(optimizer) -> the names of its parameters in the user's order."""
-        self._is_split = False
-        """Whether `setup` of this run is past the split: what is loaded from then on goes to the split module."""
+        self._set_up_loading()
 
     @property
     def checkpoint_io(self) -> Any:
@@ -134,10 +116,10 @@ class CheckpointMethods(Parts):
         if self._cannot_gather() or self._is_copy():
             return {}
         optimizer = getattr(optimizer, "optimizer", optimizer)
-        if not optimizer.param_groups:
-            return optimizer.state_dict()  # Lightning's stand-in, where `configure_optimizers` returns None
         if self.checkpoint == "folder":
             return sharded_optimizer_state(optimizer, parallel, mesh)
+        if not optimizer.param_groups:
+            return optimizer.state_dict()  # Lightning's stand-in, where `configure_optimizers` returns None
         state = full_optimizer_state(optimizer, parallel, keep=mesh.rank("tp") == mesh.rank("dp") == 0)
         if self.pp == 1:
             return state
@@ -224,118 +206,6 @@ class CheckpointMethods(Parts):
         self.wait_for_checkpoints()
         super().on_train_end()
 
-    # ---------------------------------------------------------------- loading
-
-    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        self.wait_for_checkpoints()
-        saved = self.broadcast(str(checkpoint_path))
-        if saved != str(checkpoint_path) and not Path(checkpoint_path).exists():
-            checkpoint_path = saved  # BatchSizeFinder makes up another name on every rank
-        path = Path(checkpoint_path)
-        self._folder = None
-        with together(f"the checkpoint {path} was not loaded"):
-            if is_folder(path):
-                self._folder = Folder(path)
-                checkpoint = self._folder.meta(kwargs.get("weights_only", args[0] if args else None))
-                self._not_tensors = checkpoint.pop(NOT_TENSORS)
-                checkpoint["state_dict"] = dict(self._not_tensors)
-                self._whole_model = self._needs_whole_model()
-                if self._whole_model:
-                    put_back(checkpoint, self._folder)
-                checkpoint.pop(ELSEWHERE, None)
-            else:
-                if self.local_rank == 0 and path.is_file():
-                    check_zip(path)
-                checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)
-        fitting = self.lightning_module is not None and self.lightning_module.trainer.state.fn == "fit"
-        self._random_states = checkpoint.get("random_states") if fitting else None
-        return checkpoint
-
-    def _needs_whole_model(self) -> bool:
-        """Whether somebody has to see all of a folder's model: averages, and `on_load_checkpoint`, which may change it;
-        and `verify`, which compares with the unsplit model."""
-        module = self.lightning_module
-        if module is None:
-            return False
-        unsplit = self.verify and self.parallelism.split_form(module) is None
-        return unsplit or self._has_hook("on_load_checkpoint") or bool(averages(module.trainer))
-
-    def _has_hook(self, name: str) -> bool:
-        """Whether the module or a callback has something of its own instead of Lightning's empty hook."""
-        module = self.lightning_module
-        assert module is not None
-        trainer: Any = module.trainer
-        return any(_has_own(x, name) for x in (module, *trainer.callbacks))
-
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Lightning restores the model before `setup` splits it. From a file it gets all, or its shards if an earlier
-        run has split it; from a folder, later, what is left of it after the split. In the middle of a run
-        (LearningRateFinder) both load at once."""
-        assert self.lightning_module is not None
-        if self._folder is not None and not self._whole_model:
-            if self._is_split:
-                self._load_split_model()
-            return
-        split: ParallelModule | None = self.parallelism.split_form(self.lightning_module)
-        load = functools.partial(self.lightning_module.load_state_dict, strict=strict)
-        with contextlib.nullcontext() if self._building is None else self._building.record():
-            if split is None:
-                load(checkpoint["state_dict"])
-            else:
-                self._cut_averages(split)  # their callbacks load next
-                load_own(checkpoint["state_dict"], split, load)
-
-    def _cut_averages(self, parallel: ParallelModule) -> None:
-        """Let averaged copies hold what the split module does; once in a run."""
-        assert self.lightning_module is not None
-        if self._averages is None:
-            self._averages = Averages(averages(self.lightning_module.trainer), parallel, self._mesh())
-
-    def _leave_averages(self) -> None:
-        if self._averages is not None:
-            self._averages.close()
-            self._averages = None
-
-    def _load_split_model(self) -> None:
-        """In `setup`, after the split: this rank's part of a folder."""
-        self._is_split = True
-        if self._folder is None or self._whole_model:
-            return
-        module = self.lightning_module
-        assert module is not None
-        load_sharded_model(
-            self._folder, module, self._parallel(), self._mesh(), self._not_tensors, module.strict_loading
-        )
-        if module.trainer.state.fn != "fit":
-            self._folder = None
-
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        parallel, mesh = self._parallel(), self._mesh()
-        states = checkpoint["optimizer_states"]
-        if len(states) != len(self.optimizers):
-            raise RuntimeError(
-                f"MegaTPStrategy: the checkpoint has {len(states)} optimizers, and the module configures"
-                f" {len(self.optimizers)}. Configure them as they were when it was saved."
-            )
-        for index, (optimizer, state) in enumerate(zip(self.optimizers, states, strict=True)):
-            if self._folder is not None:
-                load_sharded_optimizer(self._folder, index, state, optimizer, parallel, mesh)
-                continue
-            if self.pp > 1:
-                order = self._optimizer_order.get(id(optimizer), [])
-                state = own_optimizer_state(state, optimizer, order, parallel, mesh)
-            optimizer.load_state_dict(local_optimizer_state(state, optimizer, parallel))
-        self._folder = None
-        self._resume_random()  # the last thing restored before the first batch
-        assert self.lightning_module is not None
-        restart_loaders(self.lightning_module.trainer)
-
-    def _resume_random(self) -> None:
-        """Go on with the random numbers of the checkpoint that was loaded."""
-        states, mesh = self._random_states, self._mesh()
-        if states is not None and len(states) == mesh.size("dp"):
-            set_random_state(states[mesh.rank("dp")])
-
     # ---------------------------------------------------------------- after an exception
 
     def _check_places(self, trainer: Any) -> None:
@@ -363,7 +233,7 @@ class CheckpointMethods(Parts):
         self._after_exception = AfterException(store, self.global_rank, self.world_size)
         saving = [c for c in trainer.checkpoint_callbacks if getattr(c, "save_on_exception", True)]
         self._detours = [
-            Detour(c, "on_exception", self._save_after_exception) for c in saving if _has_own(c, "on_exception")
+            Detour(c, "on_exception", self._save_after_exception) for c in saving if has_own(c, "on_exception")
         ]
 
     def _leave_exceptions(self) -> None:
@@ -414,8 +284,3 @@ def _no_folders(place: str) -> str:
         f'MegaTPStrategy: checkpoint="folder" writes to a file system that all ranks share, not to {place}. Use a'
         ' mounted path, or checkpoint="file".'
     )
-
-
-def _has_own(owner: Any, name: str) -> bool:
-    """Whether an object has a method of its own instead of Lightning's empty hook."""
-    return name in vars(owner) or sum(name in vars(kind) for kind in type(owner).__mro__) > 1

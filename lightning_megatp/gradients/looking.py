@@ -71,23 +71,28 @@ class Looking(TorchFunctionMode):
 
     Args:
         judge: whom to ask and to tell.
-        parts: what lies where.
+        parts: tells what lies where. It is asked when the first operation is about to run: many hooks run none.
     """
 
-    def __init__(self, judge: Judge, parts: Iterable[tuple[Tensor, Part]]) -> None:
+    def __init__(self, judge: Judge, parts: Callable[[], Iterable[tuple[Tensor, Part]]]) -> None:
         super().__init__()
         self._judge = judge
         self._made: Any = WeakIdKeyDictionary()
         """Tensor -> the part of which it was made, element by element; also what has no address, since it is empty."""
         self.show(parts)
 
-    def show(self, parts: Iterable[tuple[Tensor, Part]]) -> None:
+    def show(self, parts: Callable[[], Iterable[tuple[Tensor, Part]]]) -> None:
         """From now on these."""
         self._made.clear()
-        self._alive = list(parts)
+        self._not_asked: Callable[[], Iterable[tuple[Tensor, Part]]] | None = parts
+        self._alive: list[tuple[Tensor, Part]] = []
         """So that nothing else comes to lie at their addresses."""
         self._parts: dict[int, Part] = {}
         """By address."""
+
+    def _ask(self, parts: Callable[[], Iterable[tuple[Tensor, Part]]]) -> None:
+        self._not_asked = None
+        self._alive = list(parts())
         for tensor, part in self._alive:
             if address := _address(tensor):
                 self._parts[address] = part
@@ -98,7 +103,10 @@ class Looking(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        parts = [part for x in (*args, *kwargs.values()) for y in _each(x) if (part := self._part(y)) is not None]
+        given = [y for x in (*args, *kwargs.values()) for y in _each(x)]
+        if self._not_asked is not None and any(isinstance(x, Tensor) and x.dim() for x in given):  # not just a loss
+            self._ask(self._not_asked)
+        parts = [part for x in given if (part := self._part(x)) is not None]
         if not parts:
             return func(*args, **kwargs)
         part = next((part for part in parts if part.parted), parts[0])

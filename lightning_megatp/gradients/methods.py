@@ -78,7 +78,8 @@ class GradientMethods(Parts):
                     optimizer.state.pop(fake, None)
                 for key in group.keys() & {"params", "param_names"}:
                     group[key] = [item for item, keep in zip(group[key], held, strict=True) if keep]
-        empty = not all(map(_parameters_of, self.optimizers))
+        # what Lightning makes of `configure_optimizers` returning None has no groups
+        empty = any(optimizer.param_groups and not _parameters_of(optimizer) for optimizer in self.optimizers)
         if self.reduce_boolean_decision(empty, all=False):
             raise ValueError(
                 f"MegaTPStrategy: {self._mesh().describe() if empty else 'another pipeline stage'} holds no"

@@ -73,3 +73,8 @@ def rows_of(size: int, place: int, ranks: int) -> tuple[int, int]:
     """Which rows FSDP2 gives to a rank: equal parts, the last ones smaller or empty."""
     each = -(-size // ranks)
     return min(place * each, size), min((place + 1) * each, size)
+
+
+def finds_rows(error: RuntimeError) -> bool:
+    """Whether an operation failed on a divided parameter that nobody has gathered. torch 2.11 to 2.13 say it so."""
+    return "mixed torch.Tensor and DTensor" in str(error)

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_megatp.gradients.holders import REDUCES_UNUSED, Group, Holder, Root, Sharder
-from lightning_megatp.gradients.rows import DividedParameter, rows_of
+from lightning_megatp.gradients.rows import DividedParameter, finds_rows, rows_of
 from lightning_megatp.gradients.units import in_several, large_units
 from lightning_megatp.gradients.writes import WriteWatch, lost_change
 from lightning_megatp.gradients.zero_options import ZeroOptions
@@ -128,6 +128,8 @@ class ZeroSharding:
         """Name -> the gradient that the module's parameter was last given."""
         self._parked: dict[str, Any] = {}
         """Name -> what FSDP2 reduced, until it is collected."""
+        self._stepping = False
+        self._forward = Detour(module, "forward", self._explain_outside)
         self._zero_grad = Detour(module, "zero_grad", self._clear_gradients)
         self._toggle = Detour(module, "toggle_optimizer", self._refuse_toggle)
         parallel.adopt_divided(self.parameters, self.group, roles)
@@ -152,7 +154,24 @@ class ZeroSharding:
         with_graph = torch.is_grad_enabled()  # leaving inference mode would set it
         watching = WriteWatch(self.parameters) if self.watches else contextlib.nullcontext()
         with torch.inference_mode(False), torch.set_grad_enabled(with_graph), watching:  # what is gathered is trained
-            return self._root(function)
+            self._stepping = True
+            try:
+                return self._root(function)
+            finally:
+                self._stepping = False
+
+    def _explain_outside(self, forward: Callable[[], Any]) -> Any:
+        """The LightningModule's forward, which hooks and scripts may call."""
+        try:
+            return forward()
+        except RuntimeError as error:
+            if self._stepping or not finds_rows(error):
+                raise
+            raise RuntimeError(
+                "MegaTPStrategy: the module's forward is called outside of a step, where its parameters are divided"
+                f" (zero={self.options.level}). Only training, validation, test and predict steps gather them: do it in"
+                " one of these, or from a checkpoint with zero=0."
+            ) from error
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:

@@ -13,7 +13,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -33,6 +33,14 @@ HOOKS = {
     "_after_closure": ("on_before_optimizer_step", "configure_gradient_clipping"),
 }
 """The precision plugin's methods that call the user's hooks."""
+
+
+class _Summed(NamedTuple):
+    """A gradient before hooks run, and the norm of the whole one."""
+
+    grad: Tensor | None
+    version: int
+    norm: Tensor
 
 
 class WholeNorms:
@@ -63,7 +71,7 @@ class WholeNorms:
                 yield
         finally:
             if self._now is not None:
-                self._now.show(())
+                self._now.show(tuple)
             self._now = None
             if method == "_after_closure":
                 self._unknown.clear()
@@ -130,50 +138,74 @@ class WholeNorms:
             self._said.add(key)
             warn_once_per_run(text)
 
-    def _sums(self) -> dict[int, Tensor]:
-        """id of what this rank trains -> the norm of the whole gradient."""
+    def _sums(self) -> dict[int, _Summed]:
+        """Of every parameter that is split or divided, by the id of what this rank trains of it."""
         parallel, mesh = self._parallel, self._mesh
         split_over: tuple[tuple[dist.ProcessGroup | None, Collection[int]], ...] = (
             (parallel.rows_group, parallel.divided),
             (mesh.group("tp"), parallel.sharded),
         )
         groups = [(group, ids) for group, ids in split_over if group is not None and group.size() > 1]
-        held = [p for _, p in parallel.named_held() if p.grad is None or p.grad.layout is torch.strided]
-        if not groups or not held:
+        parted = {id(p): p for p in parallel.names.values() if any(id(p) in ids for _, ids in groups)}
+        shown = [(p, parallel.held(p)) for p in parted.values()]
+        shown = [(p, held) for p, held in shown if (grad := held.grad) is None or grad.layout is torch.strided]
+        if not shown:
             return {}
         places, parts = [], []
-        for place, parameter in enumerate(held):
-            if parameter.grad is not None:
-                divided = parallel.divided.get(id(parameter))
+        for place, (_, held) in enumerate(shown):
+            if (grad := held.grad) is not None:
+                divided = parallel.divided.get(id(held))
                 rows = None if divided is None else divided.rows
-                own = own_elements(parameter.grad, parallel.spec(parameter), mesh.rank("tp"), 2.0, rows)
+                own = own_elements(grad, parallel.spec(held), mesh.rank("tp"), 2.0, rows)
                 places += [place] * len(own)
                 parts += own
-        sums = torch.zeros(len(held), device=mesh.device, dtype=torch.float64)
+        sums = torch.zeros(len(shown), device=mesh.device, dtype=torch.float64)
         if parts:
-            powers = torch.stack([norm.to(sums) for norm in foreach_norm(parts, 2.0)]).square()
-            sums.index_add_(0, from_host(places, sums.device), powers)
+            norms = foreach_norm(parts, 2.0)
+            if len({norm.device for norm in norms}) > 1:  # some are offloaded
+                norms = tuple(norm.to(sums.device) for norm in norms)
+            sums.index_add_(0, from_host(places, sums.device), torch.stack(norms).to(sums).square())
         for group, ids in groups:
-            over = from_host([id(parameter) in ids for parameter in held], sums.device)
+            over = from_host([id(held) in ids for _, held in shown], sums.device)
             total = sums * over
             dist.all_reduce(total, group=group)
             sums = torch.where(over, total, sums)
-        return {id(parameter): norm for parameter, norm in zip(held, sums.sqrt(), strict=True)}
+        return {id(held): _summed(p, held, norm) for (p, held), norm in zip(shown, sums.sqrt().unbind(), strict=True)}
 
-    def _parts(self) -> list[tuple[Tensor, Part]]:
-        """Of all that a hook may look at."""
-        norms, found = self._sums(), []
-        for name, parameter in self._parallel.module.named_parameters():
-            held = self._parallel.held(parameter)
-            split, divided = self._parallel.spec(held) is not None, id(held) in self._parallel.divided
-            part = Part(f"`{name}`", held.numel(), split, split or divided)
-            found += [(held, part), (parameter, part)]
-            # a rank without rows may have a gradient where the module shows it, and none to train with
-            if (grad := parameter.grad if held.grad is None else held.grad) is not None:
-                norm, version = norms.get(id(held)), tensor_version(grad)
-                of_grad = replace(part, what=f"the gradient of {part.what}", norm=norm, source=grad, version=version)
-                found += [(x, of_grad) for x in (grad, parameter.grad) if x is not None]
-        return found
+    def _parts(self) -> Callable[[], list[tuple[Tensor, Part]]]:
+        """Of all that a hook may look at; when it looks, since most look at nothing.
+
+        Communication: that of `_sums`, at once.
+        """
+        sums = self._sums()
+
+        def parts() -> list[tuple[Tensor, Part]]:
+            found = []
+            for name, parameter in self._parallel.module.named_parameters():
+                held = self._parallel.held(parameter)
+                split, divided = self._parallel.spec(held) is not None, id(held) in self._parallel.divided
+                part = Part(f"`{name}`", held.numel(), split, split or divided)
+                found += [(held, part), (parameter, part)]
+                if (grad := _grad_of(parameter, held)) is not None:
+                    source, version, norm = sums.get(id(held)) or (grad, tensor_version(grad), None)
+                    norm = norm if source is grad else None
+                    of_grad = replace(
+                        part, what=f"the gradient of {part.what}", norm=norm, source=grad, version=version
+                    )
+                    found += [(x, of_grad) for x in (grad, parameter.grad) if x is not None]
+            return found
+
+        return parts
+
+
+def _grad_of(parameter: Tensor, held: Tensor) -> Tensor | None:
+    """A rank without rows may have a gradient where the module shows it, and none to train with."""
+    return parameter.grad if held.grad is None else held.grad
+
+
+def _summed(parameter: Tensor, held: Tensor, norm: Tensor) -> _Summed:
+    grad = _grad_of(parameter, held)
+    return _Summed(grad, 0 if grad is None else tensor_version(grad), norm)
 
 
 def watch_hooks(plugin: Any, trainer: Any, parallel: ParallelModule, mesh: ParallelMesh) -> None:

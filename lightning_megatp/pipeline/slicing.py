@@ -295,7 +295,8 @@ def _sent(relay: Relay, mode: StageMode, received: Mapping[Key, Tensor], stage: 
         raise SliceError(
             f"`{operation.name}` ({operation.where}) on pipeline stage {stage} made {made}; planned was"
             f" {_describe(relay)}. The batch has the shapes of the planned one, so something else differs between the"
-            " calls: a random choice, a counter, the rank."
+            " calls: values on which a shape depends (give `pad_packed_sequence` its `total_length`), a random choice,"
+            " a counter, the rank."
         )
     if relay.has_graph not in (None, tensor.requires_grad):
         now, then = ("is", "was not") if tensor.requires_grad else ("is not", "was")

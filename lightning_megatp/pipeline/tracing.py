@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 
 from lightning_megatp.pipeline.inside import Inside
@@ -40,6 +41,7 @@ from lightning_megatp.shim.torch import (
     UnsupportedOperatorException,
     checkpoint_region,
     is_fake,
+    missed_data,
     tree_leaves,
     tree_map,
     without_mode,
@@ -225,6 +227,10 @@ class Tracer(TorchFunctionMode):
             raise NeedsValues(f"the shape of what `{name}` returns depends on values") from error
         except UnsupportedOperatorException as error:
             raise NeedsValues(f"`{name}` can't tell the shape of its result without computing it") from error
+        except RuntimeError as error:
+            if missed_data(error):
+                raise NeedsValues(f"`{name}` reads values on the host") from error
+            raise
 
     def _is_without_data(self, x: Tensor) -> bool:
         known = self.values.get(x)
@@ -283,7 +289,9 @@ class Tracer(TorchFunctionMode):
                 raise StepEnded from error
             raise SliceError(
                 f"{call.by} can't be planned on pipeline stage {stage}: {error}. Values are known on the last stage"
-                f" ({self.last_stage}) only. Do it after the loss, in a hook, or on that stage."
+                f" ({self.last_stage}) only. Do it after the loss, in a hook, or on that stage; or inside the forward"
+                " of a module that returns what has the shape of its first input (a recurrent layer: pack, run, and"
+                " pad with `total_length`)."
             ) from error
         args, kwargs = with_memory(call.args, call.kwargs) if call.shape_only else (call.args, call.kwargs)
         return None, call.function(*args, **kwargs)
@@ -309,7 +317,7 @@ class Tracer(TorchFunctionMode):
         """The result of a unit inside of which shapes depend on values (a mixture of experts): what blocks return,
         hidden states like those they take. The run compares it with what the unit really returns."""
         hidden = next((value.fake for value in call.inputs if value.tensor.is_floating_point()), None)
-        if hidden is None or hidden.dim() < 2:
+        if hidden is None or hidden.dim() < 2 or any(isinstance(x, PackedSequence) for x in call.args):
             return None
         with self.fake_mode:
             out = hidden.clone()

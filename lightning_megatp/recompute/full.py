@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from lightning_megatp.building.recording import default_dtype
 from lightning_megatp.messages import warn_once_per_run
 from lightning_megatp.plan.ranges import split_evenly
 from lightning_megatp.shim.torch import FakeTensor, tensor_version, tree_flatten, tree_unflatten
@@ -105,13 +106,13 @@ class FullRecompute:
         others = [None if i in tensors else x for i, x in enumerate(leaves)]
         given: list[dict[int, Tensor]] = [tensors]
         buffers = self._buffers.copies()
-        function = call.func
+        function, dtype = call.func, torch.get_default_dtype()  # 64-true and bf16-true set it for the step alone
 
         def run(*kept: Tensor) -> Any:
             again = not given
             now = _restored(inputs, kept) if again else given.pop()
             args, kwargs = tree_unflatten([now.get(i, x) for i, x in enumerate(others)], structure)
-            with self._buffers.as_before(buffers) if again else contextlib.nullcontext():
+            with self._again(dtype, buffers) if again else contextlib.nullcontext():
                 return function(*args, **kwargs)
 
         result = checkpoint(run, *(x.kept for x in inputs.values()), use_reentrant=False)
@@ -121,6 +122,11 @@ class FullRecompute:
         self._buffers.learn(buffers)
         tensors.clear()
         return result
+
+    @contextlib.contextmanager
+    def _again(self, dtype: torch.dtype, buffers: dict[str, Tensor]) -> Iterator[None]:
+        with default_dtype(dtype), self._buffers.as_before(buffers):
+            yield
 
     def input(self, position: int, x: Tensor) -> Input:
         """What is kept of an argument."""

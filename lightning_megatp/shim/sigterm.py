@@ -1,9 +1,9 @@
 """SIGTERM without a collective in the signal handler, or one of its own per batch.
 
-Private names touched, as of Lightning 2.6: `Trainer._signal_connector`, with `_sigterm_notifier_fn` and
-`received_sigterm`, and the `_broadcast_sigterm_tensor` of the epoch loop. There the handler broadcasts from whatever
-the rank is doing, and can meet another collective; and every training batch begins with a broadcast of rank 0's flag.
-Lightning 2.5 has neither, and is left as it is.
+Private names touched, as of Lightning 2.5 and 2.6: `Trainer._signal_connector`, with `_sigterm_notifier_fn` and
+`received_sigterm`; the `_broadcast_sigterm_tensor` of 2.6's epoch loop, or the `advance` of 2.5's. In 2.6 the handler
+broadcasts from whatever the rank is doing, and can meet another collective; and every training batch begins with a
+broadcast of rank 0's flag. In 2.5 each rank stops after the batch in which its own signal came.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 def stop_together(
     trainer: Any, exception: type[BaseException], hosts: dist.ProcessGroup, carried: bool, tell: Callable[[], None]
-) -> Stopping | None:
+) -> Stopping:
     """Let ranks that get SIGTERM stop as Lightning does, after a batch, but the same one on all of them.
 
     In a fit, `Trainer.received_sigterm` is true when all ranks know. Data-parallel ranks evaluate unequally often, so
@@ -32,8 +32,6 @@ def stop_together(
         hosts, carried, tell: see `Stopping`.
     """
     connector, loop = trainer._signal_connector, trainer.fit_loop.epoch_loop
-    if not hasattr(loop, "_broadcast_sigterm_tensor"):
-        return None
 
     def agreed() -> None:
         connector.received_sigterm = True
@@ -53,6 +51,13 @@ def stop_together(
         if not stopping.carried and stopping.meet():
             raise exception
 
+    def advance(*args: Any) -> None:
+        before_batch()
+        type(loop).advance(loop, *args)
+
     connector._sigterm_notifier_fn = note
-    loop._broadcast_sigterm_tensor = before_batch
+    if hasattr(loop, "_broadcast_sigterm_tensor"):
+        loop._broadcast_sigterm_tensor = before_batch
+    else:
+        loop.advance = advance
     return stopping

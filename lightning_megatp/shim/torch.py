@@ -71,6 +71,7 @@ __all__ = [
     "is_parameter_view",
     "is_random",
     "is_view",
+    "missed_data",
     "reduce_scatter_single",
     "runs_own_convolution",
     "sdpa_is_fused",
@@ -105,6 +106,11 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 def group_named(name: Any) -> dist.ProcessGroup:
     """The process group of a `group_name`: operations in torch's library take no groups (2.11-2.13)."""
     return distributed_c10d._resolve_process_group(name)
+
+
+def missed_data(error: RuntimeError) -> bool:
+    """Whether a kernel failed since it reads the memory of a fake tensor; only torch's words tell (2.11-2.13)."""
+    return "data is not allocated yet" in str(error) or "Cannot access data pointer of Tensor" in str(error)
 
 
 def is_view(x: Tensor) -> bool:

@@ -7,16 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import EMAWeightAveraging, LearningRateFinder, StochasticWeightAveraging
+from lightning.pytorch import Callback, callbacks
+from lightning.pytorch.callbacks import LearningRateFinder, StochasticWeightAveraging
 
 from tests.distributed.test_trainer_checkpoint import _without_random_states, assert_same
 from tests.distributed.training import (
+    LIGHTNING_2_6,
     PLAIN,
     PP2,
     TP2,
     TP2_DP2,
     TP2_PP2,
+    WEIGHTS_ONLY,
     Layout,
     eval_loader,
     make_trainer,
@@ -30,10 +32,15 @@ from tests.ranks import RankError
 ZERO1, ZERO3 = Layout(dp=2, zero=1), Layout(dp=2, zero=3)
 ZERO3_TP2, ZERO3_PP2 = Layout(tp=2, dp=2, zero=3), Layout(pp=2, dp=2, zero=3, microbatches=2)
 CALLBACKS = {
-    "ema": lambda: EMAWeightAveraging(decay=0.8),
-    "ema_amid": lambda: EMAWeightAveraging(decay=0.8),  # validation between accumulated batches
+    "ema": lambda: callbacks.EMAWeightAveraging(decay=0.8),
+    "ema_amid": lambda: callbacks.EMAWeightAveraging(decay=0.8),  # validation between accumulated batches
     "swa": lambda: StochasticWeightAveraging(1e-3, swa_epoch_start=1),
 }
+
+
+def _skip_without(kind: str) -> None:
+    if kind != "swa" and not LIGHTNING_2_6:
+        pytest.skip("Lightning 2.5 has no EMAWeightAveraging")
 
 
 class ValidationLosses(Callback):
@@ -55,7 +62,7 @@ def _averaged(layout: Layout, kind: str, form: str, root: str, model: str) -> di
         losses = ValidationLosses()
         trainer = make_trainer(layout, model, callbacks=[CALLBACKS[kind](), losses], **options)
         module = variant(model).build().double()
-        trainer.fit(module, train_loader(layout, 3), eval_loader(layout, 1), ckpt_path=load, weights_only=True)
+        trainer.fit(module, train_loader(layout, 3), eval_loader(layout, 1), ckpt_path=load, **WEIGHTS_ONLY)
         found[name] = losses.values
         if name == "first":
             trainer.save_checkpoint(path)
@@ -109,6 +116,7 @@ def _ordered(value: Any) -> Any:
     ids=str,
 )
 def test_averages_are_those_of_one_device(layout: Layout, kind: str, form: str, model: str, tmp_path: Path) -> None:
+    _skip_without(kind)
     expected = run_program(PLAIN, _averaged, kind, form, str(tmp_path), model)[0]
     for found in run_program(layout, _averaged, kind, form, str(tmp_path), model):
         for run, losses in expected.items():
@@ -141,10 +149,10 @@ def _loaded_once_split(layout: Layout, kind: str, form: str, root: str, kept: ty
     module, losses = kept(GPTConfig(tied=False, layers=4)).double(), ValidationLosses()
     for epochs, load in ((2, None), (3, path)):
         search = [LearningRateFinder(1e-3, 1e-1, num_training_steps=3, early_stop_threshold=None)] if not load else []
-        callbacks = [CALLBACKS[kind](), *search, losses]
+        watching = [CALLBACKS[kind](), *search, losses]
         model = "untied" if kept is Searched else "head_outside"
-        trainer = make_trainer(layout, model, callbacks=callbacks, default_root_dir=root, max_epochs=epochs, **strategy)
-        trainer.fit(module, train_loader(layout, 3), eval_loader(layout, 1), ckpt_path=load, weights_only=True)
+        trainer = make_trainer(layout, model, callbacks=watching, default_root_dir=root, max_epochs=epochs, **strategy)
+        trainer.fit(module, train_loader(layout, 3), eval_loader(layout, 1), ckpt_path=load, **WEIGHTS_ONLY)
         if not load:
             trainer.save_checkpoint(path)
             with torch.no_grad():  # what is loaded is not what is there
@@ -182,6 +190,7 @@ def _loaded_once_split(layout: Layout, kind: str, form: str, root: str, kept: ty
 def test_averages_are_loaded_into_a_split_module(
     layout: Layout, kind: str, form: str, model: Any, tmp_path: Path
 ) -> None:
+    _skip_without(kind)
     expected = run_program(PLAIN, _loaded_once_split, kind, form, str(tmp_path), model)[0]
     for found in run_program(layout, _loaded_once_split, kind, form, str(tmp_path), model):
         assert found == pytest.approx(expected, abs=1e-9)

@@ -14,7 +14,17 @@ from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 
 from tests.distributed.test_checkpoint_averages import _ordered
 from tests.distributed.test_trainer_checkpoint import assert_same
-from tests.distributed.training import PLAIN, PP2, TP2, TP2_DP2, Layout, make_trainer, run_program, train_loader
+from tests.distributed.training import (
+    LIGHTNING_2_6,
+    PLAIN,
+    PP2,
+    TP2,
+    TP2_DP2,
+    Layout,
+    make_trainer,
+    run_program,
+    train_loader,
+)
 from tests.parity.variants import variant
 
 
@@ -48,6 +58,7 @@ def _saves_after_exception(layout: Layout, root: str, form: str, what: type[Base
     signal.signal(signal.SIGINT, handler)  # Lightning ignores it from then on
 
 
+@pytest.mark.skipif(not LIGHTNING_2_6, reason="Lightning 2.5 has no `save_on_exception`")
 @pytest.mark.parametrize(
     ("layout", "form", "what", "inside"),
     [

@@ -13,7 +13,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 
-from tests.distributed.training import TP2, Layout, make_trainer, run_program, train_loader
+from tests.distributed.training import TP2, WEIGHTS_ONLY, Layout, make_trainer, run_program, train_loader
 from tests.parity.variants import variant
 
 
@@ -59,7 +59,7 @@ def _save_and_fail(layout: Layout, root: str) -> dict[str, Any]:
 def _fit(layout: Layout, model: str, strategy: dict[str, Any], load: Any = None, callbacks: Any = ()) -> None:
     trainer = make_trainer(layout, model, strategy=strategy, max_epochs=2, callbacks=list(callbacks))
     data = train_loader(layout, 1, vocab=variant(model).vocab)
-    trainer.fit(variant(model).build(), data, ckpt_path=load, weights_only=True)
+    trainer.fit(variant(model).build(), data, ckpt_path=load, **WEIGHTS_ONLY)
 
 
 def test_all_ranks_say_that_one_could_not_save(tmp_path: Path) -> None:
@@ -107,7 +107,7 @@ def _load_bad(layout: Layout, root: str) -> list[str]:
     again = make_trainer(layout, "tied")
     module = variant("tied").build()
     before = {name: x.clone() for name, x in module.state_dict().items()}
-    messages.append(_message(again.fit, module, train_loader(layout, 1), ckpt_path=path, weights_only=True))
+    messages.append(_message(again.fit, module, train_loader(layout, 1), ckpt_path=path, **WEIGHTS_ONLY))
     spec = again.strategy.parallel.spec_of
     after = module.state_dict()
     rank = again.strategy.mesh.rank("tp")

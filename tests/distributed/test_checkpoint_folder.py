@@ -18,6 +18,7 @@ from tests.distributed.training import (
     TP2,
     TP2_DP2,
     TP2_PP2,
+    WEIGHTS_ONLY,
     Layout,
     make_trainer,
     run_program,
@@ -76,7 +77,7 @@ def fit(layout: Layout, model: str, callbacks: list[Any], load: Path | None, **o
     options = {"max_epochs": 2, "strategy": {"checkpoint": "folder"}, **options}
     trainer = make_trainer(layout, model, callbacks=[losses, *callbacks], **options)
     data = train_loader(layout, BATCHES, vocab=variant(model).vocab)
-    trainer.fit(variant(model).build(), data, ckpt_path=load, weights_only=True)
+    trainer.fit(variant(model).build(), data, ckpt_path=load, **WEIGHTS_ONLY)
     return losses.values
 
 

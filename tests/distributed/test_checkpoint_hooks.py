@@ -13,7 +13,17 @@ from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint
 from torch import Tensor
 
 from tests.distributed.test_trainer_checkpoint import Losses
-from tests.distributed.training import DP2, PLAIN, PP2, TP2, Layout, make_trainer, run_program, train_loader
+from tests.distributed.training import (
+    DP2,
+    LIGHTNING_2_6,
+    PLAIN,
+    PP2,
+    TP2,
+    Layout,
+    make_trainer,
+    run_program,
+    train_loader,
+)
 from tests.parity.models import GPT, GPTConfig
 from tests.parity.variants import gpt_plan
 
@@ -40,6 +50,7 @@ def _searched(layout: Layout, root: str) -> list[float]:
     return losses.values[-4:]
 
 
+@pytest.mark.skipif(not LIGHTNING_2_6, reason="Lightning 2.5 goes on after a search with what it left of the epoch")
 def test_a_folder_is_restored_in_the_middle_of_a_run(tmp_path: Path) -> None:
     expected = run_program(PLAIN, _searched, str(tmp_path))[0]
     for found in run_program(TP2, _searched, str(tmp_path)):

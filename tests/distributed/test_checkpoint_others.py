@@ -13,7 +13,17 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from tests.distributed.test_trainer_checkpoint import Losses
-from tests.distributed.training import DP2, PP2, QUIET, TP2, Layout, make_trainer, run_program, train_loader
+from tests.distributed.training import (
+    DP2,
+    PP2,
+    QUIET,
+    TP2,
+    WEIGHTS_ONLY,
+    Layout,
+    make_trainer,
+    run_program,
+    train_loader,
+)
 from tests.parity.variants import variant
 
 BATCHES = 4
@@ -46,14 +56,14 @@ def _theirs(layout: Layout, kind: str, precision: str, save: str, load: str | No
     losses = Losses()
     options: dict[str, Any] = {"accelerator": "cpu", "devices": layout.ranks, "precision": precision, **QUIET}
     trainer = Trainer(strategy=strategy, max_epochs=2, callbacks=[losses, Saves(save)], **options)
-    trainer.fit(_module(precision), train_loader(layout, BATCHES), ckpt_path=load, weights_only=True)
+    trainer.fit(_module(precision), train_loader(layout, BATCHES), ckpt_path=load, **WEIGHTS_ONLY)
     return losses.values
 
 
 def _ours(layout: Layout, precision: str, save: str, load: str | None) -> list[float]:
     losses = Losses()
     trainer = make_trainer(layout, max_epochs=2, callbacks=[losses, Saves(save)], precision=precision)
-    trainer.fit(_module(precision), train_loader(layout, BATCHES), ckpt_path=load, weights_only=True)
+    trainer.fit(_module(precision), train_loader(layout, BATCHES), ckpt_path=load, **WEIGHTS_ONLY)
     return losses.values
 
 

@@ -11,7 +11,16 @@ from fsspec.implementations.local import LocalFileSystem
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from tests.distributed.test_trainer_checkpoint import Losses
-from tests.distributed.training import PLAIN, TP2, TP2_PP2, Layout, make_trainer, run_program, train_loader
+from tests.distributed.training import (
+    PLAIN,
+    TP2,
+    TP2_PP2,
+    WEIGHTS_ONLY,
+    Layout,
+    make_trainer,
+    run_program,
+    train_loader,
+)
 from tests.parity.variants import variant
 from tests.ranks import RankError
 
@@ -64,7 +73,7 @@ def _save(layout: Layout, root: str, form: str = "file") -> str:
 
 def _goes_on(layout: Layout, root: str, load: str | None) -> list[float]:
     trainer, _, losses = _trainer(layout, root, "file", 2)
-    trainer.fit(variant("untied").build().double(), train_loader(layout, 3), ckpt_path=load, weights_only=True)
+    trainer.fit(variant("untied").build().double(), train_loader(layout, 3), ckpt_path=load, **WEIGHTS_ONLY)
     return losses.values
 
 

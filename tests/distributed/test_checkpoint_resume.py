@@ -16,9 +16,11 @@ from torch.utils.data import DataLoader
 from tests.distributed.test_trainer_checkpoint import Losses
 from tests.distributed.training import (
     DP2,
+    LIGHTNING_2_6,
     PP2,
     TP2,
     TP2_PP2,
+    WEIGHTS_ONLY,
     Layout,
     eval_loader,
     make_trainer,
@@ -105,7 +107,7 @@ def _resumed(layout: Layout, form: str, root: str, load: bool) -> dict[str, Any]
     )
     module = Scheduled().double()
     loader = StatefulLoader(7 * 4, 4)
-    trainer.fit(module, loader, ckpt_path=directory / "step=10.ckpt" if load else None, weights_only=True)
+    trainer.fit(module, loader, ckpt_path=directory / "step=10.ckpt" if load else None, **WEIGHTS_ONLY)
     trainer.strategy.checkpoint = "file"
     trainer.save_checkpoint(directory / "end.ckpt")
     final = torch.load(directory / "end.ckpt") if trainer.is_global_zero else {}
@@ -211,6 +213,7 @@ def _fails(layout: Layout, root: str, form: str) -> list[str]:
     return sorted(os.listdir(directory))
 
 
+@pytest.mark.skipif(not LIGHTNING_2_6, reason="Lightning 2.5 has no `save_on_exception`")
 def test_save_on_exception_at_one_rank(tmp_path: Path) -> None:
     for form in ("file", "folder"):
         assert len(run_program(ONE, _fails, str(tmp_path), form)[0]) == 3

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_megatp.checkpoint.convert import convert
-from tests.distributed.training import TP2, Layout, make_trainer, run_program
+from tests.distributed.training import TP2, WEIGHTS_ONLY, Layout, make_trainer, run_program
 
 DATA = Path(__file__).parents[1] / "data"
 PLAN = {"up": "column", "down": "row"}
@@ -48,7 +48,7 @@ def expected() -> dict[str, Any]:
 def _fit(layout: Layout, load: str | None, save: str, form: str) -> None:
     trainer = make_trainer(layout, strategy={"plan": PLAN, "checkpoint": form}, max_steps=1, precision="32-true")
     module = Small()
-    trainer.fit(module, DataLoader(torch.ones(4, 2), batch_size=4), ckpt_path=load, weights_only=True)
+    trainer.fit(module, DataLoader(torch.ones(4, 2), batch_size=4), ckpt_path=load, **WEIGHTS_ONLY)
     if load is None:
         wanted = expected()
         for (name, parameter), state in zip(module.named_parameters(), wanted["optimizer"], strict=True):

@@ -202,6 +202,33 @@ def _seen(layout: Layout) -> list[float]:
     return [float(norm) for norm in getattr(module, "seen", [])]
 
 
+class Idle(GPT):
+    """Has hooks that look at no gradient; counts who walks over its parameters."""
+
+    walks = 0
+
+    def on_after_backward(self) -> None:
+        pass
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        pass
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.walks = 0
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
+        self.walks += 1
+        return super().named_parameters(*args, **kwargs)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2:
+            assert self.walks == 0
+
+
+def test_hooks_that_look_at_nothing_cost_no_walk_over_the_module() -> None:
+    run_program(TP2, _fit, Idle, CONFIGS["fused"])
+
+
 def test_what_is_known_of_a_part_only_is_said() -> None:
     said = run_program(TP2, _fit, OfParts, CONFIGS["fused"])[0][2]
     weight = "`blocks.0.mlp.down.weight`"

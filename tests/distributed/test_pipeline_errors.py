@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch import Trainer
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from tests.distributed.training import QUIET, Layout, train_loader
 from tests.parity.models import GPT, GPTConfig
@@ -151,6 +152,23 @@ class SelectsByData(Base):
         return self.norm(self.blocks_of(x_BLD + kept.mean()))
 
 
+class Packs(Base):
+    """A recurrent layer gets packed sequences, whose kernels read the lengths from memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0] = nn.LSTM(32, 32, batch_first=True)
+
+    def trunk(self, tokens_BL: Tensor) -> Tensor:
+        lengths_B = tokens_BL[:, 0].clamp(1, tokens_BL.shape[1])
+        words_BLD = F.one_hot(tokens_BL, 32).to(torch.get_default_dtype())
+        packed, _ = self.blocks[0](pack_padded_sequence(words_BLD, lengths_B, batch_first=True, enforce_sorted=False))
+        x_BLD, _ = pad_packed_sequence(packed, batch_first=True, total_length=tokens_BL.shape[1])
+        for block in self.blocks[1:]:
+            x_BLD = block(x_BLD)
+        return self.norm(x_BLD)
+
+
 class TakesRowsForOthers(Base):
     """Knows how many rows the batch has."""
 
@@ -239,6 +257,7 @@ ERRORS: dict[str, tuple[type[Base], list[str]]] = {
     "backward inside the step": (CallsBackward, ["differentiates inside the step"]),
     "manual optimization": (Manual, ["manual optimization", "pp=1"]),
     "a shape that depends on data": (SelectsByData, ["__getitem__"]),
+    "packed sequences": (Packs, ["`blocks.0`", "reads values on the host", "`total_length`"]),
     "rows that are no samples": (TakesRowsForOthers, ["failed on a microbatch", "split_batch"]),
     "an attribute that is not there": (ReadsAnAttribute, ["AttributeError", "penalty", "return it from the forward"]),
     "an own backward": (OwnBackward, ["its own `backward`"]),

@@ -17,6 +17,7 @@ from tests.distributed.training import (
     PP2,
     TP2,
     TP2_PP2,
+    WEIGHTS_ONLY,
     Layout,
     make_trainer,
     run_program,
@@ -153,7 +154,7 @@ def _resume(layout: Layout, first: Layout, folder: str) -> tuple[list[float], di
     epochs, strategy = 2 if path.exists() else 1, None if layout.plain else {"plan": "auto"}
     trainer = make_trainer(layout, strategy=strategy, max_epochs=epochs, callbacks=[start, losses])
     torch.manual_seed(8)
-    trainer.fit(Late("nano"), train_loader(layout, 2), ckpt_path=path if path.exists() else None, weights_only=True)
+    trainer.fit(Late("nano"), train_loader(layout, 2), ckpt_path=path if path.exists() else None, **WEIGHTS_ONLY)
     if not path.exists():
         trainer.save_checkpoint(path)
     return losses.losses, start.state

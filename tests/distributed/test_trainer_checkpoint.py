@@ -17,6 +17,7 @@ from tests.distributed.training import (
     PLAIN,
     TP2,
     TP2_DP2,
+    WEIGHTS_ONLY,
     Layout,
     eval_loader,
     make_trainer,
@@ -47,7 +48,7 @@ def _train(layout: Layout, model: str, save: str, load: str | None, epochs: int)
     trainer = make_trainer(layout, model, callbacks=[losses], max_epochs=epochs)
     # Lightning restores a float32 module before it makes it float64: only a float64 one restores every bit.
     module = variant(model).build().double()
-    trainer.fit(module, train_loader(layout, 4), ckpt_path=load, weights_only=True)
+    trainer.fit(module, train_loader(layout, 4), ckpt_path=load, **WEIGHTS_ONLY)
     trainer.save_checkpoint(save)
     return losses.values
 

@@ -144,3 +144,25 @@ def test_a_column_whose_row_is_elsewhere() -> None:
         run_program(TP2, _half)
     _check([f.message for f in error.value.failures], "MegaTPStrategy")
     assert any("blocks.1.mlp.down" in f.message or "blocks.0.mlp.up" in f.message for f in error.value.failures)
+
+
+def _used_after_fit(layout: Layout) -> list[str]:
+    """What a script finds that goes on with the module after a fit."""
+    module, said = GPT(GPTConfig(tied=False)), []
+    make_trainer(layout, strategy={"plan": GOOD}).fit(module, train_loader(layout, 1))
+    batch = next(iter(train_loader(layout, 1)))[0]
+    for use in (lambda: module.to_torchscript(), lambda: module.to_onnx("model.onnx", batch), lambda: module(batch)):
+        try:
+            use()
+        except RuntimeError as error:
+            said.append(str(error))
+    return said
+
+
+@pytest.mark.parametrize("layout", [TP2, Layout(pp=2), Layout(dp=2, zero=3)], ids=str)
+def test_exports_and_forwards_of_a_part(layout: Layout) -> None:
+    for script, onnx, *forward in run_program(layout, _used_after_fit):
+        for said, name in ((script, "to_torchscript"), (onnx, "to_onnx")):
+            _check([said], f"`{name}` exports a whole model", f"tp={layout.tp}, pp={layout.pp}", "load_from_checkpoint")
+        if layout.tp == 1:
+            _check(forward, "called outside of a step", "checkpoint with")

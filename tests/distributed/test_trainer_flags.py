@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from tests.distributed.training import (
+    LIGHTNING_2_6,
     PLAIN,
     PP2,
     TP2,
@@ -133,6 +134,8 @@ def _own_io(layout: Layout, kind: str, form: str, root: str) -> None:
 
 @pytest.mark.parametrize("kind", ["async", "own"])
 def test_a_plugin_for_checkpoints(kind: str, tmp_path: Path) -> None:
+    if kind == "async" and not LIGHTNING_2_6:
+        pytest.skip("AsyncCheckpointIO of Lightning 2.5 saves nothing after a fit")
     for layout in (PLAIN, TP2):
         (tmp_path / str(layout)).mkdir()
         run_program(layout, _own_io, kind, "file", str(tmp_path / str(layout)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,16 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from tests.distributed.training import PLAIN, TP2, Layout, make_trainer, run_program, train_loader
+from tests.distributed.training import (
+    PLAIN,
+    PP2,
+    TP2,
+    Layout,
+    make_trainer,
+    run_program,
+    shared_directory,
+    train_loader,
+)
 from tests.parity.variants import variant
 from tests.ranks import RankError
 
@@ -78,3 +88,29 @@ def test_a_coupled_optimizer_may_train_whole_parameters(kind: str) -> None:
     expected, found = (run_program(layout, _fit, kind)[0] for layout in (PLAIN, Layout()))
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, atol=1e-9, rtol=0)
+
+
+def _fit_without(layout: Layout, root: str, checkpoint: str) -> tuple[int, list[dict[str, Tensor]]]:
+    """Fit without an optimizer, and go on from the checkpoint: how many epochs in all, and the files' parameters."""
+    path, epochs, states = shared_directory(layout, checkpoint, root) / "saved", 0, []
+    for resume in (None, path):
+        module = variant("untied").build()
+        module.configure_optimizers = lambda: None  # type: ignore[assignment, method-assign, return-value]
+        trainer = make_trainer(layout, max_epochs=epochs + 1, strategy={"checkpoint": checkpoint})
+        trainer.fit(module, train_loader(layout, 2), ckpt_path=resume)
+        trainer.save_checkpoint(path)
+        states += [torch.load(path)["state_dict"]] if checkpoint == "file" else []
+        epochs = trainer.current_epoch
+    return epochs, states
+
+
+@pytest.mark.parametrize("checkpoint", ["file", "folder"])
+@pytest.mark.parametrize("layout", [TP2, PP2, Layout(dp=2, zero=3)], ids=str)
+def test_no_optimizer_steps_nothing(layout: Layout, checkpoint: str, tmp_path: Path) -> None:
+    epochs, states = run_program(layout, _fit_without, str(tmp_path), checkpoint)[0]
+    assert epochs == 2
+    expected = variant("untied").build().state_dict()
+    for state in states:
+        assert state.keys() == expected.keys()
+        for name, value in state.items():
+            torch.testing.assert_close(value, expected[name].double(), atol=0, rtol=0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,10 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from tests.parity.variants import GLOBAL_BATCH, variant
 from tests.ranks import run_ranks, run_reference
 
+LIGHTNING_2_6 = "weights_only" in signature(Trainer.fit).parameters
+"""Or newer. 2.5 has no averages of weights but StochasticWeightAveraging's, and no `save_on_exception`."""
+WEIGHTS_ONLY: dict[str, bool] = {"weights_only": True} if LIGHTNING_2_6 else {}
+"""For a fit from a checkpoint, which shall hold no class of anyone's. Lightning 2.5 can't be told so."""
 QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
 
 

@@ -16,6 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from lightning_megatp import MegaTPStrategy
+from lightning_megatp.building.recording import default_dtype
 from lightning_megatp.recompute.blocks import Recomputation, find_blocks
 from lightning_megatp.recompute.offload import OffloadActivations
 from lightning_megatp.recompute.options import RecomputeOptions
@@ -199,6 +200,27 @@ def test_hooks_run_once() -> None:
     model.blocks[0].register_forward_pre_hook(lambda *_: calls.append("before"))
     model(torch.randn(B, S, H)).backward()
     assert calls == ["before", "after"]
+
+
+class _OfDefaultDtype(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.linear(x) * torch.arange(4.0)).tanh()
+
+
+def test_a_block_finds_the_default_dtype_again() -> None:
+    """Lightning's 64-true and bf16-true set it for the step, not for its backward."""
+    model = nn.Module()
+    model.blocks = nn.ModuleList(_OfDefaultDtype().bfloat16() for _ in range(2))
+    Recomputation(model, context()).choose(RecomputeOptions("full"))
+    x = torch.randn(2, 4, dtype=torch.bfloat16).requires_grad_()
+    with default_dtype(torch.bfloat16):
+        y = model.blocks[0](x)
+    y.sum().backward()
+    assert torch.get_default_dtype() == torch.float32
 
 
 class _InPlaceInput(nn.Module):
