@@ -134,8 +134,9 @@ class BatchRun:
 
     def _is_closed(self, unit: str) -> bool:
         """Whether a unit is compiled code, inside of which no step that ran uncompiled averaged a loss."""
-        compiled = is_compiled(self.parallel.module.get_submodule(unit)) and not self.parallel.context.uncompiled
-        return compiled and unit not in self.loss_units
+        if unit not in self.stage_of_unit or unit in self.loss_units or self.parallel.context.uncompiled:
+            return False
+        return is_compiled(self.parallel.module.get_submodule(unit))
 
     def _gathered(self, run: Callable[[], StageRun]) -> StageRun:
         """Run a stage where FSDP2 sees what leaves it."""
