@@ -19,8 +19,9 @@ from lightning_megatp.pipeline.plan import tensors_in
 from lightning_megatp.pipeline.snapshot import Snapshot, random_state_kept
 from lightning_megatp.pipeline.split import batch_size, is_ragged, split_batch
 from lightning_megatp.plan.auto.blocks import without_logging
+from lightning_megatp.shim.compiler import uncompiled
 from lightning_megatp.shim.lightning import batch_hook, first_loaders
-from lightning_megatp.shim.torch import tensor_version, tree_map, uncompiled
+from lightning_megatp.shim.torch import tensor_version, tree_map
 
 _HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 _STEPS = {"fit": "training_step", "validate": "validation_step", "test": "test_step", "predict": "predict_step"}

@@ -18,7 +18,9 @@ from lightning_megatp.messages import warn_once_per_run
 from lightning_megatp.plan.parallel_plan import ParallelPlan
 from lightning_megatp.plan.ranges import length
 from lightning_megatp.plan.shard import ShardedTensorSpec, ShardSpec
-from lightning_megatp.shim.torch import handle_checkpoints, is_compiled, tree_map, uncompiled
+from lightning_megatp.shim.autograd import handle_checkpoints
+from lightning_megatp.shim.compiler import is_compiled, uncompiled
+from lightning_megatp.shim.torch import tree_map
 from lightning_megatp.tensor.context import Region, TensorContext
 from lightning_megatp.tensor.layers import ParallelLayer
 from lightning_megatp.tensor.parameters import gather_shards

@@ -35,7 +35,8 @@ from lightning_megatp.mesh import ParallelMesh
 from lightning_megatp.module import ParallelModule
 from lightning_megatp.pipeline.calls import around_calls
 from lightning_megatp.pipeline.detour import Detour
-from lightning_megatp.shim.torch import FakeTensorMode, gradient_hooks, storage_id, tensor_version
+from lightning_megatp.shim.autograd import gradient_hooks
+from lightning_megatp.shim.torch import FakeTensorMode, storage_id, tensor_version
 from lightning_megatp.tensor.functions import OwnHook
 
 

@@ -25,7 +25,7 @@ from lightning_megatp.pipeline.running import seeded
 from lightning_megatp.pipeline.slicing import Slicer, StageRun
 from lightning_megatp.pipeline.split import batch_size, merge_outputs
 from lightning_megatp.pipeline.weights import TargetCount
-from lightning_megatp.shim.torch import is_compiled
+from lightning_megatp.shim.compiler import is_compiled
 from lightning_megatp.tensor.random import default_generator
 
 Step = Callable[[Any], Any]

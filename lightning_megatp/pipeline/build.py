@@ -26,8 +26,8 @@ from lightning_megatp.pipeline.schedule import Schedule
 from lightning_megatp.pipeline.shares import Shares
 from lightning_megatp.pipeline.slicing import Slicer, called_units, execution_order
 from lightning_megatp.pipeline.units import assign, find_units, frozen_twins, modules_around
+from lightning_megatp.shim.compiler import is_compiled
 from lightning_megatp.shim.lightning import default_store
-from lightning_megatp.shim.torch import is_compiled
 from lightning_megatp.tensor.deferred import defer_linears
 
 _KINDS = ("training", "validation", "test", "predict")

@@ -6,7 +6,7 @@ import torch
 
 from lightning_megatp.pipeline.operations import Call
 from lightning_megatp.pipeline.plan import SliceError
-from lightning_megatp.shim.torch import checkpoint_region, functorch_is_active
+from lightning_megatp.shim.autograd import checkpoint_region, functorch_is_active
 
 
 def refuse_kind(call: Call) -> None:

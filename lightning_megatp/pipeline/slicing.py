@@ -32,14 +32,9 @@ from lightning_megatp.pipeline.tracing import Tracer
 from lightning_megatp.pipeline.units import children_of
 from lightning_megatp.pipeline.values import Values
 from lightning_megatp.pipeline.weights import TargetCount
-from lightning_megatp.shim.torch import (
-    FakeTensorMode,
-    handle_functions,
-    is_fake,
-    tensor_version,
-    tree_leaves,
-    uncompiled,
-)
+from lightning_megatp.shim.autograd import handle_functions
+from lightning_megatp.shim.compiler import uncompiled
+from lightning_megatp.shim.torch import FakeTensorMode, is_fake, tensor_version, tree_leaves
 
 Step = Callable[[Any], Any]
 """A user's step on one batch, in the contexts it runs in (autocast)."""

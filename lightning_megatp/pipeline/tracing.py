@@ -34,12 +34,12 @@ from lightning_megatp.pipeline.plan import Key, Operation, SliceError, tensors_i
 from lightning_megatp.pipeline.refusals import CheckpointRegions, refuse_backwards, refuse_kind
 from lightning_megatp.pipeline.snapshot import Snapshot
 from lightning_megatp.pipeline.values import Value, Values, versions
+from lightning_megatp.shim.autograd import checkpoint_region
 from lightning_megatp.shim.torch import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensorMode,
     UnsupportedOperatorException,
-    checkpoint_region,
     is_fake,
     missed_data,
     tree_leaves,

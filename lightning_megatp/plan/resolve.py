@@ -14,7 +14,7 @@ from lightning_megatp.plan.parallel_plan import ParallelPlan, named, plain_name
 from lightning_megatp.plan.regions import place
 from lightning_megatp.plan.specs import parameter_specs
 from lightning_megatp.plan.styles import Style, StyleLike, read_plan
-from lightning_megatp.shim.torch import is_compiled
+from lightning_megatp.shim.compiler import is_compiled
 
 
 def resolve(plan: Mapping[str, StyleLike], model: nn.Module, tp: int, sequence_parallel: bool = True) -> ParallelPlan:

@@ -17,14 +17,9 @@ from lightning_megatp.pipeline.units import find_units
 from lightning_megatp.recompute.core import recomputing_core
 from lightning_megatp.recompute.full import FullRecompute, InputShares
 from lightning_megatp.recompute.options import RecomputeOptions
-from lightning_megatp.shim.torch import (
-    checkpoint_region,
-    current_backward_node,
-    entry_of,
-    functorch_is_active,
-    is_compiled,
-    tree_leaves,
-)
+from lightning_megatp.shim.autograd import checkpoint_region, current_backward_node, functorch_is_active
+from lightning_megatp.shim.compiler import entry_of, is_compiled
+from lightning_megatp.shim.torch import tree_leaves
 from lightning_megatp.tensor.context import TensorContext
 
 Call = functools.partial[Any]

@@ -21,14 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
-from lightning_megatp.shim.torch import (
-    accumulates_into,
-    forward_mode_is_active,
-    functorch_is_active,
-    gradient_hooks,
-    is_compiled,
-    tensor_version,
-)
+from lightning_megatp.shim.autograd import accumulates_into, forward_mode_is_active, functorch_is_active, gradient_hooks
+from lightning_megatp.shim.compiler import is_compiled
+from lightning_megatp.shim.torch import tensor_version
 from lightning_megatp.tensor.functions import OwnFunction
 
 

@@ -28,15 +28,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_megatp.shim.torch import (
+from lightning_megatp.shim.autograd import (
     backward_id,
     checkpoint_region,
     functorch_is_active,
     gradient_hooks,
-    storage_id,
-    tensor_version,
     wants_gradient,
 )
+from lightning_megatp.shim.torch import storage_id, tensor_version
 from lightning_megatp.tensor.collectives import (
     Pending,
     all_gather,

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_megatp.shim.torch import DirectFunction
+from lightning_megatp.shim.autograd import DirectFunction
 
 _IN_PLACE_OPERATORS = frozenset(
     ["__iadd__", "__isub__", "__imul__", "__itruediv__", "__setitem__", "__ipow__", "__iand__", "__ior__", "__ixor__"]

@@ -16,8 +16,8 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
+from lightning_megatp.shim.autograd import accumulated_parameter
 from lightning_megatp.shim.fsdp import is_post_backward
-from lightning_megatp.shim.torch import accumulated_parameter
 
 
 @dataclass

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 import torch
 
-from lightning_megatp.shim.torch import current_backward_node
+from lightning_megatp.shim.autograd import current_backward_node
 
 _MIX = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: neighbouring ranks get unrelated seeds
 

@@ -10,13 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_megatp.shim.torch import (
-    DisableTorchFunctionSubclass,
-    as_subclass,
-    handle_functions,
-    tree_leaves,
-    tree_map,
-)
+from lightning_megatp.shim.autograd import handle_functions
+from lightning_megatp.shim.torch import DisableTorchFunctionSubclass, as_subclass, tree_leaves, tree_map
 from lightning_megatp.tensor.functions import OwnFunction, is_in_place, operation_name, operation_names
 
 

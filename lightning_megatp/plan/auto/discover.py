@@ -20,7 +20,7 @@ from lightning_megatp.plan.ranges import Ranges, split_evenly
 from lightning_megatp.plan.resolve import whole_modules
 from lightning_megatp.plan.specs import parameter_specs
 from lightning_megatp.plan.styles import Style, matches
-from lightning_megatp.shim.torch import is_compiled
+from lightning_megatp.shim.compiler import is_compiled
 from lightning_megatp.shim.transformers import is_conv1d
 
 _SMALL_TABLE = 0.005

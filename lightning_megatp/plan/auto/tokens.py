@@ -16,7 +16,8 @@ from lightning_megatp.plan.auto.blocks import Call
 from lightning_megatp.plan.auto.exact import exact
 from lightning_megatp.plan.auto.thin import ThinLinear, concrete_call
 from lightning_megatp.plan.layer import LayerPlan
-from lightning_megatp.shim.torch import accumulated_parameter, tree_leaves
+from lightning_megatp.shim.autograd import accumulated_parameter
+from lightning_megatp.shim.torch import tree_leaves
 
 
 def sequence_dim(twin: nn.Module, call: Call, layers: Mapping[str, LayerPlan]) -> int | None:

@@ -1,0 +1,162 @@
+"""Private names of torch's autograd. Seen in 2.11 and 2.13."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+
+def accumulated_parameter(node: Any) -> Tensor | None:
+    """The leaf an AccumulateGrad node adds to, None for other nodes. `variable` has no public name (2.13)."""
+    variable = getattr(node, "variable", None)
+    return variable if isinstance(variable, torch.Tensor) else None
+
+
+def accumulates_into(leaf: Tensor) -> bool:
+    """Whether the backward that runs on this thread adds to the `.grad` of a leaf. False in `autograd.grad`, where the
+    engine refuses to answer, and where `backward(inputs=...)` leaves it out. No public name (2.11-2.13)."""
+    try:
+        return _is_reached(leaf)
+    except RuntimeError:
+        return False
+
+
+def wants_gradient(x: Tensor) -> bool:
+    """Whether the backward that runs on this thread may ask for the gradient of a tensor. Where it keeps the graph, for
+    others to come, the engine is asked; a last one is taken to want all, since asking takes 10 us. Of a leaf that
+    `autograd.grad` wants, the engine refuses to tell. No public names (2.11-2.13)."""
+    if not torch._C._autograd._get_current_graph_task_keep_graph():
+        return True
+    try:
+        return _is_reached(x)
+    except RuntimeError:
+        return True
+
+
+def _is_reached(x: Tensor) -> bool:
+    node: Any = torch.autograd.graph.get_gradient_edge(x).node
+    return bool(torch._C._will_engine_execute_node(node))
+
+
+def backward_id() -> int:
+    """Which backward runs on this thread, -1 for none. No public name (2.11-2.13)."""
+    return int(torch._C._current_graph_task_id())
+
+
+def gradient_hooks(leaf: Tensor, but: type | tuple[()] = ()) -> bool:
+    """Whether somebody registered a hook on the gradient of a leaf; no public name (2.11-2.13). Both kinds are called,
+    with None, where a backward leaves the gradient undefined.
+
+    Args:
+        but: hooks of this class do not count.
+    """
+    held = (leaf._backward_hooks, leaf._post_accumulate_grad_hooks)
+    return any(not isinstance(hook, but) for hooks in held for hook in (hooks or {}).values())
+
+
+def current_backward_node() -> object:
+    """The autograd node whose backward runs on this thread, None outside of backward. No public name (2.11-2.13)."""
+    return torch._C._current_autograd_node()
+
+
+class DirectFunction(torch.autograd.Function):
+    """A `torch.autograd.Function` whose `apply` goes straight to the engine, without the look at every argument that
+    torch.func needs, unless one of its transforms is active. For those without `setup_context` and without keyword
+    arguments (2.11-2.13)."""
+
+    @classmethod
+    def apply(cls, *args: Any) -> Any:
+        """Call it."""
+        replaced = _function_base.__dict__.get("apply")
+        if torch._C._are_functorch_transforms_active() or not (replaced is None or replaced.__func__.others_only):
+            return super().apply(*args)
+        return _function_apply(None, cls)(*args)
+
+
+_function_base = torch.autograd.function._SingleLevelFunction
+
+
+_function_apply = torch._C._FunctionBase.__dict__["apply"].__get__
+
+
+@contextlib.contextmanager
+def handle_functions(
+    handle: Callable[[Any, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any], others_only: bool = False
+) -> Iterator[None]:
+    """Let `handle(cls, apply, args, kwargs)` stand for every `torch.autograd.Function.apply`, or with `others_only` for
+    those of no DirectFunction.
+
+    `apply` asks neither `__torch_function__` nor a TorchFunctionMode. It is replaced one class further down than where
+    it is documented: `gelu = GeluFunction.apply` in a model file binds `Function.apply` before anything can replace it,
+    but that method calls its base class's (2.11-2.13). Contexts may be nested: the inner one is asked first.
+    """
+    base = _function_base
+    outer = base.__dict__.get("apply")
+    original = outer or torch._C._FunctionBase.__dict__["apply"]
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        return handle(cls, original.__get__(None, cls), args, kwargs)
+
+    apply.others_only = others_only and (outer is None or outer.__func__.others_only)  # type: ignore[attr-defined]
+    base.apply = classmethod(apply)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        if outer is None:
+            del base.apply  # type: ignore[attr-defined]
+        else:
+            base.apply = outer  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def handle_checkpoints(unwrap: Callable[[Any], tuple[Any, Callable[[Any], Any] | None]]) -> Iterator[None]:
+    """Let the user's non-reentrant checkpoints keep other tensors than they are called with.
+
+    They keep their arguments as saved tensors. Inside of another checkpoint, or of other saved-tensor hooks, these come
+    back as plain tensors, whatever subclass they were. The generator that does it looks the same in 2.11 and 2.13:
+    (function, settings, arguments of the function).
+
+    Args:
+        unwrap: from an argument to what is kept of it, and to what makes an argument of that again (None: the same).
+    """
+    import torch.utils.checkpoint as checkpoints
+
+    original = checkpoints._checkpoint_without_reentrant_generator
+
+    def generator(function: Callable[..., Any], *rest: Any, **kwargs: Any) -> Any:
+        kept, wraps = zip(*map(unwrap, rest), strict=True)
+
+        def again(*args: Any, **named: Any) -> Any:
+            own = wraps[len(wraps) - len(args) :] if args else ()
+            args = tuple(x if wrap is None else wrap(x) for x, wrap in zip(args, own, strict=True))
+            return function(*args, **named)
+
+        return original(again if any(wraps) else function, *kept, **kwargs)
+
+    checkpoints._checkpoint_without_reentrant_generator = generator  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        checkpoints._checkpoint_without_reentrant_generator = original
+
+
+def functorch_is_active() -> bool:
+    """Whether this is inside torch.func's grad, vmap, jvp, ...; no public name (2.13)."""
+    return bool(torch._C._are_functorch_transforms_active())
+
+
+def forward_mode_is_active() -> bool:
+    """Whether this is inside `torch.autograd.forward_ad.dual_level`; no public name (2.11-2.13)."""
+    return forward_ad._current_level >= 0
+
+
+def checkpoint_region() -> object | None:
+    """The innermost activation-checkpointing region (use_reentrant=False) whose forward runs now, as an object that is
+    the same for all of it. Such a region is known by its saved-tensor hooks (2.11-2.13)."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks[0] if hooks and hooks[0].__module__ == "torch.utils.checkpoint" else None

@@ -1,0 +1,27 @@
+"""Private names of torch's compiler. Seen in 2.11 and 2.13."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether this is what `torch.compile(module)` returned, or `module.compile()` was called (2.11-2.13)."""
+    return "_orig_mod" in module._modules or module.__dict__.get("_compiled_call_impl") is not None
+
+
+def uncompiled() -> contextlib.AbstractContextManager[Any]:
+    """Meanwhile compiled code runs as it was written. Where nothing was compiled, nothing is imported for it."""
+    compiles = "torch._dynamo" in sys.modules
+    return torch.compiler.set_stance("force_eager") if compiles else contextlib.nullcontext()
+
+
+def entry_of(module: nn.Module) -> str:
+    """The method to replace in order to stand in for a module's forward. `module.compile()` puts a compiled call beside
+    it, which runs instead, hooks included; the compiler must not meet a replaced forward (2.11-2.13)."""
+    return "forward" if module.__dict__.get("_compiled_call_impl") is None else "_compiled_call_impl"
