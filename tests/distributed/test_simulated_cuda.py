@@ -76,6 +76,15 @@ class Norms(Logging):
         self.log("norm", self.pos.weight.grad.norm())
 
 
+class Compiled(Logging):
+    """Its blocks are compiled."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__(config)
+        for block in self.blocks:
+            block.compile(backend="aot_eager")
+
+
 class Squares(GPT):
     """A loss whose microbatches weigh what their samples do."""
 
@@ -140,6 +149,7 @@ CASES: list[tuple[Layout, type[GPT], dict[str, Any]]] = [
 ]
 MORE: list[tuple[Layout, type[GPT], dict[str, Any]]] = [
     (WHOLE, Logging, {}),
+    (WHOLE, Compiled, {}),
     (TP2, Logging, {"plan": FUSED}),
     (TP2, Norms, {}),
     (TP2, Logging, {"max_time": "00:01:00:00"}),
