@@ -19,7 +19,7 @@ from lightning_megatp.plan.parallel_plan import ParallelPlan
 from lightning_megatp.plan.ranges import length
 from lightning_megatp.plan.shard import ShardedTensorSpec, ShardSpec
 from lightning_megatp.shim.autograd import handle_checkpoints
-from lightning_megatp.shim.compiler import is_compiled, uncompiled
+from lightning_megatp.shim.compiler import uncompiled
 from lightning_megatp.shim.torch import tree_map
 from lightning_megatp.tensor.context import Region, TensorContext
 from lightning_megatp.tensor.layers import ParallelLayer
@@ -72,6 +72,8 @@ class ParallelModule:
         """Names of the whole model's state dict in order, where pipeline stages hold parts of it."""
         self.averages: list[nn.Module] = []
         """Averaged copies of the module, of which this rank holds the same part."""
+        self.uncompiled = False
+        """Whether compiled code runs as it was written: so it does in steps whose operations are looked at."""
         self.device: torch.device | None = None
         """What its ranks send lies there; None: where the tensors are."""
         self.counted_elsewhere: set[int] = set()
@@ -191,10 +193,8 @@ class ParallelModule:
         """Around a user's step.
 
         Args:
-            watch: look at every operation (RandomWatch); for the first step of a kind, and once per epoch. Compiled
-                code then runs as it was written, since its graphs don't tell what is in a tensor region.
+            watch: look at every operation (RandomWatch); for the first step of a kind, and once per epoch.
         """
-        self.context.uncompiled = watch and any(map(is_compiled, self.module.modules()))
         watching = RandomWatch(self.context) if watch and self.has_regions else contextlib.nullcontext()
         try:
             with self.user_code(), watching:
@@ -212,7 +212,7 @@ class ParallelModule:
         """Around the user's code: a step, and what activation checkpointing runs of it again in backward."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.context.running(user_code=True))
-            if self.context.uncompiled:
+            if self.uncompiled:
                 stack.enter_context(uncompiled())
             if self._has_shards:
                 stack.enter_context(functions_take_whole())

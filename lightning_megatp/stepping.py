@@ -92,6 +92,7 @@ class StepMethods(GradientMethods):
     def _watched(self, kind: str, step: Callable[..., Any]) -> Callable[..., Any]:
         """The user's step in its contexts. It is watched, with all its microbatches, if it is the first of its kind."""
         parallel, watch = self._parallel(), self._first(kind)
+        parallel.uncompiled = watch
         if kind == "train" and self._memory_account is not None:
             step = self._memory_account.watching(step, parallel)
         self._seen.add(self._moment(kind))

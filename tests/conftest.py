@@ -26,7 +26,7 @@ REPEATS = re.compile(
     | test_parity\[.*tp4-dp2 | pipeline_parity.*(pp4-tp2|pp2-tp2-dp2) | torchrun_on_one_node | stages_on_two_nodes
     | four_ranks.*mixtral | those_of_one_device.*ema-folder-grouped | every_layout_goes_on\[tied-plain
     | printed_config_with_an_override | is_refused\[(dict|mixed|hook_of_data)- | verify_with_fewer_layers
-    | test_compiled.*(wrapped|checkpoint|recompute)
+    | test_compiled.*(wrapped|whole|adapted|checkpoint\]|recompute|mixed|dropout)
     """,
     re.VERBOSE,
 )

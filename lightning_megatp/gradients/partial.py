@@ -34,8 +34,6 @@ class PartialGradients:
         """id(parameter) -> whole parameters whose gradient is partial on every tensor rank, in the backwards since the
         last optimizer step."""
         self._full: set[int] = set()
-        self._regions: dict[int, set[str]] = {}
-        """id(parameter) -> in which regions uncompiled steps have used it."""
 
     def __contains__(self, parameter_id: int) -> bool:
         return parameter_id in self._partial
@@ -56,7 +54,6 @@ class PartialGradients:
         lineage = trace_regions(outputs)
         for leaf in received:
             lineage.regions.pop(id(leaf), None)
-        self._know_regions(lineage)
         if lineage.hidden:
             raise RuntimeError(_HIDDEN)
         for parameter_id, regions in lineage.regions.items():
@@ -76,17 +73,6 @@ class PartialGradients:
             else:
                 self._partial[parameter_id] = lineage.leaves[parameter_id]
 
-    def _know_regions(self, lineage: Lineage) -> None:
-        """Note where an uncompiled step uses each parameter, and take that for where compiled code does."""
-        if self._parallel.context.uncompiled:
-            for parameter_id, regions in lineage.regions.items():
-                self._regions.setdefault(parameter_id, set()).update(regions)
-        for parameter_id in [i for i, regions in lineage.regions.items() if "unknown" in regions]:
-            regions = lineage.regions[parameter_id] - {"unknown"}
-            if parameter_id not in self._regions:
-                raise RuntimeError(_unknown(self._parallel.name_of(parameter_id)))
-            lineage.regions[parameter_id] = regions | self._regions[parameter_id]
-
     def _divide_where_mixed(self, lineage: Lineage, outputs: Sequence[Tensor]) -> None:
         """Of parameters whose gradients will be summed over the tensor ranks, each rank contributes its share of what
         comes from uses on whole values (a norm of all parameters beside a sequence region)."""
@@ -100,8 +86,8 @@ class PartialGradients:
         uses = trace_regions(outputs, edges=True).edges
         for parameter_id in mixed:
             for (node, position), regions in uses[parameter_id].items():
-                if len(regions) > 1 or "unknown" in regions:
-                    raise RuntimeError(_mixed(self._parallel.name_of(parameter_id), lineage.regions[parameter_id]))
+                if len(regions) > 1:
+                    raise RuntimeError(_mixed(self._parallel.name_of(parameter_id), regions))
                 divided = node.metadata.setdefault("divided", set())
                 if regions == {"whole"} and position not in divided:  # a graph may be walked again, by another backward
                     divided.add(position)
@@ -178,14 +164,6 @@ def _escaped(name: str) -> str:
         f"MegaTPStrategy: the split output of `{name.rpartition('.')[0]}` reaches the loss without passing a `row`"
         " layer (or a gathering one), so every rank would train on its own part of the features. Give that layer"
         " the style `column_gather`, or add to the plan the `row` layer that consumes it."
-    )
-
-
-def _unknown(name: str) -> str:
-    return (
-        f"MegaTPStrategy: `{name}` is used in compiled code, and had no gradient in the first step of this epoch,"
-        " which runs uncompiled to tell which gradients the tensor ranks have to sum. Don't compile its module, or"
-        " use and unfreeze it from the beginning of an epoch."
     )
 
 

@@ -133,8 +133,8 @@ class BatchRun:
         return [self._root(_loss_of(done.result), microbatch, received)]
 
     def _is_closed(self, unit: str) -> bool:
-        """Whether a unit is compiled code, inside of which no step that ran uncompiled averaged a loss."""
-        if unit not in self.stage_of_unit or unit in self.loss_units or self.parallel.context.uncompiled:
+        """Whether a unit is compiled code, inside of which no step that was watched averaged a loss."""
+        if unit not in self.stage_of_unit or unit in self.loss_units or self.parallel.uncompiled:
             return False
         return is_compiled(self.parallel.module.get_submodule(unit))
 

@@ -141,8 +141,6 @@ def interception_seconds(times: int = 300) -> float:
 class _Alone:
     """Stands in for the process group of one tensor rank, to which nobody sends."""
 
-    group_name = ""
-
     def __init__(self, rank: int, size: int) -> None:
         self._rank, self._size = rank, size
 

@@ -21,7 +21,6 @@ from torch._subclasses.fake_tensor import (
 )
 from torch._utils import _flatten_dense_tensors as flatten
 from torch._utils import _unflatten_dense_tensors as unflatten
-from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.parametrizations import _WeightNorm
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
@@ -51,7 +50,6 @@ __all__ = [
     "flatten",
     "foreach_norm",
     "forget_fakes",
-    "group_named",
     "is_fake",
     "is_parameter_view",
     "is_random",
@@ -84,11 +82,6 @@ T = TypeVar("T", bound=Tensor)
 # torch 2.13 renames these two and warns at the names that 2.11 knows.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
-def group_named(name: Any) -> dist.ProcessGroup:
-    """The process group of a `group_name`: operations in torch's library take no groups (2.11-2.13)."""
-    return distributed_c10d._resolve_process_group(name)
 
 
 def missed_data(error: RuntimeError) -> bool:

@@ -47,7 +47,6 @@ class TensorContext:
 
     def __init__(self, group: dist.ProcessGroup, rehearsal: bool = False) -> None:
         self.group = group
-        self.group_name: str = group.group_name
         self._rehearsal = rehearsal
         self.rank = group.rank()
         self.size = group.size()
@@ -73,10 +72,6 @@ class TensorContext:
         self.kept_whole: set[int] = set()
         """id(parameter) of those whose gradients are completed at each use on a rank's part, since the step may use
         them on whole values too."""
-        self.uncompiled = False
-        """Whether code that was compiled runs as it was written, for once: its layers get known."""
-        self.traced: list[tuple[Any, Tensor, Tensor]] = []
-        """In code that is being compiled: (layer, value that entered, what the layer will make of it)."""
         self._entered = _Entered()
 
     @contextlib.contextmanager
@@ -131,7 +126,6 @@ class TensorContext:
     def end_step(self) -> None:
         """Forget the step's tensors; a region left without a row layer hands its random stream back."""
         self._entered.clear()
-        self.traced.clear()
         self.seen.clear()
         self.leave()
 

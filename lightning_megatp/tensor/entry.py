@@ -89,7 +89,6 @@ class Entry:
         self._deferred, self._readers = deferred, readers
         self._gates: dict[int, _Gate] = {}
         self._value: Tensor | None = None
-        self._layers: list[Any] = []
 
     @property
     def value(self) -> Tensor:
@@ -98,12 +97,6 @@ class Entry:
             self._bring_in()
         assert self._value is not None
         return self._value
-
-    def read_also_by(self, layer: Any) -> Sequence[Any]:
-        """The layers that read this value: this one, those before, and those that are yet to come."""
-        if layer not in self._layers:
-            self._layers.append(layer)
-        return self._layers
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """`F.linear` of the value: weight (o, h), bias (o) -> (..., o). Autocast is followed."""

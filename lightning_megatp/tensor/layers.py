@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_megatp.plan.ranges import Ranges, length
-from lightning_megatp.tensor import traced
 from lightning_megatp.tensor.collectives import (
     canonical_order,
     from_host,
@@ -25,22 +24,14 @@ from lightning_megatp.tensor.collectives import (
     scatter_to_region,
 )
 from lightning_megatp.tensor.context import Region, TensorContext
-from lightning_megatp.tensor.deferred import autocast_dtype, cast
 from lightning_megatp.tensor.entry import Entry
 from lightning_megatp.tensor.features.layout import FeatureLayout
 from lightning_megatp.tensor.features.shard import FeatureShard, own_features
 from lightning_megatp.tensor.outside import LayerParameters
 from lightning_megatp.tensor.parameters import slice_whole
 from lightning_megatp.tensor.sequence import SequenceLayout, SequenceShard
-from lightning_megatp.tensor.shards import Shard
 
 L = TypeVar("L", bound="ParallelLayer")
-
-_WHY_OUTSIDE = (
-    "MegaTPStrategy: a split layer can't be in a graph where a step draws random numbers in its tensor region (dropout"
-    " of attention scores), where it takes or makes shards of a sequence or of features, where a step uses its weight"
-    " beside it, and before a first training step has used it"
-)
 
 
 class ParallelLayer(nn.Module):
@@ -54,8 +45,6 @@ class ParallelLayer(nn.Module):
     """Name in the LightningModule, for messages."""
     whole_parameters: frozenset[str]
     """Parameters kept whole, because the step also uses them outside this layer; they are sliced when used here."""
-    known: bool = False
-    """Whether the graph of an uncompiled step had it in: compiled graphs don't tell of regions."""
 
     @classmethod
     def adopt(
@@ -102,39 +91,20 @@ class ParallelLayer(nn.Module):
     def forward(self, input: Tensor) -> Tensor:
         """The layer's own work: meanwhile its parameters are the shards (see `tensor.outside`)."""
         if torch.compiler.is_compiling():
-            y = self._traced(input) if self._may_be_traced(input) else None
-            return self._outside_of_compiled_code(input) if y is None else y
+            return self._outside_of_compiled_code(input)
         context = self.context
-        if context.uncompiled and torch.is_grad_enabled():
-            self.known = True
         before, context.user_code = context.user_code, False
         try:
             return self._compute(input)
         finally:
             context.user_code = before
 
-    @torch.compiler.disable(reason=_WHY_OUTSIDE)
+    @torch.compiler.disable(reason="MegaTPStrategy: split layers run outside of compiled code")
     def _outside_of_compiled_code(self, x: Tensor) -> Tensor:
         return self.forward(x)
 
     def _compute(self, x: Tensor) -> Tensor:
         raise NotImplementedError
-
-    def _may_be_traced(self, x: Tensor) -> bool:
-        """Whether compiled code may hold what this layer does. Random numbers of a compiled graph all come from one
-        stream, and in a tensor region each rank needs one of its own."""
-        region = self.region
-        return (
-            (self.known or not torch.is_grad_enabled())
-            and not isinstance(x, Shard)
-            and not self.whole_parameters
-            and not (self.training and region is not None and region.random)
-        )
-
-    def _traced(self, x: Tensor) -> Tensor | None:
-        """The same as `_compute`, of operations that torch.compile takes into its graph (`traced.py`). None if there
-        are none for this."""
-        return None
 
     def _set_local_sizes(self) -> None:
         raise NotImplementedError
@@ -185,9 +155,6 @@ class ColumnParallel(ParallelLayer):
     global_sizes: bool = False
     lazy: bool = False
 
-    read_with: Sequence[ColumnParallel] = ()
-    """The layers that read what this one read in an uncompiled step, itself among them."""
-
     @property
     def out_range(self) -> Ranges:
         """This rank's output features."""
@@ -206,8 +173,6 @@ class ColumnParallel(ParallelLayer):
 
     def _compute(self, x: Tensor) -> Tensor:
         entry = self.context.enter(x, self._bring, None if self.gather_output else self.region, self.training)
-        if self.context.uncompiled:
-            self.read_with = entry.read_also_by(self)
         y = entry.linear(self._own("weight", 0), self._own("bias", 0))
         if self._layout is not None and self.context.size > 1:
             whole = self.context.is_dry(y)
@@ -216,32 +181,6 @@ class ColumnParallel(ParallelLayer):
             return y
         y = gather_from_region(y, self.group, self.sizes)
         return y if self._order is None else y.index_select(-1, from_host(self._order, y.device))
-
-    def _traced(self, x: Tensor) -> Tensor | None:
-        if self._layout is not None:
-            return None
-        y = self._traced_linear(x)
-        if not self.gather_output:
-            return y
-        context = self.context
-        return traced.gather_in_order(y, -1, self.by_rank, context.rank, context.group_name)
-
-    def _traced_linear(self, x: Tensor) -> Tensor:
-        """All layers that read a value are one operation, in whose backward their gradients of it are summed."""
-        made = self.context.traced
-        for i, (layer, source, y) in enumerate(made):
-            if layer is self and source is x:
-                made.pop(i)
-                return y
-        layers = [self, *(other for other in self.read_with if other is not self and not other.whole_parameters)]
-        dtype = autocast_dtype(x)
-        weights = [cast(layer._own("weight", 0), dtype) for layer in layers]
-        biases = [layer._own("bias", 0) for layer in layers]
-        biased = [bias is not None for bias in biases]
-        present = [cast(bias, dtype) for bias in biases if bias is not None]
-        outputs = traced.columns(cast(x, dtype), weights, present, biased, self.context.group_name)
-        made += [(layer, x, y) for layer, y in zip(layers[1:], outputs[1:], strict=True)]
-        return outputs[0]
 
     def _readers(self) -> Sequence[tuple[Tensor, Tensor | None]]:
         columns = [] if self.region is None else [column() for column in self.region.columns]
@@ -308,16 +247,6 @@ class RowParallel(ParallelLayer):
         y = reduce_scatter_sequence(partial, self.group, layout.dim)
         return SequenceShard.wrap(y if bias is None else y + bias.to(y.dtype), layout)
 
-    def _traced(self, x: Tensor) -> Tensor | None:
-        if self.split_input or self.global_sizes or x.shape[-1] != self._own_features:
-            return None
-        dim, bias = self.sequence_dim, self._own("bias", 0)
-        if dim is not None and x.dim() > dim + 1:
-            return None
-        dtype = autocast_dtype(x)
-        y = traced.row(cast(x, dtype), cast(self._own("weight", 1), dtype), self.context.group_name)
-        return y if bias is None else y + bias.to(y.dtype)
-
 
 class ColumnParallelLinear(ColumnParallel, nn.Linear):
     """An nn.Linear: weight (features of this rank, in_features)."""
@@ -342,13 +271,6 @@ class VocabParallelEmbedding(ParallelLayer, nn.Embedding):
         self.local_padding = padding - self.first if padding is not None and self.first <= padding < stop else None
 
     def _compute(self, x: Tensor) -> Tensor:
-        return reduce_from_region(self._own_rows(x), self.group)
-
-    def _traced(self, x: Tensor) -> Tensor:
-        return traced.reduce(self._own_rows(x), self.context.group_name)
-
-    def _own_rows(self, x: Tensor) -> Tensor:
-        """The output where this rank has the row, else zero."""
         rows = self.rows
         own = x - self.first
         elsewhere = own != own.clamp(0, rows - 1)
@@ -357,7 +279,7 @@ class VocabParallelEmbedding(ParallelLayer, nn.Embedding):
         unknown = x != x.clamp(0, self.num_embeddings - 1)
         index = own.masked_fill(elsewhere, 0).masked_fill(unknown, rows)
         y = F.embedding(index, self._own("weight", 0), self.local_padding)
-        return y.masked_fill(elsewhere.unsqueeze(-1), 0.0)
+        return reduce_from_region(y.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.group)
 
 
 class HiddenParallelEmbedding(ParallelLayer, nn.Embedding):
@@ -372,10 +294,5 @@ class HiddenParallelEmbedding(ParallelLayer, nn.Embedding):
         pass  # its output has the whole hidden dim
 
     def _compute(self, x: Tensor) -> Tensor:
-        return gather_from_region(self._own_columns(x), self.group, self.sizes)
-
-    def _traced(self, x: Tensor) -> Tensor:
-        return traced.gather(self._own_columns(x), -1, self.sizes, self.context.rank, self.context.group_name)
-
-    def _own_columns(self, x: Tensor) -> Tensor:
-        return F.embedding(x, self._own("weight", 1), self.padding_idx, None, 2.0, self.scale_grad_by_freq)
+        y = F.embedding(x, self._own("weight", 1), self.padding_idx, None, 2.0, self.scale_grad_by_freq)
+        return gather_from_region(y, self.group, self.sizes)

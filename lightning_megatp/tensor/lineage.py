@@ -3,8 +3,7 @@
 A parameter used where each rank holds other features or other tokens gets a partial gradient, to be summed over the
 tensor ranks; used where values are whole it gets the full one. Rather than guess, walk the real graph of a step once,
 from the loss to the leaves, and change region at the marks that the collectives left (`region_above`, `region_below`;
-`crossing_input` where one input alone is in the lower region). A compiled graph is one node, without marks: below it
-the walk goes on in the region "unknown", to the next mark.
+`crossing_input` where one input alone is in the lower region).
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ class Lineage:
     """What a walk found."""
 
     regions: dict[int, set[str]] = field(default_factory=dict)
-    """id(leaf) -> the regions in which it is used: "whole", "tensor", "sequence", "unknown"."""
+    """id(leaf) -> the regions in which it is used: "whole", "tensor", "sequence"."""
     leaves: dict[int, Tensor] = field(default_factory=dict)
     uses: dict[int, list[Any]] = field(default_factory=dict)
     """id(leaf) -> its uses on tokens of this rank that complete its gradient themselves (`use_on_tokens`)."""
@@ -58,7 +57,7 @@ def trace_regions(outputs: Iterable[Tensor], edges: bool = False) -> Lineage:
         if kind == "function":
             above = getattr(node, "region_above", None)
             if above is not None:
-                if above != region != "unknown":
+                if above != region:
                     lineage.crossings.add((above, region))
                 below, crossing = node.region_below, getattr(node, "crossing_input", None)
                 if hasattr(node, "completes") and _note_use(node, lineage):
@@ -70,8 +69,6 @@ def trace_regions(outputs: Iterable[Tensor], edges: bool = False) -> Lineage:
                 lineage.regions.setdefault(id(leaf), set()).add(region)
         elif kind == "reentrant":
             lineage.hidden = True
-        elif kind == "compiled":
-            below = "unknown"
         for i, (parent, output) in enumerate(node.next_functions):
             while parent is not None and (kinds.get(type(parent)) or _kind(parent)) == "each":
                 parent, output = parent.next_functions[output]
@@ -100,8 +97,6 @@ def _kind(node: Any) -> str:
     "each" have nothing to do with each other."""
     if node.name() == "CheckpointFunctionBackward":
         return "reentrant"
-    if node.name() == "CompiledFunctionBackward":
-        return "compiled"
     if is_post_backward(node):
         return "each"
     if isinstance(node, BackwardCFunction):

@@ -19,7 +19,6 @@ from lightning_megatp.shim.torch import DisableTorchFunctionSubclass, tree_leave
 from lightning_megatp.tensor.context import TensorContext
 from lightning_megatp.tensor.functions import is_in_place, operation_name, operation_names
 from lightning_megatp.tensor.parameters import gather_parameter
-from lightning_megatp.tensor.traced import gather_in_order
 
 
 class LayerParameters(dict[str, Any]):
@@ -64,9 +63,6 @@ class LayerParameters(dict[str, Any]):
         spec, seen = self.context.sharded.get(id(parameter)), self.context.seen
         if spec is None:
             return parameter
-        if torch.compiler.is_compiling():  # the compiler drops what is only asked for its shape, or is a Tensor
-            context = self.context
-            return gather_in_order(parameter, spec.dim, spec.by_rank, context.rank, context.group_name)
         if id(parameter) not in seen:  # of a tied weight, both layers hand out the same object
             seen[id(parameter)] = WholeParameter.of(parameter, parameter, spec, self.context)
         return seen[id(parameter)]

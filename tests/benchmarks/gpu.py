@@ -174,7 +174,8 @@ def _programs(bench: Bench, sequence: bool, compiler: str | None, wire: Wire) ->
     for kind, suffix in [(None, ""), (compiler, COMPILED)][: 1 if compiler is None else 2]:
         arguments = bench.layer, sequence, torch.device(bench.device), getattr(torch, bench.dtype), kind
         ours, plain = Ours(*arguments), Plain(*arguments)
-        found[OURS + suffix] = Program(ours.step, ours.step, ours.model, ours.forward)
+        if kind is None:
+            found[OURS] = Program(ours.step, ours.step, ours.model, ours.forward)
         found[SILENT + suffix] = Program(functools.partial(_silently, wire, ours.step), ours.step, ours.model)
         found[PLAIN + suffix] = Program(plain.step, plain.step, plain.model)
     return found
@@ -213,7 +214,6 @@ def _ratios(what: str, seconds: Mapping[str, list[float]], compiler: str | None)
     yield _row(f"{what}, with collectives", seconds, OURS, PLAIN, None)
     if compiler is not None:
         yield _row(f"{what}, silent, compiled", seconds, SILENT + COMPILED, PLAIN + COMPILED, None)
-        yield _row(f"{what}, with collectives, compiled", seconds, OURS + COMPILED, PLAIN + COMPILED, None)
 
 
 def _row(what: str, seconds: Mapping[str, list[float]], ours: str, peer: str, goal: float | None) -> Row:
@@ -272,7 +272,7 @@ def _longer(seconds: Mapping[str, list[float]]) -> list[float]:
 
 
 def _graph_breaks(what: str, bench: Bench) -> Figure:
-    ours = Ours(bench.layer, False, torch.device(bench.device), getattr(torch, bench.dtype), bench.compiler)
+    ours = Ours(bench.layer, False, torch.device(bench.device), getattr(torch, bench.dtype))
     torch.compiler.reset()
     with ours.parallel.step(watch=False):
         explained = torch._dynamo.explain(ours.model.blocks[0].forward)(ours.x)  # documented, without a public name

@@ -195,19 +195,17 @@ class Ours:
         with device:
             self.x = torch.randn(1, tokens, size.hidden, dtype=dtype, requires_grad=True)
             self.grad = torch.randn_like(self.x)
-        if compiler is not None:
-            self.step(watch=True)  # as a Trainer's first step: its graph tells what compiled graphs can't
 
-    def forward(self, watch: bool = False) -> Tensor:
+    def forward(self) -> Tensor:
         """This rank's part of what the layers make of x."""
         x = self.x if self.layout is None else SequenceShard.wrap(self.x, self.layout)
-        with self.parallel.step(watch):
+        with self.parallel.step(watch=False):
             y = self.model(x)
         return _Edge.apply(y.plain) if isinstance(y, SequenceShard) else y
 
-    def step(self, watch: bool = False) -> Tensor:
+    def step(self) -> Tensor:
         """Forward and backward; gradients are dropped."""
-        y = self.forward(watch)
+        y = self.forward()
         self.backward(y)
         return forget_gradients(y, self.model, self.x)
 

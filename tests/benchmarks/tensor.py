@@ -3,11 +3,9 @@ Lightning and in its loop."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -67,6 +65,7 @@ def programs(size: Size, world_size: int, sequence: bool) -> dict[str, Any]:
         return trainer(strategy, world_size, callback), decoder(size), loader(size)
 
     def dtensor(callback: Any) -> Any:
+        import torch
         from lightning.pytorch.strategies import ModelParallelStrategy
 
         torch.manual_seed(0)
@@ -85,38 +84,9 @@ def programs(size: Size, world_size: int, sequence: bool) -> dict[str, Any]:
     return {**bodies, "by hand": loop(by_hand()), "by hand in Lightning": fit(in_lightning)}
 
 
-def compiled_programs(size: Size, world_size: int) -> dict[str, Any]:
-    """The same with compiled blocks, where all tokens are whole, and ours without a compiler. (DTensor's are missing:
-    their backward fails in torch 2.13.)"""
-
-    def ours(callback: Any, compiles: bool = True) -> Any:
-        from lightning_megatp import MegaTPStrategy
-
-        module = decoder(size)
-        for block in module.model.blocks if compiles else ():
-            block.compile()
-        strategy = MegaTPStrategy(tp=world_size, sequence_parallel=False, summary=False)
-        return trainer(strategy, world_size, callback), module, loader(size)
-
-    def by_hand() -> Callable[[], Tensor]:
-        model, (ids, target) = HandDecoder(decoder(size).model, False), batch(size)
-        for block in model.blocks:
-            block.compile()
-        return lambda: model.step(ids, target)
-
-    plainly = functools.partial(ours, compiles=False)
-    return {OURS: fit(ours), "by hand, compiled": loop(by_hand()), "ours, uncompiled": fit(plainly)}
-
-
 def measure(rank: int, world_size: int, size: Size, sequence: bool) -> dict[str, Taken]:
     """One round on one rank."""
     return alternate(programs(size, world_size, sequence), size.steps)
-
-
-def measure_compiled(rank: int, world_size: int, size: Size) -> dict[str, Taken]:
-    """One round on one rank."""
-    torch.compiler.reset()
-    return alternate(compiled_programs(size, world_size), size.steps)
 
 
 def rows(sizes: list[Size], sequence: list[bool], tp: int) -> Iterator[Row]:
@@ -125,6 +95,3 @@ def rows(sizes: list[Size], sequence: list[bool], tp: int) -> Iterator[Row]:
             rounds = [run_ranks(tp, measure, size, split, timeout=600) for _ in range(size.rounds)]
             what = f"tp={tp}{', sequence regions' if split else ''}, {size}"
             yield from compare("tensor", what, rounds, {"DTensor": GOALS[size.name], "by hand": 1.03, **LOOP})
-        rounds = [run_ranks(tp, measure_compiled, size, timeout=600) for _ in range(size.rounds)]
-        goals = {"by hand, compiled": 1.03, "ours, uncompiled": None}
-        yield from compare("tensor", f"tp={tp}, compiled, {size}", rounds, goals)
