@@ -27,6 +27,6 @@ def refuse_exports(module: nn.Module, tp: int, pp: int, zero: int) -> None:
 def _refuse(name: str, why: str, export: Callable[[], Any]) -> None:
     raise RuntimeError(
         f"MegaTPStrategy: `{name}` exports a whole model, and {why}. Save a checkpoint by"
-        f" `trainer.save_checkpoint(path)` on all ranks, and export what `load_from_checkpoint(path)` makes of it in a"
+        " `trainer.save_checkpoint(path)` on all ranks, and export what `load_from_checkpoint(path)` makes of it in a"
         " process of its own."
     )

@@ -12,9 +12,7 @@ from lightning_megatp.checkpoint.agree import together
 from lightning_megatp.checkpoint.averages import Averages
 from lightning_megatp.checkpoint.files import check_zip
 from lightning_megatp.checkpoint.folder import Folder, is_folder
-from lightning_megatp.checkpoint.full import (
-    local_optimizer_state,
-)
+from lightning_megatp.checkpoint.full import local_optimizer_state
 from lightning_megatp.checkpoint.sharded import (
     ELSEWHERE,
     NOT_TENSORS,
@@ -22,10 +20,7 @@ from lightning_megatp.checkpoint.sharded import (
     load_sharded_optimizer,
     put_back,
 )
-from lightning_megatp.checkpoint.stages import (
-    load_own,
-    own_optimizer_state,
-)
+from lightning_megatp.checkpoint.stages import load_own, own_optimizer_state
 from lightning_megatp.module import ParallelModule
 from lightning_megatp.parts import Parts
 from lightning_megatp.randomness import set_random_state

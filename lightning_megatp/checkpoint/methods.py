@@ -16,11 +16,7 @@ from lightning_megatp.checkpoint.averages import averaged_states
 from lightning_megatp.checkpoint.background import BackgroundSave
 from lightning_megatp.checkpoint.exceptions import AfterException
 from lightning_megatp.checkpoint.folder import save_folder, to_bytes
-from lightning_megatp.checkpoint.full import (
-    full_optimizer_state,
-    full_state_dict,
-    without_data,
-)
+from lightning_megatp.checkpoint.full import full_optimizer_state, full_state_dict, without_data
 from lightning_megatp.checkpoint.loading import LoadingMethods, has_own
 from lightning_megatp.checkpoint.sharded import (
     ELSEWHERE,
@@ -30,10 +26,7 @@ from lightning_megatp.checkpoint.sharded import (
     split_content,
 )
 from lightning_megatp.checkpoint.single import durable_checkpoint_io
-from lightning_megatp.checkpoint.stages import (
-    gather_optimizer_state,
-    gather_state_dict,
-)
+from lightning_megatp.checkpoint.stages import gather_optimizer_state, gather_state_dict
 from lightning_megatp.messages import warn_once_per_run
 from lightning_megatp.pipeline.detour import Detour
 from lightning_megatp.randomness import gather_random_states
