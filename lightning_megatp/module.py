@@ -85,6 +85,12 @@ class ParallelModule:
         whole = parameter.shape if divided is None else divided.shape
         return torch.Size(whole if spec is None else spec.shape).numel()
 
+    @property
+    def sizes(self) -> dict[str, torch.Size]:
+        """Name of a split parameter, of a tied one each -> the shape of the whole."""
+        specs = ((name, self.sharded.get(id(parameter))) for name, parameter in self.names.items())
+        return {name: torch.Size(spec.shape) for name, spec in specs if spec is not None}
+
     def held(self, parameter: Tensor) -> Tensor:
         """The plain tensor that this rank trains in place of a parameter: itself, or its rows if it is divided."""
         divided = self.divided.get(id(parameter))

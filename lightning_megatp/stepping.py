@@ -56,8 +56,7 @@ class StepMethods(GradientMethods):
         else:
             step, batch = self._on_microbatch("train", super().training_step, args)
             self._change_gradients(widen)
-            with self._parallel().user_code():  # activation checkpointing runs the user's forward again, in backward
-                outputs = self.pipeline.train(step, batch, self._pipeline_backward())
+            outputs = self.pipeline.train(step, batch, self._pipeline_backward())
         if self._first_batch is not None:
             with self.precision_plugin.train_step_context():
                 self._first_batch.run_and_compare_loss(outputs, args, self.root_device, self.pipeline)
@@ -113,8 +112,7 @@ class StepMethods(GradientMethods):
                 ) from error
             except StopIteration as error:  # Lightning would take it for the end of the data, on this rank alone
                 raise RuntimeError(
-                    f"MegaTPStrategy: the {kind} step raised StopIteration: some `next(...)` found nothing, such as"
-                    " `next(module.parameters())` of a module whose parameters are all on other pipeline stages."
+                    f"MegaTPStrategy: the {kind} step raised StopIteration: some `next(...)` found nothing."
                 ) from error
             except AttributeError as error:
                 if self.pipeline is None:

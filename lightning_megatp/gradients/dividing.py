@@ -46,7 +46,7 @@ def divide(
         )
     if before is None and level:
         if pipeline is None:
-            units, touched = units_in_use(parallel.module, example, mesh.device)
+            units, touched = units_in_use(parallel, example, mesh.device)
         else:
             units, touched = pipeline.own_units, set(pipeline.touched)
         parallel.sharding = ZeroSharding(parallel, mesh, options, units, touched, make)

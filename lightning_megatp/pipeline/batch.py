@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -148,7 +148,13 @@ class BatchRun:
 
         return StageRun(*self.sharding.step(parts))
 
-    def before_backward(self, stage: int, microbatch: int) -> None:
+    @contextlib.contextmanager
+    def around_backward(self, stage: int, microbatch: int) -> Iterator[None]:
+        self._before_backward(stage, microbatch)
+        with self.parallel.user_code():  # activation checkpointing runs the user's forward again
+            yield
+
+    def _before_backward(self, stage: int, microbatch: int) -> None:
         first = not self._backwards
         self._backwards[stage] += 1
         if self.sharding is not None:

@@ -20,6 +20,7 @@ from lightning_megatp.pipeline.executor import Executor, Links, lanes
 from lightning_megatp.pipeline.generators import forward_only, make_schedule, split_end
 from lightning_megatp.pipeline.loans import Loans
 from lightning_megatp.pipeline.logs import Logs
+from lightning_megatp.pipeline.ownership import Sizes
 from lightning_megatp.pipeline.pipeline import Pipeline, Settings, Shared
 from lightning_megatp.pipeline.plan import SliceError
 from lightning_megatp.pipeline.schedule import Schedule
@@ -107,7 +108,7 @@ def build_pipeline(
     ranks = mesh.size("pp")
     settings = _settings(options, ranks)
     schedule = settings.schedule(settings.microbatches)
-    units, idle, touched = _in_order(parallel.module, find_units(parallel.module), example, mesh.device)
+    units, idle, touched = _in_order(parallel.module, find_units(parallel.module), example, mesh.device, parallel.sizes)
     whole = [unit for unit in units if is_compiled(parallel.module.get_submodule(unit))]
     around = [name for name in modules_around(units) if is_compiled(parallel.module.get_submodule(name))]
     if around or (whole and len(units) < schedule.stages):
@@ -119,13 +120,14 @@ def build_pipeline(
     costs = {unit: 0.0 if unit in idle else cost for unit, cost in unit_costs(parallel.module, units).items()}
     stage_of_unit = None
     if options.stages is None:
-        stage_of_unit = _with_twins(parallel.module, units, schedule.stages, costs, example, mesh.device)
+        stage_of_unit = _with_twins(parallel, units, schedule.stages, costs, example, mesh.device)
     if stage_of_unit is None:
         stage_of_unit = assign(units, schedule.stages, costs, options.stages)
     sizes = _stage_sizes(parallel, stage_of_unit, schedule.stages)
     deferred = parallel.context.deferred
     compiled = _put_off(parallel, units, schedule)
-    slicer = Slicer(parallel.module, stage_of_unit, schedule.stages)  # intercepts what is the units' forward by now
+    # It intercepts what is the units' forward by now.
+    slicer = Slicer(parallel.module, stage_of_unit, schedule.stages, parallel.sizes)
     rank = pipeline_rank(mesh, schedule)
     links = Links(
         ranks=[mesh.ranks("pp")[i] for i in _order(schedule)],
@@ -168,15 +170,15 @@ def _put_off(parallel: ParallelModule, units: Sequence[str], schedule: Schedule)
     return [] if schedule.splits_end else compiled
 
 
-def units_in_use(module: nn.Module, example: Example | None, device: torch.device) -> tuple[list[str], set[str]]:
+def units_in_use(parallel: ParallelModule, example: Example | None, device: torch.device) -> tuple[list[str], set[str]]:
     """The units that a step calls, as far as that can be found out; and the names of their parameters that it also uses
     beside them."""
-    units, _, touched = _in_order(module, find_units(module), example, device)
+    units, _, touched = _in_order(parallel.module, find_units(parallel.module), example, device, parallel.sizes)
     return units, touched
 
 
 def _with_twins(
-    module: nn.Module,
+    parallel: ParallelModule,
     units: Sequence[str],
     n_stages: int,
     costs: Mapping[str, float],
@@ -185,24 +187,28 @@ def _with_twins(
 ) -> dict[str, int] | None:
     """Unit -> stage, in the order of the units; averaged copies beside what they are copies of. None if there are none:
     frozen units of the same shapes may also be what the trained ones read, and then data would flow backward."""
-    twins = frozen_twins(module, units)
+    twins = frozen_twins(parallel.module, units)
     leaders = [unit for unit in units if unit not in twins]
     if not twins or len(leaders) < n_stages:
         return None
     both = {unit: costs[unit] + sum(costs[twin] for twin in twins if twins[twin] == unit) for unit in leaders}
     found = assign(leaders, n_stages, both)
     stage_of_unit = {unit: found[twins.get(unit, unit)] for unit in units}
-    return stage_of_unit if _flows_forward(module, stage_of_unit, n_stages, example, device) else None
+    return stage_of_unit if _flows_forward(parallel, stage_of_unit, n_stages, example, device) else None
 
 
 def _flows_forward(
-    module: nn.Module, stage_of_unit: Mapping[str, int], n_stages: int, example: Example | None, device: torch.device
+    parallel: ParallelModule,
+    stage_of_unit: Mapping[str, int],
+    n_stages: int,
+    example: Example | None,
+    device: torch.device,
 ) -> bool:
     """Whether a step can run on these stages, as far as that can be found out."""
     if example is None or example.batch is None:
         return True
     batch = apply_to_collection(example.batch, Tensor, lambda x: x.to(device))
-    slicer = Slicer(module, stage_of_unit, n_stages)
+    slicer = Slicer(parallel.module, stage_of_unit, n_stages, parallel.sizes)
     try:
         slicer.plan(example.bare_step, batch)
     except SliceError:
@@ -223,7 +229,11 @@ def used_beside(module: nn.Module, layers: Sequence[str], example: Example | Non
 
 
 def _in_order(
-    module: nn.Module, units: list[str], example: Example | None, device: torch.device
+    module: nn.Module,
+    units: list[str],
+    example: Example | None,
+    device: torch.device,
+    sizes: Sizes | None = None,
 ) -> tuple[list[str], set[str], set[str]]:
     """The units in the order in which a step calls them, which is not always that of definition; those that it does
     not call; and the names of their parameters that it uses beside them."""
@@ -231,8 +241,8 @@ def _in_order(
         return units, set(), set()
     batch = apply_to_collection(example.batch, Tensor, lambda x: x.to(device))
     try:
-        order = execution_order(module, units, example.bare_step, batch)
-        called, touched = called_units(module, order, example.bare_step, batch)
+        order = execution_order(module, units, example.bare_step, batch, sizes)
+        called, touched = called_units(module, order, example.bare_step, batch, sizes)
         return order, set(order) - set(called), touched
     except Exception:
         return units, set(), set()  # what keeps the step from being looked at is told when the first batch is planned

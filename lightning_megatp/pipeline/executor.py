@@ -46,8 +46,8 @@ class Stages(Protocol):
             the values of `relays(stage + 1)`; for the last stage what to differentiate: the scaled loss, or nothing.
         """
 
-    def before_backward(self, stage: int, microbatch: int) -> None:
-        """Called right before a backward."""
+    def around_backward(self, stage: int, microbatch: int) -> contextlib.AbstractContextManager[None]:
+        """What a backward runs in."""
 
     def complete(self, stage: int) -> None:
         """The gradients of a stage are complete on this rank."""
@@ -253,8 +253,8 @@ class _Batch:
         with (
             self.recorded("backward input" if putting_off else "backward", action),
             self.deferred.put_off((stage, microbatch)) if putting_off else contextlib.nullcontext(),
+            self.stages.around_backward(stage, microbatch),
         ):
-            self.stages.before_backward(stage, microbatch)
             if flight.roots:
                 torch.autograd.backward(flight.roots, None if last else gradients)
         # A value nothing differentiable was made of has no gradient; the stage before waits for one all the same.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,9 @@ from torch import Tensor, nn
 from lightning_megatp.shim.torch import FakeTensorMode, is_fake
 
 _KINDS = ("_parameters", "_buffers")
+
+Sizes = Mapping[str, Sequence[int]]
+"""Name of a parameter of which each rank holds a part, each of a tied one -> the shape that a step's code sees."""
 
 
 @dataclass(frozen=True)
@@ -32,10 +35,14 @@ class Ownership:
         module: the whole.
         stage_of_unit: unit name -> stage.
         fake_mode: makes what stands for freed tensors.
+        sizes: of split parameters.
     """
 
-    def __init__(self, module: nn.Module, stage_of_unit: Mapping[str, int], fake_mode: FakeTensorMode) -> None:
+    def __init__(
+        self, module: nn.Module, stage_of_unit: Mapping[str, int], fake_mode: FakeTensorMode, sizes: Sizes
+    ) -> None:
         self._module, self._stage_of_unit, self._fake_mode = module, stage_of_unit, fake_mode
+        self._sizes = sizes
         self._emptied: list[_Emptied] = []
         self._uses: dict[str, set[int]] = {}
 
@@ -64,7 +71,7 @@ class Ownership:
     def free(self, own: Collection[int]) -> None:
         """Let go of the parameters and buffers that belong to units of other stages only. Tied ones stay tied."""
         owners = self.of_units()
-        for child in self._module.modules():
+        for path, child in self._module.named_modules():
             for kind in _KINDS:
                 held: dict[str, Tensor | None] = child.__dict__[kind]
                 foreign = {
@@ -73,7 +80,7 @@ class Ownership:
                     if tensor is not None and id(tensor) in owners and not owners[id(tensor)] & set(own)
                 }
                 if foreign:
-                    self._empty(child, kind, foreign)
+                    self._empty(child, kind, path, foreign)
 
     def stand_in(self, name: str) -> Tensor:
         """What is there under a parameter's name: itself, or what stands for a freed one."""
@@ -99,32 +106,50 @@ class Ownership:
     def present(self) -> Iterator[None]:
         """Put what stands for freed tensors where `module.parameters()` finds it, as it would on one device."""
         before = [(emptied, emptied.module.__dict__[emptied.kind]) for emptied in self._emptied]
-        for emptied, held in before:
-            full = {name: held[name] if name in held else emptied.fakes[name] for name in emptied.order}
-            emptied.module.__dict__[emptied.kind] = full
-        try:
-            yield
-        finally:
+        with contextlib.ExitStack() as stack:
             for emptied, held in before:
-                emptied.module.__dict__[emptied.kind] = held
+                if held:  # changed in place: those of split layers are no plain dicts
+                    stack.callback(_fill, held, dict(dict.items(held)))
+                    _fill(held, {name: dict.get(held, name, emptied.fakes.get(name)) for name in emptied.order})
+                else:
+                    emptied.module.__dict__[emptied.kind] = emptied.fakes
+            try:
+                yield
+            finally:
+                for emptied, held in before:
+                    emptied.module.__dict__[emptied.kind] = held
 
     @contextlib.contextmanager
-    def unmade_as_fakes(self) -> Iterator[None]:
-        """Let parameters that have no values yet be what a dry run makes of those that have."""
-        unmade = [
-            (child, name, p)
-            for child in self._module.modules()
-            for name, p in child._parameters.items()
-            if p is not None and p.is_meta
+    def lists_noted(self) -> Iterator[ListsNoted]:
+        """Note whether anybody goes through the parameters of modules."""
+        noted = ListsNoted()
+        before = [(child, child._parameters) for child in self._module.modules()]
+        for child, held in before:
+            child.__dict__["_parameters"] = _Noting(held, noted)
+        try:
+            yield noted
+        finally:
+            for child, held in before:
+                child.__dict__["_parameters"] = held
+
+    @contextlib.contextmanager
+    def whole_as_fakes(self) -> Iterator[None]:
+        """Let parameters that have no values yet be what a dry run makes of those that have, and split ones whole, as
+        the step's code has to see them (their layers take what they hold of such a one)."""
+        changed = [
+            (child, leaf, p, self._whole_shape(path, leaf, p))
+            for path, child in self._module.named_modules()
+            for leaf, p in dict.items(child._parameters)
+            if p is not None and (p.is_meta or p.shape != self._whole_shape(path, leaf, p))
         ]
-        fakes = {id(p): self._fake(p) for _, _, p in unmade}
-        for child, name, parameter in unmade:
-            setattr(child, name, fakes[id(parameter)])  # recurrent layers keep a list of their weights, and follow this
+        fakes = {id(p): self._fake(p, shape) for _, _, p, shape in changed}
+        for child, leaf, parameter, _ in changed:
+            setattr(child, leaf, fakes[id(parameter)])  # recurrent layers keep a list of their weights, and follow this
         try:
             yield
         finally:
-            for child, name, parameter in unmade:
-                setattr(child, name, parameter)
+            for child, leaf, parameter, _ in changed:
+                setattr(child, leaf, parameter)
 
     @contextlib.contextmanager
     def buffers_aside(self) -> Iterator[None]:
@@ -151,21 +176,50 @@ class Ownership:
             copies[id(x)] = self._fake_mode.from_tensor(x) if id(x) in owners else x.detach().clone()
         return None if x is None else copies[id(x)]
 
-    def _empty(self, child: nn.Module, kind: str, foreign: dict[str, Tensor]) -> None:
+    def _empty(self, child: nn.Module, kind: str, path: str, foreign: dict[str, Tensor]) -> None:
         held = child.__dict__[kind]
-        fakes = {name: self._fake(tensor) for name, tensor in foreign.items()}
+        fakes = {name: self._fake(x, self._whole_shape(path, name, x)) for name, x in foreign.items()}
         self._emptied.append(_Emptied(child, kind, tuple(held), fakes))
         for name, fake in fakes.items():
             setattr(child, name, fake)  # recurrent layers keep a list of their weights, and follow this
             child.__dict__[name] = child.__dict__[kind].pop(name)
 
-    def _fake(self, x: Tensor) -> Tensor:
+    def _whole_shape(self, path: str, leaf: str, x: Tensor) -> torch.Size:
+        """The shape of a tensor of a module as the step's code has to see it."""
+        shape = self._sizes.get(f"{path}.{leaf}" if path else leaf) if self._sizes else None
+        return x.shape if shape is None else torch.Size(shape)
+
+    def _fake(self, x: Tensor, shape: torch.Size) -> Tensor:
         """What stands for a tensor; for one on meta, as it will be on the device of the module."""
-        if not x.is_meta:
+        if not x.is_meta and x.shape == shape:
             fake: Tensor = self._fake_mode.from_tensor(x)
             return fake
+        device = getattr(self._module, "device", "cpu") if x.is_meta else x.device
+        stride = x.stride() if x.shape == shape else torch.empty(shape, device="meta").stride()
         with self._fake_mode:
-            like = torch.empty_strided(
-                x.shape, x.stride(), dtype=x.dtype, device=getattr(self._module, "device", "cpu")
-            )
+            like = torch.empty_strided(shape, stride, dtype=x.dtype, device=device)
             return nn.Parameter(like, requires_grad=x.requires_grad)
+
+
+@dataclass
+class ListsNoted:
+    """Whether parameters were listed."""
+
+    any: bool = False
+
+
+class _Noting(dict[str, Any]):
+    """`nn.Module._parameters` that says when it is gone through."""
+
+    def __init__(self, held: Mapping[str, Any], noted: ListsNoted) -> None:
+        super().__init__(held)
+        self._noted = noted
+
+    def items(self) -> Any:
+        self._noted.any = True
+        return super().items()
+
+
+def _fill(held: dict[str, Any], entries: Mapping[str, Any]) -> None:
+    held.clear()
+    held.update(entries)

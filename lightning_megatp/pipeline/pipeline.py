@@ -35,6 +35,7 @@ from lightning_megatp.pipeline.schedule import Schedule
 from lightning_megatp.pipeline.slicing import Slicer
 from lightning_megatp.pipeline.split import split_batch
 from lightning_megatp.pipeline.units import modules_around
+from lightning_megatp.tensor.outside import used_outside
 
 
 @dataclass(frozen=True)
@@ -403,10 +404,7 @@ class Pipeline:
     def _check_touched(self, plan: SlicePlan) -> None:
         split = sorted(plan.touched & self.parallel.plan.parameters.keys()) if self.mesh.size("tp") > 1 else []
         if split:
-            raise SliceError(
-                f"the step uses `{split[0]}`, which the plan splits, outside of its own layer. With pp > 1 its parts"
-                " can't be gathered there: take its layer out of the plan."
-            )
+            raise SliceError(used_outside(split[0]))
         apart = sorted(plan.touched & self.sharding.by_unit) if self.sharding is not None else []
         if apart:
             raise SliceError(

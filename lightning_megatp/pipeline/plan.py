@@ -98,10 +98,10 @@ class SlicePlan:
     does: only that stage's copy is up to date."""
     not_operations: frozenset[Any]
     """Functions that only ask for shapes, dtypes, modes, or values of the batch."""
-    touches_parameters: bool
-    """Some operation between units takes a unit's parameter or buffer."""
+    lists_parameters: bool
+    """The step goes through the parameters of modules."""
     touched: frozenset[str]
-    """The names of such parameters."""
+    """The names of the units' parameters and buffers that operations between units take."""
     changes_batch: bool
     """The step changes tensors of the batch in place."""
     leaves_ghosts: bool

@@ -10,7 +10,12 @@ from lightning_megatp.pipeline.values import Value
 
 
 def make_plan(
-    tracer: Tracer, names: Mapping[int, str], n_stages: int, changes_batch: bool, leaves_ghosts: bool
+    tracer: Tracer,
+    names: Mapping[int, str],
+    n_stages: int,
+    changes_batch: bool,
+    leaves_ghosts: bool,
+    lists_parameters: bool,
 ) -> SlicePlan:
     """Decide what crosses each boundary.
 
@@ -20,6 +25,7 @@ def make_plan(
         n_stages: how many stages.
         changes_batch: whether the step changes tensors of the batch in place.
         leaves_ghosts: whether it leaves values of earlier stages on the module.
+        lists_parameters: whether it goes through those of modules.
 
     Raises:
         SliceError: a stage has nothing to do, or a stage changes what others use.
@@ -45,7 +51,7 @@ def make_plan(
         shared={**shared, **{name: stages for name, stages in glue.items() if len(stages) > 1}},
         glue=glue,
         not_operations=frozenset(tracer.not_operations),
-        touches_parameters=bool(tracer.touched),
+        lists_parameters=lists_parameters,
         touched=frozenset(names[i] for i in tracer.touched if i in names),
         changes_batch=changes_batch,
         leaves_ghosts=leaves_ghosts,

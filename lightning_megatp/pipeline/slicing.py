@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from lightning_megatp.pipeline.calls import Interception, Switch, loggers_in, logging_replaced
 from lightning_megatp.pipeline.operations import StepEnded
-from lightning_megatp.pipeline.ownership import Ownership
+from lightning_megatp.pipeline.ownership import Ownership, Sizes
 from lightning_megatp.pipeline.place import Place
 from lightning_megatp.pipeline.plan import Key, Relay, SliceError, SlicePlan
 from lightning_megatp.pipeline.planning import make_plan
@@ -57,12 +57,15 @@ class Slicer:
         module: whose step is cut.
         stage_of_unit: unit name -> stage; units don't contain each other.
         n_stages: how many stages.
+        sizes: of the parameters of which each rank holds a part.
     """
 
-    def __init__(self, module: nn.Module, stage_of_unit: Mapping[str, int], n_stages: int) -> None:
+    def __init__(
+        self, module: nn.Module, stage_of_unit: Mapping[str, int], n_stages: int, sizes: Sizes | None = None
+    ) -> None:
         self.module, self.n_stages = module, n_stages
         self._fake_mode = FakeTensorMode()
-        self._ownership = Ownership(module, stage_of_unit, self._fake_mode)
+        self._ownership = Ownership(module, stage_of_unit, self._fake_mode, sizes or {})
         self._place = Place(module)
         self._loggers = loggers_in(module)
         self._switch = Switch()
@@ -92,17 +95,18 @@ class Slicer:
         in_batch = tensors_of(batch)
         versions = [tensor_version(x) for x in in_batch]
         owned = self._ownership
-        with self._prepared_to_plan(), owned.present(), owned.unmade_as_fakes(), owned.buffers_aside():
+        with self._prepared_to_plan(), owned.present(), owned.whole_as_fakes(), owned.buffers_aside():
             snapshot = Snapshot(self.module)
             tracer = self._tracer(snapshot)
             try:
-                self._trace(tracer, step, batch)
+                with owned.lists_noted() as lists:
+                    self._trace(tracer, step, batch)
                 left_early = tracer.consume_left(snapshot)
             finally:
                 snapshot.restore()
             changes_batch = versions != [tensor_version(x) for x in in_batch]
-            plan = make_plan(tracer, self._ownership.names, self.n_stages, changes_batch, left_early)
-            self._ownership.learn(tracer.owners)
+            plan = make_plan(tracer, owned.names, self.n_stages, changes_batch, left_early, lists.any)
+            owned.learn(tracer.owners)
         return plan
 
     def run(
@@ -139,7 +143,7 @@ class Slicer:
                 stack.callback(Snapshot(self.module).drop_fakes)
             stack.enter_context(self._switch.to(mode))
             stack.enter_context(logging_replaced(self._loggers, mode.log))
-            if plan.touches_parameters:
+            if plan.lists_parameters:
                 stack.enter_context(self._ownership.present())
             if plan.uses_functions:
                 stack.enter_context(handle_functions(mode.function))
@@ -234,19 +238,21 @@ class Slicer:
         tracer.consume(result, gradient=False, by="the result of the step")
 
 
-def execution_order(module: nn.Module, units: Sequence[str], step: Step, batch: Any) -> list[str]:
+def execution_order(
+    module: nn.Module, units: Sequence[str], step: Step, batch: Any, sizes: Sizes | None = None
+) -> list[str]:
     """The units in the order in which a step first calls them; those that it never calls follow the one defined before.
 
     A unit that is never called because the model calls its parts, is replaced by these.
     """
-    called, _ = called_units(module, units, step, batch)
+    called, _ = called_units(module, units, step, batch, sizes)
     parts = {unit: children_of(module, unit) for unit in units if unit not in called}
     split = [part for unit in units for part in parts.get(unit) or [unit]]
     if split != list(units):
-        called_parts, _ = called_units(module, split, step, batch)
+        called_parts, _ = called_units(module, split, step, batch, sizes)
         split = [part for unit in units for part in _used(unit, parts, called_parts)]
         if split != list(units):
-            return execution_order(module, split, step, batch)
+            return execution_order(module, split, step, batch, sizes)
     order = list(called)
     for before, unit in zip(["", *units], units, strict=False):
         if unit not in called:
@@ -254,9 +260,11 @@ def execution_order(module: nn.Module, units: Sequence[str], step: Step, batch: 
     return order
 
 
-def called_units(module: nn.Module, units: Sequence[str], step: Step, batch: Any) -> tuple[list[str], set[str]]:
+def called_units(
+    module: nn.Module, units: Sequence[str], step: Step, batch: Any, sizes: Sizes | None = None
+) -> tuple[list[str], set[str]]:
     """The units that a step calls, in order; and the names of their parameters that it uses beside them."""
-    slicer = Slicer(module, dict.fromkeys(units, 0), 1)
+    slicer = Slicer(module, dict.fromkeys(units, 0), 1, sizes)
     try:
         plan = slicer.plan(step, batch)
     finally:

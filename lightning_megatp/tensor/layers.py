@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_megatp.plan.ranges import Ranges, length
+from lightning_megatp.shim.torch import is_fake
 from lightning_megatp.tensor.collectives import (
     canonical_order,
     from_host,
@@ -135,8 +136,10 @@ class ParallelLayer(nn.Module):
 
 
 def _stands_in(x: Tensor, dim: int, by_rank: tuple[Ranges, ...]) -> bool:
-    """Whether it is a whole value that the step computed and put in the place of a parameter (`functional_call`)."""
-    return not isinstance(x, nn.Parameter) and x.shape[dim] == max(stop for ranges in by_rank for _, stop in ranges)
+    """Whether it is a whole value in the place of a parameter: one that the step computed (`functional_call`), or what
+    stands for the parameter in a pipeline's dry run."""
+    made = not isinstance(x, nn.Parameter) or is_fake(x)
+    return made and x.shape[dim] == max(stop for ranges in by_rank for _, stop in ranges)
 
 
 class ColumnParallel(ParallelLayer):

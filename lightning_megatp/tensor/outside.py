@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_megatp.plan.shard import ShardedTensorSpec
-from lightning_megatp.shim.torch import DisableTorchFunctionSubclass, tree_leaves, tree_map
+from lightning_megatp.shim.torch import DisableTorchFunction, tree_leaves, tree_map
 from lightning_megatp.tensor.context import TensorContext
 from lightning_megatp.tensor.functions import is_in_place, operation_name, operation_names
 from lightning_megatp.tensor.parameters import gather_parameter
@@ -58,8 +58,8 @@ class LayerParameters(dict[str, Any]):
         return dict, (dict(super().items()),)
 
     def _seen(self, parameter: Any) -> Any:
-        if not self.context.user_code or parameter is None or self.context.pipelined:
-            return parameter  # a pipeline's plan tells of uses outside of layers, before any step
+        if not self.context.user_code or parameter is None:
+            return parameter
         spec, seen = self.context.sharded.get(id(parameter)), self.context.seen
         if spec is None:
             return parameter
@@ -83,7 +83,7 @@ class WholeParameter(torch.Tensor):
         shard: the parameter itself, or its `.data`.
         parameter: the parameter.
         """
-        with DisableTorchFunctionSubclass():
+        with DisableTorchFunction():  # a pipeline's mode would take it for something the step does
             plain = shard.to_local() if isinstance(shard, DTensor) else shard
             seen = plain.detach().as_subclass(WholeParameter)
         seen.shard, seen.parameter, seen.spec, seen.context = shard, parameter, spec, context
@@ -124,8 +124,18 @@ def _whole(x: Any, operation: str) -> Any:
             f"MegaTPStrategy: the step uses `{x.spec.name}` outside of its own layer (`{operation}`), while with"
             " zero > 0 only rows of it are here. Take its layer out of the plan, or use zero=0."
         )
+    if x.context.pipelined:
+        raise RuntimeError(f"MegaTPStrategy: {used_outside(x.spec.name)}")
     x.context.outside.setdefault(id(x.parameter), (x.parameter, operation))
     return gather_parameter(x.shard, x.spec, x.context.group)
+
+
+def used_outside(name: str) -> str:
+    """What is wrong about that, in pipelines, where optimizers and plans know parameters before any step runs."""
+    return (
+        f"the step uses `{name}`, which the plan splits, outside of its own layer. With pp > 1 its parts can't be"
+        " gathered there: take its layer out of the plan."
+    )
 
 
 _METADATA = operation_names(

@@ -216,12 +216,11 @@ class Unfreezes(Base):
         pass
 
 
-class AsksForParameters(Base):
-    """As `module.dtype` of some libraries does."""
-
-    def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
-        next(self.tok.parameters())
-        return super().loss(batch)
+class FindsNothing(Base):
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        next(x for x in [loss.item()] if x < 0)
+        return loss
 
 
 class NoLoss(Base):
@@ -270,7 +269,7 @@ def _fit(rank: int, world_size: int, name: str) -> None:
         "leaves": LeavesThePlan,
         "no loss": NoLoss,
         "unfreezes": Unfreezes,
-        "asks": AsksForParameters,
+        "finds nothing": FindsNothing,
     }.get(name) or ERRORS[name][0]
     from lightning_megatp import MegaTPStrategy
 
@@ -303,7 +302,7 @@ def test_what_can_not_be_done_raises_on_every_rank(name: str) -> None:
         ("leaves", "exp"),
         ("unfreezes", "frozen or unfrozen since"),
         ("no loss", "instead of a loss"),
-        ("asks", "StopIteration"),
+        ("finds nothing", "StopIteration"),
     ],
 )
 def test_what_one_stage_finds_out_ends_all_ranks(name: str, text: str) -> None:
@@ -311,15 +310,34 @@ def test_what_one_stage_finds_out_ends_all_ranks(name: str, text: str) -> None:
     assert any(text in message and "MegaTPStrategy" in message for message in messages), messages
 
 
-def _fit_split(rank: int, world_size: int) -> None:
+class Penalised(nn.Module):
+    """Around the MLP of a block: uses a weight of it beside its layer."""
+
+    def __init__(self, mlp: nn.Module) -> None:
+        super().__init__()
+        self.mlp = mlp
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.mlp(x) + self.mlp.up.weight.data.pow(2).mean()
+        return y
+
+
+def _fit_split(rank: int, world_size: int, inside: bool) -> None:
     from lightning_megatp import MegaTPStrategy
 
     entry = variant("regularised")
-    strategy = MegaTPStrategy(tp=2, pp=2, microbatches=2, plan=entry.plan, sequence_parallel=False, summary=False)
+    model, plan = entry.build(), dict(entry.plan)
+    if inside:
+        entry = variant("untied")
+        model, plan = entry.build(), {name.replace(".mlp.", ".mlp.mlp."): at for name, at in entry.plan.items()}
+        for block in model.blocks:
+            block.mlp = Penalised(block.mlp)
+    strategy = MegaTPStrategy(tp=2, pp=2, microbatches=2, plan=plan, sequence_parallel=False, summary=False)
     options: dict[str, Any] = {"accelerator": "cpu", "precision": "64-true", "max_epochs": 1, **QUIET}
-    Trainer(devices=world_size, strategy=strategy, **options).fit(entry.build(), train_loader(Layout(), 1))
+    Trainer(devices=world_size, strategy=strategy, **options).fit(model, train_loader(Layout(), 1))
 
 
-def test_a_split_parameter_outside_its_layer() -> None:
-    with pytest.raises(RankError, match=r"the step uses `blocks.0.mlp.up.weight`, which the plan splits, outside"):
-        run_ranks(4, _fit_split)
+@pytest.mark.parametrize(("inside", "name"), [(False, "blocks.0.mlp.up"), (True, r"blocks.\d.mlp.mlp.up")])
+def test_a_split_parameter_outside_its_layer(inside: bool, name: str) -> None:
+    with pytest.raises(RankError, match=rf"the step uses `{name}.weight`, which the plan splits, outside"):
+        run_ranks(4, _fit_split, inside)

@@ -366,8 +366,8 @@ class Chain:
         y = self.layers[stage](x)
         return [y.square().sum() if stage == self.schedule.stages - 1 else y]
 
-    def before_backward(self, stage: int, microbatch: int) -> None:
-        pass
+    def around_backward(self, stage: int, microbatch: int) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
     def complete(self, stage: int) -> None:
         self.completed.append(stage)

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from tests.distributed.training import PLAIN, Layout, make_trainer, run_program, tokens
+from tests.distributed.training import PLAIN, Layout, make_trainer, run_program, tokens, train_loader
 from tests.parity.models import GPT
 
 ONE_BY_ONE = [
@@ -115,3 +115,59 @@ def test_compiled_blocks(layout: Layout, wrap: bool) -> None:
     assert results[0][1].keys() == state.keys()
     for name, value in state.items():
         torch.testing.assert_close(results[0][1][name], value, atol=1e-9, rtol=0, msg=name)
+
+
+class AsksForSizes(GPT):
+    """Its code computes with the sizes of parameters, those of other stages and of split ones among them."""
+
+    def trunk(self, tokens_BL: Tensor) -> Tensor:
+        of_head = next(self.head.parameters())  # as `module.dtype` of some libraries does
+        x_BLD = self.tok(tokens_BL).to(of_head.dtype) / sum(1 for _ in self.parameters()) ** 0.5
+        for block in self.blocks:
+            x_BLD = block(x_BLD) / block.mlp.mlp.up.weight.shape[0] ** 0.5
+        return self.norm(x_BLD)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        sizes = sum(p.numel() for p in self.parameters() if p.requires_grad)
+        shapes = sum(p.shape[-1] + len(p) for name, p in self.named_parameters() if isinstance(p, nn.Parameter))
+        device = self.blocks[0].mlp.mlp.up.weight.device
+        like = torch.ones(self.blocks[0].mlp.mlp.down.weight.shape, device=device)
+        return loss * (sizes + shapes + like.sum()) / 10_000
+
+
+class SizesInside(nn.Module):
+    """Around the MLP of a block."""
+
+    def __init__(self, mlp: nn.Module) -> None:
+        super().__init__()
+        self.mlp = mlp
+
+    def forward(self, x_BLD: Tensor) -> Tensor:
+        size: int = self.mlp.up.weight.numel() + sum(p.numel() for p in self.parameters())
+        scaled: Tensor = self.mlp(x_BLD) * (100 / size)
+        return scaled
+
+
+def _asking(layout: Layout) -> list[float]:
+    torch.manual_seed(3)
+    losses, module = Losses(), AsksForSizes()
+    for block in module.blocks:
+        block.mlp = SizesInside(block.mlp)
+    strategy = {"plan": {"blocks.*.mlp.mlp.up": "column", "blocks.*.mlp.mlp.down": "row"}}
+    trainer = make_trainer(layout, strategy=strategy, max_epochs=2, callbacks=[losses])
+    trainer.fit(module, train_loader(layout, 3))
+    return losses.seen
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [Layout(pp=2), Layout(tp=2), Layout(tp=2, pp=2, sequence=False), Layout(pp=2, dp=2, microbatches=2, zero=2)],
+    ids=str,
+)
+def test_sizes_of_parameters_are_those_of_one_device(layout: Layout) -> None:
+    ((losses),) = run_program(PLAIN, _asking)
+    by_rank = run_program(layout, _asking)
+    mean = torch.tensor(by_rank, dtype=torch.float64).mean(0).tolist()  # a rank's loss is that of its samples
+    for found in [mean] if layout.dp > 1 else by_rank:
+        assert found == pytest.approx(losses, abs=1e-9)
