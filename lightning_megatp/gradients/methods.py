@@ -53,10 +53,8 @@ class GradientMethods(Parts):
     # ---------------------------------------------------------------- optimizers
 
     def setup_optimizers(self, trainer: Any) -> None:
-        """Each pipeline stage optimizes what it holds, though `configure_optimizers` finds the parameters of all.
-
-        Communication: at pp > 1 one all-reduce of one element over the world.
-        """
+        """Each pipeline stage optimizes what it holds, which may be nothing, though `configure_optimizers` finds the
+        parameters of all."""
         if self.pp == 1:
             super().setup_optimizers(trainer)
             self._give_new_parameters()
@@ -78,14 +76,6 @@ class GradientMethods(Parts):
                     optimizer.state.pop(fake, None)
                 for key in group.keys() & {"params", "param_names"}:
                     group[key] = [item for item, keep in zip(group[key], held, strict=True) if keep]
-        # what Lightning makes of `configure_optimizers` returning None has no groups
-        empty = any(optimizer.param_groups and not _parameters_of(optimizer) for optimizer in self.optimizers)
-        if self.reduce_boolean_decision(empty, all=False):
-            raise ValueError(
-                f"MegaTPStrategy: {self._mesh().describe() if empty else 'another pipeline stage'} holds no"
-                " parameter to optimize. Every stage needs one that is trained: choose `stages` so that each has"
-                " some, or use a smaller pp."
-            )
 
     def _remember_parameters(self, module: nn.Module) -> None:
         """Before they are split: an optimizer may have been made of them, as LightningCLI does. Weakly, since most are

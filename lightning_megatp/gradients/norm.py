@@ -42,12 +42,14 @@ def global_norm(parameters: Iterable[Tensor], parallel: ParallelModule, mesh: Pa
         return get_total_norm(found[False, False] + found[False, True], p)
     everything = [grad for parts in found.values() for grad in parts]
     like = everything[0] if everything else torch.zeros(())
+    dtype = torch.promote_types(like.dtype, torch.float32)
+    # Sent is float64: a stage may have another dtype than the next, or no gradient at all.
     if p == torch.inf:
         norms = torch.stack([_norm(parts, p, like) for parts in found.values()]).to(mesh.device)
         for group in (parallel.rows_group, mesh.group("pp", "tp")):
             if group is not None:
                 dist.all_reduce(norms, op=dist.ReduceOp.MAX, group=group)
-        return norms.amax()
+        return norms.amax().to(dtype)
     *rest, last = found.values()
     powers = torch.stack([_norm(parts, p, like) for parts in rest])
     powers = powers.to(mesh.device, non_blocking=True) ** p  # rows may be offloaded
@@ -61,7 +63,7 @@ def global_norm(parameters: Iterable[Tensor], parallel: ParallelModule, mesh: Pa
     total = split + whole
     if mesh.size("pp") > 1:
         dist.all_reduce(total, group=mesh.group("pp"))
-    return total ** (1.0 / p)
+    return (total ** (1.0 / p)).to(dtype)
 
 
 def own_elements(
@@ -100,5 +102,7 @@ def clip_by_norm(
 
 
 def _norm(tensors: list[Tensor], p: float, like: Tensor) -> Tensor:
-    dtype = torch.promote_types(like.dtype, torch.float32)
-    return get_total_norm(tensors, p).to(dtype) if tensors else torch.zeros((), dtype=dtype, device=like.device)
+    """() float64"""
+    if not tensors:
+        return torch.zeros((), dtype=torch.float64, device=like.device)
+    return get_total_norm(tensors, p).double()

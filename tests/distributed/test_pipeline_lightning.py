@@ -666,8 +666,6 @@ class Refused(GPT):
             torch.nn.utils.clip_grad_norm_(self.parameters(), 1.0)
 
     def configure_optimizers(self) -> Any:
-        if self.what == "frozen":
-            return torch.optim.AdamW(self.head.parameters())
         if self.what == "lbfgs":
             return torch.optim.LBFGS(self.parameters())
         return super().configure_optimizers()
@@ -711,7 +709,6 @@ def _refused(layout: Layout, what: str, strategy: dict[str, Any]) -> None:
         ("lbfgs", {}, ["LBFGS calls the step again", "pp=1"], 2),
         ("compiled", {}, ["`Refused` is compiled as a whole", "block.compile()"], 2),
         ("mixed", {}, ["loss_weight(self, batch)"], 1),
-        ("frozen", {}, ["no parameter to optimize", "`stages`"], 2),
         ("", {"pp": 8}, ["8"], 2),
         ("", {"schedule": "zb"}, ["zb", "zb_h1"], 2),
         ("", {"virtual_stages": 3, "schedule": "zb_v"}, ["virtual_stages"], 2),

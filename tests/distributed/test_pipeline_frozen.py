@@ -1,0 +1,129 @@
+"""Pipeline stages on which nothing is trained: a frozen backbone, a teacher, an optimizer of the head alone."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.plugins import MixedPrecision
+from torch import Tensor
+
+from tests.distributed.training import PLAIN, Layout, make_trainer, run_program, train_loader
+from tests.parity.models import GPT, GPTConfig
+
+LAYOUTS = [
+    Layout(pp=2),
+    Layout(pp=2, schedule="zb_v"),
+    Layout(tp=2, pp=2),
+    pytest.param(Layout(pp=2, dp=2, microbatches=2, zero=2), marks=pytest.mark.extended),
+]
+
+
+class HeadOnly(GPT):
+    """Trains its last layer; the rest is frozen, or left out of the optimizer."""
+
+    def __init__(self, freezes: bool, tied: bool = False) -> None:
+        super().__init__(GPTConfig(tied=tied))
+        if freezes:
+            self.requires_grad_(False)
+            self.head.requires_grad_(True)
+        self.losses: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("train_loss", loss)
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, *args: Any) -> None:
+        self.losses.append(float(outputs["loss"]))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.head.parameters(), lr=3e-3)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
+
+
+class Distilled(HeadOnly):
+    """A small student first, a larger frozen teacher behind it."""
+
+    def __init__(self) -> None:
+        super().__init__(freezes=False)
+        self.teacher = copy.deepcopy(self.blocks)
+        self.teacher.extend(copy.deepcopy(self.blocks))
+        self.teacher.requires_grad_(False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        tokens_BL, targets_BL = batch
+        with torch.no_grad():
+            x_BLD = wanted_BLD = self.tok(tokens_BL).detach()
+            for block in self.teacher:
+                wanted_BLD = block(wanted_BLD)
+        x_BLD = self.tok(tokens_BL)
+        for block in self.blocks:
+            x_BLD = block(x_BLD)
+        loss = F.mse_loss(x_BLD, wanted_BLD) + F.cross_entropy(self.head(x_BLD).flatten(0, 1), targets_BL.flatten())
+        self.log("train_loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW([*self.tok.parameters(), *self.blocks.parameters()], lr=3e-3)
+
+
+MODELS = {
+    "frozen": lambda: HeadOnly(freezes=True),
+    "frozen but for a tied weight": lambda: HeadOnly(freezes=True, tied=True),
+    "left out": lambda: HeadOnly(freezes=False),
+    "distilled": Distilled,
+}
+
+
+def _fit(layout: Layout, name: str, folder: str) -> tuple[list[float], dict[str, Tensor], dict[str, float]]:
+    torch.manual_seed(3)
+    root = Path(folder) / str(layout)
+    module: Any = MODELS[name]()
+    for epochs in (1, 2):
+        callbacks = [ModelCheckpoint(root / "saved", save_last=True), LearningRateMonitor()]
+        logger = CSVLogger(root)
+        trainer = make_trainer(
+            layout, max_epochs=epochs, gradient_clip_val=0.1, logger=logger, callbacks=callbacks,
+            enable_checkpointing=True, log_every_n_steps=1,
+        )  # fmt: skip
+        trainer.fit(module, train_loader(layout, 3), ckpt_path=root / "saved" / "last.ckpt" if epochs > 1 else None)
+        losses, module = module.losses, MODELS[name]()
+        if epochs == 1:
+            first = losses
+    state = trainer.strategy.lightning_module_state_dict()
+    return [*first, *losses], state, {k: float(v) for k, v in trainer.logged_metrics.items()}
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_a_stage_without_anything_to_train(layout: Layout, name: str, tmp_path: Path) -> None:
+    ((losses, state, logged),) = run_program(PLAIN, _fit, name, str(tmp_path))
+    results = run_program(layout, _fit, name, str(tmp_path))
+    for found, _, metrics in results:
+        assert layout.dp > 1 or found == pytest.approx(losses, abs=1e-9)
+        assert layout.dp > 1 or metrics == pytest.approx(logged, abs=1e-9)
+    assert results[0][1].keys() == state.keys()
+    for key, value in state.items():
+        torch.testing.assert_close(results[0][1][key], value, atol=1e-9, rtol=0, msg=key)
+
+
+def _scaled(layout: Layout) -> list[float]:
+    torch.manual_seed(3)
+    module = HeadOnly(freezes=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=1000)
+    plugins = [MixedPrecision("16-mixed", "cpu", scaler)]
+    make_trainer(layout, precision=None, plugins=plugins, gradient_clip_val=0.1).fit(module, train_loader(layout, 4))
+    return module.losses
+
+
+def test_with_a_loss_scaler() -> None:
+    ((losses),) = run_program(PLAIN, _scaled)
+    for found in run_program(Layout(pp=2), _scaled):
+        assert found == pytest.approx(losses, rel=2.0**-6), "the tolerance of tests/parity/compare.py"
