@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from lightning_megatp.mesh import ParallelMesh
 from lightning_megatp.messages import warn_once_per_run
 from lightning_megatp.pipeline.detour import Detour
-from lightning_megatp.shim.lightning import draws_graph, finetuning_callback, summaries, throughputs
+from lightning_megatp.shim.lightning import draws_graph, finetuning_callbacks, summaries, throughputs
 
 
 def check_callbacks(trainer: Any, mesh: ParallelMesh, zero: int) -> None:
@@ -17,17 +18,6 @@ def check_callbacks(trainer: Any, mesh: ParallelMesh, zero: int) -> None:
     ValueError: a callback that needs whole parameters, or those of all stages.
     """
     pp, tp = mesh.size("pp"), mesh.size("tp")
-    if (callback := finetuning_callback(trainer)) is not None and zero > 0:
-        raise ValueError(
-            f"MegaTPStrategy: the callback {callback} looks for the optimizer's parameters in the module, and with"
-            " zero > 0 those are other tensors. Use zero=0, or freeze and unfreeze by `requires_grad_`."
-        )
-    if callback is not None and pp > 1:
-        raise ValueError(
-            f"MegaTPStrategy: the callback {callback} counts the optimizer's groups, of which pp={pp} stages would hold"
-            " different ones. Use pp=1, or freeze and unfreeze by `requires_grad_` in `on_train_epoch_start`, with all"
-            " parameters in the optimizer."
-        )
     pruning = [type(x).__name__ for x in trainer.callbacks if hasattr(x, "make_pruning_permanent")]
     if pruning and (pp * tp > 1 or zero > 0):
         raise ValueError(
@@ -45,6 +35,22 @@ def count_replicas(trainer: Any, mesh: ParallelMesh) -> None:
             throughput.world_size = mesh.size("dp")
             if throughput.available_flops:
                 throughput.available_flops *= together
+
+
+def with_whole_groups(trainer: Any, whole: Callable[[], contextlib.AbstractContextManager[None]]) -> Iterator[Detour]:
+    """Let BaseFinetuning and its kinds, which count the optimizer's groups and add some, see those of one device.
+
+    Args:
+        trainer: about to fit.
+        whole: a context in which the optimizers have the module's parameters, of all stages.
+    """
+
+    def run(call: Callable[[], Any]) -> Any:
+        with whole():
+            return call()
+
+    for callback in finetuning_callbacks(trainer):
+        yield from (Detour(callback, hook, run) for hook in ("on_fit_start", "on_train_epoch_start"))
 
 
 def without_examples(trainer: Any, whole_forward: bool) -> Iterator[Detour]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from lightning_megatp.building.building import Building
+from lightning_megatp.gradients.groups import Groups
 from lightning_megatp.gradients.sharding import ZeroSharding
 from lightning_megatp.gradients.zero_options import ZeroOptions
 from lightning_megatp.mesh import ParallelMesh
@@ -36,6 +37,8 @@ class Parts(_Base):
     parallel: ParallelModule | None
     pipeline: Pipeline | None
     sharding: ZeroSharding | None
+    _groups: Groups
+    """Of the optimizers, from when these are made."""
     _undivided: bool
     """Whether the model is on each rank as it is on one device."""
     _alone: bool

@@ -12,7 +12,7 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 
 from lightning_megatp.batch_norm import BatchNormGroups
 from lightning_megatp.building.methods import BuildingMethods
-from lightning_megatp.callbacks import check_callbacks, count_replicas, without_examples
+from lightning_megatp.callbacks import check_callbacks, count_replicas, with_whole_groups, without_examples
 from lightning_megatp.checkpoint.methods import CheckpointMethods
 from lightning_megatp.commands import Done, requested, without_ranks
 from lightning_megatp.commands.answer import answer
@@ -279,6 +279,7 @@ class MegaTPStrategyBase(StepMethods, GradientMethods, BuildingMethods, WorldMet
         fitting = trainer.state.fn == "fit"
         if fitting:
             self._prepare_optimizers(trainer)
+            self._detours += with_whole_groups(trainer, self._groups.whole)
         self.setup_precision_plugin()
         agree_on_precision(self.precision_plugin, parallel, mesh)
         watch_hooks(self.precision_plugin, trainer, parallel, mesh)

@@ -38,8 +38,6 @@ class LoadingMethods(Parts):
         self._folder: Folder | None = None
         self._not_tensors: dict[str, Any] = {}
         self._whole_model = False
-        self._optimizer_order: dict[int, list[str]] = {}
-        """At pp > 1, id(optimizer) -> the names of its parameters in the user's order."""
         self._is_split = False
         """Whether `setup` of this run is past the split: what is loaded from then on goes to the split module."""
 
@@ -141,8 +139,7 @@ class LoadingMethods(Parts):
                 load_sharded_optimizer(self._folder, index, state, optimizer, parallel, mesh)
                 continue
             if self.pp > 1:
-                order = self._optimizer_order.get(id(optimizer), [])
-                state = own_optimizer_state(state, optimizer, order, parallel, mesh)
+                state = own_optimizer_state(state, optimizer, self._groups.order(optimizer), parallel, mesh)
             optimizer.load_state_dict(local_optimizer_state(state, optimizer, parallel))
         self._folder = None
         self._resume_random()  # the last thing restored before the first batch

@@ -116,7 +116,7 @@ class CheckpointMethods(LoadingMethods):
         state = full_optimizer_state(optimizer, parallel, keep=mesh.rank("tp") == mesh.rank("dp") == 0)
         if self.pp == 1:
             return state
-        return gather_optimizer_state(state, optimizer, self._optimizer_order.get(id(optimizer), []), parallel, mesh)
+        return gather_optimizer_state(state, optimizer, self._groups.order(optimizer), parallel, mesh)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         if self._cannot_gather():

@@ -6,7 +6,7 @@ user gave them to the optimizer. Groups that came later list theirs in the order
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -63,7 +63,7 @@ def gather_optimizer_state(
     """An optimizer's state for the whole model on global rank 0, from each stage's; empty elsewhere.
 
     Args:
-        order: of the parameters' names, as `user_order` has it.
+        order: of the parameters' names, as on one device.
 
     Communication: one object gather over pp, of all values.
     """
@@ -93,7 +93,7 @@ def own_optimizer_state(
     """What this stage has of a whole model's optimizer state.
 
     Args:
-        order: of the parameters' names, as `user_order` has it.
+        order: of the parameters' names, as on one device.
 
     Raises:
         RuntimeError: the checkpoint's groups hold other numbers of parameters than the optimizer's.
@@ -119,15 +119,6 @@ def own_optimizer_state(
             groups[-1]["param_names"] = members
         start += len(members)
     return {**state, "state": own, "param_groups": groups}
-
-
-def user_order(optimizers: Iterable[Optimizer], parallel: ParallelModule) -> dict[int, list[str]]:
-    """id(optimizer) -> the names of its parameters, while the module also shows those of other stages."""
-    names = {id(p): name for name, p in parallel.module.named_parameters()}
-    return {
-        id(optimizer): [names[id(p)] for group in optimizer.param_groups for p in group["params"] if id(p) in names]
-        for optimizer in optimizers
-    }
 
 
 def _numbers(by_stage: list[list[list[str]]], order: list[str]) -> dict[str, tuple[int, int]]:

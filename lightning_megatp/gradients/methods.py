@@ -11,17 +11,17 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_megatp.checkpoint.stages import user_order
 from lightning_megatp.commands import Done, requested
 from lightning_megatp.gradients.buckets import GradientBuckets
 from lightning_megatp.gradients.elementwise import check_elementwise
+from lightning_megatp.gradients.groups import Groups
 from lightning_megatp.gradients.wide import narrow, widen
 from lightning_megatp.module import ParallelModule
 from lightning_megatp.parts import Parts
 from lightning_megatp.pipeline.batch import Backward
 from lightning_megatp.pipeline.pipeline import Pipeline
 from lightning_megatp.pipeline.trace import StepTrace
-from lightning_megatp.shim.torch import DisableTorchFunction, is_fake
+from lightning_megatp.shim.torch import DisableTorchFunction
 from lightning_megatp.tensor.parameters import gather_shards
 
 
@@ -29,7 +29,6 @@ class GradientMethods(Parts):
     """What Lightning calls from the loss to the optimizer's step: backward, and the sums over ranks."""
 
     _trace: StepTrace | None
-    _optimizer_order: dict[int, list[str]]
 
     def _set_up_gradients(self, bucket_mb: float) -> None:
         """Raises:
@@ -55,27 +54,15 @@ class GradientMethods(Parts):
     def setup_optimizers(self, trainer: Any) -> None:
         """Each pipeline stage optimizes what it holds, which may be nothing, though `configure_optimizers` finds the
         parameters of all."""
-        if self.pp == 1:
+        self._groups = Groups(self.pipeline, self.sharding, lambda: self.optimizers)
+        with self._groups.whole():
             super().setup_optimizers(trainer)
             self._give_new_parameters()
-            return
-        assert self.pipeline is not None
-        with self.pipeline.slicer.present():  # so that the groups have the order of one device
-            super().setup_optimizers(trainer)
-            self._give_new_parameters()
-            self._optimizer_order = user_order(self.optimizers, self._parallel())
-        if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in self.optimizers):
+        if self.pp > 1 and any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in self.optimizers):
             raise ValueError(
                 f"MegaTPStrategy: LBFGS calls the step again and couples all parameters, of which pp={self.pp} stages"
                 " hold their own. Use another optimizer, or pp=1."
             )
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                held = [not is_fake(parameter) for parameter in group["params"]]
-                for fake in filter(is_fake, group["params"]):
-                    optimizer.state.pop(fake, None)
-                for key in group.keys() & {"params", "param_names"}:
-                    group[key] = [item for item, keep in zip(group[key], held, strict=True) if keep]
 
     def _remember_parameters(self, module: nn.Module) -> None:
         """Before they are split: an optimizer may have been made of them, as LightningCLI does. Weakly, since most are

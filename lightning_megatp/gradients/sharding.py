@@ -388,6 +388,12 @@ class ZeroSharding:
                 if any(isinstance(p, DTensor) for p in group["params"]):
                     group["params"] = [self.parallel.held(p) for p in group["params"]]
 
+    def take_from(self, optimizer: Optimizer) -> None:
+        """Let an optimizer have the module's parameters in place of the rows, until `give_to`."""
+        divided = self.parallel.divided
+        for group in optimizer.param_groups:
+            group["params"] = [divided[id(p)].sharded if id(p) in divided else p for p in group["params"]]
+
     # ---------------------------------------------------------------- set-up
 
     def _settle(self, in_rest: set[str]) -> list[DividedParameter]:

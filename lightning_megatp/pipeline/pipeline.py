@@ -34,6 +34,7 @@ from lightning_megatp.pipeline.running import seeded
 from lightning_megatp.pipeline.schedule import Schedule
 from lightning_megatp.pipeline.slicing import Slicer
 from lightning_megatp.pipeline.split import split_batch
+from lightning_megatp.pipeline.trained import Trained
 from lightning_megatp.pipeline.units import modules_around
 from lightning_megatp.tensor.outside import used_outside
 
@@ -123,6 +124,7 @@ class Pipeline:
         self._schedules: dict[tuple[bool, int], Schedule] = {}
         self._parked: list[tuple[Tensor, Tensor]] = []
         self._opened = _opened(parallel.module, stage_of_unit)
+        self._trained = Trained(parallel, slicer, mesh)
 
     @property
     def is_last(self) -> bool:
@@ -142,6 +144,14 @@ class Pipeline:
     @property
     def _trainer(self) -> Any:
         return self.parallel.module.trainer
+
+    def agree_on_trained(self) -> None:
+        """At the start of an epoch: let all stages know what hooks have frozen and unfrozen.
+
+        Communication: one object all-gather over pp.
+        """
+        if self._trained.agree():
+            self._plans.clear()
 
     def part_of(self, stage: int) -> int:
         """The place of a stage in `by_stage`: later stages first, as their gradients are."""
@@ -418,7 +428,7 @@ class Pipeline:
             raise SliceError(
                 "the stages planned the same batch differently. What a step does between modules may not depend on the"
                 " rank, on Python's or NumPy's random numbers, or on the order of a set; nor may parameters be frozen"
-                " or unfrozen after fit began."
+                " or unfrozen in the middle of an epoch."
             )
 
     def _schedule(self, training: bool, microbatches: int) -> Schedule:

@@ -305,8 +305,8 @@ def _sent(relay: Relay, mode: StageMode, received: Mapping[Key, Tensor], stage: 
         now, then = ("is", "was not") if tensor.requires_grad else ("is not", "was")
         raise SliceError(
             f"what `{operation.name}` ({operation.where}) makes on pipeline stage {stage} {now} trained, and {then}"
-            " when the step was planned: parameters were frozen or unfrozen since. Other stages can't know that. Freeze"
-            " before fit, and unfreeze by a new Trainer, or keep the layers that change on the last stage."
+            " when the step was planned: parameters were frozen or unfrozen since. Other stages can't know that. Do"
+            " that at the start of an epoch, in `on_train_epoch_start`."
         )
     if tensor_version(tensor) != version:
         raise SliceError(

@@ -80,10 +80,9 @@ def saves_averages_as_model(callback: Any) -> bool:
     return hasattr(callback, "_swap_models")
 
 
-def finetuning_callback(trainer: Any) -> str | None:
-    """A BaseFinetuning callback, which maps the optimizer's parameters to names of the module's (`_store`)."""
-    names = (type(callback).__name__ for callback in trainer.callbacks if hasattr(callback, "finetune_function"))
-    return next(names, None)
+def finetuning_callbacks(trainer: Any) -> list[Any]:
+    """BaseFinetuning callbacks, which map the optimizer's parameters to names of the module's (`_store`)."""
+    return [callback for callback in trainer.callbacks if hasattr(callback, "finetune_function")]
 
 
 def throughputs(trainer: Any) -> list[Any]:

@@ -200,7 +200,7 @@ class LeavesThePlan(Base):
 
 
 class Unfreezes(Base):
-    """Trains the first stage from the second batch on."""
+    """Trains the first stage from the third batch on."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -209,7 +209,7 @@ class Unfreezes(Base):
         self.norm.requires_grad_(True)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 1:
+        if batch_idx == 2:
             self.requires_grad_(True)
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:

@@ -1,4 +1,4 @@
-"""Pipeline stages on which nothing is trained: a frozen backbone, a teacher, an optimizer of the head alone."""
+"""Frozen parameters in pipelines: stages on which nothing is trained, and what is unfrozen later."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.callbacks import BackboneFinetuning, BaseFinetuning, LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import MixedPrecision
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.distributed.training import PLAIN, Layout, make_trainer, run_program, train_loader
 from tests.parity.models import GPT, GPTConfig
@@ -74,6 +74,40 @@ class Distilled(HeadOnly):
         return torch.optim.AdamW([*self.tok.parameters(), *self.blocks.parameters()], lr=3e-3)
 
 
+class Unfreezes(HeadOnly):
+    """Block after block, in hooks."""
+
+    def __init__(self) -> None:
+        super().__init__(freezes=True)
+
+    def on_train_epoch_start(self) -> None:
+        for block in self.blocks[len(self.blocks) - self.current_epoch :]:
+            block.requires_grad_(True)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=3e-3)
+
+
+class Finetuned(HeadOnly):
+    """Its optimizer gets the groups that a callback adds."""
+
+    def __init__(self) -> None:
+        super().__init__(freezes=False)
+        self.backbone = nn.ModuleList([self.tok, self.blocks[0]])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=3e-3)
+
+
+class Finetuning(BaseFinetuning):
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze([pl_module.tok, pl_module.pos, pl_module.blocks])
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        for block in pl_module.blocks[len(pl_module.blocks) - epoch :] if epoch else []:
+            self.unfreeze_and_add_param_group(block, optimizer, lr=1e-3 * epoch)
+
+
 MODELS = {
     "frozen": lambda: HeadOnly(freezes=True),
     "frozen but for a tied weight": lambda: HeadOnly(freezes=True, tied=True),
@@ -110,6 +144,53 @@ def test_a_stage_without_anything_to_train(layout: Layout, name: str, tmp_path: 
         assert layout.dp > 1 or found == pytest.approx(losses, abs=1e-9)
         assert layout.dp > 1 or metrics == pytest.approx(logged, abs=1e-9)
     assert results[0][1].keys() == state.keys()
+    for key, value in state.items():
+        torch.testing.assert_close(results[0][1][key], value, atol=1e-9, rtol=0, msg=key)
+
+
+FINETUNING = {
+    "hook": (Unfreezes, lambda: []),
+    "callback": (Finetuned, lambda: [Finetuning()]),
+    "backbone": (Finetuned, lambda: [BackboneFinetuning(1, lambda epoch: 1.5, backbone_initial_lr=1e-3)]),
+}
+
+
+def _finetune(layout: Layout, name: str, folder: str) -> tuple[list[float], dict[str, Tensor], list[Any]]:
+    root, losses, groups = Path(folder) / str(layout), [], []
+    model, callbacks = FINETUNING[name]
+    for epochs in (2, 4):  # resumed in the middle
+        torch.manual_seed(3)
+        module: Any = model()
+        saving = ModelCheckpoint(root / "saved", save_last=True)
+        options: dict[str, Any] = {"callbacks": [*callbacks(), saving], "enable_checkpointing": True}
+        trainer = make_trainer(layout, max_epochs=epochs, **options)
+        last = root / "saved" / "last.ckpt"
+        trainer.fit(module, train_loader(layout, 2), ckpt_path=last if epochs > 2 else None)
+        losses += module.losses
+        saved = torch.load(last, weights_only=False)["optimizer_states"][0]["param_groups"]
+        groups.append([(group["lr"], group["params"]) for group in saved])
+    return losses, trainer.strategy.lightning_module_state_dict(), groups
+
+
+@pytest.mark.parametrize("name", list(FINETUNING))
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(pp=2),
+        Layout(tp=2, pp=2, sequence=False),
+        Layout(dp=2, zero=3),
+        pytest.param(Layout(dp=2, zero=1), marks=pytest.mark.extended),
+        pytest.param(Layout(pp=2, dp=2, microbatches=2), marks=pytest.mark.extended),
+        pytest.param(Layout(pp=2, dp=2, microbatches=2, zero=2), marks=pytest.mark.extended),
+    ],
+    ids=str,
+)
+def test_unfrozen_later(layout: Layout, name: str, tmp_path: Path) -> None:
+    ((losses, state, groups),) = run_program(PLAIN, _finetune, name, str(tmp_path))
+    results = run_program(layout, _finetune, name, str(tmp_path))
+    for found, _, saved in results:
+        assert layout.dp > 1 or found == pytest.approx(losses, abs=1e-9)
+        assert saved == groups
     for key, value in state.items():
         torch.testing.assert_close(results[0][1][key], value, atol=1e-9, rtol=0, msg=key)
 

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.callbacks import BackboneFinetuning, BaseFinetuning
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -274,35 +273,25 @@ class TrainsCopies(Plain):
         return torch.optim.SGD(self.kept, lr=0.1)
 
 
-class Finetuning(BaseFinetuning):
-    def freeze_before_training(self, pl_module: Any) -> None:
-        self.freeze(pl_module.blocks)
-
-    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
-        pass
-
-
-def _refused(layout: Layout, kind: type[Plain], callbacks: list[Any]) -> None:
-    trainer = make_trainer(layout, "untied", {"plan": None}, callbacks=callbacks)
+def _refused(layout: Layout, kind: type[Plain]) -> None:
+    trainer = make_trainer(layout, "untied", {"plan": None})
     trainer.fit(kind(), DataLoader(_data(), batch_size=2))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
-    ("kind", "callbacks", "text"),
+    ("kind", "text"),
     [
-        (WritesWhileGathered, [], "`head.weight` was changed in place while it was gathered"),
-        (Teaches, [], "`teacher.weight` was changed in place while it was gathered"),
-        (Hooked, [], "`head.weight` has a gradient hook"),
-        (TrainsCopies, [], "not the module's"),
-        (Plain, [Finetuning()], "callback Finetuning"),
-        (Toggles, [], "`toggle_optimizer` freezes"),
+        (WritesWhileGathered, "`head.weight` was changed in place while it was gathered"),
+        (Teaches, "`teacher.weight` was changed in place while it was gathered"),
+        (Hooked, "`head.weight` has a gradient hook"),
+        (TrainsCopies, "not the module's"),
+        (Toggles, "`toggle_optimizer` freezes"),
     ],
-    ids=["writes", "teaches", "hooked", "copies", "finetuning", "toggles"],
+    ids=["writes", "teaches", "hooked", "copies", "toggles"],
 )
-def test_what_would_be_lost_is_refused(kind: type[Plain], callbacks: list[Any], text: str) -> None:
-    assert issubclass(BackboneFinetuning, BaseFinetuning)
+def test_what_would_be_lost_is_refused(kind: type[Plain], text: str) -> None:
     with pytest.raises(RankError, match=text):
-        run_program(Layout(dp=2, zero=1), _refused, kind, callbacks)
+        run_program(Layout(dp=2, zero=1), _refused, kind)
 
 
 class Unfreezes(Plain):

@@ -1,0 +1,88 @@
+"""The optimizers' groups. On a pipeline stage they hold what the stage does, with zero > 0 this rank's rows; who adds
+some, or looks for the module's parameters in them, finds those of all stages, as on one device."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
+
+from lightning_megatp.gradients.sharding import ZeroSharding
+from lightning_megatp.pipeline.pipeline import Pipeline
+from lightning_megatp.shim.torch import is_fake
+
+
+class Groups:
+    """Args:
+    pipeline: None at pp=1.
+    sharding: None at zero=0.
+    optimizers: those that there are now.
+    """
+
+    def __init__(
+        self, pipeline: Pipeline | None, sharding: ZeroSharding | None, optimizers: Callable[[], Sequence[Optimizer]]
+    ) -> None:
+        self._pipeline, self._sharding, self._optimizers = pipeline, sharding, optimizers
+        self._names: dict[int, list[list[str]]] = {}
+        """id(optimizer) -> the names of its parameters on all stages, group by group."""
+
+    def order(self, optimizer: Optimizer) -> list[str]:
+        """The names of the parameters of an optimizer on all stages, as they are numbered on one device."""
+        return [name for group in self._names.get(id(optimizer), []) for name in group]
+
+    @contextlib.contextmanager
+    def whole(self) -> Iterator[None]:
+        """Show them as on one device. Groups that are made meanwhile are there on every stage."""
+        with contextlib.ExitStack() as stack:
+            if self._pipeline is not None:
+                stack.enter_context(self._pipeline.slicer.present())
+            stack.enter_context(_ByIdentity())
+            for optimizer in self._optimizers():
+                self._show(optimizer)
+            try:
+                yield
+            finally:
+                if self._pipeline is not None:
+                    self._names = {id(optimizer): self._keep_own(optimizer) for optimizer in self._optimizers()}
+                if self._sharding is not None:
+                    self._sharding.give_to(self._optimizers())
+
+    def _show(self, optimizer: Optimizer) -> None:
+        if self._sharding is not None:
+            self._sharding.take_from(optimizer)
+        if self._pipeline is None:
+            return
+        for group, names in zip(optimizer.param_groups, self._names.get(id(optimizer), []), strict=False):
+            group["params"] = [self._pipeline.slicer.stand_in(name) for name in names]
+            if "param_names" in group:
+                group["param_names"] = list(names)
+
+    def _keep_own(self, optimizer: Optimizer) -> list[list[str]]:
+        assert self._pipeline is not None
+        names = {id(p): name for name, p in self._pipeline.parallel.module.named_parameters()}
+        found = []
+        for group in optimizer.param_groups:
+            found.append([names[id(p)] for p in group["params"] if id(p) in names])
+            keep = [not (is_fake(p) or self._pipeline.loans.is_lent(names.get(id(p), ""))) for p in group["params"]]
+            for fake in filter(is_fake, group["params"]):
+                optimizer.state.pop(fake, None)
+            for key in group.keys() & {"params", "param_names"}:
+                group[key] = [item for item, kept in zip(group[key], keep, strict=True) if kept]
+        return found
+
+
+class _ByIdentity(TorchFunctionMode):
+    """Parameters without data, or of which rows are here, are equal to themselves: BaseFinetuning compares by values
+    what it adds."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.equal and any(is_fake(x) or isinstance(x, DTensor) for x in args):
+            return args[0] is args[1]
+        return func(*args, **(kwargs or {}))
