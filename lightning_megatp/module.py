@@ -96,6 +96,10 @@ class ParallelModule:
         divided = self.divided.get(id(parameter))
         return parameter if divided is None else divided.local
 
+    def undivided(self) -> list[Tensor]:
+        """The parameters whose gradients lie in the module: those of divided ones are collected later."""
+        return [p for p in self.module.parameters() if id(p) not in self.divided]
+
     @torch.no_grad()
     def load_rows(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Copy values of divided parameters to this rank's rows.
@@ -328,3 +332,11 @@ class ParallelModule:
             f" {error}. If that code counts heads or features, give their attribute the style `divide`; if a layer"
             " needs all features, give the column layer `column_gather`; if a layer takes split ones, make it `row`."
         )
+
+
+def take_gradients(parameters: Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """Parameters with their gradients, which they have no more."""
+    found = [(p, p.grad) for p in parameters if p.grad is not None]
+    for parameter, _ in found:
+        parameter.grad = None
+    return found

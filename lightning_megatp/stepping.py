@@ -47,7 +47,7 @@ class StepMethods(GradientMethods):
             axes = ("dp", "tp") if self.sharding is None else ("tp",)
             self._parallel().check_replicas(self._mesh().group(*axes))
             if self.pipeline is not None:
-                self.pipeline.agree_on_trained()
+                self.pipeline.plans.agree_on_trained()
         self._steps += 1
         if self.pipeline is None:
             if self.sharding is not None:

@@ -50,7 +50,5 @@ def divide(
         else:
             units, touched = pipeline.own_units, set(pipeline.touched)
         parallel.sharding = ZeroSharding(parallel, mesh, options, units, touched, make)
-    if pipeline is not None:
-        pipeline.sharding = parallel.sharding
     sharding: ZeroSharding | None = parallel.sharding
     return sharding

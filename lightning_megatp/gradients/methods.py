@@ -207,7 +207,7 @@ class GradientMethods(Parts):
                     self._buckets.finish(pipeline.factor)
                 self.parallelism.finalize_gradients(parallel)
                 self._change_gradients(narrow)
-                pipeline.sum_shared_gradients()
+                pipeline.shared.sum_gradients()
                 parallel.partial.forget()
         elif self._buckets is None:
             self._refresh_buckets()

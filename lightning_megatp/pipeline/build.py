@@ -21,9 +21,10 @@ from lightning_megatp.pipeline.generators import forward_only, make_schedule, sp
 from lightning_megatp.pipeline.loans import Loans
 from lightning_megatp.pipeline.logs import Logs
 from lightning_megatp.pipeline.ownership import Sizes
-from lightning_megatp.pipeline.pipeline import Pipeline, Settings, Shared
+from lightning_megatp.pipeline.pipeline import Pipeline, Settings
 from lightning_megatp.pipeline.plan import SliceError
 from lightning_megatp.pipeline.schedule import Schedule
+from lightning_megatp.pipeline.shared import Shared
 from lightning_megatp.pipeline.shares import Shares
 from lightning_megatp.pipeline.slicing import Slicer, called_units, execution_order
 from lightning_megatp.pipeline.units import assign, find_units, frozen_twins, modules_around

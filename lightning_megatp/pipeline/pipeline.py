@@ -10,7 +10,7 @@ import contextlib
 import functools
 import pickle
 import warnings
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -21,22 +21,21 @@ from torch import Tensor, nn
 from lightning_megatp.gradients.sharding import ZeroSharding
 from lightning_megatp.mesh import ParallelMesh
 from lightning_megatp.metrics import LastStageMetrics
-from lightning_megatp.module import ParallelModule
-from lightning_megatp.pipeline.batch import Backward, BatchRun, Step, generators_on, returning_a_loss
+from lightning_megatp.module import ParallelModule, take_gradients
+from lightning_megatp.pipeline.batch import Backward, BatchRun, Step, generators_on
 from lightning_megatp.pipeline.detour import Detour
 from lightning_megatp.pipeline.executor import Executor
 from lightning_megatp.pipeline.hooks import Hook, cleared_unseen, hooks_after_steps
 from lightning_megatp.pipeline.leftovers import Attributes, PlainValues
 from lightning_megatp.pipeline.loans import Loans
 from lightning_megatp.pipeline.logs import Call, Logs, merge
-from lightning_megatp.pipeline.plan import SliceError, SlicePlan
+from lightning_megatp.pipeline.plans import Plans
 from lightning_megatp.pipeline.running import seeded
 from lightning_megatp.pipeline.schedule import Schedule
+from lightning_megatp.pipeline.shared import Shared, SharedParameters
 from lightning_megatp.pipeline.slicing import Slicer
 from lightning_megatp.pipeline.split import split_batch
-from lightning_megatp.pipeline.trained import Trained
 from lightning_megatp.pipeline.units import modules_around
-from lightning_megatp.tensor.outside import used_outside
 
 
 @dataclass(frozen=True)
@@ -54,20 +53,6 @@ class Settings:
     schedule: Callable[[int], Schedule]
     evaluation: Callable[[int], Schedule]
     stages: Sequence[Sequence[str]] | None = None
-
-
-@dataclass(frozen=True)
-class Shared:
-    """A parameter that several stages hold: a tied one, one outside of all units, or one that is lent."""
-
-    name: str
-    shape: torch.Size
-    """On this tensor rank."""
-    dtype: torch.dtype
-
-    @classmethod
-    def of(cls, name: str, parameter: Tensor) -> Shared:
-        return cls(name, parameter.shape, parameter.dtype)
 
 
 class Pipeline:
@@ -108,10 +93,10 @@ class Pipeline:
         self.parallel, self.slicer, self.executor = parallel, slicer, executor
         self.mesh, self.settings, self.logs, self.metrics = mesh, settings, logs, metrics
         self.loans = loans
-        self.shared, self.stage_of_unit, self.compiled = shared, stage_of_unit, compiled
+        self.shared = SharedParameters(parallel, mesh, loans, shared)
+        self.plans = Plans(parallel, slicer, mesh, loans, self.shared)
+        self.stage_of_unit, self.compiled = stage_of_unit, compiled
         self.stage_parameters, self.touched = stage_parameters, touched
-        self.sharding: ZeroSharding | None = None
-        """What divides the parameters over the data-parallel ranks."""
         self.factor = 1.0
         """By what the gradients of the last batch have to be multiplied, since its weights add up to something else."""
         self.stateful = False
@@ -120,11 +105,15 @@ class Pipeline:
         """Whether the last step returned something that exists on the last stage only."""
         self._loss_units: set[str] = set()
         self._hooks: list[Detour] = []
-        self._plans: dict[tuple[str, Hashable], SlicePlan] = {}
         self._schedules: dict[tuple[bool, int], Schedule] = {}
         self._parked: list[tuple[Tensor, Tensor]] = []
         self._opened = _opened(parallel.module, stage_of_unit)
-        self._trained = Trained(parallel, slicer, mesh)
+
+    @property
+    def sharding(self) -> ZeroSharding | None:
+        """What divides the parameters over the data-parallel ranks."""
+        sharding: ZeroSharding | None = self.parallel.sharding
+        return sharding
 
     @property
     def is_last(self) -> bool:
@@ -144,14 +133,6 @@ class Pipeline:
     @property
     def _trainer(self) -> Any:
         return self.parallel.module.trainer
-
-    def agree_on_trained(self) -> None:
-        """At the start of an epoch: let all stages know what hooks have frozen and unfrozen.
-
-        Communication: one object all-gather over pp.
-        """
-        if self._trained.agree():
-            self._plans.clear()
 
     def part_of(self, stage: int) -> int:
         """The place of a stage in `by_stage`: later stages first, as their gradients are."""
@@ -207,12 +188,12 @@ class Pipeline:
             self.sharding.begin()
             self.sharding.drop_old()
         run = self._prepared("train", step, batch, backward)
-        parameters = self._undivided()
+        parameters = self.parallel.undivided()
         cleared = set(map(id, cleared_unseen(self.parallel.module.trainer)))
-        held = [(p, gradient) for p, gradient in _taken(parameters) if id(p) not in cleared]
+        held = [(p, gradient) for p, gradient in take_gradients(parameters) if id(p) not in cleared]
         self._execute(run)
         loss, self.factor = self._conclude(run)
-        self._parked = _taken(parameters)
+        self._parked = take_gradients(parameters)
         if self.factor != 1.0 and self._parked:
             torch._foreach_mul_([gradient for _, gradient in self._parked], self.factor)
         for parameter, gradient in held:
@@ -245,44 +226,6 @@ class Pipeline:
             parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
         self._parked = []
 
-    def sum_shared_gradients(self) -> None:
-        """Sum over the stages the gradients of parameters that several of them hold.
-
-        Communication: one all-reduce over pp per dtype, 2 (p - 1) / p of these parameters' elements; and one of a flag
-        each between the hosts: whether some stage has a gradient.
-        """
-        if not self.shared:
-            return
-        held = [self._held(shared.name) for shared in self.shared]
-        flags = torch.tensor([p is not None and p.grad is not None for p in held], dtype=torch.uint8)
-        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.mesh.hosts("pp"))
-        used = [shared for shared, some in zip(self.shared, flags.tolist(), strict=True) if some]
-        device = self.mesh.device  # gradients may be offloaded
-        for dtype in dict.fromkeys(shared.dtype for shared in used):
-            group = [shared for shared in used if shared.dtype == dtype]
-            held = [self._held(shared.name) for shared in group]
-            grads = [None if p is None else p.grad for p in held]
-            parts = [
-                torch.zeros(self._held_shape(shared), dtype=dtype, device=device) if grad is None else grad.to(device)
-                for shared, grad in zip(group, grads, strict=True)
-            ]
-            flat = torch.cat([part.reshape(-1) for part in parts])
-            dist.all_reduce(flat, group=self.mesh.group("pp"))
-            totals = flat.split([part.numel() for part in parts])
-            for shared, parameter, total in zip(group, held, totals, strict=True):
-                if parameter is not None:
-                    lent = self.loans.is_lent(shared.name)  # its own stage has the sum, and the optimizer
-                    parameter.grad = None if lent else total.view(parameter.shape).to(parameter.device)
-
-    def _held(self, name: str) -> Tensor | None:
-        """The plain tensor of a parameter, if this rank has it."""
-        parameter = self.parallel.names.get(name)
-        return None if parameter is None else self.parallel.held(parameter)
-
-    def _held_shape(self, shared: Shared) -> torch.Size:
-        """Of a parameter, on this rank or one beside it on the pp axis, which has the same rows."""
-        return shared.shape if self.sharding is None else self.sharding.shape_of_rows(shared.name, shared.shape)
-
     def microbatches(self, batch: Any) -> Sequence[Any]:
         """The parts of a batch, by the user's `split_batch` or by the rule."""
         own_split = getattr(self.parallel.module, "split_batch", None)
@@ -299,8 +242,7 @@ class Pipeline:
         seed = self._shared_seed()
         self.metrics.next_batch()
         with self.metrics.apart():
-            signatures = self.slicer.signatures(microbatches)
-            plans = [self._plan((kind, s), step, x) for s, x in zip(signatures, microbatches, strict=True)]
+            plans = self.plans.of(kind, step, microbatches)
         return BatchRun(
             self.parallel,
             self.slicer,
@@ -373,74 +315,12 @@ class Pipeline:
         """Of the generator that is alike on all stages."""
         return int(torch.empty((), dtype=torch.int64).random_())
 
-    def _plan(self, key: tuple[str, Hashable], step: Step, microbatch: Any) -> SlicePlan:
-        """The plan of a kind of step and a signature. Made without gradients on the parameters, which differ from stage
-        to stage, and whose dtype may not be theirs."""
-        if key not in self._plans:
-            checked = returning_a_loss(step) if key[0] == "train" else step
-            held = _taken(self._undivided())
-            try:
-                with self.slicer.planned_by(self.sharding.planning) if self.sharding else contextlib.nullcontext():
-                    plan = self.slicer.plan(checked, microbatch)
-            except (RuntimeError, IndexError) as error:
-                if str(error).startswith("MegaTPStrategy"):
-                    raise
-                raise RuntimeError(
-                    f"MegaTPStrategy: the {key[0]} step failed on a microbatch: {error}. A batch is split along dim 0"
-                    " of its tensors. If that is not what its rows are (graphs in one long tensor), define"
-                    " `split_batch(self, batch, microbatches)` on the LightningModule, or use microbatches=1."
-                ) from error
-            finally:
-                for parameter, gradient in held:
-                    parameter.grad = gradient
-            self._check_touched(plan)
-            self._check_alike(plan)
-            self._lend(plan)
-            self._plans[key] = plan
-        return self._plans[key]
-
-    def _lend(self, plan: SlicePlan) -> None:
-        missing = self.loans.missing(plan.shared) if self.sharding is not None else {}
-        if missing:
-            raise SliceError(
-                f"the step uses `{next(iter(missing))}` on another pipeline stage than its module's, and parameters"
-                " divided by zero > 0 can't be lent. Keep both on one stage by `stages=[[...], ...]`, or use zero=0."
-            )
-        known = {shared.name for shared in self.shared}
-        for name in self.loans.lend(plan.shared):
-            if name not in known:
-                self.shared = [*self.shared, Shared.of(name, self.slicer.stand_in(name))]
-
-    def _check_touched(self, plan: SlicePlan) -> None:
-        split = sorted(plan.touched & self.parallel.plan.parameters.keys()) if self.mesh.size("tp") > 1 else []
-        if split:
-            raise SliceError(used_outside(split[0]))
-        apart = sorted(plan.touched & self.sharding.by_unit) if self.sharding is not None else []
-        if apart:
-            raise SliceError(
-                f"the step uses `{apart[0]}` outside of its own module, and no batch could be looked at before training"
-                " to learn that. Its rows can't be gathered there: use zero=0."
-            )
-
-    def _check_alike(self, plan: SlicePlan) -> None:
-        """All stages must have planned the same, or they would wait for messages that never come."""
-        if len(set(self.mesh.exchange(plan.digest(), "pp"))) > 1:
-            raise SliceError(
-                "the stages planned the same batch differently. What a step does between modules may not depend on the"
-                " rank, on Python's or NumPy's random numbers, or on the order of a set; nor may parameters be frozen"
-                " or unfrozen in the middle of an epoch."
-            )
-
     def _schedule(self, training: bool, microbatches: int) -> Schedule:
         key = training, microbatches
         if key not in self._schedules:
             make = self.settings.schedule if training else self.settings.evaluation
             self._schedules[key] = make(microbatches)
         return self._schedules[key]
-
-    def _undivided(self) -> list[Tensor]:
-        """The parameters whose gradients lie in the module: those of divided ones are collected later."""
-        return [p for p in self.parallel.module.parameters() if id(p) not in self.parallel.divided]
 
     def _conclude(self, run: BatchRun) -> tuple[Tensor, float]:
         """Tell what only the last stage knows: the loss, the factor that makes the weights add up to 1, the logs, and
@@ -538,14 +418,6 @@ _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 def _opened(module: nn.Module, units: Iterable[str]) -> dict[str, nn.Module]:
     """The modules around the units, whose Python code runs on every stage, by name."""
     return {name: module.get_submodule(name) for name in modules_around(units)}
-
-
-def _taken(parameters: Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """Parameters with their gradients, which they have no more."""
-    found = [(p, p.grad) for p in parameters if p.grad is not None]
-    for parameter, _ in found:
-        parameter.grad = None
-    return found
 
 
 def _pickled(values: Mapping[Any, bytes]) -> bytes:

@@ -67,16 +67,16 @@ def test_a_plan_that_changes_the_loss_is_stopped() -> None:
 def _wrong_gradient(rank: int, world_size: int) -> None:
     """The gradients of a tied weight are not summed over the stages."""
     from lightning_megatp import MegaTPStrategy
-    from lightning_megatp.pipeline.pipeline import Pipeline
+    from lightning_megatp.pipeline.shared import SharedParameters
 
-    summed = Pipeline.sum_shared_gradients
-    Pipeline.sum_shared_gradients = lambda self: None  # type: ignore[method-assign]
+    summed = SharedParameters.sum_gradients
+    SharedParameters.sum_gradients = lambda self: None  # type: ignore[method-assign]
     try:
         strategy = MegaTPStrategy(pp=2, microbatches=2, verify=True, summary=False)
         options: dict[str, Any] = {"accelerator": "cpu", "precision": "64-true", "max_epochs": 1, **QUIET}
         Trainer(devices=2, strategy=strategy, **options).fit(GPT(), train_loader(Layout(), 2))
     finally:
-        Pipeline.sum_shared_gradients = summed  # type: ignore[method-assign]
+        SharedParameters.sum_gradients = summed  # type: ignore[method-assign]
 
 
 def test_a_gradient_that_is_wrong_is_named() -> None:

@@ -147,9 +147,9 @@ def test_pipeline_parity(case: Case, reference: Reference, request: pytest.Fixtu
 def _wrong_gradients(rank: int, world_size: int, case: Case, kind: str) -> Run:
     """Break one thing on purpose."""
     from lightning_megatp.pipeline.executor import _Batch
-    from lightning_megatp.pipeline.pipeline import Pipeline
+    from lightning_megatp.pipeline.shared import SharedParameters
 
-    send, summed = _Batch._send, Pipeline.sum_shared_gradients
+    send, summed = _Batch._send, SharedParameters.sum_gradients
 
     def corrupt(self: Any, action: Any, relays: Any) -> None:
         if str(action) == kind:
@@ -158,11 +158,11 @@ def _wrong_gradients(rank: int, world_size: int, case: Case, kind: str) -> Run:
 
     _Batch._send = corrupt  # type: ignore[method-assign]
     if kind == "shared":
-        Pipeline.sum_shared_gradients = lambda self: None  # type: ignore[method-assign]
+        SharedParameters.sum_gradients = lambda self: None  # type: ignore[method-assign]
     try:
         return fit_pipeline(rank, world_size, case, {})
     finally:
-        _Batch._send, Pipeline.sum_shared_gradients = send, summed  # type: ignore[method-assign]
+        _Batch._send, SharedParameters.sum_gradients = send, summed  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("kind", ["SF0.1", "SB1.0", "shared"])

@@ -1,0 +1,121 @@
+"""The plans of one model's steps: made when a batch of a new signature comes, the same on all stages."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+from lightning_megatp.mesh import ParallelMesh
+from lightning_megatp.module import ParallelModule, take_gradients
+from lightning_megatp.pipeline.batch import Step, returning_a_loss
+from lightning_megatp.pipeline.loans import Loans
+from lightning_megatp.pipeline.plan import SliceError, SlicePlan
+from lightning_megatp.pipeline.shared import Shared, SharedParameters
+from lightning_megatp.pipeline.slicing import Slicer
+from lightning_megatp.pipeline.trained import Trained
+from lightning_megatp.tensor.outside import used_outside
+
+
+class Plans:
+    """Args:
+    parallel: the module.
+    slicer: cuts its steps.
+    mesh: who is where.
+    loans: lends the parameters that a plan uses on other stages than their own.
+    shared: learns of them.
+    """
+
+    def __init__(
+        self,
+        parallel: ParallelModule,
+        slicer: Slicer,
+        mesh: ParallelMesh,
+        loans: Loans,
+        shared: SharedParameters,
+    ) -> None:
+        self._parallel, self._slicer, self._mesh = parallel, slicer, mesh
+        self._loans, self._shared = loans, shared
+        self._made: dict[tuple[str, Hashable], SlicePlan] = {}
+        self._trained = Trained(parallel, slicer, mesh)
+
+    def of(self, kind: str, step: Step, microbatches: Sequence[Any]) -> list[SlicePlan]:
+        """One per microbatch.
+
+        Args:
+            kind: of the step: train, validate, test or predict.
+            step: the user's, in its contexts.
+            microbatches: of a batch.
+
+        Raises:
+            SliceError: the step can't be cut.
+
+        Communication: for each new plan an object all-gather over pp, and one broadcast per parameter that it lends.
+        """
+        signatures = self._slicer.signatures(microbatches)
+        return [self._plan((kind, s), step, x) for s, x in zip(signatures, microbatches, strict=True)]
+
+    def agree_on_trained(self) -> None:
+        """At the start of an epoch: let all stages know what hooks have frozen and unfrozen.
+
+        Communication: one object all-gather over pp.
+        """
+        if self._trained.agree():
+            self._made.clear()
+
+    def _plan(self, key: tuple[str, Hashable], step: Step, microbatch: Any) -> SlicePlan:
+        """The plan of a kind of step and a signature. Made without gradients on the parameters, which differ from stage
+        to stage, and whose dtype may not be theirs."""
+        if key not in self._made:
+            sharding = self._parallel.sharding
+            checked = returning_a_loss(step) if key[0] == "train" else step
+            held = take_gradients(self._parallel.undivided())
+            try:
+                with self._slicer.planned_by(sharding.planning) if sharding else contextlib.nullcontext():
+                    plan = self._slicer.plan(checked, microbatch)
+            except (RuntimeError, IndexError) as error:
+                if str(error).startswith("MegaTPStrategy"):
+                    raise
+                raise RuntimeError(
+                    f"MegaTPStrategy: the {key[0]} step failed on a microbatch: {error}. A batch is split along dim 0"
+                    " of its tensors. If that is not what its rows are (graphs in one long tensor), define"
+                    " `split_batch(self, batch, microbatches)` on the LightningModule, or use microbatches=1."
+                ) from error
+            finally:
+                for parameter, gradient in held:
+                    parameter.grad = gradient
+            self._check_touched(plan)
+            self._check_alike(plan)
+            self._lend(plan)
+            self._made[key] = plan
+        return self._made[key]
+
+    def _lend(self, plan: SlicePlan) -> None:
+        missing = self._loans.missing(plan.shared) if self._parallel.sharding is not None else {}
+        if missing:
+            raise SliceError(
+                f"the step uses `{next(iter(missing))}` on another pipeline stage than its module's, and parameters"
+                " divided by zero > 0 can't be lent. Keep both on one stage by `stages=[[...], ...]`, or use zero=0."
+            )
+        for name in self._loans.lend(plan.shared):
+            self._shared.add(Shared.of(name, self._slicer.stand_in(name)))
+
+    def _check_touched(self, plan: SlicePlan) -> None:
+        split = sorted(plan.touched & self._parallel.plan.parameters.keys()) if self._mesh.size("tp") > 1 else []
+        if split:
+            raise SliceError(used_outside(split[0]))
+        apart = sorted(plan.touched & self._parallel.sharding.by_unit) if self._parallel.sharding is not None else []
+        if apart:
+            raise SliceError(
+                f"the step uses `{apart[0]}` outside of its own module, and no batch could be looked at before training"
+                " to learn that. Its rows can't be gathered there: use zero=0."
+            )
+
+    def _check_alike(self, plan: SlicePlan) -> None:
+        """All stages must have planned the same, or they would wait for messages that never come."""
+        if len(set(self._mesh.exchange(plan.digest(), "pp"))) > 1:
+            raise SliceError(
+                "the stages planned the same batch differently. What a step does between modules may not depend on the"
+                " rank, on Python's or NumPy's random numbers, or on the order of a set; nor may parameters be frozen"
+                " or unfrozen in the middle of an epoch."
+            )
