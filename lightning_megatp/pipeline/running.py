@@ -20,7 +20,7 @@ from lightning_megatp.pipeline.operations import StepEnded, generators_of, is_bo
 from lightning_megatp.pipeline.place import Place
 from lightning_megatp.pipeline.plan import Instruction, Key, Operation, SliceError, SlicePlan, tensors_in
 from lightning_megatp.pipeline.weights import TargetCount
-from lightning_megatp.shim.torch import is_fake, tensor_version, tree_leaves, tree_map, without_mode
+from lightning_megatp.shim.torch import WithoutMode, is_fake, tensor_version, tree_map
 from lightning_megatp.tensor.functions import operation_name
 
 
@@ -104,7 +104,7 @@ class StageMode(TorchFunctionMode):
             return
         with contextlib.nullcontext() if self.inside else self._outside():
             args, kwargs = self.stood_in((args, kwargs))
-            if any(map(is_fake, tree_leaves((args, kwargs)))):
+            if any(map(is_fake, tensors_in(args, kwargs))):
                 self._explain("self.log", args, kwargs, None)
             original(*args, **kwargs)
 
@@ -118,16 +118,9 @@ class StageMode(TorchFunctionMode):
         """What made a value."""
         return self._instructions[key.operation].operation
 
-    @contextlib.contextmanager
-    def _outside(self, unit: str | None = None) -> Iterator[None]:
+    def _outside(self, unit: str | None = None) -> _Outside:
         """Code that is not looked into: this mode does not meet it, and units inside run as they are."""
-        self.inside = True
-        counting = None if unit is None else self._counting
-        try:
-            with without_mode(self), contextlib.nullcontext() if counting is None else counting.inside(unit or ""):
-                yield
-        finally:
-            self.inside = False
+        return _Outside(self, None if unit is None or self._counting is None else self._counting.inside(unit))
 
     def _opaque(
         self, what: Any, is_own: bool, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -243,13 +236,13 @@ class StageMode(TorchFunctionMode):
                 raise StepEnded from error
             self._explain(operation_name(function), args, kwargs, error)
             raise
-        if not self.done and any(map(is_fake, tree_leaves(out))):
+        if not self.done and any(map(is_fake, tensors_in(out))):
             self._explain(operation_name(function), args, kwargs, None)
         return out
 
     def _explain(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception | None) -> None:
         """Turn an error about a ghost into one that says so."""
-        if any(map(is_fake, tree_leaves((args, kwargs)))):
+        if any(map(is_fake, tensors_in(args, kwargs))):
             self._error = SliceError(
                 f"`{name}` ({self._place.here()}) on pipeline stage {self._stage} needs a value of another stage that"
                 " was not sent to it: when the step was planned, this operation was not seen, or not on this stage."
@@ -270,6 +263,24 @@ class StageMode(TorchFunctionMode):
             " of a module, or after the loss."
         )
         raise self._error
+
+
+class _Outside(WithoutMode):
+    def __init__(self, mode: StageMode, counting: contextlib.AbstractContextManager[None] | None) -> None:
+        super().__init__(mode)
+        self._stage_mode, self._counting = mode, counting
+
+    def __enter__(self) -> None:
+        self._stage_mode.inside = True
+        super().__enter__()
+        if self._counting is not None:
+            self._counting.__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        if self._counting is not None:
+            self._counting.__exit__(*raised)
+        super().__exit__(*raised)
+        self._stage_mode.inside = False
 
 
 @contextlib.contextmanager

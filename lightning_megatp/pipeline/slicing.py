@@ -23,7 +23,7 @@ from lightning_megatp.pipeline.calls import Interception, Switch, loggers_in, lo
 from lightning_megatp.pipeline.operations import StepEnded
 from lightning_megatp.pipeline.ownership import Ownership, Sizes
 from lightning_megatp.pipeline.place import Place
-from lightning_megatp.pipeline.plan import Key, Relay, SliceError, SlicePlan
+from lightning_megatp.pipeline.plan import Key, Relay, SliceError, SlicePlan, tensors_in
 from lightning_megatp.pipeline.planning import make_plan
 from lightning_megatp.pipeline.running import StageMode
 from lightning_megatp.pipeline.signature import modes_of, signature_of, tensors_of
@@ -34,7 +34,7 @@ from lightning_megatp.pipeline.values import Values
 from lightning_megatp.pipeline.weights import TargetCount
 from lightning_megatp.shim.autograd import handle_functions
 from lightning_megatp.shim.compiler import uncompiled
-from lightning_megatp.shim.torch import FakeTensorMode, is_fake, tensor_version, tree_leaves
+from lightning_megatp.shim.torch import FakeTensorMode, is_fake, tensor_version
 
 Step = Callable[[Any], Any]
 """A user's step on one batch, in the contexts it runs in (autocast)."""
@@ -154,7 +154,7 @@ class Slicer:
         if not is_last:
             return StageRun(tuple(_sent(relay, mode, got, stage) for relay in plan.relays[stage + 1]))
         result = mode.stood_in(result)
-        if any(map(is_fake, tree_leaves(result))):
+        if any(map(is_fake, tensors_in(result))):
             raise SliceError(
                 f"the step returned a value of another stage than the last one ({stage}), that was not sent to it."
             )

@@ -40,11 +40,11 @@ from lightning_megatp.shim.torch import (
     DynamicOutputShapeException,
     FakeTensorMode,
     UnsupportedOperatorException,
+    WithoutMode,
     is_fake,
     missed_data,
     tree_leaves,
     tree_map,
-    without_mode,
 )
 from lightning_megatp.tensor.functions import operation_name
 
@@ -106,7 +106,7 @@ class Tracer(TorchFunctionMode):
         if self._inside is not None:
             self._inside.enter_unit(name, stage)
             return call(*args, **kwargs)
-        with without_mode(self):
+        with WithoutMode(self):
             return self._trace(Call(name, name, call, args, kwargs, unit_stage=stage, units=[name]))
 
     def function(self, cls: type, apply: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -114,7 +114,7 @@ class Tracer(TorchFunctionMode):
         if self._inside is not None or is_bookkeeping(cls):
             return apply(*args, **kwargs)
         self.uses_functions = True
-        with without_mode(self):
+        with WithoutMode(self):
             return self._trace(Call(cls, cls.__name__, apply, args, kwargs, opaque=True))
 
     def metric(self, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -125,7 +125,7 @@ class Tracer(TorchFunctionMode):
             return torch.zeros((), device=tensors[0].device if tensors else "cpu")
 
         self.guessed = True
-        with without_mode(self):
+        with WithoutMode(self):
             return self._trace(Call(name, name, guess, args, kwargs, unit_stage=self.last_stage, gradient=False))
 
     def log(self, _: Callable[..., None], *args: Any, **kwargs: Any) -> None:
@@ -133,7 +133,7 @@ class Tracer(TorchFunctionMode):
         value = args, kwargs
         by = f"`self.log({next(iter([*args, *kwargs.values()]), None)!r})` ({self.place.here()})"
         if self._inside is None:
-            with without_mode(self):
+            with WithoutMode(self):
                 self.consume(value, gradient=False, by=by)
             return
         stage = self._inside.find_stage(None)

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from lightning_megatp.shim.torch import without_mode
+from lightning_megatp.shim.torch import WithoutMode
 
 
 class TargetCount(TorchFunctionMode):
@@ -48,13 +48,14 @@ class TargetCount(TorchFunctionMode):
         """One scalar per kind of targets that was averaged over: their number, or the sum of their class weights."""
         return [count for count, _ in self._by_target.values()]
 
-    @contextlib.contextmanager
-    def inside(self, unit: str) -> Iterator[None]:
+    def inside(self, unit: str) -> contextlib.AbstractContextManager[None]:
         """Around a call of a unit."""
         if (self._look_inside is not None and unit not in self._look_inside) or (unit and self._closed(unit)):
-            with without_mode(self):
-                yield
-            return
+            return WithoutMode(self)
+        return self._looking_inside(unit)
+
+    @contextlib.contextmanager
+    def _looking_inside(self, unit: str) -> Iterator[None]:
         self._unit = unit
         try:
             yield

@@ -43,6 +43,7 @@ __all__ = [
     "FakeTensorMode",
     "TorchDispatchMode",
     "UnsupportedOperatorException",
+    "WithoutMode",
     "all_gather_single",
     "as_subclass",
     "attributes_of_fakes",
@@ -68,7 +69,6 @@ __all__ = [
     "weight_norm_of",
     "weights_of_recurrent_layers_renewed",
     "without_dispatch_modes",
-    "without_mode",
     "written_arguments",
 ]
 
@@ -102,25 +102,31 @@ def tensor_version(x: Tensor) -> int:
     return int(x._version)
 
 
-@contextlib.contextmanager
-def without_mode(mode: TorchFunctionMode) -> Iterator[None]:
-    """Take a mode off the stack of modes, wherever in it it is; the others stay active.
+class WithoutMode:
+    """A context that takes a mode off the stack of modes, wherever in it it is; the others stay active. A class, since
+    pipelines enter it for every unit and microbatch.
 
     `torch._C.DisableTorchFunction` disables all of them, `torch.set_default_device`'s too. The stack has no public
     interface (2.11-2.13).
     """
-    above = []
-    while (top := _pop_mode()) is not mode:
-        above.append(top)
-    for other in reversed(above):
-        _push_mode(other)
-    try:
-        yield
-    finally:
-        for _ in above:
+
+    __slots__ = ("_above", "_mode")
+
+    def __init__(self, mode: TorchFunctionMode) -> None:
+        self._mode = mode
+
+    def __enter__(self) -> None:
+        self._above: list[TorchFunctionMode] = []
+        while (top := _pop_mode()) is not self._mode:
+            self._above.append(top)
+        for other in reversed(self._above):
+            _push_mode(other)
+
+    def __exit__(self, *raised: object) -> None:
+        for _ in self._above:
             _pop_mode()
-        _push_mode(mode)
-        for other in reversed(above):
+        _push_mode(self._mode)
+        for other in reversed(self._above):
             _push_mode(other)
 
 
