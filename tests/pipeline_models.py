@@ -292,6 +292,26 @@ class Cleaning(GPT):
         return self.loss(self.head(self.norm(x_BLD)), batch[1])
 
 
+class InputsWithGradient(Logged):
+    """Asks for the gradient of what it takes, as Hugging Face's speech models do; its first blocks learn nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.blocks[:2].requires_grad_(False)
+        self.head = nn.Linear(HIDDEN, CLASSES)
+
+    def training_step(self, batch: Any, batch_idx: int = 0) -> Any:
+        x_BLD = self.blocks[0](batch[0])
+        first_BLD = batch[0][:, :]
+        first_BLD.requires_grad = True
+        batch[0].requires_grad = True
+        x_BLD = self.blocks[1](x_BLD + first_BLD) + self.blocks[1](batch[0])
+        for block in self.blocks[2:]:
+            x_BLD = block(x_BLD * batch[0].detach())
+        return F.cross_entropy(self.head(x_BLD.mean(1)), batch[1])
+
+
 class Noisy(GPT):
     """Random numbers that all stages use."""
 
@@ -533,6 +553,9 @@ CASES = {
     "checkpointed, reentrant": Case(CheckpointedReentrant, tokens),
     "branching": Case(Branching, tokens),
     "cleaning": Case(Cleaning, tokens),
+    "inputs with gradient": Case(
+        InputsWithGradient, lambda: (torch.randn(3, 6, HIDDEN, dtype=torch.double), torch.tensor([0, 1, 4]))
+    ),
     "masked like hidden states": Case(MaskedLikeHidden, tokens),
     "frozen": Case(Frozen, tokens),
     "hooked": Case(Hooked, tokens),

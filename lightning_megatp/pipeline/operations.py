@@ -59,6 +59,11 @@ class Call:
         return self.unit_stage is not None
 
 
+def sets_requires_grad(call: Call) -> bool:
+    """`x.requires_grad = ...`, which returns no tensor, but does something for good."""
+    return bool(call.what == torch.Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
+
+
 def is_bookkeeping(cls: type) -> bool:
     """Autograd functions of activation checkpointing that only hold on to its arguments."""
     return cls.__module__ == "torch.utils.checkpoint" and cls.__name__ != "CheckpointFunction"

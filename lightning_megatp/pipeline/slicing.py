@@ -93,7 +93,7 @@ class Slicer:
         """
         batch = copy.deepcopy(batch)
         in_batch = tensors_of(batch)
-        versions = [tensor_version(x) for x in in_batch]
+        before = [(tensor_version(x), x.requires_grad) for x in in_batch]
         owned = self._ownership
         with self._prepared_to_plan(), owned.present(), owned.whole_as_fakes(), owned.buffers_aside():
             snapshot = Snapshot(self.module)
@@ -104,7 +104,7 @@ class Slicer:
                 left_early = tracer.consume_left(snapshot)
             finally:
                 snapshot.restore()
-            changes_batch = versions != [tensor_version(x) for x in in_batch]
+            changes_batch = before != [(tensor_version(x), x.requires_grad) for x in in_batch]
             plan = make_plan(tracer, owned.names, self.n_stages, changes_batch, left_early, lists.any)
             owned.learn(tracer.owners)
         return plan

@@ -27,11 +27,12 @@ from lightning_megatp.pipeline.operations import (
     StepEnded,
     is_bookkeeping,
     random_states,
+    sets_requires_grad,
     with_memory,
 )
 from lightning_megatp.pipeline.place import Place
 from lightning_megatp.pipeline.plan import Key, Operation, SliceError, tensors_in
-from lightning_megatp.pipeline.refusals import CheckpointRegions, refuse_backwards, refuse_kind
+from lightning_megatp.pipeline.refusals import CheckpointRegions, refuse_backwards, refuse_kind, refuse_setting
 from lightning_megatp.pipeline.snapshot import Snapshot
 from lightning_megatp.pipeline.values import Value, Values, versions
 from lightning_megatp.shim.autograd import checkpoint_region
@@ -155,11 +156,18 @@ class Tracer(TorchFunctionMode):
             Whether some of that is of earlier stages: stages in between will find ghosts in its place.
 
         Raises:
-            SliceError: the next step would read, on other stages than the last, what this one replaced.
+            SliceError: the next step would read, on other stages than the last, what this one replaced; or a hook the
+                gradient of a tensor that every stage has.
         """
         left = [value for value in map(self.values.get, snapshot.new_tensors()) if value is not None]
         for value in left:
             self.refuse_stand_in(value, self.last_stage, "a tensor that the step leaves on the module")
+            if value.stage is None and value.tensor.is_leaf and value.tensor.requires_grad:
+                raise SliceError(
+                    f"a tensor that {value.maker} made, and that the step leaves on the module, requires a gradient:"
+                    " each pipeline stage would find its own part of that in its `grad`. Leave `x.detach()` there, or"
+                    " make it a parameter of a module."
+                )
             self.values.use(value, self.last_stage, gradient=False, by="an attribute set by the step")
         for name, before in snapshot.replaced_tensors():
             users = self.values.uses.get(id(before), set()) - {self.last_stage}
@@ -247,6 +255,7 @@ class Tracer(TorchFunctionMode):
         call.where = self.place.here()
         refuse_kind(call)
         call.inputs = [self.find(x, call.by) for x in tensors_in(call.args, call.kwargs)]
+        refuse_setting(call, lambda x: self.values.is_persistent(x) or id(x) in self.owners)
         if call.is_unit or call.opaque or any(self._is_without_data(value.tensor) for value in call.inputs):
             for value in call.inputs:
                 value.fake = self.values.fake(value.tensor)
@@ -254,7 +263,9 @@ class Tracer(TorchFunctionMode):
         stage, out = self._carry_out(call)
         after = versions(call.inputs)
         changed = [i for i, version in enumerate(before) if version != after[i]]
-        if not (call.is_unit or changed or tensors_in(out) or call.name in EFFECTS):
+        for value in call.inputs if stage is None else ():
+            value.follow()
+        if not (call.is_unit or changed or tensors_in(out) or call.name in EFFECTS or sets_requires_grad(call)):
             self.not_operations.add(call.what)
             for value in call.inputs if call.name in HOST_READS else ():
                 self.values.use_origins(value, None)

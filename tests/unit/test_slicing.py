@@ -126,7 +126,7 @@ def test_stages_together_are_the_whole(name: str, n: int) -> None:
     pipe = pipeline(module, batch, n)
     for step in range(3):
         whole = copy.deepcopy(module)
-        loss = loss_of(whole.training_step(batch, batch_idx=step))
+        loss = loss_of(whole.training_step(copy.deepcopy(batch), batch_idx=step))
         loss.backward()
         runs = forward(pipe, batch, batch_idx=step)
         backward(pipe, runs)
@@ -398,6 +398,28 @@ def set_data(model: GPT, x: Tensor) -> Tensor:
     return x
 
 
+def freeze_for_good(model: GPT, x: Tensor) -> Tensor:
+    model.positions.requires_grad = False
+    return x
+
+
+def freeze_a_unit(model: GPT, x: Tensor) -> Tensor:
+    model.blocks[0].up.weight.requires_grad = False
+    return x
+
+
+def ask_for_gradient(model: GPT, x: Tensor) -> Tensor:
+    x = x.detach()
+    x.requires_grad = True
+    return x
+
+
+def keep_for_its_gradient(model: GPT, x: Tensor) -> Tensor:
+    model.noise = torch.zeros(3, 6, HIDDEN)
+    model.noise.requires_grad = True
+    return x + model.noise
+
+
 def over_stages(model: GPT, x: Tensor) -> Tensor:
     return torch.utils.checkpoint.checkpoint(lambda y: model.blocks[3](model.blocks[0](y)), x, use_reentrant=False)
 
@@ -423,6 +445,10 @@ def over_stages_reentrant(model: GPT, x: Tensor) -> Tensor:
         (go_back, ["`blocks.0`", "later stage 1", "`blocks.3`", "stages=[["]),
         (functional, ["torch.func"]),
         (set_data, ["`data`", "sets an attribute"]),
+        (freeze_for_good, ["`requires_grad`", "sets an attribute", "in freeze_for_good"]),
+        (freeze_a_unit, ["`requires_grad`", "sets an attribute"]),
+        (ask_for_gradient, ["`requires_grad`", "sets an attribute"]),
+        (keep_for_its_gradient, ["`zeros`", "leaves on the module", "gradient"]),
         (over_stages, ["checkpoint", "stages [0, 1]"]),
         (over_stages_reentrant, ["CheckpointFunction", "blocks.0, blocks.3"]),
     ],
