@@ -40,6 +40,8 @@ class Call:
     """Whether gradients may come back through it."""
     units: list[str] = field(default_factory=list)
     """The units called: itself, or those inside of an autograd function."""
+    collects: bool = False
+    """A unit that returns what its layers collect, too."""
     where: str = ""
     """The user's line."""
     inputs: list[Value] = field(default_factory=list)

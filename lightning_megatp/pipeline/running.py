@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from lightning_megatp.pipeline.collected import with_collected
 from lightning_megatp.pipeline.operations import StepEnded, generators_of, is_bookkeeping, with_memory
 from lightning_megatp.pipeline.place import Place
 from lightning_megatp.pipeline.plan import Instruction, Key, Operation, SliceError, SlicePlan, tensors_in
@@ -84,7 +85,7 @@ class StageMode(TorchFunctionMode):
             return function(*args, **kwargs)
         if self.done:
             raise StepEnded
-        return self._opaque(name, stage == self._stage, function, args, kwargs)
+        return with_collected(lambda called: self._opaque(name, stage == self._stage, called, args, kwargs), function)
 
     def metric(self, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call of a metric's method: the last stage's."""
@@ -96,7 +97,7 @@ class StageMode(TorchFunctionMode):
         """A call of an autograd function."""
         if self.inside or self.done or is_bookkeeping(cls):
             return apply(*args, **kwargs)
-        return self._opaque(cls, True, apply, args, kwargs)
+        return with_collected(lambda called: self._opaque(cls, True, called, args, kwargs), apply)
 
     def log(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         """`self.log` and `self.log_dict`: the last stage's."""
@@ -197,8 +198,8 @@ class StageMode(TorchFunctionMode):
         except Exception as error:
             self._explain(instruction.operation.name, args, kwargs, error)
             raise
-        if instruction.kept:
-            self._keep(instruction.kept, tensors_in(out))
+        if instruction.kept and len(tensors := tensors_in(out)) == len(instruction.operation.outputs):
+            self._keep(instruction.kept, tensors)
         if instruction.kept_changed:
             self._keep(instruction.kept_changed, tensors_in(self.stood_in((args, kwargs))))
         return out

@@ -294,7 +294,7 @@ def _sent(relay: Relay, mode: StageMode, received: Mapping[Key, Tensor], stage: 
     operation = mode.operation(relay.key)
     tensor, version = mode.made.get(relay.key, (None, 0))
     if tensor is None or not _is_as_planned(tensor, relay):
-        made = "fewer values" if tensor is None else _describe(tensor)
+        made = "another number of values" if tensor is None else _describe(tensor)
         raise SliceError(
             f"`{operation.name}` ({operation.where}) on pipeline stage {stage} made {made}; planned was"
             f" {_describe(relay)}. The batch has the shapes of the planned one, so something else differs between the"

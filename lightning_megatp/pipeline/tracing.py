@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 
+from lightning_megatp.pipeline.collected import with_collected
 from lightning_megatp.pipeline.inside import Inside
 from lightning_megatp.pipeline.operations import (
     EFFECTS,
@@ -107,16 +108,26 @@ class Tracer(TorchFunctionMode):
         if self._inside is not None:
             self._inside.enter_unit(name, stage)
             return call(*args, **kwargs)
+
+        def trace(called: Callable[..., Any]) -> Any:
+            return self._trace(
+                Call(name, name, called, args, kwargs, unit_stage=stage, units=[name], collects=called is not call)
+            )
+
         with without_mode(self):
-            return self._trace(Call(name, name, call, args, kwargs, unit_stage=stage, units=[name]))
+            return with_collected(trace, call)
 
     def function(self, cls: type, apply: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call of an autograd function: one operation, whatever it does inside."""
         if self._inside is not None or is_bookkeeping(cls):
             return apply(*args, **kwargs)
         self.uses_functions = True
+
+        def trace(called: Callable[..., Any]) -> Any:
+            return self._trace(Call(cls, cls.__name__, called, args, kwargs, opaque=True))
+
         with without_mode(self):
-            return self._trace(Call(cls, cls.__name__, apply, args, kwargs, opaque=True))
+            return with_collected(trace, apply)
 
     def metric(self, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call of a metric, or of one of its methods: it happens on the last stage, and is not tried here."""
@@ -327,6 +338,8 @@ class Tracer(TorchFunctionMode):
     def _guess(self, call: Call) -> Tensor | None:
         """The result of a unit inside of which shapes depend on values (a mixture of experts): what blocks return,
         hidden states like those they take. The run compares it with what the unit really returns."""
+        if call.collects:
+            return None
         hidden = next((value.fake for value in call.inputs if value.tensor.is_floating_point()), None)
         if hidden is None or hidden.dim() < 2 or any(isinstance(x, PackedSequence) for x in call.args):
             return None
@@ -374,16 +387,23 @@ class Tracer(TorchFunctionMode):
     ) -> Any:
         """Learn of the tensors of a result, and give those of a stage keys.
 
-        What is an input of the same stage, unchanged or changed in place, stays what it is. What a unit returns becomes
-        a new object: if the unit also keeps it somewhere, that is not taken for what it returned.
+        What is an input of the same stage, unchanged or changed in place, stays what it is, and what is returned twice
+        is one value. What a unit returns becomes a new object: if the unit also keeps it somewhere, that is not taken
+        for what it returned.
         """
         given = {id(x): value for value in known for x in (value.tensor, value.fake)}
+        named: dict[int, Tensor] = {}
         position = itertools.count()
 
         def name(x: Any) -> Any:
             if not isinstance(x, Tensor):
                 return x
             key = Key(len(self.operations), next(position))
+            if id(x) not in named:
+                named[id(x)] = name_once(x, key)
+            return named[id(x)]
+
+        def name_once(x: Tensor, key: Key) -> Tensor:
             value = given.get(id(x))
             if value is not None and value.stage == stage and not call.is_unit:
                 return value.tensor

@@ -19,7 +19,20 @@ from lightning_megatp.pipeline.plan import SliceError, SlicePlan
 from lightning_megatp.pipeline.slicing import Slicer, StageRun, execution_order
 from lightning_megatp.pipeline.units import assign, find_units
 from lightning_megatp.shim.torch import is_fake
-from tests.pipeline_models import CASES, GPT, HIDDEN, VOCAB, Asking, Block, Hooked, Leaking, Noisy, Watched, tokens
+from tests.pipeline_models import (
+    CASES,
+    GPT,
+    HIDDEN,
+    VOCAB,
+    Asking,
+    Block,
+    Hooked,
+    Keeping,
+    Leaking,
+    Noisy,
+    Watched,
+    tokens,
+)
 
 Step = Callable[[Any], Any]
 STAGES = [["tokens", "blocks.0", "blocks.1"], ["blocks.2", "blocks.3", "norm", "head"]]
@@ -569,6 +582,53 @@ def test_shapes_inside_of_an_early_unit_may_depend_on_values() -> None:
         forward(pipeline(module, batch, 2), batch)
 
 
+COLLECTED: dict[str, list[Any]] = {}
+
+
+class Collecting(Leaking):
+    """Hooks of blocks, and of layers in them, append to lists, of which the step makes a part of the loss."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda model, x: model.blocks[3](model.blocks[2](model.blocks[1](model.blocks[0](x)))))
+        for i, block in enumerate(self.blocks):
+            block.register_forward_hook(lambda module, args, out: COLLECTED["hidden"].extend([args[0], out, None]))
+            block.norm.register_forward_hook(lambda module, args, out, i=i: COLLECTED["normed"].append((i, out)))
+
+    def training_step(self, batch: Any, batch_idx: int = 0) -> Any:
+        COLLECTED.update(hidden=[], normed=[])
+        loss = super().training_step(batch)
+        normed = [(i + 1) * x.pow(3).mean() for i, x in COLLECTED["normed"]]
+        hidden = [x for x in COLLECTED["hidden"] if x is not None]
+        early = sum((i + 1) * x.pow(2).mean() for i, x in enumerate(hidden))
+        assert (len(normed), len(hidden), len(COLLECTED["hidden"])) == (8, 8, 12)
+        return loss + 0.1 * early + 0.1 * sum(normed)
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_what_layers_inside_of_units_collect(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_megatp.pipeline.collected.collecting", lambda: COLLECTED)
+    torch.manual_seed(0)
+    module, batch = Collecting().double(), tokens()
+    pipe, whole = pipeline(module, batch, n), copy.deepcopy(module)
+    loss = whole.training_step(batch)
+    loss.backward()
+    runs = forward(pipe, batch)
+    backward(pipe, runs)
+    assert_same(whole, pipe, runs[-1][1].result, loss)
+
+
+def test_what_layers_of_a_guessed_unit_collect_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Selecting(Keeping):
+        def forward(self, x_BLD: Tensor, seen: list[Tensor] | None = None) -> Tensor:
+            return super().forward(x_BLD, seen) + self.norm(x_BLD[x_BLD.sum(-1) > 0]).mean(0)
+
+    monkeypatch.setattr("lightning_megatp.pipeline.collected.collecting", lambda: COLLECTED)
+    module = Collecting()
+    module.blocks[0] = Selecting()
+    with pytest.raises(SliceError, match=r"`blocks.0` .* can't be planned .* depends on values"):
+        planned(module, tokens())
+
+
 def test_logging_inside_an_early_unit_is_refused() -> None:
     class Logging(Block):
         def forward(self, x_BLD: Tensor) -> Tensor:
@@ -738,9 +798,10 @@ def test_a_relay_of_another_kind_is_noticed() -> None:
     pipe.modules[0].blocks[1].forward = lambda x: x[:1]
     with pytest.raises(SliceError, match=r"`blocks.1` .*stage 0 made shape \(1, 6, 8\).*planned was shape \(3, 6, 8\)"):
         forward(pipe, batch)
-    pipe.modules[0].blocks[1].forward = lambda x: None
-    with pytest.raises(SliceError, match=r"`blocks.1` .*stage 0 made fewer values"):
-        forward(pipe, batch)
+    for other in (lambda x: None, lambda x: (x, 2 * x)):
+        pipe.modules[0].blocks[1].forward = other
+        with pytest.raises(SliceError, match=r"`blocks.1` .*stage 0 made another number of values"):
+            forward(pipe, batch)
 
 
 # What a user's own code may do around and beside the pipeline.
