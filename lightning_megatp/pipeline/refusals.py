@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_megatp.pipeline.operations import Call, sets_requires_grad
 from lightning_megatp.pipeline.plan import SliceError
-from lightning_megatp.shim.autograd import checkpoint_region, functorch_is_active
+from lightning_megatp.shim.autograd import checkpoint_region
 
 
 def refuse_kind(call: Call) -> None:
@@ -22,10 +22,6 @@ def refuse_kind(call: Call) -> None:
         raise SliceError(
             f"{call.by} differentiates inside the step. Under pipeline parallelism the strategy runs backward, after"
             " the step: return the loss, or do it inside the forward of a module."
-        )
-    if functorch_is_active():
-        raise SliceError(
-            f"{call.by} runs under torch.func, between the pipeline's units. Do it inside the forward of a module."
         )
 
 

@@ -21,6 +21,7 @@ from lightning_megatp.pipeline.operations import StepEnded, generators_of, is_bo
 from lightning_megatp.pipeline.place import Place
 from lightning_megatp.pipeline.plan import Instruction, Key, Operation, SliceError, SlicePlan, tensors_in
 from lightning_megatp.pipeline.weights import TargetCount
+from lightning_megatp.shim.autograd import functorch_is_active
 from lightning_megatp.shim.torch import is_fake, tensor_version, tree_leaves, tree_map, without_mode
 from lightning_megatp.tensor.functions import operation_name
 
@@ -68,6 +69,8 @@ class StageMode(TorchFunctionMode):
     ) -> Any:
         if func in self._not_operations:
             return func(*args, **kwargs) if kwargs else func(*args)
+        if functorch_is_active():
+            return self._transformed(func, args, kwargs or {})
         if func is torch.Tensor.__iter__:
             return iter(self.__torch_function__(torch.Tensor.unbind, types, args))
         instruction = self._next(func)
@@ -95,7 +98,7 @@ class StageMode(TorchFunctionMode):
 
     def function(self, cls: type, apply: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call of an autograd function."""
-        if self.inside or self.done or is_bookkeeping(cls):
+        if self.inside or self.done or is_bookkeeping(cls) or functorch_is_active():
             return apply(*args, **kwargs)
         return with_collected(lambda called: self._opaque(cls, True, called, args, kwargs), apply)
 
@@ -127,6 +130,15 @@ class StageMode(TorchFunctionMode):
         try:
             with without_mode(self), contextlib.nullcontext() if counting is None else counting.inside(unit or ""):
                 yield
+        finally:
+            self.inside = False
+
+    def _transformed(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """An operation under torch.func: not planned, every stage computes it. It may lift the transforms for its
+        parts, autograd functions among them."""
+        self.inside = True
+        try:
+            return func(*args, **kwargs)
         finally:
             self.inside = False
 

@@ -36,7 +36,7 @@ from lightning_megatp.pipeline.plan import Key, Operation, SliceError, tensors_i
 from lightning_megatp.pipeline.refusals import CheckpointRegions, refuse_backwards, refuse_kind, refuse_setting
 from lightning_megatp.pipeline.snapshot import Snapshot
 from lightning_megatp.pipeline.values import Value, Values, versions
-from lightning_megatp.shim.autograd import checkpoint_region
+from lightning_megatp.shim.autograd import checkpoint_region, functorch_is_active, untransformed
 from lightning_megatp.shim.torch import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -88,6 +88,8 @@ class Tracer(TorchFunctionMode):
         self.error: SliceError | None = None
         """The first, which the user's code may have caught."""
         self._inside: Inside | None = None
+        self._transforms = False
+        """An operation under torch.func runs, which may lift the transforms for its parts."""
         self._inner: dict[int, tuple[Tensor, int | None, str]] = {}
         """What was made inside of units, of which stage, and by which."""
         self._regions = CheckpointRegions()
@@ -119,7 +121,7 @@ class Tracer(TorchFunctionMode):
 
     def function(self, cls: type, apply: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call of an autograd function: one operation, whatever it does inside."""
-        if self._inside is not None or is_bookkeeping(cls):
+        if self._inside is not None or self._transforms or is_bookkeeping(cls) or functorch_is_active():
             return apply(*args, **kwargs)
         self.uses_functions = True
 
@@ -265,6 +267,8 @@ class Tracer(TorchFunctionMode):
     def _traced(self, call: Call) -> Any:
         call.where = self.place.here()
         refuse_kind(call)
+        if functorch_is_active():
+            return self._transformed(call)
         call.inputs = [self.find(x, call.by) for x in tensors_in(call.args, call.kwargs)]
         refuse_setting(call, lambda x: self.values.is_persistent(x) or id(x) in self.owners)
         if call.is_unit or call.opaque or any(self._is_without_data(value.tensor) for value in call.inputs):
@@ -288,6 +292,37 @@ class Tracer(TorchFunctionMode):
             for value in call.inputs:
                 self.refuse_stand_in(value, stage, f"a tensor that {call.by} takes in an activation checkpoint")
         return self._record(call, stage, out, changed)
+
+    def _transformed(self, call: Call) -> Any:
+        """An operation under torch.func (`vmap`), of which the plan says nothing: each stage computes what it has all
+        of (a mask of the batch).
+
+        Raises:
+            SliceError: stages would not get the same, or can't follow.
+        """
+        given = [untransformed(x) for x in tensors_in(call.args, call.kwargs)]
+        why = ""
+        if any(self._is_without_data(x) or x.requires_grad for x in given):
+            why = "takes a value that not every stage has, or one that learns"
+        known = [self.find(x, call.by) for x in given if self.values.is_persistent(x) or self.values.get(x) is not None]
+        before, random_before = versions(known), random_states(call)
+        self._transforms = True
+        try:
+            out = None if why else call.function(*call.args, **call.kwargs)
+        finally:
+            self._transforms = False
+        if versions(known) != before:
+            why = "changes a tensor in place"
+        elif random_states(call) != random_before:
+            why = "draws random numbers"
+        if why:
+            raise SliceError(
+                f"{call.by} runs under torch.func, between the pipeline's units, and {why}. Do it inside the forward of"
+                " a module."
+            )
+        for value in known:
+            self.values.use_origins(value, None)
+        return out
 
     def _carry_out(self, call: Call) -> tuple[int | None, Any]:
         """Find the stage of an operation, and its result: computed if it is replicated, else without data."""

@@ -406,6 +406,24 @@ def functional(model: GPT, x: Tensor) -> Tensor:
     return torch.func.vmap(lambda row: row * 2)(x)
 
 
+def functional_weight(model: GPT, x: Tensor) -> Tensor:
+    return x + torch.func.vmap(lambda row: row * 2)(model.positions[:6])
+
+
+def functional_unit(model: GPT, x: Tensor) -> Tensor:
+    return x + torch.func.vmap(lambda row: row * 2)(model.blocks[0].down.bias.detach())
+
+
+def functional_noise(model: GPT, x: Tensor) -> Tensor:
+    return x + torch.func.vmap(lambda row: row + torch.rand(HIDDEN), randomness="different")(torch.ones(6, 1))
+
+
+def functional_change(model: GPT, x: Tensor) -> Tensor:
+    model.register_buffer("seen", torch.zeros(6, 1))
+    torch.func.vmap(lambda row, seen: seen.add_(row))(torch.ones(6, 1), model.seen)
+    return x + model.seen
+
+
 def set_data(model: GPT, x: Tensor) -> Tensor:
     x.data = x * 2
     return x
@@ -456,7 +474,11 @@ def over_stages_reentrant(model: GPT, x: Tensor) -> Tensor:
         (differentiate, ["`grad`", "differentiates inside the step"]),
         (run_backward, ["`backward`", "differentiates inside the step"]),
         (go_back, ["`blocks.0`", "later stage 1", "`blocks.3`", "stages=[["]),
-        (functional, ["torch.func"]),
+        (functional, ["torch.func", "not every stage has"]),
+        (functional_weight, ["torch.func", "learns"]),
+        (functional_unit, ["torch.func", "not every stage has"]),
+        (functional_noise, ["torch.func", "`rand`", "random"]),
+        (functional_change, ["torch.func", "`add_`", "in place"]),
         (set_data, ["`data`", "sets an attribute"]),
         (freeze_for_good, ["`requires_grad`", "sets an attribute", "in freeze_for_good"]),
         (freeze_a_unit, ["`requires_grad`", "sets an attribute"]),
