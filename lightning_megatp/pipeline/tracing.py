@@ -44,6 +44,7 @@ from lightning_megatp.shim.torch import (
     UnsupportedOperatorException,
     is_fake,
     missed_data,
+    modules_convert_without_data,
     tree_leaves,
     tree_map,
     without_mode,
@@ -362,7 +363,7 @@ class Tracer(TorchFunctionMode):
     def _look_inside(self, call: Call, stage: int | None) -> tuple[int | None, Any]:
         self._inside = inside = Inside(self, call)
         try:
-            with inside:
+            with inside, modules_convert_without_data():
                 out = call.function(*call.args, **call.kwargs)
         finally:
             self._inside = None

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_megatp.pipeline.plan import SliceError, SlicePlan
@@ -649,6 +650,34 @@ def test_what_layers_of_a_guessed_unit_collect_is_refused(monkeypatch: pytest.Mo
     module.blocks[0] = Selecting()
     with pytest.raises(SliceError, match=r"`blocks.0` .* can't be planned .* depends on values"):
         planned(module, tokens())
+
+
+class Converting(Block):
+    """Converts layers where it uses them, as some mixtures of experts do with their routers."""
+
+    def forward(self, x_BLD: Tensor) -> Tensor:
+        self.up, self.down = self.up.to(x_BLD.dtype), self.down.to(torch.float32)
+        hidden_BLD = F.gelu(self.up(self.norm(x_BLD)))
+        return x_BLD + self.down(hidden_BLD.float())
+
+
+def test_units_that_convert_their_layers() -> None:
+    torch.manual_seed(0)
+    module, batch = GPT().double(), tokens()
+    module.blocks = nn.ModuleList(Converting().double() for _ in range(4))
+    pipe = pipeline(module, batch, 2)
+    for length in (6, 5):  # other stages' layers are without values by now
+        batch = tokens(length)
+        pipe.plans = [s.plan(m.training_step, batch) for s, m in zip(pipe.slicers, pipe.modules, strict=True)]
+        assert module.blocks[1].down.weight.dtype == torch.float64
+        whole = copy.deepcopy(module)
+        loss = whole.training_step(batch)
+        loss.backward()
+        runs = forward(pipe, batch)
+        backward(pipe, runs)
+        assert_same(whole, pipe, runs[-1][1].result, loss)
+        for each in pipe.modules:
+            each.zero_grad()
 
 
 def test_logging_inside_an_early_unit_is_refused() -> None:
