@@ -110,13 +110,22 @@ class SlicePlan:
     """Some operation between units is an autograd function, which no mode sees."""
     clones: frozenset[Key] = frozenset()
     """Relayed values that a later stage changes in place."""
-    _scripts: dict[int, Script] = field(default_factory=dict, compare=False, repr=False)
+    reads: tuple[int, ...] = ()
+    """Where the step looks at a replicated value on the host, and may branch by it: how many operations came before."""
+    _scripts: dict[int | None, Script] = field(default_factory=dict, compare=False, repr=False)
 
-    def script(self, stage: int) -> Script:
-        """What one stage does, operation by operation."""
+    def script(self, stage: int | None) -> Script:
+        """What one stage does, operation by operation; without one, what is replicated."""
         if stage not in self._scripts:
             self._scripts[stage] = Script.of(self, stage)
         return self._scripts[stage]
+
+    @property
+    def awaits_values(self) -> bool:
+        """Whether another batch of the same shapes may need another plan: while stages still depend on each other, the
+        step branches by values."""
+        last = self.script(None).last
+        return any(read <= last for read in self.reads)
 
     def digest(self) -> str:
         """The same on all ranks that planned the same."""
@@ -169,7 +178,11 @@ class Script:
     """On the last stage: from here on it holds all it needs, and the step may do other operations than planned."""
 
     @classmethod
-    def of(cls, plan: SlicePlan, stage: int) -> Script:
+    def of(cls, plan: SlicePlan, stage: int | None) -> Script:
+        if stage is None:
+            scripts = [plan.script(s) for s in range(plan.n_stages)]
+            instructions = tuple(_instruct(op, None, set(), set(), set()) for op in plan.operations)
+            return cls(instructions, max([scripts[-1].free_after, *(script.last for script in scripts[:-1])]), -1)
         received = {relay.key for relay in plan.relays[stage]}
         is_last = stage == plan.n_stages - 1
         sent = set() if is_last else {relay.key for relay in plan.relays[stage + 1]} - received
@@ -184,7 +197,7 @@ class Script:
         )
 
 
-def _instruct(op: Operation, stage: int, received: set[Key], sent: set[Key], stood_in: set[Key]) -> Instruction:
+def _instruct(op: Operation, stage: int | None, received: set[Key], sent: set[Key], stood_in: set[Key]) -> Instruction:
     """What a stage does about one operation.
 
     Args:

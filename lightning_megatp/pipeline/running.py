@@ -31,7 +31,7 @@ class StageMode(TorchFunctionMode):
 
     Args:
         plan: of the batch's signature.
-        stage: the one that is run.
+        stage: the one that is run; None to do what is replicated alone, as far as stages depend on each other.
         received: the values of `plan.relays[stage]`.
         seed: of the random numbers that all stages share; another one for every step and microbatch.
         place: names where an operation is.
@@ -41,7 +41,7 @@ class StageMode(TorchFunctionMode):
     def __init__(
         self,
         plan: SlicePlan,
-        stage: int,
+        stage: int | None,
         received: dict[Key, Tensor],
         seed: int,
         place: Place,

@@ -76,8 +76,7 @@ class Slicer:
         self._interception.undo()
 
     def signatures(self, batches: Sequence[Any]) -> list[Hashable]:
-        """Of each batch. Those with the same one have the same plan: what the module does with them can only differ by
-        values."""
+        """Of each batch. What the module does with those of the same one can only differ by values: see `fits`."""
         modes = modes_of(self.module)
         return [(modes, signature_of(batch)) for batch in batches]
 
@@ -141,12 +140,7 @@ class Slicer:
         with contextlib.ExitStack() as stack:
             if plan.leaves_ghosts and not is_last:
                 stack.callback(Snapshot(self.module).drop_fakes)
-            stack.enter_context(self._switch.to(mode))
-            stack.enter_context(logging_replaced(self._loggers, mode.log))
-            if plan.lists_parameters:
-                stack.enter_context(self._ownership.present())
-            if plan.uses_functions:
-                stack.enter_context(handle_functions(mode.function))
+            stack.enter_context(self._by(mode, plan))
             with contextlib.suppress(StepEnded), mode:
                 result = step(batch)
                 skipped = result is None
@@ -159,6 +153,42 @@ class Slicer:
                 f"the step returned a value of another stage than the last one ({stage}), that was not sent to it."
             )
         return StageRun((), result)
+
+    def fits(self, plan: SlicePlan, step: Step, batch: Any, seed: int = 0) -> bool:
+        """Whether a plan of a batch's signature is that of its values, too: of a mask that hides nothing the step may
+        make none. Found out by doing what is replicated, without leaving a trace.
+
+        Args:
+            seed: as for `run`.
+        """
+        if not plan.awaits_values:
+            return True
+        mode = StageMode(plan, None, {}, seed, self._place)
+        batch = copy.deepcopy(batch) if plan.changes_batch else batch
+        snapshot = Snapshot(self.module)
+        try:
+            with random_state_kept(), self._by(mode, plan), contextlib.suppress(StepEnded), mode:
+                step(batch)
+            mode.check(skipped=False)
+        except SliceError:
+            return False
+        except Exception:
+            return True  # it will fail where it is run
+        finally:
+            snapshot.restore()
+        return True
+
+    @contextlib.contextmanager
+    def _by(self, mode: StageMode, plan: SlicePlan) -> Iterator[None]:
+        """Let a mode decide what happens between units."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._switch.to(mode))
+            stack.enter_context(logging_replaced(self._loggers, mode.log))
+            if plan.lists_parameters:
+                stack.enter_context(self._ownership.present())
+            if plan.uses_functions:
+                stack.enter_context(handle_functions(mode.function))
+            yield
 
     def planned_by(
         self, planning: Callable[[FakeTensorMode], contextlib.AbstractContextManager[None]]

@@ -79,6 +79,8 @@ class Tracer(TorchFunctionMode):
         self.last_stage = n_stages - 1
         self.operations: list[Operation] = []
         self.not_operations: set[Any] = set()
+        self.reads: list[int] = []
+        """How many operations came before each look at a value on the host."""
         self.touched: set[int] = set()
         """id() of the units' parameters and buffers that operations between units take."""
         self.uses_functions = False
@@ -283,8 +285,10 @@ class Tracer(TorchFunctionMode):
             value.follow()
         if not (call.is_unit or changed or tensors_in(out) or call.name in EFFECTS or sets_requires_grad(call)):
             self.not_operations.add(call.what)
-            for value in call.inputs if call.name in HOST_READS else ():
-                self.values.use_origins(value, None)
+            if call.name in HOST_READS:
+                self.reads.append(len(self.operations))
+                for value in call.inputs:
+                    self.values.use_origins(value, None)
             return out
         call.random = stage is None and random_states(call) != random_before
         refuse_backwards(call, stage)

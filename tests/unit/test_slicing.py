@@ -232,6 +232,31 @@ def test_hooks_fire_where_their_module_is() -> None:
         assert [each.blocks[i].calls for each in pipe.modules] == [int(stage == own) for stage in range(4)]
 
 
+def test_a_plan_fits_the_values_that_the_step_branches_by() -> None:
+    class Hiding(GPT):
+        calls = 0
+
+        def embed(self, ids_BL: Tensor) -> Tensor:
+            self.calls += 1
+            x_BLD = super().embed(ids_BL)
+            return x_BLD * (ids_BL > 2)[..., None] if (ids_BL <= 2).any() else x_BLD
+
+    module, batch = Hiding(), tokens()
+    full, hidden = batch[0].clamp(min=3), batch[0].clamp(max=2)
+    slicer = Slicer(module, assign(find_units(module), 2, {}, STAGES), 2)
+    assert slicer.signatures([(full, full)]) == slicer.signatures([(hidden, hidden)])
+    plans = [slicer.plan(module.training_step, (ids, ids)) for ids in (full, hidden)]
+    state = torch.get_rng_state()
+    for plan, own, other in zip(plans, (full, hidden), (hidden, full), strict=True):
+        assert slicer.fits(plan, module.training_step, (own, own))
+        assert not slicer.fits(plan, module.training_step, (other, other))
+    assert module.calls == 0 and not module.logged and torch.equal(torch.get_rng_state(), state)
+    plain = GPT()
+    late = lambda batch: plain.training_step(batch) * (2 if bool((batch[0] > 2).all()) else 1)  # noqa: E731
+    slicer = Slicer(plain, assign(find_units(plain), 2, {}, STAGES), 2)
+    assert slicer.plan(late, (full, full)).reads and not slicer.plan(late, (full, full)).awaits_values
+
+
 def test_random_numbers_of_replicated_operations_are_the_same_everywhere() -> None:
     module, batch = Noisy().double(), tokens()
     losses = []
