@@ -5,6 +5,7 @@ A plan is data, made by one dry run (tracing.py) and carried out by every stage 
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -21,6 +22,20 @@ class SliceError(RuntimeError):
 
     def __init__(self, text: str) -> None:
         super().__init__(f"MegaTPStrategy: {text}")
+
+
+class Read(NamedTuple):
+    """A look at a value on the host."""
+
+    before: int
+    """How many operations came before."""
+    answer: Any
+    """What was seen; None if it can't be compared."""
+
+    @classmethod
+    def of(cls, before: int, answer: Any) -> Read:
+        """What was seen, if it is plain."""
+        return cls(before, answer if isinstance(answer, (bool, int, float, list)) else None)
 
 
 class Key(NamedTuple):
@@ -110,8 +125,8 @@ class SlicePlan:
     """Some operation between units is an autograd function, which no mode sees."""
     clones: frozenset[Key] = frozenset()
     """Relayed values that a later stage changes in place."""
-    reads: tuple[int, ...] = ()
-    """Where the step looks at a replicated value on the host, and may branch by it: how many operations came before."""
+    reads: tuple[Read, ...] = ()
+    """Where the step looks at replicated values on the host, and may branch by them."""
     _scripts: dict[int | None, Script] = field(default_factory=dict, compare=False, repr=False)
 
     def script(self, stage: int | None) -> Script:
@@ -120,12 +135,11 @@ class SlicePlan:
             self._scripts[stage] = Script.of(self, stage)
         return self._scripts[stage]
 
-    @property
-    def awaits_values(self) -> bool:
-        """Whether another batch of the same shapes may need another plan: while stages still depend on each other, the
-        step branches by values."""
+    @functools.cached_property
+    def early_reads(self) -> tuple[Read, ...]:
+        """Those while stages still depend on each other: another batch of the same shapes may need another plan."""
         last = self.script(None).last
-        return any(read <= last for read in self.reads)
+        return tuple(read for read in self.reads if read.before <= last)
 
     def digest(self) -> str:
         """The same on all ranks that planned the same."""

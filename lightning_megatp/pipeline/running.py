@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from lightning_megatp.pipeline.collected import with_collected
-from lightning_megatp.pipeline.operations import StepEnded, generators_of, is_bookkeeping, with_memory
+from lightning_megatp.pipeline.operations import HOST_READS, StepEnded, generators_of, is_bookkeeping, with_memory
 from lightning_megatp.pipeline.place import Place
-from lightning_megatp.pipeline.plan import Instruction, Key, Operation, SliceError, SlicePlan, tensors_in
+from lightning_megatp.pipeline.plan import Instruction, Key, Operation, Read, SliceError, SlicePlan, tensors_in
 from lightning_megatp.pipeline.weights import TargetCount
 from lightning_megatp.shim.autograd import functorch_is_active
 from lightning_megatp.shim.torch import is_fake, tensor_version, tree_leaves, tree_map, without_mode
@@ -283,6 +283,40 @@ class StageMode(TorchFunctionMode):
             " of a module, or after the loss."
         )
         raise self._error
+
+
+class Rehearsal(StageMode):
+    """What is replicated, as far as stages depend on each other; less far where the step sees on the host, to the last
+    time, what it saw when it was planned.
+
+    Args:
+        plan: of the batch's signature.
+        seed: of the random numbers that all stages share.
+        place: names where an operation is.
+    """
+
+    def __init__(self, plan: SlicePlan, seed: int, place: Place) -> None:
+        super().__init__(plan, None, {}, seed, place)
+        self._expected = list(reversed(plan.early_reads))
+        self.same_answers = False
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = super().__torch_function__(func, types, args, kwargs)
+        if self._expected and func in self._not_operations and operation_name(func) in HOST_READS:
+            expected = self._expected.pop()
+            if expected.answer is None or Read.of(self._index + 1, out) != expected:
+                self._expected.clear()
+            elif not self._expected:
+                self.done = self.same_answers = True
+                raise StepEnded
+        return out
+
+    def check(self, skipped: bool) -> None:
+        """After the step, unless it saw the same."""
+        if not self.same_answers:
+            super().check(skipped)
 
 
 @contextlib.contextmanager

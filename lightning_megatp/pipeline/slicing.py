@@ -25,7 +25,7 @@ from lightning_megatp.pipeline.ownership import Ownership, Sizes
 from lightning_megatp.pipeline.place import Place
 from lightning_megatp.pipeline.plan import Key, Relay, SliceError, SlicePlan
 from lightning_megatp.pipeline.planning import make_plan
-from lightning_megatp.pipeline.running import StageMode
+from lightning_megatp.pipeline.running import Rehearsal, StageMode
 from lightning_megatp.pipeline.signature import modes_of, signature_of, tensors_of
 from lightning_megatp.pipeline.snapshot import Snapshot, random_state_kept
 from lightning_megatp.pipeline.tracing import Tracer
@@ -161,9 +161,9 @@ class Slicer:
         Args:
             seed: as for `run`.
         """
-        if not plan.awaits_values:
+        if not plan.early_reads:
             return True
-        mode = StageMode(plan, None, {}, seed, self._place)
+        mode = Rehearsal(plan, seed, self._place)
         batch = copy.deepcopy(batch) if plan.changes_batch else batch
         snapshot = Snapshot(self.module)
         try:

@@ -32,7 +32,7 @@ from lightning_megatp.pipeline.operations import (
     with_memory,
 )
 from lightning_megatp.pipeline.place import Place
-from lightning_megatp.pipeline.plan import Key, Operation, SliceError, tensors_in
+from lightning_megatp.pipeline.plan import Key, Operation, Read, SliceError, tensors_in
 from lightning_megatp.pipeline.refusals import CheckpointRegions, refuse_backwards, refuse_kind, refuse_setting
 from lightning_megatp.pipeline.snapshot import Snapshot
 from lightning_megatp.pipeline.values import Value, Values, versions
@@ -79,8 +79,7 @@ class Tracer(TorchFunctionMode):
         self.last_stage = n_stages - 1
         self.operations: list[Operation] = []
         self.not_operations: set[Any] = set()
-        self.reads: list[int] = []
-        """How many operations came before each look at a value on the host."""
+        self.reads: list[Read] = []
         self.touched: set[int] = set()
         """id() of the units' parameters and buffers that operations between units take."""
         self.uses_functions = False
@@ -286,7 +285,7 @@ class Tracer(TorchFunctionMode):
         if not (call.is_unit or changed or tensors_in(out) or call.name in EFFECTS or sets_requires_grad(call)):
             self.not_operations.add(call.what)
             if call.name in HOST_READS:
-                self.reads.append(len(self.operations))
+                self.reads.append(Read.of(len(self.operations), out))
                 for value in call.inputs:
                     self.values.use_origins(value, None)
             return out

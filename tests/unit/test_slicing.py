@@ -254,7 +254,7 @@ def test_a_plan_fits_the_values_that_the_step_branches_by() -> None:
     plain = GPT()
     late = lambda batch: plain.training_step(batch) * (2 if bool((batch[0] > 2).all()) else 1)  # noqa: E731
     slicer = Slicer(plain, assign(find_units(plain), 2, {}, STAGES), 2)
-    assert slicer.plan(late, (full, full)).reads and not slicer.plan(late, (full, full)).awaits_values
+    assert slicer.plan(late, (full, full)).reads and not slicer.plan(late, (full, full)).early_reads
 
 
 def test_random_numbers_of_replicated_operations_are_the_same_everywhere() -> None:
