@@ -292,6 +292,63 @@ class Cleaning(GPT):
         return self.loss(self.head(self.norm(x_BLD)), batch[1])
 
 
+class InputsWithGradient(Logged):
+    """Asks for the gradient of what it takes, as Hugging Face's speech models do; its first blocks learn nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.blocks[:2].requires_grad_(False)
+        self.head = nn.Linear(HIDDEN, CLASSES)
+
+    def training_step(self, batch: Any, batch_idx: int = 0) -> Any:
+        x_BLD = self.blocks[0](batch[0])
+        first_BLD = batch[0][:, :]
+        first_BLD.requires_grad = True
+        batch[0].requires_grad = True
+        x_BLD = self.blocks[1](x_BLD + first_BLD) + self.blocks[1](batch[0])
+        for block in self.blocks[2:]:
+            x_BLD = block(x_BLD * batch[0].detach())
+        return F.cross_entropy(self.head(x_BLD.mean(1)), batch[1])
+
+
+class Entry(torch.autograd.Function):
+    """`x[row, column]` of indices that are tensors, for vmap."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, row: Tensor, column: Tensor) -> Tensor:
+        return x.flatten().index_select(0, (row * x.shape[1] + column)[None])[0]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.mark_non_differentiable(output)
+
+
+class MaskedByFunction(GPT):
+    """A mask of the batch and of a buffer, computed by torch.func for single pairs of tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("window", torch.tensor(4))
+
+    def training_step(self, batch: Any, batch_idx: int = 0) -> Any:
+        ids_BL = batch[0]
+
+        def sees(row: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            near = (query - key).abs() < self.window
+            return near & (Entry.apply(ids_BL, row, key) > 2)
+
+        for dims in ((None, None, 0), (None, 0, None), (0, None, None)):
+            sees = torch.vmap(sees, dims)
+        mask_BLL = sees(*(torch.arange(size) for size in (*ids_BL.shape, ids_BL.shape[1])))
+        x_BLD = self.embed(ids_BL)
+        for block in self.blocks:
+            x_BLD = block(mask_BLL.to(x_BLD) @ x_BLD)
+        return self.loss(self.head(x_BLD), batch[1])
+
+
 class Noisy(GPT):
     """Random numbers that all stages use."""
 
@@ -533,6 +590,10 @@ CASES = {
     "checkpointed, reentrant": Case(CheckpointedReentrant, tokens),
     "branching": Case(Branching, tokens),
     "cleaning": Case(Cleaning, tokens),
+    "inputs with gradient": Case(
+        InputsWithGradient, lambda: (torch.randn(3, 6, HIDDEN, dtype=torch.double), torch.tensor([0, 1, 4]))
+    ),
+    "masked by a function": Case(MaskedByFunction, tokens),
     "masked like hidden states": Case(MaskedLikeHidden, tokens),
     "frozen": Case(Frozen, tokens),
     "hooked": Case(Hooked, tokens),

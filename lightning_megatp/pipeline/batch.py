@@ -103,10 +103,10 @@ class BatchRun:
     def forward(self, stage: int, microbatch: int, received: list[Tensor]) -> list[Tensor]:
         plan = self.plans[microbatch]
         last = stage == plan.n_stages - 1
-        seed = _mixed(self.seed, microbatch)
+        seed = mixed(self.seed, microbatch)
         counting = TargetCount(self._with_losses, self._is_closed) if last else None
         with contextlib.ExitStack() as stack:
-            stack.enter_context(seeded(_mixed(seed, stage), generators_on(self.device)))
+            stack.enter_context(seeded(mixed(seed, stage), generators_on(self.device)))
             stack.enter_context(torch.set_grad_enabled(self.backward is not None and torch.is_grad_enabled()))
             if counting is not None:
                 stack.enter_context(counting)
@@ -293,7 +293,7 @@ def generators_on(device: torch.device) -> list[torch.Generator]:
     return [torch.default_generator, *([] if device.type == "cpu" else [default_generator(device)])]
 
 
-def _mixed(seed: int, index: int) -> int:
+def mixed(seed: int, index: int) -> int:
     """Unrelated seeds for neighbouring indices."""
     x = (seed ^ (index + 1) * 0x9E3779B97F4A7C15) & (2**64 - 1)
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & (2**64 - 1)

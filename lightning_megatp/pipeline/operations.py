@@ -40,6 +40,8 @@ class Call:
     """Whether gradients may come back through it."""
     units: list[str] = field(default_factory=list)
     """The units called: itself, or those inside of an autograd function."""
+    collects: bool = False
+    """A unit that returns what its layers collect, too."""
     where: str = ""
     """The user's line."""
     inputs: list[Value] = field(default_factory=list)
@@ -57,6 +59,11 @@ class Call:
     def is_unit(self) -> bool:
         """Whether this is a call of a unit, or of a metric."""
         return self.unit_stage is not None
+
+
+def sets_requires_grad(call: Call) -> bool:
+    """`x.requires_grad = ...`, which returns no tensor, but does something for good."""
+    return bool(call.what == torch.Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
 
 
 def is_bookkeeping(cls: type) -> bool:

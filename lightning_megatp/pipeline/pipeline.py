@@ -242,7 +242,7 @@ class Pipeline:
         seed = self._shared_seed()
         self.metrics.next_batch()
         with self.metrics.apart():
-            plans = self.plans.of(kind, step, microbatches)
+            plans = self.plans.of(kind, step, microbatches, seed)
         return BatchRun(
             self.parallel,
             self.slicer,

@@ -5,6 +5,7 @@ A plan is data, made by one dry run (tracing.py) and carried out by every stage 
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -21,6 +22,20 @@ class SliceError(RuntimeError):
 
     def __init__(self, text: str) -> None:
         super().__init__(f"MegaTPStrategy: {text}")
+
+
+class Read(NamedTuple):
+    """A look at a value on the host."""
+
+    before: int
+    """How many operations came before."""
+    answer: Any
+    """What was seen; None if it can't be compared."""
+
+    @classmethod
+    def of(cls, before: int, answer: Any) -> Read:
+        """What was seen, if it is plain."""
+        return cls(before, answer if isinstance(answer, (bool, int, float, list)) else None)
 
 
 class Key(NamedTuple):
@@ -110,13 +125,21 @@ class SlicePlan:
     """Some operation between units is an autograd function, which no mode sees."""
     clones: frozenset[Key] = frozenset()
     """Relayed values that a later stage changes in place."""
-    _scripts: dict[int, Script] = field(default_factory=dict, compare=False, repr=False)
+    reads: tuple[Read, ...] = ()
+    """Where the step looks at replicated values on the host, and may branch by them."""
+    _scripts: dict[int | None, Script] = field(default_factory=dict, compare=False, repr=False)
 
-    def script(self, stage: int) -> Script:
-        """What one stage does, operation by operation."""
+    def script(self, stage: int | None) -> Script:
+        """What one stage does, operation by operation; without one, what is replicated."""
         if stage not in self._scripts:
             self._scripts[stage] = Script.of(self, stage)
         return self._scripts[stage]
+
+    @functools.cached_property
+    def early_reads(self) -> tuple[Read, ...]:
+        """Those while stages still depend on each other: another batch of the same shapes may need another plan."""
+        last = self.script(None).last
+        return tuple(read for read in self.reads if read.before <= last)
 
     def digest(self) -> str:
         """The same on all ranks that planned the same."""
@@ -169,7 +192,11 @@ class Script:
     """On the last stage: from here on it holds all it needs, and the step may do other operations than planned."""
 
     @classmethod
-    def of(cls, plan: SlicePlan, stage: int) -> Script:
+    def of(cls, plan: SlicePlan, stage: int | None) -> Script:
+        if stage is None:
+            scripts = [plan.script(s) for s in range(plan.n_stages)]
+            instructions = tuple(_instruct(op, None, set(), set(), set()) for op in plan.operations)
+            return cls(instructions, max([scripts[-1].free_after, *(script.last for script in scripts[:-1])]), -1)
         received = {relay.key for relay in plan.relays[stage]}
         is_last = stage == plan.n_stages - 1
         sent = set() if is_last else {relay.key for relay in plan.relays[stage + 1]} - received
@@ -184,7 +211,7 @@ class Script:
         )
 
 
-def _instruct(op: Operation, stage: int, received: set[Key], sent: set[Key], stood_in: set[Key]) -> Instruction:
+def _instruct(op: Operation, stage: int | None, received: set[Key], sent: set[Key], stood_in: set[Key]) -> Instruction:
     """What a stage does about one operation.
 
     Args:

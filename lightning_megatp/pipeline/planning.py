@@ -58,6 +58,7 @@ def make_plan(
         uses_functions=tracer.uses_functions,
         changed=changed,
         clones=frozenset(tracer.values.clones),
+        reads=tuple(tracer.reads),
     )
 
 

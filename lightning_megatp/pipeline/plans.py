@@ -1,4 +1,5 @@
-"""The plans of one model's steps: made when a batch of a new signature comes, the same on all stages."""
+"""The plans of one model's steps: made when a batch of a new signature comes, or one by whose values the step takes
+another way; the same on all stages."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from typing import Any
 
 from lightning_megatp.mesh import ParallelMesh
 from lightning_megatp.module import ParallelModule, take_gradients
-from lightning_megatp.pipeline.batch import Step, returning_a_loss
+from lightning_megatp.pipeline.batch import Step, mixed, returning_a_loss
 from lightning_megatp.pipeline.loans import Loans
 from lightning_megatp.pipeline.plan import SliceError, SlicePlan
 from lightning_megatp.pipeline.shared import Shared, SharedParameters
@@ -36,16 +37,17 @@ class Plans:
     ) -> None:
         self._parallel, self._slicer, self._mesh = parallel, slicer, mesh
         self._loans, self._shared = loans, shared
-        self._made: dict[tuple[str, Hashable], SlicePlan] = {}
+        self._made: dict[tuple[str, Hashable], list[SlicePlan]] = {}
         self._trained = Trained(parallel, slicer, mesh)
 
-    def of(self, kind: str, step: Step, microbatches: Sequence[Any]) -> list[SlicePlan]:
+    def of(self, kind: str, step: Step, microbatches: Sequence[Any], seed: int) -> list[SlicePlan]:
         """One per microbatch.
 
         Args:
             kind: of the step: train, validate, test or predict.
             step: the user's, in its contexts.
             microbatches: of a batch.
+            seed: of the batch, alike on all stages.
 
         Raises:
             SliceError: the step can't be cut.
@@ -53,7 +55,8 @@ class Plans:
         Communication: for each new plan an object all-gather over pp, and one broadcast per parameter that it lends.
         """
         signatures = self._slicer.signatures(microbatches)
-        return [self._plan((kind, s), step, x) for s, x in zip(signatures, microbatches, strict=True)]
+        pairs = enumerate(zip(signatures, microbatches, strict=True))
+        return [self._plan((kind, signature), step, x, mixed(seed, i)) for i, (signature, x) in pairs]
 
     def agree_on_trained(self) -> None:
         """At the start of an epoch: let all stages know what hooks have frozen and unfrozen.
@@ -63,32 +66,39 @@ class Plans:
         if self._trained.agree():
             self._made.clear()
 
-    def _plan(self, key: tuple[str, Hashable], step: Step, microbatch: Any) -> SlicePlan:
-        """The plan of a kind of step and a signature. Made without gradients on the parameters, which differ from stage
-        to stage, and whose dtype may not be theirs."""
-        if key not in self._made:
-            sharding = self._parallel.sharding
-            checked = returning_a_loss(step) if key[0] == "train" else step
-            held = take_gradients(self._parallel.undivided())
-            try:
-                with self._slicer.planned_by(sharding.planning) if sharding else contextlib.nullcontext():
-                    plan = self._slicer.plan(checked, microbatch)
-            except (RuntimeError, IndexError) as error:
-                if str(error).startswith("MegaTPStrategy"):
-                    raise
-                raise RuntimeError(
-                    f"MegaTPStrategy: the {key[0]} step failed on a microbatch: {error}. A batch is split along dim 0"
-                    " of its tensors. If that is not what its rows are (graphs in one long tensor), define"
-                    " `split_batch(self, batch, microbatches)` on the LightningModule, or use microbatches=1."
-                ) from error
-            finally:
-                for parameter, gradient in held:
-                    parameter.grad = gradient
-            self._check_touched(plan)
-            self._check_alike(plan)
-            self._lend(plan)
-            self._made[key] = plan
-        return self._made[key]
+    def _plan(self, key: tuple[str, Hashable], step: Step, microbatch: Any, seed: int) -> SlicePlan:
+        """The plan of a kind of step, a signature, and the values that the step branches by."""
+        checked = returning_a_loss(step) if key[0] == "train" else step
+        made = self._made.setdefault(key, [])
+        plan = next((plan for plan in made if self._slicer.fits(plan, checked, microbatch, seed)), None)
+        if plan is None:
+            plan = self._new(key[0], checked, microbatch)
+            made.append(plan)
+        return plan
+
+    def _new(self, kind: str, step: Step, microbatch: Any) -> SlicePlan:
+        """Made without gradients on the parameters, which differ from stage to stage, and whose dtype may not be
+        theirs."""
+        sharding = self._parallel.sharding
+        held = take_gradients(self._parallel.undivided())
+        try:
+            with self._slicer.planned_by(sharding.planning) if sharding else contextlib.nullcontext():
+                plan = self._slicer.plan(step, microbatch)
+        except (RuntimeError, IndexError) as error:
+            if str(error).startswith("MegaTPStrategy"):
+                raise
+            raise RuntimeError(
+                f"MegaTPStrategy: the {kind} step failed on a microbatch: {error}. A batch is split along dim 0"
+                " of its tensors. If that is not what its rows are (graphs in one long tensor), define"
+                " `split_batch(self, batch, microbatches)` on the LightningModule, or use microbatches=1."
+            ) from error
+        finally:
+            for parameter, gradient in held:
+                parameter.grad = gradient
+        self._check_touched(plan)
+        self._check_alike(plan)
+        self._lend(plan)
+        return plan
 
     def _lend(self, plan: SlicePlan) -> None:
         missing = self._loans.missing(plan.shared) if self._parallel.sharding is not None else {}

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Callable
 
-from lightning_megatp.pipeline.operations import Call
+import torch
+from torch import Tensor
+
+from lightning_megatp.pipeline.operations import Call, sets_requires_grad
 from lightning_megatp.pipeline.plan import SliceError
-from lightning_megatp.shim.autograd import checkpoint_region, functorch_is_active
+from lightning_megatp.shim.autograd import checkpoint_region
 
 
 def refuse_kind(call: Call) -> None:
@@ -20,15 +23,25 @@ def refuse_kind(call: Call) -> None:
             f"{call.by} differentiates inside the step. Under pipeline parallelism the strategy runs backward, after"
             " the step: return the loss, or do it inside the forward of a module."
         )
-    if functorch_is_active():
-        raise SliceError(
-            f"{call.by} runs under torch.func, between the pipeline's units. Do it inside the forward of a module."
-        )
-    if getattr(call.what, "__name__", "") == "__set__":
-        raise SliceError(
-            f"{call.by} sets an attribute of a tensor, between the pipeline's units. Use an operation; what changes"
-            " parameters (an average of weights) belongs into `on_train_batch_start` of a callback."
-        )
+
+
+def refuse_setting(call: Call, outlives: Callable[[Tensor], bool]) -> None:
+    """When an operation's inputs are known. What every stage has by itself may be told to require a gradient.
+
+    Args:
+        outlives: whether a tensor was there before the step, and will be after.
+
+    Raises:
+        SliceError: it sets an attribute of a tensor, and other stages would not see that, or the next step would.
+    """
+    if getattr(call.what, "__name__", "") != "__set__":
+        return
+    if sets_requires_grad(call) and call.inputs[0].stage is None and not outlives(call.inputs[0].tensor):
+        return
+    raise SliceError(
+        f"{call.by} sets an attribute of a tensor, between the pipeline's units. Use an operation; what changes"
+        " parameters (an average of weights) belongs into `on_train_batch_start` of a callback."
+    )
 
 
 def refuse_backwards(call: Call, stage: int | None) -> None:

@@ -16,10 +16,12 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from lightning_megatp.pipeline.operations import StepEnded, generators_of, is_bookkeeping, with_memory
+from lightning_megatp.pipeline.collected import with_collected
+from lightning_megatp.pipeline.operations import HOST_READS, StepEnded, generators_of, is_bookkeeping, with_memory
 from lightning_megatp.pipeline.place import Place
-from lightning_megatp.pipeline.plan import Instruction, Key, Operation, SliceError, SlicePlan, tensors_in
+from lightning_megatp.pipeline.plan import Instruction, Key, Operation, Read, SliceError, SlicePlan, tensors_in
 from lightning_megatp.pipeline.weights import TargetCount
+from lightning_megatp.shim.autograd import functorch_is_active
 from lightning_megatp.shim.torch import WithoutMode, is_fake, tensor_version, tree_map
 from lightning_megatp.tensor.functions import operation_name
 
@@ -29,7 +31,7 @@ class StageMode(TorchFunctionMode):
 
     Args:
         plan: of the batch's signature.
-        stage: the one that is run.
+        stage: the one that is run; None to do what is replicated alone, as far as stages depend on each other.
         received: the values of `plan.relays[stage]`.
         seed: of the random numbers that all stages share; another one for every step and microbatch.
         place: names where an operation is.
@@ -39,7 +41,7 @@ class StageMode(TorchFunctionMode):
     def __init__(
         self,
         plan: SlicePlan,
-        stage: int,
+        stage: int | None,
         received: dict[Key, Tensor],
         seed: int,
         place: Place,
@@ -67,6 +69,8 @@ class StageMode(TorchFunctionMode):
     ) -> Any:
         if func in self._not_operations:
             return func(*args, **kwargs) if kwargs else func(*args)
+        if functorch_is_active():
+            return self._transformed(func, args, kwargs or {})
         if func is torch.Tensor.__iter__:
             return iter(self.__torch_function__(torch.Tensor.unbind, types, args))
         instruction = self._next(func)
@@ -84,7 +88,7 @@ class StageMode(TorchFunctionMode):
             return function(*args, **kwargs)
         if self.done:
             raise StepEnded
-        return self._opaque(name, stage == self._stage, function, args, kwargs)
+        return with_collected(lambda called: self._opaque(name, stage == self._stage, called, args, kwargs), function)
 
     def metric(self, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call of a metric's method: the last stage's."""
@@ -94,9 +98,9 @@ class StageMode(TorchFunctionMode):
 
     def function(self, cls: type, apply: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call of an autograd function."""
-        if self.inside or self.done or is_bookkeeping(cls):
+        if self.inside or self.done or is_bookkeeping(cls) or functorch_is_active():
             return apply(*args, **kwargs)
-        return self._opaque(cls, True, apply, args, kwargs)
+        return with_collected(lambda called: self._opaque(cls, True, called, args, kwargs), apply)
 
     def log(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         """`self.log` and `self.log_dict`: the last stage's."""
@@ -121,6 +125,15 @@ class StageMode(TorchFunctionMode):
     def _outside(self, unit: str | None = None) -> _Outside:
         """Code that is not looked into: this mode does not meet it, and units inside run as they are."""
         return _Outside(self, None if unit is None or self._counting is None else self._counting.inside(unit))
+
+    def _transformed(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """An operation under torch.func: not planned, every stage computes it. It may lift the transforms for its
+        parts, autograd functions among them."""
+        self.inside = True
+        try:
+            return func(*args, **kwargs)
+        finally:
+            self.inside = False
 
     def _opaque(
         self, what: Any, is_own: bool, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -190,8 +203,8 @@ class StageMode(TorchFunctionMode):
         except Exception as error:
             self._explain(instruction.operation.name, args, kwargs, error)
             raise
-        if instruction.kept:
-            self._keep(instruction.kept, tensors_in(out))
+        if instruction.kept and len(tensors := tensors_in(out)) == len(instruction.operation.outputs):
+            self._keep(instruction.kept, tensors)
         if instruction.kept_changed:
             self._keep(instruction.kept_changed, tensors_in(self.stood_in((args, kwargs))))
         return out
@@ -281,6 +294,40 @@ class _Outside(WithoutMode):
             self._counting.__exit__(*raised)
         super().__exit__(*raised)
         self._stage_mode.inside = False
+
+
+class Rehearsal(StageMode):
+    """What is replicated, as far as stages depend on each other; less far where the step sees on the host, to the last
+    time, what it saw when it was planned.
+
+    Args:
+        plan: of the batch's signature.
+        seed: of the random numbers that all stages share.
+        place: names where an operation is.
+    """
+
+    def __init__(self, plan: SlicePlan, seed: int, place: Place) -> None:
+        super().__init__(plan, None, {}, seed, place)
+        self._expected = list(reversed(plan.early_reads))
+        self.same_answers = False
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = super().__torch_function__(func, types, args, kwargs)
+        if self._expected and func in self._not_operations and operation_name(func) in HOST_READS:
+            expected = self._expected.pop()
+            if expected.answer is None or Read.of(self._index + 1, out) != expected:
+                self._expected.clear()
+            elif not self._expected:
+                self.done = self.same_answers = True
+                raise StepEnded
+        return out
+
+    def check(self, skipped: bool) -> None:
+        """After the step, unless it saw the same."""
+        if not self.same_answers:
+            super().check(skipped)
 
 
 @contextlib.contextmanager

@@ -25,7 +25,7 @@ from lightning_megatp.pipeline.ownership import Ownership, Sizes
 from lightning_megatp.pipeline.place import Place
 from lightning_megatp.pipeline.plan import Key, Relay, SliceError, SlicePlan, tensors_in
 from lightning_megatp.pipeline.planning import make_plan
-from lightning_megatp.pipeline.running import StageMode
+from lightning_megatp.pipeline.running import Rehearsal, StageMode
 from lightning_megatp.pipeline.signature import modes_of, signature_of, tensors_of
 from lightning_megatp.pipeline.snapshot import Snapshot, random_state_kept
 from lightning_megatp.pipeline.tracing import Tracer
@@ -76,8 +76,7 @@ class Slicer:
         self._interception.undo()
 
     def signatures(self, batches: Sequence[Any]) -> list[Hashable]:
-        """Of each batch. Those with the same one have the same plan: what the module does with them can only differ by
-        values."""
+        """Of each batch. What the module does with those of the same one can only differ by values: see `fits`."""
         modes = modes_of(self.module)
         return [(modes, signature_of(batch)) for batch in batches]
 
@@ -93,7 +92,7 @@ class Slicer:
         """
         batch = copy.deepcopy(batch)
         in_batch = tensors_of(batch)
-        versions = [tensor_version(x) for x in in_batch]
+        before = [(tensor_version(x), x.requires_grad) for x in in_batch]
         owned = self._ownership
         with self._prepared_to_plan(), owned.present(), owned.whole_as_fakes(), owned.buffers_aside():
             snapshot = Snapshot(self.module)
@@ -104,7 +103,7 @@ class Slicer:
                 left_early = tracer.consume_left(snapshot)
             finally:
                 snapshot.restore()
-            changes_batch = versions != [tensor_version(x) for x in in_batch]
+            changes_batch = before != [(tensor_version(x), x.requires_grad) for x in in_batch]
             plan = make_plan(tracer, owned.names, self.n_stages, changes_batch, left_early, lists.any)
             owned.learn(tracer.owners)
         return plan
@@ -141,12 +140,7 @@ class Slicer:
         with contextlib.ExitStack() as stack:
             if plan.leaves_ghosts and not is_last:
                 stack.callback(Snapshot(self.module).drop_fakes)
-            stack.enter_context(self._switch.to(mode))
-            stack.enter_context(logging_replaced(self._loggers, mode.log))
-            if plan.lists_parameters:
-                stack.enter_context(self._ownership.present())
-            if plan.uses_functions:
-                stack.enter_context(handle_functions(mode.function))
+            stack.enter_context(self._by(mode, plan))
             with contextlib.suppress(StepEnded), mode:
                 result = step(batch)
                 skipped = result is None
@@ -159,6 +153,42 @@ class Slicer:
                 f"the step returned a value of another stage than the last one ({stage}), that was not sent to it."
             )
         return StageRun((), result)
+
+    def fits(self, plan: SlicePlan, step: Step, batch: Any, seed: int = 0) -> bool:
+        """Whether a plan of a batch's signature is that of its values, too: of a mask that hides nothing the step may
+        make none. Found out by doing what is replicated, without leaving a trace.
+
+        Args:
+            seed: as for `run`.
+        """
+        if not plan.early_reads:
+            return True
+        mode = Rehearsal(plan, seed, self._place)
+        batch = copy.deepcopy(batch) if plan.changes_batch else batch
+        snapshot = Snapshot(self.module)
+        try:
+            with random_state_kept(), self._by(mode, plan), contextlib.suppress(StepEnded), mode:
+                step(batch)
+            mode.check(skipped=False)
+        except SliceError:
+            return False
+        except Exception:
+            return True  # it will fail where it is run
+        finally:
+            snapshot.restore()
+        return True
+
+    @contextlib.contextmanager
+    def _by(self, mode: StageMode, plan: SlicePlan) -> Iterator[None]:
+        """Let a mode decide what happens between units."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._switch.to(mode))
+            stack.enter_context(logging_replaced(self._loggers, mode.log))
+            if plan.lists_parameters:
+                stack.enter_context(self._ownership.present())
+            if plan.uses_functions:
+                stack.enter_context(handle_functions(mode.function))
+            yield
 
     def planned_by(
         self, planning: Callable[[FakeTensorMode], contextlib.AbstractContextManager[None]]
@@ -294,7 +324,7 @@ def _sent(relay: Relay, mode: StageMode, received: Mapping[Key, Tensor], stage: 
     operation = mode.operation(relay.key)
     tensor, version = mode.made.get(relay.key, (None, 0))
     if tensor is None or not _is_as_planned(tensor, relay):
-        made = "fewer values" if tensor is None else _describe(tensor)
+        made = "another number of values" if tensor is None else _describe(tensor)
         raise SliceError(
             f"`{operation.name}` ({operation.where}) on pipeline stage {stage} made {made}; planned was"
             f" {_describe(relay)}. The batch has the shapes of the planned one, so something else differs between the"

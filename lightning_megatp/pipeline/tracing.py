@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 
+from lightning_megatp.pipeline.collected import with_collected
 from lightning_megatp.pipeline.inside import Inside
 from lightning_megatp.pipeline.operations import (
     EFFECTS,
@@ -27,14 +28,15 @@ from lightning_megatp.pipeline.operations import (
     StepEnded,
     is_bookkeeping,
     random_states,
+    sets_requires_grad,
     with_memory,
 )
 from lightning_megatp.pipeline.place import Place
-from lightning_megatp.pipeline.plan import Key, Operation, SliceError, tensors_in
-from lightning_megatp.pipeline.refusals import CheckpointRegions, refuse_backwards, refuse_kind
+from lightning_megatp.pipeline.plan import Key, Operation, Read, SliceError, tensors_in
+from lightning_megatp.pipeline.refusals import CheckpointRegions, refuse_backwards, refuse_kind, refuse_setting
 from lightning_megatp.pipeline.snapshot import Snapshot
 from lightning_megatp.pipeline.values import Value, Values, versions
-from lightning_megatp.shim.autograd import checkpoint_region
+from lightning_megatp.shim.autograd import checkpoint_region, functorch_is_active, untransformed
 from lightning_megatp.shim.torch import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -43,6 +45,7 @@ from lightning_megatp.shim.torch import (
     WithoutMode,
     is_fake,
     missed_data,
+    modules_convert_without_data,
     tree_leaves,
     tree_map,
 )
@@ -76,6 +79,7 @@ class Tracer(TorchFunctionMode):
         self.last_stage = n_stages - 1
         self.operations: list[Operation] = []
         self.not_operations: set[Any] = set()
+        self.reads: list[Read] = []
         self.touched: set[int] = set()
         """id() of the units' parameters and buffers that operations between units take."""
         self.uses_functions = False
@@ -86,6 +90,8 @@ class Tracer(TorchFunctionMode):
         self.error: SliceError | None = None
         """The first, which the user's code may have caught."""
         self._inside: Inside | None = None
+        self._transforms = False
+        """An operation under torch.func runs, which may lift the transforms for its parts."""
         self._inner: dict[int, tuple[Tensor, int | None, str]] = {}
         """What was made inside of units, of which stage, and by which."""
         self._regions = CheckpointRegions()
@@ -106,16 +112,26 @@ class Tracer(TorchFunctionMode):
         if self._inside is not None:
             self._inside.enter_unit(name, stage)
             return call(*args, **kwargs)
+
+        def trace(called: Callable[..., Any]) -> Any:
+            return self._trace(
+                Call(name, name, called, args, kwargs, unit_stage=stage, units=[name], collects=called is not call)
+            )
+
         with WithoutMode(self):
-            return self._trace(Call(name, name, call, args, kwargs, unit_stage=stage, units=[name]))
+            return with_collected(trace, call)
 
     def function(self, cls: type, apply: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call of an autograd function: one operation, whatever it does inside."""
-        if self._inside is not None or is_bookkeeping(cls):
+        if self._inside is not None or self._transforms or is_bookkeeping(cls) or functorch_is_active():
             return apply(*args, **kwargs)
         self.uses_functions = True
+
+        def trace(called: Callable[..., Any]) -> Any:
+            return self._trace(Call(cls, cls.__name__, called, args, kwargs, opaque=True))
+
         with WithoutMode(self):
-            return self._trace(Call(cls, cls.__name__, apply, args, kwargs, opaque=True))
+            return with_collected(trace, apply)
 
     def metric(self, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call of a metric, or of one of its methods: it happens on the last stage, and is not tried here."""
@@ -155,11 +171,18 @@ class Tracer(TorchFunctionMode):
             Whether some of that is of earlier stages: stages in between will find ghosts in its place.
 
         Raises:
-            SliceError: the next step would read, on other stages than the last, what this one replaced.
+            SliceError: the next step would read, on other stages than the last, what this one replaced; or a hook the
+                gradient of a tensor that every stage has.
         """
         left = [value for value in map(self.values.get, snapshot.new_tensors()) if value is not None]
         for value in left:
             self.refuse_stand_in(value, self.last_stage, "a tensor that the step leaves on the module")
+            if value.stage is None and value.tensor.is_leaf and value.tensor.requires_grad:
+                raise SliceError(
+                    f"a tensor that {value.maker} made, and that the step leaves on the module, requires a gradient:"
+                    " each pipeline stage would find its own part of that in its `grad`. Leave `x.detach()` there, or"
+                    " make it a parameter of a module."
+                )
             self.values.use(value, self.last_stage, gradient=False, by="an attribute set by the step")
         for name, before in snapshot.replaced_tensors():
             users = self.values.uses.get(id(before), set()) - {self.last_stage}
@@ -246,7 +269,10 @@ class Tracer(TorchFunctionMode):
     def _traced(self, call: Call) -> Any:
         call.where = self.place.here()
         refuse_kind(call)
+        if functorch_is_active():
+            return self._transformed(call)
         call.inputs = [self.find(x, call.by) for x in tensors_in(call.args, call.kwargs)]
+        refuse_setting(call, lambda x: self.values.is_persistent(x) or id(x) in self.owners)
         if call.is_unit or call.opaque or any(self._is_without_data(value.tensor) for value in call.inputs):
             for value in call.inputs:
                 value.fake = self.values.fake(value.tensor)
@@ -254,10 +280,14 @@ class Tracer(TorchFunctionMode):
         stage, out = self._carry_out(call)
         after = versions(call.inputs)
         changed = [i for i, version in enumerate(before) if version != after[i]]
-        if not (call.is_unit or changed or tensors_in(out) or call.name in EFFECTS):
+        for value in call.inputs if stage is None else ():
+            value.follow()
+        if not (call.is_unit or changed or tensors_in(out) or call.name in EFFECTS or sets_requires_grad(call)):
             self.not_operations.add(call.what)
-            for value in call.inputs if call.name in HOST_READS else ():
-                self.values.use_origins(value, None)
+            if call.name in HOST_READS:
+                self.reads.append(Read.of(len(self.operations), out))
+                for value in call.inputs:
+                    self.values.use_origins(value, None)
             return out
         call.random = stage is None and random_states(call) != random_before
         refuse_backwards(call, stage)
@@ -266,6 +296,37 @@ class Tracer(TorchFunctionMode):
             for value in call.inputs:
                 self.refuse_stand_in(value, stage, f"a tensor that {call.by} takes in an activation checkpoint")
         return self._record(call, stage, out, changed)
+
+    def _transformed(self, call: Call) -> Any:
+        """An operation under torch.func (`vmap`), of which the plan says nothing: each stage computes what it has all
+        of (a mask of the batch).
+
+        Raises:
+            SliceError: stages would not get the same, or can't follow.
+        """
+        given = [untransformed(x) for x in tensors_in(call.args, call.kwargs)]
+        why = ""
+        if any(self._is_without_data(x) or x.requires_grad for x in given):
+            why = "takes a value that not every stage has, or one that learns"
+        known = [self.find(x, call.by) for x in given if self.values.is_persistent(x) or self.values.get(x) is not None]
+        before, random_before = versions(known), random_states(call)
+        self._transforms = True
+        try:
+            out = None if why else call.function(*call.args, **call.kwargs)
+        finally:
+            self._transforms = False
+        if versions(known) != before:
+            why = "changes a tensor in place"
+        elif random_states(call) != random_before:
+            why = "draws random numbers"
+        if why:
+            raise SliceError(
+                f"{call.by} runs under torch.func, between the pipeline's units, and {why}. Do it inside the forward of"
+                " a module."
+            )
+        for value in known:
+            self.values.use_origins(value, None)
+        return out
 
     def _carry_out(self, call: Call) -> tuple[int | None, Any]:
         """Find the stage of an operation, and its result: computed if it is replicated, else without data."""
@@ -305,7 +366,7 @@ class Tracer(TorchFunctionMode):
     def _look_inside(self, call: Call, stage: int | None) -> tuple[int | None, Any]:
         self._inside = inside = Inside(self, call)
         try:
-            with inside:
+            with inside, modules_convert_without_data():
                 out = call.function(*call.args, **call.kwargs)
         finally:
             self._inside = None
@@ -316,6 +377,8 @@ class Tracer(TorchFunctionMode):
     def _guess(self, call: Call) -> Tensor | None:
         """The result of a unit inside of which shapes depend on values (a mixture of experts): what blocks return,
         hidden states like those they take. The run compares it with what the unit really returns."""
+        if call.collects:
+            return None
         hidden = next((value.fake for value in call.inputs if value.tensor.is_floating_point()), None)
         if hidden is None or hidden.dim() < 2 or any(isinstance(x, PackedSequence) for x in call.args):
             return None
@@ -363,16 +426,23 @@ class Tracer(TorchFunctionMode):
     ) -> Any:
         """Learn of the tensors of a result, and give those of a stage keys.
 
-        What is an input of the same stage, unchanged or changed in place, stays what it is. What a unit returns becomes
-        a new object: if the unit also keeps it somewhere, that is not taken for what it returned.
+        What is an input of the same stage, unchanged or changed in place, stays what it is, and what is returned twice
+        is one value. What a unit returns becomes a new object: if the unit also keeps it somewhere, that is not taken
+        for what it returned.
         """
         given = {id(x): value for value in known for x in (value.tensor, value.fake)}
+        named: dict[int, Tensor] = {}
         position = itertools.count()
 
         def name(x: Any) -> Any:
             if not isinstance(x, Tensor):
                 return x
             key = Key(len(self.operations), next(position))
+            if id(x) not in named:
+                named[id(x)] = name_once(x, key)
+            return named[id(x)]
+
+        def name_once(x: Tensor, key: Key) -> Tensor:
             value = given.get(id(x))
             if value is not None and value.stage == stage and not call.is_unit:
                 return value.tensor

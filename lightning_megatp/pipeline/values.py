@@ -31,6 +31,11 @@ class Value:
     ghost: Tensor | None = None
     """What a run returns for it on the stages that don't have it: no data, no graph."""
 
+    def follow(self) -> None:
+        """After a replicated operation: let what stands for the value require a gradient if the value does now."""
+        if self.fake is not None and self.fake.requires_grad != self.tensor.requires_grad:
+            self.fake.requires_grad_(self.tensor.requires_grad)
+
 
 class Values:
     """All tensors of one step.

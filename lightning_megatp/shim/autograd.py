@@ -150,6 +150,13 @@ def functorch_is_active() -> bool:
     return bool(torch._C._are_functorch_transforms_active())
 
 
+def untransformed(x: Tensor) -> Tensor:
+    """The tensor that torch.func hides in one that a function under `vmap` gets; no public name (2.11-2.13)."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(x):
+        x = torch._C._functorch.get_unwrapped(x)
+    return x
+
+
 def forward_mode_is_active() -> bool:
     """Whether this is inside `torch.autograd.forward_ad.dual_level`; no public name (2.11-2.13)."""
     return forward_ad._current_level >= 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -56,6 +56,7 @@ __all__ = [
     "is_random",
     "is_view",
     "missed_data",
+    "modules_convert_without_data",
     "reduce_scatter_single",
     "runs_own_convolution",
     "sdpa_is_fused",
@@ -227,6 +228,36 @@ def weights_of_recurrent_layers_renewed(module: nn.Module) -> Iterator[None]:
     finally:
         for layer in layers:
             layer._init_flat_weights()
+
+
+@contextlib.contextmanager
+def modules_convert_without_data() -> Iterator[None]:
+    """Let `module.to(...)`, `.float()` and the like replace the parameters and buffers that they convert to another
+    dtype or device, and leave others as they are. Of fakes, `nn.Module._apply` would swap the contents instead, which
+    fails where something has a weak reference to them (2.11-2.13)."""
+    original = nn.Module._apply
+
+    def apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        for child in self.modules() if recurse else [self]:
+            kinds: tuple[dict[str, Any], ...] = (child._parameters, child._buffers)
+            for held in kinds:
+                for name in list(held):
+                    held[name] = None if held[name] is None else _converted(held[name], fn)
+        return self
+
+    nn.Module._apply = apply  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module._apply = original  # type: ignore[method-assign]
+
+
+def _converted(x: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
+    with torch.no_grad():
+        found = fn(x)
+    if (found.dtype, found.device) == (x.dtype, x.device):
+        return x
+    return nn.Parameter(found, x.requires_grad) if isinstance(x, nn.Parameter) else found
 
 
 _CONVOLUTIONS = (

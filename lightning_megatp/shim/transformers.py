@@ -28,6 +28,14 @@ def without_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[
     return args, {name: False if name == "use_cache" else x for name, x in kwargs.items()}
 
 
+def collecting() -> dict[str, list[Any]]:
+    """The lists to which hooks of a model's layers append what it was asked for (`output_hidden_states=True`), by name.
+    A context variable without a public name holds them while the model runs (5.23)."""
+    variable = getattr(sys.modules.get("transformers.utils.output_capturing"), "_active_collector", None)
+    held = None if variable is None else variable.get()
+    return {name: entries for name, entries in held.items() if isinstance(entries, list)} if held else {}
+
+
 @contextlib.contextmanager
 def replaced_safe_open(replacement: Callable[..., Any]) -> Iterator[None]:
     """Let transformers open safetensors files by another function. It binds `safetensors.safe_open` in the module that

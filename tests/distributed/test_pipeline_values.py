@@ -171,3 +171,41 @@ def test_sizes_of_parameters_are_those_of_one_device(layout: Layout) -> None:
     mean = torch.tensor(by_rank, dtype=torch.float64).mean(0).tolist()  # a rank's loss is that of its samples
     for found in [mean] if layout.dp > 1 else by_rank:
         assert found == pytest.approx(losses, abs=1e-9)
+
+
+class Masked(GPT):
+    """Makes a mask where there is something to hide, as Hugging Face's models do."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        tokens_BL, targets_BL = batch
+        hidden_BL = tokens_BL < 2
+        x_BLD = self.tok(tokens_BL)
+        if hidden_BL.any():
+            x_BLD = x_BLD.masked_fill(hidden_BL[..., None], 0.0)
+        for block in self.blocks:
+            x_BLD = block(x_BLD)
+        x_BLD = self.norm(x_BLD)
+        odd_B = [i for i, total in enumerate(tokens_BL.sum(-1).tolist()) if total % 2]
+        for i in odd_B:  # by now the last stage has all it needs
+            x_BLD = x_BLD.index_fill(0, torch.tensor([i]), 1.0)
+        return nn.functional.cross_entropy(self.head(x_BLD).flatten(0, 1), targets_BL.flatten())
+
+
+def _masking(layout: Layout) -> tuple[list[float], int]:
+    torch.manual_seed(3)
+    losses, module = Losses(), Masked()
+    trainer = make_trainer(layout, max_epochs=1, callbacks=[losses])
+    data = tokens(12)
+    hides = int((data.tensors[0] < 2).any(-1).sum())
+    trainer.fit(module, DataLoader(data, batch_size=4))
+    return losses.seen, hides
+
+
+@pytest.mark.parametrize(
+    "layout", [Layout(pp=2, microbatches=4), Layout(pp=2, schedule="zb_v", microbatches=4), Layout(pp=4)], ids=str
+)
+def test_steps_that_branch_by_values_of_the_batch(layout: Layout) -> None:
+    ((losses, hides),) = run_program(PLAIN, _masking)
+    assert 2 < hides < 10
+    for found, _ in run_program(layout, _masking):
+        assert found == pytest.approx(losses, abs=1e-9)

@@ -13,13 +13,27 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_megatp.pipeline.plan import SliceError, SlicePlan
 from lightning_megatp.pipeline.slicing import Slicer, StageRun, execution_order
 from lightning_megatp.pipeline.units import assign, find_units
 from lightning_megatp.shim.torch import is_fake
-from tests.pipeline_models import CASES, GPT, HIDDEN, VOCAB, Asking, Block, Hooked, Leaking, Noisy, Watched, tokens
+from tests.pipeline_models import (
+    CASES,
+    GPT,
+    HIDDEN,
+    VOCAB,
+    Asking,
+    Block,
+    Hooked,
+    Keeping,
+    Leaking,
+    Noisy,
+    Watched,
+    tokens,
+)
 
 Step = Callable[[Any], Any]
 STAGES = [["tokens", "blocks.0", "blocks.1"], ["blocks.2", "blocks.3", "norm", "head"]]
@@ -126,7 +140,7 @@ def test_stages_together_are_the_whole(name: str, n: int) -> None:
     pipe = pipeline(module, batch, n)
     for step in range(3):
         whole = copy.deepcopy(module)
-        loss = loss_of(whole.training_step(batch, batch_idx=step))
+        loss = loss_of(whole.training_step(copy.deepcopy(batch), batch_idx=step))
         loss.backward()
         runs = forward(pipe, batch, batch_idx=step)
         backward(pipe, runs)
@@ -216,6 +230,31 @@ def test_hooks_fire_where_their_module_is() -> None:
     for i in range(4):
         own = pipe.stages[f"blocks.{i}"]
         assert [each.blocks[i].calls for each in pipe.modules] == [int(stage == own) for stage in range(4)]
+
+
+def test_a_plan_fits_the_values_that_the_step_branches_by() -> None:
+    class Hiding(GPT):
+        calls = 0
+
+        def embed(self, ids_BL: Tensor) -> Tensor:
+            self.calls += 1
+            x_BLD = super().embed(ids_BL)
+            return x_BLD * (ids_BL > 2)[..., None] if (ids_BL <= 2).any() else x_BLD
+
+    module, batch = Hiding(), tokens()
+    full, hidden = batch[0].clamp(min=3), batch[0].clamp(max=2)
+    slicer = Slicer(module, assign(find_units(module), 2, {}, STAGES), 2)
+    assert slicer.signatures([(full, full)]) == slicer.signatures([(hidden, hidden)])
+    plans = [slicer.plan(module.training_step, (ids, ids)) for ids in (full, hidden)]
+    state = torch.get_rng_state()
+    for plan, own, other in zip(plans, (full, hidden), (hidden, full), strict=True):
+        assert slicer.fits(plan, module.training_step, (own, own))
+        assert not slicer.fits(plan, module.training_step, (other, other))
+    assert module.calls == 0 and not module.logged and torch.equal(torch.get_rng_state(), state)
+    plain = GPT()
+    late = lambda batch: plain.training_step(batch) * (2 if bool((batch[0] > 2).all()) else 1)  # noqa: E731
+    slicer = Slicer(plain, assign(find_units(plain), 2, {}, STAGES), 2)
+    assert slicer.plan(late, (full, full)).reads and not slicer.plan(late, (full, full)).early_reads
 
 
 def test_random_numbers_of_replicated_operations_are_the_same_everywhere() -> None:
@@ -393,9 +432,49 @@ def functional(model: GPT, x: Tensor) -> Tensor:
     return torch.func.vmap(lambda row: row * 2)(x)
 
 
+def functional_weight(model: GPT, x: Tensor) -> Tensor:
+    return x + torch.func.vmap(lambda row: row * 2)(model.positions[:6])
+
+
+def functional_unit(model: GPT, x: Tensor) -> Tensor:
+    return x + torch.func.vmap(lambda row: row * 2)(model.blocks[0].down.bias.detach())
+
+
+def functional_noise(model: GPT, x: Tensor) -> Tensor:
+    return x + torch.func.vmap(lambda row: row + torch.rand(HIDDEN), randomness="different")(torch.ones(6, 1))
+
+
+def functional_change(model: GPT, x: Tensor) -> Tensor:
+    model.register_buffer("seen", torch.zeros(6, 1))
+    torch.func.vmap(lambda row, seen: seen.add_(row))(torch.ones(6, 1), model.seen)
+    return x + model.seen
+
+
 def set_data(model: GPT, x: Tensor) -> Tensor:
     x.data = x * 2
     return x
+
+
+def freeze_for_good(model: GPT, x: Tensor) -> Tensor:
+    model.positions.requires_grad = False
+    return x
+
+
+def freeze_a_unit(model: GPT, x: Tensor) -> Tensor:
+    model.blocks[0].up.weight.requires_grad = False
+    return x
+
+
+def ask_for_gradient(model: GPT, x: Tensor) -> Tensor:
+    x = x.detach()
+    x.requires_grad = True
+    return x
+
+
+def keep_for_its_gradient(model: GPT, x: Tensor) -> Tensor:
+    model.noise = torch.zeros(3, 6, HIDDEN)
+    model.noise.requires_grad = True
+    return x + model.noise
 
 
 def over_stages(model: GPT, x: Tensor) -> Tensor:
@@ -421,8 +500,16 @@ def over_stages_reentrant(model: GPT, x: Tensor) -> Tensor:
         (differentiate, ["`grad`", "differentiates inside the step"]),
         (run_backward, ["`backward`", "differentiates inside the step"]),
         (go_back, ["`blocks.0`", "later stage 1", "`blocks.3`", "stages=[["]),
-        (functional, ["torch.func"]),
+        (functional, ["torch.func", "not every stage has"]),
+        (functional_weight, ["torch.func", "learns"]),
+        (functional_unit, ["torch.func", "not every stage has"]),
+        (functional_noise, ["torch.func", "`rand`", "random"]),
+        (functional_change, ["torch.func", "`add_`", "in place"]),
         (set_data, ["`data`", "sets an attribute"]),
+        (freeze_for_good, ["`requires_grad`", "sets an attribute", "in freeze_for_good"]),
+        (freeze_a_unit, ["`requires_grad`", "sets an attribute"]),
+        (ask_for_gradient, ["`requires_grad`", "sets an attribute"]),
+        (keep_for_its_gradient, ["`zeros`", "leaves on the module", "gradient"]),
         (over_stages, ["checkpoint", "stages [0, 1]"]),
         (over_stages_reentrant, ["CheckpointFunction", "blocks.0, blocks.3"]),
     ],
@@ -541,6 +628,81 @@ def test_shapes_inside_of_an_early_unit_may_depend_on_values() -> None:
     Selecting.rows = 2
     with pytest.raises(SliceError, match=r"`blocks.[01]`.*on pipeline stage 0 made .*; planned was"):
         forward(pipeline(module, batch, 2), batch)
+
+
+COLLECTED: dict[str, list[Any]] = {}
+
+
+class Collecting(Leaking):
+    """Hooks of blocks, and of layers in them, append to lists, of which the step makes a part of the loss."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda model, x: model.blocks[3](model.blocks[2](model.blocks[1](model.blocks[0](x)))))
+        for i, block in enumerate(self.blocks):
+            block.register_forward_hook(lambda module, args, out: COLLECTED["hidden"].extend([args[0], out, None]))
+            block.norm.register_forward_hook(lambda module, args, out, i=i: COLLECTED["normed"].append((i, out)))
+
+    def training_step(self, batch: Any, batch_idx: int = 0) -> Any:
+        COLLECTED.update(hidden=[], normed=[])
+        loss = super().training_step(batch)
+        normed = [(i + 1) * x.pow(3).mean() for i, x in COLLECTED["normed"]]
+        hidden = [x for x in COLLECTED["hidden"] if x is not None]
+        early = sum((i + 1) * x.pow(2).mean() for i, x in enumerate(hidden))
+        assert (len(normed), len(hidden), len(COLLECTED["hidden"])) == (8, 8, 12)
+        return loss + 0.1 * early + 0.1 * sum(normed)
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_what_layers_inside_of_units_collect(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_megatp.pipeline.collected.collecting", lambda: COLLECTED)
+    torch.manual_seed(0)
+    module, batch = Collecting().double(), tokens()
+    pipe, whole = pipeline(module, batch, n), copy.deepcopy(module)
+    loss = whole.training_step(batch)
+    loss.backward()
+    runs = forward(pipe, batch)
+    backward(pipe, runs)
+    assert_same(whole, pipe, runs[-1][1].result, loss)
+
+
+def test_what_layers_of_a_guessed_unit_collect_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Selecting(Keeping):
+        def forward(self, x_BLD: Tensor, seen: list[Tensor] | None = None) -> Tensor:
+            return super().forward(x_BLD, seen) + self.norm(x_BLD[x_BLD.sum(-1) > 0]).mean(0)
+
+    monkeypatch.setattr("lightning_megatp.pipeline.collected.collecting", lambda: COLLECTED)
+    module = Collecting()
+    module.blocks[0] = Selecting()
+    with pytest.raises(SliceError, match=r"`blocks.0` .* can't be planned .* depends on values"):
+        planned(module, tokens())
+
+
+class Converting(Block):
+    """Converts layers where it uses them, as some mixtures of experts do with their routers."""
+
+    def forward(self, x_BLD: Tensor) -> Tensor:
+        self.up, self.down = self.up.to(x_BLD.dtype), self.down.to(torch.float32)
+        hidden_BLD = F.gelu(self.up(self.norm(x_BLD)))
+        return x_BLD + self.down(hidden_BLD.float())
+
+
+def test_units_that_convert_their_layers() -> None:
+    torch.manual_seed(0)
+    module, batch = GPT().double(), tokens()
+    module.blocks = nn.ModuleList(Converting().double() for _ in range(4))
+    pipe = pipeline(module, batch, 2)
+    for length in (6, 5):  # other stages' layers are without values by now
+        batch = tokens(length)
+        pipe.plans = [s.plan(m.training_step, batch) for s, m in zip(pipe.slicers, pipe.modules, strict=True)]
+        assert module.blocks[1].down.weight.dtype == torch.float64
+        whole = copy.deepcopy(module)
+        loss = whole.training_step(batch)
+        loss.backward()
+        runs = forward(pipe, batch)
+        backward(pipe, runs)
+        assert_same(whole, pipe, runs[-1][1].result, loss)
+        for each in pipe.modules:
+            each.zero_grad()
 
 
 def test_logging_inside_an_early_unit_is_refused() -> None:
@@ -712,9 +874,10 @@ def test_a_relay_of_another_kind_is_noticed() -> None:
     pipe.modules[0].blocks[1].forward = lambda x: x[:1]
     with pytest.raises(SliceError, match=r"`blocks.1` .*stage 0 made shape \(1, 6, 8\).*planned was shape \(3, 6, 8\)"):
         forward(pipe, batch)
-    pipe.modules[0].blocks[1].forward = lambda x: None
-    with pytest.raises(SliceError, match=r"`blocks.1` .*stage 0 made fewer values"):
-        forward(pipe, batch)
+    for other in (lambda x: None, lambda x: (x, 2 * x)):
+        pipe.modules[0].blocks[1].forward = other
+        with pytest.raises(SliceError, match=r"`blocks.1` .*stage 0 made another number of values"):
+            forward(pipe, batch)
 
 
 # What a user's own code may do around and beside the pipeline.
