@@ -66,6 +66,17 @@ def without_examples(trainer: Any, whole_forward: bool) -> Iterator[Detour]:
         yield Detour(callback, "on_fit_start", functools.partial(_without_example, trainer.lightning_module))
 
 
+def without_predictions(trainer: Any) -> Iterator[Detour]:
+    """Let BasePredictionWriters of stages that have no predictions write none."""
+    for callback in (x for x in trainer.callbacks if hasattr(x, "write_on_batch_end")):
+        for hook in ("on_predict_batch_end", "on_predict_epoch_end"):
+            yield Detour(callback, hook, _write_nothing)
+
+
+def _write_nothing(call: Callable[[], Any]) -> None:
+    pass
+
+
 def _draw_nothing(call: Callable[[], Any]) -> None:
     warn_once_per_run("log_graph=True draws nothing: no rank has the whole model. Log it from one device.")
 

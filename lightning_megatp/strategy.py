@@ -12,7 +12,13 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 
 from lightning_megatp.batch_norm import BatchNormGroups
 from lightning_megatp.building.methods import BuildingMethods
-from lightning_megatp.callbacks import check_callbacks, count_replicas, with_whole_groups, without_examples
+from lightning_megatp.callbacks import (
+    check_callbacks,
+    count_replicas,
+    with_whole_groups,
+    without_examples,
+    without_predictions,
+)
 from lightning_megatp.checkpoint.methods import CheckpointMethods
 from lightning_megatp.commands import Done, requested, without_ranks
 from lightning_megatp.commands.answer import answer
@@ -271,6 +277,8 @@ class MegaTPStrategyBase(StepMethods, GradientMethods, BuildingMethods, WorldMet
             without_sync_advice()
         if not self._undivided:
             self._detours += without_examples(trainer, whole_forward=self.pipeline is None and self.sharding is None)
+        if self.pipeline is not None and not self.pipeline.is_last:
+            self._detours += without_predictions(trainer)
         self._watch_sigterm(trainer, example)
         self._load_split_model()
         synchronize_random_state(mesh)

@@ -23,9 +23,10 @@ class Group(nn.Module):
     """What FSDP2 makes a group of, if it has parameters: gathered and let go together."""
 
     def stay(self) -> None:
-        """Gradients that the step itself asks for (`autograd.grad`) don't end the group's use."""
+        """Gradients that the step itself asks for (`autograd.grad`) don't end the group's use, nor are they reduced."""
         if isinstance(self, FSDPModule):
             self.set_reshard_after_backward(False, recurse=False)
+            self.set_requires_gradient_sync(False, recurse=False)
 
     def skip(self) -> None:
         """The next backward is not about it."""

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from lightning_megatp.pipeline.plan import Relay
+from lightning_megatp.pipeline.plan import Relay, SliceError
 from lightning_megatp.pipeline.recorder import Recorder
 from lightning_megatp.pipeline.schedule import Action, At, Kind, Schedule
 from lightning_megatp.pipeline.shares import Shares
@@ -137,7 +137,7 @@ class _Message:
 class _Flight:
     """A microbatch on a stage, between its forward and its backward."""
 
-    received: list[Tensor]
+    received: list[tuple[Tensor, Relay]]
     roots: list[GradientEdge]
     """Of what is sent on with a gradient, and of the last stage's loss: the graph without its output tensors."""
 
@@ -240,7 +240,7 @@ class _Batch:
         with_gradient = sent if last else [x for x, r in zip(sent, outgoing, strict=True) if r.requires_grad]
         if not self.schedule.forward_only:
             roots = [get_gradient_edge(x) for x in with_gradient]
-            self.flights[stage, microbatch] = _Flight([x for x in received if x.requires_grad], roots)
+            self.flights[stage, microbatch] = _Flight(list(zip(received, relays, strict=True)), roots)
         if not last:
             self.outgoing[Action(Kind.SEND_FORWARD, stage, microbatch)] = [x.detach() for x in sent]
 
@@ -258,7 +258,13 @@ class _Batch:
             if flight.roots:
                 torch.autograd.backward(flight.roots, None if last else gradients)
         # A value nothing differentiable was made of has no gradient; the stage before waits for one all the same.
-        back = [torch.zeros_like(x) if x.grad is None else x.grad for x in flight.received]
+        back = [torch.zeros_like(x) if x.grad is None else x.grad for x, r in flight.received if r.requires_grad]
+        if any(x.grad is not None for x, relay in flight.received if not relay.requires_grad):
+            raise SliceError(
+                f"pipeline stage {stage} has a gradient for a value of an earlier stage, and when the step was planned"
+                " nothing that was made of this value reached the loss (it was detached). Earlier stages don't wait for"
+                " it. Freeze parameters by `requires_grad_(False)`, or detach always."
+            )
         self.outgoing[Action(Kind.SEND_BACKWARD, stage, microbatch)] = back
 
     def _arrived(self, action: Action, sent_here: Action, expected: bool) -> list[Tensor]:
@@ -305,7 +311,7 @@ def _leaf(x: Tensor, relay: Relay) -> Tensor:
     x = x.detach()
     if x.stride() != relay.stride and _is_dense(relay):
         x = torch.empty_strided(relay.shape, relay.stride, dtype=x.dtype, device=x.device).copy_(x)
-    return x.requires_grad_(relay.requires_grad)
+    return x.requires_grad_(relay.requires_grad or bool(relay.has_graph))
 
 
 def _is_dense(relay: Relay) -> bool:

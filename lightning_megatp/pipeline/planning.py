@@ -31,6 +31,7 @@ def make_plan(
         SliceError: a stage has nothing to do, or a stage changes what others use.
     """
     changed = tracer.values.changed_for_good(tracer.owners)
+    tracer.values.find_gradients()
     for stage in range(n_stages):
         if not any(operation.stage == stage for operation in tracer.operations):
             if "failed" in tracer.misled:
@@ -74,7 +75,6 @@ def _relays(values: Mapping[Key, Value], stage: int) -> tuple[Relay, ...]:
 
 def _relay(value: Value, stage: int) -> Relay:
     assert value.key is not None and value.ghost is not None
-    back = any(gradient for user, gradient in value.consumers.items() if user >= stage)
     ghost = value.ghost
     return Relay(
         key=value.key,
@@ -82,6 +82,6 @@ def _relay(value: Value, stage: int) -> Relay:
         stride=tuple(ghost.stride()),
         dtype=ghost.dtype,
         device=ghost.device,
-        requires_grad=back and ghost.requires_grad,
+        requires_grad=ghost.requires_grad and value.has_gradient(stage),
         has_graph=ghost.requires_grad,
     )

@@ -162,7 +162,7 @@ class Tracer(TorchFunctionMode):
     def consume(self, value: Any, gradient: bool, by: str) -> None:
         """The last stage needs a value: it is logged or returned."""
         for tensor in tensors_in(value):
-            self.values.use(self.find(tensor, by), self.last_stage, gradient, by)
+            self.values.use(self.find(tensor, by), self.last_stage, by, [None] if gradient else [])
 
     def consume_left(self, snapshot: Snapshot) -> bool:
         """The last stage needs what the step left on the module.
@@ -183,7 +183,7 @@ class Tracer(TorchFunctionMode):
                     " each pipeline stage would find its own part of that in its `grad`. Leave `x.detach()` there, or"
                     " make it a parameter of a module."
                 )
-            self.values.use(value, self.last_stage, gradient=False, by="an attribute set by the step")
+            self.values.use(value, self.last_stage, "an attribute set by the step")
         for name, before in snapshot.replaced_tensors():
             users = self.values.uses.get(id(before), set()) - {self.last_stage}
             if users:
@@ -398,10 +398,10 @@ class Tracer(TorchFunctionMode):
         known = [*call.inputs, *became.values()]
         out = self._name_outputs(out, call, stage, known, origins)
         outputs = [value for value in map(self.values.get, tensors_in(out)) if value is not None]
-        differentiable = any(self.values.fake(v.tensor).requires_grad for v in [*outputs, *became.values()])
+        made = [v for v in [*outputs, *became.values()] if call.gradient and self.values.fake(v.tensor).requires_grad]
         for value in call.inputs:
             if value.stage is None or not call.shape_only:
-                self._use(value, stage, call.gradient and differentiable, call.by)
+                self._use(value, stage, call.by, made)
         leaves = tree_leaves((call.args, call.kwargs))
         self.operations.append(
             Operation(
@@ -462,8 +462,8 @@ class Tracer(TorchFunctionMode):
         value = self.values.get(x) if isinstance(x, Tensor) else None
         return x if value is None else value.ghost
 
-    def _use(self, value: Value, stage: int | None, gradient: bool, by: str) -> None:
-        self.values.use(value, stage, gradient, by)
+    def _use(self, value: Value, stage: int | None, by: str, made: list[Value]) -> None:
+        self.values.use(value, stage, by, made)
         if stage is not None and id(value.tensor) in self.owners and value.key is None:
             self.owners[id(value.tensor)].add(stage)
             self.touched.add(id(value.tensor))

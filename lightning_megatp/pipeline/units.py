@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
-from itertools import accumulate
+from itertools import accumulate, takewhile
 
 from torch import nn
 
@@ -74,16 +74,30 @@ def assign(
 def frozen_twins(module: nn.Module, units: Sequence[str]) -> dict[str, str]:
     """Units of averaged copies (a teacher, a target network) -> the trained units that they are copies of.
 
-    A unit without trained parameters, and one of the same name in another attribute of the model with the same shapes.
-    The user's loops over the parameters of both networks meet the same pairs on every stage, if each pair is on one.
+    A unit without trained parameters, and a trained one of the same class and shapes whose name ends alike
+    (`teacher.blocks.0` and `blocks.0`, or `student.blocks.0`): of several the one that shares most. One that is an
+    attribute of the model itself (`ema_head`) needs no such name, if a single trained one is like it. The user's loops
+    over the parameters of both networks meet the same pairs on every stage, if each pair is on one.
     """
-    shapes = {
-        unit: [(name, tuple(p.shape)) for name, p in module.get_submodule(unit).named_parameters()] for unit in units
+    parts = {unit: module.get_submodule(unit) for unit in units}
+    kinds = {
+        unit: (type(part), [(name, tuple(p.shape)) for name, p in part.named_parameters()])
+        for unit, part in parts.items()
     }
-    frozen = {unit for unit in units if not any(p.requires_grad for p in module.get_submodule(unit).parameters())}
-    trained = {unit.partition(".")[2]: unit for unit in reversed(units) if unit not in frozen and "." in unit}
-    twins = {unit: trained.get(unit.partition(".")[2]) for unit in units if unit in frozen}
-    return {unit: twin for unit, twin in twins.items() if twin is not None and shapes[unit] == shapes[twin]}
+    frozen = [unit for unit in units if not any(p.requires_grad for p in parts[unit].parameters())]
+    twins = {}
+    for unit in frozen:
+        alike = [other for other in units if other not in frozen and kinds[other] == kinds[unit]]
+        best = max(alike, key=lambda other: _common_end(unit, other), default=None)
+        if best is not None and (_common_end(unit, best) or ("." not in unit and len(alike) == 1)):
+            twins[unit] = best
+    return twins
+
+
+def _common_end(name: str, other: str) -> int:
+    """How many parts of two names are the same, counted from their ends."""
+    pairs = zip(reversed(name.split(".")), reversed(other.split(".")), strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def children_of(module: nn.Module, unit: str) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -24,8 +24,12 @@ class Value:
     maker: str
     origins: frozenset[int] = frozenset()
     """id() of the tensors outside of units, there before the step, that a replicated value depends on."""
-    consumers: dict[int, bool] = field(default_factory=dict)
-    """Later stages that use it -> whether a gradient comes back from there."""
+    consumers: set[int] = field(default_factory=set)
+    """Later stages that use it."""
+    became: list[tuple[int, Value | None]] = field(default_factory=list)
+    """What differentiable operations made of it, with their stages; None: it is the loss."""
+    reaches_loss: bool = False
+    """Whether it has a gradient. Known at the end of the step."""
     changed_elsewhere: tuple[int | None, str] | None = None
     """Another tensor in the same memory was changed in place: on which stage, and by what."""
     ghost: Tensor | None = None
@@ -35,6 +39,10 @@ class Value:
         """After a replicated operation: let what stands for the value require a gradient if the value does now."""
         if self.fake is not None and self.fake.requires_grad != self.tensor.requires_grad:
             self.fake.requires_grad_(self.tensor.requires_grad)
+
+    def has_gradient(self, stage: int = 0) -> bool:
+        """Whether one comes back from operations of a stage or of later ones."""
+        return any(x is None or x.reaches_loss for user, x in self.became if user >= stage)
 
 
 class Values:
@@ -91,14 +99,15 @@ class Values:
             self._in_memory.setdefault(storage, []).append(value)
         return value
 
-    def use(self, value: Value, stage: int | None, gradient: bool, by: str) -> None:
-        """An operation of a stage takes a value."""
+    def use(self, value: Value, stage: int | None, by: str, made: Sequence[Value | None] = ()) -> None:
+        """An operation of a stage takes a value, and makes others of it that its gradient comes back from."""
         if stage is not None:
             self.use_origins(value, stage)
         if value.changed_elsewhere is not None:
             self._check_change(value, stage, by)
         if value.stage is not None and stage is not None and stage > value.stage:
-            value.consumers[stage] = value.consumers.get(stage, False) or gradient
+            value.consumers.add(stage)
+        value.became += [(stage, x) for x in made] if stage is not None else []
 
     def use_origins(self, value: Value, stage: int | None) -> None:
         """A stage depends on a replicated value, and so on what that was made from."""
@@ -130,6 +139,19 @@ class Values:
             if other.tensor is not value.tensor and (stage is not None or other.stage is not None):
                 other.changed_elsewhere = (stage, by)
         return self.add(value.tensor, stage, by, key, origins)
+
+    def find_gradients(self) -> None:
+        """At the end of the step: which values reach the loss. All that could, where the dry run did not."""
+        values = list(self.by_key.values())[::-1]
+        seen = any(x is None for value in values for _, x in value.became)
+        for value in values:
+            value.reaches_loss = not seen
+        found = seen
+        while found:
+            found = False
+            for value in values:
+                if not value.reaches_loss and value.has_gradient():
+                    value.reaches_loss = found = True
 
     def changed_for_good(self, owners: Mapping[int, set[int]]) -> dict[str, int]:
         """At the end of the step: what outlives it and was changed in place, with the stage that did, its only user.

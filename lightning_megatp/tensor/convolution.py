@@ -45,14 +45,16 @@ class ColumnParallelConvolution(ParallelLayer):
         with context.running(user_code=False):
             last = _is_channels_last(input, self._dim)
             x = self._enter(input)
-            inside: dict[str, Any] = dict(self._parameters)
-            inside |= {name: self._own(name, *split) for name, split in self.splits.items() if name in inside}
-            held, groups = self.__dict__["_parameters"], self.groups
-            self.__dict__["_parameters"], self.groups = inside, self._own_groups  # seen by the module's own code
+            before = dict(self.__dict__)  # where a pipeline's dry run has what stands for freed parameters
+            held: dict[str, Any] = dict(self._parameters)
+            own = {name: self._own(name, *s) for name, s in self.splits.items() if name in held or name in before}
+            for name in own:
+                self.__dict__.pop(name, None)
+            self.__dict__["_parameters"], self.groups = held | own, self._own_groups  # seen by the module's own code
             try:
                 y = super(ParallelLayer, self).forward(x, *output_size, **options)
             finally:
-                self.__dict__["_parameters"], self.groups = held, groups
+                self.__dict__.update({name: before[name] for name in ("_parameters", "groups", *own) if name in before})
             return gather_channels(context.exchange, y, self._dim, self.by_rank, last)
 
     def _enter(self, x: Tensor) -> Tensor:

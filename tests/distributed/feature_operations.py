@@ -123,12 +123,15 @@ IN_PLACE: dict[str, Operation] = {
     "masked": lambda x, o: x.masked_fill_(o.mask, 2.0).clamp_(max=1.0),
     "activation": lambda x, o: F.relu(x, inplace=True) * F.dropout(o.z, 0.0, True, True),
     "copy": lambda x, o: x.copy_(o.y),
+    "filled heads": lambda x, o: (x * 2).index_fill_(1, torch.tensor([1, 6]), 0.5).mul_(o.z),
+    "added heads": lambda x, o: x.index_add_(1, torch.tensor([1, 6]), o.y[:, :2] * o.z[:, 3:5]),
+    "set one head": lambda x, o: x.__setitem__((slice(None), 3), 0.0),
+    "one hot": lambda x, o: torch.zeros_like(x).scatter_(1, x.argmax(1, keepdim=True), 1.0) * x,
     "gathered before and after": lambda x, o: (x.sum(1), x.mul_(2.0).sum(1)),
 }
 REFUSED: dict[str, Operation] = {
     "cumsum over the heads": lambda x, o: x.cumsum_(1),
     "one head": lambda x, o: x[:, 3].mul_(2.0),
-    "set one head": lambda x, o: x.__setitem__((slice(None), 3), 0.0),
     "out": lambda x, o: torch.add(o.y, 1.0, out=x),
     "hook": lambda x, o: x.register_hook(print),
     "retain_grad": lambda x, o: x.retain_grad(),

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from tests.distributed.training import PLAIN, Layout, make_trainer, run_program, tokens, train_loader
 from tests.parity.models import GPT
+from tests.ranks import RankError
 
 ONE_BY_ONE = [
     Layout(pp=2, microbatches=1),
@@ -209,3 +210,46 @@ def test_steps_that_branch_by_values_of_the_batch(layout: Layout) -> None:
     assert 2 < hides < 10
     for found, _ in run_program(layout, _masking):
         assert found == pytest.approx(losses, abs=1e-9)
+
+
+class Detaches(GPT):
+    """Trains its head alone, and a probe on the first block's output."""
+
+    def __init__(self, until: int = 100) -> None:
+        super().__init__()
+        self.until = until
+        self.probe = nn.Linear(self.norm.normalized_shape[0], self.head.out_features)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x_BLD = self.tok(batch[0])
+        middle_BLD = x_BLD = self.blocks[0](x_BLD)
+        for block in self.blocks[1:]:
+            x_BLD = block(x_BLD)
+        probed = self.probe(middle_BLD.detach())
+        if batch_idx < self.until:
+            x_BLD = x_BLD.detach()
+        heads = (probed, self.head(self.norm(x_BLD)))
+        return sum(torch.nn.functional.cross_entropy(head.transpose(1, 2), batch[1]) for head in heads)
+
+
+def _detaching(layout: Layout, until: int = 100) -> dict[str, Tensor]:
+    torch.manual_seed(3)
+    module = Detaches(until)
+    trainer = make_trainer(layout)
+    trainer.fit(module, DataLoader(tokens(12), batch_size=4))
+    state: dict[str, Tensor] = trainer.strategy.lightning_module_state_dict()
+    return state
+
+
+@pytest.mark.parametrize("layout", [Layout(pp=2), Layout(pp=3), Layout(tp=2, pp=2)], ids=str)
+def test_what_does_not_reach_the_loss_has_no_gradient(layout: Layout) -> None:
+    """Not zero: with that AdamW would let weights decay."""
+    (expected,) = run_program(PLAIN, _detaching)
+    found = run_program(layout, _detaching)[0]
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, atol=1e-9, rtol=0, msg=name)
+
+
+def test_a_gradient_that_was_not_planned_is_refused() -> None:
+    with pytest.raises(RankError, match="nothing that was made of this value reached the loss"):
+        run_program(Layout(pp=2), _detaching, 1)

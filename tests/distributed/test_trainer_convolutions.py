@@ -39,6 +39,7 @@ class Images(LightningModule):
         self.parts, self.apart = parts, apart
         self.stem, self.head = nn.Conv2d(3, 8, 3), nn.Linear(8, 5)
         self.blocks = nn.Sequential(Residual(8), Residual(8, 2), Residual(8))
+        nn.utils.parametrizations.weight_norm(self.blocks[1].one)
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         if self.parts == 1:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
-from lightning.pytorch.callbacks import BatchSizeFinder, ModelSummary, ThroughputMonitor
+from lightning.pytorch.callbacks import BasePredictionWriter, BatchSizeFinder, ModelSummary, ThroughputMonitor
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.plugins import AsyncCheckpointIO, TorchCheckpointIO
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from tests.distributed.training import (
     TP2,
     TP2_PP2,
     Layout,
+    eval_loader,
     make_trainer,
     run_program,
     shared_directory,
@@ -180,3 +181,31 @@ def _synchronized(layout: Layout) -> float:
 def test_batch_norms_are_not_synchronized_where_all_ranks_see_the_same(layout: Layout) -> None:
     (expected,) = run_program(PLAIN, _synchronized)
     assert run_program(layout, _synchronized) == pytest.approx([expected] * 2, rel=1e-9)
+
+
+class Writer(BasePredictionWriter):
+    """Looks into what it is to write, as one for dicts does."""
+
+    def __init__(self) -> None:
+        super().__init__("batch_and_epoch")
+        self.sums: list[float] = []
+
+    def write_on_batch_end(self, trainer: Any, pl_module: Any, prediction: Any, *args: Any) -> None:
+        self.sums.append(prediction.sum().item())
+
+    def write_on_epoch_end(self, trainer: Any, pl_module: Any, predictions: Any, batch_indices: Any) -> None:
+        self.sums.append(sum(prediction.sum().item() for prediction in predictions))
+
+
+def _written(layout: Layout) -> list[float]:
+    torch.manual_seed(3)
+    writer = Writer()
+    make_trainer(layout, callbacks=[writer]).predict(variant("untied").build(), eval_loader(layout, 2))
+    return writer.sums
+
+
+@pytest.mark.parametrize("layout", [TP2, PP2], ids=str)
+def test_predictions_are_written_where_they_are(layout: Layout) -> None:
+    (expected,) = run_program(PLAIN, _written)
+    for rank, found in enumerate(run_program(layout, _written)):
+        assert found == (pytest.approx(expected, rel=1e-9) if rank < layout.tp else [])

@@ -126,6 +126,14 @@ class PenalisesGradients(Plain):
         return loss + gradient.square().sum()
 
 
+class PenalisesBesideUnused(PenalisesGradients):
+    """The step's own gradients are none of a parameter that nothing uses: it doesn't decay."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = nn.Linear(8, 8)
+
+
 class NamesGroups(Plain):
     def __init__(self) -> None:
         super().__init__()
@@ -147,7 +155,7 @@ class Thaws(Plain):
 
 HABITS: list[type[Plain]] = [
     Plain, ChangesAList, BranchesByData, ClearsByModule, ClearsInManual, ScalesInManual, ReplacesGradients,
-    ProbesBeforeTheStep, PenalisesGradients, NamesGroups, Thaws,
+    ProbesBeforeTheStep, PenalisesGradients, PenalisesBesideUnused, NamesGroups, Thaws,
 ]  # fmt: skip
 
 

@@ -190,3 +190,18 @@ def test_averaged_copies_are_known() -> None:
     model.frozen = nn.Sequential(nn.Linear(3, 5)).requires_grad_(False)
     units = find_units(model)
     assert frozen_twins(model, units) == {"teacher.0": "student.0", "teacher.1": "student.1"}
+
+
+def test_averaged_copies_of_parts_are_known() -> None:
+    model = nn.Module()
+    model.tok, model.blocks = nn.Embedding(5, 4), nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+    model.head = nn.Linear(4, 5, bias=False)
+    parts = {"blocks": model.blocks, "head": model.head}
+    model.teacher = nn.ModuleDict(copy.deepcopy(parts)).requires_grad_(False)
+    model.ema_head = copy.deepcopy(model.head).requires_grad_(False)
+    model.tok.requires_grad_(False)
+    assert frozen_twins(model, find_units(model)) == {
+        **{f"teacher.blocks.{i}": f"blocks.{i}" for i in range(3)},
+        "teacher.head": "head",
+        "ema_head": "head",
+    }

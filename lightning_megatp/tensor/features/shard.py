@@ -22,6 +22,7 @@ from lightning_megatp.tensor.features.call import Call, Operand
 from lightning_megatp.tensor.features.decision import Decision, Enter, take_local
 from lightning_megatp.tensor.features.layout import FeatureLayout
 from lightning_megatp.tensor.features.operation import DRAW, NEED_GRADIENT, NEED_WHOLE, Operation, operation_of
+from lightning_megatp.tensor.functions import operation_names
 from lightning_megatp.tensor.shards import GatheredView, Shard, becomes_leaf, changes, of_whole, unsealed
 from lightning_megatp.tensor.watch import draws_random
 
@@ -263,7 +264,7 @@ def _run_on_whole(func: Callable[..., Any], name: str, args: tuple[Any, ...], kw
             " gradient. Call it on a whole value: before the column layer, or after the row layer."
         )
     if changes(FeatureShard, name, args, kwargs):
-        raise RuntimeError(_FeatureView.refusal(name))
+        return _change_whole(func, name, args, kwargs)
     draws = name in DRAW and draws_random(name, args, kwargs)
     shards: list[FeatureShard] = []
 
@@ -277,6 +278,32 @@ def _run_on_whole(func: Callable[..., Any], name: str, args: tuple[Any, ...], kw
     with _replicated_stream(shards[0]) if draws and shards else contextlib.nullcontext():
         result = func(*args, **kwargs)
     return of_whole(name, result, _FeatureView)
+
+
+def _change_whole(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """An operation in place that needs all features: it changes the gathered tensor, of which each rank takes its own
+    back.
+
+    Raises:
+        RuntimeError: it changes more than values, or another tensor than the first.
+    """
+    shard, (first, *rest) = args[0], tree_map(_gathered, args)
+    if not isinstance(shard, FeatureShard) or name not in _CHANGE_VALUES or kwargs.get("out") is not None:
+        raise RuntimeError(_FeatureView.refusal(name))
+    whole, layout = first.clone(), shard.features  # what was gathered may be held for others
+    func(whole, *rest, **tree_map(_gathered, kwargs))
+    shard.plain.copy_(layout.context.exchange.scatter(whole, layout.dim, layout.by_rank))
+    return None if name == "__setitem__" else shard
+
+
+def _gathered(x: Any) -> Any:
+    return x.whole("in place") if isinstance(x, FeatureShard) else x
+
+
+_CHANGE_VALUES = operation_names(
+    "scatter_ scatter_add_ scatter_reduce_ index_fill_ index_add_ index_copy_ index_put_ masked_fill_ masked_scatter_"
+    " __setitem__"
+)
 
 
 @contextlib.contextmanager
