@@ -70,6 +70,9 @@ class Slicer:
         self._loggers = loggers_in(module)
         self._switch = Switch()
         self._interception = Interception(module, dict(stage_of_unit), self._switch)
+        inside = {id(x) for unit in stage_of_unit for x in module.get_submodule(unit).modules()}
+        self._between = [x for x in module.modules() if id(x) not in inside]
+        """The modules whose code runs between units."""
 
     def close(self) -> None:
         """Give the module its own methods back."""
@@ -165,7 +168,7 @@ class Slicer:
             return True
         mode = Rehearsal(plan, seed, self._place)
         batch = copy.deepcopy(batch) if plan.changes_batch else batch
-        snapshot = Snapshot(self.module)
+        snapshot = Snapshot(self.module, self._between)
         try:
             with random_state_kept(), self._by(mode, plan), contextlib.suppress(StepEnded), mode:
                 step(batch)

@@ -6,7 +6,7 @@ import contextlib
 import random
 import sys
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -27,11 +27,12 @@ class Snapshot:
 
     Args:
         owner: a module, or an object of the user's.
+        modules: of a module those that matter; None for all.
     """
 
-    def __init__(self, owner: Any) -> None:
+    def __init__(self, owner: Any, modules: Iterable[nn.Module] | None = None) -> None:
         self._owner = owner
-        self._holders = [(holder, _copy(holder)) for holder in _holders(owner)]
+        self._holders = [(holder, _copy(holder)) for holder in _holders(owner, modules)]
         self.tensors = {id(x): x for _, before in self._holders for x in _tensors(before)}
         """id -> tensor, for all that were found."""
 
@@ -75,10 +76,10 @@ def random_state_kept() -> Iterator[None]:
                 numpy.random.set_state(of_numpy)
 
 
-def _holders(owner: Any) -> list[Any]:
+def _holders(owner: Any, modules: Iterable[nn.Module] | None = None) -> list[Any]:
     """Everything under an object that can be changed in place, each once; modules and objects as their `__dict__`."""
     found: dict[int, Any] = {}
-    owners = owner.modules() if isinstance(owner, nn.Module) else [owner]
+    owners = modules or (owner.modules() if isinstance(owner, nn.Module) else [owner])
     waiting: list[Any] = [x.__dict__ for x in owners if hasattr(x, "__dict__")]
     while waiting:
         holder = waiting.pop()
