@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -90,8 +90,8 @@ class Operation:
     """It draws random numbers, and is replicated: every stage has to draw the same."""
     shape_only: bool = False
     """It reads nothing but shape and dtype of its tensors (`zeros_like`)."""
-    scalars: tuple[Any, ...] = ()
-    """Its plain arguments, which have to be the same on all ranks."""
+    recipe: str = ""
+    """What it does to what: its plain arguments, and where its tensors come from. See `recipe_of`."""
 
 
 @dataclass(frozen=True)
@@ -142,13 +142,20 @@ class SlicePlan:
         return tuple(read for read in self.reads if read.before <= last)
 
     def digest(self) -> str:
-        """The same on all ranks that planned the same."""
+        """The same on all ranks that planned the same. What is replicated may come in another order: of a set of names
+        each process has its own."""
+        operations: list[Any] = []
+        replicated: list[str] = []
+        for i, op in enumerate(self.operations):
+            if op.stage is None and not op.random:
+                replicated.append(op.recipe)
+            else:
+                operations += [sorted(replicated), (i, op.recipe, op.stage, op.units, op.outputs, op.changed)]
+                replicated = []
         text = repr(
             (
-                [
-                    (op.name, op.stage, op.units, op.outputs, op.changed, op.random, op.scalars)
-                    for op in self.operations
-                ],
+                operations,
+                sorted(replicated),
                 [[(r.key, r.shape, r.stride, r.dtype, r.requires_grad) for r in relays] for relays in self.relays],
                 sorted(self.shared.items()),
                 sorted(self.glue.items()),
@@ -245,6 +252,17 @@ def _instruct(op: Operation, stage: int | None, received: set[Key], sent: set[Ke
 
 def _is_immutable(ghosts: Any) -> bool:
     return ghosts is None or isinstance(ghosts, Tensor) or (type(ghosts) is tuple and all(map(_is_immutable, ghosts)))
+
+
+def recipe_of(name: str, scalars: Sequence[Any], inputs: Sequence[str]) -> str:
+    """A digest of an operation: the same on all ranks, whatever the order of those that don't depend on each other.
+
+    Args:
+        name: what is done.
+        scalars: its plain arguments, which have to be the same on all ranks.
+        inputs: how its tensors came about.
+    """
+    return hashlib.blake2b(repr((name, *scalars, *inputs)).encode(), digest_size=8).hexdigest()
 
 
 def tensors_in(*values: Any) -> list[Tensor]:

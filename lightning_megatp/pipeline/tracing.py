@@ -32,7 +32,7 @@ from lightning_megatp.pipeline.operations import (
     with_memory,
 )
 from lightning_megatp.pipeline.place import Place
-from lightning_megatp.pipeline.plan import Key, Operation, Read, SliceError, tensors_in
+from lightning_megatp.pipeline.plan import Key, Operation, Read, SliceError, recipe_of, tensors_in
 from lightning_megatp.pipeline.refusals import CheckpointRegions, refuse_backwards, refuse_kind, refuse_setting
 from lightning_megatp.pipeline.snapshot import Snapshot
 from lightning_megatp.pipeline.values import Value, Values, versions
@@ -403,6 +403,11 @@ class Tracer(TorchFunctionMode):
             if value.stage is None or not call.shape_only:
                 self._use(value, stage, call.by, made)
         leaves = tree_leaves((call.args, call.kwargs))
+        scalars = tuple(x for x in leaves if isinstance(x, (bool, int, float, str)))
+        recipe = recipe_of(call.name, scalars, [value.identity for value in call.inputs])
+        if stage is None:
+            for i, value in enumerate([*outputs, *became.values()]):
+                value.recipe = f"{recipe}.{i}" if value not in call.inputs else value.recipe
         self.operations.append(
             Operation(
                 what=call.what,
@@ -416,7 +421,7 @@ class Tracer(TorchFunctionMode):
                 changed=tuple((position, value.key) for position, value in became.items() if value.key is not None),
                 random=call.random,
                 shape_only=call.shape_only,
-                scalars=tuple(x for x in leaves if isinstance(x, (bool, int, float, str))),
+                recipe=recipe,
             )
         )
         return out

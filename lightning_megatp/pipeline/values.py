@@ -32,8 +32,15 @@ class Value:
     """Whether it has a gradient. Known at the end of the step."""
     changed_elsewhere: tuple[int | None, str] | None = None
     """Another tensor in the same memory was changed in place: on which stage, and by what."""
+    recipe: str = ""
+    """How a replicated value came about: the same on all ranks that computed the same."""
     ghost: Tensor | None = None
     """What a run returns for it on the stages that don't have it: no data, no graph."""
+
+    @property
+    def identity(self) -> str:
+        """The same on all ranks, whatever the order of operations that don't depend on each other."""
+        return self.recipe or repr(self.key or (self.maker, tuple(self.tensor.shape), self.tensor.dtype))
 
     def follow(self) -> None:
         """After a replicated operation: let what stands for the value require a gradient if the value does now."""
@@ -90,6 +97,7 @@ class Values:
         """Learn of a tensor."""
         before = self.get(tensor)
         value = Value(tensor, None if before is None else before.fake, stage, key, maker, origins)
+        value.recipe = self._persistent.get(id(tensor), "") if key is None else ""
         self._known[id(tensor)] = value
         if key is not None:
             self.by_key[key] = value
