@@ -56,7 +56,8 @@ class Plans:
         """
         signatures = self._slicer.signatures(microbatches)
         pairs = enumerate(zip(signatures, microbatches, strict=True))
-        return [self._plan((kind, signature), step, x, mixed(seed, i)) for i, (signature, x) in pairs]
+        with self._slicer.rehearsing():
+            return [self._plan((kind, signature), step, x, mixed(seed, i)) for i, (signature, x) in pairs]
 
     def agree_on_trained(self) -> None:
         """At the start of an epoch: let all stages know what hooks have frozen and unfrozen.

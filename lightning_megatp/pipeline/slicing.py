@@ -70,9 +70,7 @@ class Slicer:
         self._loggers = loggers_in(module)
         self._switch = Switch()
         self._interception = Interception(module, dict(stage_of_unit), self._switch)
-        inside = {id(x) for unit in stage_of_unit for x in module.get_submodule(unit).modules()}
-        self._between = [x for x in module.modules() if id(x) not in inside]
-        """The modules whose code runs between units."""
+        self._before_rehearsals: Snapshot | None = None
 
     def close(self) -> None:
         """Give the module its own methods back."""
@@ -159,7 +157,7 @@ class Slicer:
 
     def fits(self, plan: SlicePlan, step: Step, batch: Any, seed: int = 0) -> bool:
         """Whether a plan of a batch's signature is that of its values, too: of a mask that hides nothing the step may
-        make none. Found out by doing what is replicated, without leaving a trace.
+        make none. Found out by doing what is replicated; `rehearsing` removes the traces.
 
         Args:
             seed: as for `run`.
@@ -168,18 +166,28 @@ class Slicer:
             return True
         mode = Rehearsal(plan, seed, self._place)
         batch = copy.deepcopy(batch) if plan.changes_batch else batch
-        snapshot = Snapshot(self.module, self._between)
+        self._before_rehearsals = self._before_rehearsals or Snapshot(self.module)
         try:
             with random_state_kept(), self._by(mode, plan), contextlib.suppress(StepEnded), mode:
                 step(batch)
             mode.check(skipped=False)
         except SliceError:
+            self._before_rehearsals.restore()
             return False
         except Exception:
             return True  # it will fail where it is run
-        finally:
-            snapshot.restore()
         return True
+
+    @contextlib.contextmanager
+    def rehearsing(self) -> Iterator[None]:
+        """Around the choice of plans for a batch: what its microbatches did to the module, one after the other as when
+        they are run, is undone at the end."""
+        try:
+            yield
+        finally:
+            if self._before_rehearsals is not None:
+                self._before_rehearsals.restore()
+                self._before_rehearsals = None
 
     @contextlib.contextmanager
     def _by(self, mode: StageMode, plan: SlicePlan) -> Iterator[None]:

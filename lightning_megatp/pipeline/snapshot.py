@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
 import sys
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -18,6 +19,8 @@ from lightning_megatp.shim.torch import is_fake
 _LARGE = 10_000
 """Containers with more entries (data sets, vocabularies) are restored as they were, but not searched."""
 
+_PLAIN = frozenset({type(None), bool, int, float, str})
+
 _NOT_SEARCHED = ("torch", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_megatp", "numpy")
 """Objects of these packages are neither searched nor restored: the trainer, loggers, process groups."""
 
@@ -27,14 +30,16 @@ class Snapshot:
 
     Args:
         owner: a module, or an object of the user's.
-        modules: of a module those that matter; None for all.
     """
 
-    def __init__(self, owner: Any, modules: Iterable[nn.Module] | None = None) -> None:
+    def __init__(self, owner: Any) -> None:
         self._owner = owner
-        self._holders = [(holder, _copy(holder)) for holder in _holders(owner, modules)]
-        self.tensors = {id(x): x for _, before in self._holders for x in _tensors(before)}
+        self._holders = [(holder, _copy(holder)) for holder in _holders(owner)]
+
+    @functools.cached_property
+    def tensors(self) -> dict[int, Tensor]:
         """id -> tensor, for all that were found."""
+        return {id(x): x for _, before in self._holders for x in _tensors(before)}
 
     def restore(self) -> None:
         """Put everything back, in place."""
@@ -76,10 +81,10 @@ def random_state_kept() -> Iterator[None]:
                 numpy.random.set_state(of_numpy)
 
 
-def _holders(owner: Any, modules: Iterable[nn.Module] | None = None) -> list[Any]:
+def _holders(owner: Any) -> list[Any]:
     """Everything under an object that can be changed in place, each once; modules and objects as their `__dict__`."""
     found: dict[int, Any] = {}
-    owners = modules or (owner.modules() if isinstance(owner, nn.Module) else [owner])
+    owners = owner.modules() if isinstance(owner, nn.Module) else [owner]
     waiting: list[Any] = [x.__dict__ for x in owners if hasattr(x, "__dict__")]
     while waiting:
         holder = waiting.pop()
@@ -87,7 +92,8 @@ def _holders(owner: Any, modules: Iterable[nn.Module] | None = None) -> list[Any
             continue
         found[id(holder)] = holder
         if len(holder) <= _LARGE:
-            waiting.extend(part for part in map(_held, _entries(holder)) if part is not None)
+            entries = (entry for entry in _entries(holder) if type(entry) not in _PLAIN)  # most are
+            waiting.extend(part for part in map(_held, entries) if part is not None)
     return list(found.values())
 
 
