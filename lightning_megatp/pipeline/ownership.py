@@ -137,10 +137,10 @@ class Ownership:
         """Let parameters that have no values yet be what a dry run makes of those that have, and split ones whole, as
         the step's code has to see them (their layers take what they hold of such a one)."""
         changed = [
-            (child, leaf, p, self._whole_shape(path, leaf, p))
+            (child, leaf, p, shape)
             for path, child in self._module.named_modules()
             for leaf, p in dict.items(child._parameters)
-            if p is not None and (p.is_meta or p.shape != self._whole_shape(path, leaf, p))
+            if p is not None and ((shape := self._whole_shape(path, leaf, p)) != p.shape or p.is_meta)
         ]
         fakes = {id(p): self._fake(p, shape) for _, _, p, shape in changed}
         for child, leaf, parameter, _ in changed:

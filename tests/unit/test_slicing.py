@@ -122,6 +122,19 @@ def gradients(pipe: Pipeline) -> dict[str, Tensor]:
     return total
 
 
+def check_with_plans_of(pipe: Pipeline, module: nn.Module, batch: Any) -> None:
+    """Plan a batch, and compare the stages with the whole on it."""
+    pipe.plans = [s.plan(m.training_step, batch) for s, m in zip(pipe.slicers, pipe.modules, strict=True)]
+    whole = copy.deepcopy(module)
+    loss = whole.training_step(batch)
+    loss.backward()
+    runs = forward(pipe, batch)
+    backward(pipe, runs)
+    assert_same(whole, pipe, runs[-1][1].result, loss)
+    for each in pipe.modules:
+        each.zero_grad()
+
+
 def assert_same(whole: nn.Module, pipe: Pipeline, result: Any, loss: Tensor) -> None:
     torch.testing.assert_close(loss_of(result), loss, rtol=1e-12, atol=1e-12)
     found = gradients(pipe)
@@ -309,16 +322,7 @@ def test_lengths_may_vary() -> None:
     module = GPT().double()
     pipe = pipeline(module, tokens(6), 2)
     for length in (6, 3, 9):
-        batch = tokens(length)
-        pipe.plans = [s.plan(m.training_step, batch) for s, m in zip(pipe.slicers, pipe.modules, strict=True)]
-        whole = copy.deepcopy(module)
-        loss = whole.training_step(batch)
-        loss.backward()
-        runs = forward(pipe, batch)
-        backward(pipe, runs)
-        assert_same(whole, pipe, runs[-1][1].result, loss)
-        for each in pipe.modules:
-            each.zero_grad()
+        check_with_plans_of(pipe, module, tokens(length))
 
 
 @pytest.mark.parametrize("mode", ["no_grad", "inference_mode"])
@@ -720,17 +724,8 @@ def test_units_that_convert_their_layers() -> None:
     module.blocks = nn.ModuleList(Converting().double() for _ in range(4))
     pipe = pipeline(module, batch, 2)
     for length in (6, 5):  # other stages' layers are without values by now
-        batch = tokens(length)
-        pipe.plans = [s.plan(m.training_step, batch) for s, m in zip(pipe.slicers, pipe.modules, strict=True)]
+        check_with_plans_of(pipe, module, tokens(length))
         assert module.blocks[1].down.weight.dtype == torch.float64
-        whole = copy.deepcopy(module)
-        loss = whole.training_step(batch)
-        loss.backward()
-        runs = forward(pipe, batch)
-        backward(pipe, runs)
-        assert_same(whole, pipe, runs[-1][1].result, loss)
-        for each in pipe.modules:
-            each.zero_grad()
 
 
 def test_logging_inside_an_early_unit_is_refused() -> None:
