@@ -17,7 +17,9 @@ from lightning_megatp.module import ParallelModule
 from lightning_megatp.pipeline.build import used_beside
 from lightning_megatp.pipeline.snapshot import random_state_kept
 from lightning_megatp.pipeline.units import find_units
+from lightning_megatp.plan.auto.blocks import find_blocks
 from lightning_megatp.plan.auto.discover import discover, keep_whole, look, suit_stages
+from lightning_megatp.plan.auto.numbers import reads_outside
 from lightning_megatp.plan.convolutions import is_convolution, is_weight_normed
 from lightning_megatp.plan.layer import LayerPlan
 from lightning_megatp.plan.parallel_plan import ParallelPlan, plain_name
@@ -90,11 +92,7 @@ class ParallelismPlugin:
             return self._again(before, mesh, sequence_parallel)
         plan = self.resolve(module, mesh.size("tp"), sequence_parallel)
         if plan.open and mesh.size("tp") > 1:
-            plan = self.discover(module, plan, example)
-            if not plan.compiled:
-                used = [sorted(used_beside(module, list(plan.layers), example))]
-                dist.broadcast_object_list(used, src=0)
-                keep_whole(plan, module, used[0])
+            plan = self._fitting_the_step(module, plan, sequence_parallel, example)
             if mesh.size("pp") > 1 and not plan.compiled:
                 suit_stages(plan, module, find_units(module))
         if mesh.size("tp") > 1 and not plan.layers:
@@ -152,6 +150,30 @@ class ParallelismPlugin:
             raise ValueError(f"MegaTPStrategy: {'; '.join(problems)}. (strict=True)")
         for problem in problems:
             warn_once_per_run(problem)
+        return plan
+
+    def _fitting_the_step(
+        self, module: nn.Module, plan: ParallelPlan, sequence_parallel: bool, example: Example | None
+    ) -> ParallelPlan:
+        """Plan what is left to `auto`, and again without what the step's code outside of blocks would notice: weights
+        that it uses beside their layers, numbers of heads that it counts.
+
+        Communication: see `discover`, and one broadcast of names; twice if numbers are read.
+        """
+        mine = {attribute.name for attribute in plan.attributes}
+        plan = self.discover(module, plan, example)
+        if plan.compiled:
+            return plan
+        divided = {attribute.name for attribute in plan.attributes} - mine
+        with reads_outside(module, divided, find_blocks(module)) as read:
+            weights = used_beside(module, list(plan.layers), example)
+        found = [sorted(weights), sorted(read)]
+        dist.broadcast_object_list(found, src=0)
+        if found[1]:
+            plan = self.resolve(module, plan.tp, sequence_parallel)
+            plan.read_outside |= set(found[1])
+            plan = self.discover(module, plan, example)
+        keep_whole(plan, module, found[0])
         return plan
 
     def swap(self, layer: nn.Module, plan: LayerPlan, context: TensorContext, region: Region | None) -> ParallelLayer:

@@ -67,8 +67,7 @@ def _block_table(result: BlockResult, tp: int) -> Table:
         own = layer.by_rank[0]
         table.add_row(name, layer.style.style, f"{length(own)}: {show(own)}", result.how.get(name, ""))
     for attribute in result.plan.attributes:
-        name = f"{attribute.module}.{attribute.attribute}".lstrip(".")
-        table.add_row(name, "divide", str(attribute.by_rank[0]), "a number in the code")
+        table.add_row(attribute.name, "divide", str(attribute.by_rank[0]), "a number in the code")
     for name, why in result.whole.items():
         table.add_row(name, "whole", "all", why)
     if result.errors:

@@ -21,6 +21,11 @@ class AttributePlan:
     attribute: str
     by_rank: tuple[int, ...]
 
+    @property
+    def name(self) -> str:
+        """With that of its module."""
+        return f"{self.module}.{self.attribute}".lstrip(".")
+
 
 @dataclass
 class ParallelPlan:
@@ -38,6 +43,8 @@ class ParallelPlan:
     """Every name of every sharded parameter (tied parameters have several) -> its shards."""
     open: list[str] = field(default_factory=list)
     """Patterns of what is left to be planned automatically."""
+    read_outside: set[str] = field(default_factory=set)
+    """Names of numbers that the step reads outside of blocks, too, so that `auto` does not divide them."""
     compiled: bool = False
     """Whether the model has compiled modules, which can't take shards that report whole sizes."""
     how: dict[str, str] = field(default_factory=dict)

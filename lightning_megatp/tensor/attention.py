@@ -40,7 +40,7 @@ class ParallelAttention(ParallelLayer, nn.MultiheadAttention):
 
     sequence_dim: int | None = None
 
-    def _set_local_sizes(self) -> None:
+    def _prepare(self) -> None:
         self._packed = shard_ranges(3 * self.embed_dim, self.context.size, 3, self.head_dim)
         self._heads = [size // self.head_dim for size in self.sizes]
         self._first_head = self.ranges[0][0] // self.head_dim

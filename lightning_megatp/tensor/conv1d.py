@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_megatp.plan.ranges import Ranges, length
+from lightning_megatp.plan.ranges import Ranges
 from lightning_megatp.shim.transformers import is_conv1d
 from lightning_megatp.tensor.layers import (
     ColumnParallel,
@@ -35,8 +35,6 @@ def row_kind(layer: nn.Module) -> type[RowParallel]:
 class _Transposed(ParallelLayer):
     """Reads a weight (in, out) as (out, in). Weight gradients of such a view are computed at once, never put off."""
 
-    nf: int
-
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x)
 
@@ -52,21 +50,9 @@ class _Transposed(ParallelLayer):
 class ColumnParallelConv1D(_Transposed, ColumnParallel):
     """weight (in, features of this rank), bias (features of this rank)."""
 
-    def _set_local_sizes(self) -> None:
-        super()._set_local_sizes()
-        vars(self).pop("out_features", None)  # here the name is nf
-        self.nf = self.nf if self.gather_output or self.global_sizes else length(self.ranges)
-
 
 class RowParallelConv1D(_Transposed, RowParallel):
     """weight (features of this rank, out), bias (out)."""
-
-    nx: int
-
-    def _set_local_sizes(self) -> None:
-        super()._set_local_sizes()
-        vars(self).pop("in_features", None)  # here the name is nx
-        self.nx = self.nx if self.split_input or self.global_sizes else self._own_features
 
 
 @functools.cache

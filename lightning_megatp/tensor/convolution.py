@@ -32,7 +32,7 @@ class ColumnParallelConvolution(ParallelLayer):
     splits: dict[str, tuple[int, tuple[Ranges, ...]]]
     """Split parameter -> its dim and the ranges of every rank."""
 
-    def _set_local_sizes(self) -> None:
+    def _prepare(self) -> None:
         self._dim = channel_dim(self)
         self._inputs = input_ranges(self, self.by_rank)
         self._own_groups = own_groups(self, self.ranges)

@@ -31,9 +31,6 @@ class ParallelExperts(ParallelLayer):
     once: tuple[str, ...] = ()
     """Parameters that only the first rank adds."""
 
-    def _set_local_sizes(self) -> None:
-        pass  # the plan divides the attributes that count features
-
     @torch.compiler.disable
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         context, held = self.context, self.__dict__["_parameters"]

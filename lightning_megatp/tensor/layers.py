@@ -1,5 +1,6 @@
-"""Parallel layers. Each is made from an existing layer *in place*: the object keeps its identity, its hooks, its ties
-and its parameters' names, stays an `nn.Linear` or `nn.Embedding` by isinstance, and holds only this rank's shard.
+"""Parallel layers. Each is made from an existing layer *in place*: the object keeps its identity, its hooks, its ties,
+its parameters' names and the sizes it reports (`out_features`), stays an `nn.Linear` or `nn.Embedding` by isinstance,
+and holds only this rank's shard.
 
 Source: Shoeybi et al. 2019, section 3; Korthikanti et al. 2022, section 4.2.
 """
@@ -66,7 +67,7 @@ class ParallelLayer(nn.Module):
         layer.__dict__["_parameters"] = LayerParameters(layer._parameters, context)
         for name, value in options.items():
             setattr(layer, name, value)
-        layer._set_local_sizes()
+        layer._prepare()
         return layer
 
     @property
@@ -107,8 +108,8 @@ class ParallelLayer(nn.Module):
     def _compute(self, x: Tensor) -> Tensor:
         raise NotImplementedError
 
-    def _set_local_sizes(self) -> None:
-        raise NotImplementedError
+    def _prepare(self) -> None:
+        """Work out what the layer's calls need to know."""
 
     def _own(self, name: str, dim: int, by_rank: tuple[Ranges, ...] | None = None) -> Any:
         """This rank's part of a parameter, None if there is none, a weight as `F.linear` takes it: (out, in).
@@ -163,13 +164,11 @@ class ColumnParallel(ParallelLayer):
         """This rank's output features."""
         return self.ranges
 
-    def _set_local_sizes(self) -> None:
+    def _prepare(self) -> None:
         self._layout: FeatureLayout | None = None
         if self.lazy if self.gather_output else self.global_sizes:
             self._layout = FeatureLayout(-1, self.by_rank, self.features, self.context)
             self.context.feature_shards = True
-        elif not self.gather_output:
-            self.out_features = length(self.ranges)
         self._order = canonical_order(self.by_rank) if self.gather_output else None
         if self.region is not None:
             self.region.columns.append(weakref.ref(self))
@@ -214,11 +213,9 @@ class RowParallel(ParallelLayer):
     global_sizes: bool = False
     sequence_dim: int | None = None
 
-    def _set_local_sizes(self) -> None:
+    def _prepare(self) -> None:
         self._own_features = length(self.ranges)
         self._all_features = self.features
-        if not self.split_input and not self.global_sizes:
-            self.in_features = self._own_features
 
     def _split_features(self, x: Tensor) -> Tensor:
         """This rank's features of a shard or a whole value."""
@@ -267,7 +264,7 @@ class VocabParallelEmbedding(ParallelLayer, nn.Embedding):
     Communication: `reduce_from_region` of the output.
     """
 
-    def _set_local_sizes(self) -> None:
+    def _prepare(self) -> None:
         (self.first, stop), *_ = self.ranges
         self.rows = stop - self.first
         padding = self.padding_idx
@@ -292,9 +289,6 @@ class HiddenParallelEmbedding(ParallelLayer, nn.Embedding):
 
     Communication: `gather_from_region` of the output.
     """
-
-    def _set_local_sizes(self) -> None:
-        pass  # its output has the whole hidden dim
 
     def _compute(self, x: Tensor) -> Tensor:
         y = F.embedding(x, self._own("weight", 1), self.padding_idx, None, 2.0, self.scale_grad_by_freq)

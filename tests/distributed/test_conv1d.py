@@ -92,11 +92,11 @@ def _objects(rank: int, world_size: int) -> None:
     assert isinstance(block.up, Conv1D) and isinstance(block.up, ColumnParallelConv1D)
     assert isinstance(block.down, Conv1D) and isinstance(block.down, RowParallelConv1D)
     assert type(block.up) is type(block.attn.qkv) and not isinstance(block.up, nn.Linear)
-    assert (block.up.nf, block.up.nx, tuple(block.up.weight.shape), tuple(block.up.bias.shape)) == (8, 8, (8, 8), (8,))
-    assert (block.down.nf, block.down.nx, tuple(block.down.weight.shape)) == (8, 8, (8, 8))
+    assert (block.up.nf, block.up.nx, tuple(block.up.weight.shape), tuple(block.up.bias.shape)) == (16, 8, (8, 8), (8,))
+    assert (block.down.nf, block.down.nx, tuple(block.down.weight.shape)) == (8, 16, (8, 8))
     assert (block.after.nf, tuple(block.after.weight.shape)) == (5, (8, 3 - rank))
     assert not hasattr(block.up, "out_features") and not hasattr(block.down, "in_features")
-    assert repr(block.up) == "Conv1D(nf=8, nx=8)"
+    assert repr(block.up) == "Conv1D(nf=16, nx=8)"
     model(torch.randn(1, 2, 8))
     assert calls == [(1, 2, 8)]
     block.up(x=torch.randn(1, 2, 8))  # the argument's name stays

@@ -125,7 +125,7 @@ def _column(rank: int, world_size: int, name: str, gather: bool, bias: bool) -> 
         ((expected * weight) ** 2 * times).sum().backward()
     torch.testing.assert_close(x.grad, x_whole.grad)
     _check_parameter_gradients(split)
-    assert split.layer.out_features == y.shape[-1]
+    assert split.layer.out_features == features
     assert split.layer.out_range == by_rank[rank]
 
 
@@ -535,8 +535,8 @@ def _identity(rank: int, world_size: int) -> None:
     assert isinstance(module.up, nn.Linear) and isinstance(module.up, ColumnParallelLinear)
     assert isinstance(module.down, nn.Linear) and isinstance(module.down, RowParallelLinear)
     assert isinstance(module.tok, nn.Embedding) and isinstance(module.head, nn.Linear)
-    assert (module.up.in_features, module.up.out_features) == (IN, module.up.weight.shape[0])
-    assert (module.down.in_features, module.down.out_features) == (module.down.weight.shape[1], IN)
+    assert (module.up.in_features, module.up.out_features) == (IN, 9)
+    assert (module.down.in_features, module.down.out_features) == (9, IN)
     assert module.tok.num_embeddings == 8 and module.tok.weight.shape[0] < 8
     assert module.up.note == "mine" and module.up.label == "up"
 
@@ -574,7 +574,7 @@ def test_every_rank_starts_from_the_values_of_rank_0() -> None:
     first, second = run_ranks(2, _values_of_rank_0)
     assert first[:2] == second[:2]
     assert first[0] == 0.0
-    assert first[2].startswith("ColumnParallelLinear(in_features=6, out_features=5")
+    assert first[2].startswith("ColumnParallelLinear(in_features=6, out_features=9")
 
 
 def _frozen(rank: int, world_size: int) -> None:

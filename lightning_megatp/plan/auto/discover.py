@@ -74,7 +74,10 @@ def discover(model: nn.Module, tp: int, kinds: Sequence[Block], plan: ParallelPl
     found.problems += [problem] if problem else []
     for kind in kinds:
         trusted = plan_of_block(own, kind.names[0], kind.module, tp) if own else None
-        result = plan_block(kind, tp, trusted, least, global_sizes=not plan.compiled)
+        read = {
+            n.removeprefix(f"{name}.") for n in plan.read_outside for name in kind.names if n.startswith(f"{name}.")
+        }
+        result = plan_block(kind, tp, trusted, least, not plan.compiled, read)
         found.results.append(result)
         found.problems += _spread(plan, result, model)
     found.problems += _plan_whole_modules(plan, model, tp)
@@ -177,9 +180,7 @@ def _spread(plan: ParallelPlan, result: BlockResult, model: nn.Module) -> list[s
                 _drop_region(plan, full, "blocks that share it are of different kinds")
                 continue
             plan.how[full] = result.how[name]
-        plan.attributes += [
-            a for a in own if (a.module, a.attribute) not in {(b.module, b.attribute) for b in plan.attributes}
-        ]
+        plan.attributes += [a for a in own if a.name not in {b.name for b in plan.attributes}]
         for name, why in result.whole.items():
             plan.whole[f"{block}.{name}"] = why
     return problems
@@ -200,8 +201,10 @@ def _plan_whole_modules(plan: ParallelPlan, model: nn.Module, tp: int) -> list[s
         plan.layers[name] = replace(layer, name=name, sequence_dim=dim)
         plan.how[name] = "by its heads" if layer.style.style == "attention" else "inside of each expert"
     counts = expert_counts(plan, {plain_name(name): child for name, child in model.named_modules()})
-    held = {(a.module, a.attribute) for a in plan.attributes}
-    plan.attributes += [count for count in counts if (count.module, count.attribute) not in held]
+    held = {attribute.name for attribute in plan.attributes}
+    plan.attributes += [count for count in counts if count.name not in held]
+    for name in {count.module for count in plan.attributes if count.name in plan.read_outside} & plan.layers.keys():
+        _drop_region(plan, name, "the step counts the features inside of its experts")
     return problems
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -58,6 +58,7 @@ def plan_block(
     trusted: BlockPlan | None = None,
     least_convolution: float = math.inf,
     global_sizes: bool = True,
+    undivided: Collection[str] = (),
 ) -> BlockResult:
     """Find and prove a plan for one kind of block.
 
@@ -67,6 +68,7 @@ def plan_block(
         trusted: what a model's own plan says about its layers; tried first, and proven like any other.
         least_convolution: convolutions with fewer weights stay whole.
         global_sizes: whether layers may hand out shards that report whole sizes, which compiled code can't take.
+        undivided: names of attributes that stay those of the whole.
 
     Returns:
         What was found. Where a block can't be probed, its layers are split one by one and gathered, which computes the
@@ -83,7 +85,7 @@ def plan_block(
     if why := unlooked(block.module):
         return _one_by_one(result, tp, convolutions, why)
     try:
-        return _probed(result, tp, trusted, convolutions, global_sizes)
+        return _probed(result, tp, trusted, convolutions, global_sizes, undivided)
     except Exception as error:  # a block may be any code
         text = str(error).splitlines()
         why = f"it can't be probed ({type(error).__name__}: {text[0] if text else ''})"
@@ -91,12 +93,17 @@ def plan_block(
 
 
 def _probed(
-    result: BlockResult, tp: int, trusted: BlockPlan | None, convolutions: dict[str, LayerPlan], global_sizes: bool
+    result: BlockResult,
+    tp: int,
+    trusted: BlockPlan | None,
+    convolutions: dict[str, LayerPlan],
+    global_sizes: bool,
+    undivided: Collection[str],
 ) -> BlockResult:
     block = result.block
     twin, references = _thin_references(block, result)
     influence = find_candidates(copy.deepcopy(twin), block.calls[0], tp)
-    search = _Search(twin, references, tp, result, global_sizes)
+    search = _Search(twin, references, tp, result, global_sizes, undivided)
     if trusted is None or not search.accept(trusted, "as the model's own plan says"):
         for candidate in influence.candidates:
             search.region(candidate)
@@ -186,10 +193,16 @@ def _other_masks(call: Call) -> Iterator[Call]:
 
 class _Search:
     def __init__(
-        self, twin: nn.Module, references: Sequence[Reference], tp: int, result: BlockResult, global_sizes: bool
+        self,
+        twin: nn.Module,
+        references: Sequence[Reference],
+        tp: int,
+        result: BlockResult,
+        global_sizes: bool,
+        undivided: Collection[str],
     ) -> None:
         self.twin, self.references, self.tp, self.result = twin, references, tp, result
-        self.global_sizes = global_sizes
+        self.global_sizes, self.undivided = global_sizes, undivided
         self.layers = {name: child for name, child in twin.named_modules() if isinstance(child, ThinLinear)}
 
     def prove(self, plan: BlockPlan) -> Outcome:
@@ -219,7 +232,7 @@ class _Search:
         for attributes in self._attributes(candidate):
             divided = BlockPlan(plan.layers, list(attributes))
             if self.prove(divided).holds:
-                names = ", ".join(f"{a.module}.{a.attribute}".lstrip(".") for a in attributes)
+                names = ", ".join(attribute.name for attribute in attributes)
                 self.accept(divided, f"with {names} divided")
                 return
         tracked = {name: replace(layer, global_sizes=True) for name, layer in plan.layers.items()}
@@ -257,12 +270,13 @@ class _Search:
             for name in (candidate.row, *candidate.columns)
             for i in range(1, name.count(".") + 1)
         }
-        found = [
+        possible = [
             AttributePlan(module, key, share)
             for module in sorted(above, key=len, reverse=True)
             for key, value in vars(self.twin.get_submodule(module)).items()
             if type(value) is int and value > 1 and (share := shares.get(value)) is not None
         ]
+        found = [attribute for attribute in possible if attribute.name not in self.undivided]
         combinations = itertools.chain.from_iterable(itertools.combinations(found, n) for n in range(1, len(found) + 1))
         return itertools.islice(combinations, _MOST_TRIALS)
 

@@ -282,10 +282,6 @@ class _Rank:
                 child._parameters[leaf] = nn.Parameter(take_ranges(parameter.detach(), 0, ranges).clone())
                 self.cuts[f"{name}.{leaf}"] = 0, ranges
         child.split = _SPLITS[style](layer, self.context)
-        if style == "column" and not layer.global_sizes:
-            child.out_features = length(ranges)
-        if style == "row" and not layer.global_sizes:
-            child.in_features = length(ranges)
 
     def _cut_convolution(self, name: str, child: Any, layer: LayerPlan) -> None:
         forward = _Convolution(child, layer, self.context.exchange)  # knows the numbers of the whole
