@@ -264,17 +264,21 @@ class StageMode(TorchFunctionMode):
             raise self._error from error
 
     def _diverged(self, what: Any) -> None:
-        planned = "its end"
+        name = what if isinstance(what, str) else operation_name(what)
+        found = f"on pipeline stage {self._stage}: it does `{name}` ({self._place.here()}), and when it was planned it"
         if self._index < len(self._instructions):
             operation = self._instructions[self._index].operation
-            planned = f"`{operation.name}` ({operation.where})"
-        name = what if isinstance(what, str) else operation_name(what)
-        self._error = SliceError(
-            f"the step left its plan on pipeline stage {self._stage}: it does `{name}` ({self._place.here()}), and when"
-            f" it was planned it did {planned}. Until the last stage has all it needs, a step does the same operations"
-            " for all batches of the same shapes. Move what depends on data, or on the step's number, into the forward"
-            " of a module, or after the loss."
-        )
+            self._error = SliceError(
+                f"the step left its plan {found} did `{operation.name}` ({operation.where}). Until the last stage has"
+                " all it needs, a step does the same operations for all batches of the same shapes. Move what depends"
+                " on data, or on the step's number, into the forward of a module, or after the loss."
+            )
+        else:
+            self._error = SliceError(
+                f"the step goes on {found} ended there. A loop over the whole model that ends by a value (generating"
+                " token by token, `model.generate`) would need on the first stage what the last one computes, and data"
+                " flows forward only: leave it out of this step, and run it from a checkpoint with pp=1."
+            )
         raise self._error
 
 

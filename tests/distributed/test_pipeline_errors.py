@@ -223,6 +223,21 @@ class FindsNothing(Base):
         return loss
 
 
+class Generates(Base):
+    """Goes on until a token says that it is the last."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        tokens_BL = batch[0][:, :4]
+        for _ in range(3):
+            with torch.no_grad():
+                next_B = self.head(self.trunk(tokens_BL))[:, -1].argmax(-1)
+            tokens_BL = torch.cat((tokens_BL, next_B[:, None]), 1)
+            if (next_B < 0).all():
+                break
+        return loss
+
+
 class NoLoss(Base):
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor | None:  # type: ignore[override]
         super().training_step(batch, batch_idx)
@@ -267,6 +282,7 @@ ERRORS: dict[str, tuple[type[Base], list[str]]] = {
 def _fit(rank: int, world_size: int, name: str) -> None:
     kind = {
         "leaves": LeavesThePlan,
+        "generates": Generates,
         "no loss": NoLoss,
         "unfreezes": Unfreezes,
         "finds nothing": FindsNothing,
@@ -300,6 +316,7 @@ def test_what_can_not_be_done_raises_on_every_rank(name: str) -> None:
     ("name", "text"),
     [
         ("leaves", "exp"),
+        ("generates", "token by token"),
         ("unfreezes", "frozen or unfrozen since"),
         ("no loss", "instead of a loss"),
         ("finds nothing", "StopIteration"),
