@@ -70,12 +70,27 @@ class Example:
         rows = batch_size(batch) or 0
         if self.rows is not None and rows > self.rows and not is_ragged(batch):
             batch = split_batch(batch, -(-rows // self.rows))[0]
+        return self.precision.convert_input(self._by_hooks(batch))
+
+    def of_samples(self, count: int) -> Any:
+        """What the loader makes of so many samples; None if there are fewer, or if it takes none."""
+        if self.takes_iterator:
+            return None
+        loaders = first_loaders(self.trainer)
+        try:
+            with random_state_kept(), untouched(self.module), torch.no_grad():
+                samples = _samples(loaders, count) if isinstance(loaders, DataLoader) and _collates(loaders) else []
+                return self._by_hooks(loaders.collate_fn(samples)) if samples and len(samples) == count else None
+        except Exception:
+            return None  # what keeps batches from being loaded is told by who needs one
+
+    def _by_hooks(self, batch: Any) -> Any:
         for hook in _HOOKS if not any(x.is_meta for x in tensors_in(batch)) else ():
             device = (torch.device("cpu"),) if hook == "transfer_batch_to_device" else ()
             batch = batch_hook(self.trainer, hook)(batch, *device, 0)
         if any(x.device.type not in ("cpu", "meta") for x in tensors_in(batch)):
             raise ValueError("the batch's hooks move it to a device of their own choice")
-        return self.precision.convert_input(batch)
+        return batch
 
     def step(self, batch: Any) -> Any:
         """The user's step on such a batch, in its contexts. It leaves nothing: no state, log or random number."""
@@ -177,18 +192,25 @@ def _is_batches(loaders: Any) -> bool:
 
 
 def _of_loader(loader: DataLoader[Any], most_rows: int | None) -> Any:
-    """The first rows of a loader's data, collated here. Neither its workers are started nor its sampler asked: the
-    sampler's random numbers are the order of training."""
-    dataset: Any = loader.dataset
-    together = loader.batch_size is not None or loader.batch_sampler is not None
-    size = loader.batch_size or 1
-    most = min(most_rows or size, size) if together else 1  # a batch sampler may sort by length: one row fits
-    if isinstance(dataset, IterableDataset):
-        rows = _first_of(dataset, most)
-    else:
-        indices = list(range(min(most, len(dataset))))
-        fetch = getattr(dataset, "__getitems__", None)
-        rows = fetch(indices) if fetch is not None else [dataset[index] for index in indices]
+    """The first rows of a loader's data, collated here."""
+    size = loader.batch_size or 1  # a batch sampler may sort by length: one row fits
+    rows = _samples(loader, min(most_rows or size, size) if _collates(loader) else 1)
     if not rows:
         return None
-    return loader.collate_fn(rows if together else rows[0])
+    return loader.collate_fn(rows if _collates(loader) else rows[0])
+
+
+def _collates(loader: DataLoader[Any]) -> bool:
+    """Whether it makes batches of samples."""
+    return loader.batch_size is not None or loader.batch_sampler is not None
+
+
+def _samples(loader: DataLoader[Any], most: int) -> list[Any] | None:
+    """The first of a loader's data. Neither its workers are started nor its sampler asked: the sampler's random numbers
+    are the order of training."""
+    dataset: Any = loader.dataset
+    if isinstance(dataset, IterableDataset):
+        return _first_of(dataset, most)
+    indices = list(range(min(most, len(dataset))))
+    fetch = getattr(dataset, "__getitems__", None)
+    return fetch(indices) if fetch is not None else [dataset[index] for index in indices]

@@ -27,6 +27,7 @@ from lightning_megatp.pipeline.schedule import Schedule
 from lightning_megatp.pipeline.shared import Shared
 from lightning_megatp.pipeline.shares import Shares
 from lightning_megatp.pipeline.slicing import Slicer, called_units, execution_order
+from lightning_megatp.pipeline.split import check_rows
 from lightning_megatp.pipeline.units import assign, find_units, frozen_twins, modules_around
 from lightning_megatp.shim.compiler import is_compiled
 from lightning_megatp.shim.lightning import default_store
@@ -70,7 +71,8 @@ def open_pipeline(
     pp = 1.
 
     Raises:
-        ValueError: see `reuse_pipeline`, `check_pipelined` and `build_pipeline`, whose arguments these are.
+        ValueError: see `reuse_pipeline`, `check_pipelined`, `check_batches` and `build_pipeline`, whose arguments these
+            are.
 
     Communication: see `build_pipeline`.
     """
@@ -78,6 +80,7 @@ def open_pipeline(
         reuse_pipeline(parallel.pipeline, mesh, options)
     elif mesh.size("pp") > 1:
         check_pipelined(parallel)
+        check_batches(parallel, options, mesh, example)
         parallel.pipeline = build_pipeline(parallel, mesh, options, timeout, example)
     pipeline: Pipeline | None = parallel.pipeline
     if pipeline is not None:
@@ -295,6 +298,19 @@ def check_pipelined(parallel: ParallelModule) -> None:
     if found:
         what, use = found
         raise ValueError(f"MegaTPStrategy: pp > 1 does not go together with {what}. Use {use}.")
+
+
+def check_batches(parallel: ParallelModule, options: PipelineOptions, mesh: ParallelMesh, example: Example) -> None:
+    """Refuse batches that would be cut elsewhere than between samples, as far as their loader tells.
+
+    Raises:
+        ValueError: see `split.check_rows`.
+    """
+    if hasattr(parallel.module, "split_batch") or _settings(options, mesh.size("pp")).microbatches == 1:
+        return
+    batches = {count: example.of_samples(count) for count in (2, 3)}
+    if all(batch is not None for batch in batches.values()):
+        check_rows(batches)
 
 
 def pipeline_rank(mesh: ParallelMesh, schedule: Schedule) -> int:

@@ -52,6 +52,39 @@ def split_batch(batch: Any, microbatches: int) -> list[Any]:
     return [_take(batch, rows, start, stop) for start, stop in parts]
 
 
+def check_rows(batches: Mapping[int, Any]) -> None:
+    """Refuse batches whose samples lie elsewhere than the rule has them.
+
+    Args:
+        batches: number of samples -> the batch that is made of them; two or more.
+
+    Raises:
+        ValueError: with as many samples as rows, something else of the batch grows than its first tensor.
+    """
+    firsts = {samples: _first(batch) for samples, batch in batches.items()}
+    if any(not isinstance(first, Tensor) or not len(first) for first in firsts.values()):
+        return
+    if all(len(first) == samples for samples, first in firsts.items() if first is not None):
+        return
+    samples, batch = max(batches.items())
+    shape = tuple(firsts[samples].shape)  # type: ignore[union-attr]
+    others = zip(*([len(x) for x in _tensors(b) if x.dim() > 0] for b in batches.values()), strict=False)
+    if all(isinstance(b, list) and len(b) == n for n, b in batches.items()):
+        where = f"the batch is a list with as many entries as samples, each of shape {shape}"
+    elif all(isinstance(x, Tensor) and x.dim() > 1 and x.shape[1] == n for n, x in firsts.items()):
+        where = f"its shape is {shape}: dim 1 has as many entries as samples (`batch_first=True` would change that)"
+    elif any(list(lengths) == list(batches) for lengths in others):
+        where = f"that one has {shape[0]} rows, and another tensor as many as samples"
+    else:
+        return
+    raise ValueError(
+        f"MegaTPStrategy: microbatches are made of the rows (dim 0) of a batch's first tensor, and in a batch"
+        f" ({type(batch).__name__}) of {samples} samples {where}. Put samples in the rows of the first tensor, or"
+        " define `split_batch(self, batch, microbatches)` on the LightningModule, which returns a list, or use"
+        " microbatches=1."
+    )
+
+
 def batch_size(batch: Any) -> int | None:
     """Rows of the first tensor that has a dim 0, or the number of samples in a list of different lengths; None without
     one."""
@@ -98,6 +131,12 @@ def _first(batch: Any) -> Tensor | list[Any] | None:
 
     apply_to_collection(batch, (Tensor, list), note)
     return found[0] if found else None
+
+
+def _tensors(batch: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    apply_to_collection(batch, Tensor, found.append)
+    return found
 
 
 def _different_lengths(x: Any) -> bool:

@@ -1,0 +1,106 @@
+"""Batches whose samples do not lie in dim 0 of their first tensor: pipelines would cut them at another place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import DataLoader
+
+from tests.distributed.training import PP2, Layout, make_trainer, run_program
+from tests.ranks import RankError
+
+SAMPLES = [torch.arange(i, i + 6) % 10 for i in range(12)]
+
+
+def time_first(samples: list[Tensor]) -> Tensor:
+    return pad_sequence([sample[: 3 + int(sample[0]) % 4] for sample in samples])
+
+
+def weights_first(samples: list[Tensor]) -> dict[str, Tensor]:
+    return {"weights": torch.linspace(1, 2, 10, dtype=torch.float64), "tokens": torch.stack(samples)}
+
+
+def two_views(samples: list[Tensor]) -> Tensor:
+    return torch.stack([view for sample in samples for view in (sample, sample.flip(0))])
+
+
+class Lit(LightningModule):
+    """Takes what its loader makes."""
+
+    def __init__(self, collate: Callable[[list[Tensor]], Any]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.collate, self.losses = collate, []  # type: ignore[var-annotated]
+        self.tok, self.head = nn.Embedding(10, 8), nn.Linear(8, 10)
+        self.blocks = nn.ModuleList(nn.GRU(8, 8, batch_first=True) for _ in range(2))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        tokens = batch["tokens"] if isinstance(batch, dict) else torch.stack(batch) if type(batch) is list else batch
+        tokens = tokens.t() if self.collate is time_first else tokens
+        weights = batch["weights"] if isinstance(batch, dict) else None
+        x = self.tok(tokens)
+        for block in self.blocks:
+            x, _ = block(x)
+        loss = F.cross_entropy(self.head(x[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten(), weight=weights)
+        self.log("loss", loss)
+        return loss
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.losses.append(float(self.trainer.callback_metrics["loss"]))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+class Splits(Lit):
+    """Says itself how its batches are split."""
+
+    def split_batch(self, batch: Tensor, microbatches: int) -> list[Tensor]:
+        return list(batch.chunk(microbatches, dim=1))
+
+    def loss_weight(self, batch: Tensor) -> float:
+        return float(batch[1:].numel())
+
+
+def _fit(layout: Layout, collate: Callable[[list[Tensor]], Any], kind: type[Lit] = Lit) -> list[float]:
+    module = kind(collate)
+    trainer = make_trainer(layout, **({} if layout.plain else {"strategy": {"plan": None, "microbatches": 2}}))
+    trainer.fit(module, DataLoader(SAMPLES, batch_size=4, collate_fn=collate))  # type: ignore[arg-type]
+    return module.losses
+
+
+@pytest.mark.parametrize(
+    ("collate", "texts"),
+    [
+        (time_first, ["dim 1", "has as many entries as samples"]),
+        (list, ["list", "as many entries as samples"]),
+        (weights_first, ["another tensor", "10 rows"]),
+    ],
+    ids=["time first", "a list of samples", "class weights first"],
+)
+def test_samples_elsewhere_than_in_rows_are_refused(collate: Any, texts: list[str]) -> None:
+    with pytest.raises(RankError) as error:
+        run_program(PP2, _fit, collate)
+    assert len(error.value.failures) == 2
+    for failure in error.value.failures:
+        assert all(text in failure.message for text in (*texts, "split_batch")), failure.message
+
+
+def test_a_split_of_its_own_is_not_doubted() -> None:
+    (expected,) = run_program(Layout(plain=True), _fit, time_first, Splits)
+    for losses in run_program(PP2, _fit, time_first, Splits):
+        assert losses == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("collate", [torch.stack, two_views])
+def test_rows_that_are_samples_or_views_of_them(collate: Any) -> None:
+    (expected,) = run_program(Layout(plain=True), _fit, collate)
+    for losses in run_program(PP2, _fit, collate):
+        assert losses == pytest.approx(expected, rel=1e-9)
