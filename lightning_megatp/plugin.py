@@ -166,7 +166,7 @@ class ParallelismPlugin:
             return plan
         divided = {attribute.name for attribute in plan.attributes} - mine
         with reads_outside(module, divided, find_blocks(module)) as read:
-            weights = used_beside(module, list(plan.layers), example)
+            weights = used_beside(module, plan.outermost(), example)
         found = [sorted(weights), sorted(read)]
         dist.broadcast_object_list(found, src=0)
         if found[1]:

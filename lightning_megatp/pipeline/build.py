@@ -26,7 +26,7 @@ from lightning_megatp.pipeline.plan import SliceError
 from lightning_megatp.pipeline.schedule import Schedule
 from lightning_megatp.pipeline.shared import Shared
 from lightning_megatp.pipeline.shares import Shares
-from lightning_megatp.pipeline.slicing import Slicer, called_units, execution_order
+from lightning_megatp.pipeline.slicing import Slicer, UnitsOfStep, units_of_step
 from lightning_megatp.pipeline.split import check_rows
 from lightning_megatp.pipeline.units import assign, find_units, frozen_twins, modules_around
 from lightning_megatp.shim.compiler import is_compiled
@@ -112,7 +112,8 @@ def build_pipeline(
     ranks = mesh.size("pp")
     settings = _settings(options, ranks)
     schedule = settings.schedule(settings.microbatches)
-    units, idle, touched = _in_order(parallel.module, find_units(parallel.module), example, mesh.device, parallel.sizes)
+    found = _in_order(parallel.module, find_units(parallel.module), example, mesh.device, parallel.sizes)
+    units = found.order
     whole = [unit for unit in units if is_compiled(parallel.module.get_submodule(unit))]
     around = [name for name in modules_around(units) if is_compiled(parallel.module.get_submodule(name))]
     if around or (whole and len(units) < schedule.stages):
@@ -121,7 +122,7 @@ def build_pipeline(
             f"MegaTPStrategy: `{whole[0]}` is compiled as a whole, and pp={ranks} can't cut compiled code. Compile its"
             " blocks one by one instead (`block.compile()`), or use pp=1."
         )
-    costs = {unit: 0.0 if unit in idle else cost for unit, cost in unit_costs(parallel.module, units).items()}
+    costs = {unit: 0.0 if unit in found.idle else cost for unit, cost in unit_costs(parallel.module, units).items()}
     stage_of_unit = None
     if options.stages is None:
         stage_of_unit = _with_twins(parallel, units, schedule.stages, costs, example, mesh.device)
@@ -163,7 +164,7 @@ def build_pipeline(
         stage_of_unit,
         sizes,
         compiled,
-        touched,
+        found.touched,
     )
 
 
@@ -177,8 +178,8 @@ def _put_off(parallel: ParallelModule, units: Sequence[str], schedule: Schedule)
 def units_in_use(parallel: ParallelModule, example: Example | None, device: torch.device) -> tuple[list[str], set[str]]:
     """The units that a step calls, as far as that can be found out; and the names of their parameters that it also uses
     beside them."""
-    units, _, touched = _in_order(parallel.module, find_units(parallel.module), example, device, parallel.sizes)
-    return units, touched
+    found = _in_order(parallel.module, find_units(parallel.module), example, device, parallel.sizes)
+    return found.order, found.touched
 
 
 def _with_twins(
@@ -224,12 +225,12 @@ def _flows_forward(
     return True
 
 
-def used_beside(module: nn.Module, layers: Sequence[str], example: Example | None) -> set[str]:
-    """The names of the parameters of some layers that a step uses otherwise than by calling these layers, as far as
+def used_beside(module: nn.Module, units: Sequence[str], example: Example | None) -> set[str]:
+    """The names of the parameters of some layers and blocks that a step uses otherwise than by calling these, as far as
     that can be found out. The module may not be on its device yet."""
     tensors = (x.device for x in (*module.parameters(), *module.buffers()) if not x.is_meta)
     device = next(tensors, torch.device("cpu"))
-    return _in_order(module, list(layers), example, device)[2] if layers else set()
+    return _in_order(module, list(units), example, device).touched if units else set()
 
 
 def _in_order(
@@ -238,18 +239,15 @@ def _in_order(
     example: Example | None,
     device: torch.device,
     sizes: Sizes | None = None,
-) -> tuple[list[str], set[str], set[str]]:
-    """The units in the order in which a step calls them, which is not always that of definition; those that it does
-    not call; and the names of their parameters that it uses beside them."""
+) -> UnitsOfStep:
+    """The units in the order in which a step calls them, which is not always that of definition."""
     if example is None or example.batch is None:
-        return units, set(), set()
+        return UnitsOfStep(units)
     batch = apply_to_collection(example.batch, Tensor, lambda x: x.to(device))
     try:
-        order = execution_order(module, units, example.bare_step, batch, sizes)
-        called, touched = called_units(module, order, example.bare_step, batch, sizes)
-        return order, set(order) - set(called), touched
+        return units_of_step(module, units, example.bare_step, batch, sizes)
     except Exception:
-        return units, set(), set()  # what keeps the step from being looked at is told when the first batch is planned
+        return UnitsOfStep(units)  # what keeps the step from being looked at is told when the first batch is planned
 
 
 def reuse_pipeline(pipeline: Pipeline, mesh: ParallelMesh, options: PipelineOptions) -> None:

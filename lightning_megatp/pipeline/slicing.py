@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -279,32 +279,44 @@ class Slicer:
         tracer.consume(result, gradient=False, by="the result of the step")
 
 
-def execution_order(
-    module: nn.Module, units: Sequence[str], step: Step, batch: Any, sizes: Sizes | None = None
-) -> list[str]:
-    """The units in the order in which a step first calls them; those that it never calls follow the one defined before.
+@dataclass(frozen=True)
+class UnitsOfStep:
+    """How a step uses the units of a module."""
 
-    A unit that is never called because the model calls its parts, is replaced by these.
+    order: list[str]
+    """In which they are first called; those that never are follow the one defined before."""
+    idle: set[str] = field(default_factory=set)
+    """Those that never are."""
+    touched: set[str] = field(default_factory=set)
+    """Names of their parameters that the step uses beside them."""
+
+
+def units_of_step(
+    module: nn.Module, units: Sequence[str], step: Step, batch: Any, sizes: Sizes | None = None
+) -> UnitsOfStep:
+    """Dry-run a step between units. One that is never called because the model calls its parts is replaced by these.
+
+    Raises:
+        SliceError: see `Slicer.plan`.
     """
-    called, _ = called_units(module, units, step, batch, sizes)
+    called, touched = _called(module, units, step, batch, sizes)
     parts = {unit: children_of(module, unit) for unit in units if unit not in called}
     split = [part for unit in units for part in parts.get(unit) or [unit]]
     if split != list(units):
-        called_parts, _ = called_units(module, split, step, batch, sizes)
+        called_parts, _ = _called(module, split, step, batch, sizes)
         split = [part for unit in units for part in _used(unit, parts, called_parts)]
         if split != list(units):
-            return execution_order(module, split, step, batch, sizes)
+            return units_of_step(module, split, step, batch, sizes)
     order = list(called)
     for before, unit in zip(["", *units], units, strict=False):
         if unit not in called:
             order.insert(order.index(before) + 1 if before in order else 0, unit)
-    return order
+    return UnitsOfStep(order, set(order) - set(called), touched)
 
 
-def called_units(
-    module: nn.Module, units: Sequence[str], step: Step, batch: Any, sizes: Sizes | None = None
+def _called(
+    module: nn.Module, units: Sequence[str], step: Step, batch: Any, sizes: Sizes | None
 ) -> tuple[list[str], set[str]]:
-    """The units that a step calls, in order; and the names of their parameters that it uses beside them."""
     slicer = Slicer(module, dict.fromkeys(units, 0), 1, sizes)
     try:
         plan = slicer.plan(step, batch)

@@ -49,12 +49,19 @@ class ParallelPlan:
     """Whether the model has compiled modules, which can't take shards that report whole sizes."""
     how: dict[str, str] = field(default_factory=dict)
     """Layers that were planned automatically -> how, in words."""
+    proven: list[str] = field(default_factory=list)
+    """Blocks that were run whole and split, and did the same with all that they use of their layers."""
     used_twice: set[str] = field(default_factory=set)
     """Modules in sequence regions that use a parameter more than once, perhaps on whole values too."""
     whole_sequences: list[str] = field(default_factory=list)
     """Modules of the style `sequence` that meet compiled code, where their tokens stay whole."""
     whole: dict[str, str] = field(default_factory=dict)
     """Linear layers that were probed and stay whole -> why."""
+
+    def outermost(self) -> list[str]:
+        """The proven blocks, and the layers outside of them."""
+        inside = tuple(f"{block}." for block in self.proven)
+        return [*self.proven, *(name for name in self.layers if not f"{name}.".startswith(inside))]
 
 
 def plain_name(name: str) -> str:

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_megatp.pipeline.plan import SliceError, SlicePlan
-from lightning_megatp.pipeline.slicing import Slicer, StageRun, execution_order
+from lightning_megatp.pipeline.slicing import Slicer, StageRun, units_of_step
 from lightning_megatp.pipeline.units import assign, find_units
 from lightning_megatp.shim.torch import is_fake
 from tests.pipeline_models import (
@@ -61,7 +61,7 @@ def pipeline(
     stages: list[list[str]] | None = None,
     prepare: Callable[[nn.Module], None] = lambda module: None,
 ) -> Pipeline:
-    units = execution_order(module, find_units(module), module.training_step, batch)
+    units = units_of_step(module, find_units(module), module.training_step, batch).order
     cost = {unit: sum(p.numel() for p in module.get_submodule(unit).parameters()) for unit in units}
     stage_of_unit = assign(units, n, cost, stages)
     modules = [copy.deepcopy(module) for _ in range(n)]

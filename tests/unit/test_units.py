@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_megatp.pipeline.slicing import execution_order
+from lightning_megatp.pipeline.slicing import units_of_step
 from lightning_megatp.pipeline.units import assign, find_units, frozen_twins
 from tests.pipeline_models import CASES, GPT, Block, tokens
 
@@ -109,7 +109,7 @@ def test_execution_order() -> None:
 
     module = Reversed()
     units = find_units(module)
-    order = execution_order(module, units, module.training_step, tokens())
+    order = units_of_step(module, units, module.training_step, tokens()).order
     assert order == ["tokens", "blocks.3", "blocks.2", "blocks.1", "blocks.0", "norm", "head", "unused"]
     assert "forward" not in module.blocks[0].__dict__
 
@@ -131,7 +131,7 @@ def test_units_that_are_never_called_are_opened_where_their_parts_are() -> None:
     module = Parts()
     units = find_units(module)
     assert "holder" in units
-    order = execution_order(module, units, module.training_step, tokens())
+    order = units_of_step(module, units, module.training_step, tokens()).order
     assert order[:4] == ["tokens", "holder.first", "holder.second", "blocks.0"]
 
 

@@ -80,6 +80,7 @@ def discover(model: nn.Module, tp: int, kinds: Sequence[Block], plan: ParallelPl
         result = plan_block(kind, tp, trusted, least, not plan.compiled, read)
         found.results.append(result)
         found.problems += _spread(plan, result, model)
+        plan.proven += [] if result.problem else map(plain_name, kind.names)
     found.problems += _plan_whole_modules(plan, model, tp)
     _plan_tables(plan, model, tp)
     _plan_convolutions(plan, model, tp, least)
