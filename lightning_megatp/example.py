@@ -72,17 +72,22 @@ class Example:
             batch = split_batch(batch, -(-rows // self.rows))[0]
         return self.precision.convert_input(self._by_hooks(batch))
 
-    def of_samples(self, count: int) -> Any:
-        """What the loader makes of so many samples; None if there are fewer, or if it takes none."""
+    def of_samples(self, *counts: int) -> dict[int, Any]:
+        """What the loader makes of so many samples, for each count; nothing if there are fewer, or if it takes none."""
         if self.takes_iterator:
-            return None
+            return {}
         loaders = first_loaders(self.trainer)
         try:
             with random_state_kept(), untouched(self.module), torch.no_grad():
-                samples = _samples(loaders, count) if isinstance(loaders, DataLoader) and _collates(loaders) else []
-                return self._by_hooks(loaders.collate_fn(samples)) if samples and len(samples) == count else None
+                samples = (
+                    _samples(loaders, max(counts)) if isinstance(loaders, DataLoader) and _collates(loaders) else []
+                )
+                if not samples or len(samples) < max(counts):
+                    return {}
+                made = {n: loaders.collate_fn(copy.deepcopy(samples[:n])) for n in counts}  # some change their samples
+                return {n: self._by_hooks(batch) for n, batch in made.items()}
         except Exception:
-            return None  # what keeps batches from being loaded is told by who needs one
+            return {}  # what keeps batches from being loaded is told by who needs one
 
     def _by_hooks(self, batch: Any) -> Any:
         for hook in _HOOKS if not any(x.is_meta for x in tensors_in(batch)) else ():
