@@ -310,7 +310,7 @@ class _SequenceEntry:
             )
         if isinstance(x, SequenceShard) or self.context.is_dry(x):
             return None
-        shard: Tensor = SequenceShard.shard(x, self.style.dim, self.context)
+        shard: Tensor = SequenceShard.shard(gathered(x), self.style.dim, self.context)
         if isinstance(where, int):
             args = (*args[:where], shard, *args[where + 1 :])
         else:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from tests.ranks import RankError, run_ranks, run_reference
-from tests.unit.auto_models import HIDDEN, Fused, Model
+from tests.unit.auto_models import HIDDEN, Block, Fused, Model
 
 QUIET: dict[str, Any] = {
     "logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False,
@@ -170,6 +170,54 @@ def test_what_is_found_suits_stages() -> None:
     for losses, _ in found:
         assert losses == pytest.approx(expected, rel=1e-9)
     assert sum(own for _, own in found) < 1.2 * size, "cut over stages, and split over tensor ranks"
+
+
+class Factorized(LightningModule):
+    """Narrow embeddings, projected to a width that is also the number of positions, so that the projection looks like a
+    head, which is gathered on demand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tok, self.position = nn.Embedding(40, 12), nn.Embedding(HIDDEN, 12)
+        self.project, self.head = nn.Linear(12, HIDDEN), nn.Linear(HIDDEN, 40)
+        self.blocks = nn.ModuleList(Block(Fused(), i) for i in range(2))
+        self.losses: list[float] = []
+
+    def training_step(self, ids: Tensor, batch_idx: int) -> Tensor:
+        x = self.project(self.tok(ids) + self.position.weight[: ids.shape[1]])
+        for block in self.blocks:
+            x = block(x)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.losses.append(float(outputs["loss"]))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+def fit_factorized(rank: int, world_size: int) -> list[float]:
+    strategy: Any = "auto"
+    if world_size > 1:
+        from lightning_megatp import MegaTPStrategy
+
+        strategy = MegaTPStrategy(tp=world_size, summary=False)
+    torch.manual_seed(0)
+    module = Factorized()
+    options: dict[str, Any] = {"accelerator": "cpu", "precision": "64-true", "max_epochs": 1, **QUIET}
+    ids = torch.randint(0, 40, (12, 6), generator=torch.Generator().manual_seed(3))
+    Trainer(devices=world_size, strategy=strategy, **options).fit(module, DataLoader(ids, batch_size=4))
+    return module.losses
+
+
+def fit_factorized_alone() -> list[float]:
+    return fit_factorized(0, 1)
+
+
+def test_features_gathered_on_demand_enter_sequence_regions() -> None:
+    expected = run_reference(fit_factorized_alone)
+    for losses in run_ranks(2, fit_factorized):
+        assert losses == pytest.approx(expected, rel=1e-9)
 
 
 def evaluate(rank: int, world_size: int, what: str) -> tuple[Any, int]:
