@@ -7,7 +7,7 @@ layer, the optimizer, state dicts). Using one gathers the parameter, differentia
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -98,8 +98,8 @@ class WholeParameter(torch.Tensor):
         first = args[0] if args and isinstance(args[0], WholeParameter) else None
         if first is not None and name in _METADATA:
             return func(first.shard, *args[1:], **kwargs)
-        if first is not None and name in _SIZES:
-            return func(torch.empty(first.spec.shape, device="meta"), *args[1:], **kwargs)
+        if first is not None and name in SIZES:
+            return size_of(first.spec.shape, func, *args[1:], **kwargs)
         if first is not None and name in ("data", "detach") and len(args) == 1:
             return cls.of(func(first.shard), first.parameter, first.spec, first.context)
         if first is not None and (name in _REFUSED or is_in_place(name)):
@@ -130,6 +130,11 @@ def _whole(x: Any, operation: str) -> Any:
     return gather_parameter(x.shard, x.spec, x.context.group)
 
 
+def size_of(shape: Sequence[int], ask: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """What a tensor of a shape answers to one of `SIZES`."""
+    return ask(torch.empty(shape, device="meta"), *args, **kwargs)
+
+
 def used_outside(name: str) -> str:
     """What is wrong about that, in pipelines, where optimizers and plans know parameters before any step runs."""
     return (
@@ -145,7 +150,8 @@ _METADATA = operation_names(
     register_hook register_post_accumulate_grad_hook
     """
 )
-_SIZES = operation_names("shape size numel nelement __len__ stride is_contiguous")
+SIZES = operation_names("shape size numel nelement __len__ stride is_contiguous")
+"""What asks a tensor for no more than its size."""
 _REFUSED = operation_names("grad retain_grad set_ __setstate__ swap")
 _ELEMENTWISE_IN_PLACE = operation_names(
     "clamp_ clamp_min_ clamp_max_ clip_ mul_ div_ add_ sub_ zero_ fill_ neg_ abs_ nan_to_num_ __imul__ __itruediv__"
