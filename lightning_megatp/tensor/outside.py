@@ -94,6 +94,9 @@ class WholeParameter(torch.Tensor):
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func is torch.autograd.grad:
+            with DisableTorchFunction():
+                return func(*args, **kwargs)  # it is the layers that have used the shard: see `PartialGradients`
         name = operation_name(func)
         first = args[0] if args and isinstance(args[0], WholeParameter) else None
         if first is not None and name in _METADATA:
@@ -119,15 +122,22 @@ class WholeParameter(torch.Tensor):
 def _whole(x: Any, operation: str) -> Any:
     if not isinstance(x, WholeParameter):
         return x
+    check_undivided(x, operation)
+    if x.context.pipelined:
+        raise RuntimeError(f"MegaTPStrategy: {used_outside(x.spec.name)}")
+    x.context.outside.setdefault(id(x.parameter), (x.parameter, operation))
+    return gather_parameter(x.shard, x.spec, x.context.group)
+
+
+def check_undivided(x: WholeParameter, operation: str) -> None:
+    """Raises:
+    RuntimeError: what tensor ranks hold of a parameter, zero > 0 has divided further.
+    """
     if isinstance(x.shard, DTensor):
         raise RuntimeError(
             f"MegaTPStrategy: the step uses `{x.spec.name}` outside of its own layer (`{operation}`), while with"
             " zero > 0 only rows of it are here. Take its layer out of the plan, or use zero=0."
         )
-    if x.context.pipelined:
-        raise RuntimeError(f"MegaTPStrategy: {used_outside(x.spec.name)}")
-    x.context.outside.setdefault(id(x.parameter), (x.parameter, operation))
-    return gather_parameter(x.shard, x.spec, x.context.group)
 
 
 def size_of(shape: Sequence[int], ask: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
