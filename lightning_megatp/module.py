@@ -18,7 +18,7 @@ from lightning_megatp.messages import warn_once_per_run
 from lightning_megatp.plan.parallel_plan import ParallelPlan
 from lightning_megatp.plan.ranges import length
 from lightning_megatp.plan.shard import ShardedTensorSpec, ShardSpec
-from lightning_megatp.shim.autograd import handle_checkpoints
+from lightning_megatp.shim.autograd import handle_checkpoints, handle_grad
 from lightning_megatp.shim.compiler import uncompiled
 from lightning_megatp.shim.torch import tree_map
 from lightning_megatp.tensor.context import Region, TensorContext
@@ -224,6 +224,8 @@ class ParallelModule:
             stack.enter_context(self.context.running(user_code=True))
             if self.uncompiled:
                 stack.enter_context(uncompiled())
+            if self.has_regions:
+                stack.enter_context(handle_grad(self.partial.differentiate))
             if self._has_shards:
                 stack.enter_context(functions_take_whole())
                 stack.enter_context(handle_checkpoints(unwrapped))

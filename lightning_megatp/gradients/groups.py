@@ -1,10 +1,10 @@
 """The optimizers' groups. On a pipeline stage they hold what the stage does, with zero > 0 this rank's rows; who adds
-some, or looks for the module's parameters in them, finds those of all stages, as on one device."""
+some, or looks for the module's parameters in them, finds those of all stages, as on one device, and their sizes."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,21 +13,30 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from lightning_megatp.gradients.sharding import ZeroSharding
+from lightning_megatp.module import ParallelModule
 from lightning_megatp.pipeline.pipeline import Pipeline
 from lightning_megatp.shim.torch import is_fake
+from lightning_megatp.tensor.functions import operation_name
+from lightning_megatp.tensor.outside import SIZES, size_of
 
 
 class Groups:
     """Args:
+    parallel: the module.
     pipeline: None at pp=1.
     sharding: None at zero=0.
     optimizers: those that there are now.
     """
 
     def __init__(
-        self, pipeline: Pipeline | None, sharding: ZeroSharding | None, optimizers: Callable[[], Sequence[Optimizer]]
+        self,
+        parallel: ParallelModule,
+        pipeline: Pipeline | None,
+        sharding: ZeroSharding | None,
+        optimizers: Callable[[], Sequence[Optimizer]],
     ) -> None:
-        self._pipeline, self._sharding, self._optimizers = pipeline, sharding, optimizers
+        self._parallel, self._pipeline, self._sharding = parallel, pipeline, sharding
+        self._optimizers = optimizers
         self._names: dict[int, list[list[str]]] = {}
         """id(optimizer) -> the names of its parameters on all stages, group by group."""
 
@@ -41,7 +50,7 @@ class Groups:
         with contextlib.ExitStack() as stack:
             if self._pipeline is not None:
                 stack.enter_context(self._pipeline.slicer.present())
-            stack.enter_context(_ByIdentity())
+            stack.enter_context(_Whole(self._shapes()))
             for optimizer in self._optimizers():
                 self._show(optimizer)
             try:
@@ -51,6 +60,12 @@ class Groups:
                     self._names = {id(optimizer): self._keep_own(optimizer) for optimizer in self._optimizers()}
                 if self._sharding is not None:
                     self._sharding.give_to(self._optimizers())
+
+    def _shapes(self) -> dict[int, Sequence[int]]:
+        """id(parameter) -> the whole one's shape, where tensor ranks hold parts."""
+        parallel = self._parallel
+        pairs = ((p, parallel.spec(parallel.held(p))) for p in parallel.module.parameters())
+        return {id(p): spec.shape for p, spec in pairs if spec is not None}
 
     def _show(self, optimizer: Optimizer) -> None:
         if self._sharding is not None:
@@ -76,13 +91,19 @@ class Groups:
         return found
 
 
-class _ByIdentity(TorchFunctionMode):
-    """Parameters without data, or of which rows are here, are equal to themselves: BaseFinetuning compares by values
-    what it adds."""
+class _Whole(TorchFunctionMode):
+    """Parameters of which a rank holds a part have the size of the whole ones: rates are chosen by it. Those without
+    data, or of which rows are here, are equal to themselves: BaseFinetuning compares by values what it adds."""
+
+    def __init__(self, shapes: Mapping[int, Sequence[int]]) -> None:
+        super().__init__()
+        self._shapes = shapes
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is torch.equal and any(is_fake(x) or isinstance(x, DTensor) for x in args):
             return args[0] is args[1]
+        if args and operation_name(func) in SIZES and (shape := self._shapes.get(id(args[0]))) is not None:
+            return size_of(shape, func, *args[1:], **(kwargs or {}))
         return func(*args, **(kwargs or {}))

@@ -54,7 +54,7 @@ class GradientMethods(Parts):
     def setup_optimizers(self, trainer: Any) -> None:
         """Each pipeline stage optimizes what it holds, which may be nothing, though `configure_optimizers` finds the
         parameters of all."""
-        self._groups = Groups(self.pipeline, self.sharding, lambda: self.optimizers)
+        self._groups = Groups(self._parallel(), self.pipeline, self.sharding, lambda: self.optimizers)
         with self._groups.whole():
             super().setup_optimizers(trainer)
             self._give_new_parameters()

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lightning_megatp.plan.shard import ShardedTensorSpec
+from lightning_megatp.shim.autograd import Engine
 from lightning_megatp.tensor.lineage import Lineage, trace_regions
+from lightning_megatp.tensor.outside import WholeParameter, check_undivided
+from lightning_megatp.tensor.parameters import gather_shards
 
 if TYPE_CHECKING:
     from lightning_megatp.module import ParallelModule
@@ -118,6 +121,52 @@ class PartialGradients:
             else:
                 self._partial[parameter_id] = lineage.leaves[parameter_id]
 
+    def differentiate(
+        self,
+        outputs: Sequence[Tensor],
+        inputs: Sequence[Any],
+        create_graph: bool,
+        engine: Engine,
+    ) -> Sequence[Tensor | None]:
+        """`torch.autograd.grad` in a step: the gradients of parameters are those of one device.
+
+        Args:
+            outputs: of which, where values are whole.
+            inputs: with respect to what; split parameters as the step sees them.
+            create_graph: whether the gradients will be differentiated.
+            engine: torch's, on inputs.
+
+        Raises:
+            RuntimeError: gradients of which ranks have parts have no graph that is whole.
+
+        Communication: an all-gather or all-reduce for each parameter of which tensor ranks have a part of the gradient.
+        """
+        for x in inputs:
+            if isinstance(x, WholeParameter):
+                check_undivided(x, "grad")
+        own = tuple(x.parameter if isinstance(x, WholeParameter) else x for x in inputs)
+        known = {id(p) for p in self._parallel.names.values()}
+        used = trace_regions(outputs).regions if any(id(x) in known for x in own) else {}
+        regions = [used.get(id(x), set()) if id(x) in known else set() for x in own]
+        for x, at in zip(own, regions, strict=True):
+            if at - {"whole"} and (create_graph or "whole" in at):
+                name = self._parallel.name_of(id(x))
+                raise RuntimeError(_differentiated(name) if create_graph else _mixed(name, at))
+        found = zip(own, regions, engine(own), strict=True)
+        return tuple(self._complete(x, gradient) if at - {"whole"} else gradient for x, at, gradient in found)
+
+    def _complete(self, parameter: Tensor, gradient: Tensor | None) -> Tensor | None:
+        if gradient is None:
+            return None
+        group, spec = self._parallel.context.group, self._parallel.spec(parameter)
+        if spec is not None and not spec.shared:
+            return gather_shards(gradient, spec, group)
+        if spec is not None:
+            gradient, part = gradient.new_zeros(spec.shape), gradient
+            spec.spec(self._parallel.context.rank).put(gradient, part)
+        dist.all_reduce(gradient, group=group)
+        return gradient
+
     def forget(self) -> None:
         """Gradients are complete: the next backward starts a new account of what is partial."""
         self._partial.clear()
@@ -173,6 +222,14 @@ def _mixed(name: str, regions: set[str]) -> str:
         f" ({', '.join(sorted(regions))}); its gradient would be summed wrongly over the tensor ranks. A value"
         " enters such a region only through its `column` layers: take the region's layers out of the plan, or"
         f" compute what depends on `{name}` outside of it."
+    )
+
+
+def _differentiated(name: str) -> str:
+    return (
+        f"MegaTPStrategy: the step differentiates with respect to `{name}`, with create_graph=True, and each tensor"
+        " rank has a part of that gradient, which can't be differentiated again. Leave the layers that use it out of"
+        " the plan, or, if it is not split itself, use sequence_parallel=False."
     )
 
 

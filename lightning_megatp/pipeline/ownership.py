@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_megatp.pipeline.snapshot import kept_by
 from lightning_megatp.shim.torch import FakeTensorMode, is_fake
 
 _KINDS = ("_parameters", "_buffers")
@@ -52,11 +53,17 @@ class Ownership:
         return {id(p): name for name, p in self._module.named_parameters()}
 
     def of_units(self) -> dict[int, set[int]]:
-        """id(parameter or buffer of a unit) -> the stages of its units, and of operations that were seen using it."""
+        """id(parameter or buffer of a unit, or a table that only units keep) -> the stages of its units, and of
+        operations that were seen using it."""
         modules = dict(self._module.named_modules())
+        inside = {unit: list(modules[unit].modules()) for unit in self._stage_of_unit}
+        in_units = {child for children in inside.values() for child in children}
+        others = {id(x) for x in kept_by(child for child in modules.values() if child not in in_units)}
+        others |= {id(x) for x in (*self._module.parameters(), *self._module.buffers())}
         owners: dict[int, set[int]] = {}
         for unit, stage in self._stage_of_unit.items():
-            for tensor in (*modules[unit].parameters(), *modules[unit].buffers()):
+            tables = (x for x in kept_by(inside[unit]) if id(x) not in others)
+            for tensor in (*modules[unit].parameters(), *modules[unit].buffers(), *tables):
                 owners.setdefault(id(tensor), set()).add(stage)
         for tensor_id, name in self.names.items():
             if tensor_id in owners:

@@ -31,7 +31,7 @@ def make_plan(
         SliceError: a stage has nothing to do, or a stage changes what others use.
     """
     changed = tracer.values.changed_for_good(tracer.owners)
-    tracer.values.find_gradients()
+    tracer.values.find_gradients(n_stages - 1)
     for stage in range(n_stages):
         if not any(operation.stage == stage for operation in tracer.operations):
             if "failed" in tracer.misled:

@@ -7,7 +7,7 @@ import functools
 import random
 import sys
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -34,7 +34,7 @@ class Snapshot:
 
     def __init__(self, owner: Any) -> None:
         self._owner = owner
-        self._holders = [(holder, _copy(holder)) for holder in _holders(owner)]
+        self._holders = [(holder, _copy(holder)) for holder in self._found()]
 
     @functools.cached_property
     def tensors(self) -> dict[int, Tensor]:
@@ -54,7 +54,7 @@ class Snapshot:
 
     def new_tensors(self) -> list[Tensor]:
         """What hangs on the owner now and did not before."""
-        return [x for holder in _holders(self._owner) for x in _tensors(holder) if id(x) not in self.tensors]
+        return [x for holder in self._found() for x in _tensors(holder) if id(x) not in self.tensors]
 
     def replaced_tensors(self) -> list[tuple[str, Tensor]]:
         """Attributes and entries that were tensors and now are others: name, and the tensor before."""
@@ -64,6 +64,14 @@ class Snapshot:
                 pairs = [(str(key), x, holder.get(key)) for key, x in before.items()]
                 found += [(key, x, y) for key, x, y in pairs if isinstance(x, Tensor) and isinstance(y, Tensor)]
         return [(key, x) for key, x, y in found if x is not y]
+
+    def _found(self) -> list[Any]:
+        return _holders(self._owner.modules() if isinstance(self._owner, nn.Module) else [self._owner])
+
+
+def kept_by(modules: Iterable[nn.Module]) -> list[Tensor]:
+    """What hangs on modules, without their submodules: parameters and buffers, and tables that they have made."""
+    return [x for holder in _holders(modules) for x in _tensors(holder)]
 
 
 @contextlib.contextmanager
@@ -81,10 +89,9 @@ def random_state_kept() -> Iterator[None]:
                 numpy.random.set_state(of_numpy)
 
 
-def _holders(owner: Any) -> list[Any]:
-    """Everything under an object that can be changed in place, each once; modules and objects as their `__dict__`."""
+def _holders(owners: Iterable[Any]) -> list[Any]:
+    """Everything under objects that can be changed in place, each once; modules and objects as their `__dict__`."""
     found: dict[int, Any] = {}
-    owners = owner.modules() if isinstance(owner, nn.Module) else [owner]
     waiting: list[Any] = [x.__dict__ for x in owners if hasattr(x, "__dict__")]
     while waiting:
         holder = waiting.pop()

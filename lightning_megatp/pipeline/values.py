@@ -148,12 +148,15 @@ class Values:
                 other.changed_elsewhere = (stage, by)
         return self.add(value.tensor, stage, by, key, origins)
 
-    def find_gradients(self) -> None:
-        """At the end of the step: which values reach the loss. All that could, where the dry run did not."""
+    def find_gradients(self, last_stage: int) -> None:
+        """At the end of the step: which values reach the loss. All that could, where the dry run did not: what the last
+        stage has may go on into it."""
         values = list(self.by_key.values())[::-1]
         seen = any(x is None for value in values for _, x in value.became)
         for value in values:
             value.reaches_loss = not seen
+            if not seen and last_stage in value.consumers:
+                value.became.append((last_stage, None))
         found = seen
         while found:
             found = False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -111,6 +111,30 @@ def handle_functions(
             del base.apply  # type: ignore[attr-defined]
         else:
             base.apply = outer  # type: ignore[attr-defined]
+
+
+Engine = Callable[[Sequence[Any]], Sequence[Any]]
+"""Gradients with respect to inputs."""
+
+
+@contextlib.contextmanager
+def handle_grad(handle: Callable[[Sequence[Any], Sequence[Any], bool, Engine], Sequence[Any]]) -> Iterator[None]:
+    """Let `handle(outputs, inputs, create_graph, engine)` stand for the engine in `torch.autograd.grad`, whatever name
+    that is called by. Backwards are none of its business. No public name (2.11-2.13)."""
+    original = torch.autograd._engine_run_backward
+
+    def run(outputs: Any, given: Any, keep: Any, create: bool, inputs: Any, *rest: Any, **options: Any) -> Any:
+        def engine(inputs: Sequence[Any]) -> Sequence[Any]:
+            return original(outputs, given, keep, create, inputs, *rest, **options)
+
+        in_backward = options.get("accumulate_grad", True)
+        return engine(inputs) if in_backward else handle(outputs, inputs, create, engine)
+
+    torch.autograd._engine_run_backward = run  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.autograd._engine_run_backward = original
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ layer, the optimizer, state dicts). Using one gathers the parameter, differentia
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -94,12 +94,15 @@ class WholeParameter(torch.Tensor):
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func is torch.autograd.grad:
+            with DisableTorchFunction():
+                return func(*args, **kwargs)  # it is the layers that have used the shard: see `PartialGradients`
         name = operation_name(func)
         first = args[0] if args and isinstance(args[0], WholeParameter) else None
         if first is not None and name in _METADATA:
             return func(first.shard, *args[1:], **kwargs)
-        if first is not None and name in _SIZES:
-            return func(torch.empty(first.spec.shape, device="meta"), *args[1:], **kwargs)
+        if first is not None and name in SIZES:
+            return size_of(first.spec.shape, func, *args[1:], **kwargs)
         if first is not None and name in ("data", "detach") and len(args) == 1:
             return cls.of(func(first.shard), first.parameter, first.spec, first.context)
         if first is not None and (name in _REFUSED or is_in_place(name)):
@@ -119,15 +122,27 @@ class WholeParameter(torch.Tensor):
 def _whole(x: Any, operation: str) -> Any:
     if not isinstance(x, WholeParameter):
         return x
+    check_undivided(x, operation)
+    if x.context.pipelined:
+        raise RuntimeError(f"MegaTPStrategy: {used_outside(x.spec.name)}")
+    x.context.outside.setdefault(id(x.parameter), (x.parameter, operation))
+    return gather_parameter(x.shard, x.spec, x.context.group)
+
+
+def check_undivided(x: WholeParameter, operation: str) -> None:
+    """Raises:
+    RuntimeError: what tensor ranks hold of a parameter, zero > 0 has divided further.
+    """
     if isinstance(x.shard, DTensor):
         raise RuntimeError(
             f"MegaTPStrategy: the step uses `{x.spec.name}` outside of its own layer (`{operation}`), while with"
             " zero > 0 only rows of it are here. Take its layer out of the plan, or use zero=0."
         )
-    if x.context.pipelined:
-        raise RuntimeError(f"MegaTPStrategy: {used_outside(x.spec.name)}")
-    x.context.outside.setdefault(id(x.parameter), (x.parameter, operation))
-    return gather_parameter(x.shard, x.spec, x.context.group)
+
+
+def size_of(shape: Sequence[int], ask: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """What a tensor of a shape answers to one of `SIZES`."""
+    return ask(torch.empty(shape, device="meta"), *args, **kwargs)
 
 
 def used_outside(name: str) -> str:
@@ -145,7 +160,8 @@ _METADATA = operation_names(
     register_hook register_post_accumulate_grad_hook
     """
 )
-_SIZES = operation_names("shape size numel nelement __len__ stride is_contiguous")
+SIZES = operation_names("shape size numel nelement __len__ stride is_contiguous")
+"""What asks a tensor for no more than its size."""
 _REFUSED = operation_names("grad retain_grad set_ __setstate__ swap")
 _ELEMENTWISE_IN_PLACE = operation_names(
     "clamp_ clamp_min_ clamp_max_ clip_ mul_ div_ add_ sub_ zero_ fill_ neg_ abs_ nan_to_num_ __imul__ __itruediv__"

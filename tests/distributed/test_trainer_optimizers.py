@@ -76,6 +76,37 @@ def test_an_elementwise_optimizer_steps_shards_like_whole_parameters(kind: str) 
         torch.testing.assert_close(found[name], value, atol=1e-9, rtol=0, msg=lambda text, name=name: f"{name}: {text}")
 
 
+def _rates_by_size(layout: Layout) -> list[tuple[str, float, float]]:
+    """The rate of each parameter by its width, as with muP, and its decay by its share of the model."""
+    module = variant("untied").build()
+
+    def configure() -> Optimizer:
+        total = sum(p.numel() for p in module.parameters())
+        groups = [
+            {
+                "params": [p],
+                "name": name,
+                "lr": 0.1 / p.shape[-1],
+                "weight_decay": len(p) * p.size(0) * p.numel() / total,
+            }
+            for name, p in module.named_parameters()
+        ]
+        return torch.optim.AdamW(groups)
+
+    module.configure_optimizers = configure  # type: ignore[method-assign]
+    trainer = make_trainer(layout)
+    trainer.fit(module, train_loader(layout, 1))
+    own = trainer.optimizers[0].param_groups
+    return sorted((group["name"], group["lr"], group["weight_decay"]) for group in own)
+
+
+@pytest.mark.parametrize("layout", [TP2, Layout(tp=2, dp=2, zero=3), Layout(tp=2, pp=2)], ids=str)
+def test_sizes_are_those_of_whole_parameters(layout: Layout) -> None:
+    (expected,) = run_program(PLAIN, _rates_by_size)
+    for found in run_program(layout, _rates_by_size):
+        assert found == expected
+
+
 @pytest.mark.parametrize("kind", COUPLED)
 def test_a_coupled_optimizer_is_refused(kind: str) -> None:
     with pytest.raises(RankError, match=rf"MegaTPStrategy: {kind}.* (element|couples)") as error:

@@ -130,6 +130,22 @@ class GradientPenalty(GPT):
         return loss + grad.square().sum()
 
 
+class AdaptiveWeights(GPT):
+    """Losses weighed by their gradients on shared layers (VQGAN, GradNorm): on split and whole parameters, in regions
+    and outside of them."""
+
+    def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        tokens_BL, targets_BL = batch
+        logits_BLV = self(tokens_BL)
+        loss = F.cross_entropy(logits_BLV.flatten(0, 1), targets_BL.flatten())
+        other = logits_BLV.square().mean()
+        shared = [*self.blocks[0].parameters(), self.norm.weight]
+        gradients = zip(*(torch.autograd.grad(x, shared, retain_graph=True) for x in (loss, other)), strict=True)
+        for mine, others in gradients:
+            loss = loss + 0.01 * other * (mine.norm() / (others.norm() + 1e-3)).detach()
+        return loss
+
+
 class ManualAccumulation(GPT):
     """Two backward passes by hand before each step, clipped by hand through Lightning."""
 

@@ -123,6 +123,7 @@ EXTRA: dict[str, Variant] = {
     "replaced": gpt(unusual.Replaced),
     "in_place": gpt(unusual.InPlace, gate="separate"),
     "gradient_penalty": gpt(unusual.GradientPenalty),
+    "adaptive_weights": gpt(unusual.AdaptiveWeights),
     "manual_accumulation": gpt(unusual.ManualAccumulation),
     "computed": gpt(unusual.Computed, plan={"head": None}, tied=False),
     "dropout": gpt(dropout=0.1),

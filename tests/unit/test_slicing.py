@@ -631,6 +631,52 @@ def test_a_value_that_a_unit_takes_from_an_attribute_is_relayed() -> None:
     assert_same(whole, pipe, runs[-1][1].result, loss)
 
 
+class Rotated(nn.Module):
+    """A block that makes a table when it is first called, and a longer one for a longer sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(HIDDEN, HIDDEN)
+        self.table: tuple[Tensor, Tensor] | None = None
+
+    def forward(self, x_BLD: Tensor) -> Tensor:
+        length = x_BLD.shape[1]
+        if self.table is None or len(self.table[0]) < length:
+            angle_L1 = torch.arange(length, dtype=x_BLD.dtype)[:, None]
+            self.table = angle_L1.cos(), angle_L1.sin()
+        cos_L1, sin_L1 = (part[:length] for part in self.table)
+        return self.linear(x_BLD) * cos_L1 + x_BLD * sin_L1
+
+
+def test_tables_that_units_make_and_keep() -> None:
+    """Those of other stages' units are never made, which makes no difference to the plans."""
+    torch.manual_seed(0)
+    module, batch = GPT().double(), tokens()
+    for i in range(len(module.blocks)):
+        module.blocks[i] = Rotated().double()
+    pipe = pipeline(module, batch, 2, STAGES)
+    for length in (6, 3, 8):
+        check_with_plans_of(pipe, module, tokens(length))
+        assert len({plan.digest() for plan in pipe.plans}) == 1
+
+
+def test_a_fixed_point_may_be_sought_on_the_last_stage() -> None:
+    """Without gradients, by values; the step that has some comes after it."""
+
+    def seek(model: Leaking, x: Tensor) -> Tensor:
+        x, z = model.blocks[0](x), torch.zeros_like(x)
+        with torch.no_grad():
+            for _ in range(20):
+                z, before = 0.1 * model.blocks[3](z) + x, z
+                if (z - before).abs().max() < 1e-3:
+                    break
+        return 0.1 * model.blocks[3](z) + x
+
+    torch.manual_seed(0)
+    module, batch = Leaking(seek).double(), tokens()
+    check_with_plans_of(pipeline(module, batch, 2, STAGES), module, batch)
+
+
 def test_values_may_decide_on_the_last_stage() -> None:
     class Selecting(Block):
         def forward(self, x_BLD: Tensor) -> Tensor:
