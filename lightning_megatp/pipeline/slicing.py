@@ -32,7 +32,7 @@ from lightning_megatp.pipeline.tracing import Tracer
 from lightning_megatp.pipeline.units import children_of
 from lightning_megatp.pipeline.values import Values
 from lightning_megatp.pipeline.weights import TargetCount
-from lightning_megatp.shim.autograd import handle_functions
+from lightning_megatp.shim.autograd import checkpoints_ended, handle_functions
 from lightning_megatp.shim.compiler import uncompiled
 from lightning_megatp.shim.torch import FakeTensorMode, is_fake, tensor_version
 
@@ -169,7 +169,7 @@ class Slicer:
         batch = copy.deepcopy(batch) if plan.changes_batch else batch
         self._before_rehearsals = self._before_rehearsals or Snapshot(self.module)
         try:
-            with random_state_kept(), self._by(mode, plan), contextlib.suppress(StepEnded), mode:
+            with random_state_kept(), checkpoints_ended(), self._by(mode, plan), contextlib.suppress(StepEnded), mode:
                 step(batch)
             mode.check(skipped=False)
         except SliceError:
@@ -239,6 +239,7 @@ class Slicer:
                 stack.enter_context(torch.inference_mode(False))  # inference tensors can't tell in-place changes
                 stack.enter_context(torch.set_grad_enabled(grad))
                 stack.enter_context(uncompiled())
+                stack.enter_context(checkpoints_ended())
                 yield
         finally:
             self._fake_mode.allow_non_fake_inputs = False

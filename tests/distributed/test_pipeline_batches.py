@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.distributed.training import Layout, make_trainer, run_program
@@ -157,3 +158,36 @@ def test_batches_of_an_own_class_are_changed_once_and_let_go_of(schedule: str) -
     for losses, kept, made in run_program(Layout(pp=2, schedule=schedule), _own_class):
         assert losses == pytest.approx(expected, rel=1e-9)
         assert made == 1 and kept <= 1, "one plan is for all rows, and no microbatch is its key"
+
+
+class BranchesInCheckpoints(Blocks):
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        x, mask = batch
+
+        def run(h: Tensor, block: nn.Module) -> Tensor:
+            h = block(h)
+            return h * mask[:, None] if bool((mask == 0).any()) else h
+
+        for block in self.blocks:
+            x = checkpoint(run, x, block, use_reentrant=False)
+        return x.square().mean()
+
+
+def _branches(layout: Layout) -> list[float]:
+    gc.disable()  # what an error left open in torch 2.11 stays open
+    try:
+        x = torch.randn(32, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        mask = torch.ones(32, dtype=torch.float64)
+        mask[8:12] = 0
+        module = BranchesInCheckpoints()
+        trainer = make_trainer(layout, **({} if layout.plain else {"strategy": {"plan": None}}))
+        trainer.fit(module, DataLoader(TensorDataset(x, mask), batch_size=8))
+        return module.losses
+    finally:
+        gc.enable()
+
+
+def test_a_plan_that_is_left_inside_of_an_activation_checkpoint() -> None:
+    expected = run_program(Layout(plain=True), _branches)[0]
+    for found in run_program(Layout(pp=2, microbatches=1), _branches):
+        assert found == pytest.approx(expected, rel=1e-9)
