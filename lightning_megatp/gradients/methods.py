@@ -226,7 +226,8 @@ class GradientMethods(Parts):
         assert module is not None
         if self._window_open or (module.automatic_optimization and self.tp == self.pp == 1):
             return
-        held = map(parallel.held, self._all_parameters(module))
+        every = self._all_parameters(module) if self.pipeline is None else parallel.names.values()
+        held = map(parallel.held, every)
         self._kept = {p: p.grad for p in held if p.grad is not None}
         for parameter in self._kept:
             parameter.grad = None
