@@ -41,6 +41,8 @@ class GradientMethods(Parts):
         self._buckets: GradientBuckets | None = None
         self._window_open = False
         """Whether batches were accumulated since the gradients were averaged last."""
+        self._kept: dict[Tensor, Tensor] = {}
+        """Parameter -> its gradient from before the window, which nobody has cleared."""
         self._walked: tuple[tuple[int, list[int]], list[nn.Parameter]] | None = None
         """When the module was walked last, and its parameters."""
         self._bucketed: tuple[list[nn.Parameter], list[bool], bool] | None = None
@@ -115,7 +117,7 @@ class GradientMethods(Parts):
             parallel.partial.trace([closure_loss])
             if self.sharding is not None:
                 self.sharding.drop_old()
-            held = {} if module.automatic_optimization else self._set_aside_gradients()
+            self._set_aside_gradients()
             self._change_gradients(widen)
             self._refresh_buckets()
             if self._buckets is not None:
@@ -137,8 +139,7 @@ class GradientMethods(Parts):
                 self.parallelism.finalize_gradients(parallel)
                 self._change_gradients(narrow)
                 parallel.partial.forget()
-            for parameter, grad in held.items():
-                parameter.grad = grad if parameter.grad is None else parameter.grad + grad
+                self._give_back_gradients()
             closure_loss = self._show_gradients(closure_loss)
         self.post_backward(closure_loss)
         return closure_loss
@@ -195,6 +196,7 @@ class GradientMethods(Parts):
     def _finish_pipeline(self, pipeline: Pipeline, closure_loss: Tensor) -> Tensor:
         """The backward of a batch that went through the pipeline: its gradients are there, and are completed."""
         parallel = self._parallel()
+        self._set_aside_gradients()
         pipeline.release(() if self._buckets is None else self._buckets.early)
         if self.sharding is not None:
             self.sharding.collect(pipeline.factor)
@@ -209,20 +211,31 @@ class GradientMethods(Parts):
                 self._change_gradients(narrow)
                 pipeline.shared.sum_gradients()
                 parallel.partial.forget()
+                self._give_back_gradients()
         elif self._buckets is None:
             self._refresh_buckets()
         closure_loss = self._show_gradients(closure_loss)
         self.post_backward(closure_loss)
         return closure_loss
 
-    def _set_aside_gradients(self) -> dict[Tensor, Tensor]:
-        """Manual optimization may call backward several times before a step: what was reduced must not be summed
-        again."""
-        assert self.lightning_module is not None
-        held: dict[Tensor, Tensor] = {p: p.grad for _, p in self._parallel().named_held() if p.grad is not None}
-        for parameter in held:
+    def _set_aside_gradients(self) -> None:
+        """What was summed over ranks must not be summed again: manual optimization may call backward several times
+        before a step, and an `optimizer_zero_grad` of the user's may clear every other time. (An average over
+        data-parallel ranks stays what it is.)"""
+        module, parallel = self.lightning_module, self._parallel()
+        assert module is not None
+        if self._window_open or (module.automatic_optimization and self.tp == self.pp == 1):
+            return
+        every = self._all_parameters(module) if self.pipeline is None else parallel.names.values()
+        held = map(parallel.held, every)
+        self._kept = {p: p.grad for p in held if p.grad is not None}
+        for parameter in self._kept:
             parameter.grad = None
-        return held
+
+    def _give_back_gradients(self) -> None:
+        for parameter, grad in self._kept.items():
+            parameter.grad = grad if parameter.grad is None else parameter.grad + grad
+        self._kept = {}
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         no_closure = getattr(closure, "__name__", "") == "do_nothing_closure"  # of LightningOptimizer.step(), manually
@@ -286,6 +299,7 @@ class GradientMethods(Parts):
             self._buckets.close()
             self._buckets = None
         self._walked = self._bucketed = None
+        self._kept, self._window_open = {}, False
 
     # ---------------------------------------------------------------- what people ask for
 

@@ -122,7 +122,7 @@ class PlainValues:
             if _is_plain(value):
                 with contextlib.suppress(pickle.PicklingError, AttributeError):  # of a class made inside a function
                     yield (*path, name), pickle.dumps(value)
-            elif _is_own_object(value) and id(value) not in self._seen:
+            elif is_own_object(value) and id(value) not in self._seen:
                 self._seen.add(id(value))
                 yield from self._plain((*path, name), value.__dict__)
 
@@ -148,7 +148,7 @@ def _is_plain(value: Any) -> bool:
     return True
 
 
-def _is_own_object(value: Any) -> bool:
+def is_own_object(value: Any) -> bool:
     """Of a class of the user's, that keeps attributes."""
     kind: Any = type(value)
     return _is_searched(kind) and _package(kind) != "transformers" and hasattr(value, "__dict__")

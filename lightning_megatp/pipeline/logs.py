@@ -23,7 +23,7 @@ from lightning_megatp.shim.torchmetrics import batch_value, set_batch_value
 
 @dataclass(frozen=True)
 class Entry:
-    """What is logged under one name, without its value."""
+    """What is logged under one name, without its numbers: the same for many batches."""
 
     name: str
     options: dict[str, Any]
@@ -32,6 +32,8 @@ class Entry:
     """The module's name of a torchmetrics object that was logged itself."""
     has_value: bool = True
     """False for a metric that was only updated, and gave nothing for this batch."""
+    sized: bool = False
+    """A batch size was logged with it."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,8 @@ class Call:
     """() float64; nan without one."""
     is_loss: Tensor | None = None
     """() bool: whether it is what the step's loss is, or the mean over targets that was counted; None for no."""
+    size: Tensor | float | None = None
+    """The batch size that was logged with it."""
 
     def beside(self, losses: Sequence[Tensor]) -> Call:
         """The same call, compared with the losses of its microbatch."""
@@ -108,8 +112,8 @@ class Logs:
         Returns:
             The facts as the others get them.
 
-        Communication: one broadcast of n + 3 + len(calls) float64, which is not waited for; the names only when they
-            are new. What lies on a device is read once, all of it together.
+        Communication: one broadcast of n + 3 + len(calls) float64, and of one per batch size, which is not waited for;
+            the names only when they are new. What lies on a device is read once, all of it together.
         """
         for work in self._leaving:
             work.wait()
@@ -117,12 +121,12 @@ class Logs:
         described = pickle.dumps(entries)
         new = described not in self._known
         number = self._known.setdefault(described, len(self._known))
-        values = [call.value for call in calls]
-        row = _on_host([float(number), float(new), *facts, *values])
+        values, sizes = [call.value for call in calls], [call.size for call in calls if call.size is not None]
+        row = _on_host([float(number), float(new), *facts, *values, *sizes])
         self._leaving = _send_sized(torch.tensor(row, dtype=torch.float64), hosts, source)
         if new:
             dist.broadcast_object_list([described], src=source, group=hosts)
-        self._replay(entries, values)
+        self._replay(entries, values, row[len(row) - len(sizes) :])
         return row[2 : 2 + len(facts)]
 
     def receive(self, n_facts: int, hosts: dist.ProcessGroup, source: int) -> list[float]:
@@ -133,15 +137,18 @@ class Logs:
             box: list[Any] = [None]
             dist.broadcast_object_list(box, src=source, group=hosts)
             self._lists.append(pickle.loads(box[0]))
-        self._replay(self._lists[int(number)], row[2 + n_facts :].to(self.device, non_blocking=True).unbind())
+        entries, numbers = self._lists[int(number)], row[2 + n_facts :]
+        values, sizes = numbers[: len(entries)], numbers[len(entries) :]
+        self._replay(entries, values.to(self.device, non_blocking=True).unbind(), sizes.tolist())
         return facts
 
     def _call(self, name: str, value: Tensor | float | Metric, options: dict[str, Any]) -> Call:
         metric = self._metric_name(value, options) if isinstance(value, Metric) else None
         given = batch_value(value) if isinstance(value, Metric) else value
         dtype = given.dtype if isinstance(given, Tensor) and given.is_floating_point() else torch.get_default_dtype()
-        entry = Entry(name, _portable(options), dtype, metric, given is not None)
-        return Call(entry, scalar(torch.nan if given is None else given, self.device))
+        size = options.pop("batch_size", None)
+        entry = Entry(name, _portable(options), dtype, metric, given is not None, size is not None)
+        return Call(entry, scalar(torch.nan if given is None else given, self.device), size=size)
 
     def _metric_name(self, metric: Metric, options: dict[str, Any]) -> str:
         found = options.get("metric_attribute") or next(
@@ -154,15 +161,22 @@ class Logs:
             )
         return str(found)
 
-    def _replay(self, entries: Sequence[Entry], values: Iterable[Tensor]) -> None:
+    def _replay(self, entries: Sequence[Entry], values: Iterable[Tensor], sizes: Sequence[float]) -> None:
+        """Args:
+        sizes: of those entries that have one.
+        """
+        remaining = iter(sizes)
         for entry, value in zip(entries, values, strict=True):
-            value = value.to(entry.dtype)
+            value, options = value.to(entry.dtype), dict(entry.options)
+            if entry.sized:
+                size = next(remaining)
+                options["batch_size"] = int(size) if size.is_integer() else size
             if entry.metric is None:
-                self._log(entry.name, value, **entry.options)
+                self._log(entry.name, value, **options)
                 continue
             metric: Any = self.module.get_submodule(entry.metric)
             set_batch_value(metric, value if entry.has_value else None)
-            self._log(entry.name, metric, metric_attribute=entry.metric, **entry.options)
+            self._log(entry.name, metric, metric_attribute=entry.metric, **options)
 
 
 def merge(microbatches: Sequence[Sequence[Call]], weights: Tensor) -> list[Call]:
@@ -184,16 +198,16 @@ def merge(microbatches: Sequence[Sequence[Call]], weights: Tensor) -> list[Call]
 
 def _merged(calls: list[Call], weights: Tensor) -> Call:
     entry, values = calls[-1].entry, torch.stack([call.value for call in calls])
-    sizes = [call.entry.options.get("batch_size") for call in calls]
-    options = entry.options
-    if None not in sizes:
-        by_size = torch.stack([scalar(size, values.device) for size in sizes if size is not None])
+    sizes = [call.size for call in calls if call.size is not None]
+    total: Tensor | float | None = None
+    if len(sizes) == len(calls):
+        by_size = torch.stack([scalar(size, values.device) for size in sizes])
         losses = [call.is_loss for call in calls if call.is_loss is not None]
         weights = torch.where(torch.stack(losses).all(), weights, by_size) if len(losses) == len(calls) else by_size
-        options = {**options, "batch_size": sum(sizes)}
-    how = options.get("reduce_fx", "mean")
+        total = sum(sizes)
+    how = entry.options.get("reduce_fx", "mean")
     value = getattr(values, how)() if how in ("sum", "max", "min") else (values * weights).sum() / weights.sum()
-    return Call(Entry(entry.name, options, entry.dtype, entry.metric, entry.has_value), value)
+    return Call(replace(entry, sized=total is not None), value, size=total)
 
 
 def _loggable(value: Any) -> bool:

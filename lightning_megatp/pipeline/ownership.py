@@ -78,6 +78,7 @@ class Ownership:
     def free(self, own: Collection[int]) -> None:
         """Let go of the parameters and buffers that belong to units of other stages only. Tied ones stay tied."""
         owners = self.of_units()
+        freed: dict[int, tuple[Tensor, Tensor]] = {}
         for path, child in self._module.named_modules():
             for kind in _KINDS:
                 held: dict[str, Tensor | None] = child.__dict__[kind]
@@ -87,7 +88,7 @@ class Ownership:
                     if tensor is not None and id(tensor) in owners and not owners[id(tensor)] & set(own)
                 }
                 if foreign:
-                    self._empty(child, kind, path, foreign)
+                    self._empty(child, kind, path, foreign, freed)
 
     def stand_in(self, name: str) -> Tensor:
         """What is there under a parameter's name: itself, or what stands for a freed one."""
@@ -183,9 +184,22 @@ class Ownership:
             copies[id(x)] = self._fake_mode.from_tensor(x) if id(x) in owners else x.detach().clone()
         return None if x is None else copies[id(x)]
 
-    def _empty(self, child: nn.Module, kind: str, path: str, foreign: dict[str, Tensor]) -> None:
+    def _empty(
+        self,
+        child: nn.Module,
+        kind: str,
+        path: str,
+        foreign: dict[str, Tensor],
+        freed: dict[int, tuple[Tensor, Tensor]],
+    ) -> None:
+        """Args:
+        freed: id(tensor) -> one that is let go of, and what stands for it, in all modules; added to.
+        """
         held = child.__dict__[kind]
-        fakes = {name: self._fake(x, self._whole_shape(path, name, x)) for name, x in foreign.items()}
+        for name, x in foreign.items():
+            if id(x) not in freed:
+                freed[id(x)] = x, self._fake(x, self._whole_shape(path, name, x))
+        fakes = {name: freed[id(x)][1] for name, x in foreign.items()}
         self._emptied.append(_Emptied(child, kind, tuple(held), fakes))
         for name, fake in fakes.items():
             setattr(child, name, fake)  # recurrent layers keep a list of their weights, and follow this

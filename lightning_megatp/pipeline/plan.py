@@ -127,6 +127,8 @@ class SlicePlan:
     """Relayed values that a later stage changes in place."""
     reads: tuple[Read, ...] = ()
     """Where the step looks at replicated values on the host, and may branch by them."""
+    varies: bool = False
+    """Batches of the same signature have other texts, or arrays, by which the step may branch unseen."""
     _scripts: dict[int | None, Script] = field(default_factory=dict, compare=False, repr=False)
 
     def script(self, stage: int | None) -> Script:

@@ -1,4 +1,4 @@
-"""What a plan depends on: the kind of a batch, without the values of its tensors."""
+"""What a plan depends on: the kind of a batch, without the values of its tensors and texts."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ import dataclasses
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+
+from lightning_megatp.pipeline.leftovers import is_own_object
 
 
 def modes_of(module: nn.Module) -> Hashable:
@@ -18,26 +21,73 @@ def modes_of(module: nn.Module) -> Hashable:
 
 def tensors_of(batch: Any) -> list[Tensor]:
     """The tensors of a batch of any nesting: mappings, sequences, dataclasses, objects with attributes."""
-    if isinstance(batch, Tensor):
-        return [batch]
-    return [tensor for part in _parts(batch).values() for tensor in tensors_of(part)]
+    found: list[Tensor] = []
+    _read(batch, _Reading(tensors=found))
+    return found
 
 
 def signature_of(batch: Any) -> Hashable:
-    """Structure, shapes, dtypes and devices of a batch, and plain values in it."""
-    if isinstance(batch, Tensor):
-        return tuple(batch.shape), batch.stride(), batch.dtype, batch.device, batch.requires_grad
-    parts = _parts(batch)
-    if parts or (isinstance(batch, (Mapping, Sequence)) and not isinstance(batch, (str, bytes))):
-        return type(batch), tuple((key, signature_of(part)) for key, part in parts.items())
-    return batch if isinstance(batch, Hashable) else repr(batch)
+    """Structure, shapes, dtypes and devices of a batch, and plain values in it, but for those that `leaves_out` is
+    about."""
+    return _read(batch, _Reading())
 
 
-def _parts(batch: Any) -> Mapping[Any, Any]:
-    if isinstance(batch, Mapping):
-        return batch
-    if isinstance(batch, Sequence) and not isinstance(batch, (str, bytes)):
-        return dict(enumerate(batch))
-    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        return {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
-    return {}
+def leaves_out(batch: Any) -> bool:
+    """Whether a batch has values that its signature doesn't tell, since each row has its own: texts in lists, arrays.
+    A plan for each of them would be a plan per microbatch."""
+    reading = _Reading()
+    _read(batch, reading)
+    return reading.left_out
+
+
+@dataclasses.dataclass
+class _Reading:
+    """What is found on the way through a batch."""
+
+    tensors: list[Tensor] = dataclasses.field(default_factory=list)
+    left_out: bool = False
+    met: dict[int, int] = dataclasses.field(default_factory=dict)
+    """id(object of the user's) -> its number: they may hold each other."""
+
+
+def _read(value: Any, reading: _Reading, in_list: bool = False) -> Hashable:
+    """The signature of a part of a batch.
+
+    Args:
+        in_list: it is in a list or tuple, at any depth.
+    """
+    kind: Any = type(value)
+    if isinstance(value, Tensor):
+        reading.tensors.append(value)
+        return tuple(value.shape), value.stride(), value.dtype, value.device, value.requires_grad
+    if isinstance(value, np.ndarray):
+        reading.left_out = True
+        return np.ndarray, value.shape, str(value.dtype)
+    if isinstance(value, (str, bytes)):
+        reading.left_out = reading.left_out or in_list
+        return kind if in_list else value
+    if isinstance(value, Mapping):
+        parts = value
+    elif isinstance(value, Sequence):
+        parts, in_list = dict(enumerate(value)), True
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        parts = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    elif _is_told_by_value(value):
+        return value
+    elif is_own_object(value):
+        if id(value) in reading.met:
+            return reading.met[id(value)]
+        reading.met[id(value)] = len(reading.met)
+        parts = vars(value)
+    elif type(value).__module__ == "builtins":
+        return repr(value)
+    else:
+        reading.left_out = True
+        return kind
+    return kind, tuple((key, _read(part, reading, in_list)) for key, part in parts.items())
+
+
+def _is_told_by_value(value: Any) -> bool:
+    """Whether it has a hash of its own, and not only that of its place in memory."""
+    of_kind: Any = type(value).__hash__
+    return of_kind is not None and of_kind is not object.__hash__

@@ -26,13 +26,13 @@ from lightning_megatp.pipeline.place import Place
 from lightning_megatp.pipeline.plan import Key, Relay, SliceError, SlicePlan, tensors_in
 from lightning_megatp.pipeline.planning import make_plan
 from lightning_megatp.pipeline.running import Rehearsal, StageMode
-from lightning_megatp.pipeline.signature import modes_of, signature_of, tensors_of
+from lightning_megatp.pipeline.signature import leaves_out, modes_of, signature_of, tensors_of
 from lightning_megatp.pipeline.snapshot import Snapshot, random_state_kept
 from lightning_megatp.pipeline.tracing import Tracer
 from lightning_megatp.pipeline.units import children_of
 from lightning_megatp.pipeline.values import Values
 from lightning_megatp.pipeline.weights import TargetCount
-from lightning_megatp.shim.autograd import handle_functions
+from lightning_megatp.shim.autograd import checkpoints_ended, handle_functions
 from lightning_megatp.shim.compiler import uncompiled
 from lightning_megatp.shim.torch import FakeTensorMode, is_fake, tensor_version
 
@@ -91,7 +91,7 @@ class Slicer:
         Raises:
             SliceError: the step can't be cut.
         """
-        batch = copy.deepcopy(batch)
+        batch, varies = copy.deepcopy(batch), leaves_out(batch)
         in_batch = tensors_of(batch)
         before = [(tensor_version(x), x.requires_grad) for x in in_batch]
         owned = self._ownership
@@ -105,7 +105,7 @@ class Slicer:
             finally:
                 snapshot.restore()
             changes_batch = before != [(tensor_version(x), x.requires_grad) for x in in_batch]
-            plan = make_plan(tracer, owned.names, self.n_stages, changes_batch, left_early, lists.any)
+            plan = make_plan(tracer, owned.names, self.n_stages, changes_batch, left_early, lists.any, varies)
             owned.learn(tracer.owners)
         return plan
 
@@ -157,18 +157,19 @@ class Slicer:
 
     def fits(self, plan: SlicePlan, step: Step, batch: Any, seed: int = 0) -> bool:
         """Whether a plan of a batch's signature is that of its values, too: of a mask that hides nothing the step may
-        make none. Found out by doing what is replicated; `rehearsing` removes the traces.
+        make none. Found out by doing what is replicated; `rehearsing` removes the traces. So may it of texts, which are
+        no part of a signature where each row has its own.
 
         Args:
             seed: as for `run`.
         """
-        if not plan.early_reads:
+        if not (plan.early_reads or plan.varies):
             return True
         mode = Rehearsal(plan, seed, self._place)
         batch = copy.deepcopy(batch) if plan.changes_batch else batch
         self._before_rehearsals = self._before_rehearsals or Snapshot(self.module)
         try:
-            with random_state_kept(), self._by(mode, plan), contextlib.suppress(StepEnded), mode:
+            with random_state_kept(), checkpoints_ended(), self._by(mode, plan), contextlib.suppress(StepEnded), mode:
                 step(batch)
             mode.check(skipped=False)
         except SliceError:
@@ -238,6 +239,7 @@ class Slicer:
                 stack.enter_context(torch.inference_mode(False))  # inference tensors can't tell in-place changes
                 stack.enter_context(torch.set_grad_enabled(grad))
                 stack.enter_context(uncompiled())
+                stack.enter_context(checkpoints_ended())
                 yield
         finally:
             self._fake_mode.allow_non_fake_inputs = False

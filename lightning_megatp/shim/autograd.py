@@ -169,6 +169,29 @@ def handle_checkpoints(unwrap: Callable[[Any], tuple[Any, Callable[[Any], Any] |
         checkpoints._checkpoint_without_reentrant_generator = original
 
 
+@contextlib.contextmanager
+def checkpoints_ended() -> Iterator[None]:
+    """On leaving, be outside of all activation checkpoints (use_reentrant=False) that were entered meanwhile. Where an
+    error left them, their saved-tensor hooks stay in torch 2.11 until the error is collected; 2.13 ends them itself.
+    The generator that does it looks the same in both."""
+    import torch.utils.checkpoint as checkpoints
+
+    original = checkpoints._checkpoint_without_reentrant_generator
+    entered: list[Any] = []
+
+    def generator(*args: Any, **kwargs: Any) -> Any:
+        entered.append(original(*args, **kwargs))
+        return entered[-1]
+
+    checkpoints._checkpoint_without_reentrant_generator = generator
+    try:
+        yield
+    finally:
+        checkpoints._checkpoint_without_reentrant_generator = original
+        for each in reversed(entered):
+            each.close()
+
+
 def functorch_is_active() -> bool:
     """Whether this is inside torch.func's grad, vmap, jvp, ...; no public name (2.13)."""
     return bool(torch._C._are_functorch_transforms_active())

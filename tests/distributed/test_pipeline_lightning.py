@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torchmetrics
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
@@ -105,6 +105,9 @@ class Logging(GPT):
         rows = len(batch[0])
         self.log("loss", loss, on_step=True, on_epoch=True, prog_bar=True)
         self.log("sized", loss.detach() * 2, on_step=True, on_epoch=True, batch_size=rows)
+        weight = batch[0].sum()  # another one in every batch
+        weighted = batch[0].square().sum() / weight.double()
+        self.log("weighted", weighted, on_step=True, on_epoch=True, batch_size=weight.item())  # type: ignore[arg-type]
         self.log("rows", float(rows), on_step=True, on_epoch=True, reduce_fx="sum")
         self.log("largest", batch[0].max().double(), True, True, None, True, torch.max)
         self.log("smallest", batch[0].min().double(), reduce_fx=min, on_epoch=True)
@@ -190,6 +193,12 @@ class Hooks(Callback):
             self.rows.append(len(outputs["logits"]))
 
 
+def _known_lists(trainer: Trainer) -> int:
+    """How many lists of logged names stages keep for the batches to come."""
+    logs = trainer.strategy.pipeline.logs  # type: ignore[attr-defined]
+    return len(logs._known) + len(logs._lists)
+
+
 def _log_everything(layout: Layout, keeps: bool, root: str) -> dict[str, Any]:
     torch.manual_seed(3)
     directory = shared_directory(layout, f"logs-{keeps}", root)
@@ -215,6 +224,7 @@ def _log_everything(layout: Layout, keeps: bool, root: str) -> dict[str, Any]:
         "keys": hooks.keys,
         "logits": hooks.rows,
         "steps": trainer.global_step,
+        "known": 0 if layout.plain else _known_lists(trainer),
         "own_methods": {"log", "on_train_epoch_end", "on_validation_batch_end"} & set(vars(module)),
     }
 
@@ -234,6 +244,7 @@ def test_logs_are_those_of_one_device(layout: Layout, keeps: bool, tmp_path: Pat
         assert found["hooks"] == expected["hooks"]
         assert not any(found["gradients"]), "on_before_backward comes before the rank's first backward"
         assert found["steps"] == expected["steps"]
+        assert found["known"] <= (8 if keeps else 6), "numbers of a batch are none of the names that are kept"
         last = rank < layout.tp
         assert found["keys"] == (expected["keys"] if last else {"loss"})
         assert found["logits"] == (expected["logits"] if last else [])

@@ -174,6 +174,27 @@ def test_sizes_of_parameters_are_those_of_one_device(layout: Layout) -> None:
         assert found == pytest.approx(losses, abs=1e-9)
 
 
+class CountsParameters(GPT):
+    """With a tied embedding, which is one parameter also where it is another stage's."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) * sum(p.numel() for p in self.parameters()) / 10_000
+
+
+def _counting(layout: Layout) -> list[float]:
+    torch.manual_seed(3)
+    losses = Losses()
+    make_trainer(layout, "tied", callbacks=[losses]).fit(CountsParameters(), train_loader(layout, 2))
+    return losses.seen
+
+
+@pytest.mark.parametrize("layout", [Layout(pp=2, schedule="zb_v"), Layout(tp=2, pp=2, schedule="zb_v")], ids=str)
+def test_split_parameters_that_other_stages_tie_are_one(layout: Layout) -> None:
+    ((losses),) = run_program(PLAIN, _counting)
+    for found in run_program(layout, _counting):
+        assert found == pytest.approx(losses, abs=1e-9)
+
+
 class Masked(GPT):
     """Makes a mask where there is something to hide, as Hugging Face's models do."""
 

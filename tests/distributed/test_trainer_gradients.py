@@ -174,3 +174,46 @@ def test_parameters_that_change_within_an_epoch() -> None:
 def test_freezing_between_accumulated_batches_is_refused_with_zero() -> None:
     with pytest.raises(RankError, match="was frozen between two accumulated batches"):
         run_program(Layout(dp=2, zero=1), _changing)
+
+
+class KeepsGradients(GPT):
+    """Clears gradients every other step only."""
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        if (batch_idx // self.trainer.accumulate_grad_batches) % 2 == 0:
+            optimizer.zero_grad()
+
+
+def _kept(layout: Layout, accumulate: int) -> dict[str, Tensor]:
+    torch.manual_seed(5)
+    module, trainer = KeepsGradients(GPTConfig()), make_trainer(layout, "tied", accumulate_grad_batches=accumulate)
+    trainer.fit(module, train_loader(layout, 8))
+    state: dict[str, Tensor] = trainer.strategy.lightning_module_state_dict()
+    return state
+
+
+@pytest.mark.parametrize(
+    ("layout", "accumulate"),
+    [
+        (Layout(tp=2), 1),
+        (Layout(pp=2), 2),
+        (Layout(tp=2, pp=2), 1),
+        (Layout(pp=2, dp=2, zero=1, microbatches=2), 1),
+        *(
+            pytest.param(layout, accumulate, marks=pytest.mark.extended)
+            for layout, accumulate in (
+                (DP2, 1),
+                (TP2_DP2, 2),
+                (Layout(pp=2), 1),
+                (Layout(tp=2, dp=2, zero=1), 2),
+                (Layout(pp=2, dp=2, microbatches=2), 1),
+                (Layout(pp=2, dp=2, zero=1, microbatches=2), 2),
+            )
+        ),
+    ],
+    ids=str,
+)
+def test_gradients_that_were_kept_are_summed_over_ranks_once(layout: Layout, accumulate: int) -> None:
+    expected, found = (run_program(where, _kept, accumulate)[0] for where in (PLAIN, layout))
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, atol=1e-9, rtol=0, msg=lambda text, n=name: f"{n}: {text}")

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -410,6 +411,55 @@ def test_signatures_differ_where_plans_may() -> None:
     module.train()
     with torch.no_grad():
         assert slicer.signatures([{"x": x, "n": 1}])[0] != same
+
+
+class Rows:
+    """A batch of a user's own class."""
+
+    def __init__(self, x: Tensor, n: int = 1) -> None:
+        self.x, self.n, self.itself = x, n, self
+
+
+def test_values_that_each_row_has_its_own_are_no_part_of_signatures() -> None:
+    slicer = Slicer(GPT(), {"tokens": 0, "head": 0}, 1)
+    x = torch.zeros(2, 3)
+    alike = [
+        ({"x": x, "names": ["a", "b"]}, {"x": x, "names": ["c", "d"]}),
+        ((x, [{"name": "a", "at": (b"1", 2)}]), (x, [{"name": "b", "at": (b"3", 2)}])),
+        ({"x": x, "table": np.zeros(3)}, {"x": x, "table": np.ones(3)}),
+        (Rows(x), Rows(x + 1)),
+        ([torch.Generator()], [torch.Generator()]),
+    ]
+    for one, other in alike:
+        first, second = slicer.signatures([one, other])
+        assert first == second and hash(first) is not None
+    different = [
+        ({"x": x, "mode": "a"}, {"x": x, "mode": "b"}),
+        ({"names": ["a", "b"]}, {"names": ["a", "b", "c"]}),
+        ({"table": np.zeros(3)}, {"table": np.zeros(4)}),
+        ([{"n": 1}], [{"n": 2}]),
+        (Rows(x), Rows(x[:1])),
+        (Rows(x), Rows(x, 2)),
+    ]
+    for one, other in different:
+        first, second = slicer.signatures([one, other])
+        assert first != second
+
+
+def test_a_step_may_branch_by_the_texts_of_rows() -> None:
+    class Named(GPT):
+        def training_step(self, batch: Any) -> Tensor:
+            *ids, names = batch
+            return super().training_step((ids[0].flip(1) if names[0] == "flipped" else ids[0], ids[1]))
+
+    module, (ids, targets) = Named(), tokens()
+    slicer = Slicer(module, assign(find_units(module), 2, {}, STAGES), 2)
+    batches = [(ids, targets, [name, "other"]) for name in ("plain", "flipped", "straight")]
+    assert len(set(slicer.signatures(batches))) == 1
+    plans = [slicer.plan(module.training_step, batch) for batch in batches[:2]]
+    with slicer.rehearsing():
+        fits = [[slicer.fits(plan, module.training_step, batch) for batch in batches] for plan in plans]
+    assert fits == [[True, False, True], [False, True, False]]
 
 
 # What can't be done is said.
