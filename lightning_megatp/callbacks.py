@@ -1,4 +1,4 @@
-"""Lightning's own callbacks and loggers, as far as a model in parts is something else to them."""
+"""Callbacks, hooks and loggers, as far as a model in parts is something else to them."""
 
 from __future__ import annotations
 
@@ -7,10 +7,22 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from lightning_megatp.gradients.whole_norms import is_users
 from lightning_megatp.mesh import ParallelMesh
 from lightning_megatp.messages import warn_once_per_run
+from lightning_megatp.module import ParallelModule
 from lightning_megatp.pipeline.detour import Detour
 from lightning_megatp.shim.lightning import draws_graph, finetuning_callbacks, summaries, throughputs
+from lightning_megatp.tensor.in_hooks import WeightWatch
+
+_HOOKS = (
+    *("on_fit_start", "on_train_start", "on_train_epoch_start", "on_train_batch_start", "on_before_zero_grad"),
+    *("on_train_batch_end", "on_train_epoch_end", "on_validation_start", "on_validation_epoch_start"),
+    *("on_validation_batch_end", "on_validation_epoch_end", "on_validation_end", "on_train_end"),
+)
+"""In which weights may be changed or looked at. (Those around a backward are watched by `WholeNorms`.)"""
+_CALLS = 1000
+"""In which a hook is watched: that costs a few microseconds at every operation."""
 
 
 def check_callbacks(trainer: Any, mesh: ParallelMesh, zero: int) -> None:
@@ -51,6 +63,36 @@ def with_whole_groups(trainer: Any, whole: Callable[[], contextlib.AbstractConte
 
     for callback in finetuning_callbacks(trainer):
         yield from (Detour(callback, hook, run) for hook in ("on_fit_start", "on_train_epoch_start"))
+
+
+def watching_weights(trainer: Any, parallel: ParallelModule) -> Iterator[Detour]:
+    """Say what the user's hooks make of weights of which a tensor rank holds a part, in their first calls.
+
+    Args:
+        trainer: about to fit.
+        parallel: the split module.
+    """
+    said: set[str] = set()
+
+    def run(hook: str, left: Iterator[int], call: Callable[[], Any]) -> Any:
+        def say(operation: str, weight: str) -> None:
+            if operation not in said:
+                said.add(operation)
+                warn_once_per_run(
+                    f"`{hook}` uses `{operation}` on `{weight}`, of which each tensor rank holds a part: what comes out"
+                    " is about that part, and another than on one device. Do it inside of"
+                    " `with self.trainer.strategy.whole_parameters():`, on all ranks."
+                )
+
+        if next(left, None) is None:
+            return call()
+        split = ((name, p) for name, p in parallel.names.items() if parallel.spec(parallel.held(p)) is not None)
+        with WeightWatch(split, say):
+            return call()
+
+    for watched in (parallel.module, *trainer.callbacks):
+        for hook in filter(functools.partial(is_users, watched), _HOOKS):
+            yield Detour(watched, hook, functools.partial(run, hook, iter(range(_CALLS))))
 
 
 def without_examples(trainer: Any, whole_forward: bool) -> Iterator[Detour]:

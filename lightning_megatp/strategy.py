@@ -15,6 +15,7 @@ from lightning_megatp.building.methods import BuildingMethods
 from lightning_megatp.callbacks import (
     check_callbacks,
     count_replicas,
+    watching_weights,
     with_whole_groups,
     without_examples,
     without_predictions,
@@ -288,6 +289,8 @@ class MegaTPStrategyBase(StepMethods, GradientMethods, BuildingMethods, WorldMet
         if fitting:
             self._prepare_optimizers(trainer)
             self._detours += with_whole_groups(trainer, self._groups.whole)
+            if mesh.size("tp") > 1:
+                self._detours += watching_weights(trainer, parallel)
         self.setup_precision_plugin()
         agree_on_precision(self.precision_plugin, parallel, mesh)
         watch_hooks(self.precision_plugin, trainer, parallel, mesh)

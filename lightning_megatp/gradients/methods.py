@@ -22,7 +22,7 @@ from lightning_megatp.pipeline.batch import Backward
 from lightning_megatp.pipeline.pipeline import Pipeline
 from lightning_megatp.pipeline.trace import StepTrace
 from lightning_megatp.shim.torch import DisableTorchFunction
-from lightning_megatp.tensor.parameters import gather_shards
+from lightning_megatp.tensor.parameters import gather_shards, whole_values
 
 
 class GradientMethods(Parts):
@@ -323,6 +323,25 @@ class GradientMethods(Parts):
         by_stage: list[dict[str, Tensor]] = self._mesh().exchange(gradients, "pp")
         merged = {name: grad for stage in by_stage for name, grad in stage.items()}
         return {name: merged[name] for name in parallel.order if name in merged}
+
+    @contextlib.contextmanager
+    def whole_parameters(self) -> Iterator[None]:
+        """Meanwhile the parameters that tensor ranks divide have the values and shapes of one device, and may be
+        changed: for hooks that project weights, prune them or draw them anew. All tensor ranks have to do the same,
+        and call no layers meanwhile. Of a pipeline they are those of this rank's stages.
+
+        Raises:
+            RuntimeError: inside of a step; with zero > 0, where other ranks have rows of them.
+
+        Communication: one all-gather over tp for each.
+        """
+        parallel = self._parallel()
+        if parallel.context.user_code or parallel.divided:
+            where = "inside of a step" if parallel.context.user_code else "with zero > 0"
+            raise RuntimeError(f"MegaTPStrategy: `whole_parameters` can't be used {where}: use it in hooks, at zero=0.")
+        split = {id(p): (p, spec) for p in parallel.names.values() if (spec := parallel.spec(p)) is not None}
+        with DisableTorchFunction(), whole_values(list(split.values()), parallel.context.group):
+            yield
 
 
 def _sharded_parameters(parallel: ParallelModule) -> list[Tensor]:

@@ -220,7 +220,7 @@ def watch_hooks(plugin: Any, trainer: Any, parallel: ParallelModule, mesh: Paral
     Communication: one all-reduce of two numbers over the world.
     """
     watched, norms = (parallel.module, *trainer.callbacks), WholeNorms(parallel, mesh)
-    users = [sum(_is_users(x, name) for x in watched for name in names) for names in HOOKS.values()]
+    users = [sum(is_users(x, name) for x in watched for name in names) for names in HOOKS.values()]
     counts = torch.tensor(users, device=mesh.device)
     if not (whole := mesh.size("tp") == mesh.size("pp") == 1 and not parallel.divided):
         dist.all_reduce(counts)  # some rank may have a callback of its own
@@ -230,7 +230,8 @@ def watch_hooks(plugin: Any, trainer: Any, parallel: ParallelModule, mesh: Paral
         within_hooks(plugin, method, functools.partial(norms.looking, method) if looks else None)
 
 
-def _is_users(x: Any, name: str) -> bool:
+def is_users(x: Any, name: str) -> bool:
+    """Whether a hook of a module or callback is the user's own."""
     hook = vars(x).get(name, getattr(type(x), name, None))
     module = getattr(hook, "__module__", None) or ""
     return hook is not None and module.split(".")[0] not in ("lightning", "pytorch_lightning", "lightning_megatp")

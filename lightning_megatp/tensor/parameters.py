@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -32,6 +33,23 @@ def gather_shards(local: Tensor, spec: ShardedTensorSpec, group: dist.ProcessGro
     """
     with torch.no_grad():
         return gather_ranges(local, group, spec.dim, spec.by_rank)
+
+
+@contextlib.contextmanager
+def whole_values(split: Sequence[tuple[Tensor, ShardedTensorSpec]], group: dist.ProcessGroup) -> Iterator[None]:
+    """Let split parameters be whole meanwhile. At the end each rank keeps its part of what they have become.
+
+    Communication: one all-gather for each.
+    """
+    shards = [parameter.data for parameter, _ in split]
+    for (parameter, spec), shard in zip(split, shards, strict=True):
+        parameter.data = gather_shards(shard, spec, group)
+    try:
+        yield
+    finally:
+        for (parameter, spec), shard in zip(split, shards, strict=True):
+            shard.copy_(spec.spec(group.rank()).take(parameter.data))
+            parameter.data = shard
 
 
 def gather_parameter(parameter: Tensor, spec: ShardedTensorSpec, group: dist.ProcessGroup) -> Tensor:

@@ -1,0 +1,82 @@
+"""Split parameters in hooks of the user outside of steps, where each tensor rank finds its part of them.
+
+What treats every element by itself (an averaged copy, a limit for values, decay) is right on parts, too. A norm, a
+projection, values that are drawn anew are not: where a hook does such a thing, `WeightWatch` says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
+
+from lightning_megatp.shim.torch import is_fake
+from lightning_megatp.tensor.features.rules.table import POINTWISE
+from lightning_megatp.tensor.functions import operation_name, operation_names
+
+_COUPLING = operation_names(
+    """
+    norm vector_norm matrix_norm renorm normalize sum nansum mean nanmean std var prod amax amin aminmax max min argmax
+    argmin median nanmedian quantile nanquantile kthvalue topk sort argsort msort cumsum cumprod logsumexp softmax
+    log_softmax qr svd svdvals eig eigh eigvalsh cholesky inv pinv det slogdet matrix_power matrix_rank
+    kaiming_uniform_ kaiming_normal_ xavier_uniform_ xavier_normal_ trunc_normal_ orthogonal_ sparse_
+    normal_ uniform_ bernoulli_ exponential_ log_normal_ cauchy_ geometric_ random_ rand_like randn_like randint_like
+    """
+)
+"""Operations that look at several elements at once, or draw other numbers for a part than for the whole."""
+_FOLLOWED = POINTWISE | operation_names(
+    "data T mT t transpose view reshape flatten ravel squeeze unsqueeze to cpu cuda"
+)
+"""Operations of which the result is still about the weight."""
+
+
+class WeightWatch(TorchFunctionMode):
+    """While a hook runs.
+
+    Args:
+        parameters: the split ones, by name.
+        say: is told operation and parameter.
+    """
+
+    def __init__(self, parameters: Iterable[tuple[str, Tensor]], say: Callable[[str, str], None]) -> None:
+        super().__init__()
+        self._parameters = parameters
+        self._by_address: dict[int, str] | None = None
+        self._made: Any = WeakIdKeyDictionary()
+        self._say = say
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        operation = operation_name(func).removeprefix("linalg_").removeprefix("_foreach_")
+        weight = None
+        if operation in _COUPLING or operation in _FOLLOWED:
+            weight = next((name for x in (*args, *kwargs.values()) if (name := self._name(x)) is not None), None)
+        if weight is not None and operation in _COUPLING:
+            self._say(operation, weight)
+        result = func(*args, **kwargs)
+        if weight is not None and operation in _FOLLOWED and isinstance(result, Tensor):
+            self._made[result] = weight
+        return result
+
+    def _name(self, x: Any) -> str | None:
+        """Of the parameter that a tensor is, or was made of."""
+        if isinstance(x, list | tuple):
+            return next((name for y in x if (name := self._name(y)) is not None), None)
+        if not isinstance(x, Tensor):
+            return None
+        if self._by_address is None:  # most hooks do nothing with tensors
+            self._by_address = {at: name for name, p in self._parameters if (at := _address(p)) is not None}
+        found: str | None = self._made.get(x)
+        return self._by_address.get(at) if found is None and (at := _address(x)) is not None else found
+
+
+def _address(x: Tensor) -> int | None:
+    own = x.to_local() if isinstance(x, DTensor) else x
+    known = own.device.type != "meta" and not is_fake(own) and bool(own.numel())
+    return own.data_ptr() if known and not own.is_sparse else None

@@ -1,0 +1,139 @@
+"""What hooks outside of steps do with weights of which tensor ranks hold parts."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor, nn
+
+from tests.distributed.training import QUIET
+from tests.ranks import RankError, run_ranks, run_reference
+
+PLAN = {"blocks.*.0": "column", "blocks.*.2": "row", "tok": "vocab", "head": "column_gather"}
+
+
+class Lit(LightningModule):
+    """An MLP on tokens, with weights that hooks hold to something.
+
+    Args:
+        habit: what its hooks do.
+        whole: whether they ask for whole parameters.
+    """
+
+    def __init__(self, habit: str, whole: bool) -> None:
+        super().__init__()
+        self.habit, self.whole, self.losses = habit, whole, []  # type: ignore[var-annotated]
+        self.tok, self.head = nn.Embedding(11, 8), nn.Linear(8, 11)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)) for _ in range(4))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.tok(ids)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+    def training_step(self, ids: Tensor, batch_idx: int) -> Tensor:
+        loss = F.cross_entropy(self(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+        self.log("loss", loss)
+        return loss
+
+    def weights(self) -> Any:
+        """The context in which hooks look at weights."""
+        given = getattr(self.trainer.strategy, "whole_parameters", None) if self.whole else None
+        return contextlib.nullcontext() if given is None else given()
+
+    def on_fit_start(self) -> None:
+        if self.habit == "new values":
+            torch.manual_seed(1)
+            with self.weights(), torch.no_grad():
+                for name, layer in self.named_modules():
+                    if isinstance(layer, nn.Linear):
+                        torch.manual_seed(sum(map(ord, name)))
+                        layer.reset_parameters()
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.losses.append(float(self.trainer.callback_metrics["loss"]))
+        with self.weights(), torch.no_grad():
+            for layer in [layer for layer in self.blocks.modules() if isinstance(layer, nn.Linear)]:
+                if self.habit == "max norm":
+                    layer.weight.copy_(layer.weight.renorm(2, 0, 0.5))
+                if self.habit == "pruning":
+                    size = layer.weight.abs().flatten().kthvalue(layer.weight.numel() // 4).values
+                    layer.weight.mul_(layer.weight.abs() > size)
+            if self.habit == "values":
+                for weight in self.blocks.parameters():
+                    weight.clamp_(-0.3, 0.3).mul_(0.99)
+                    assert F.linear(torch.ones(2, weight.shape[-1]).to(weight), weight).mean() < 99
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+    def train_dataloader(self) -> Any:
+        ids = torch.randint(0, 11, (12, 5), generator=torch.Generator().manual_seed(3))
+        return torch.utils.data.DataLoader(ids, batch_size=4)
+
+
+class Logs(Callback):
+    """Logs norms of weights."""
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
+        with pl_module.weights():
+            norms = [p.detach().norm() for p in pl_module.blocks.parameters()]
+        self.norm = float(torch.stack(norms).norm())
+
+
+def fit(rank: int, world_size: int, habit: str, whole: bool, layout: dict[str, Any]) -> tuple[list[float], float, str]:
+    strategy: Any = "auto"
+    if layout:
+        from lightning_megatp import MegaTPStrategy
+
+        strategy = MegaTPStrategy(plan=PLAN, summary=False, **layout)
+    torch.manual_seed(0)
+    module, logs = Lit(habit, whole), Logs()
+    options: dict[str, Any] = {"accelerator": "cpu", "precision": "64-true", "max_epochs": 1, **QUIET}
+    trainer = Trainer(devices=world_size, strategy=strategy, callbacks=[logs] if habit == "norms" else [], **options)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(module)
+    said = " ".join(str(warning.message) for warning in caught if "tensor rank" in str(warning.message))
+    return module.losses, getattr(logs, "norm", 0.0), said
+
+
+def fit_one(habit: str) -> tuple[list[float], float, str]:
+    return fit(0, 1, habit, False, {})
+
+
+@pytest.mark.parametrize("layout", [{"tp": 2}, {"tp": 2, "pp": 2, "microbatches": 2}], ids=["tp2", "tp2-pp2"])
+@pytest.mark.parametrize("habit", ["max norm", "pruning", "new values", "norms", "values"])
+def test_whole_parameters_are_those_of_one_device(habit: str, layout: dict[str, Any]) -> None:
+    losses, norm, _ = run_reference(fit_one, habit)
+    for found, found_norm, said in run_ranks(2 * layout.get("pp", 1), fit, habit, True, layout):
+        assert found == pytest.approx(losses, rel=1e-9)
+        assert found_norm == pytest.approx(norm, rel=1e-9) or "pp" in layout
+        assert not said
+
+
+@pytest.mark.parametrize(
+    ("habit", "text"),
+    [
+        ("max norm", "`on_train_batch_end` uses `renorm` on `blocks.0.0.weight`"),
+        ("pruning", "`on_train_batch_end` uses `kthvalue` on `blocks.0.0.weight`"),
+        ("new values", "`on_fit_start` uses `"),
+        ("norms", "`on_train_epoch_end` uses `norm` on `blocks.0.0.weight`"),
+        ("values", ""),
+    ],
+)
+def test_what_is_about_parts_is_said(habit: str, text: str) -> None:
+    said = run_ranks(2, fit, habit, False, {"tp": 2})[0][2]
+    assert text in said if text else not said
+
+
+def test_rows_elsewhere_are_no_whole_parameters() -> None:
+    with pytest.raises(RankError, match="can't be used with zero > 0"):
+        run_ranks(2, fit, "max norm", True, {"dp": 2, "zero": 3})
