@@ -150,13 +150,11 @@ def first_loaders(trainer: Any) -> Any:
 
 def restart_loaders(trainer: Any) -> None:
     """Let training data begin where a checkpoint has it, if `first_loaders` set it up before the loops were restored:
-    Lightning hands loaders their states, and draws the order of an epoch, when it sets them up. (2.5 does so once more
-    where an epoch begins.)"""
+    Lightning hands loaders their states, and draws the order of an epoch, when it sets them up."""
     loop = trainer.fit_loop
     if loop._combined_loader is not None:
         loop._load_combined_loader_states()
-        if hasattr(loop, "is_resuming") or loop.epoch_loop.batch_idx > 0:
-            iter(loop._data_fetcher)
+        iter(loop._data_fetcher)
 
 
 def batch_hook(trainer: Any, name: str) -> Any:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tests.distributed.training import (
     DP2,
+    LIGHTNING_2_6,
     PLAIN,
     TP2,
     TP2_DP2,
@@ -114,6 +115,7 @@ def test_another_layout_goes_on(writer: Layout, reader: Layout, model: str, tmp_
     assert_same(*(run_program(PLAIN, _just_read, file)[0] for file in (second, str(tmp_path / "whole.ckpt"))))
 
 
+@pytest.mark.skipif(not LIGHTNING_2_6, reason="Lightning 2.5 starts a resumed epoch's loader twice")
 def test_the_same_layout_resumes_bit_equal_with_dropout(tmp_path: Path) -> None:
     whole = run_program(TP2, _seeded, "both_dropouts", str(tmp_path / "whole.ckpt"), None, 2)
     run_program(TP2, _seeded, "both_dropouts", str(tmp_path / "first.ckpt"), None, 1)
