@@ -28,11 +28,16 @@ class Detour:
         return self._through(functools.partial(self._method, *args, **kwargs))
 
     def end(self) -> None:
-        """Give the object its own method back."""
-        if self._before is None:
-            self._owner.__dict__.pop(self._name, None)
-        else:
+        """Give the object its own method back; or a detour that was put around this one since what this one had."""
+        around = self._owner.__dict__.get(self._name)
+        if around is self and self._before is None:
+            del self._owner.__dict__[self._name]
+        elif around is self:
             self._owner.__dict__[self._name] = self._before
+        while isinstance(around, Detour) and around is not self:
+            if around._before is self:
+                around._before, around._method = self._before, self._method
+            around = around._before
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A copy of the object has the method itself."""

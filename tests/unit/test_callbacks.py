@@ -12,6 +12,7 @@ from torch import nn
 
 from lightning_megatp.batch_norm import BatchNormGroups
 from lightning_megatp.callbacks import check_callbacks, count_replicas
+from lightning_megatp.pipeline.detour import Detour
 
 
 def test_batch_norms_work_over_the_data_parallel_ranks() -> None:
@@ -21,6 +22,23 @@ def test_batch_norms_work_over_the_data_parallel_ranks() -> None:
     assert [module[0].process_group, module[1].process_group] == [dp, own]
     groups.leave()
     assert [module[0].process_group, module[1].process_group] == [None, own]
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2), (0, 2, 1), (1, 2, 0), (2, 0, 1)])
+def test_detours_end_in_any_order(order: tuple[int, ...]) -> None:
+    class Owner:
+        def name(self) -> str:
+            return "own"
+
+    owner, alive = Owner(), {0, 1, 2}
+    detours = [Detour(owner, "name", lambda call, i=i: f"{i} {call()}") for i in range(3)]
+    assert owner.name() == "2 1 0 own"
+    for each in order:
+        detours[each].end()
+        detours[each].end()
+        alive.remove(each)
+        assert owner.name() == " ".join([*map(str, sorted(alive, reverse=True)), "own"])
+    assert not vars(owner)
 
 
 def test_throughput_counts_copies_of_the_model() -> None:
