@@ -74,17 +74,15 @@ class Example:
 
     def of_samples(self, *counts: int) -> dict[int, Any]:
         """What the loader makes of so many samples, for each count; nothing if there are fewer, or if it takes none."""
-        if self.takes_iterator:
+        loader = None if self.takes_iterator else first_loaders(self.trainer)
+        if not isinstance(loader, DataLoader) or not _collates(loader):
             return {}
-        loaders = first_loaders(self.trainer)
         try:
             with random_state_kept(), untouched(self.module), torch.no_grad():
-                samples = (
-                    _samples(loaders, max(counts)) if isinstance(loaders, DataLoader) and _collates(loaders) else []
-                )
-                if not samples or len(samples) < max(counts):
+                samples = _samples(loader, max(counts))
+                if samples is None or len(samples) < max(counts):
                     return {}
-                made = {n: loaders.collate_fn(copy.deepcopy(samples[:n])) for n in counts}  # some change their samples
+                made = {n: loader.collate_fn(copy.deepcopy(samples[:n])) for n in counts}  # some change their samples
                 return {n: self._by_hooks(batch) for n, batch in made.items()}
         except Exception:
             return {}  # what keeps batches from being loaded is told by who needs one

@@ -171,7 +171,7 @@ class ParallelismPlugin:
         dist.broadcast_object_list(found, src=0)
         if found[1]:
             plan = self.resolve(module, plan.tp, sequence_parallel)
-            plan.read_outside |= set(found[1])
+            plan.read_outside = set(found[1])
             plan = self.discover(module, plan, example)
         keep_whole(plan, module, found[0])
         return plan

@@ -12,8 +12,9 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lightning_megatp.shim.torch import foreach_norm, is_fake
+from lightning_megatp.shim.torch import foreach_norm
 from lightning_megatp.tensor.functions import operation_name, operation_names
+from lightning_megatp.tensor.in_hooks import address_of, own_part
 
 _NORMS: dict[Any, tuple[str, Any]] = {
     Tensor.norm: ("p", "fro"),
@@ -94,7 +95,7 @@ class Looking(TorchFunctionMode):
         self._not_asked = None
         self._alive = list(parts())
         for tensor, part in self._alive:
-            if address := _address(tensor):
+            if address := address_of(tensor):
                 self._parts[address] = part
             else:
                 self._made[tensor] = part
@@ -134,14 +135,14 @@ class Looking(TorchFunctionMode):
         for x, part, norm, own in zip(of, parts, known, found if several or found is known else [found], strict=True):
             if norm is None and part is not None:
                 self._judge.computed("norm", part)
-            results.append(own if norm is None else norm.to(_own(x).device, x.dtype, copy=True))
+            results.append(own if norm is None else norm.to(own_part(x).device, x.dtype, copy=True))
         return results if several else results[0]
 
     def _part(self, x: Any) -> Part | None:
         if not isinstance(x, Tensor):
             return None
-        part: Part | None = self._made.get(x) or self._parts.get(_address(x))
-        return part if part is None or part.numel == _own(x).numel() else replace(part, norm=None)  # a slice of it
+        part: Part | None = self._made.get(x) or self._parts.get(address_of(x))
+        return part if part is None or part.numel == own_part(x).numel() else replace(part, norm=None)  # a slice of it
 
     def _changed(self, tensors: Any) -> None:
         """In place, maybe through `.data`: what was summed is no longer true."""
@@ -151,7 +152,7 @@ class Looking(TorchFunctionMode):
             if x in self._made:
                 self._made[x] = replace(part, norm=None)
             else:
-                self._parts[_address(x)] = replace(part, norm=None)
+                self._parts[address_of(x)] = replace(part, norm=None)
 
     def _note(self, name: str, part: Part, first: Any, result: Any) -> None:
         """What was made of a part: as many elements, several such in one, or a number."""
@@ -162,7 +163,7 @@ class Looking(TorchFunctionMode):
             return
         if not isinstance(result, Tensor) or result is first:
             return
-        numel = _own(result).numel()
+        numel = own_part(result).numel()
         if numel == part.numel and name in _SAME_NORM:
             if self._part(result) is None:  # the gradient of a parameter has a part of its own
                 self._made[result] = part
@@ -189,13 +190,3 @@ def _order(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
     if func is torch.linalg.norm and order not in (None, "fro") and args[0].dim() > 1:
         return None  # of a matrix
     return 2 if order in (None, "fro") else order
-
-
-def _own(x: Tensor) -> Tensor:
-    """What this rank has of it."""
-    return x.to_local() if isinstance(x, DTensor) else x
-
-
-def _address(x: Tensor) -> int:
-    """Where what this rank has of it lies. Gradients may share the storage of a bucket."""
-    return 0 if x.layout is not torch.strided or x.is_meta or is_fake(x) else _own(x).data_ptr()

@@ -80,7 +80,7 @@ def open_pipeline(
         reuse_pipeline(parallel.pipeline, mesh, options)
     elif mesh.size("pp") > 1:
         check_pipelined(parallel)
-        check_batches(parallel, options, mesh, example)
+        check_batches(parallel, options, example)
         parallel.pipeline = build_pipeline(parallel, mesh, options, timeout, example)
     pipeline: Pipeline | None = parallel.pipeline
     if pipeline is not None:
@@ -298,17 +298,14 @@ def check_pipelined(parallel: ParallelModule) -> None:
         raise ValueError(f"MegaTPStrategy: pp > 1 does not go together with {what}. Use {use}.")
 
 
-def check_batches(parallel: ParallelModule, options: PipelineOptions, mesh: ParallelMesh, example: Example) -> None:
+def check_batches(parallel: ParallelModule, options: PipelineOptions, example: Example) -> None:
     """Refuse batches that would be cut elsewhere than between samples, as far as their loader tells.
 
     Raises:
         ValueError: see `split.check_rows`.
     """
-    if hasattr(parallel.module, "split_batch") or _settings(options, mesh.size("pp")).microbatches == 1:
-        return
-    batches = example.of_samples(2, 3)
-    if batches:
-        check_rows(batches)
+    if options.microbatches != 1 and not hasattr(parallel.module, "split_batch"):
+        check_rows(example.of_samples(2, 3))
 
 
 def pipeline_rank(mesh: ParallelMesh, schedule: Schedule) -> int:

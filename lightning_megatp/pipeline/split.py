@@ -10,6 +10,7 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
+from lightning_megatp.pipeline.signature import tensors_of
 from lightning_megatp.plan.ranges import split_evenly
 
 
@@ -56,7 +57,7 @@ def check_rows(batches: Mapping[int, Any]) -> None:
     """Refuse batches whose samples lie elsewhere than the rule has them.
 
     Args:
-        batches: number of samples -> the batch that is made of them; two or more.
+        batches: number of samples -> the batch that is made of them; two or more, or none to look at.
 
     Raises:
         ValueError: with as many samples as rows, something else of the batch grows than its first tensor.
@@ -68,7 +69,7 @@ def check_rows(batches: Mapping[int, Any]) -> None:
         return
     samples, batch = max(batches.items())
     shape = tuple(firsts[samples].shape)  # type: ignore[union-attr]
-    others = zip(*([len(x) for x in _tensors(b) if x.dim() > 0] for b in batches.values()), strict=False)
+    others = zip(*([len(x) for x in tensors_of(b) if x.dim() > 0] for b in batches.values()), strict=False)
     if all(isinstance(b, list) and len(b) == n for n, b in batches.items()):
         where = f"the batch is a list with as many entries as samples, each of shape {shape}"
     elif all(isinstance(x, Tensor) and x.dim() > 1 and x.shape[1] == n for n, x in firsts.items()):
@@ -131,12 +132,6 @@ def _first(batch: Any) -> Tensor | list[Any] | None:
 
     apply_to_collection(batch, (Tensor, list), note)
     return found[0] if found else None
-
-
-def _tensors(batch: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-    apply_to_collection(batch, Tensor, found.append)
-    return found
 
 
 def _different_lengths(x: Any) -> bool:

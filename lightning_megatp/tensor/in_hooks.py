@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
@@ -71,12 +72,16 @@ class WeightWatch(TorchFunctionMode):
         if not isinstance(x, Tensor):
             return None
         if self._by_address is None:  # most hooks do nothing with tensors
-            self._by_address = {at: name for name, p in self._parameters if (at := _address(p)) is not None}
+            self._by_address = {at: name for name, p in self._parameters if (at := address_of(p))}
         found: str | None = self._made.get(x)
-        return self._by_address.get(at) if found is None and (at := _address(x)) is not None else found
+        return self._by_address.get(address_of(x)) if found is None else found
 
 
-def _address(x: Tensor) -> int | None:
-    own = x.to_local() if isinstance(x, DTensor) else x
-    known = own.device.type != "meta" and not is_fake(own) and bool(own.numel())
-    return own.data_ptr() if known and not own.is_sparse else None
+def own_part(x: Tensor) -> Tensor:
+    """What this rank has of a tensor."""
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+def address_of(x: Tensor) -> int:
+    """Where what this rank has of it lies; 0 for nowhere. Gradients may share the storage of a bucket."""
+    return 0 if x.layout is not torch.strided or x.is_meta or is_fake(x) else own_part(x).data_ptr()

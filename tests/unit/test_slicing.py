@@ -123,15 +123,20 @@ def gradients(pipe: Pipeline) -> dict[str, Tensor]:
     return total
 
 
-def check_with_plans_of(pipe: Pipeline, module: nn.Module, batch: Any) -> None:
-    """Plan a batch, and compare the stages with the whole on it."""
-    pipe.plans = [s.plan(m.training_step, batch) for s, m in zip(pipe.slicers, pipe.modules, strict=True)]
+def check(pipe: Pipeline, module: nn.Module, batch: Any) -> None:
+    """Compare the stages with the whole on a batch, by the plans that there are."""
     whole = copy.deepcopy(module)
     loss = whole.training_step(batch)
     loss.backward()
     runs = forward(pipe, batch)
     backward(pipe, runs)
     assert_same(whole, pipe, runs[-1][1].result, loss)
+
+
+def check_with_plans_of(pipe: Pipeline, module: nn.Module, batch: Any) -> None:
+    """Plan a batch, and compare the stages with the whole on it."""
+    pipe.plans = [s.plan(m.training_step, batch) for s, m in zip(pipe.slicers, pipe.modules, strict=True)]
+    check(pipe, module, batch)
     for each in pipe.modules:
         each.zero_grad()
 
@@ -371,12 +376,7 @@ def test_compiled_blocks() -> None:
     torch.manual_seed(0)
     module, batch = GPT().double(), tokens()
     pipe = pipeline(module, batch, 2, prepare=compile_blocks)
-    whole = copy.deepcopy(module)
-    loss = whole.training_step(batch)
-    loss.backward()
-    runs = forward(pipe, batch)
-    backward(pipe, runs)
-    assert_same(whole, pipe, runs[-1][1].result, loss)
+    check(pipe, module, batch)
 
 
 def test_copies_of_an_intercepted_module_run_by_themselves() -> None:
@@ -673,12 +673,7 @@ def test_a_value_that_a_unit_takes_from_an_attribute_is_relayed() -> None:
     module, batch = Leaking(set_attribute).double(), tokens()
     module.blocks[3] = Attribute().double()
     pipe = pipeline(module, batch, 2, STAGES)
-    whole = copy.deepcopy(module)
-    loss = whole.training_step(batch)
-    loss.backward()
-    runs = forward(pipe, batch)
-    backward(pipe, runs)
-    assert_same(whole, pipe, runs[-1][1].result, loss)
+    check(pipe, module, batch)
 
 
 class Rotated(nn.Module):
@@ -1015,12 +1010,7 @@ def test_a_step_that_catches_everything_hides_no_error() -> None:
     torch.manual_seed(0)
     module, batch = Stubborn().double(), tokens()
     pipe = pipeline(module, batch, 4)
-    whole = copy.deepcopy(module)
-    loss = whole.training_step(batch)
-    loss.backward()
-    runs = forward(pipe, batch)
-    backward(pipe, runs)
-    assert_same(whole, pipe, runs[-1][1].result, loss)
+    check(pipe, module, batch)
 
     class Deciding(Stubborn):
         def embed(self, ids: Tensor) -> Tensor:
@@ -1052,12 +1042,7 @@ def test_parameters_that_a_unit_takes_from_elsewhere_are_shared() -> None:
     pipe = pipeline(module, batch, 2)
     assert pipe.plans[0].shared == {"tokens.weight": (0, 1)}
     assert pipe.plans[0].glue == {"positions": (0,), "scale": (1,)}
-    whole = copy.deepcopy(module)
-    loss = whole.training_step(batch)
-    loss.backward()
-    runs = forward(pipe, batch)
-    backward(pipe, runs)
-    assert_same(whole, pipe, runs[-1][1].result, loss)
+    check(pipe, module, batch)
 
 
 def test_a_unit_that_changes_what_others_see_is_refused() -> None:
