@@ -1,4 +1,4 @@
-"""Megatron's collectives as autograd functions. None of them modifies its input.
+"""Megatron's collectives as autograd functions. None of them modifies its input, unless it is told that it may.
 
 Every backward node carries `region_above` and `region_below`: in which region its output and its input live, seen from
 the loss. "whole": the same on every tensor rank; "tensor": between a column layer's entry and a row layer's exit, where
@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_megatp.plan.ranges import Ranges, length
-from lightning_megatp.shim.torch import all_gather_single, is_fake, reduce_scatter_single
+from lightning_megatp.shim.torch import all_gather_single, is_fake, is_view, reduce_scatter_single
 from lightning_megatp.tensor.functions import OwnFunction
 
 
@@ -53,12 +53,16 @@ def use_on_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return _Use.apply(x, group)
 
 
-def reduce_from_region(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+def reduce_from_region(x: Tensor, group: dist.ProcessGroup, spend: bool = False) -> Tensor:
     """All-reduce; identity for the gradient (g). Leaves a tensor region with a partial sum.
+
+    Args:
+        x: any shape, a partial sum.
+        spend: whether x is the caller's alone, who reads it no more: then the sum may take its place.
 
     Communication: 2 (t - 1) / t * numel(x) forward; none backward.
     """
-    return x if group.size() == 1 else _Reduce.apply(x, group, "tensor")
+    return x if group.size() == 1 else _Reduce.apply(x, group, "tensor", spend)
 
 
 def gather_from_region(x: Tensor, group: dist.ProcessGroup, sizes: Sequence[int]) -> Tensor:
@@ -146,7 +150,7 @@ class _Copy(OwnFunction):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
-            return _Reduce.apply(grad, ctx.group, ctx.region_above), None, None
+            return _Reduce.apply(grad, ctx.group, ctx.region_above, False), None, None
         return all_reduce(grad, ctx.group), None, None
 
 
@@ -159,18 +163,22 @@ class _Use(OwnFunction):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _Reduce.apply(grad, ctx.group, "sequence") if ctx.completes else grad, None
+        return _Reduce.apply(grad, ctx.group, "sequence", False) if ctx.completes else grad, None
 
 
 class _Reduce(OwnFunction):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, below: str) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, below: str, spend: bool) -> Tensor:
         ctx.group, ctx.region_above, ctx.region_below = group, "whole", below
-        return all_reduce(x, group)
+        total = begin_all_reduce(x, group, spend=spend and not is_view(x), async_op=False).wait()
+        if total is x:
+            ctx.mark_dirty(x)
+        return total
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _Copy.apply(grad, ctx.group, ctx.region_below) if torch.is_grad_enabled() else grad, None, None
+        whole = _Copy.apply(grad, ctx.group, ctx.region_below) if torch.is_grad_enabled() else grad
+        return whole, None, None, None
 
 
 class _Gather(OwnFunction):
@@ -264,9 +272,9 @@ def all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return begin_all_reduce(x, group, async_op=False).wait()
 
 
-def begin_all_reduce(x: Tensor, group: dist.ProcessGroup, async_op: bool = True) -> Pending:
-    """Start an `all_reduce`."""
-    total = x.clone(memory_format=torch.contiguous_format)
+def begin_all_reduce(x: Tensor, group: dist.ProcessGroup, spend: bool = False, async_op: bool = True) -> Pending:
+    """Start an `all_reduce`; with `spend` in the place of x, if it is contiguous."""
+    total = x if spend and x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
     # a dry run sends nothing
     return Pending(total, None if is_fake(x) else dist.all_reduce(total, group=group, async_op=async_op))
 

@@ -182,9 +182,10 @@ class _VocabParallelLoss(OwnFunction):
             slope_N = slope_N + smoothing / vocab * total * kept_N
         loss_N = loss_N.masked_fill(~kept_N, 0).masked_fill(kept_N & ~legal_N, torch.nan)
 
-        softmax_Nv = exp_Nv.mul_((below_rN[group.rank()].exp() / denominator_N)[:, None])
+        # The softmax is exp_Nv * rest_N. Backward multiplies each row by something anyway: no pass over all of it here.
+        rest_N = below_rN[group.rank()].exp() / denominator_N
         ctx.save_for_backward(
-            softmax_Nv, slope_N, (1 - smoothing) * row_weight_N * owned_N, column_N, kept_N, vocab, weight_v
+            exp_Nv, slope_N * rest_N, (1 - smoothing) * row_weight_N * owned_N, column_N, kept_N, vocab, weight_v
         )
         ctx.smoothing, ctx.dtype = smoothing, logits_Nv.dtype
         ctx.mark_non_differentiable(row_weight_N)
@@ -196,9 +197,9 @@ class _VocabParallelLoss(OwnFunction):
     def backward(ctx: Any, grad_N: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
         if grad_N is None:
             return (None,) * 7
-        softmax_Nv, slope_N, picked_N, column_N, kept_N, vocab, weight_v = ctx.saved_tensors
+        exp_Nv, factor_N, picked_N, column_N, kept_N, vocab, weight_v = ctx.saved_tensors
         grad_N = grad_N.masked_fill(~kept_N, 0)  # all ignored: the mean's gradient is inf, and theirs is still 0
-        grad_Nv = softmax_Nv * (grad_N * slope_N)[:, None]  # new: the graph may be walked twice
+        grad_Nv = exp_Nv * (grad_N * factor_N)[:, None]  # new: the graph may be walked twice
         if grad_Nv.shape[1]:
             grad_Nv.scatter_add_(1, column_N[:, None], -(grad_N * picked_N)[:, None])
         if ctx.smoothing:

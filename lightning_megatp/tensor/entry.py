@@ -187,12 +187,12 @@ class _Transfer:
             self._gathered[dtype] = begin_all_gather(x.to(dtype), self.group, self.tokens.dim, self.sizes)
         return self._gathered[dtype]
 
-    def reduce(self, grad: Tensor) -> Pending:
-        """Start to sum the gradient of what was entered with. All layers have computed theirs, and hold what they
-        gathered for as long as they need it."""
+    def reduce(self, grad: Tensor, spend: bool) -> Pending:
+        """Start to sum the gradient of what was entered with; with `spend` the sum may take its place. All layers have
+        computed theirs, and hold what they gathered for as long as they need it."""
         self._gathered = {}
         if self.tokens is None:
-            return begin_all_reduce(grad, self.group)
+            return begin_all_reduce(grad, self.group, spend)
         return begin_reduce_scatter(grad, self.group, self.tokens.dim, self.sizes)
 
     def reduced_with_graph(self, grad: Tensor) -> Tensor:
@@ -312,7 +312,7 @@ class _Enter(OwnFunction):
             total = None if total is None else transfer.reduced_with_graph(total)
             own = own if grad is None else first.gradients(grad, x, wanted)
             return total, *own, None, None, *passed
-        pending = None if total is None else transfer.reduce(total)
+        pending = None if total is None else transfer.reduce(total, spend=total is not grad_value)
         own = own if grad is None else first.gradients(grad, x, wanted)
         left = [grad for call in transfer.gated for grad in call.left_gradients()]
         others = map(_sum, left, passed)

@@ -241,7 +241,7 @@ class RowParallel(ParallelLayer):
         partial = self.context.deferred.linear(x, self._own("weight", 1))
         dim, bias = self.sequence_dim, self.bias
         if dim is None or partial.dim() <= dim + 1 or self.context.is_dry(partial):
-            y = reduce_from_region(partial, self.group)
+            y = reduce_from_region(partial, self.group, spend=True)
             return y if bias is None else y + bias.to(y.dtype)
         layout = SequenceLayout(dim - partial.dim(), partial.shape[dim], self.context)
         y = reduce_scatter_sequence(partial, self.group, layout.dim)
@@ -279,7 +279,7 @@ class VocabParallelEmbedding(ParallelLayer, nn.Embedding):
         unknown = x != x.clamp(0, self.num_embeddings - 1)
         index = own.masked_fill(elsewhere, 0).masked_fill(unknown, rows)
         y = F.embedding(index, self._own("weight", 0), self.local_padding)
-        return reduce_from_region(y.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.group)
+        return reduce_from_region(y.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.group, spend=True)
 
 
 class HiddenParallelEmbedding(ParallelLayer, nn.Embedding):

@@ -66,6 +66,19 @@ def _reduce(ways: int, even: bool, dim: int) -> Case:
     return Case(c.reduce_from_region, inputs, lambda xs: [torch.stack(xs).sum(0)])
 
 
+def _reduce_spending(ways: int, even: bool, dim: int) -> Case:
+    """The sum takes the place of a tensor of the caller's, never that of a view."""
+
+    def run(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        own = x.mul(1)
+        y = c.reduce_from_region(own if even else own.view_as(own), group, spend=True)
+        assert (y.data_ptr() == own.data_ptr()) == even and (even or torch.equal(own, x))
+        return y
+
+    inputs = [_normal(*_shape(dim, 3)) for _ in range(ways)]
+    return Case(run, inputs, lambda xs: [torch.stack(xs).sum(0)])
+
+
 def _gather_features(ways: int, even: bool, dim: int) -> Case:
     sizes = _sizes(ways, even)
     inputs = [_normal(*_shape(-1, size)) for size in sizes]
@@ -183,6 +196,7 @@ CASES: dict[str, Callable[[int, bool, int], Case]] = {
     "copy_to_region": _copy,
     "use_on_tokens": _use,
     "reduce_from_region": _reduce,
+    "reduce_from_region spending": _reduce_spending,
     "gather_from_region": _gather_features,
     "scatter_to_region": _scatter_features,
     "scatter_sequence": _scatter_tokens,

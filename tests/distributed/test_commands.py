@@ -41,7 +41,7 @@ if __name__ == "__main__":
 """
 WRONG = """
 from lightning_megatp.tensor import layers
-layers.reduce_from_region = lambda x, group: x
+layers.reduce_from_region = lambda x, group, spend=False: x
 """
 
 

@@ -28,9 +28,9 @@ def drop_forward_reduction() -> Any:
 
     right = layers.reduce_from_region
 
-    def broken(x: Any, group: Any) -> Any:
-        with patch.object(collectives, "all_reduce", lambda x, group: x.clone()):
-            return right(x, group)
+    def broken(x: Any, group: Any, spend: bool) -> Any:
+        with patch.object(collectives, "begin_all_reduce", _unsummed):
+            return right(x, group, spend)
 
     return patch.object(layers, "reduce_from_region", broken)
 
@@ -38,9 +38,14 @@ def drop_forward_reduction() -> Any:
 def drop_backward_reduction() -> Any:
     """The gradient of a region's input is not summed."""
     from lightning_megatp.tensor import entry
+
+    return patch.object(entry, "begin_all_reduce", _unsummed)
+
+
+def _unsummed(x: Any, *args: Any, **kwargs: Any) -> Any:
     from lightning_megatp.tensor.collectives import Pending
 
-    return patch.object(entry, "begin_all_reduce", lambda x, group: Pending(x.clone(), None))
+    return Pending(x.clone(), None)
 
 
 def drop_sequence_reduction() -> Any:
