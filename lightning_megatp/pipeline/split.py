@@ -74,8 +74,8 @@ def check_rows(batches: Mapping[int, Any]) -> None:
         where = f"the batch is a list with as many entries as samples, each of shape {shape}"
     elif all(isinstance(x, Tensor) and x.dim() > 1 and x.shape[1] == n for n, x in firsts.items()):
         where = f"its shape is {shape}: dim 1 has as many entries as samples (`batch_first=True` would change that)"
-    elif any(list(lengths) == list(batches) for lengths in others):
-        where = f"that one has {shape[0]} rows, and another tensor as many as samples"
+    elif any(list(lengths) == [n + more for n in batches] for lengths in others for more in (0, 1)):
+        where = f"that one has {shape[0]} rows, and another tensor as many as samples (or one more: where each begins)"
     else:
         return
     raise ValueError(

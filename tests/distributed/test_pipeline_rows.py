@@ -27,6 +27,13 @@ def weights_first(samples: list[Tensor]) -> dict[str, Tensor]:
     return {"weights": torch.linspace(1, 2, 10, dtype=torch.float64), "tokens": torch.stack(samples)}
 
 
+def packed(samples: list[Tensor]) -> dict[str, Tensor]:
+    """As attention of varying lengths takes them: one after another, with where each begins."""
+    lengths = torch.tensor([0, *(3 + int(sample[0]) % 4 for sample in samples)])
+    rows = [sample[:length] for sample, length in zip(samples, lengths[1:].tolist(), strict=True)]
+    return {"tokens": torch.cat(rows), "cu_seqlens": lengths.cumsum(0)}
+
+
 def two_views(samples: list[Tensor]) -> Tensor:
     return torch.stack([view for sample in samples for view in (sample, sample.flip(0))])
 
@@ -82,8 +89,9 @@ def _fit(layout: Layout, collate: Callable[[list[Tensor]], Any], kind: type[Lit]
         (time_first, ["dim 1", "has as many entries as samples"]),
         (list, ["list", "as many entries as samples"]),
         (weights_first, ["another tensor", "10 rows"]),
+        (packed, ["another tensor", "where each begins"]),
     ],
-    ids=["time first", "a list of samples", "class weights first"],
+    ids=["time first", "a list of samples", "class weights first", "packed"],
 )
 def test_samples_elsewhere_than_in_rows_are_refused(collate: Any, texts: list[str]) -> None:
     with pytest.raises(RankError) as error:
