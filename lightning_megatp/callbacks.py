@@ -18,7 +18,7 @@ from lightning_megatp.tensor.in_hooks import WeightWatch
 _HOOKS = (
     *("on_fit_start", "on_train_start", "on_train_epoch_start", "on_train_batch_start", "on_before_zero_grad"),
     *("on_train_batch_end", "on_train_epoch_end", "on_validation_start", "on_validation_epoch_start"),
-    *("on_validation_batch_end", "on_validation_epoch_end", "on_validation_end", "on_train_end"),
+    *("on_validation_batch_end", "on_validation_epoch_end", "on_validation_end", "on_train_end", "optimizer_step"),
 )
 """In which weights may be changed or looked at. (Those around a backward are watched by `WholeNorms`.)"""
 _CALLS = 1000
@@ -74,7 +74,7 @@ def watching_weights(trainer: Any, parallel: ParallelModule) -> Iterator[Detour]
     """
     said: set[str] = set()
 
-    def run(hook: str, left: Iterator[int], call: Callable[[], Any]) -> Any:
+    def watch(hook: str) -> WeightWatch:
         def say(operation: str, weight: str) -> None:
             if operation not in said:
                 said.add(operation)
@@ -84,10 +84,16 @@ def watching_weights(trainer: Any, parallel: ParallelModule) -> Iterator[Detour]
                     " `with self.trainer.strategy.whole_parameters():`, on all ranks."
                 )
 
+        split = ((name, p) for name, p in parallel.names.items() if parallel.spec(parallel.held(p)) is not None)
+        return WeightWatch(split, say)
+
+    def run(hook: str, left: Iterator[int], call: Callable[[], Any]) -> Any:
         if next(left, None) is None:
             return call()
-        split = ((name, p) for name, p in parallel.names.items() if parallel.spec(parallel.held(p)) is not None)
-        with WeightWatch(split, say):
+        with watch(hook) as watching, contextlib.ExitStack() as ends:
+            if hook == "optimizer_step":  # what `super()` does is the step, its backward and the optimizer's own work
+                own = Detour(trainer.strategy, hook, watching.pause)
+                ends.callback(own.end)
             return call()
 
     for watched in (parallel.module, *trainer.callbacks):

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lightning_megatp.shim.torch import is_fake
+from lightning_megatp.shim.torch import WithoutMode, is_fake
 from lightning_megatp.tensor.features.rules.table import POINTWISE
 from lightning_megatp.tensor.functions import operation_name, operation_names
 
@@ -64,6 +64,11 @@ class WeightWatch(TorchFunctionMode):
         if weight is not None and operation in _FOLLOWED and isinstance(result, Tensor):
             self._made[result] = weight
         return result
+
+    def pause(self, call: Callable[[], Any]) -> Any:
+        """Call something that is not watched."""
+        with WithoutMode(self):
+            return call()
 
     def _name(self, x: Any) -> str | None:
         """Of the parameter that a tensor is, or was made of."""

@@ -71,6 +71,13 @@ class Lit(LightningModule):
                     weight.clamp_(-0.3, 0.3).mul_(0.99)
                     assert F.linear(torch.ones(2, weight.shape[-1]).to(weight), weight).mean() < 99
 
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, closure: Any = None) -> None:
+        super().optimizer_step(epoch, batch_idx, optimizer, closure)
+        if self.habit == "max norm of a step":
+            with self.weights(), torch.no_grad():
+                for block in self.blocks:
+                    block[2].weight.mul_(0.5 / block[2].weight.norm().clamp(min=0.5))
+
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
@@ -110,7 +117,7 @@ def fit_one(habit: str) -> tuple[list[float], float, str]:
 
 
 @pytest.mark.parametrize("layout", [{"tp": 2}, {"tp": 2, "pp": 2, "microbatches": 2}], ids=["tp2", "tp2-pp2"])
-@pytest.mark.parametrize("habit", ["max norm", "pruning", "new values", "norms", "values"])
+@pytest.mark.parametrize("habit", ["max norm", "max norm of a step", "pruning", "new values", "norms", "values"])
 def test_whole_parameters_are_those_of_one_device(habit: str, layout: dict[str, Any]) -> None:
     losses, norm, _ = run_reference(fit_one, habit)
     for found, found_norm, said in run_ranks(2 * layout.get("pp", 1), fit, habit, True, layout):
@@ -123,6 +130,7 @@ def test_whole_parameters_are_those_of_one_device(habit: str, layout: dict[str, 
     ("habit", "text"),
     [
         ("max norm", "`on_train_batch_end` uses `renorm` on `blocks.0.0.weight`"),
+        ("max norm of a step", "`optimizer_step` uses `norm` on `blocks.0.2.weight`"),
         ("pruning", "`on_train_batch_end` uses `kthvalue` on `blocks.0.0.weight`"),
         ("new values", "`on_fit_start` uses `"),
         ("norms", "`on_train_epoch_end` uses `norm` on `blocks.0.0.weight`"),
