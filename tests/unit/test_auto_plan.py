@@ -380,6 +380,24 @@ def test_convolutions_are_split_where_they_are_worth_it(tp: int) -> None:
     assert [len(features) for features in owned(found, "mix")] == ([12, 12] if tp == 2 else [5, 5, 5, 5, 4])
 
 
+def test_a_convolution_of_what_every_rank_of_a_region_has() -> None:
+    """gMLP: the half of an MLP's features that goes through a norm is needed whole by all ranks."""
+
+    class SpatialGate(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.norm, self.down = nn.Linear(HIDDEN, 48), nn.LayerNorm(24), nn.Linear(24, HIDDEN)
+            self.tokens = nn.Conv1d(X.shape[1], X.shape[1], 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            u, v = F.gelu(self.up(x)).chunk(2, dim=-1)
+            return self.down(u * self.tokens(self.norm(v)))
+
+    found = plan_block(Kind(Block(SpatialGate()), ["block"], [Call((X,), {})]), 2, least_convolution=0)
+    assert found.problem is None
+    assert styles(found) == {"up": "column", "down": "row", "tokens": "column_gather"}
+
+
 def test_the_largest_convolutions_are_those_worth_it() -> None:
     widths = (64, 32, 16, 2)
     model = nn.ModuleList(nn.Conv2d(width, width, 3) for width in widths)

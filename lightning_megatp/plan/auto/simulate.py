@@ -24,7 +24,7 @@ from lightning_megatp.plan.auto.thin import ThinLinear, concrete_call
 from lightning_megatp.plan.convolutions import channel_dim, input_ranges, own_groups
 from lightning_megatp.plan.layer import LayerPlan
 from lightning_megatp.plan.parallel_plan import AttributePlan
-from lightning_megatp.plan.ranges import Ranges, length
+from lightning_megatp.plan.ranges import Ranges, everything, length
 from lightning_megatp.shim.torch import tree_leaves
 from lightning_megatp.tensor.collectives import take_ranges
 from lightning_megatp.tensor.features.layout import FeatureLayout
@@ -210,11 +210,14 @@ class SimulatedExchange:
         return _Mark.apply(x, "tensor", "whole")
 
     def scatter(self, x: Tensor, dim: int, by_rank: Sequence[Ranges]) -> Tensor:
-        return _Mark.apply(take_ranges(x, dim, by_rank[self.rank]), "tensor", "whole")
+        own = x if _everything(by_rank) else take_ranges(x, dim, by_rank[self.rank])
+        return _Mark.apply(own, "tensor", "whole")
 
     def gather(self, x: Tensor, dim: int, by_rank: Sequence[Ranges]) -> Tensor:
         """The whole of a split dim; of features on several ranks the first rank's."""
         parts = self.ranks.share(self.rank, x)
+        if _everything(by_rank):
+            return _Mark.apply(parts[0], "whole", "tensor")
         indices = [i for ranges in by_rank for start, stop in ranges for i in range(start, stop)]
         first = {index: at for at, index in reversed(list(enumerate(indices)))}
         order = torch.tensor([first[index] for index in sorted(first)])
@@ -223,6 +226,11 @@ class SimulatedExchange:
     def reduce(self, x: Tensor) -> Tensor:
         parts = self.ranks.share(self.rank, x)
         return _Mark.apply(sum(parts[1:], parts[0]), "whole", "tensor")
+
+
+def _everything(by_rank: Sequence[Ranges]) -> bool:
+    """Whether every rank owns everything; the dim then means nothing."""
+    return everything(tuple(by_rank), max(stop for ranges in by_rank for _, stop in ranges))
 
 
 class _Mark(torch.autograd.Function):
