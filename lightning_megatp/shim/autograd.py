@@ -192,6 +192,24 @@ def checkpoints_ended() -> Iterator[None]:
             each.close()
 
 
+@contextlib.contextmanager
+def without_checkpoints() -> Iterator[None]:
+    """Activation checkpoints (use_reentrant=False) keep everything, in all threads: backward runs nothing again. The
+    generator around what they run looks the same in 2.11 and 2.13."""
+    import torch.utils.checkpoint as checkpoints
+
+    original = checkpoints._checkpoint_without_reentrant_generator
+
+    def generator(*args: Any, **kwargs: Any) -> Any:
+        yield
+
+    checkpoints._checkpoint_without_reentrant_generator = generator
+    try:
+        yield
+    finally:
+        checkpoints._checkpoint_without_reentrant_generator = original
+
+
 def functorch_is_active() -> bool:
     """Whether this is inside torch.func's grad, vmap, jvp, ...; no public name (2.13)."""
     return bool(torch._C._are_functorch_transforms_active())

@@ -11,13 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
+from torch.utils.checkpoint import checkpoint
 
 from lightning_megatp.plan.auto.blocks import Block as Kind
 from lightning_megatp.plan.auto.blocks import Call, capture_calls, find_blocks, is_linear, kinds_of_blocks
 from lightning_megatp.plan.auto.discover import discover, look
 from lightning_megatp.plan.auto.influence import find_candidates
 from lightning_megatp.plan.auto.search import BlockResult, plan_block
-from lightning_megatp.plan.auto.simulate import BlockPlan, Reference, SimulatedExchange
+from lightning_megatp.plan.auto.simulate import BlockPlan, Ranks, Reference, SimulatedExchange
 from lightning_megatp.plan.auto.thin import ThinLinear, thin_copy
 from lightning_megatp.plan.convolutions import least_size
 from lightning_megatp.plan.parallel_plan import ParallelPlan
@@ -442,6 +443,27 @@ def test_what_a_row_returns_may_be_changed_in_place() -> None:
 
     found = plan(InPlace(), 2)
     assert styles(found) == {"up": "column", "down": "row"} and found.sequence_dim == 1
+
+
+def test_a_block_with_a_checkpoint_inside() -> None:
+    """What backward runs again would wait there for the other simulated ranks."""
+
+    class Checkpointed(Separate):
+        def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+            return checkpoint(self.inside, x, mask, use_reentrant=False)
+
+        def inside(self, x: Tensor, mask: Tensor | None) -> Tensor:
+            return super().forward(x, mask).tanh()
+
+    found = plan(Checkpointed(), 2)
+    assert styles(found) == styles(plan(Separate(), 2)) and found.sequence_dim == 1
+
+
+def test_a_backward_that_runs_layers_again_is_not_waited_for() -> None:
+    ranks = Ranks(2)
+    assert ranks.run(lambda rank: ranks.share(rank, X)) is None
+    with pytest.raises(RuntimeError, match="runs a layer again"):
+        ranks.share(0, X)
 
 
 def test_units_that_no_token_passes_are_reached() -> None:
