@@ -68,9 +68,9 @@ def _check_scripted(model: nn.Module) -> None:
     name = next((name for name, module in model.named_modules() if isinstance(module, torch.jit.ScriptModule)), None)
     if name is not None:
         raise ValueError(
-            f"MegaTPStrategy: `{name}` is a module that torch.jit made (torch.jit.script, trace or load). Its parameters"
-            " and its code are out of Python's reach, so that it can be neither split nor given to a pipeline stage."
-            " Use the module that it was made of, compiled by torch.compile if you like; scripted functions are fine."
+            f"MegaTPStrategy: `{name}` is a module that torch.jit made (by script, trace or load). Its parameters and"
+            " its code are out of Python's reach, so that it can be neither split nor given to a pipeline stage. Use"
+            " the module that it was made of, compiled by torch.compile if you like; scripted functions are fine."
         )
 
 
