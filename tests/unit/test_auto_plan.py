@@ -459,6 +459,22 @@ def test_a_block_with_a_checkpoint_inside() -> None:
     assert styles(found) == styles(plan(Separate(), 2)) and found.sequence_dim == 1
 
 
+def test_a_block_that_holds_a_computed_weight() -> None:
+    """deepcopy refuses tensors with a graph."""
+
+    class Normed(Gated):
+        def __init__(self) -> None:
+            super().__init__()
+            with pytest.warns(FutureWarning, match="weight_norm"):
+                self.normed = nn.utils.weight_norm(nn.Linear(HIDDEN, HIDDEN))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(self.normed(x))
+
+    found = plan(Normed(), 2)
+    assert found.problem is None and styles(found) == styles(plan(Gated(), 2))
+
+
 def test_a_backward_that_runs_layers_again_is_not_waited_for() -> None:
     ranks = Ranks(2)
     assert ranks.run(lambda rank: ranks.share(rank, X)) is None
