@@ -79,11 +79,15 @@ class ParallelModule:
         self.counted_elsewhere: set[int] = set()
         """id(parameter) of those that another pipeline stage holds too, and counts in norms."""
 
-    def whole_size(self, parameter: Tensor) -> int:
-        """Elements of a parameter before it was split."""
+    def whole_shape(self, parameter: Tensor) -> torch.Size:
+        """The shape of a parameter before it was split."""
         spec, divided = self.spec(parameter), self.divided.get(id(parameter))
         whole = parameter.shape if divided is None else divided.shape
-        return torch.Size(whole if spec is None else spec.shape).numel()
+        return torch.Size(whole if spec is None else spec.shape)
+
+    def whole_size(self, parameter: Tensor) -> int:
+        """Elements of a parameter before it was split."""
+        return self.whole_shape(parameter).numel()
 
     @property
     def sizes(self) -> dict[str, torch.Size]:

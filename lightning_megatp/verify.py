@@ -18,6 +18,7 @@ from lightning_megatp.commands import requested
 from lightning_megatp.commands.proof import print_errors
 from lightning_megatp.messages import warn_once_per_run
 from lightning_megatp.pipeline.pipeline import Pipeline
+from lightning_megatp.plan.auto.blocks import computed_tensors
 
 _RELATIVE = {torch.float64: 1e-9, torch.float32: 1e-4}
 """Largest relative difference of losses: sums in another order over the layers of a deep model."""
@@ -130,7 +131,7 @@ def _copy(module: Any) -> Any:
     """A copy that has the same trainer, and logs nothing."""
     trainer, module._trainer = module._trainer, None
     try:
-        copied = copy.deepcopy(module)
+        copied = copy.deepcopy(module, dict(computed_tensors(module)))
     finally:
         module._trainer = trainer
     copied._trainer = trainer

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -122,7 +122,7 @@ def build_pipeline(
             f"MegaTPStrategy: `{whole[0]}` is compiled as a whole, and pp={ranks} can't cut compiled code. Compile its"
             " blocks one by one instead (`block.compile()`), or use pp=1."
         )
-    costs = {unit: 0.0 if unit in found.idle else cost for unit, cost in unit_costs(parallel.module, units).items()}
+    costs = unit_costs(parallel.module, units, parallel.whole_size) | dict.fromkeys(found.idle, 0.0)
     stage_of_unit = None
     if options.stages is None:
         stage_of_unit = _with_twins(parallel, units, schedule.stages, costs, example, mesh.device)
@@ -192,7 +192,7 @@ def _with_twins(
 ) -> dict[str, int] | None:
     """Unit -> stage, in the order of the units; averaged copies beside what they are copies of. None if there are none:
     frozen units of the same shapes may also be what the trained ones read, and then data would flow backward."""
-    twins = frozen_twins(parallel.module, units)
+    twins = frozen_twins(parallel.module, units, parallel.whole_shape)
     leaders = [unit for unit in units if unit not in twins]
     if not twins or len(leaders) < n_stages:
         return None
@@ -319,14 +319,20 @@ def _order(schedule: Schedule) -> list[int]:
     return forward if schedule.placement[-1] == 0 else forward[::-1]
 
 
-def unit_costs(module: nn.Module, units: Sequence[str]) -> dict[str, float]:
-    """An estimate of each unit's time: its parameters, those of embeddings not counted, since looking up is cheap."""
-    return {unit: _cost(module.get_submodule(unit)) for unit in units}
+def unit_costs(
+    module: nn.Module, units: Sequence[str], size: Callable[[Tensor], int] = Tensor.numel
+) -> dict[str, float]:
+    """An estimate of each unit's time: its parameters, those of embeddings not counted, since looking up is cheap.
+
+    Args:
+        size: elements of a parameter. All ranks have to find the same, and their parts may be uneven.
+    """
+    return {unit: _cost(module.get_submodule(unit), size) for unit in units}
 
 
-def _cost(unit: nn.Module) -> float:
+def _cost(unit: nn.Module, size: Callable[[Tensor], int]) -> float:
     embeddings = {id(p) for child in unit.modules() if isinstance(child, nn.Embedding) for p in child.parameters()}
-    return 1.0 + sum(p.numel() for p in unit.parameters() if id(p) not in embeddings)
+    return 1.0 + sum(size(p) for p in unit.parameters() if id(p) not in embeddings)
 
 
 def holders_of(module: nn.Module, stage_of_unit: Mapping[str, int], schedule: Schedule) -> dict[int, list[int]]:

@@ -66,9 +66,9 @@ def sets_requires_grad(call: Call) -> bool:
     return bool(call.what == torch.Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
 
 
-def is_bookkeeping(cls: type) -> bool:
+def is_bookkeeping(function: Any) -> bool:
     """Autograd functions of activation checkpointing that only hold on to its arguments."""
-    return cls.__module__ == "torch.utils.checkpoint" and cls.__name__ != "CheckpointFunction"
+    return function.__module__ == "torch.utils.checkpoint" and function.__name__ != "CheckpointFunction"
 
 
 def with_memory(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -96,11 +96,11 @@ class StageMode(TorchFunctionMode):
             return function(*args, **kwargs) if self._is_last else None
         return self._opaque(name, self._is_last, function, args, kwargs)
 
-    def function(self, cls: type, apply: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A call of an autograd function."""
-        if self.inside or self.done or is_bookkeeping(cls) or functorch_is_active():
+    def function(self, function: Any, apply: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call of an autograd function, or of one of torch.jit's."""
+        if self.inside or self.done or is_bookkeeping(function) or functorch_is_active():
             return apply(*args, **kwargs)
-        return with_collected(lambda called: self._opaque(cls, True, called, args, kwargs), apply)
+        return with_collected(lambda called: self._opaque(function, True, called, args, kwargs), apply)
 
     def log(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         """`self.log` and `self.log_dict`: the last stage's."""

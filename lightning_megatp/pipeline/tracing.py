@@ -36,7 +36,7 @@ from lightning_megatp.pipeline.plan import Key, Operation, Read, SliceError, rec
 from lightning_megatp.pipeline.refusals import CheckpointRegions, refuse_backwards, refuse_kind, refuse_setting
 from lightning_megatp.pipeline.snapshot import Snapshot
 from lightning_megatp.pipeline.values import Value, Values, versions
-from lightning_megatp.shim.autograd import checkpoint_region, functorch_is_active, untransformed
+from lightning_megatp.shim.autograd import checkpoint_region, function_name, functorch_is_active, untransformed
 from lightning_megatp.shim.torch import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -121,14 +121,14 @@ class Tracer(TorchFunctionMode):
         with WithoutMode(self):
             return with_collected(trace, call)
 
-    def function(self, cls: type, apply: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A call of an autograd function: one operation, whatever it does inside."""
-        if self._inside is not None or self._transforms or is_bookkeeping(cls) or functorch_is_active():
+    def function(self, function: Any, apply: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call of an autograd function, or of one of torch.jit's: one operation, whatever it does inside."""
+        if self._inside is not None or self._transforms or is_bookkeeping(function) or functorch_is_active():
             return apply(*args, **kwargs)
         self.uses_functions = True
 
         def trace(called: Callable[..., Any]) -> Any:
-            return self._trace(Call(cls, cls.__name__, called, args, kwargs, opaque=True))
+            return self._trace(Call(function, function_name(function), called, args, kwargs, opaque=True))
 
         with WithoutMode(self):
             return with_collected(trace, apply)

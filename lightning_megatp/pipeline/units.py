@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from itertools import accumulate, takewhile
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 _PARAMETERS = (nn.ParameterList, nn.ParameterDict)
@@ -71,17 +72,22 @@ def assign(
     return {unit: s for s in range(n_stages) for unit in units[bounds[s] : bounds[s + 1]]}
 
 
-def frozen_twins(module: nn.Module, units: Sequence[str]) -> dict[str, str]:
+def frozen_twins(
+    module: nn.Module, units: Sequence[str], shape: Callable[[Tensor], torch.Size] = Tensor.size
+) -> dict[str, str]:
     """Units of averaged copies (a teacher, a target network) -> the trained units that they are copies of.
 
     A unit without trained parameters, and a trained one of the same class and shapes whose name ends alike
     (`teacher.blocks.0` and `blocks.0`, or `student.blocks.0`): of several the one that shares most. One that is an
     attribute of the model itself (`ema_head`) needs no such name, if a single trained one is like it. The user's loops
     over the parameters of both networks meet the same pairs on every stage, if each pair is on one.
+
+    Args:
+        shape: of a parameter. All ranks have to find the same, and their parts may be uneven.
     """
     parts = {unit: module.get_submodule(unit) for unit in units}
     kinds = {
-        unit: (type(part), [(name, tuple(p.shape)) for name, p in part.named_parameters()])
+        unit: (type(part), [(name, tuple(shape(p))) for name, p in part.named_parameters()])
         for unit, part in parts.items()
     }
     frozen = [unit for unit in units if not any(p.requires_grad for p in parts[unit].parameters())]

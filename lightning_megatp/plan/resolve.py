@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+import torch
 from torch import nn
 
 from lightning_megatp.plan.attributes import check_heads, divide
@@ -28,8 +29,10 @@ def resolve(plan: Mapping[str, StyleLike], model: nn.Module, tp: int, sequence_p
 
     Raises:
         ValueError: a pattern that matches nothing, a style on a module that can't take it, sizes or heads that can't be
-            divided, tied parameters with different styles, a column layer that no row layer consumes.
+            divided, tied parameters with different styles, a column layer that no row layer consumes, a module that
+            torch.jit made.
     """
+    _check_scripted(model)
     found = ParallelPlan(tp, dict(plan), sequence_parallel)
     modules = {plain_name(name): module for name, module in model.named_modules(remove_duplicate=False)}
     compiled = [plain_name(name) for name, module in model.named_modules() if is_compiled(module)]
@@ -59,6 +62,16 @@ def resolve(plan: Mapping[str, StyleLike], model: nn.Module, tp: int, sequence_p
     place(found)
     found.parameters = parameter_specs(found, model)
     return found
+
+
+def _check_scripted(model: nn.Module) -> None:
+    name = next((name for name, module in model.named_modules() if isinstance(module, torch.jit.ScriptModule)), None)
+    if name is not None:
+        raise ValueError(
+            f"MegaTPStrategy: `{name}` is a module that torch.jit made (by script, trace or load). Its parameters and"
+            " its code are out of Python's reach, so that it can be neither split nor given to a pipeline stage. Use"
+            " the module that it was made of, compiled by torch.compile if you like; scripted functions are fine."
+        )
 
 
 def _nested(one: str, other: str) -> bool:

@@ -88,12 +88,13 @@ _function_apply = torch._C._FunctionBase.__dict__["apply"].__get__
 def handle_functions(
     handle: Callable[[Any, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any], others_only: bool = False
 ) -> Iterator[None]:
-    """Let `handle(cls, apply, args, kwargs)` stand for every `torch.autograd.Function.apply`, or with `others_only` for
-    those of no DirectFunction.
+    """Let `handle(function, apply, args, kwargs)` stand for every `torch.autograd.Function.apply` (with `others_only`:
+    of no DirectFunction), and for every call of a function that torch.jit made: neither asks `__torch_function__`, nor
+    a TorchFunctionMode. `function` is the class, or what torch.jit made.
 
-    `apply` asks neither `__torch_function__` nor a TorchFunctionMode. It is replaced one class further down than where
-    it is documented: `gelu = GeluFunction.apply` in a model file binds `Function.apply` before anything can replace it,
-    but that method calls its base class's (2.11-2.13). Contexts may be nested: the inner one is asked first.
+    `apply` is replaced one class further down than where it is documented: `gelu = GeluFunction.apply` in a model file
+    binds `Function.apply` before anything can replace it, but that method calls its base class's (2.11-2.13). Contexts
+    may be nested: the inner one is asked first.
     """
     base = _function_base
     outer = base.__dict__.get("apply")
@@ -103,14 +104,31 @@ def handle_functions(
         return handle(cls, original.__get__(None, cls), args, kwargs)
 
     apply.others_only = others_only and (outer is None or outer.__func__.others_only)  # type: ignore[attr-defined]
+    outer_script = torch.jit.ScriptFunction.__call__
+
+    def script(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return handle(self, outer_script.__get__(self), args, kwargs)
+
     base.apply = classmethod(apply)  # type: ignore[attr-defined]
+    torch.jit.ScriptFunction.__call__ = script  # type: ignore[method-assign]
     try:
         yield
     finally:
+        torch.jit.ScriptFunction.__call__ = outer_script  # type: ignore[method-assign]
         if outer is None:
             del base.apply  # type: ignore[attr-defined]
         else:
             base.apply = outer  # type: ignore[attr-defined]
+
+
+def is_scripted(function: Any) -> bool:
+    """Whether it is a function that `torch.jit.script` or `torch.jit.trace` made."""
+    return isinstance(function, torch.jit.ScriptFunction)
+
+
+def function_name(function: Any) -> str:
+    """Of a `torch.autograd.Function`, or of a function that torch.jit made."""
+    return str(function.name if is_scripted(function) else function.__name__)
 
 
 Engine = Callable[[Sequence[Any]], Sequence[Any]]
@@ -190,6 +208,24 @@ def checkpoints_ended() -> Iterator[None]:
         checkpoints._checkpoint_without_reentrant_generator = original
         for each in reversed(entered):
             each.close()
+
+
+@contextlib.contextmanager
+def without_checkpoints() -> Iterator[None]:
+    """Activation checkpoints (use_reentrant=False) keep everything, in all threads: backward runs nothing again. The
+    generator around what they run looks the same in 2.11 and 2.13."""
+    import torch.utils.checkpoint as checkpoints
+
+    original = checkpoints._checkpoint_without_reentrant_generator
+
+    def generator(*args: Any, **kwargs: Any) -> Any:
+        yield
+
+    checkpoints._checkpoint_without_reentrant_generator = generator
+    try:
+        yield
+    finally:
+        checkpoints._checkpoint_without_reentrant_generator = original
 
 
 def functorch_is_active() -> bool:

@@ -80,7 +80,7 @@ class SequenceShard(Shard):
         layout = SequenceLayout(dim - x.dim(), x.shape[dim], context)
         return SequenceShard.wrap(scatter_sequence(x, context.group, layout.dim), layout)
 
-    def whole(self) -> Tensor:
+    def whole(self, operation: str = "whole") -> Tensor:
         """All tokens as a plain tensor, the same on every rank.
 
         Communication: `gather_sequence` into whole values.

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_megatp.shim.autograd import handle_functions
-from lightning_megatp.shim.torch import DisableTorchFunctionSubclass, as_subclass, tree_leaves, tree_map
+from lightning_megatp.shim.autograd import function_name, handle_functions, is_scripted
+from lightning_megatp.shim.torch import DisableTorchFunctionSubclass, as_subclass, tensor_version, tree_leaves, tree_map
 from lightning_megatp.tensor.functions import OwnFunction, is_in_place, operation_name, operation_names
 
 
@@ -21,8 +21,12 @@ class Shard(torch.Tensor):
     plain: Tensor
     """This rank's part as a plain tensor; the shard is a view of it."""
 
-    def whole(self) -> Tensor:
-        """The whole tensor, a plain one, the same on every rank."""
+    def whole(self, operation: str = "whole") -> Tensor:
+        """The whole tensor, a plain one, the same on every rank.
+
+        Args:
+            operation: what needs it, for an account of gathers.
+        """
         raise NotImplementedError
 
 
@@ -94,15 +98,34 @@ def gathered(x: Any) -> Any:
 @contextlib.contextmanager
 def functions_take_whole() -> Iterator[None]:
     """Around a user's code: `torch.autograd.Function`s of the user's own get whole tensors, since what they save and
-    compute in backward can't know of shards. (`apply` does not ask `__torch_function__`.)"""
+    compute in backward can't know of shards, and so do functions that torch.jit made. (Neither ask
+    `__torch_function__`.)"""
     with handle_functions(_take_whole, others_only=True):
         yield
 
 
-def _take_whole(cls: Any, apply: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if issubclass(cls, OwnFunction):
+def _take_whole(function: Any, apply: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    scripted = is_scripted(function)
+    if not scripted and issubclass(function, OwnFunction):
         return apply(*args, **kwargs)
-    return tree_map(_as_returned, apply(*tree_map(gathered, args), **tree_map(gathered, kwargs)))
+    name, copies = function_name(function), list[tuple[Tensor, int]]()
+
+    def take(x: Any) -> Any:
+        if not isinstance(x, Shard):
+            return x
+        whole = x.whole(name)
+        copies.append((whole, tensor_version(whole)))
+        return whole
+
+    result = apply(*tree_map(take, args), **tree_map(take, kwargs))
+    if not scripted:
+        return tree_map(_as_returned, result)
+    if any(tensor_version(whole) != version for whole, version in copies):
+        raise RuntimeError(
+            f"MegaTPStrategy: `{name}`, which torch.jit made, changes in place a tensor of which each tensor rank holds"
+            " a part. Write it without in-place change, or as a Python function."
+        )
+    return result
 
 
 def _as_returned(x: Any) -> Any:

@@ -114,6 +114,12 @@ class Scaled(torch.autograd.Function):
         return grad * weight, (grad * x).sum((0, 1))
 
 
+@torch.jit.script
+def over_tokens(x: Tensor, dim: int) -> Tensor:
+    """A function that asks nobody how a shard is to be treated."""
+    return x.cumsum(dim)
+
+
 def _in_place(change: Callable[[Any, Workshop], Any]) -> Operation:
     """Change a copy in place, and look at it through another name for it."""
 
@@ -434,6 +440,7 @@ OPERATIONS: dict[str, dict[str, Operation]] = {
         "checkpoint": _checkpointed,
         "own function": lambda x, o: Square.apply(x) + x,
         "own function over tokens": lambda x, o: OverTokens.apply(x, o.dim),
+        "scripted function over tokens": lambda x, o: over_tokens(x, o.dim) + x,
         "own function with a weight": lambda x, o: Scaled.apply(x, o.weight),
         "own function of a computed value": lambda x, o: Square.apply(x * 2).sum(),
         "inference_mode": lambda x, o: torch.inference_mode()(lambda: ((x * 2).mean(o.dim), x + o.bias))(),

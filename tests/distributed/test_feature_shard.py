@@ -453,11 +453,24 @@ class Double(torch.autograd.Function):
         return grad * ctx.heads
 
 
+@torch.jit.script
+def scripted(x: Tensor) -> Tensor:
+    return x * x.shape[1]
+
+
+@torch.jit.script
+def doubled_in_place(x: Tensor) -> Tensor:
+    return x.mul_(2)
+
+
 def _function(rank: int, world_size: int) -> None:
     context = TensorContext(dist.group.WORLD)
-    (expected, *_), _ = _try(lambda x, o: Double.apply(x * 2.0) + o.z, None, OWNED["uneven"])
-    (found, *_), _ = _try(lambda x, o: Double.apply(x * 2.0) + o.z, context, OWNED["uneven"])
-    torch.testing.assert_close(found, expected)
+    for function in (Double.apply, scripted):
+        (expected, *_), _ = _try(lambda x, o, f=function: f(x * 2.0) + o.z, None, OWNED["uneven"])
+        (found, *_), _ = _try(lambda x, o, f=function: f(x * 2.0) + o.z, context, OWNED["uneven"])
+        torch.testing.assert_close(found, expected)
+    with pytest.raises(RuntimeError, match=r"`doubled_in_place`.* changes in place"):
+        _try(lambda x, o: doubled_in_place(x * 2.0), context, OWNED["uneven"])
 
 
 def test_functions_of_the_user_get_whole_tensors() -> None:

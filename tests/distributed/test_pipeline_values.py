@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -274,3 +274,40 @@ def test_what_does_not_reach_the_loss_has_no_gradient(layout: Layout) -> None:
 def test_a_gradient_that_was_not_planned_is_refused() -> None:
     with pytest.raises(RankError, match="nothing that was made of this value reached the loss"):
         run_program(Layout(pp=2), _detaching, 1)
+
+
+class Factor(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.factor
+
+
+class Uneven(LightningModule):
+    """Units of 21, 2 and 19; of the first, tensor ranks have 21 and 17 by their own account."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(3, 9), Factor(), nn.Linear(9, 2, bias=False))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.net(batch).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def _uneven(layout: Layout) -> list[float]:
+    torch.manual_seed(0)
+    losses = Losses()
+    trainer = make_trainer(layout, strategy={"plan": {"net.0": "column_gather"}}, callbacks=[losses])
+    trainer.fit(Uneven(), DataLoader(torch.randn(8, 3, dtype=torch.float64), batch_size=4))
+    return losses.seen
+
+
+def test_tensor_ranks_with_uneven_parts_have_the_same_stages() -> None:
+    (expected,) = run_program(PLAIN, _uneven)
+    for found in run_program(Layout(tp=2, pp=2, microbatches=2), _uneven):
+        assert found == pytest.approx(expected, abs=1e-12)

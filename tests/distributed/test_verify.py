@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Trainer
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.distributed.training import QUIET, Layout, train_loader
 from tests.parity.models import GPT, GPTConfig
@@ -29,6 +29,14 @@ class Scaled(GPT):
         return super().loss(batch) / self.width
 
 
+class Normed(GPT):
+    """Its norm is computed by a hook, and held as a tensor with a graph, which deepcopy refuses."""
+
+    def __init__(self) -> None:
+        super().__init__(CONFIG)
+        self.norm = nn.Sequential(self.norm, nn.utils.weight_norm(nn.Linear(CONFIG.hidden, CONFIG.hidden)))
+
+
 def _fit(rank: int, world_size: int, name: str, tp: int, pp: int, dp: int, precision: Any) -> int:
     from lightning_megatp import MegaTPStrategy
 
@@ -36,7 +44,7 @@ def _fit(rank: int, world_size: int, name: str, tp: int, pp: int, dp: int, preci
     plan: dict[str, Any] = gpt_plan(CONFIG) if tp > 1 else {}
     if name == "a wrong plan":
         plan["width"] = "divide"
-    make = {"a wrong plan": Scaled, "dropout": lambda: GPT(GPTConfig(tied=False, dropout=0.2))}
+    make = {"a wrong plan": Scaled, "weight norm": Normed, "dropout": lambda: GPT(GPTConfig(tied=False, dropout=0.2))}
     strategy = MegaTPStrategy(tp=tp, pp=pp, dp=dp, plan=plan, microbatches=2, verify=True, summary=False)
     options: dict[str, Any] = {"accelerator": "cpu", "precision": precision, "max_epochs": 1, **QUIET}
     trainer = Trainer(devices=world_size, strategy=strategy, **options)
@@ -52,7 +60,7 @@ def _fit(rank: int, world_size: int, name: str, tp: int, pp: int, dp: int, preci
     [
         ("gpt", 2, 1, 1, "64-true"), ("gpt", 1, 2, 1, "64-true"), ("gpt", 2, 2, 1, "32-true"),
         ("gpt", 1, 2, 2, "64-true"), ("gpt", 2, 2, 1, "bf16-mixed"), ("dropout", 1, 2, 1, "64-true"),
-        ("batch norm", 1, 2, 1, "64-true"),
+        ("batch norm", 1, 2, 1, "64-true"), ("weight norm", 1, 1, 1, "64-true"),
     ],
 )  # fmt: skip
 def test_what_is_right_goes_on(name: str, tp: int, pp: int, dp: int, precision: str) -> None:

@@ -11,13 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
+from torch.utils.checkpoint import checkpoint
 
 from lightning_megatp.plan.auto.blocks import Block as Kind
 from lightning_megatp.plan.auto.blocks import Call, capture_calls, find_blocks, is_linear, kinds_of_blocks
 from lightning_megatp.plan.auto.discover import discover, look
 from lightning_megatp.plan.auto.influence import find_candidates
 from lightning_megatp.plan.auto.search import BlockResult, plan_block
-from lightning_megatp.plan.auto.simulate import BlockPlan, Reference, SimulatedExchange
+from lightning_megatp.plan.auto.simulate import BlockPlan, Ranks, Reference, SimulatedExchange
 from lightning_megatp.plan.auto.thin import ThinLinear, thin_copy
 from lightning_megatp.plan.convolutions import least_size
 from lightning_megatp.plan.parallel_plan import ParallelPlan
@@ -380,6 +381,24 @@ def test_convolutions_are_split_where_they_are_worth_it(tp: int) -> None:
     assert [len(features) for features in owned(found, "mix")] == ([12, 12] if tp == 2 else [5, 5, 5, 5, 4])
 
 
+def test_a_convolution_of_what_every_rank_of_a_region_has() -> None:
+    """gMLP: the half of an MLP's features that goes through a norm is needed whole by all ranks."""
+
+    class SpatialGate(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.norm, self.down = nn.Linear(HIDDEN, 48), nn.LayerNorm(24), nn.Linear(24, HIDDEN)
+            self.tokens = nn.Conv1d(X.shape[1], X.shape[1], 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            u, v = F.gelu(self.up(x)).chunk(2, dim=-1)
+            return self.down(u * self.tokens(self.norm(v)))
+
+    found = plan_block(Kind(Block(SpatialGate()), ["block"], [Call((X,), {})]), 2, least_convolution=0)
+    assert found.problem is None
+    assert styles(found) == {"up": "column", "down": "row", "tokens": "column_gather"}
+
+
 def test_the_largest_convolutions_are_those_worth_it() -> None:
     widths = (64, 32, 16, 2)
     model = nn.ModuleList(nn.Conv2d(width, width, 3) for width in widths)
@@ -424,6 +443,43 @@ def test_what_a_row_returns_may_be_changed_in_place() -> None:
 
     found = plan(InPlace(), 2)
     assert styles(found) == {"up": "column", "down": "row"} and found.sequence_dim == 1
+
+
+def test_a_block_with_a_checkpoint_inside() -> None:
+    """What backward runs again would wait there for the other simulated ranks."""
+
+    class Checkpointed(Separate):
+        def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+            return checkpoint(self.inside, x, mask, use_reentrant=False)
+
+        def inside(self, x: Tensor, mask: Tensor | None) -> Tensor:
+            return super().forward(x, mask).tanh()
+
+    found = plan(Checkpointed(), 2)
+    assert styles(found) == styles(plan(Separate(), 2)) and found.sequence_dim == 1
+
+
+def test_a_block_that_holds_a_computed_weight() -> None:
+    """deepcopy refuses tensors with a graph."""
+
+    class Normed(Gated):
+        def __init__(self) -> None:
+            super().__init__()
+            with pytest.warns(FutureWarning, match="weight_norm"):
+                self.normed = nn.utils.weight_norm(nn.Linear(HIDDEN, HIDDEN))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(self.normed(x))
+
+    found = plan(Normed(), 2)
+    assert found.problem is None and styles(found) == styles(plan(Gated(), 2))
+
+
+def test_a_backward_that_runs_layers_again_is_not_waited_for() -> None:
+    ranks = Ranks(2)
+    assert ranks.run(lambda rank: ranks.share(rank, X)) is None
+    with pytest.raises(RuntimeError, match="runs a layer again"):
+        ranks.share(0, X)
 
 
 def test_units_that_no_token_passes_are_reached() -> None:

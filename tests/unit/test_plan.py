@@ -317,6 +317,11 @@ def test_a_style_on_a_module_of_another_type(pattern: str, style: str, kind: str
     _check(message, "Leave it out of the plan")
 
 
+def test_a_scripted_module_is_refused() -> None:
+    model = nn.ModuleList([nn.Linear(4, 4), torch.jit.script(nn.LayerNorm(4))])
+    _check(_error({}, model), "`1` is a module that torch.jit made")
+
+
 def test_a_subclass_is_not_swapped() -> None:
     class Scaled(nn.Linear):
         pass

@@ -23,6 +23,7 @@ _LIBRARIES = ("torch", "transformers", "lightning", "pytorch_lightning", "lightn
 """Whose hooks are part of what a module computes."""
 _INTERNAL = frozenset(vars(nn.Module()))
 """What every module has: hooks, parameters, modules."""
+_HELD = ("_parameters", "_buffers", "_modules")
 _PLAIN: tuple[type, ...] = (bool, int, float, str, type(None))
 
 
@@ -196,6 +197,13 @@ def copied(x: Any) -> Any:
         return copy.deepcopy(x, {id(held): copied(held) for held in _tensors(x, set())})
     except Exception:
         return x
+
+
+def computed_tensors(module: nn.Module) -> dict[int, Tensor]:
+    """id -> a leaf instead, for the tensors with a graph that modules hold as attributes, which deepcopy refuses: a
+    weight that `torch.nn.utils.weight_norm` computes, what a step left."""
+    attributes = [value for child in module.modules() for key, value in vars(child).items() if key not in _HELD]
+    return {id(x): copied(x) for x in tree_leaves(attributes) if isinstance(x, Tensor) and not x.is_leaf}
 
 
 def _tensors(x: Any, seen: set[int]) -> Iterator[Tensor]:

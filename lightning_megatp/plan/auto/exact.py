@@ -1,4 +1,5 @@
-"""Blocks without randomness and without rounding: probing and proving compare numbers in float64."""
+"""Blocks without randomness, rounding and recomputation: probing and proving compare numbers in float64, and in the
+backward of simulated ranks nobody runs a layer again."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from lightning_megatp.shim.autograd import without_checkpoints
 from lightning_megatp.tensor.functions import operation_name, operation_names
 
 _DROPOUT = operation_names("dropout alpha_dropout feature_alpha_dropout dropout1d dropout2d dropout3d dropout_")
@@ -50,11 +52,12 @@ def _wide(x: Any) -> Any:
 
 @contextlib.contextmanager
 def exact() -> Iterator[None]:
-    """Around a block's run. New tensors are float64 too; that is a setting of the process, not of the thread."""
+    """Around a block's run. New tensors are float64 too, and activation checkpoints keep everything; these are settings
+    of the process, not of the thread."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
-        with exact_in_thread():
+        with exact_in_thread(), without_checkpoints():
             yield
     finally:
         torch.set_default_dtype(before)

@@ -24,12 +24,13 @@ from lightning_megatp.plan.auto.thin import ThinLinear, concrete_call
 from lightning_megatp.plan.convolutions import channel_dim, input_ranges, own_groups
 from lightning_megatp.plan.layer import LayerPlan
 from lightning_megatp.plan.parallel_plan import AttributePlan
-from lightning_megatp.plan.ranges import Ranges, length
+from lightning_megatp.plan.ranges import Ranges, everything, length
 from lightning_megatp.shim.torch import tree_leaves
 from lightning_megatp.tensor.collectives import take_ranges
 from lightning_megatp.tensor.features.layout import FeatureLayout
 from lightning_megatp.tensor.features.shard import FeatureShard, own_features
 from lightning_megatp.tensor.lineage import trace_regions
+from lightning_megatp.tensor.shards import functions_take_whole
 
 TOLERANCE = 1e-9
 """Of a float64 result, relative to the largest entry; sums in another order differ by 1e-13 or less."""
@@ -103,7 +104,7 @@ class Reference:
         ranks = Ranks(tp)
         shards = [_Rank(self.twin, plan, ranks, rank, self.train) for rank in range(tp)]
         calls = [concrete_call(self.call, self.seed, noise=0.1) for _ in range(tp)]
-        with exact():
+        with exact(), functions_take_whole():
             error = ranks.run(lambda rank: shards[rank].run(calls[rank]))
         if error is not None:
             return Outcome(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:300])
@@ -155,9 +156,12 @@ class Ranks:
         self.size = size
         self._barrier = threading.Barrier(size, timeout=60)
         self._slots: list[Any] = [None] * size
+        self._running = False
 
     def share(self, rank: int, x: Tensor) -> list[Tensor]:
         """What all ranks give, in order."""
+        if not self._running:
+            raise RuntimeError("its backward runs a layer again, where simulated ranks can't wait for each other")
         self._slots[rank] = x
         self._barrier.wait()
         found = list(self._slots)
@@ -177,10 +181,12 @@ class Ranks:
                 self._barrier.abort()
 
         threads = [threading.Thread(target=body, args=(rank,), daemon=True) for rank in range(self.size)]
+        self._running = True
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
+        self._running = False
         real = [e for e in errors if e is not None and not isinstance(e, threading.BrokenBarrierError)]
         return next(iter(real), next((e for e in errors if e is not None), None))
 
@@ -210,11 +216,14 @@ class SimulatedExchange:
         return _Mark.apply(x, "tensor", "whole")
 
     def scatter(self, x: Tensor, dim: int, by_rank: Sequence[Ranges]) -> Tensor:
-        return _Mark.apply(take_ranges(x, dim, by_rank[self.rank]), "tensor", "whole")
+        own = x if _everything(by_rank) else take_ranges(x, dim, by_rank[self.rank])
+        return _Mark.apply(own, "tensor", "whole")
 
     def gather(self, x: Tensor, dim: int, by_rank: Sequence[Ranges]) -> Tensor:
         """The whole of a split dim; of features on several ranks the first rank's."""
         parts = self.ranks.share(self.rank, x)
+        if _everything(by_rank):
+            return _Mark.apply(parts[0], "whole", "tensor")
         indices = [i for ranges in by_rank for start, stop in ranges for i in range(start, stop)]
         first = {index: at for at, index in reversed(list(enumerate(indices)))}
         order = torch.tensor([first[index] for index in sorted(first)])
@@ -223,6 +232,11 @@ class SimulatedExchange:
     def reduce(self, x: Tensor) -> Tensor:
         parts = self.ranks.share(self.rank, x)
         return _Mark.apply(sum(parts[1:], parts[0]), "whole", "tensor")
+
+
+def _everything(by_rank: Sequence[Ranges]) -> bool:
+    """Whether every rank owns everything; the dim then means nothing."""
+    return everything(tuple(by_rank), max(stop for ranges in by_rank for _, stop in ranges))
 
 
 class _Mark(torch.autograd.Function):
