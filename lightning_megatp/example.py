@@ -21,7 +21,7 @@ from lightning_megatp.pipeline.split import batch_size, is_ragged, split_batch
 from lightning_megatp.plan.auto.blocks import without_logging
 from lightning_megatp.shim.compiler import uncompiled
 from lightning_megatp.shim.lightning import batch_hook, first_loaders
-from lightning_megatp.shim.torch import tensor_version, tree_map
+from lightning_megatp.shim.torch import tensor_version, tree_leaves, tree_map
 
 _HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 _STEPS = {"fit": "training_step", "validate": "validation_step", "test": "test_step", "predict": "predict_step"}
@@ -57,7 +57,7 @@ class Example:
             return None
         loaders = first_loaders(self.trainer)  # as the loop does it a moment later, random numbers included
         try:
-            with random_state_kept(), untouched(self.module), torch.no_grad():
+            with self._left_alone(loaders):
                 return self._load(loaders)
         except Exception as error:  # the data may need what exists during training only
             self.problem = f"loading a batch to look at raised {type(error).__name__}: {error}"
@@ -78,7 +78,7 @@ class Example:
         if not isinstance(loader, DataLoader) or not _collates(loader):
             return {}
         try:
-            with random_state_kept(), untouched(self.module), torch.no_grad():
+            with self._left_alone(loader):
                 samples = _samples(loader, max(counts))
                 if samples is None or len(samples) < max(counts):
                     return {}
@@ -86,6 +86,17 @@ class Example:
                 return {n: self._by_hooks(batch) for n, batch in made.items()}
         except Exception:
             return {}  # what keeps batches from being loaded is told by who needs one
+
+    @contextlib.contextmanager
+    def _left_alone(self, loaders: Any) -> Iterator[None]:
+        """While batches are made: data sets, collators and the datamodule may count, and draw from generators of their
+        own, as the module may; training shall find them as they were."""
+        before = Snapshot(self.trainer.datamodule, *tree_leaves(loaders))
+        try:
+            with random_state_kept(), untouched(self.module), torch.no_grad():
+                yield
+        finally:
+            before.restore()
 
     def _by_hooks(self, batch: Any) -> Any:
         for hook in _HOOKS if not any(x.is_meta for x in tensors_in(batch)) else ():
@@ -144,14 +155,10 @@ def untouched(module: nn.Module) -> Iterator[None]:
     snapshot = Snapshot(module)
     buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
     gradients = [(parameter, parameter.grad, tensor_version(parameter)) for parameter in module.parameters()]
-    held = (x for child in module.modules() for x in vars(child).values() if isinstance(x, torch.Generator))
-    generators = [(generator, generator.get_state()) for generator in held]
     try:
         yield
     finally:
         snapshot.restore()
-        for generator, state in generators:
-            generator.set_state(state)
         with torch.no_grad():
             for buffer, before in buffers:
                 buffer.copy_(before)
@@ -177,16 +184,9 @@ def _first_batch(loaders: Any, rows: int | None) -> Any:
 
 
 def _first_of(iterable: Iterable[Any], most: int) -> list[Any] | None:
-    """The first entries; None of an iterator, which would lose them. An iterable that counts on itself what it has
-    given is put back: training shall find the same entries."""
-    before = Snapshot(iterable)
+    """The first entries; None of an iterator, which would lose them."""
     entries = iter(iterable)
-    if entries is iterable:
-        return None
-    first = list(islice(entries, most))
-    del entries  # a generator ends here, and may change something once more
-    before.restore()
-    return first
+    return None if entries is iterable else list(islice(entries, most))
 
 
 def _is_batches(loaders: Any) -> bool:
