@@ -142,7 +142,7 @@ def _fill(holder: Any, before: Any) -> None:
     elif isinstance(holder, set):
         holder.clear()
         holder.update(before)
-    elif isinstance(holder, _CONTAINERS):
+    elif isinstance(holder, (list, deque)):
         holder.clear()
         holder.extend(before)
     else:
