@@ -184,8 +184,8 @@ def merge(microbatches: Sequence[Sequence[Call]], weights: Tensor) -> list[Call]
     """What the microbatches logged, as one batch would have.
 
     A value is averaged by the microbatches' weights, or by the batch sizes that were logged with it unless it is the
-    loss; or summed, or the largest or smallest one is taken, as its `reduce_fx` says. What is logged several times under
-    one name, in a loop maybe, stays several calls.
+    loss; or summed, or the largest or smallest one is taken, as its `reduce_fx` says. What is logged several times
+    under one name, in a loop maybe, stays several calls.
 
     Args:
         weights: (m,) float64.
