@@ -251,8 +251,15 @@ class GradientMethods(Parts):
         traced: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if self._trace is not None and self.pipeline is not None:
             traced = self._trace.step(self.pipeline, self._mesh())
-        with traced, self._parallel().context.running(not no_closure and self._parallel().context.user_code):
-            stepped = super().optimizer_step(optimizer, closure, model, **kwargs)
+        context = self._parallel().context
+        of_step = context.user_code  # in manual optimization: a closure is the step's code, and hooks are not
+
+        def run() -> Any:
+            with context.running(of_step):
+                return closure()
+
+        with traced, context.running(user_code=False):
+            stepped = super().optimizer_step(optimizer, run, model, **kwargs)
         if self.pipeline is not None:
             self.pipeline.loans.renew()
         if self.sharding is not None:
