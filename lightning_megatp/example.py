@@ -20,7 +20,7 @@ from lightning_megatp.pipeline.snapshot import Snapshot, random_state_kept
 from lightning_megatp.pipeline.split import batch_size, is_ragged, split_batch
 from lightning_megatp.plan.auto.blocks import without_logging
 from lightning_megatp.shim.compiler import uncompiled
-from lightning_megatp.shim.lightning import batch_hook, first_loaders
+from lightning_megatp.shim.lightning import batch_hook, first_loaders, idle_optimizers
 from lightning_megatp.shim.torch import tensor_version, tree_leaves, tree_map
 
 _HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
@@ -108,7 +108,11 @@ class Example:
 
     def step(self, batch: Any) -> Any:
         """The user's step on such a batch, in its contexts. It leaves nothing: no state, log or random number."""
-        with random_state_kept(), untouched(self.module), without_logging(self.module), self.weights():
+        with contextlib.ExitStack() as stack:
+            for context in (random_state_kept(), untouched(self.module), without_logging(self.module), self.weights()):
+                stack.enter_context(context)
+            if self.trainer.state.fn == "fit":
+                stack.enter_context(idle_optimizers(self.trainer))
             return self.bare_step(batch)
 
     def bare_step(self, batch: Any) -> Any:
@@ -150,11 +154,11 @@ def indices(step: Callable[..., Any]) -> list[int]:
 
 @contextlib.contextmanager
 def untouched(module: nn.Module) -> Iterator[None]:
-    """Leave a module as it was found: attributes, buffers, gradients, generators of its own. Of parameters that were
-    changed in place there is no copy: that is said."""
+    """Leave a module as it was found: attributes, buffers, gradients, what is frozen, generators of its own. Of
+    parameters that were changed in place there is no copy: that is said."""
     snapshot = Snapshot(module)
     buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
-    gradients = [(parameter, parameter.grad, tensor_version(parameter)) for parameter in module.parameters()]
+    gradients = [(p, p.grad, p.requires_grad, tensor_version(p)) for p in module.parameters()]
     try:
         yield
     finally:
@@ -162,9 +166,10 @@ def untouched(module: nn.Module) -> Iterator[None]:
         with torch.no_grad():
             for buffer, before in buffers:
                 buffer.copy_(before)
-        for parameter, grad, _ in gradients:
+        for parameter, grad, trained, _ in gradients:
             parameter.grad = grad
-        if any(tensor_version(parameter) != version for parameter, _, version in gradients):
+            parameter.requires_grad_(trained)
+        if any(tensor_version(parameter) != version for parameter, _, _, version in gradients):
             warn_once_per_run(
                 "the step changes parameters in place (an averaged copy of the model?), and it was called once more, to"
                 " find a plan. Give a plan, or plan=None, for the very numbers of one device."
