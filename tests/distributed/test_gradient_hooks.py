@@ -46,7 +46,8 @@ class AfterBackward(GPT):
 class Clipped(GPT):
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         for parameter in self.parameters():  # numbers of parts, which the factor does not depend on
-            parameter.norm()
+            parameter.norm(torch.inf)
+            parameter.norm(dim=-1)
             parameter.grad.norm(torch.inf)
         clip_grad_norm_(self.parameters(), CLIP)
 
@@ -58,6 +59,28 @@ class ClippedAsConfigured(GPT):
         self.log("before", sum(p.grad.norm() for p in self.parameters() if p.grad is not None))
         self.clip_gradients(optimizer, gradient_clip_val=CLIP, gradient_clip_algorithm="norm")
         clip_grad_norm_(self.parameters(), CLIP / 2, foreach=False)
+
+
+class Adaptive(GPT):
+    """Clips by the norms of weights and of their gradients."""
+
+    def configure_gradient_clipping(self, *args: Any, **kwargs: Any) -> None:
+        for parameter in self.parameters():
+            factor = CLIP * parameter.detach().norm() / parameter.grad.norm()  # type: ignore[union-attr]
+            parameter.grad.mul_(factor.clamp(max=1.0))  # type: ignore[union-attr]
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.log("weights", sum(p.norm() for p in self.parameters()))
+
+
+class UnitWise(GPT):
+    """Likewise, by those of the rows: as in timm."""
+
+    def configure_gradient_clipping(self, *args: Any, **kwargs: Any) -> None:
+        weights = [p for p in self.parameters() if p.dim() > 1]
+        for weight, grad in ((p.detach(), p.grad.detach()) for p in weights):  # type: ignore[union-attr]
+            factor = CLIP * weight.norm(dim=1, keepdim=True) / grad.norm(dim=1, keepdim=True).clamp(min=1e-6)
+            grad.copy_(grad * factor.clamp(max=1.0))
 
 
 class Recorder(Callback):
@@ -93,7 +116,7 @@ def _fit(layout: Layout, kind: Callable[..., GPT], config: GPTConfig, **options:
     ids=str,
 )
 def test_norms_in_hooks_are_those_of_one_device(layout: Layout) -> None:
-    for kind in (Logged, AfterBackward, Clipped, ClippedAsConfigured, Changed):
+    for kind in (Logged, AfterBackward, Clipped, ClippedAsConfigured, Changed, Adaptive):
         for config in CONFIGS.values() if kind is Logged else [CONFIGS["fused"]]:
             [(expected, whole, _)] = run_program(PLAIN, _fit, kind, config)
             for seen, state, said in run_program(layout, _fit, kind, config):
@@ -242,6 +265,11 @@ def test_norms_of_changed_parts_are_not_taken_for_the_whole(change: str) -> None
     kind = functools.partial(ClippedAfterChange, change=change)
     with pytest.raises(RankError, match="is known of this rank's part only"):
         run_program(TP2, _fit, kind, CONFIGS["fused"])
+
+
+def test_norms_of_rows_that_are_divided() -> None:
+    with pytest.raises(RankError, match=r"changes the gradient of `blocks.0.\S+` after it took norms or sums"):
+        run_program(TP2, _fit, UnitWise, CONFIGS["fused"])
 
 
 @pytest.mark.parametrize("zero", [1, pytest.param(3, marks=pytest.mark.extended)])
