@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lightning_megatp.shim.torch import foreach_norm
+from lightning_megatp.shim.torch import foreach_norm, tensor_version
 from lightning_megatp.tensor.functions import operation_name, operation_names
 from lightning_megatp.tensor.in_hooks import address_of, own_part
 
@@ -36,6 +36,13 @@ _REDUCTIONS = {
 _SCALES = operation_names("mul_ div_ _foreach_mul_ _foreach_div_ __imul__ __itruediv__")
 
 
+@dataclass
+class Version:
+    """Of tensors in one storage, which count together: those in a bucket do."""
+
+    number: int
+
+
 @dataclass(frozen=True)
 class Part:
     """A tensor with as many elements as this rank holds of a parameter."""
@@ -52,12 +59,17 @@ class Part:
     """Of the whole tensor, where that was summed."""
     source: Tensor | None = None
     """What was summed."""
-    version: int = 0
-    """Of it, then."""
+    version: Version | None = None
+    """Of it, then; or since the last change that was seen, of whatever else lies beside it."""
     shape: tuple[int, ...] = ()
     """Of what this rank holds."""
     dim: int | None = None
     """That tensor ranks divide."""
+
+    @property
+    def unchanged(self) -> bool:
+        """Whether nothing has happened to its source that was not seen."""
+        return self.source is None or self.version is None or tensor_version(self.source) == self.version.number
 
 
 class Judge(Protocol):
@@ -139,13 +151,18 @@ class Looking(TorchFunctionMode):
             self._judge.reduced(name, part)
         if (order := _order(func, args, kwargs)) is not None:
             return self._norms(func, order, args, kwargs)
+        first = args[0] if args else None
+        in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+        changed = first if in_place else kwargs.get("out")
+        known = [x for x in map(self._part, _each(changed)) if x is not None and x.unchanged]
         result = func(*args, **kwargs)
-        if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")):
-            self._changed(args[0] if args else None)
-        elif kwargs.get("out") is not None:
-            self._changed(kwargs["out"])
+        for x in known:
+            if x.source is not None and x.version is not None:
+                x.version.number = tensor_version(x.source)
+        if changed is None:
+            self._note(name, part, first, result)
         else:
-            self._note(name, part, args[0] if args else None, result)
+            self._changed(changed)
         return result
 
     def _norms(self, func: Callable[..., Any], order: Any, args: Any, kwargs: dict[str, Any]) -> Any:

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_megatp.gradients.looking import Looking, Part
+from lightning_megatp.gradients.looking import Looking, Part, Version
 from lightning_megatp.gradients.norm import own_elements
 from lightning_megatp.mesh import ParallelMesh
 from lightning_megatp.messages import warn_once_per_run
@@ -27,6 +27,7 @@ from lightning_megatp.module import ParallelModule
 from lightning_megatp.shim.lightning import within_hooks
 from lightning_megatp.shim.torch import DisableTorchFunction, foreach_norm, tensor_version
 from lightning_megatp.tensor.collectives import from_host
+from lightning_megatp.tensor.in_hooks import address_of, own_part
 
 HOOKS = {
     "post_backward": ("on_after_backward",),
@@ -99,8 +100,7 @@ class WholeNorms:
                 " stages only, so that a sum over `self.parameters()` leaves out the others. For all of them take"
                 " `self.trainer.strategy.full_gradients()`; to clip, `gradient_clip_val` or `self.clip_gradients`.",
             )
-        unchanged = part.source is not None and tensor_version(part.source) == part.version
-        norm = part.norm if order == 2 and unchanged else None
+        norm = part.norm if order == 2 and part.unchanged else None
         if norm is None and part.parted and part.is_gradient:
             self._unknown.add(part.what)
         else:
@@ -205,6 +205,15 @@ class WholeNorms:
         Communication: that of `_sums`, at once.
         """
         sums = self._sums()
+        versions: dict[tuple[int, int], Version] = {}
+
+        def known(part: Part, x: Tensor, summed: _Summed | None) -> Part:
+            """With the norm of the whole, if that was summed of this tensor."""
+            source, number, norm = summed or (x, tensor_version(x), None)
+            if source is not x:
+                return replace(part, norm=None, source=x)
+            version = versions.setdefault((_storage(x), number), Version(number))
+            return replace(part, norm=norm, source=x, version=version)
 
         def parts() -> list[tuple[Tensor, Part]]:
             found = []
@@ -216,10 +225,10 @@ class WholeNorms:
                     f"`{name}`", held.numel(), spec is not None, spec is not None or divided,
                     shape=tuple(held.shape), dim=None if spec is None else spec.dim,
                 )  # fmt: skip
-                value = part if of_value is None else _known(part, held, of_value)
+                value = part if of_value is None else known(part, held, of_value)
                 found += [(held, value), (parameter, value)]
                 if (grad := _grad_of(parameter, held)) is not None:
-                    part = _known(replace(part, what=f"the gradient of {part.what}", is_gradient=True), grad, of_grad)
+                    part = known(replace(part, what=f"the gradient of {part.what}", is_gradient=True), grad, of_grad)
                     found += [(x, part) for x in (grad, parameter.grad) if x is not None]
             return found
 
@@ -231,14 +240,13 @@ def _grad_of(parameter: Tensor, held: Tensor) -> Tensor | None:
     return parameter.grad if held.grad is None else held.grad
 
 
+def _storage(x: Tensor) -> int:
+    """Where it begins."""
+    return own_part(x).untyped_storage().data_ptr() if address_of(x) else 0
+
+
 def _summed(source: Tensor | None, norm: Tensor) -> _Summed:
     return _Summed(source, 0 if source is None else tensor_version(source), norm)
-
-
-def _known(part: Part, x: Tensor, summed: _Summed | None) -> Part:
-    """With the norm of the whole, if that was summed of this tensor."""
-    source, version, norm = summed or (x, tensor_version(x), None)
-    return replace(part, norm=norm if source is x else None, source=x, version=version)
 
 
 def watch_hooks(plugin: Any, trainer: Any, parallel: ParallelModule, mesh: ParallelMesh) -> None:
