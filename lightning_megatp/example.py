@@ -20,8 +20,8 @@ from lightning_megatp.pipeline.snapshot import Snapshot, random_state_kept
 from lightning_megatp.pipeline.split import batch_size, is_ragged, split_batch
 from lightning_megatp.plan.auto.blocks import without_logging
 from lightning_megatp.shim.compiler import uncompiled
-from lightning_megatp.shim.lightning import batch_hook, first_loaders
-from lightning_megatp.shim.torch import tensor_version, tree_map
+from lightning_megatp.shim.lightning import batch_hook, first_loaders, idle_optimizers
+from lightning_megatp.shim.torch import tensor_version, tree_leaves, tree_map
 
 _HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 _STEPS = {"fit": "training_step", "validate": "validation_step", "test": "test_step", "predict": "predict_step"}
@@ -57,7 +57,7 @@ class Example:
             return None
         loaders = first_loaders(self.trainer)  # as the loop does it a moment later, random numbers included
         try:
-            with random_state_kept(), untouched(self.module), torch.no_grad():
+            with self._left_alone(loaders):
                 return self._load(loaders)
         except Exception as error:  # the data may need what exists during training only
             self.problem = f"loading a batch to look at raised {type(error).__name__}: {error}"
@@ -78,7 +78,7 @@ class Example:
         if not isinstance(loader, DataLoader) or not _collates(loader):
             return {}
         try:
-            with random_state_kept(), untouched(self.module), torch.no_grad():
+            with self._left_alone(loader):
                 samples = _samples(loader, max(counts))
                 if samples is None or len(samples) < max(counts):
                     return {}
@@ -86,6 +86,17 @@ class Example:
                 return {n: self._by_hooks(batch) for n, batch in made.items()}
         except Exception:
             return {}  # what keeps batches from being loaded is told by who needs one
+
+    @contextlib.contextmanager
+    def _left_alone(self, loaders: Any) -> Iterator[None]:
+        """While batches are made: data sets, collators and the datamodule may count, and draw from generators of their
+        own, as the module may; training shall find them as they were."""
+        before = Snapshot(self.trainer.datamodule, *tree_leaves(loaders))
+        try:
+            with random_state_kept(), untouched(self.module), torch.no_grad():
+                yield
+        finally:
+            before.restore()
 
     def _by_hooks(self, batch: Any) -> Any:
         for hook in _HOOKS if not any(x.is_meta for x in tensors_in(batch)) else ():
@@ -97,7 +108,11 @@ class Example:
 
     def step(self, batch: Any) -> Any:
         """The user's step on such a batch, in its contexts. It leaves nothing: no state, log or random number."""
-        with random_state_kept(), untouched(self.module), without_logging(self.module), self.weights():
+        with contextlib.ExitStack() as stack:
+            for context in (random_state_kept(), untouched(self.module), without_logging(self.module), self.weights()):
+                stack.enter_context(context)
+            if self.trainer.state.fn == "fit":
+                stack.enter_context(idle_optimizers(self.trainer))
             return self.bare_step(batch)
 
     def bare_step(self, batch: Any) -> Any:
@@ -139,25 +154,22 @@ def indices(step: Callable[..., Any]) -> list[int]:
 
 @contextlib.contextmanager
 def untouched(module: nn.Module) -> Iterator[None]:
-    """Leave a module as it was found: attributes, buffers, gradients, generators of its own. Of parameters that were
-    changed in place there is no copy: that is said."""
+    """Leave a module as it was found: attributes, buffers, gradients, what is frozen, generators of its own. Of
+    parameters that were changed in place there is no copy: that is said."""
     snapshot = Snapshot(module)
     buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
-    gradients = [(parameter, parameter.grad, tensor_version(parameter)) for parameter in module.parameters()]
-    held = (x for child in module.modules() for x in vars(child).values() if isinstance(x, torch.Generator))
-    generators = [(generator, generator.get_state()) for generator in held]
+    gradients = [(p, p.grad, p.requires_grad, tensor_version(p)) for p in module.parameters()]
     try:
         yield
     finally:
         snapshot.restore()
-        for generator, state in generators:
-            generator.set_state(state)
         with torch.no_grad():
             for buffer, before in buffers:
                 buffer.copy_(before)
-        for parameter, grad, _ in gradients:
+        for parameter, grad, trained, _ in gradients:
             parameter.grad = grad
-        if any(tensor_version(parameter) != version for parameter, _, version in gradients):
+            parameter.requires_grad_(trained)
+        if any(tensor_version(parameter) != version for parameter, _, _, version in gradients):
             warn_once_per_run(
                 "the step changes parameters in place (an averaged copy of the model?), and it was called once more, to"
                 " find a plan. Give a plan, or plan=None, for the very numbers of one device."
@@ -177,16 +189,9 @@ def _first_batch(loaders: Any, rows: int | None) -> Any:
 
 
 def _first_of(iterable: Iterable[Any], most: int) -> list[Any] | None:
-    """The first entries; None of an iterator, which would lose them. An iterable that counts on itself what it has
-    given is put back: training shall find the same entries."""
-    before = Snapshot(iterable)
+    """The first entries; None of an iterator, which would lose them."""
     entries = iter(iterable)
-    if entries is iterable:
-        return None
-    first = list(islice(entries, most))
-    del entries  # a generator ends here, and may change something once more
-    before.restore()
-    return first
+    return None if entries is iterable else list(islice(entries, most))
 
 
 def _is_batches(loaders: Any) -> bool:

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lightning_megatp.shim.torch import foreach_norm
+from lightning_megatp.shim.torch import foreach_norm, tensor_version
 from lightning_megatp.tensor.functions import operation_name, operation_names
 from lightning_megatp.tensor.in_hooks import address_of, own_part
 
@@ -28,7 +28,19 @@ _SAME_NORM = operation_names(
     "grad data T mT detach float double half bfloat16 to cpu cuda clone contiguous view reshape flatten ravel abs neg"
 )
 """Functions whose result has the norm of their argument."""
+_REDUCTIONS = {
+    **dict.fromkeys(operation_names("norm vector_norm linalg_norm linalg_vector_norm"), 2),
+    **dict.fromkeys(operation_names("sum nansum mean nanmean std var prod amax amin max min logsumexp"), 1),
+}
+"""Name -> which argument says over which dims."""
 _SCALES = operation_names("mul_ div_ _foreach_mul_ _foreach_div_ __imul__ __itruediv__")
+
+
+@dataclass
+class Version:
+    """Of tensors in one storage, which count together: those in a bucket do."""
+
+    number: int
 
 
 @dataclass(frozen=True)
@@ -42,12 +54,22 @@ class Part:
     """Over tensor ranks."""
     parted: bool
     """Over any ranks."""
+    is_gradient: bool = False
     norm: Tensor | None = None
     """Of the whole tensor, where that was summed."""
     source: Tensor | None = None
     """What was summed."""
-    version: int = 0
-    """Of it, then."""
+    version: Version | None = None
+    """Of it, then; or since the last change that was seen, of whatever else lies beside it."""
+    shape: tuple[int, ...] = ()
+    """Of what this rank holds."""
+    dim: int | None = None
+    """That tensor ranks divide."""
+
+    @property
+    def unchanged(self) -> bool:
+        """Whether nothing has happened to its source that was not seen."""
+        return self.source is None or self.version is None or tensor_version(self.source) == self.version.number
 
 
 class Judge(Protocol):
@@ -59,11 +81,21 @@ class Judge(Protocol):
     def computed(self, name: str, part: Part) -> None:
         """A hook has made a number of a part, by the operation `name`."""
 
+    def reduced(self, name: str, part: Part) -> None:
+        """A hook is about to reduce a part over the dim that tensor ranks divide, to several numbers."""
+
     def check_scaling(self, part: Part) -> None:
         """A hook is about to multiply a part by a number in a tensor.
 
         Raises:
             RuntimeError: each stage, or each rank, would take its own.
+        """
+
+    def check_change(self, part: Part) -> None:
+        """A hook is about to change a part by values in a tensor.
+
+        Raises:
+            RuntimeError: it may have made them of what it reduced.
         """
 
 
@@ -112,17 +144,25 @@ class Looking(TorchFunctionMode):
             return func(*args, **kwargs)
         part = next((part for part in parts if part.parted), parts[0])
         name = operation_name(func)
-        if name in _SCALES and len(args) > 1 and isinstance(args[1], Tensor) and args[1].numel() == 1:
-            self._judge.check_scaling(part)
+        if (name in _SCALES or name == "copy_") and len(args) > 1 and isinstance(args[1], Tensor):
+            check = self._judge.check_scaling if name in _SCALES and args[1].numel() == 1 else self._judge.check_change
+            check(part)
+        if name in _REDUCTIONS and _divides(part, name, args, kwargs):
+            self._judge.reduced(name, part)
         if (order := _order(func, args, kwargs)) is not None:
             return self._norms(func, order, args, kwargs)
+        first = args[0] if args else None
+        in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+        changed = first if in_place else kwargs.get("out")
+        known = [x for x in map(self._part, _each(changed)) if x is not None and x.unchanged]
         result = func(*args, **kwargs)
-        if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")):
-            self._changed(args[0] if args else None)
-        elif kwargs.get("out") is not None:
-            self._changed(kwargs["out"])
+        for x in known:
+            if x.source is not None and x.version is not None:
+                x.version.number = tensor_version(x.source)
+        if changed is None:
+            self._note(name, part, first, result)
         else:
-            self._note(name, part, args[0] if args else None, result)
+            self._changed(changed)
         return result
 
     def _norms(self, func: Callable[..., Any], order: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -173,6 +213,15 @@ class Looking(TorchFunctionMode):
             self._judge.computed(name, part)
         elif numel <= part.numel or part.split or isinstance(first, list | tuple):  # else gathered from other ranks
             self._made[result] = replace(part, numel=numel, norm=None)
+
+
+def _divides(part: Part, name: str, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether a reduction goes over the dim of a part that tensor ranks divide, and leaves others."""
+    at = _REDUCTIONS[name]
+    over = kwargs.get("dim", args[at] if len(args) > at else None)
+    if part.dim is None or not args or tuple(own_part(args[0]).shape) != part.shape:
+        return False
+    return part.dim in {dim % len(part.shape) for dim in _each(over) if type(dim) is int}
 
 
 def _each(x: Any) -> Sequence[Any]:

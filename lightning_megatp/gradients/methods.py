@@ -246,19 +246,31 @@ class GradientMethods(Parts):
             )
         if self._alone:
             return super().optimizer_step(optimizer, closure, model, **kwargs)
-        if no_closure and self.sharding is not None:
-            self.sharding.end()  # hooks find rows and their gradients
+        module, context = self.lightning_module, self._parallel().context
+        assert module is not None
+        by_hand = None if module.automatic_optimization else self.sharding
+        of_step = context.user_code  # in manual optimization: a closure is the step's code, and hooks are not
+
+        def run() -> Any:
+            if by_hand is not None and not no_closure:
+                by_hand.begin()
+            with context.running(of_step):
+                result = closure()
+            if by_hand is not None:
+                by_hand.end()  # hooks find rows and their gradients
+            return result
+
         traced: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if self._trace is not None and self.pipeline is not None:
             traced = self._trace.step(self.pipeline, self._mesh())
-        with traced, self._parallel().context.running(not no_closure and self._parallel().context.user_code):
-            stepped = super().optimizer_step(optimizer, closure, model, **kwargs)
+        with traced, context.running(user_code=False):
+            stepped = super().optimizer_step(optimizer, run, model, **kwargs)
         if self.pipeline is not None:
             self.pipeline.loans.renew()
         if self.sharding is not None:
             self.sharding.end()  # what is gathered has the values from before
-            if no_closure:  # a step of manual optimization goes on
-                self.sharding.begin()
+        if by_hand is not None:
+            by_hand.begin()  # the step goes on
         return stepped
 
     # ---------------------------------------------------------------- data-parallel buckets

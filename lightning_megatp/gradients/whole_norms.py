@@ -2,9 +2,9 @@
 
 Logging `grad_norm(self, 2)`, or `torch.nn.utils.clip_grad_norm_(self.parameters(), 1.0)`, in `on_after_backward`,
 `on_before_optimizer_step` or `configure_gradient_clipping` is a habit of many projects. While such a hook runs, the
-2-norm of a split parameter's gradient is that of the whole gradient. The sums were made before the hook was called: a
-hook that only rank 0 runs waits for nobody. Whatever else a hook computes of a part is a number of this rank, and said
-so once.
+2-norms of a split parameter and of its gradient are those of the whole. The sums were made before the hook was called:
+a hook that only rank 0 runs waits for nobody. Whatever else a hook computes of a part is a number of this rank, and
+said so once.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_megatp.gradients.looking import Looking, Part
+from lightning_megatp.gradients.looking import Looking, Part, Version
 from lightning_megatp.gradients.norm import own_elements
 from lightning_megatp.mesh import ParallelMesh
 from lightning_megatp.messages import warn_once_per_run
@@ -27,6 +27,7 @@ from lightning_megatp.module import ParallelModule
 from lightning_megatp.shim.lightning import within_hooks
 from lightning_megatp.shim.torch import DisableTorchFunction, foreach_norm, tensor_version
 from lightning_megatp.tensor.collectives import from_host
+from lightning_megatp.tensor.in_hooks import address_of, own_part
 
 HOOKS = {
     "post_backward": ("on_after_backward",),
@@ -36,22 +37,22 @@ HOOKS = {
 
 
 class _Summed(NamedTuple):
-    """A gradient before hooks run, and the norm of the whole one."""
+    """A gradient or parameter before hooks run, and the norm of the whole one."""
 
-    grad: Tensor | None
+    source: Tensor | None
     version: int
     norm: Tensor
 
 
 class WholeNorms:
-    """The 2-norms of whole gradients while hooks run.
+    """The 2-norms of whole gradients and parameters while hooks run.
 
     Args:
         parallel: the split module.
         mesh: where it is.
 
-    Communication: before each call of hooks that a user has defined, one all-reduce over tp of a number per parameter,
-        and with zero > 0 one over the ranks that divide them.
+    Communication: before each call of hooks that a user has defined, one all-reduce over tp of two numbers per
+        parameter, and with zero > 0 one over the ranks that divide them.
     """
 
     def __init__(self, parallel: ParallelModule, mesh: ParallelMesh) -> None:
@@ -61,6 +62,8 @@ class WholeNorms:
         self._now: Looking | None = None
         self._unknown: set[str] = set()
         """Gradients of which a norm was taken, since the last step, that is known of a part only."""
+        self._reduced: set[str] = set()
+        """Of what norms were taken, since then, over a dim that tensor ranks divide."""
 
     @contextlib.contextmanager
     def looking(self, method: str) -> Iterator[None]:
@@ -75,6 +78,7 @@ class WholeNorms:
             self._now = None
             if method == "_after_closure":
                 self._unknown.clear()
+                self._reduced.clear()
 
     def clipping(self, clip: Callable[..., None]) -> Callable[..., None]:
         """Lightning's clipping, which all ranks call, maybe from within a hook: it changes what was summed."""
@@ -96,9 +100,8 @@ class WholeNorms:
                 " stages only, so that a sum over `self.parameters()` leaves out the others. For all of them take"
                 " `self.trainer.strategy.full_gradients()`; to clip, `gradient_clip_val` or `self.clip_gradients`.",
             )
-        unchanged = part.source is not None and tensor_version(part.source) == part.version
-        norm = part.norm if order == 2 and unchanged else None
-        if norm is None and part.parted and part.source is not None:
+        norm = part.norm if order == 2 and part.unchanged else None
+        if norm is None and part.parted and part.is_gradient:
             self._unknown.add(part.what)
         else:
             self._unknown.discard(part.what)
@@ -111,6 +114,25 @@ class WholeNorms:
                 name,
                 f"{self._hooks} takes `{name}` of {part.what}, of which a rank holds a part: the result"
                 " is about that part. For whole gradients take `self.trainer.strategy.full_gradients()`.",
+            )
+
+    def reduced(self, name: str, part: Part) -> None:
+        """A hook takes norms, sums, ... of rows or columns that tensor ranks divide."""
+        self.computed(name, part)
+        self._reduced.add(part.what)
+
+    def check_change(self, part: Part) -> None:
+        """A hook is about to change a part by values in a tensor.
+
+        Raises:
+            RuntimeError: it took norms of the same that are this rank's.
+        """
+        if part.what in self._reduced:
+            raise RuntimeError(
+                f"MegaTPStrategy: {self._hooks} changes {part.what} after it took norms or sums of it over a dim that"
+                " tensor ranks divide (unit-wise adaptive clipping?): they are known of this rank's part only, and the"
+                " model would be trained differently. Norms of whole tensors (`p.norm()`, `p.grad.norm()`) are those of"
+                " one device; or leave its layer out of the plan."
             )
 
     def check_scaling(self, part: Part) -> None:
@@ -138,8 +160,9 @@ class WholeNorms:
             self._said.add(key)
             warn_once_per_run(text)
 
-    def _sums(self) -> dict[int, _Summed]:
-        """Of every parameter that is split or divided, by the id of what this rank trains of it."""
+    def _sums(self) -> dict[int, tuple[_Summed, _Summed]]:
+        """Of the gradient and the value of every parameter that is split or divided, by the id of what this rank trains
+        of it."""
         parallel, mesh = self._parallel, self._mesh
         split_over: tuple[tuple[dist.ProcessGroup | None, Collection[int]], ...] = (
             (parallel.rows_group, parallel.divided),
@@ -153,24 +176,28 @@ class WholeNorms:
             return {}
         places, parts = [], []
         for place, (_, held) in enumerate(shown):
-            if (grad := held.grad) is not None:
-                divided = parallel.divided.get(id(held))
-                rows = None if divided is None else divided.rows
-                own = own_elements(grad, parallel.spec(held), mesh.rank("tp"), 2.0, rows)
-                places += [place] * len(own)
-                parts += own
-        sums = torch.zeros(len(shown), device=mesh.device, dtype=torch.float64)
-        if parts:
-            norms = foreach_norm(parts, 2.0)
-            if len({norm.device for norm in norms}) > 1:  # some are offloaded
-                norms = tuple(norm.to(sums.device) for norm in norms)
-            sums.index_add_(0, from_host(places, sums.device), torch.stack(norms).to(sums).square())
+            divided = parallel.divided.get(id(held))
+            rows = None if divided is None else divided.rows
+            for at, x in enumerate((held.grad, held.detach())):
+                if x is not None:
+                    own = own_elements(x, parallel.spec(held), mesh.rank("tp"), 2.0, rows)
+                    places += [2 * place + at] * len(own)
+                    parts += own
+        sums = torch.zeros(2 * len(shown), device=mesh.device, dtype=torch.float64)
+        norms = foreach_norm(parts, 2.0)
+        if len({norm.device for norm in norms}) > 1:  # some are offloaded
+            norms = tuple(norm.to(sums.device) for norm in norms)
+        sums.index_add_(0, from_host(places, sums.device), torch.stack(norms).to(sums).square())
         for group, ids in groups:
-            over = from_host([id(held) in ids for _, held in shown], sums.device)
+            over = from_host([id(held) in ids for _, held in shown for _ in range(2)], sums.device)
             total = sums * over
             dist.all_reduce(total, group=group)
             sums = torch.where(over, total, sums)
-        return {id(held): _summed(p, held, norm) for (p, held), norm in zip(shown, sums.sqrt().unbind(), strict=True)}
+        found = sums.sqrt().view(-1, 2)
+        return {
+            id(held): (_summed(_grad_of(p, held), of_grad), _summed(held, of_value))
+            for (p, held), (of_grad, of_value) in zip(shown, (x.unbind() for x in found), strict=True)
+        }
 
     def _parts(self) -> Callable[[], list[tuple[Tensor, Part]]]:
         """Of all that a hook may look at; when it looks, since most look at nothing.
@@ -178,21 +205,31 @@ class WholeNorms:
         Communication: that of `_sums`, at once.
         """
         sums = self._sums()
+        versions: dict[tuple[int, int], Version] = {}
+
+        def known(part: Part, x: Tensor, summed: _Summed | None) -> Part:
+            """With the norm of the whole, if that was summed of this tensor."""
+            source, number, norm = summed or (x, tensor_version(x), None)
+            if source is not x:
+                return replace(part, norm=None, source=x)
+            version = versions.setdefault((_storage(x), number), Version(number))
+            return replace(part, norm=norm, source=x, version=version)
 
         def parts() -> list[tuple[Tensor, Part]]:
             found = []
             for name, parameter in self._parallel.module.named_parameters():
                 held = self._parallel.held(parameter)
-                split, divided = self._parallel.spec(held) is not None, id(held) in self._parallel.divided
-                part = Part(f"`{name}`", held.numel(), split, split or divided)
-                found += [(held, part), (parameter, part)]
+                spec, divided = self._parallel.spec(held), id(held) in self._parallel.divided
+                of_grad, of_value = sums.get(id(held), (None, None))
+                part = Part(
+                    f"`{name}`", held.numel(), spec is not None, spec is not None or divided,
+                    shape=tuple(held.shape), dim=None if spec is None else spec.dim,
+                )  # fmt: skip
+                value = part if of_value is None else known(part, held, of_value)
+                found += [(held, value), (parameter, value)]
                 if (grad := _grad_of(parameter, held)) is not None:
-                    source, version, norm = sums.get(id(held)) or (grad, tensor_version(grad), None)
-                    norm = norm if source is grad else None
-                    of_grad = replace(
-                        part, what=f"the gradient of {part.what}", norm=norm, source=grad, version=version
-                    )
-                    found += [(x, of_grad) for x in (grad, parameter.grad) if x is not None]
+                    part = known(replace(part, what=f"the gradient of {part.what}", is_gradient=True), grad, of_grad)
+                    found += [(x, part) for x in (grad, parameter.grad) if x is not None]
             return found
 
         return parts
@@ -203,9 +240,13 @@ def _grad_of(parameter: Tensor, held: Tensor) -> Tensor | None:
     return parameter.grad if held.grad is None else held.grad
 
 
-def _summed(parameter: Tensor, held: Tensor, norm: Tensor) -> _Summed:
-    grad = _grad_of(parameter, held)
-    return _Summed(grad, 0 if grad is None else tensor_version(grad), norm)
+def _storage(x: Tensor) -> int:
+    """Where it begins."""
+    return own_part(x).untyped_storage().data_ptr() if address_of(x) else 0
+
+
+def _summed(source: Tensor | None, norm: Tensor) -> _Summed:
+    return _Summed(source, 0 if source is None else tensor_version(source), norm)
 
 
 def watch_hooks(plugin: Any, trainer: Any, parallel: ParallelModule, mesh: ParallelMesh) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import numbers
 import pickle
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -105,7 +106,7 @@ class Logs:
         """Log everywhere. Called on the last stage, and `receive` on the others.
 
         Args:
-            calls: one per name.
+            calls: as `merge` gives them.
             facts: n numbers, sent along.
             hosts: of the stages, for CPU tensors.
 
@@ -183,16 +184,19 @@ def merge(microbatches: Sequence[Sequence[Call]], weights: Tensor) -> list[Call]
     """What the microbatches logged, as one batch would have.
 
     A value is averaged by the microbatches' weights, or by the batch sizes that were logged with it unless it is the
-    loss; or summed, or the largest or smallest one is taken, as its `reduce_fx` says.
+    loss; or summed, or the largest or smallest one is taken, as its `reduce_fx` says. What is logged several times
+    under one name, in a loop maybe, stays several calls.
 
     Args:
         weights: (m,) float64.
     """
     weights = torch.where(weights.sum() > 0, weights, torch.ones_like(weights))
-    found: dict[str, list[tuple[Call, Tensor]]] = {}
+    found: dict[tuple[str, int], list[tuple[Call, Tensor]]] = {}
     for calls, weight in zip(microbatches, weights.unbind(), strict=True):
+        times: Counter[str] = Counter()
         for call in calls:
-            found.setdefault(call.entry.name, []).append((call, weight))
+            found.setdefault((call.entry.name, times[call.entry.name]), []).append((call, weight))
+            times[call.entry.name] += 1
     return [_merged([call for call, _ in pairs], torch.stack([w for _, w in pairs])) for pairs in found.values()]
 
 

@@ -36,6 +36,7 @@ from lightning_megatp.pipeline.shared import Shared, SharedParameters
 from lightning_megatp.pipeline.slicing import Slicer
 from lightning_megatp.pipeline.split import split_batch
 from lightning_megatp.pipeline.units import modules_around
+from lightning_megatp.shim.torch import DisableTorchFunction
 
 
 @dataclass(frozen=True)
@@ -308,7 +309,8 @@ class Pipeline:
     def _norms(self) -> Tensor:
         """Of the parameters. Their versions would not tell what is done to their `.data`."""
         wide = ((p, torch.promote_types(p.dtype, torch.float32)) for p in self.parallel.module.parameters())
-        found = [torch.linalg.vector_norm(p, dtype=dtype).double() for p, dtype in wide if p.numel()]
+        with DisableTorchFunction():  # hooks are watched for what they make of weights
+            found = [torch.linalg.vector_norm(p, dtype=dtype).double() for p, dtype in wide if p.numel()]
         return torch.stack(found) if found else torch.zeros(0)
 
     def _shared_seed(self) -> int:

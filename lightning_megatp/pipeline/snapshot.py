@@ -7,18 +7,20 @@ import functools
 import random
 import sys
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import Dataset
 
 from lightning_megatp.shim.torch import is_fake
 
 _LARGE = 10_000
 """Containers with more entries (data sets, vocabularies) are restored as they were, but not searched."""
 
+_CONTAINERS = (list, dict, set, deque)
 _PLAIN = frozenset({type(None), bool, int, float, str})
 
 _NOT_SEARCHED = ("torch", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_megatp", "numpy")
@@ -26,14 +28,15 @@ _NOT_SEARCHED = ("torch", "lightning", "pytorch_lightning", "lightning_fabric", 
 
 
 class Snapshot:
-    """The attributes of an object and of what hangs on them: submodules, lists, dicts, sets, the user's own objects.
+    """The attributes of objects and of what hangs on them: submodules, lists, dicts, sets, the user's own objects; and
+    the states of random number generators among them.
 
     Args:
-        owner: a module, or an object of the user's.
+        owners: modules, and objects of the user's.
     """
 
-    def __init__(self, owner: Any) -> None:
-        self._owner = owner
+    def __init__(self, *owners: Any) -> None:
+        self._owners = owners
         self._holders = [(holder, _copy(holder)) for holder in self._found()]
 
     @functools.cached_property
@@ -66,7 +69,7 @@ class Snapshot:
         return [(key, x) for key, x, y in found if x is not y]
 
     def _found(self) -> list[Any]:
-        return _holders(self._owner.modules() if isinstance(self._owner, nn.Module) else [self._owner])
+        return _holders(x for y in self._owners for x in (y.modules() if isinstance(y, nn.Module) else (y,)))
 
 
 def kept_by(modules: Iterable[nn.Module]) -> list[Tensor]:
@@ -90,7 +93,8 @@ def random_state_kept() -> Iterator[None]:
 
 
 def _holders(owners: Iterable[Any]) -> list[Any]:
-    """Everything under objects that can be changed in place, each once; modules and objects as their `__dict__`."""
+    """Everything under objects that can be changed in place, each once; modules and objects as their `__dict__`, and
+    generators."""
     found: dict[int, Any] = {}
     waiting: list[Any] = [x.__dict__ for x in owners if hasattr(x, "__dict__")]
     while waiting:
@@ -98,30 +102,36 @@ def _holders(owners: Iterable[Any]) -> list[Any]:
         if id(holder) in found:
             continue
         found[id(holder)] = holder
-        if len(holder) <= _LARGE:
-            entries = (entry for entry in _entries(holder) if type(entry) not in _PLAIN)  # most are
-            waiting.extend(part for part in map(_held, entries) if part is not None)
+        entries = (entry for entry in _entries(holder) if type(entry) not in _PLAIN)  # most are
+        waiting.extend(part for part in map(_held, entries) if part is not None)
     return list(found.values())
 
 
 def _held(entry: Any) -> Any:
     """What of an entry may change in place; None for plain values and what belongs to others."""
-    if isinstance(entry, (list, dict, set, deque)):
+    if isinstance(entry, (Tensor, nn.Module, FunctionType, ModuleType, type)):
+        return None
+    if isinstance(entry, _CONTAINERS) or _is_generator(entry):
         return entry
     if isinstance(entry, tuple):
         return list(entry)
-    if isinstance(entry, (Tensor, nn.Module, FunctionType, ModuleType, type)):
-        return None
+    if isinstance(entry, Dataset):  # torch's own, too: a Subset holds the user's
+        return entry.__dict__
     of = type(entry).__module__.partition(".")[0]
     return None if of in _NOT_SEARCHED or of == "builtins" else getattr(entry, "__dict__", None)
 
 
 def _entries(holder: Any) -> list[Any]:
+    """What is searched of it."""
+    if not isinstance(holder, _CONTAINERS) or len(holder) > _LARGE:
+        return []
     return list(holder.values()) if isinstance(holder, dict) else list(holder)
 
 
 def _copy(holder: Any) -> Any:
-    return dict(holder) if isinstance(holder, dict) else list(holder)
+    if isinstance(holder, dict):
+        return dict(holder)
+    return list(holder) if isinstance(holder, _CONTAINERS) else _way_back(holder)
 
 
 def _fill(holder: Any, before: Any) -> None:
@@ -132,10 +142,31 @@ def _fill(holder: Any, before: Any) -> None:
     elif isinstance(holder, set):
         holder.clear()
         holder.update(before)
-    else:
+    elif isinstance(holder, (list, deque)):
         holder.clear()
         holder.extend(before)
+    else:
+        before()
+
+
+def _is_generator(x: Any) -> bool:
+    """Whether its state can be put back: a generator of torch, Python or NumPy."""
+    if isinstance(x, random.Random):
+        return not isinstance(x, random.SystemRandom)
+    if type(x).__module__.startswith("numpy.random"):
+        return hasattr(x, "set_state") or hasattr(x, "bit_generator")
+    return isinstance(x, torch.Generator)
+
+
+def _way_back(generator: Any) -> Callable[[], Any]:
+    """What puts a generator back where it is now."""
+    if isinstance(generator, random.Random):
+        return functools.partial(generator.setstate, generator.getstate())
+    if hasattr(generator, "set_state"):
+        return functools.partial(generator.set_state, generator.get_state())
+    bits = generator.bit_generator
+    return functools.partial(setattr, bits, "state", bits.state)
 
 
 def _tensors(holder: Any) -> list[Tensor]:
-    return [x for x in _entries(holder) if isinstance(x, Tensor)] if len(holder) <= _LARGE else []
+    return [x for x in _entries(holder) if isinstance(x, Tensor)]

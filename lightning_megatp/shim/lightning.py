@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import importlib
 import warnings
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -155,6 +156,56 @@ def restart_loaders(trainer: Any) -> None:
     if loop._combined_loader is not None:
         loop._load_combined_loader_states()
         iter(loop._data_fetcher)
+
+
+class _Later(list[Any]):
+    """A list that is filled when it is looked at."""
+
+    def __init__(self, fill: Callable[[], list[Any]]) -> None:
+        super().__init__()
+        self._fill: Callable[[], list[Any]] | None = fill
+
+    def _filled(self) -> None:
+        fill, self._fill = self._fill, None
+        if fill is not None:
+            self.extend(fill())
+
+    def __len__(self) -> int:
+        self._filled()
+        return super().__len__()
+
+    def __iter__(self) -> Iterator[Any]:
+        self._filled()
+        return super().__iter__()
+
+    def __getitem__(self, index: Any) -> Any:
+        self._filled()
+        return super().__getitem__(index)
+
+
+@contextmanager
+def idle_optimizers(trainer: Any) -> Iterator[None]:
+    """While a step is tried out before a fit has its optimizers: it finds those that `configure_optimizers` makes, if
+    it asks for any, and `manual_backward` makes no gradients for them. `Strategy` keeps wrapped ones for
+    `self.optimizers()` under a private name."""
+    strategy = trainer.strategy
+    names = ("_optimizers", "_lightning_optimizers", "lr_scheduler_configs")
+    before = {name: getattr(strategy, name) for name in names}
+
+    def made(name: str) -> list[Any]:
+        if isinstance(getattr(strategy, name), _Later):
+            strategy.namespace.parallel_strategy.setup_optimizers(strategy, trainer)
+        return list(getattr(strategy, name))
+
+    if not strategy.optimizers:
+        vars(strategy).update({name: _Later(partial(made, name)) for name in names})
+    strategy.backward = lambda loss, *_, **__: loss
+    strategy.optimizer_step = lambda optimizer, closure, *_, **__: optimizer.step(closure)
+    try:
+        yield
+    finally:
+        del strategy.backward, strategy.optimizer_step
+        vars(strategy).update(before)
 
 
 def batch_hook(trainer: Any, name: str) -> Any:

@@ -29,6 +29,7 @@ class Lit(LightningModule):
     def __init__(self, habit: str, whole: bool) -> None:
         super().__init__()
         self.habit, self.whole, self.losses = habit, whole, []  # type: ignore[var-annotated]
+        self.kept: list[Tensor] = []
         self.tok, self.head = nn.Embedding(11, 8), nn.Linear(8, 11)
         self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)) for _ in range(4))
 
@@ -41,6 +42,8 @@ class Lit(LightningModule):
     def training_step(self, ids: Tensor, batch_idx: int) -> Tensor:
         loss = F.cross_entropy(self(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
         self.log("loss", loss)
+        if self.habit == "kept":
+            self.kept.append(loss.detach())
         return loss
 
     def weights(self) -> Any:
@@ -123,6 +126,13 @@ def test_whole_parameters_are_those_of_one_device(habit: str, layout: dict[str, 
     for found, found_norm, said in run_ranks(2 * layout.get("pp", 1), fit, habit, True, layout):
         assert found == pytest.approx(losses, rel=1e-9)
         assert found_norm == pytest.approx(norm, rel=1e-9) or "pp" in layout
+        assert not said
+
+
+def test_a_hook_of_the_last_stage_that_leaves_weights_alone() -> None:
+    losses, _, _ = run_reference(fit_one, "kept")
+    for found, _, said in run_ranks(4, fit, "kept", False, {"tp": 2, "pp": 2, "microbatches": 2})[:2]:
+        assert found == pytest.approx(losses, rel=1e-9)
         assert not said
 
 

@@ -114,6 +114,8 @@ class Logging(GPT):
         self.log_dict({"synced": loss, "constant": 0.1, "whole": 3}, sync_dist=True)
         if batch_idx % 2 == 0:
             self.log("sometimes", loss)
+        for factor in range(3):
+            self.log("repeated", loss * factor, on_step=True, on_epoch=True)
         self.stepped(logits_BLV.flatten(0, 1), batch[1].flatten())
         self.log("stepped", self.stepped, on_step=True, on_epoch=True, prog_bar=True)
         self.train_both.update(logits_BLV.flatten(0, 1), batch[1].flatten())

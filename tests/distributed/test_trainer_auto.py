@@ -262,3 +262,53 @@ def test_evaluation_of_a_fresh_module(what: str) -> None:
 def test_strict_raises_instead() -> None:
     with pytest.raises(RankError, match="no batch could be looked at"):
         run_ranks(2, fit, "once", True)
+
+
+class ByHand(Lit):
+    """Asks for optimizers and schedulers first; the second network comes after a step of the first one's."""
+
+    def __init__(self) -> None:
+        super().__init__("shuffled")
+        self.automatic_optimization, self.other = False, Model(Fused, layers=2)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        first, second = self.optimizers()  # type: ignore[misc]
+        schedulers: Any = self.lr_schedulers()
+        for optimizer, net in ((first, self.net), (second, self.other)):
+            self.toggle_optimizer(optimizer)
+            optimizer.zero_grad()
+            loss = net.step(batch[0])
+            self.manual_backward(loss)
+            self.losses.append(float(loss))
+            optimizer.step()
+            self.untoggle_optimizer(optimizer)
+        for scheduler in schedulers:
+            scheduler.step()
+
+    def configure_optimizers(self) -> Any:
+        optimizers = [torch.optim.AdamW(net.parameters(), lr=1e-2) for net in (self.net, self.other)]
+        return optimizers, [torch.optim.lr_scheduler.ExponentialLR(x, 0.5) for x in optimizers]
+
+
+def fit_by_hand(rank: int, world_size: int) -> dict[str, Any]:
+    strategy: Any = "auto"
+    if world_size > 1:
+        from lightning_megatp import MegaTPStrategy
+
+        strategy = MegaTPStrategy(tp=world_size, strict=True, summary=False)
+    torch.manual_seed(0)
+    module = ByHand()
+    options: dict[str, Any] = {"accelerator": "cpu", "precision": "64-true", "max_epochs": 1, **QUIET}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*(lr_scheduler|optimizer).step.*")
+        Trainer(devices=world_size, strategy=strategy, **options).fit(module)
+    frozen = [name for name, p in module.named_parameters() if not p.requires_grad]
+    return {"losses": module.losses, "split": sum(p.numel() for p in module.parameters()), "frozen": frozen}
+
+
+def test_a_step_that_asks_for_optimizers_is_looked_at() -> None:
+    expected = run_ranks(1, fit_by_hand)[0]
+    for found in run_ranks(2, fit_by_hand):
+        assert found["losses"] == pytest.approx(expected["losses"], rel=1e-9)
+        assert found["split"] < 0.6 * expected["split"]
+        assert not found["frozen"]

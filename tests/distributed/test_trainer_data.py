@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import random
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, LightningDataModule
 from torch import Tensor
 from torch.utils.data import (
     DataLoader,
@@ -17,10 +19,11 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     SequentialSampler,
+    Subset,
     WeightedRandomSampler,
 )
 
-from tests.distributed.training import DP2, TP2, TP2_DP2, Layout, make_trainer, run_program, tokens
+from tests.distributed.training import DP2, PLAIN, TP2, TP2_DP2, Layout, make_trainer, run_program, tokens
 from tests.parity.models import GPT
 from tests.parity.variants import variant
 
@@ -200,3 +203,67 @@ def test_at_dp_2_samples_are_split_over_dp_alone(layout: Layout, kind: str) -> N
     for rank, (_, replicas, index, distributed, _) in enumerate(run_program(layout, _samplers, kind)):
         assert distributed
         assert (replicas, index) == (2, rank // layout.tp)
+
+
+class Noisy(Dataset):
+    """Noise from generators of its own."""
+
+    def __init__(self) -> None:
+        self.inputs, self.targets = tokens(8).tensors
+        self.drawn, self.generators = 0, {"python": random.Random(1), "numpy": np.random.default_rng(2)}
+        self.old, self.torch = np.random.RandomState(3), torch.Generator().manual_seed(4)
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        self.drawn += 1
+        drawn = self.generators["python"].randrange(32), self.generators["numpy"].integers(32), self.old.randint(32)
+        noise = torch.randint(0, 32, (LENGTH,), generator=self.torch) + sum(int(x) for x in drawn)
+        return (self.inputs[index] + noise) % 32, self.targets[index]
+
+
+class NoisyData(LightningDataModule):
+    """More noise on the way, of a generator that the datamodule has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows, self.data, self.generator = 0, Noisy(), torch.Generator().manual_seed(5)
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(Subset(self.data, range(8)), batch_size=4)
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        self.rows += len(batch[0])
+        noise = torch.randint(0, 32, batch[0].shape, generator=self.generator)
+        return (batch[0] + noise) % 32, batch[1]
+
+
+class NoisyGPT(GPT):
+    """And in the step."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.chance = random.Random(6)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx) * self.chance.random()
+        self.log("noisy", loss)
+        return loss
+
+
+def _noisy(layout: Layout) -> tuple[list[Any], dict[str, float], int, int]:
+    torch.manual_seed(0)
+    recorder, data = BatchRecorder(), NoisyData()
+    trainer = make_trainer(layout, strategy={"plan": "auto"}, callbacks=[recorder])
+    trainer.fit(NoisyGPT(), datamodule=data)
+    return recorder.batches, {k: float(v) for k, v in trainer.callback_metrics.items()}, data.rows, data.data.drawn
+
+
+@pytest.mark.parametrize("layout", [TP2, Layout(pp=2, microbatches=1)], ids=str)
+def test_generators_and_counts_of_the_datas_own_are_put_back(layout: Layout) -> None:
+    batches, logged, *counts = run_program(PLAIN, _noisy)[0]
+    for found, metrics, *counted in run_program(layout, _noisy):
+        assert all(torch.equal(a, b) for x, y in zip(found, batches, strict=True) for a, b in zip(x, y, strict=True))
+        assert metrics == pytest.approx(logged, rel=1e-9)
+        assert counted == counts
