@@ -150,7 +150,8 @@ class _SequenceView(GatheredView):
 def _changed_in_place(name: str) -> str:
     return (
         f"MegaTPStrategy: `{name}` changes a sequence-sharded tensor in place, and needs all of its tokens. Write it"
-        " without in-place change, or take the `sequence` style of this block out of the plan."
+        " without in-place change, or take the `sequence` style of this block out of the plan (of an automatic one:"
+        " `sequence_parallel=False`)."
     )
 
 
