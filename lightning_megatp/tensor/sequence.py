@@ -21,6 +21,7 @@ from lightning_megatp.tensor.collectives import copy_to_region, gather_sequence,
 from lightning_megatp.tensor.context import TensorContext
 from lightning_megatp.tensor.functions import is_in_place, operation_name, operation_names
 from lightning_megatp.tensor.shards import (
+    CHANGE_VALUES,
     METADATA,
     GatheredView,
     Shard,
@@ -111,10 +112,27 @@ class SequenceShard(Shard):
                 " gradient. Take the `sequence` style of this block out of the plan."
             )
         if changes(SequenceShard, name, args, kwargs):
-            raise RuntimeError(_changed_in_place(name))
+            return _change_whole(func, name, args, kwargs)
         own_args, own_kwargs = map_arguments(_gathered, args, kwargs)
         result = func(*own_args, **own_kwargs)
         return of_whole(name, result, _SequenceView)
+
+
+def _change_whole(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """An operation in place that needs all tokens: it changes the gathered tensor, of which each rank takes its own
+    back.
+
+    Raises:
+        RuntimeError: it changes more than values, or another tensor than the first.
+    """
+    shard = args[0]
+    if not isinstance(shard, SequenceShard) or name not in CHANGE_VALUES or kwargs.get("out") is not None:
+        raise RuntimeError(_changed_in_place(name))
+    (whole, *rest), options = map_arguments(_gathered, args, kwargs)
+    whole, layout = whole.clone(), shard.tokens
+    func(whole, *rest, **options)
+    shard.plain.copy_(scatter_sequence(whole, layout.group, layout.dim))
+    return None if name == "__setitem__" else shard
 
 
 def _gathered(x: Any) -> Any:
@@ -132,7 +150,8 @@ class _SequenceView(GatheredView):
 def _changed_in_place(name: str) -> str:
     return (
         f"MegaTPStrategy: `{name}` changes a sequence-sharded tensor in place, and needs all of its tokens. Write it"
-        " without in-place change, or take the `sequence` style of this block out of the plan."
+        " without in-place change, or take the `sequence` style of this block out of the plan (of an automatic one:"
+        " `sequence_parallel=False`)."
     )
 
 

@@ -161,6 +161,11 @@ METADATA = operation_names(
     _version
     """
 )
+CHANGE_VALUES = operation_names(
+    "scatter_ scatter_add_ scatter_reduce_ index_fill_ index_add_ index_copy_ index_put_ masked_fill_ masked_scatter_"
+    " __setitem__"
+)
+"""Operations in place that change values of the first operand, and nothing else."""
 VIEWS = operation_names(
     """
     __getitem__ select narrow view view_as transpose permute split split_with_sizes tensor_split chunk unbind squeeze

@@ -460,20 +460,22 @@ OPERATIONS: dict[str, dict[str, Operation]] = {
         "in place after use": lambda x, o: (lambda h: (h * 2, operator.iadd(h, o.y)))(x * 1.0),
         "in place on a whole tensor": lambda x, o: (lambda h: (operator.iadd(h, x), h))(o.y * 1.0),
         "copy_ into a whole tensor": lambda x, o: (o.y * 1.0).copy_(x),
+        "assign": _in_place(lambda h, o: operator.setitem(h, (slice(None), 0), 0.0)),
+        "masked_fill_": _in_place(lambda h, o: h.masked_fill_(o.mask, 0.0)),
+        "index_add_": _in_place(lambda h, o: h.index_add_(0, torch.tensor([0]), o.y[:1])),
+        "assign a weight": _in_place(lambda h, o: operator.setitem(h, (slice(None), 1), o.weight)),
+        "assign by a mask": _in_place(lambda h, o: operator.setitem(h, h.detach().mean(-1) > 0, 2.0)),
         "assign into a whole tensor": lambda x, o: (lambda h: (operator.setitem(h, 0, x[0]), h))(o.y * 1.0),
     },
 }
 """Must work."""
 
 REFUSED: dict[str, Operation] = {
-    "assign": _in_place(lambda h, o: operator.setitem(h, (slice(None), 0), 0.0)),
     "assign to a slice": _in_place(lambda h, o: operator.iadd(h[0], 1.0)),
     "fill_": _in_place(lambda h, o: h.fill_(1.0)),
     "zero_": _in_place(lambda h, o: h.zero_()),
     "copy_": _in_place(lambda h, o: h.copy_(o.y)),
-    "masked_fill_": _in_place(lambda h, o: h.masked_fill_(o.mask, 0.0)),
     "clamp_": _in_place(lambda h, o: h.clamp_(-1, 1)),
-    "index_add_": _in_place(lambda h, o: h.index_add_(0, torch.tensor([0]), o.y[:1])),
     "exp_": _in_place(lambda h, o: h.exp_()),
     "transpose_": _in_place(lambda h, o: h.transpose_(0, 1)),
     "init": _in_place(lambda h, o: nn.init.zeros_(h.detach())),

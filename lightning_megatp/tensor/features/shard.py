@@ -22,8 +22,7 @@ from lightning_megatp.tensor.features.call import Call, Operand
 from lightning_megatp.tensor.features.decision import Decision, Enter, take_local
 from lightning_megatp.tensor.features.layout import FeatureLayout
 from lightning_megatp.tensor.features.operation import DRAW, NEED_GRADIENT, NEED_WHOLE, Operation, operation_of
-from lightning_megatp.tensor.functions import operation_names
-from lightning_megatp.tensor.shards import GatheredView, Shard, becomes_leaf, changes, of_whole, unsealed
+from lightning_megatp.tensor.shards import CHANGE_VALUES, GatheredView, Shard, becomes_leaf, changes, of_whole, unsealed
 from lightning_megatp.tensor.watch import draws_random
 
 _MOST_DECISIONS = 4096
@@ -288,7 +287,7 @@ def _change_whole(func: Callable[..., Any], name: str, args: tuple[Any, ...], kw
         RuntimeError: it changes more than values, or another tensor than the first.
     """
     shard, (first, *rest) = args[0], tree_map(_gathered, args)
-    if not isinstance(shard, FeatureShard) or name not in _CHANGE_VALUES or kwargs.get("out") is not None:
+    if not isinstance(shard, FeatureShard) or name not in CHANGE_VALUES or kwargs.get("out") is not None:
         raise RuntimeError(_FeatureView.refusal(name))
     whole, layout = first.clone(), shard.features  # what was gathered may be held for others
     func(whole, *rest, **tree_map(_gathered, kwargs))
@@ -298,12 +297,6 @@ def _change_whole(func: Callable[..., Any], name: str, args: tuple[Any, ...], kw
 
 def _gathered(x: Any) -> Any:
     return x.whole("in place") if isinstance(x, FeatureShard) else x
-
-
-_CHANGE_VALUES = operation_names(
-    "scatter_ scatter_add_ scatter_reduce_ index_fill_ index_add_ index_copy_ index_put_ masked_fill_ masked_scatter_"
-    " __setitem__"
-)
 
 
 @contextlib.contextmanager
