@@ -23,7 +23,7 @@ DOCS = HERE.parent.parent / "docs"
 
 def parts(quick: bool) -> dict[str, Callable[[], Iterator[Any]]]:
     """What to measure, in order."""
-    from tests.benchmarks import data, gpu, optimizer, pipeline, single, start, tensor
+    from tests.benchmarks import alone, data, gpu, optimizer, pipeline, single, start, tensor
     from tests.benchmarks.layer import LayerSize
     from tests.benchmarks.models import Size
 
@@ -41,6 +41,7 @@ def parts(quick: bool) -> dict[str, Callable[[], Iterator[Any]]]:
         bench = dataclasses.replace(bench, rounds=1, steps=5)
     return {
         "tensor": lambda: tensor.rows(sizes("tensor"), t["sequence"], t["tp"]),
+        "alone": lambda: alone.rows(sizes("tensor"), t["sequence"], t["tp"]),
         "pipeline": lambda: pipeline.rows(sizes("pipeline"), p["microbatches"], p["pp"]),
         "data": lambda: data.rows(sizes("data"), settings["data"]["dp"]),
         "single": lambda: single.rows(sizes("single")),

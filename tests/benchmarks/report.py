@@ -13,6 +13,7 @@ from tests.benchmarks.ratios import Figure, Row
 
 PARTS = {
     "tensor": "Tensor parallelism",
+    "alone": "Tensor parallelism, one rank alone",
     "pipeline": "Pipelines",
     "data": "Data parallelism",
     "single": "One device",

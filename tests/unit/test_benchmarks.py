@@ -16,7 +16,7 @@ import torch
 from torch.autograd import DeviceType
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.benchmarks import gpu
+from tests.benchmarks import alone, gpu
 from tests.benchmarks.layer import LayerSize, Ours, Plain
 from tests.benchmarks.models import Size
 from tests.benchmarks.ratios import OURS, Figure, Ratio, Row, check_losses, compare, interval
@@ -94,6 +94,19 @@ def test_what_a_stand_in_sends_is_there_after_the_wait_and_not_before() -> None:
     with wire.silent():
         assert group.allreduce([part.fill_(7.0)]).wait() and part.eq(7.0).all()
     wire.close()
+
+
+def test_what_a_stand_in_sends_at_once_is_there() -> None:
+    group, whole = StandIn(Wire(CPU, at_once=True), rank=0, size=4), torch.empty(16)
+    assert group.all_gather_single(whole, torch.arange(4.0)).wait()
+    assert torch.equal(whole, torch.arange(4.0).repeat(4))
+
+
+def test_a_rank_alone_is_compared_with_the_loop_by_hand() -> None:
+    size = Size("tiny", d=16, ffn=32, heads=4, layers=1, rows=2, length=4, rounds=1, steps=2)
+    found = list(alone.rows([size], [True, False], tp=2))
+    assert [row.peer for row in found] == ["by hand"] * 2
+    assert all(0 < row.ratio.low <= row.ratio.high for row in found)
 
 
 def _gradients(rank: int, world_size: int, sequence: bool, poison: bool) -> list[torch.Tensor]:
