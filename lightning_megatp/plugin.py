@@ -33,7 +33,7 @@ from lightning_megatp.tensor.convolution import convolution_kind
 from lightning_megatp.tensor.experts import expert_kind
 from lightning_megatp.tensor.layers import HiddenParallelEmbedding, ParallelLayer, VocabParallelEmbedding
 from lightning_megatp.tensor.outside import LayerParameters
-from lightning_megatp.tensor.parameters import shard_
+from lightning_megatp.tensor.parameters import load_whole_values, shard_
 from lightning_megatp.tensor.sequence import SequenceLayout, SequenceShard
 from lightning_megatp.tensor.shards import Shard, gathered
 
@@ -110,6 +110,7 @@ class ParallelismPlugin:
             self.swap_all(module, plan, context, whole_between=mesh.size("pp") > 1)
         parallel = ParallelModule(module, plan, context, specs)
         parallel.device = device
+        load_whole_values(module, parallel.own_spec)
         module.__dict__[_KEPT] = parallel
         return parallel
 

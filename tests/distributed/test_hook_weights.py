@@ -59,6 +59,12 @@ class Lit(LightningModule):
                     if isinstance(layer, nn.Linear):
                         torch.manual_seed(sum(map(ord, name)))
                         layer.reset_parameters()
+        if self.habit == "loading":  # what models on one device have saved
+            whole = Lit("", False).state_dict()
+            self.load_state_dict({name: torch.full_like(x, 0.1 + i / 50) for i, (name, x) in enumerate(whole.items())})
+            torch.manual_seed(5)
+            block = Lit("", False).blocks[0].state_dict()
+            self.blocks[0].load_state_dict({name: x.flatten().cumsum(0).view_as(x) for name, x in block.items()})
 
     def on_train_batch_end(self, *args: Any) -> None:
         self.losses.append(float(self.trainer.callback_metrics["loss"]))
@@ -150,6 +156,12 @@ def test_a_hook_of_the_last_stage_that_leaves_weights_alone() -> None:
 def test_what_is_about_parts_is_said(habit: str, text: str) -> None:
     said = run_ranks(2, fit, habit, False, {"tp": 2})[0][2]
     assert text in said if text else not said
+
+
+def test_whole_values_are_loaded_in_a_hook() -> None:
+    losses, _, _ = run_reference(fit_one, "loading")
+    for found, _, _ in run_ranks(2, fit, "loading", False, {"tp": 2}):
+        assert found == pytest.approx(losses, rel=1e-9)
 
 
 def test_rows_elsewhere_are_no_whole_parameters() -> None:
