@@ -197,9 +197,9 @@ def check_stages(rank: int, world_size: int, name: str, sequence: bool) -> Resul
         whole = sum(p.numel() for p in reference.parameters())
         result.share = 1 - sum(p.numel() for p in module.parameters()) / whole
         with without_logging(reference):
-            wanted = _loss(reference, batch)
+            wanted = _loss(reference, copy.deepcopy(batch))
             if not padding:
-                halves = torch.stack([_loss(reference, part) for part in split_batch(batch, 2)]).mean()
+                halves = torch.stack([_loss(reference, part) for part in split_batch(copy.deepcopy(batch), 2)]).mean()
                 normed = any(isinstance(child, nn.BatchNorm1d | nn.BatchNorm2d) for child in reference.modules())
                 coupled = normed or abs(float(halves - wanted)) > 1e-4 * abs(float(wanted))
                 wanted = halves if coupled else wanted
