@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_megatp.shim.torch import foreach_norm, tensor_version
-from lightning_megatp.tensor.functions import operation_name, operation_names
+from lightning_megatp.tensor.functions import is_in_place, operation_name, operation_names
 from lightning_megatp.tensor.in_hooks import address_of, own_part
 
 _NORMS: dict[Any, tuple[str, Any]] = {
@@ -152,8 +152,7 @@ class Looking(TorchFunctionMode):
         if (order := _order(func, args, kwargs)) is not None:
             return self._norms(func, order, args, kwargs)
         first = args[0] if args else None
-        in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
-        changed = first if in_place else kwargs.get("out")
+        changed = first if is_in_place(name) else kwargs.get("out")
         known = [x for x in map(self._part, _each(changed)) if x is not None and x.unchanged]
         result = func(*args, **kwargs)
         for x in known:
