@@ -184,10 +184,11 @@ class WholeNorms:
                     places += [2 * place + at] * len(own)
                     parts += own
         sums = torch.zeros(2 * len(shown), device=mesh.device, dtype=torch.float64)
-        norms = foreach_norm(parts, 2.0)
-        if len({norm.device for norm in norms}) > 1:  # some are offloaded
-            norms = tuple(norm.to(sums.device) for norm in norms)
-        sums.index_add_(0, from_host(places, sums.device), torch.stack(norms).to(sums).square())
+        if parts:  # a rank may own nothing
+            norms = foreach_norm(parts, 2.0)
+            if len({norm.device for norm in norms}) > 1:  # some are offloaded
+                norms = tuple(norm.to(sums.device) for norm in norms)
+            sums.index_add_(0, from_host(places, sums.device), torch.stack(norms).to(sums).square())
         for group, ids in groups:
             over = from_host([id(held) in ids for _, held in shown for _ in range(2)], sums.device)
             total = sums * over
