@@ -340,6 +340,13 @@ def _shards(rank: int, world_size: int) -> None:
         assert torch.equal(gathered, full) and not gathered.requires_grad
         assert torch.equal(c.gather_ranges(parameter.detach(), dist.group.WORLD, dim, spec.by_rank), full)
 
+        module = nn.ParameterDict({"w": parameter})
+        parameters.load_whole_values(module, {parameter: spec.spec(rank)}.get)
+        module.load_state_dict({"w": 2 * full})
+        assert torch.equal(parameter, spec.spec(rank).take(2 * full)), "of whole values, this rank's"
+        module.load_state_dict({"w": 3 * spec.spec(rank).take(full)})
+        assert torch.equal(parameter, 3 * spec.spec(rank).take(full)), "a shard is taken as it is"
+
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_parameters_are_cut_to_shards_and_gathered(world_size: int) -> None:
@@ -411,7 +418,7 @@ def test_no_function_is_left_out() -> None:
     }
     tested = {name.split()[0] for name in CASES} | {
         "all_reduce", "all_gather", "reduce_scatter", "take_ranges", "gather_ranges", "canonical_order",
-        "sequence_sizes", "shard_", "gather_shards", "whole_values", "take_own", "from_host",
+        "sequence_sizes", "shard_", "gather_shards", "whole_values", "load_whole_values", "take_own", "from_host",
         "Pending", "begin_all_reduce", "begin_all_gather", "begin_reduce_scatter",  # by way of those above
     }  # fmt: skip
     assert public <= tested
