@@ -90,7 +90,7 @@ class DeferredWeights:
         wanted = torch.is_grad_enabled() and weight.requires_grad and weight.is_leaf and not weight.is_complex()
         if not wanted or functorch_is_active() or forward_mode_is_active():
             return F.linear(x, weight, bias)
-        output: Tensor = _Linear.apply(cast(x, autocast_dtype(x)), weight, bias, autocast_dtype(x), self)
+        output: Tensor = _Linear.apply(cast(x), weight, bias, self)
         return output
 
     def gradients(
@@ -154,20 +154,18 @@ class _Linear(OwnFunction):
     """y = x A^T + b. Its backward is made of differentiable operations, for gradients of gradients."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None, deferred: DeferredWeights
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, deferred: DeferredWeights) -> Tensor:
         needs_x, needs_weight, *_ = ctx.needs_input_grad
         ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None)
         ctx.weight, ctx.bias, ctx.deferred = weight, bias, deferred  # the parameters, whose `.grad` is added to
-        return linear_of(x, weight, bias, dtype)
+        return linear_of(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         needs_x, *wanted = ctx.needs_input_grad
         grad_x = grad @ weight.to(grad.dtype) if needs_x else None
-        return grad_x, *ctx.deferred.gradients(x, grad, ctx.weight, ctx.bias, wanted), None, None
+        return grad_x, *ctx.deferred.gradients(x, grad, ctx.weight, ctx.bias, wanted), None
 
 
 @dataclass(slots=True)
@@ -190,7 +188,7 @@ class _Gradient:
             )
         held = self.weight.grad
         if held is not None and held.dtype == self.grad.dtype and held.layout == torch.strided:
-            held.addmm_(_rows(self.grad).t(), _rows(self.x))  # one pass: no gradient of its own
+            held.addmm_(rows(self.grad).t(), rows(self.x))  # one pass: no gradient of its own
         else:
             _add_gradient(self.weight, _weight_gradient(self.x, self.grad))
         if self.bias is not None:
@@ -198,35 +196,41 @@ class _Gradient:
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """In which a linear layer computes with x; None outside of autocast."""
+    """In which autocast has a linear layer compute with x; None if it lets it be, as it does with float64."""
     device = x.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    if not torch.is_autocast_enabled(device) or x.dtype == torch.float64 or not x.is_floating_point():
+        return None
+    return torch.get_autocast_dtype(device)
 
 
-def cast(x: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """As autocast does: everything floating but float64; nothing for None."""
-    return x.to(dtype) if dtype is not None and x.is_floating_point() and x.dtype != torch.float64 else x
+def cast(x: Tensor) -> Tensor:
+    """As autocast does for a linear layer."""
+    dtype = autocast_dtype(x)
+    return x if dtype is None else x.to(dtype)
 
 
-def linear_of(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None) -> Tensor:
-    """`F.linear` in the forward of an autograd function, computed in `dtype` (see `cast`). No view, as `F.linear`'s own
-    result may be: autograd lets nobody change in place (`nn.ReLU(inplace=True)`) a view that a function returns."""
-    return F.linear(x, cast(weight, dtype), None if bias is None else cast(bias, dtype)).detach()
+def linear_of(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`F.linear` in the forward of an autograd function, with weight and bias cast. No view, as `F.linear`'s own result
+    may be: autograd lets nobody change in place (`nn.ReLU(inplace=True)`) a view that a function returns."""
+    if torch.is_autocast_enabled(x.device.type):
+        weight, bias = cast(weight), None if bias is None else cast(bias)
+    return F.linear(x, weight, bias).detach()
 
 
-def _rows(x: Tensor) -> Tensor:
+def rows(x: Tensor) -> Tensor:
     """(..., k) -> (n, k)."""
-    return x.flatten(0, -2) if x.dim() > 1 else x.unsqueeze(0)
+    dims = x.dim()
+    return x if dims == 2 else x.flatten(0, -2) if dims > 1 else x.unsqueeze(0)
 
 
 def _weight_gradient(x: Tensor, grad: Tensor) -> Tensor:
     """(o, n) @ (n, i) -> (o, i)."""
-    return _rows(grad).t() @ _rows(x)
+    return rows(grad).t() @ rows(x)
 
 
 def _bias_gradient(grad: Tensor) -> Tensor:
     """(n, o) -> (o)."""
-    return _rows(grad).sum(0)
+    return rows(grad).sum(0)
 
 
 def _can_wait(parameter: Tensor) -> bool:

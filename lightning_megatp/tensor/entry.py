@@ -6,10 +6,11 @@ reduced over the tensor ranks; the gradients of their weights wait for nobody. S
     x, weights -> _Enter            makes the output of the layer that reads x first
                     -> _Column      one per other layer, which reads its weight through `_Enter` too
 
-In backward every `_Column` computes the gradient of its input and leaves that of its weight to `_Enter`. That one adds
-up the gradients of x, starts to reduce them, computes the gradients of all weights, and waits. A sequence, of which
-each rank keeps its own tokens, is gathered again meanwhile. Every gradient reaches its parameter through autograd,
-hooks included.
+In backward every `_Column` leaves its gradients to `_Enter`. That one adds up those of x, each matrix product onto the
+ones before, starts to reduce the sum, computes the gradients of all weights, and waits. A sequence, of which each rank
+keeps its own tokens, is gathered again meanwhile. Every gradient reaches its parameter through autograd, and hooks.
+
+Under autocast a value enters in the dtype that its linear layers compute in, and that is what is sent.
 
 Shapes: b batch, s sequence, h input features, o output features of this rank, t tensor-parallel size.
 Source: Shoeybi et al. 2019, section 3 (f and g); Korthikanti et al. 2022, section 4.2.2.
@@ -18,6 +19,7 @@ Source: Shoeybi et al. 2019, section 3 (f and g); Korthikanti et al. 2022, secti
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -48,7 +50,7 @@ from lightning_megatp.tensor.collectives import (
     reduce_scatter_sequence,
     sequence_sizes,
 )
-from lightning_megatp.tensor.deferred import DeferredWeights, autocast_dtype, cast, linear_of
+from lightning_megatp.tensor.deferred import DeferredWeights, autocast_dtype, cast, linear_of, rows
 from lightning_megatp.tensor.functions import OwnFunction, OwnHook
 from lightning_megatp.tensor.sequence import SequenceLayout, SequenceShard
 
@@ -89,10 +91,11 @@ class Entry:
         self._deferred, self._readers = deferred, readers
         self._gates: dict[int, _Gate] = {}
         self._value: Tensor | None = None
+        self._cast: Entry | None = None
 
     @property
     def value(self) -> Tensor:
-        """What entered: (..., h)."""
+        """What entered: (..., h), in the dtype it was given in."""
         if self._value is None:
             self._bring_in()
         assert self._value is not None
@@ -101,30 +104,40 @@ class Entry:
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """`F.linear` of the value: weight (o, h), bias (o) -> (..., o). Autocast is followed."""
         x, wanted = self._plain, weight.requires_grad or (bias is not None and bias.requires_grad)
+        dtype = autocast_dtype(x)
+        if dtype is not None and dtype != x.dtype and self._value is None:
+            return self._in(dtype).linear(weight, bias)
         left = functorch_is_active() or weight.is_complex()
         if left or not torch.is_grad_enabled() or not (wanted or x.requires_grad):
             return F.linear(self.value, weight, bias)
         if self._value is None and (y := self._bring_in(weight, bias)) is not None:
             return y
-        dtype = autocast_dtype(x)
         gate = self._gates.pop(id(weight), None)
         if gate is not None and gate.is_of(weight, bias):
             call, (weight, bias) = gate.call, gate.inside
         else:
             call = _Call(weight, bias, self._transfer, self._deferred)
-        own = self._plain if self._transfer.again_in_backward else None
-        output: Tensor = _Column.apply(cast(self.value, dtype), own, weight, bias, dtype, call)
+        own, value = self._plain if self._transfer.again_in_backward else None, self.value
+        output: Tensor = _Column.apply(cast(value), own, weight, bias, call)
         return output
 
+    def _in(self, dtype: torch.dtype) -> Entry:
+        """The same value entering in another dtype."""
+        if self._cast is None or self._cast._plain.dtype != dtype:
+            x, tokens = self._plain.to(dtype), self._transfer.tokens
+            x = x if tokens is None else SequenceShard.wrap(x, tokens)
+            self._cast = Entry(x, self._transfer.group, self._deferred, self._readers)
+        return self._cast
+
     def _bring_in(self, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor | None:
-        """Let the value enter, and make the output of the layer that asks for it. None if that takes a `_Column`: its
-        parameters have hooks, or backward needs another tensor than the one that enters, since autocast changes it."""
+        """Let the value enter, and make the output of the layer that asks for it; None if that takes a `_Column`, since
+        its parameters have hooks."""
         x, transfer = self._plain, self._transfer
         if functorch_is_active() or not (torch.is_grad_enabled() and x.requires_grad):
             self._value = _enter(x, transfer.group, transfer.tokens)
             return None
         first = None
-        if weight is not None and cast(x, autocast_dtype(x)) is x and not _has_hooks(weight, bias):
+        if weight is not None and not _has_hooks(weight, bias):
             first = _Call(weight, bias, transfer, self._deferred)
         gates = []
         for parameters in self._readers:
@@ -169,11 +182,13 @@ class _Transfer:
     """
 
     def __init__(self, group: dist.ProcessGroup, tokens: SequenceLayout | None, x: Tensor) -> None:
-        self.group, self.tokens = group, tokens
+        self.group, self.tokens, self.dtype = group, tokens, x.dtype
         self.again_in_backward = tokens is not None and not _stays(x, tokens)
         """Whether all tokens are gathered once more; else they are kept."""
         self.gated: list[_Call] = []
         """The readings whose gradients of weights `_Enter` computes."""
+        self.shape = x.shape
+        """Of the value, all tokens of it, once it has entered."""
         self._gathered: dict[torch.dtype, Pending] = {}
 
     def again(self, x: Tensor, dtype: torch.dtype) -> Tensor | Pending:
@@ -219,27 +234,41 @@ class _Call:
     transfer: _Transfer
     deferred: DeferredWeights
     gated: bool = False
-    left: tuple[int, Tensor, Tensor | Pending | None, list[bool]] | None = field(default=None, repr=False)
-    """From `_Column`'s backward to `_Enter`'s: which backward it is, and the arguments of `gradients`."""
+    left: _Left | None = field(default=None, repr=False)
 
     def wanted(self, *need: bool) -> list[bool]:
         """Of weight and bias, whether this backward asks for the gradient."""
         parameters = zip(need, (self.weight, self.bias), strict=True)
         return [needed and parameter is not None and wants_gradient(parameter) for needed, parameter in parameters]
 
-    def gradients(
-        self, grad: Tensor, x: Tensor | Pending | None, wanted: Sequence[bool]
-    ) -> tuple[Tensor | None, Tensor | None]:
+    def gradients(self, left: _Left) -> tuple[Tensor | None, Tensor | None]:
         """Of weight and bias, None where it was put off, or is not wanted."""
-        x = x.wait() if isinstance(x, Pending) else x
-        return self.deferred.gradients(x, grad, self.weight, self.bias, wanted)
+        x = left.x.wait() if isinstance(left.x, Pending) else left.x
+        return self.deferred.gradients(x, left.grad, self.weight, self.bias, left.wanted)
 
-    def left_gradients(self) -> tuple[Tensor | None, Tensor | None]:
-        """Those that were left to be computed in this backward."""
+    def take_left(self) -> _Left | None:
+        """What was left in this backward."""
         left, self.left = self.left, None
-        if left is None or left[0] != backward_id():
-            return None, None
-        return self.gradients(*left[1:])
+        return left if left is not None and left.backward == backward_id() else None
+
+
+@dataclass(slots=True)
+class _Left:
+    """What a layer's gradients are made of: its `_Column` may leave them to `_Enter`.
+
+    Args:
+        backward: which one it is.
+        grad: (n, o) of the layer's output.
+        weight: (o, h), for the input's gradient; None if that was computed.
+        x: (..., h), for the weight's gradient.
+        wanted: whether the weight's gradient is, and the bias's.
+    """
+
+    backward: int
+    grad: Tensor
+    weight: Tensor | None
+    x: Tensor | Pending | None
+    wanted: list[bool]
 
 
 class _Gate:
@@ -288,12 +317,13 @@ class _Enter(OwnFunction):
             value = x.view_as(x)
         else:
             value = all_gather(x, transfer.group, transfer.tokens.dim, transfer.sizes)
+            transfer.shape = value.shape
         y = None
         if weight is not None:
             _, needs_weight, *_ = ctx.needs_input_grad
             kept = x if transfer.again_in_backward else value
             ctx.save_for_backward(kept if needs_weight else None, weight)
-            y = linear_of(value, weight, bias, autocast_dtype(x))
+            y = linear_of(value, weight, bias)
         return y, value, *(None if other is None else other.view_as(other) for other in others)
 
     @staticmethod
@@ -301,22 +331,40 @@ class _Enter(OwnFunction):
         ctx: Any, grad: Tensor | None, grad_value: Tensor | None, *passed: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         first, transfer, with_graph = ctx.first, ctx.transfer, torch.is_grad_enabled()
-        total, x, wanted = grad_value, None, [False, False]
         if grad is not None:
             kept, weight = ctx.saved_tensors
             wanted = first.wanted(*ctx.needs_input_grad[1:3])
             x = transfer.again(kept, kept.dtype) if wanted[0] else None
-            total = _sum(grad @ weight.to(grad.dtype), grad_value)
-        own: tuple[Tensor | None, ...] = (None, None)
-        if with_graph:
-            total = None if total is None else transfer.reduced_with_graph(total)
-            own = own if grad is None else first.gradients(grad, x, wanted)
-            return total, *own, None, None, *passed
-        pending = None if total is None else transfer.reduce(total, spend=total is not grad_value)
-        own = own if grad is None else first.gradients(grad, x, wanted)
-        left = [grad for call in transfer.gated for grad in call.left_gradients()]
-        others = map(_sum, left, passed)
-        return None if pending is None else pending.wait(), *own, None, None, *others
+            first.left = _Left(backward_id(), rows(grad), weight, x, wanted)
+        calls = (first, *transfer.gated)
+        left = [None if call is None else call.take_left() for call in calls]
+        total = _sum(_sum_of_products(left, transfer.shape), grad_value)
+        pending = None if total is None or with_graph else transfer.reduce(total, spend=total is not grad_value)
+        own_weight, own_bias, *others = itertools.chain(*map(_gradients, calls, left))
+        if total is not None:
+            total = transfer.reduced_with_graph(total) if pending is None else pending.wait()
+        return total, own_weight, own_bias, None, None, *map(_sum, others, passed)
+
+
+def _gradients(call: _Call | None, left: _Left | None) -> tuple[Tensor | None, Tensor | None]:
+    """Of weight and bias, if there is such a layer and this backward came to it."""
+    return (None, None) if call is None or left is None else call.gradients(left)
+
+
+def _sum_of_products(left: Sequence[_Left | None], shape: torch.Size) -> Tensor | None:
+    """The gradient of what these layers read, (..., h), without a tensor for each of them."""
+    total: Tensor | None = None
+    for each in left:
+        if each is None or each.weight is None:
+            continue
+        grad, weight = each.grad, each.weight.to(each.grad.dtype)
+        if total is None:
+            total = grad @ weight
+        elif grad.dtype != total.dtype or functorch_is_active():
+            total = total + grad @ weight
+        else:
+            total.addmm_(grad, weight)
+    return None if total is None else total.view(shape)
 
 
 def _sum(own: Tensor | None, other: Tensor | None) -> Tensor | None:
@@ -327,8 +375,8 @@ def _sum(own: Tensor | None, other: Tensor | None) -> Tensor | None:
 class _Column(OwnFunction):
     """y = x A^T + b of what entered.
 
-    Its backward leaves the gradients of gated parameters to `_Enter`. With a graph (gradients of gradients) everything
-    is computed here, of differentiable operations.
+    Its backward leaves the gradients to `_Enter` where its parameters are gated; that of an input which was cast behind
+    `_Enter` is computed here. So is everything with a graph (gradients of gradients), of differentiable operations.
     """
 
     @staticmethod
@@ -338,7 +386,6 @@ class _Column(OwnFunction):
         own: Tensor | None,
         weight: Tensor,
         bias: Tensor | None,
-        dtype: torch.dtype | None,
         call: _Call,
     ) -> Tensor:
         ctx.call, ctx.dtype, ctx.gathers = call, x.dtype, own is not None
@@ -347,16 +394,19 @@ class _Column(OwnFunction):
         needs_x, _, needs_weight, *_ = ctx.needs_input_grad
         kept = x if own is None else own
         ctx.save_for_backward(kept if needs_weight else None, weight if needs_x else None)
-        return linear_of(x, weight, bias, dtype)
+        return linear_of(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         kept, weight = ctx.saved_tensors
-        call, (needs_x, _, *needed, _, _) = ctx.call, ctx.needs_input_grad
+        call, (needs_x, _, *needed, _) = ctx.call, ctx.needs_input_grad
         wanted = call.wanted(*needed)
         x = call.transfer.again(kept, ctx.dtype) if wanted[0] and ctx.gathers else kept
-        grad_x = grad @ weight.to(grad.dtype) if needs_x else None
-        if call.gated and not torch.is_grad_enabled():
-            call.left = backward_id(), grad, x, wanted
-            return grad_x, None, None, None, None, None
-        return grad_x, None, *call.gradients(grad, x, wanted), None, None
+        left = _Left(backward_id(), rows(grad), weight, x, wanted)
+        leaves, grad_x = call.gated and not torch.is_grad_enabled(), None
+        if needs_x and not (leaves and ctx.dtype == call.transfer.dtype):
+            left.weight, grad_x = None, grad @ weight.to(grad.dtype)
+        if leaves:
+            call.left = left
+            return grad_x, None, None, None, None
+        return grad_x, None, *call.gradients(left), None

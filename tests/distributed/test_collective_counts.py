@@ -70,20 +70,22 @@ class Counted(GPT):
             super().backward(loss, *args, **kwargs)
 
 
-def _count(layout: Layout, config: GPTConfig, layers: int, kept: int) -> list[tuple[Counter[str], Counter[str]]]:
+def _count(
+    layout: Layout, config: GPTConfig, layers: int, kept: int, precision: Any = "64-true"
+) -> list[tuple[Counter[str], Counter[str]]]:
     """Calls and bytes of the second step's forward and of its backward: the first step may look around."""
     torch.manual_seed(0)
     module = Counted(GPTConfig(**{**config.__dict__, "layers": layers}))
     plan = {name: style for name, style in gpt_plan(config).items() if name not in ("tok", "head")}
-    trainer = make_trainer(layout, strategy={"plan": plan}, limit_train_batches=2)
+    trainer = make_trainer(layout, strategy={"plan": plan}, limit_train_batches=2, precision=precision)
     with mock.patch("lightning_megatp.tensor.entry.KEPT_BYTES", kept):
         trainer.fit(module, train_loader(layout, 2, length=LENGTH))
     return [(counter.calls, counter.bytes) for counter in module.counters[-1]]
 
 
-def _block(layout: Layout, config: GPTConfig, kept: int = 0) -> list[tuple[Counter[str], Counter[str]]]:
+def _block(layout: Layout, config: GPTConfig, kept: int = 0, *more: Any) -> list[tuple[Counter[str], Counter[str]]]:
     """The same, of one block; sequences up to `kept` bytes stay gathered."""
-    three, two = (run_program(layout, _count, config, layers, kept)[0] for layers in (3, 2))
+    three, two = (run_program(layout, _count, config, layers, kept, *more)[0] for layers in (3, 2))
     for (calls3, bytes3), (calls2, bytes2) in zip(three, two, strict=True):
         calls3.subtract(calls2)
         bytes3.subtract(bytes2)
@@ -118,6 +120,18 @@ def test_a_sequence_region_costs_two_gathers_and_two_reduce_scatters_each_way(na
     volume = sum(_ring_volume(tp, sent) for _, sent in block)
     expected = (4 * 2 + 2) * (tp - 1) / tp * hidden_states
     assert math.isclose(volume, expected), "the bytes of four all-reduces, and of two gathers for weight gradients"
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("sequence", [True, False])
+def test_under_autocast_sixteen_bits_are_sent(sequence: bool, name: str) -> None:
+    """What enters is the output of a norm, in float32; its linear layers compute in bfloat16."""
+    config = CONFIGS[name]
+    hidden_states = GLOBAL_BATCH * LENGTH * config.hidden * 2
+    for _, sent in _block(Layout(tp=2, sequence=sequence), config, 0, "bf16-mixed"):
+        assert sent["all-reduce"] == (0 if sequence else 2 * hidden_states)
+        assert sent["reduce-scatter"] == (2 * hidden_states if sequence else 0)
+        assert sent["all-gather"] % hidden_states == 0 and sent["all-gather"] <= 4 * hidden_states
 
 
 def test_a_small_sequence_is_not_gathered_again() -> None:
