@@ -284,3 +284,17 @@ def _broadcast(rank: int, world_size: int) -> tuple[str, list[float]]:
 
 def test_a_broadcast_tensor_arrives_on_the_receivers_device() -> None:
     assert run_simulated(2, _broadcast) == [("cuda:0", [1.0]), ("cuda:1", [1.0])]
+
+
+def _try_optimizer(rank: int, world_size: int) -> bool:
+    from lightning_megatp.gradients.elementwise import check_elementwise
+
+    torch.cuda.manual_seed(7 + rank)
+    before = torch.cuda.get_rng_state()
+    check_elementwise(torch.optim.AdamW([torch.nn.Parameter(torch.zeros(8, 6, device="cuda"))]))
+    return torch.equal(torch.cuda.get_rng_state(), before)
+
+
+def test_trying_an_optimizer_leaves_the_devices_random_numbers_alone() -> None:
+    """Data-parallel ranks were given other ones before."""
+    assert run_simulated(2, _try_optimizer) == [True, True]
