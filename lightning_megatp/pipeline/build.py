@@ -16,7 +16,7 @@ from lightning_megatp.example import Example
 from lightning_megatp.mesh import ParallelMesh
 from lightning_megatp.metrics import LastStageMetrics
 from lightning_megatp.module import ParallelModule
-from lightning_megatp.pipeline.executor import Executor, Links, lanes
+from lightning_megatp.pipeline.executor import Executor, Links, connect, lanes
 from lightning_megatp.pipeline.generators import forward_only, make_schedule, split_end
 from lightning_megatp.pipeline.loans import Loans
 from lightning_megatp.pipeline.logs import Logs
@@ -107,7 +107,8 @@ def build_pipeline(
     Raises:
         ValueError: sizes, a schedule or stages that don't fit the model.
 
-    Communication: two rendezvous over pp, four if pp > 2, two more for a schedule that goes round.
+    Communication: two rendezvous over pp, four if pp > 2, two more for a schedule that goes round; and one number in
+    each of these groups, see `connect`.
     """
     ranks = mesh.size("pp")
     settings = _settings(options, ranks)
@@ -140,6 +141,7 @@ def build_pipeline(
         groups={lane: mesh.new_group("pp", timeout) for lane in lanes(schedule)},
         device=mesh.device,
     )
+    connect(links, schedule)
     holders = holders_of(parallel.module, stage_of_unit, schedule)
     parallel.context.pipelined = True
     parallel.counted_elsewhere = {i for i, ranks_of in holders.items() if ranks_of[-1] != rank}
