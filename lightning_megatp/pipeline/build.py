@@ -65,7 +65,7 @@ class PipelineOptions:
 
 
 def open_pipeline(
-    parallel: ParallelModule, mesh: ParallelMesh, options: PipelineOptions, timeout: timedelta, example: Example
+    parallel: ParallelModule, mesh: ParallelMesh, options: PipelineOptions, example: Example
 ) -> Pipeline | None:
     """The pipeline of a run, ready for its first batch: the module's own, of an earlier run, or a new one. None at
     pp = 1.
@@ -81,7 +81,7 @@ def open_pipeline(
     elif mesh.size("pp") > 1:
         check_pipelined(parallel)
         check_batches(parallel, options, example)
-        parallel.pipeline = build_pipeline(parallel, mesh, options, timeout, example)
+        parallel.pipeline = build_pipeline(parallel, mesh, options, example)
     pipeline: Pipeline | None = parallel.pipeline
     if pipeline is not None:
         pipeline.open()
@@ -92,7 +92,6 @@ def build_pipeline(
     parallel: ParallelModule,
     mesh: ParallelMesh,
     options: PipelineOptions,
-    timeout: timedelta | None = None,
     example: Example | None = None,
 ) -> Pipeline:
     """Cut a module over the pp axis, and let go of what other stages own.
@@ -101,7 +100,6 @@ def build_pipeline(
         parallel: the module, with its layers swapped.
         mesh: pp > 1.
         options: what the user chose.
-        timeout: of messages between stages.
         example: a batch and a step, which tell in what order the units are called; without one, that of definition.
 
     Raises:
@@ -138,7 +136,7 @@ def build_pipeline(
     links = Links(
         ranks=[mesh.ranks("pp")[i] for i in _order(schedule)],
         rank=rank,
-        groups={lane: mesh.new_group("pp", timeout) for lane in lanes(schedule)},
+        groups={lane: mesh.new_group("pp") for lane in lanes(schedule)},
         device=mesh.device,
     )
     connect(links, schedule)
@@ -152,7 +150,7 @@ def build_pipeline(
     slicer.free(schedule.stages_of(rank))
     parallel.forget_freed()
     logs = Logs(parallel.module, mesh.device)
-    metrics = LastStageMetrics(parallel.module, mesh, default_store(), timeout or timedelta(minutes=30))
+    metrics = LastStageMetrics(parallel.module, mesh, default_store(), mesh.timeout or timedelta(minutes=30))
     return Pipeline(
         parallel,
         slicer,
