@@ -292,7 +292,7 @@ class MegaTPStrategyBase(StepMethods, GradientMethods, BuildingMethods, WorldMet
             if mesh.size("tp") > 1:
                 self._detours += watching_weights(trainer, parallel)
         self.setup_precision_plugin()
-        agree_on_precision(self.precision_plugin, parallel, mesh)
+        agree_on_precision(self.precision_plugin, parallel, mesh, self.optimizers)
         watch_hooks(self.precision_plugin, trainer, parallel, mesh)
         if self.summary and fitting and self.is_global_zero:
             print_layout(parallel, mesh, self.pipeline)
