@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -133,6 +134,8 @@ def build_pipeline(
     # It intercepts what is the units' forward by now.
     slicer = Slicer(parallel.module, stage_of_unit, schedule.stages, parallel.sizes)
     rank = pipeline_rank(mesh, schedule)
+    # NCCL would warn that messages in one group keep one order, and advise groups of their own: lanes are.
+    os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
     links = Links(
         ranks=[mesh.ranks("pp")[i] for i in _order(schedule)],
         rank=rank,
