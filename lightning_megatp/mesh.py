@@ -109,7 +109,7 @@ class ParallelMesh:
     Args:
         shape: the size of each axis; its product is the world size.
         device_type: "cpu", "cuda", ...
-        timeout: of every collective on the groups made here; None keeps torch's default.
+        timeout: of every collective on the groups made here, now and later; None keeps torch's default.
         host_backend: of the groups that hosts have for themselves if the device is not the CPU, see `hosts`.
 
     Communication: one rendezvous per group that is not the world, at construction. Every rank has to construct it.
@@ -131,12 +131,13 @@ class ParallelMesh:
         self.global_rank = dist.get_rank()
         self._at = shape.coordinates(self.global_rank)
         self.device = torch.device(device_type)
+        self.timeout = timeout
         every: list[tuple[str, ...]] = [*((axis,) for axis in AXES), *JOINT, AXES]
         self._ranks = {axes: next(g for g in shape.groups(*axes) if self.global_rank in g) for axes in every}
-        self._groups = self._make_groups(every, timeout)
+        self._groups = self._make_groups(every)
         self._hosts = self._groups
         if self.device.type != "cpu":
-            self._hosts = self._make_groups(TALKING, timeout, host_backend)
+            self._hosts = self._make_groups(TALKING, host_backend)
         self.device_mesh = DeviceMesh.from_group(
             [self._groups[(axis,)] for axis in AXES],
             device_type,
@@ -145,7 +146,7 @@ class ParallelMesh:
         )
 
     def _make_groups(
-        self, every: Sequence[tuple[str, ...]], timeout: timedelta | None, backend: str | None = None
+        self, every: Sequence[tuple[str, ...]], backend: str | None = None
     ) -> dict[tuple[str, ...], dist.ProcessGroup]:
         """One group per axis, and per joint axes. Those with the same ranks share one, and one as long as the world is
         the world, unless it asks for another backend: fewer communicators, less memory."""
@@ -156,9 +157,15 @@ class ParallelMesh:
             key = tuple(map(tuple, ranks))
             if key not in made:
                 world = dist.group.WORLD if len(ranks) == 1 and backend is None else None
-                made[key] = world or dist.new_subgroups_by_enumeration(ranks, timeout=timeout, backend=backend)[0]
+                made[key] = world or self._make(ranks, backend)
             groups[axes] = made[key]
         return groups
+
+    def _make(self, ranks: list[list[int]], backend: str | None = None) -> dist.ProcessGroup:
+        """This rank's of some groups that divide the world."""
+        group: dist.ProcessGroup
+        group, _ = dist.new_subgroups_by_enumeration(ranks, timeout=self.timeout, backend=backend)
+        return group
 
     def divided_data(self, replicas: int) -> DeviceMesh:
         """The dp axis for sharded data parallelism: as it is, or as two axes, copies and shards. Every rank calls it.
@@ -178,15 +185,14 @@ class ParallelMesh:
         axes = self.shape.groups("dp")
         shards = [ranks[i * each : (i + 1) * each] for ranks in axes for i in range(replicas)]
         copies = [ranks[i::each] for ranks in axes for i in range(each)]
-        groups = [dist.new_subgroups_by_enumeration(ranks)[0] for ranks in (copies, shards)]
+        groups = [self._make(ranks) for ranks in (copies, shards)]
         names = ("dp_replicate", "dp_shard")
         ranks = torch.tensor(self.ranks("dp")).view(replicas, each)
         return DeviceMesh.from_group(groups, self.device.type, mesh=ranks, mesh_dim_names=names)
 
-    def new_group(self, axis: str, timeout: timedelta | None = None) -> dist.ProcessGroup:
+    def new_group(self, axis: str) -> dist.ProcessGroup:
         """Another group over the ranks of an axis, with a communicator of its own. Every rank has to call it."""
-        group: dist.ProcessGroup = dist.new_subgroups_by_enumeration(self.shape.groups(axis), timeout=timeout)[0]
-        return group
+        return self._make(self.shape.groups(axis))
 
     def size(self, axis: str) -> int:
         """How many ranks lie along an axis."""

@@ -256,15 +256,13 @@ class ParallelModule:
         Raises:
             RuntimeError: on every rank, naming a parameter that differs.
 
+        Memory: 16 bytes per element of a parameter, of `_PIECE` elements at most.
         Communication: two all-reduces of two numbers per whole parameter; once per epoch and checkpoint.
         """
         whole = [(name, p) for name, p in self.named_held() if id(p) not in self.sharded]
         if group.size() == 1 or not whole:
             return
-        sums = torch.stack(
-            [torch.stack([p.detach().double().sum(), p.detach().double().abs().sum()]) for _, p in whole]
-        )
-        sums = self.to_send(sums)
+        sums = torch.stack([self.to_send(_sums(p.detach())) for _, p in whole])  # some may be offloaded, others not
         low, high = sums.clone(), sums.clone()
         dist.all_reduce(low, op=dist.ReduceOp.MIN, group=group)
         dist.all_reduce(high, op=dist.ReduceOp.MAX, group=group)
@@ -338,6 +336,16 @@ class ParallelModule:
             f" {error}. If that code counts heads or features, give their attribute the style `divide`; if a layer"
             " needs all features, give the column layer `column_gather`; if a layer takes split ones, make it `row`."
         )
+
+
+_PIECE = 2**22
+"""Elements that are summed in float64 at a time: an embedding may have a billion of them."""
+
+
+def _sums(x: Tensor) -> Tensor:
+    """(2,) float64: of the elements, and of their absolute values."""
+    pieces = (piece.double() for piece in x.reshape(-1).split(_PIECE))
+    return torch.stack([torch.stack([piece.sum(), piece.abs().sum()]) for piece in pieces]).sum(0)
 
 
 def take_gradients(parameters: Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:

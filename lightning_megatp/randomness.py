@@ -46,12 +46,12 @@ def share_random_state() -> None:
 def gather_random_states(mesh: ParallelMesh) -> list[dict[str, Any]] | None:
     """The random states of all data-parallel ranks, on global rank 0; the tensor ranks of each share one.
 
-    Communication: one object gather over dp (about 8 KB each). Every rank has to call it.
+    Communication: one object gather over dp (about 8 KB each), between the hosts. Every rank has to call it.
     """
     if mesh.rank("tp") > 0 or not mesh.is_last_stage:
         return None
     states: list[Any] | None = [None] * mesh.size("dp") if mesh.rank("dp") == 0 else None
-    dist.gather_object(random_state(), states, dst=mesh.ranks("dp")[0], group=mesh.group("dp"))
+    dist.gather_object(random_state(), states, dst=mesh.ranks("dp")[0], group=mesh.hosts("dp"))
     return states
 
 

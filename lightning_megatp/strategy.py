@@ -292,7 +292,7 @@ class MegaTPStrategyBase(StepMethods, GradientMethods, BuildingMethods, WorldMet
             if mesh.size("tp") > 1:
                 self._detours += watching_weights(trainer, parallel)
         self.setup_precision_plugin()
-        agree_on_precision(self.precision_plugin, parallel, mesh)
+        agree_on_precision(self.precision_plugin, parallel, mesh, self.optimizers)
         watch_hooks(self.precision_plugin, trainer, parallel, mesh)
         if self.summary and fitting and self.is_global_zero:
             print_layout(parallel, mesh, self.pipeline)
@@ -341,7 +341,7 @@ class MegaTPStrategyBase(StepMethods, GradientMethods, BuildingMethods, WorldMet
         recompute_blocks(parallel, self.recompute)  # stands in for forwards before a pipeline intercepts them
         if building is not None:  # what is outside of units belongs to all stages, and a dry run computes with it
             self._materialize(module, without=map(module.get_submodule, find_units(module)))
-        self.pipeline = open_pipeline(parallel, mesh, self.pipeline_options, self.timeout, example)
+        self.pipeline = open_pipeline(parallel, mesh, self.pipeline_options, example)
         if parallel.recomputation is not None:
             stages = None if self.pipeline is None else self.pipeline.stage_of_unit
             parallel.recomputation.choose(self.recompute, stages)

@@ -18,6 +18,7 @@ from lightning_megatp.commands import requested
 from lightning_megatp.commands.proof import print_errors
 from lightning_megatp.messages import warn_once_per_run
 from lightning_megatp.pipeline.pipeline import Pipeline
+from lightning_megatp.pipeline.snapshot import random_state_kept
 from lightning_megatp.plan.auto.blocks import computed_tensors
 
 _RELATIVE = {torch.float64: 1e-9, torch.float32: 1e-4}
@@ -65,7 +66,7 @@ class FirstBatch:
         self.module.to(device)
         batch, *rest = args
         parts = pipeline.microbatches(batch) if pipeline is not None and _couples_samples(self.module) else [batch]
-        with torch.random.fork_rng():
+        with random_state_kept():
             losses = [_loss_of(self.module.training_step(part, *rest)) for part in parts]
             if not torch.equal(losses[0], _loss_of(self.module.training_step(parts[0], *rest))):
                 warn_once_per_run(

@@ -70,12 +70,14 @@ class WorldMethods(Parts):
             os.environ["MASTER_ADDR"] = environment.main_address
             os.environ["MASTER_PORT"] = str(environment.main_port)
             device = self.root_device
+            backend = self.process_group_backend or dist.get_default_backend_for_device(device)
+            bound = "nccl" in backend.lower()  # of gloo's groups torch would then ask for what NCCL's alone can do
             dist.init_process_group(
-                self.process_group_backend or dist.get_default_backend_for_device(device),
+                backend,
                 rank=self.global_rank,
                 world_size=self.world_size,
                 timeout=self.timeout,
-                device_id=device if device.type == "cuda" else None,
+                device_id=device if bound else None,
             )
             atexit.register(self._leave_world)
         launcher = self._launcher

@@ -27,6 +27,7 @@ from lightning_megatp.checkpoint.sharded import (
 )
 from lightning_megatp.checkpoint.single import durable_checkpoint_io
 from lightning_megatp.checkpoint.stages import gather_optimizer_state, gather_state_dict
+from lightning_megatp.mesh import TALKING
 from lightning_megatp.messages import warn_once_per_run
 from lightning_megatp.pipeline.detour import Detour
 from lightning_megatp.randomness import gather_random_states
@@ -172,7 +173,7 @@ class CheckpointMethods(LoadingMethods):
             save_folder(path, tensors, meta)
             return
         if self._background_group is None:
-            self._background_group = dist.new_group(backend="gloo")
+            self._background_group = dist.new_group(backend="gloo", timeout=mesh.timeout)
         for chunks in tensors.values():
             chunks.stage()
         self._background.start(functools.partial(save_folder, path, tensors, meta, self._background_group))
@@ -253,6 +254,7 @@ class CheckpointMethods(LoadingMethods):
     def _groups_for_saving(self) -> dict[str, Any]:
         mesh, rows = self._mesh(), self._parallel().rows_group
         groups = {f"{axis} {mesh.ranks(axis)}": mesh.group(axis) for axis in ("tp", "pp", "dp")}
+        groups |= {f"hosts of {axes} {mesh.ranks(*axes)}": mesh.hosts(*axes) for axes in TALKING}
         if rows is not None:
             groups[f"rows {dist.get_process_group_ranks(rows)}"] = rows
         return {"world": dist.group.WORLD, **groups}

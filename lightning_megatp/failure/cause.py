@@ -16,6 +16,8 @@ _COMMUNICATION_TEXT = re.compile(
     r"|Application timeout caused pair|Socket Timeout|[Ww]ait timeout after \d+ ?ms|failed to recv, got 0 bytes"
     r"|Broken pipe|NCCL|nccl[A-Z]\w*Error|remote process exited|communicator was aborted|monitoredBarrier"
 )
+# What NCCL says, on a line of its own, when the rank's own GPU refused: most often memory for its buffers.
+_OWN_GPU = re.compile(r"Cuda failure.*")
 _MAX_ERROR_CHARS = 2000  # of an exception's text that travel to rank 0
 _MAX_LINE_CHARS = 300  # of its first line that are printed: the whole text is in the traceback of its rank
 
@@ -69,6 +71,8 @@ def evidence_of(exc: BaseException, rank: int, who: str) -> Evidence:
     else:
         kind = Kind.EXCEPTION
     error = f"{type(exc).__name__}: {exc}" if str(exc) else type(exc).__name__
+    if kind is Kind.EXCEPTION and (gpu := _OWN_GPU.search(error)):
+        error = f"{type(exc).__name__}: {gpu.group()}, in: {exc}"
     return Evidence(rank, who, kind, error[:_MAX_ERROR_CHARS], _where(exc))
 
 
@@ -87,6 +91,8 @@ def is_communication_error(exc: BaseException) -> bool:
 
 
 def _says_peer_gone(exc: BaseException) -> bool:
+    if _OWN_GPU.search(str(exc)):
+        return False
     # by name: torch.distributed has DistError only in builds with c10d
     if any(cls.__name__ == "DistError" for cls in type(exc).__mro__):
         return True

@@ -129,7 +129,7 @@ def _trajectory(
     # Unequal halves move any norm; scales from 1e-2 to 1e4 get across any threshold of clipping in between.
     gradients *= _unequal(shape) * torch.logspace(-2, 4, STEPS, dtype=torch.float64).view(-1, *(1,) * len(shape))
 
-    torch.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed would reseed the devices, too
     pieces = [start] if dim is None else list(start.chunk(2, dim))
     parameters = [torch.nn.Parameter(piece.clone()) for piece in pieces]
     twins = [_twin(optimizer, options, parameter) for parameter in parameters]

@@ -93,6 +93,7 @@ class Root(Group):
         return tree_map(_no_view, function())
 
     def tell_last(self, last: bool) -> None:
+        """Whether the next backward ends with waiting for what FSDP2 reduces meanwhile, on streams of its own."""
         if isinstance(self, FSDPModule):
             self.set_is_last_backward(last)
 

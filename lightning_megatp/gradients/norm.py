@@ -45,19 +45,18 @@ def global_norm(parameters: Iterable[Tensor], parallel: ParallelModule, mesh: Pa
     dtype = torch.promote_types(like.dtype, torch.float32)
     # Sent is float64: a stage may have another dtype than the next, or no gradient at all.
     if p == torch.inf:
-        norms = torch.stack([_norm(parts, p, like) for parts in found.values()]).to(mesh.device)
+        norms = torch.stack([_norm(parts, p, mesh.device) for parts in found.values()])
         for group in (parallel.rows_group, mesh.group("pp", "tp")):
             if group is not None:
                 dist.all_reduce(norms, op=dist.ReduceOp.MAX, group=group)
         return norms.amax().to(dtype)
     *rest, last = found.values()
-    powers = torch.stack([_norm(parts, p, like) for parts in rest])
-    powers = powers.to(mesh.device, non_blocking=True) ** p  # rows may be offloaded
+    powers = torch.stack([_norm(parts, p, mesh.device) for parts in rest]) ** p
     if parallel.rows_group is not None:
         dist.all_reduce(powers[:2], group=parallel.rows_group)
     split, whole = powers[0] + powers[2], powers[1]
     work = dist.all_reduce(split, group=mesh.group("tp"), async_op=True) if mesh.size("tp") > 1 else None
-    whole = whole + _norm(last, p, like).to(mesh.device, non_blocking=True) ** p  # meanwhile
+    whole = whole + _norm(last, p, mesh.device) ** p  # meanwhile
     if work is not None:
         work.wait()
     total = split + whole
@@ -101,8 +100,8 @@ def clip_by_norm(
     return norm
 
 
-def _norm(tensors: list[Tensor], p: float, like: Tensor) -> Tensor:
-    """() float64"""
+def _norm(tensors: list[Tensor], p: float, device: torch.device) -> Tensor:
+    """() float64, on a device; rows may be offloaded, and what is not divided is not."""
     if not tensors:
-        return torch.zeros((), dtype=torch.float64, device=like.device)
-    return get_total_norm(tensors, p).double()
+        return torch.zeros((), dtype=torch.float64, device=device)
+    return get_total_norm(tensors, p).double().to(device, non_blocking=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -14,15 +15,20 @@ from lightning_megatp.gradients.norm import clip_by_norm
 from lightning_megatp.mesh import ParallelMesh
 from lightning_megatp.module import ParallelModule
 from lightning_megatp.shim.lightning import around_clipping
+from lightning_megatp.shim.torch import unscale_before_step
 
 
-def agree_on_precision(plugin: Any, parallel: ParallelModule, mesh: ParallelMesh) -> None:
+def agree_on_precision(
+    plugin: Any, parallel: ParallelModule, mesh: ParallelMesh, optimizers: Iterable[Optimizer] = ()
+) -> None:
     """Clip by the norm of the unsplit model, and let all ranks skip a step when one found inf or nan.
 
     Args:
         plugin: Lightning's precision plugin; changed in place.
         parallel: the module, split and divided.
         mesh: where it is.
+        optimizers: of this rank. Where ranks have parts of gradients, the scaler unscales those of fused ones too:
+            in their own kernels each rank would skip a step by itself.
 
     Raises:
         ValueError: a scaler of a kind whose ranks would disagree.
@@ -47,6 +53,9 @@ def agree_on_precision(plugin: Any, parallel: ParallelModule, mesh: ParallelMesh
         enabled=scaler.is_enabled(),
         process_group=dist.group.WORLD,
     )
+    if mesh.size("tp") * mesh.size("pp") > 1 or parallel.divided:
+        for optimizer in optimizers:
+            unscale_before_step(optimizer)
 
 
 def _clip_grad_by_norm(

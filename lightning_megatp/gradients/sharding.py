@@ -232,9 +232,10 @@ class ZeroSharding:
         """Tell what the next backward is for.
 
         Args:
-            last: no other backward of these units comes before gradients are collected.
+            last: the last one of these units that their gradients wait for: of a batch in a pipeline, else of the
+                batches that are accumulated.
             units: those that it goes through; None for all.
-            last_of_all: the same of all units of this rank.
+            last_of_all: gradients are collected after it.
         """
         self._refuse_frozen()
         for name, holder in self._holders.items():
@@ -244,7 +245,7 @@ class ZeroSharding:
                 holder.skip()
         self._reduces = last and last_of_all if self.options.level == 1 else True
         self._prepare(self._root, last and last_of_all, False)
-        self._root.tell_last(last and last_of_all)
+        self._root.tell_last(last_of_all)
 
     def _refuse_frozen(self) -> None:
         for p in self.parameters:

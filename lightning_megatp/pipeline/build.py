@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -16,7 +17,7 @@ from lightning_megatp.example import Example
 from lightning_megatp.mesh import ParallelMesh
 from lightning_megatp.metrics import LastStageMetrics
 from lightning_megatp.module import ParallelModule
-from lightning_megatp.pipeline.executor import Executor, Links, lanes
+from lightning_megatp.pipeline.executor import Executor, Links, connect, lanes
 from lightning_megatp.pipeline.generators import forward_only, make_schedule, split_end
 from lightning_megatp.pipeline.loans import Loans
 from lightning_megatp.pipeline.logs import Logs
@@ -65,7 +66,7 @@ class PipelineOptions:
 
 
 def open_pipeline(
-    parallel: ParallelModule, mesh: ParallelMesh, options: PipelineOptions, timeout: timedelta, example: Example
+    parallel: ParallelModule, mesh: ParallelMesh, options: PipelineOptions, example: Example
 ) -> Pipeline | None:
     """The pipeline of a run, ready for its first batch: the module's own, of an earlier run, or a new one. None at
     pp = 1.
@@ -81,7 +82,7 @@ def open_pipeline(
     elif mesh.size("pp") > 1:
         check_pipelined(parallel)
         check_batches(parallel, options, example)
-        parallel.pipeline = build_pipeline(parallel, mesh, options, timeout, example)
+        parallel.pipeline = build_pipeline(parallel, mesh, options, example)
     pipeline: Pipeline | None = parallel.pipeline
     if pipeline is not None:
         pipeline.open()
@@ -92,7 +93,6 @@ def build_pipeline(
     parallel: ParallelModule,
     mesh: ParallelMesh,
     options: PipelineOptions,
-    timeout: timedelta | None = None,
     example: Example | None = None,
 ) -> Pipeline:
     """Cut a module over the pp axis, and let go of what other stages own.
@@ -101,13 +101,13 @@ def build_pipeline(
         parallel: the module, with its layers swapped.
         mesh: pp > 1.
         options: what the user chose.
-        timeout: of messages between stages.
         example: a batch and a step, which tell in what order the units are called; without one, that of definition.
 
     Raises:
         ValueError: sizes, a schedule or stages that don't fit the model.
 
-    Communication: two rendezvous over pp, four if pp > 2, two more for a schedule that goes round.
+    Communication: two rendezvous over pp, four if pp > 2, two more for a schedule that goes round; and one number in
+    each of these groups, see `connect`.
     """
     ranks = mesh.size("pp")
     settings = _settings(options, ranks)
@@ -134,12 +134,15 @@ def build_pipeline(
     # It intercepts what is the units' forward by now.
     slicer = Slicer(parallel.module, stage_of_unit, schedule.stages, parallel.sizes)
     rank = pipeline_rank(mesh, schedule)
+    # NCCL would warn that messages in one group keep one order, and advise groups of their own: lanes are.
+    os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
     links = Links(
         ranks=[mesh.ranks("pp")[i] for i in _order(schedule)],
         rank=rank,
-        groups={lane: mesh.new_group("pp", timeout) for lane in lanes(schedule)},
+        groups={lane: mesh.new_group("pp") for lane in lanes(schedule)},
         device=mesh.device,
     )
+    connect(links, schedule)
     holders = holders_of(parallel.module, stage_of_unit, schedule)
     parallel.context.pipelined = True
     parallel.counted_elsewhere = {i for i, ranks_of in holders.items() if ranks_of[-1] != rank}
@@ -150,7 +153,7 @@ def build_pipeline(
     slicer.free(schedule.stages_of(rank))
     parallel.forget_freed()
     logs = Logs(parallel.module, mesh.device)
-    metrics = LastStageMetrics(parallel.module, mesh, default_store(), timeout or timedelta(minutes=30))
+    metrics = LastStageMetrics(parallel.module, mesh, default_store(), mesh.timeout or timedelta(minutes=30))
     return Pipeline(
         parallel,
         slicer,

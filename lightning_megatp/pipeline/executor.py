@@ -113,10 +113,32 @@ def lane(rank: int, peer: int, direction: Direction) -> Lane:
 
 def lanes(schedule: Schedule) -> list[Lane]:
     """The lanes that a schedule needs, in one order on all ranks."""
+    return sorted({lane(*stream) for stream in _streams(schedule)})
+
+
+def connect(transport: Transport, schedule: Schedule) -> None:
+    """Send one number each way between the ranks of a schedule. Every rank has to call it.
+
+    NCCL connects two ranks at their first message in a group, and the host of either waits until the other one calls,
+    too. In a batch, a receive that is posted ahead would keep a rank from sending what its peer needs to get there.
+
+    Communication: one message of an element per stream.
+    """
+    for source, destination, direction in _streams(schedule):
+        number = torch.zeros(1, device=transport.device)
+        if transport.rank == source:
+            transport.send(number, destination, direction).wait()
+        elif transport.rank == destination:
+            transport.receive(number, source, direction).wait()
+
+
+def _streams(schedule: Schedule) -> list[tuple[int, int, Direction]]:
+    """Who sends to whom, lane by lane: in one, each rank has one peer, so that pairs don't wait for each other."""
     placement = schedule.placement
-    pairs = [(placement[s - 1], placement[s]) for s in range(1, schedule.stages) if schedule.crosses(s)]
-    directions: tuple[Direction, Direction] = ("up", "down")
-    return sorted({lane(*pair, direction) for pair in pairs for direction in directions})
+    pairs = {tuple(sorted(placement[s - 1 : s + 1])) for s in range(1, schedule.stages) if schedule.crosses(s)}
+    up: list[tuple[int, int, Direction]] = [(low, high, "up") for low, high in pairs]
+    down: list[tuple[int, int, Direction]] = [(high, low, "down") for low, high in pairs]
+    return sorted(up + down, key=lambda stream: (lane(*stream), stream))
 
 
 @dataclass(slots=True)

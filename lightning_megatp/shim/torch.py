@@ -67,6 +67,7 @@ __all__ = [
     "tree_map",
     "tree_unflatten",
     "unflatten",
+    "unscale_before_step",
     "weight_norm_of",
     "weights_of_recurrent_layers_renewed",
     "without_dispatch_modes",
@@ -285,3 +286,10 @@ def collectives_begun(group: Any) -> int:
     """How many collectives this rank has begun in a group. Ranks that differ would meet each other's in the next one.
     torch's own debugging of desynchronised ranks compares it; there is no public name (2.11-2.13)."""
     return int(group._get_sequence_number_for_group())
+
+
+def unscale_before_step(optimizer: Any) -> None:
+    """Let a loss scaler unscale an optimizer's gradients, and look for inf and nan, before its step. Fused optimizers
+    do it in their own kernels; a scaler, and Lightning, knows them by this private name (2.11-2.13)."""
+    if getattr(optimizer, "_step_supports_amp_scaling", False):
+        optimizer._step_supports_amp_scaling = False

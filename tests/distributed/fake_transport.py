@@ -53,6 +53,8 @@ class Fabric:
 
     Args:
         patience_s: how long a thread waits before it calls it a deadlock.
+        connects: the first message from one rank to another in a direction holds up either's thread until both have
+            called, as NCCL does, which connects them then.
     """
 
     queue: Callable[[int, int, Any], Any]
@@ -60,6 +62,9 @@ class Fabric:
     changed: threading.Condition = field(default_factory=threading.Condition)
     stuck: bool = False
     patience_s: float = 20.0
+    connects: bool = False
+    called: defaultdict[Any, set[bool]] = field(default_factory=lambda: defaultdict(set))
+    """By source, destination and direction, which ends have."""
 
     def transport(self, rank: int) -> FakeTransport:
         return FakeTransport(self, rank)
@@ -73,7 +78,18 @@ class Fabric:
             todo = [post.queue]
             while todo:
                 todo += self._meet(todo.pop())
+            self._connect(post, direction)
         return post
+
+    def _connect(self, post: Post, direction: str) -> None:
+        called = self.called[post.source, post.destination, direction]
+        called.add(post.is_send)
+        self.changed.notify_all()
+        if not self.connects or self.changed.wait_for(lambda: len(called) == 2 or self.stuck, self.patience_s):
+            return
+        self.stuck = True
+        self.changed.notify_all()
+        raise DeadlockError(f"rank {post.source} and {post.destination} never connect")
 
     def _meet(self, key: Any) -> list[Any]:
         """Let the head of a queue meet its other end, if that is at the head too. The queues that have new heads."""

@@ -113,21 +113,24 @@ def test_one_rank() -> None:
     assert run_ranks(1, _alone) == [("rank 0", 1)]
 
 
-def _wait_for_a_peer_that_never_comes(rank: int, world_size: int) -> None:
-    """Rank 0 alone calls a collective on its tensor group; the others wait until it has given up."""
-    mesh = ParallelMesh(MeshShape(dp=2, tp=2), timeout=timedelta(milliseconds=300))
+def _wait_for_a_peer_that_never_comes(rank: int, world_size: int, replicas: int) -> None:
+    """Rank 0 alone calls a collective on a group of two; the others wait until it has given up."""
+    shape = MeshShape(dp=2, tp=2) if replicas == 1 else MeshShape(dp=4)
+    mesh = ParallelMesh(shape, timeout=timedelta(milliseconds=300))
+    group = mesh.group("tp") if replicas == 1 else mesh.divided_data(replicas).get_group("dp_shard")
     store = dist.PrefixStore("test", default_store())
     if rank == 0:
         try:
-            dist.all_reduce(torch.ones(1), group=mesh.group("tp"))
+            dist.all_reduce(torch.ones(1), group=group)
         finally:
             store.set("done", "")
     store.wait(["done"])
 
 
-def test_the_timeout_reaches_the_groups() -> None:
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_the_timeout_reaches_the_groups(replicas: int) -> None:
     with pytest.raises(RankError, match=re.compile("timed? ?out", re.IGNORECASE)) as error:
-        run_ranks(4, _wait_for_a_peer_that_never_comes)
+        run_ranks(4, _wait_for_a_peer_that_never_comes, replicas)
     assert [failure.rank for failure in error.value.failures] == [0]
 
 

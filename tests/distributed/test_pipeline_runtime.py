@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from lightning_megatp.pipeline.build import PipelineOptions, stage_table
 from lightning_megatp.pipeline.check import Times, simulate
-from lightning_megatp.pipeline.executor import Direction, Executor, lane, lanes
+from lightning_megatp.pipeline.executor import Direction, Executor, connect, lane, lanes
 from lightning_megatp.pipeline.generators import NAMES, make_schedule
 from lightning_megatp.pipeline.plan import Key, Relay
 from lightning_megatp.pipeline.schedule import Action, Kind, Schedule
@@ -443,6 +443,18 @@ def test_fewer_groups_would_deadlock() -> None:
         run_chain(make_schedule("1f1b", 4, 8), both_directions)
     with one_thread_each(), pytest.raises(DeadlockError, match="never ends"):
         run_chain(make_schedule("interleaved", 3, 1), both_neighbours)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_ranks_are_connected_before_the_first_batch(name: str) -> None:
+    """Where they first meet in a batch of one microbatch, posted receives hold up what the peers wait for."""
+    schedule = make_schedule(name, 4, 1)
+    with one_thread_each():
+        with pytest.raises(DeadlockError, match="never"):
+            run_chain(schedule, Fabric(order_of_a_lane, patience_s=2.0, connects=True))
+        fabric = Fabric(order_of_a_lane, connects=True)
+        run_threads(schedule.ranks, lambda rank: connect(fabric.transport(rank), schedule))
+        run_chain(schedule, fabric)
 
 
 def test_lanes() -> None:

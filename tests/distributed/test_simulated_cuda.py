@@ -69,6 +69,18 @@ class Positions(Logging):
         return self.head(self.norm(x_BLD))
 
 
+class Tempered(Logging):
+    """A parameter without a dim, which zero > 0 leaves whole on the device, beside rows in the host's memory."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__(config)
+        self.temperature = torch.nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, tokens_BL: Tensor) -> Tensor:
+        logits: Tensor = super().forward(tokens_BL)
+        return logits * self.temperature
+
+
 class Norms(Logging):
     """A hook that looks at gradients."""
 
@@ -225,9 +237,9 @@ def _save(layout: Layout, root: str, options: dict[str, Any]) -> dict[str, Tenso
     trainer = make_trainer(
         layout, strategy={"plan": gpt_plan(GPTConfig()), **options.get("strategy", {})}, max_epochs=2,
         enable_checkpointing=True, callbacks=[saves, *([averaging()] if averaging else [])],
-        **({} if layout.plain else {"accelerator": "cuda"}),
+        gradient_clip_val=options.get("clip"), **({} if layout.plain else {"accelerator": "cuda"}),
     )  # fmt: skip
-    trainer.fit(Logging(GPTConfig()), train_loader(layout, BATCHES))
+    trainer.fit(options.get("kind", Logging)(GPTConfig()), train_loader(layout, BATCHES))
     checkpoint = torch.load(saves.best_model_path, map_location="cpu", weights_only=False)
     found: dict[str, Tensor] = dict(checkpoint["state_dict"])
     for index, state in checkpoint["optimizer_states"][0]["state"].items():
@@ -257,7 +269,7 @@ IN_TWO_MEMORIES: list[Any] = [
             pytest.mark.skipif(not LIGHTNING_2_6, reason="Lightning 2.5 has no EMAWeightAveraging"),
         ],
     ),
-    (Layout(tp=2, dp=2, zero=1), {"strategy": {"offload": "optimizer"}}),
+    (Layout(tp=2, dp=2, zero=1), {"strategy": {"offload": "optimizer"}, "kind": Tempered, "clip": 0.1}),
     pytest.param(
         Layout(pp=2, dp=2, zero=1, microbatches=2), {"strategy": {"offload": "optimizer"}}, marks=pytest.mark.extended
     ),
@@ -284,3 +296,17 @@ def _broadcast(rank: int, world_size: int) -> tuple[str, list[float]]:
 
 def test_a_broadcast_tensor_arrives_on_the_receivers_device() -> None:
     assert run_simulated(2, _broadcast) == [("cuda:0", [1.0]), ("cuda:1", [1.0])]
+
+
+def _try_optimizer(rank: int, world_size: int) -> bool:
+    from lightning_megatp.gradients.elementwise import check_elementwise
+
+    torch.cuda.manual_seed(7 + rank)
+    before = torch.cuda.get_rng_state()
+    check_elementwise(torch.optim.AdamW([torch.nn.Parameter(torch.zeros(8, 6, device="cuda"))]))
+    return torch.equal(torch.cuda.get_rng_state(), before)
+
+
+def test_trying_an_optimizer_leaves_the_devices_random_numbers_alone() -> None:
+    """Data-parallel ranks were given other ones before."""
+    assert run_simulated(2, _try_optimizer) == [True, True]

@@ -34,14 +34,17 @@ class Poison(Callback):
 
 
 def _fit(
-    layout: Layout, poison: tuple[int, int, str], options: dict[str, Any]
+    layout: Layout, poison: tuple[int, int, str], options: dict[str, Any], fused: bool = False
 ) -> tuple[list[float], list[bool], list[str]]:
     """Scales and whether the parameters moved, per batch; and what is not finite at the end."""
     callback = Poison(*poison)
     scaler = torch.amp.GradScaler("cpu", init_scale=SCALE, growth_interval=1000)
     plugins = [MixedPrecision("16-mixed", "cpu", scaler)]
     trainer = make_trainer(layout, callbacks=[callback], precision=None, plugins=plugins, **options)
-    trainer.fit(variant("untied").build(), train_loader(layout, 4))
+    module = variant("untied").build()
+    if fused:
+        module.configure_optimizers = lambda: torch.optim.AdamW(module.parameters(), 1e-2, fused=True)
+    trainer.fit(module, train_loader(layout, 4))
     moved = [
         any(not torch.equal(after[name], before[name]) for name in after)
         for before, after in zip(callback.weights, callback.weights[1:], strict=False)
@@ -59,6 +62,13 @@ def test_an_inf_on_one_rank_makes_all_ranks_skip(layout: Layout, parameter: str,
         assert scales == [SCALE, SCALE, SCALE / 2, SCALE / 2], "every rank's scale halves after the third batch"
         assert moved == [True, False, True], "the third batch's step is skipped, on every rank"
         assert not bad
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_clip_val": 0.1}], ids=["unclipped", "clipped"])
+def test_fused_optimizers_skip_together(options: dict[str, Any]) -> None:
+    """Their kernels would unscale and look for inf, each rank for itself."""
+    for scales, moved, bad in run_program(TP2, _fit, (1, 2, "blocks.0.mlp.up.weight"), options, True):
+        assert scales == [SCALE, SCALE, SCALE / 2, SCALE / 2] and moved == [True, False, True] and not bad
 
 
 def test_without_an_inf_every_step_counts() -> None:

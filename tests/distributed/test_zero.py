@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 from lightning.pytorch import Callback
+from torch.distributed.fsdp import FSDPModule
 
 from tests.distributed.test_collective_counts import CollectiveCounter
 from tests.distributed.training import Layout, eval_loader, make_trainer, run_program, train_loader
@@ -186,6 +187,29 @@ class Walks(GPT):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         assert sum(p.requires_grad for _, p in self.named_parameters()) > 8
         return super().training_step(batch, batch_idx)
+
+
+def _waits(layout: Layout) -> list[bool]:
+    """Whether each backward ends with waiting for what FSDP2 reduces on streams of its own: gradients are read then."""
+    told: list[bool] = []
+    tell = FSDPModule.set_is_last_backward
+
+    def note(self: FSDPModule, last: bool) -> None:
+        told.append(last)
+        tell(self, last)
+
+    trainer = make_trainer(layout, limit_train_batches=4, accumulate_grad_batches=2)
+    with mock.patch.object(FSDPModule, "set_is_last_backward", note):
+        trainer.fit(GPT(CONFIG), train_loader(layout, 4))
+    return told
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_accumulated_gradients_are_there_when_they_are_read(zero: int) -> None:
+    """On a GPU FSDP2 reduces beside the backward, and only a last backward waits for it."""
+    assert run_program(Layout(dp=2, zero=zero), _waits) == [[True] * 4] * 2
+    pipeline = Layout(pp=2, dp=2, zero=zero, microbatches=2)
+    assert run_program(pipeline, _waits) == [[False, True] * 4] * 4, "microbatches add up on FSDP2's own streams"
 
 
 def _walked(layout: Layout) -> int:

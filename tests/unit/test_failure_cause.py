@@ -40,6 +40,16 @@ def test_own_error_is_not_a_bystander_s(exc: BaseException) -> None:
     assert not is_communication_error(exc)
 
 
+def test_nccl_s_own_gpu_is_no_lost_peer() -> None:
+    text = (
+        "NCCL error in: ProcessGroupNCCL.cpp:3, unhandled cuda error, NCCL version 2.27.5\nncclUnhandledCudaError: \n"
+    )
+    exc = DistBackendError(f"{text}Last error:\nCuda failure 2 'out of memory'")
+    evidence = evidence_of(exc, 1, "rank 1")
+    assert evidence.kind is Kind.EXCEPTION
+    assert "failed first: DistBackendError: Cuda failure 2 'out of memory', in: NCCL error" in evidence.sentence()
+
+
 def test_communication_error_that_was_handled_is_no_cause() -> None:
     try:
         try:
