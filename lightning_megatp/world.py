@@ -168,6 +168,6 @@ class WorldMethods(Parts):
         return total / group.size() if mean else total
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        votes = torch.tensor(int(decision))
+        votes = torch.tensor(int(decision), device="cpu")  # Lightning creates layers with its device as the default
         dist.all_reduce(votes, group=self._mesh().hosts(*AXES))
         return bool(votes == self.world_size) if all else bool(votes > 0)
