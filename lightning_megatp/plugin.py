@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -71,6 +71,7 @@ class ParallelismPlugin:
         sequence_parallel: bool = True,
         example: Example | None = None,
         building: Building | None = None,
+        waiting: Collection[int] = (),
     ) -> ParallelModule:
         """Give every rank rank 0's values, then swap the planned layers, in place.
 
@@ -80,6 +81,7 @@ class ParallelismPlugin:
             device: where the parameters go, shard by shard.
             example: calls of the user's step on one batch; asked for if the plan leaves layers to `auto`.
             building: knows the parameters that have no values yet; they are cut now, and made later.
+            waiting: ids of parameters that go back to the host's memory, once they are cut.
 
         Raises:
             ValueError: the plan does not fit the model (see `plan.resolve.resolve`).
@@ -105,7 +107,7 @@ class ParallelismPlugin:
             )
         context = TensorContext(mesh.group("tp"))
         specs = plan.parameters if mesh.size("tp") > 1 else {}
-        self._place_values(module, mesh, device, specs, building)
+        self._place_values(module, mesh, device, specs, building, waiting)
         if mesh.size("tp") > 1:
             self.swap_all(module, plan, context, whole_between=mesh.size("pp") > 1)
         parallel = ParallelModule(module, plan, context, specs)
@@ -210,6 +212,7 @@ class ParallelismPlugin:
         device: torch.device,
         specs: Mapping[str, Any],
         building: Building | None,
+        waiting: Collection[int],
     ) -> None:
         for name, tensor in _tensors(module):
             if not tensor.is_meta:
@@ -225,6 +228,8 @@ class ParallelismPlugin:
             if name in specs:
                 assert isinstance(tensor, nn.Parameter)
                 shard_(tensor, specs[name], mesh.rank("tp"))
+            if id(tensor) in waiting:
+                tensor.data = tensor.data.cpu()
 
     def swap_all(self, module: nn.Module, plan: ParallelPlan, context: TensorContext, whole_between: bool) -> None:
         """Swap the planned layers, whose parameters are cut already, in place.

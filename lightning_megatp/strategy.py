@@ -333,9 +333,11 @@ class MegaTPStrategyBase(StepMethods, GradientMethods, BuildingMethods, WorldMet
         assert module is not None
         if building is None and self.parallelism.split_form(module) is None:
             self._remember_parameters(module)
+            self._hold_back(module)
         parallel: ParallelModule = self.parallelism.parallelize(
-            module, mesh, self.root_device, self.sequence_parallel, example=example, building=building
-        )
+            module, mesh, self.root_device, self.sequence_parallel, example=example, building=building,
+            waiting=self._waiting,
+        )  # fmt: skip
         self.parallel = parallel
         self.model_to_device()
         recompute_blocks(parallel, self.recompute)  # stands in for forwards before a pipeline intercepts them
@@ -346,7 +348,7 @@ class MegaTPStrategyBase(StepMethods, GradientMethods, BuildingMethods, WorldMet
             stages = None if self.pipeline is None else self.pipeline.stage_of_unit
             parallel.recomputation.choose(self.recompute, stages)
         self.sharding = divide(parallel, mesh, self.zero, self.pipeline, example, self._materialize)
-        if building is not None:
+        if building is not None or self._waiting:
             self._materialize_units(parallel)
         refuse_exports(module, mesh.size("tp"), self.pp, self.zero.level if self.sharding is not None else 0)
         self._undivided = mesh.size("tp") == self.pp == 1 and not self.sharding and not parallel.recomputation

@@ -18,14 +18,17 @@ from lightning_megatp.parts import Parts
 from lightning_megatp.pipeline.snapshot import Snapshot
 from lightning_megatp.pipeline.units import find_units
 from lightning_megatp.randomness import random_state, set_random_state, share_random_state
+from lightning_megatp.shim.torch import weights_of_recurrent_layers_renewed
 
 
 class BuildingMethods(Parts):
-    """From what `configure_model` creates to what this rank holds of it, on its device."""
+    """From the layers that a module has, or `configure_model` would create, to what this rank holds, on its device."""
 
     def _set_up_building(self) -> None:
         self._building: Building | None = None
         self._before_building: Snapshot | None = None
+        self._waiting: dict[int, nn.Parameter] = {}
+        """By id, parameters of units that stay in the host's memory until it is known what of them this rank holds."""
 
     @contextlib.contextmanager
     def model_sharded_context(self) -> Iterator[None]:
@@ -60,15 +63,30 @@ class BuildingMethods(Parts):
         with torch.device("cpu"), self.precision_plugin.module_init_context():
             module.configure_model()
 
+    def _hold_back(self, module: nn.Module) -> None:
+        """Let the parameters of units wait, where stages or data-parallel ranks will share them."""
+        shares = self.pp > 1 or (self.zero.level == 3 and self._mesh().size("dp") > 1)
+        if shares and self._building is None and self.root_device.type != "cpu":
+            inside = (p for unit in find_units(module) for p in module.get_submodule(unit).parameters())
+            self._waiting = {id(p): p for p in inside if p.device.type == "cpu"}
+
     def model_to_device(self) -> None:
-        """Everything but parameters that have no values yet."""
+        """Everything but parameters that have no values yet, or wait."""
         assert self.model is not None
-        if not any(parameter.is_meta for parameter in self.model.parameters()):
-            self.model.to(self.root_device)
-            return
-        for part in self.model.modules():
-            if not any(parameter.is_meta for parameter in part.parameters()):
-                part.to(self.root_device)
+        later = [
+            (part._parameters, name, p)
+            for part in self.model.modules()
+            for name, p in dict.items(part._parameters)
+            if p is not None and (p.is_meta or id(p) in self._waiting)
+        ]
+        with weights_of_recurrent_layers_renewed(self.model) if later else contextlib.nullcontext():
+            for held, name, _ in later:
+                dict.__setitem__(held, name, None)
+            try:
+                self.model.to(self.root_device)
+            finally:
+                for held, name, p in later:
+                    dict.__setitem__(held, name, p)
 
     def _example(self, trainer: Any) -> Example:
         example = Example(trainer, self.precision_plugin)
@@ -77,20 +95,24 @@ class BuildingMethods(Parts):
         return example
 
     def _materialize(self, module: nn.Module, without: Iterable[nn.Module] = ()) -> None:
-        """Make what this rank holds of a module, as far as it was recorded."""
+        """Make what this rank holds of a module, as far as it was recorded; let come what waits."""
         if self._building is not None:
             self._building.materialize(module, self._parallel().own_spec, self.root_device, without)
+        for parameter in module.parameters() if self._waiting else ():
+            if self._waiting.pop(id(parameter), None) is not None:
+                parameter.data = parameter.data.to(self.root_device)
 
     def _materialize_units(self, parallel: ParallelModule) -> None:
-        """Make, unit by unit, what this rank holds of the parameters that were recorded."""
+        """Make, unit by unit, what this rank holds of the parameters that were recorded; or let them come."""
         module = parallel.module
         units = find_units(module) if self.pipeline is None else list(self.pipeline.stage_of_unit)
         for unit in (*map(module.get_submodule, units), module):
             self._materialize(unit)
         self._building = self._before_building = None
-        self.model_to_device()
+        self._waiting = {}
 
     def _leave_building(self) -> None:
+        self._waiting = {}
         if self._before_building is not None:  # set-up failed: another run shall not find layers without values
             self._before_building.restore()
             self._building = self._before_building = None

@@ -132,7 +132,7 @@ def build_pipeline(
     deferred = parallel.context.deferred
     compiled = _put_off(parallel, units, schedule)
     # It intercepts what is the units' forward by now.
-    slicer = Slicer(parallel.module, stage_of_unit, schedule.stages, parallel.sizes)
+    slicer = Slicer(parallel.module, stage_of_unit, schedule.stages, parallel.sizes, mesh.device)
     rank = pipeline_rank(mesh, schedule)
     # NCCL would warn that messages in one group keep one order, and advise groups of their own: lanes are.
     os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
@@ -216,7 +216,7 @@ def _flows_forward(
     if example is None or example.batch is None:
         return True
     batch = apply_to_collection(example.batch, Tensor, lambda x: x.to(device))
-    slicer = Slicer(parallel.module, stage_of_unit, n_stages, parallel.sizes)
+    slicer = Slicer(parallel.module, stage_of_unit, n_stages, parallel.sizes, device)
     try:
         slicer.plan(example.bare_step, batch)
     except SliceError:
@@ -248,7 +248,7 @@ def _in_order(
         return UnitsOfStep(units)
     batch = apply_to_collection(example.batch, Tensor, lambda x: x.to(device))
     try:
-        return units_of_step(module, units, example.bare_step, batch, sizes)
+        return units_of_step(module, units, example.bare_step, batch, sizes, device)
     except Exception:
         return UnitsOfStep(units)  # what keeps the step from being looked at is told when the first batch is planned
 

@@ -37,13 +37,19 @@ class Ownership:
         stage_of_unit: unit name -> stage.
         fake_mode: makes what stands for freed tensors.
         sizes: of split parameters.
+        device: where all of them will be, None for where they are.
     """
 
     def __init__(
-        self, module: nn.Module, stage_of_unit: Mapping[str, int], fake_mode: FakeTensorMode, sizes: Sizes
+        self,
+        module: nn.Module,
+        stage_of_unit: Mapping[str, int],
+        fake_mode: FakeTensorMode,
+        sizes: Sizes,
+        device: torch.device | None = None,
     ) -> None:
         self._module, self._stage_of_unit, self._fake_mode = module, stage_of_unit, fake_mode
-        self._sizes = sizes
+        self._sizes, self._device = sizes, device
         self._emptied: list[_Emptied] = []
         self._uses: dict[str, set[int]] = {}
 
@@ -142,13 +148,13 @@ class Ownership:
 
     @contextlib.contextmanager
     def whole_as_fakes(self) -> Iterator[None]:
-        """Let parameters that have no values yet be what a dry run makes of those that have, and split ones whole, as
-        the step's code has to see them (their layers take what they hold of such a one)."""
+        """Let parameters that have no values yet, or not on the device, be what a dry run makes of those that have, and
+        split ones whole, as the step's code has to see them (their layers take what they hold of such a one)."""
         changed = [
             (child, leaf, p, shape)
             for path, child in self._module.named_modules()
             for leaf, p in dict.items(child._parameters)
-            if p is not None and ((shape := self._whole_shape(path, leaf, p)) != p.shape or p.is_meta)
+            if p is not None and ((shape := self._whole_shape(path, leaf, p)) != p.shape or self._is_absent(p))
         ]
         fakes = {id(p): self._fake(p, shape) for _, _, p, shape in changed}
         for child, leaf, parameter, _ in changed:
@@ -210,12 +216,18 @@ class Ownership:
         shape = self._sizes.get(f"{path}.{leaf}" if path else leaf) if self._sizes else None
         return x.shape if shape is None else torch.Size(shape)
 
+    def _is_absent(self, x: Tensor) -> bool:
+        """Whether a tensor has no values yet, or they wait in the host's memory."""
+        return x.is_meta or (self._device is not None and x.device.type != self._device.type)
+
     def _fake(self, x: Tensor, shape: torch.Size) -> Tensor:
-        """What stands for a tensor; for one on meta, as it will be on the device of the module."""
-        if not x.is_meta and x.shape == shape:
+        """What stands for a tensor; for an absent one, as it will be on the device."""
+        if not self._is_absent(x) and x.shape == shape:
             fake: Tensor = self._fake_mode.from_tensor(x)
             return fake
-        device = getattr(self._module, "device", "cpu") if x.is_meta else x.device
+        device: Any = x.device
+        if self._is_absent(x):
+            device = self._device or getattr(self._module, "device", "cpu")
         stride = x.stride() if x.shape == shape else torch.empty(shape, device="meta").stride()
         with self._fake_mode:
             like = torch.empty_strided(shape, stride, dtype=x.dtype, device=device)

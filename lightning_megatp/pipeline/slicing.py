@@ -58,14 +58,20 @@ class Slicer:
         stage_of_unit: unit name -> stage; units don't contain each other.
         n_stages: how many stages.
         sizes: of the parameters of which each rank holds a part.
+        device: where the parameters of units will be, if some are not there yet.
     """
 
     def __init__(
-        self, module: nn.Module, stage_of_unit: Mapping[str, int], n_stages: int, sizes: Sizes | None = None
+        self,
+        module: nn.Module,
+        stage_of_unit: Mapping[str, int],
+        n_stages: int,
+        sizes: Sizes | None = None,
+        device: torch.device | None = None,
     ) -> None:
         self.module, self.n_stages = module, n_stages
         self._fake_mode = FakeTensorMode()
-        self._ownership = Ownership(module, stage_of_unit, self._fake_mode, sizes or {})
+        self._ownership = Ownership(module, stage_of_unit, self._fake_mode, sizes or {}, device)
         self._place = Place(module)
         self._loggers = loggers_in(module)
         self._switch = Switch()
@@ -294,21 +300,26 @@ class UnitsOfStep:
 
 
 def units_of_step(
-    module: nn.Module, units: Sequence[str], step: Step, batch: Any, sizes: Sizes | None = None
+    module: nn.Module,
+    units: Sequence[str],
+    step: Step,
+    batch: Any,
+    sizes: Sizes | None = None,
+    device: torch.device | None = None,
 ) -> UnitsOfStep:
     """Dry-run a step between units. One that is never called because the model calls its parts is replaced by these.
 
     Raises:
         SliceError: see `Slicer.plan`.
     """
-    called, touched = _called(module, units, step, batch, sizes)
+    called, touched = _called(module, units, step, batch, sizes, device)
     parts = {unit: children_of(module, unit) for unit in units if unit not in called}
     split = [part for unit in units for part in parts.get(unit) or [unit]]
     if split != list(units):
-        called_parts, _ = _called(module, split, step, batch, sizes)
+        called_parts, _ = _called(module, split, step, batch, sizes, device)
         split = [part for unit in units for part in _used(unit, parts, called_parts)]
         if split != list(units):
-            return units_of_step(module, split, step, batch, sizes)
+            return units_of_step(module, split, step, batch, sizes, device)
     order = list(called)
     for before, unit in zip(["", *units], units, strict=False):
         if unit not in called:
@@ -317,9 +328,9 @@ def units_of_step(
 
 
 def _called(
-    module: nn.Module, units: Sequence[str], step: Step, batch: Any, sizes: Sizes | None
+    module: nn.Module, units: Sequence[str], step: Step, batch: Any, *options: Any
 ) -> tuple[list[str], set[str]]:
-    slicer = Slicer(module, dict.fromkeys(units, 0), 1, sizes)
+    slicer = Slicer(module, dict.fromkeys(units, 0), 1, *options)
     try:
         plan = slicer.plan(step, batch)
     finally:

@@ -31,7 +31,7 @@ from tests.distributed.training import (
     run_program,
     train_loader,
 )
-from tests.parity.models import GPT, GPTConfig
+from tests.parity.models import GPT, AdamWModule, GPTConfig
 from tests.parity.variants import gpt_plan
 from tests.ranks import run_simulated
 from tests.simulated import cuda
@@ -194,6 +194,60 @@ def test_a_fit_is_that_of_one_device_and_no_step_waits(
             assert seen == pytest.approx(logged, rel=1e-9)
 
 
+class Deep(GPT):
+    """Most of it is in its blocks, which hold masks of their own."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__(config)
+        for block in self.blocks:
+            block.register_buffer("mask", torch.ones(config.hidden))
+            block.register_forward_hook(lambda block, args, y: y * block.mask)
+
+
+class DeepLate(AdamWModule):
+    """The same, made in configure_model."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.config, self.deep = config, None
+
+    def configure_model(self) -> None:
+        self.deep = self.deep or Deep(self.config)
+
+    def forward(self, tokens_BL: Tensor) -> Tensor:
+        assert self.deep is not None
+        return self.deep(tokens_BL)
+
+
+class Peak(Callback):
+    """Of the device's memory, until training starts."""
+
+    def setup(self, *args: Any, **kwargs: Any) -> None:
+        torch.cuda.reset_peak_memory_stats()
+        self.before = torch.cuda.memory_allocated()
+
+    def on_train_start(self, *args: Any) -> None:
+        self.bytes = torch.cuda.max_memory_allocated() - self.before
+
+
+def _set_up(rank: int, world_size: int, layout: Layout, kind: Callable[..., Any]) -> tuple[int, int]:
+    """Bytes of the whole model, and the most that were on the device until training started."""
+    torch.manual_seed(0)
+    config, peak = GPTConfig(hidden=64, layers=16), Peak()
+    whole = sum(p.numel() * p.element_size() for p in GPT(config).parameters()) * 2  # in float64
+    trainer = make_trainer(layout, strategy={"plan": None}, callbacks=[peak], accelerator="cuda", limit_train_batches=1)
+    trainer.fit(kind(config), train_loader(layout, 1))
+    return whole, peak.bytes
+
+
+@pytest.mark.parametrize("kind", [Deep, DeepLate])
+@pytest.mark.parametrize("layout", [Layout(pp=4), Layout(dp=4, zero=3)], ids=str)
+def test_a_model_larger_than_a_device_is_never_whole_on_one(layout: Layout, kind: type) -> None:
+    """A quarter is held in the end."""
+    for whole, peak in run_simulated(4, _set_up, layout, kind):
+        assert peak < 0.5 * whole
+
+
 def _batches(device: torch.device) -> Iterator[Any]:
     """Of host and device, in one batch and in turns; the last is longer than what was sent before."""
     numbers = torch.Generator().manual_seed(0)
@@ -270,9 +324,7 @@ IN_TWO_MEMORIES: list[Any] = [
         ],
     ),
     (Layout(tp=2, dp=2, zero=1), {"strategy": {"offload": "optimizer"}, "kind": Tempered, "clip": 0.1}),
-    pytest.param(
-        Layout(pp=2, dp=2, zero=1, microbatches=2), {"strategy": {"offload": "optimizer"}}, marks=pytest.mark.extended
-    ),
+    (Layout(pp=2, dp=2, zero=1, microbatches=2), {"strategy": {"offload": "optimizer"}}),
 ]
 
 

@@ -103,10 +103,11 @@ def _put(device: Any) -> None:
         "get_rng_state_all": lambda: [generator(i).get_state() for i in range(count)],
         "set_rng_state_all": lambda states: [generator(i).set_state(state) for i, state in enumerate(states)],
         "default_generators": tuple(map(generator, range(count))), "empty_cache": _nothing,
-        "memory_allocated": lambda of=None: 0, "max_memory_allocated": lambda of=None: 0,
+        "memory_allocated": lambda of=None: device.used(), "max_memory_allocated": lambda of=None: device.most_used(),
         "memory_stats": lambda of=None: {}, "memory_reserved": lambda of=None: 0,
         "max_memory_reserved": lambda of=None: 0,
-        "reset_peak_memory_stats": _nothing, "reset_accumulated_memory_stats": _nothing,
+        "reset_peak_memory_stats": lambda of=None: device.forget_most_used(),
+        "reset_accumulated_memory_stats": _nothing,
     }  # fmt: skip
     for module in (torch.cuda, torch.cuda.random, torch.cuda.memory):
         for name, value in functions.items():

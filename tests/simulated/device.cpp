@@ -23,6 +23,8 @@
 #include <torch/extension.h>
 
 #include <cstring>
+#include <mutex>
+#include <unordered_map>
 
 namespace {
 
@@ -61,12 +63,32 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
 };
 C10_REGISTER_GUARD_IMPL(CUDA, Guard);
 
+struct Used {  // of all devices: a process uses one
+  std::mutex lock;
+  std::unordered_map<void*, size_t> bytes;
+  size_t now = 0, most = 0;
+} used;
+
+void release(void* data) {
+  if (data != nullptr) {
+    std::lock_guard guard(used.lock);
+    used.now -= used.bytes[data];
+    used.bytes.erase(data);
+  }
+  c10::free_cpu(data);
+}
+
 struct Memory final : c10::Allocator {
   c10::DataPtr allocate(size_t bytes) override {
     void* data = c10::alloc_cpu(bytes);
-    return {data, data, &c10::free_cpu, c10::Device(TYPE, current)};
+    if (data != nullptr) {
+      std::lock_guard guard(used.lock);
+      used.bytes[data] = bytes;
+      used.most = std::max(used.most, used.now += bytes);
+    }
+    return {data, data, &release, c10::Device(TYPE, current)};
   }
-  c10::DeleterFnPtr raw_deleter() const override { return &c10::free_cpu; }
+  c10::DeleterFnPtr raw_deleter() const override { return &release; }
   void copy_data(void* to, const void* from, std::size_t bytes) const override { default_copy_data(to, from, bytes); }
 } memory;
 REGISTER_ALLOCATOR(TYPE, &memory);
@@ -410,6 +432,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("current_device", [] { return static_cast<int>(current); });
   m.def("set_device", [](int index) { current = static_cast<c10::DeviceIndex>(index); });
   m.def("default_generator", [](int index) { return default_generator(static_cast<c10::DeviceIndex>(index)); });
+  m.def("used", [] { return used.now; });
+  m.def("most_used", [] { return used.most; });
+  m.def("forget_most_used", [] { used.most = used.now; });
   m.def("resize_storage", [](const at::Tensor& of, size_t bytes) { resize_storage(of.storage(), bytes); });
   m.def("listen", [](pybind11::object heard) {
     Py_CLEAR(listener);
