@@ -234,7 +234,7 @@ class ParallelismPlugin:
         """
         modules = {plain_name(name): child for name, child in module.named_modules()}
         self._watch_tied(module, plan, context)
-        regions = {layer.region: Region(layer.region) for layer in plan.layers.values() if layer.region is not None}
+        regions = _regions(plan)
         for layer in plan.layers.values():
             region = None if layer.region is None else regions[layer.region]
             self.swap(modules[layer.name], layer, context, region)
@@ -363,6 +363,14 @@ def _used_anywhere(module: nn.Module, plan: ParallelPlan) -> set[int]:
     inside = tuple(f"{name}." for name in plan.sequences)
     named = [(plain_name(name), p) for name, p in module.named_parameters() if name not in plan.parameters]
     return {id(p) for name, p in named if not name.startswith(inside) or name.rpartition(".")[0] in plan.used_twice}
+
+
+def _regions(plan: ParallelPlan) -> dict[str, Region]:
+    """Those of the plan's layers, by name."""
+    columns = [layer for layer in plan.layers.values() if layer.style.style == "column"]
+    names = dict.fromkeys(layer.region for layer in plan.layers.values() if layer.region is not None)
+    tracked = {name: [layer.global_sizes for layer in columns if layer.region == name] for name in names}
+    return {name: Region(name, tracked=bool(sizes) and all(sizes)) for name, sizes in tracked.items()}
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
