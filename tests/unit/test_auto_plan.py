@@ -199,6 +199,8 @@ def test_blocks_are_what_lists_hold() -> None:
 
 def test_an_index_makes_no_kinds_and_a_setting_does() -> None:
     model = Model()
+    for name, child in model.blocks.named_modules(prefix="model.blocks"):  # as adapters do
+        child.kwargs = {"target_name": name}  # type: ignore[assignment]
     assert [kind.names for kind in kinds_of_blocks(model)] == [["blocks.0", "blocks.1", "blocks.2"]]
     model.blocks[2].body.window = 3  # type: ignore[union-attr, assignment]
     assert [len(kind.names) for kind in kinds_of_blocks(model)] == [2, 1]
