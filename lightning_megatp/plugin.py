@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -95,6 +96,7 @@ class ParallelismPlugin:
             plan = self._fitting_the_step(module, plan, sequence_parallel, example)
             if mesh.size("pp") > 1 and not plan.compiled:
                 suit_stages(plan, module, find_units(module))
+            gc.collect()  # a graph that lived on would remember the shapes of parameters before they are split
         if mesh.size("tp") > 1 and not plan.layers:
             self._warn_whole(module, mesh.size("tp"))
         if mesh.size("tp") > 1 and plan.whole_sequences:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import gc
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -180,7 +179,6 @@ def capture_calls(module: nn.Module, kinds: list[Block], step: Callable[[], Any]
                 target.__dict__.pop("forward", None)
             else:
                 target.__dict__["forward"] = own
-        gc.collect()  # a graph that lived on would remember the shapes of parameters before they are split
     return None
 
 
