@@ -7,6 +7,8 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from torch import Tensor
+
 from lightning_megatp.gradients.whole_norms import is_users
 from lightning_megatp.mesh import ParallelMesh
 from lightning_megatp.messages import warn_once_per_run
@@ -84,8 +86,18 @@ def watching_weights(trainer: Any, parallel: ParallelModule) -> Iterator[Detour]
                     " `with self.trainer.strategy.whole_parameters():`, on all ranks."
                 )
 
+        def explain(operation: str, weight: str, part: Tensor) -> RuntimeError:
+            spec = parallel.spec_of(weight)
+            whole = "" if spec is None else f" of {tuple(spec.shape)}"
+            return RuntimeError(
+                f"MegaTPStrategy: `{hook}`: `{operation}` fails on `{weight}`, of which each tensor rank holds a part,"
+                f" here {tuple(part.shape)}{whole}. A copy that was made before the model was split, as in"
+                " `__init__`, has the whole shape. Make it in `on_fit_start`, or work on whole values, on all ranks,"
+                " inside of `with self.trainer.strategy.whole_parameters():`."
+            )
+
         split = ((name, p) for name, p in parallel.names.items() if parallel.spec(parallel.held(p)) is not None)
-        return WeightWatch(split, say)
+        return WeightWatch(split, say, explain)
 
     def run(hook: str, left: Iterator[int], call: Callable[[], Any]) -> Any:
         if next(left, None) is None:

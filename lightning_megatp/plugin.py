@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
@@ -97,6 +98,7 @@ class ParallelismPlugin:
             plan = self._fitting_the_step(module, plan, sequence_parallel, example)
             if mesh.size("pp") > 1 and not plan.compiled:
                 suit_stages(plan, module, find_units(module))
+            gc.collect()  # a graph that lived on would remember the shapes of parameters before they are split
         if mesh.size("tp") > 1 and not plan.layers:
             self._warn_whole(module, mesh.size("tp"))
         if mesh.size("tp") > 1 and plan.whole_sequences:
@@ -239,7 +241,7 @@ class ParallelismPlugin:
         """
         modules = {plain_name(name): child for name, child in module.named_modules()}
         self._watch_tied(module, plan, context)
-        regions = {layer.region: Region(layer.region) for layer in plan.layers.values() if layer.region is not None}
+        regions = _regions(plan)
         for layer in plan.layers.values():
             region = None if layer.region is None else regions[layer.region]
             self.swap(modules[layer.name], layer, context, region)
@@ -368,6 +370,14 @@ def _used_anywhere(module: nn.Module, plan: ParallelPlan) -> set[int]:
     inside = tuple(f"{name}." for name in plan.sequences)
     named = [(plain_name(name), p) for name, p in module.named_parameters() if name not in plan.parameters]
     return {id(p) for name, p in named if not name.startswith(inside) or name.rpartition(".")[0] in plan.used_twice}
+
+
+def _regions(plan: ParallelPlan) -> dict[str, Region]:
+    """Those of the plan's layers, by name."""
+    columns = [layer for layer in plan.layers.values() if layer.style.style == "column"]
+    names = dict.fromkeys(layer.region for layer in plan.layers.values() if layer.region is not None)
+    tracked = {name: [layer.global_sizes for layer in columns if layer.region == name] for name in names}
+    return {name: Region(name, tracked=bool(sizes) and all(sizes)) for name, sizes in tracked.items()}
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -23,6 +24,7 @@ from lightning_megatp.pipeline.plan import Instruction, Key, Operation, Read, Sl
 from lightning_megatp.pipeline.weights import TargetCount
 from lightning_megatp.shim.autograd import functorch_is_active
 from lightning_megatp.shim.torch import WithoutMode, is_fake, tensor_version, tree_map
+from lightning_megatp.tensor.deferred import DeferredWeights
 from lightning_megatp.tensor.functions import operation_name
 
 
@@ -73,7 +75,8 @@ class StageMode(TorchFunctionMode):
             return self._transformed(func, args, kwargs or {})
         if func is torch.Tensor.__iter__:
             return iter(self.__torch_function__(torch.Tensor.unbind, types, args))
-        instruction = self._next(func)
+        deferred = getattr(func, "__func__", None) is DeferredWeights.linear  # of a layer that a unit holds, too
+        instruction = self._next(F.linear if deferred else func)
         if instruction is None:
             return self._call_freely(func, args, kwargs or {})
         if instruction.computed:

@@ -29,10 +29,14 @@ class Region:
 
     Between its first column layer and its row layer each rank computes other features, so random numbers there must
     differ from rank to rank. `random` is set as soon as a step was seen drawing numbers inside.
+
+    Args:
+        tracked: features in there are `FeatureShard`s, which draw their own numbers: any other value is whole.
     """
 
     name: str
     random: bool = False
+    tracked: bool = False
     columns: list[weakref.ref[Any]] = field(default_factory=list, repr=False)
     """Its column layers."""
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lightning_megatp.shim.torch import WithoutMode, is_fake
+from lightning_megatp.shim.torch import WithoutMode, is_fake, tree_leaves
 from lightning_megatp.tensor.features.rules.table import POINTWISE
 from lightning_megatp.tensor.functions import operation_name, operation_names
 
@@ -41,14 +41,20 @@ class WeightWatch(TorchFunctionMode):
     Args:
         parameters: the split ones, by name.
         say: is told operation and parameter.
+        explain: makes an error of operation, parameter and what this rank has of it, for an operation that failed.
     """
 
-    def __init__(self, parameters: Iterable[tuple[str, Tensor]], say: Callable[[str, str], None]) -> None:
+    def __init__(
+        self,
+        parameters: Iterable[tuple[str, Tensor]],
+        say: Callable[[str, str], None],
+        explain: Callable[[str, str, Tensor], Exception],
+    ) -> None:
         super().__init__()
         self._parameters = parameters
         self._by_address: dict[int, str] | None = None
         self._made: Any = WeakIdKeyDictionary()
-        self._say = say
+        self._say, self._explain = say, explain
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -60,7 +66,14 @@ class WeightWatch(TorchFunctionMode):
             weight = next((name for x in (*args, *kwargs.values()) if (name := self._name(x)) is not None), None)
         if weight is not None and operation in _COUPLING:
             self._say(operation, weight)
-        result = func(*args, **kwargs)
+        try:
+            result = func(*args, **kwargs)
+        except RuntimeError as error:
+            given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+            for x in given if len(given) > 1 else ():
+                if (weight := self._name(x)) is not None:
+                    raise self._explain(operation_name(func), weight, x) from error
+            raise
         if weight is not None and operation in _FOLLOWED and isinstance(result, Tensor):
             self._made[result] = weight
         return result

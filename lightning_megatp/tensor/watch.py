@@ -35,7 +35,7 @@ class RandomWatch(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         context = self.context
-        if context.open_region is not None and context.user_code:
+        if context.open_region is not None and not context.open_region.tracked and context.user_code:
             name = operation_name(func)
             if draws_random(name, args, kwargs):
                 dry = any(map(is_fake, tree_leaves((args, kwargs))))
@@ -52,7 +52,8 @@ class RandomWatch(TorchFunctionMode):
             raise RuntimeError(
                 f"MegaTPStrategy: `{name}` draws random numbers for a value that is the same on all tensor ranks,"
                 f" between the column and the row layers of `{region.name or 'the LightningModule'}`, where every rank"
-                " has its own stream. Compute it before the column layers, or leave them out of the plan."
+                " has its own stream. Compute it before the column layers, give these `global_sizes: true`, or leave"
+                " them out of the plan."
             )
 
 

@@ -32,6 +32,7 @@ class Lit(LightningModule):
         self.kept: list[Tensor] = []
         self.tok, self.head = nn.Embedding(11, 8), nn.Linear(8, 11)
         self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)) for _ in range(4))
+        self.copies = [p.detach().clone().double() for p in self.parameters()] if habit == "early copies" else []
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.tok(ids)
@@ -68,6 +69,8 @@ class Lit(LightningModule):
 
     def on_train_batch_end(self, *args: Any) -> None:
         self.losses.append(float(self.trainer.callback_metrics["loss"]))
+        for copy, weight in zip(self.copies, self.parameters(), strict=False):
+            copy.lerp_(weight.data, 0.1)
         with self.weights(), torch.no_grad():
             for layer in [layer for layer in self.blocks.modules() if isinstance(layer, nn.Linear)]:
                 if self.habit == "max norm":
@@ -162,6 +165,14 @@ def test_whole_values_are_loaded_in_a_hook() -> None:
     losses, _, _ = run_reference(fit_one, "loading")
     for found, _, _ in run_ranks(2, fit, "loading", False, {"tp": 2}):
         assert found == pytest.approx(losses, rel=1e-9)
+
+
+def test_copies_made_before_the_split_do_not_fit() -> None:
+    run_reference(fit_one, "early copies")
+    with pytest.raises(RankError) as raised:
+        run_ranks(2, fit, "early copies", False, {"tp": 2})
+    for text in ("`on_train_batch_end`", "`lerp_`", "(6, 8) of (11, 8)", "`tok.weight`", "in `on_fit_start`"):
+        assert text in str(raised.value)
 
 
 def test_rows_elsewhere_are_no_whole_parameters() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -172,21 +173,30 @@ def test_what_is_found_suits_stages() -> None:
     assert sum(own for _, own in found) < 1.2 * size, "cut over stages, and split over tensor ranks"
 
 
+class Shifted(Fused):
+    """Is given a module that all blocks use; what it makes of it lives until the garbage is collected."""
+
+    def forward(self, x: Tensor, shift: nn.Module) -> Tensor:  # type: ignore[override]
+        cycle: list[Any] = [shift(torch.arange(x.shape[1]))]
+        cycle.append(cycle)
+        return super().forward(x + cycle[0])
+
+
 class Factorized(LightningModule):
     """Narrow embeddings, projected to a width that is also the number of positions, so that the projection looks like a
-    head, which is gathered on demand."""
+    head, which is gathered on demand; and an embedding that blocks call."""
 
     def __init__(self) -> None:
         super().__init__()
         self.tok, self.position = nn.Embedding(40, 12), nn.Embedding(HIDDEN, 12)
         self.project, self.head = nn.Linear(12, HIDDEN), nn.Linear(HIDDEN, 40)
-        self.blocks = nn.ModuleList(Block(Fused(), i) for i in range(2))
+        self.blocks, self.shift = nn.ModuleList(Block(Shifted(), i) for i in range(2)), nn.Embedding(40, HIDDEN)
         self.losses: list[float] = []
 
     def training_step(self, ids: Tensor, batch_idx: int) -> Tensor:
         x = self.project(self.tok(ids) + self.position.weight[: ids.shape[1]])
         for block in self.blocks:
-            x = block(x)
+            x = block(x, shift=self.shift)
         return nn.functional.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -196,28 +206,86 @@ class Factorized(LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
-def fit_factorized(rank: int, world_size: int) -> list[float]:
+class Adapted(LightningModule):
+    """Frozen layers with low-rank adapters, which drop out of the whole input, beside the features of a rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tok, self.head = nn.Embedding(40, HIDDEN), nn.Linear(HIDDEN, 40)
+        self.blocks = nn.ModuleList(Block(Gate(), i) for i in range(2))
+        for name, parameter in self.named_parameters():
+            parameter.requires_grad_("first" in name or "second" in name)
+        self.losses: list[float] = []
+
+    def training_step(self, ids: Tensor, batch_idx: int) -> Tensor:
+        x = self.tok(ids)
+        for block in self.blocks:
+            x = block(x)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
+
+    on_train_batch_end = Factorized.on_train_batch_end
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2)
+
+
+class Adapter(nn.Module):
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base, self.drop = base, nn.Dropout(0.3)
+        self.first = nn.Linear(base.in_features, 2, bias=False)
+        self.second = nn.Linear(2, base.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.base(x)
+        return y + self.second(self.first(self.drop(x)))
+
+
+class Gate(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up = Adapter(nn.Linear(HIDDEN, 48)), Adapter(nn.Linear(HIDDEN, 48))
+        self.down = nn.Linear(48, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+        return y
+
+
+def fit_losses(rank: int, world_size: int, kind: type[Factorized | Adapted], sequence: bool = True) -> list[float]:
     strategy: Any = "auto"
     if world_size > 1:
         from lightning_megatp import MegaTPStrategy
 
-        strategy = MegaTPStrategy(tp=world_size, summary=False)
+        strategy = MegaTPStrategy(tp=world_size, sequence_parallel=sequence, summary=False)
     torch.manual_seed(0)
-    module = Factorized()
+    module = kind()
     options: dict[str, Any] = {"accelerator": "cpu", "precision": "64-true", "max_epochs": 1, **QUIET}
     ids = torch.randint(0, 40, (12, 6), generator=torch.Generator().manual_seed(3))
-    Trainer(devices=world_size, strategy=strategy, **options).fit(module, DataLoader(ids, batch_size=4))
+    gc.disable()
+    try:
+        Trainer(devices=world_size, strategy=strategy, **options).fit(module, DataLoader(ids, batch_size=4))
+    finally:
+        gc.enable()
     return module.losses
 
 
-def fit_factorized_alone() -> list[float]:
-    return fit_factorized(0, 1)
+def fit_losses_alone(kind: type[Factorized | Adapted]) -> list[float]:
+    return fit_losses(0, 1, kind)
 
 
 def test_features_gathered_on_demand_enter_sequence_regions() -> None:
-    expected = run_reference(fit_factorized_alone)
-    for losses in run_ranks(2, fit_factorized):
+    expected = run_reference(fit_losses_alone, Factorized)
+    for losses in run_ranks(2, fit_losses, Factorized):
         assert losses == pytest.approx(expected, rel=1e-9)
+
+
+def test_adapters_in_a_region_drop_out_the_same_on_all_ranks() -> None:
+    expected = run_reference(fit_losses_alone, Adapted)
+    for losses in run_ranks(2, fit_losses, Adapted, False):
+        assert losses == pytest.approx(expected, rel=1e-9), "the masks of one device"
+    first, second = run_ranks(2, fit_losses, Adapted, True)
+    assert first == pytest.approx(second, abs=1e-12), "of tokens, each rank its own"
 
 
 def evaluate(rank: int, world_size: int, what: str) -> tuple[Any, int]:

@@ -100,7 +100,8 @@ class ResNet(Zoo):
 
 
 class Auxiliary(Zoo):
-    """A second loss from a block in the middle, and a number of the first block that is only logged."""
+    """A second loss from a block in the middle, a number of the first block that is only logged, and layers of the
+    first block that the last stage calls by themselves."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -117,6 +118,7 @@ class Auxiliary(Zoo):
                 self.log("first", h.detach().pow(2).mean())
             if i == 1:
                 middle = h
+        h = h + self.blocks[0].mlp.down(F.silu(self.blocks[0].mlp.up(middle)))  # type: ignore[union-attr, operator]
         side = F.mse_loss(self.side(middle), F.one_hot(y, 20).to(h))
         return F.cross_entropy(self.head(h).flatten(0, 1), y.flatten()) + 0.3 * side
 

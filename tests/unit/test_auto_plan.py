@@ -115,6 +115,29 @@ def test_a_constant_made_from_the_local_size_is_not_proven_as_it_is() -> None:
     assert all(how != "as it is" for how in result.how.values())
 
 
+class _Dropped(nn.Module):
+    """Two MLPs side by side, the second called between the layers of the first, with dropout of the second's input and
+    of the features that the first has then."""
+
+    def __init__(self, whole: float, own: float) -> None:
+        super().__init__()
+        self.up, self.down, self.whole, self.own = nn.Linear(HIDDEN, 48), nn.Linear(48, HIDDEN), whole, own
+        self.first, self.second = nn.Linear(HIDDEN, 12), nn.Linear(12, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.up(x)
+        side = self.second(F.gelu(self.first(F.dropout(x, self.whole, self.training))))
+        return self.down(F.dropout(F.gelu(y), self.own, self.training)) + side
+
+
+@pytest.mark.parametrize(("whole", "own"), [(0.1, 0.0), (0.0, 0.1), (0.0, 0.0)])
+def test_features_draw_numbers_of_their_own_and_whole_values_do_not(whole: float, own: float) -> None:
+    """A rank's stream is open from a column layer to the next row layer: here for the wrong values."""
+    result = plan(_Dropped(whole, own), 2)
+    assert set(styles(result).values()) == {"column", "row"}
+    assert result.how["body.up"] == result.how["body.down"] == ("with global sizes" if whole or own else "as it is")
+
+
 # What the proof has to catch.
 
 
@@ -176,6 +199,8 @@ def test_blocks_are_what_lists_hold() -> None:
 
 def test_an_index_makes_no_kinds_and_a_setting_does() -> None:
     model = Model()
+    for name, child in model.blocks.named_modules(prefix="model.blocks"):  # as adapters do
+        child.kwargs = {"target_name": name}  # type: ignore[assignment]
     assert [kind.names for kind in kinds_of_blocks(model)] == [["blocks.0", "blocks.1", "blocks.2"]]
     model.blocks[2].body.window = 3  # type: ignore[union-attr, assignment]
     assert [len(kind.names) for kind in kinds_of_blocks(model)] == [2, 1]

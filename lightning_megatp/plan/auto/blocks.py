@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import gc
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import FunctionType
@@ -87,15 +87,15 @@ def find_blocks(module: nn.Module) -> list[str]:
 
 
 def kinds_of_blocks(module: nn.Module, names: Sequence[str] | None = None) -> list[Block]:
-    """Blocks by kind: same classes, shapes and settings. A setting that differs in every block (its index) does not
-    make kinds. A block of several names counts under the first.
+    """Blocks by kind: same classes, shapes and settings. What differs in every block (its index, its own name) makes
+    no kinds. A block of several names counts under the first.
 
     Args:
         names: of the blocks; None for all.
     """
     shapes: dict[Any, dict[str, dict[str, str]]] = {}
     for block, name in _first_names(module, find_blocks(module) if names is None else names):
-        shapes.setdefault(_shape(block), {})[name] = _settings(block)
+        shapes.setdefault(_shape(block), {})[name] = _settings(block, name)
     kinds: dict[Any, Block] = {}
     for shape, settings in shapes.items():
         indices = _indices(list(settings.values()))
@@ -179,7 +179,6 @@ def capture_calls(module: nn.Module, kinds: list[Block], step: Callable[[], Any]
                 target.__dict__.pop("forward", None)
             else:
                 target.__dict__["forward"] = own
-        gc.collect()  # a graph that lived on would remember the shapes of parameters before they are split
     return None
 
 
@@ -282,13 +281,17 @@ def _shape(block: nn.Module) -> Any:
     return type(block), modules, parameters
 
 
-def _settings(block: nn.Module) -> dict[str, str]:
-    """What a block's modules hold besides parameters and modules, as texts that are the same for the same content."""
+def _settings(block: nn.Module, place: str) -> dict[str, str]:
+    """What a block's modules hold besides parameters and modules, as texts that are the same for the same content. In
+    them the block's own place in the model (of `net.blocks.0` at least `blocks.0`) is not told from another's."""
     found = {}
+    *_, held_by, own = ["", "", *place.split(".")]
+    itself = re.compile(rf"\b{re.escape(f'{held_by}.{own}')}\b") if held_by else None
     for name, child in block.named_modules():
         for key, value in vars(child).items():
             if key == "_buffers" or not (key.startswith("_") and key in _INTERNAL):
-                found[f"{name}.{key}"] = _content(value, 0)
+                text = _content(value, 0)
+                found[f"{name}.{key}"] = text if itself is None else itself.sub("<block>", text)
     return found
 
 

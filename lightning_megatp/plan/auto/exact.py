@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_megatp.shim.autograd import without_checkpoints
 from lightning_megatp.tensor.functions import operation_name, operation_names
+from lightning_megatp.tensor.watch import draws_random
 
 _DROPOUT = operation_names("dropout alpha_dropout feature_alpha_dropout dropout1d dropout2d dropout3d dropout_")
 _RANDOM_IN_PLACE = operation_names("bernoulli_ uniform_ normal_ random_ exponential_")
@@ -23,13 +24,23 @@ _NARROW = (torch.float32, torch.float16, torch.bfloat16)
 
 class _Exact(TorchFunctionMode):
     """Dropout keeps everything, other random numbers are one half, and what asks for a narrower float gets float64:
-    a norm that computes in float32 would hide differences below 1e-7."""
+    a norm that computes in float32 would hide differences below 1e-7.
+
+    Args:
+        draw: is told the first operand of every operation that would draw.
+    """
+
+    def __init__(self, draw: Callable[[Any], None] | None = None) -> None:
+        super().__init__()
+        self._draw = draw
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = {key: _wide(x) if key == "dtype" else x for key, x in (kwargs or {}).items()}
         name = operation_name(func)
+        if self._draw is not None and args and draws_random(name, args, kwargs):
+            self._draw(args[0])
         if name in _DROPOUT and args:
             return args[0]
         if name == "scaled_dot_product_attention":
@@ -63,6 +74,6 @@ def exact() -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def exact_in_thread() -> contextlib.AbstractContextManager[Any]:
+def exact_in_thread(draw: Callable[[Any], None] | None = None) -> contextlib.AbstractContextManager[Any]:
     """The same in a thread that a thread in `exact` waits for."""
-    return _Exact()
+    return _Exact(draw)

@@ -111,6 +111,8 @@ def _probed(
     search.gather_the_rest()
     search.convolutions(convolutions)
     outcome = search.prove(result.plan)
+    if not outcome.holds and global_sizes and not result.plan.attributes:
+        outcome = search.track(result.plan)
     if not outcome.holds:
         why = f"its parts together do not compute the same ({outcome.error})"
         return _one_by_one(BlockResult(block), tp, convolutions, why)
@@ -235,16 +237,26 @@ class _Search:
                 names = ", ".join(attribute.name for attribute in attributes)
                 self.accept(divided, f"with {names} divided")
                 return
-        tracked = {name: replace(layer, global_sizes=True) for name, layer in plan.layers.items()}
-        last = self.prove(BlockPlan(tracked))
+        tracked = _tracked(plan)
+        last = self.prove(tracked)
         if last.holds and not self.global_sizes:
             last.error = "it counts whole features, which compiled code can't do with parts of them"
         elif last.holds:
             gathers = ", ".join(last.gathers)
-            self.accept(BlockPlan(tracked), "with global sizes" + (f", gathered for {gathers}" if gathers else ""))
+            self.accept(tracked, "with global sizes" + (f", gathered for {gathers}" if gathers else ""))
             return
         for name in plan.layers:
             self.result.whole[name] = f"split, the block does not compute the same: {last.error}"
+
+    def track(self, plan: BlockPlan) -> Outcome:
+        """What holds for each region, but not for all together, as in regions inside of others: with global sizes."""
+        tracked = _tracked(plan)
+        outcome = self.prove(tracked)
+        if outcome.holds:
+            changed = [name for name, layer in tracked.layers.items() if layer != plan.layers[name]]
+            self.result.plan = tracked
+            self.result.how.update(dict.fromkeys(changed, "with global sizes"))
+        return outcome
 
     def gather_the_rest(self) -> None:
         """Layers in no region: outputs split and gathered, which is right wherever they are."""
@@ -291,6 +303,13 @@ class _Search:
                 if features % size == 0 and all(n % size == 0 for n in own):
                     shares.setdefault(features // size, tuple(n // size for n in own))
         return shares
+
+
+def _tracked(plan: BlockPlan) -> BlockPlan:
+    """With global sizes in all regions."""
+    regions = {name: layer for name, layer in plan.layers.items() if layer.style.style in ("column", "row")}
+    tracked = {name: replace(layer, global_sizes=True) for name, layer in regions.items()}
+    return BlockPlan({**plan.layers, **tracked}, plan.attributes)
 
 
 def _region_plan(candidate: Candidate) -> BlockPlan:

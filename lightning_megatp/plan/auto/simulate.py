@@ -29,7 +29,7 @@ from lightning_megatp.shim.torch import tree_leaves
 from lightning_megatp.tensor.collectives import take_ranges
 from lightning_megatp.tensor.features.layout import FeatureLayout
 from lightning_megatp.tensor.features.shard import FeatureShard, own_features
-from lightning_megatp.tensor.lineage import trace_regions
+from lightning_megatp.tensor.lineage import enters_region, trace_regions
 from lightning_megatp.tensor.shards import functions_take_whole
 
 TOLERANCE = 1e-9
@@ -113,6 +113,8 @@ class Reference:
             outcome.error = outcome.error or self._compare_outputs(rank, outcome)
         if outcome.error is None:
             outcome.error = _crossing(shards[0].outputs, shards[0].module, calls[0])
+        if outcome.error is None and any(rank.context.misplaced for rank in shards):
+            outcome.error = "random numbers are drawn for whole values and for parts of others"
         if outcome.error is None:
             _backward(shards[0].outputs, self.cotangents)
             self._compare_gradients(shards, calls, outcome)
@@ -192,7 +194,7 @@ class Ranks:
 
 
 class SimulatedContext:
-    """Stands in for a `TensorContext`: what feature shards ask of it."""
+    """Stands in for a `TensorContext`: what feature shards ask of it, and where a region of real ranks is open."""
 
     def __init__(self, ranks: Ranks, rank: int) -> None:
         self.rank, self.size = rank, ranks.size
@@ -200,10 +202,19 @@ class SimulatedContext:
         self.gathers: Counter[str] = Counter()
         self.kept_whole: set[int] = set()
         self.stream = self
+        self.open = False
+        """Whether random numbers would come from a stream of the rank's own."""
+        self.misplaced = False
+        """Whether a part of a value would draw what all ranks draw, or a whole one this rank's numbers."""
 
     def inside(self, device: torch.device) -> contextlib.AbstractContextManager[None]:
         """The random stream of a region; nothing is random here."""
         return contextlib.nullcontext()
+
+    def draw(self, x: Any) -> None:
+        """A random operation is met. Shards draw their own numbers, wherever they are."""
+        if isinstance(x, Tensor) and not isinstance(x, FeatureShard) and x.requires_grad:
+            self.misplaced |= self.open != enters_region(x)
 
 
 class SimulatedExchange:
@@ -270,7 +281,7 @@ class _Rank:
             setattr(self.module.get_submodule(attribute.module), attribute.attribute, attribute.by_rank[rank])
 
     def run(self, call: Call) -> None:
-        with exact_in_thread():
+        with exact_in_thread(self.context.draw):
             result = self.module(*call.args, **call.kwargs)
             self.left = _left(self.module)
             outputs = [*_floating(result), *self.left.values()]
@@ -308,12 +319,13 @@ class _Rank:
 
 class _Column:
     def __init__(self, layer: LayerPlan, context: SimulatedContext) -> None:
-        self.layer, self.exchange = layer, context.exchange
+        self.layer, self.context, self.exchange = layer, context, context.exchange
         size = max(stop for ranges in layer.by_rank for _, stop in ranges)
         self.layout = FeatureLayout(-1, layer.by_rank, size, context) if layer.global_sizes else None  # type: ignore[arg-type]
 
     def __call__(self, linear: ThinLinear, x: Tensor) -> Tensor:
         x = x.whole("linear") if isinstance(x, FeatureShard) else x
+        self.context.open = self.layer.style.style == "column" and self.layout is None
         y = linear.compute(self.exchange.copy(x))
         if self.layout is not None:
             return FeatureShard.wrap(y, self.layout)
@@ -324,7 +336,7 @@ class _Column:
 
 class _Row:
     def __init__(self, layer: LayerPlan, context: SimulatedContext) -> None:
-        self.layer, self.exchange = layer, context.exchange
+        self.layer, self.context, self.exchange = layer, context, context.exchange
         self.size = max(stop for ranges in layer.by_rank for _, stop in ranges)
 
     def __call__(self, linear: ThinLinear, x: Tensor) -> Tensor:
@@ -333,6 +345,7 @@ class _Row:
             x = self._split(x)
         if x.shape[-1] != length(own):
             raise ValueError(f"a row layer of {length(own)} features on this rank gets {x.shape[-1]}")
+        self.context.open = False
         y = self.exchange.reduce(linear.compute(x, bias=False))
         return y if linear.bias is None else y + linear.bias
 
