@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
@@ -146,7 +147,7 @@ class ParallelismPlugin:
             problems.append("no batch" if example is None else example.problem)
         found: list[Any] = [None, problems]
         if dist.get_rank() == 0:
-            with random_state_kept(), untouched(module):
+            with _alone(), random_state_kept(), untouched(module):
                 problems += discover(module, plan.tp, kinds, plan).problems
             found = [plan, problems]
         dist.broadcast_object_list(found, src=0)
@@ -370,6 +371,18 @@ def _used_anywhere(module: nn.Module, plan: ParallelPlan) -> set[int]:
     inside = tuple(f"{name}." for name in plan.sequences)
     named = [(plain_name(name), p) for name, p in module.named_parameters() if name not in plan.parameters]
     return {id(p) for name, p in named if not name.startswith(inside) or name.rpartition(".")[0] in plan.used_twice}
+
+
+@contextlib.contextmanager
+def _alone() -> Iterator[None]:
+    """Meanwhile this process is in no process group, as on one device: blocks that communicate by themselves (`if
+    dist.is_initialized(): ...`) don't, or fail. Nobody would answer them."""
+    world = dist.group.WORLD
+    dist.group.WORLD = None
+    try:
+        yield
+    finally:
+        dist.group.WORLD = world
 
 
 def _regions(plan: ParallelPlan) -> dict[str, Region]:

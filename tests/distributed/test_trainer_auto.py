@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
@@ -147,6 +148,23 @@ class Awkward(LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
+class Averaging(Awkward):
+    """Its blocks compare their input with the average over all devices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.feed_forwards = nn.ModuleList(Centered(*block) for block in self.feed_forwards)
+
+
+class Centered(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        mean = x.detach().mean()
+        if dist.is_initialized():
+            dist.all_reduce(mean)
+            mean /= dist.get_world_size()
+        return super().forward(x - mean)
+
+
 def fit_awkward(rank: int, world_size: int) -> tuple[list[float], int]:
     strategy: Any = "auto"
     if world_size > 1:
@@ -252,7 +270,9 @@ class Gate(nn.Module):
         return y
 
 
-def fit_losses(rank: int, world_size: int, kind: type[Factorized | Adapted], sequence: bool = True) -> list[float]:
+def fit_losses(
+    rank: int, world_size: int, kind: type[Factorized | Adapted | Averaging], sequence: bool = True
+) -> list[float]:
     strategy: Any = "auto"
     if world_size > 1:
         from lightning_megatp import MegaTPStrategy
@@ -270,7 +290,7 @@ def fit_losses(rank: int, world_size: int, kind: type[Factorized | Adapted], seq
     return module.losses
 
 
-def fit_losses_alone(kind: type[Factorized | Adapted]) -> list[float]:
+def fit_losses_alone(kind: type[Factorized | Adapted | Averaging]) -> list[float]:
     return fit_losses(0, 1, kind)
 
 
@@ -286,6 +306,13 @@ def test_adapters_in_a_region_drop_out_the_same_on_all_ranks() -> None:
         assert losses == pytest.approx(expected, rel=1e-9), "the masks of one device"
     first, second = run_ranks(2, fit_losses, Adapted, True)
     assert first == pytest.approx(second, abs=1e-12), "of tokens, each rank its own"
+
+
+def test_blocks_that_communicate_are_probed_alone() -> None:
+    """One rank looks at them, and nobody would answer."""
+    expected = run_reference(fit_losses_alone, Averaging)
+    for losses in run_ranks(2, fit_losses, Averaging, True):
+        assert losses == pytest.approx(expected, rel=1e-9)
 
 
 def evaluate(rank: int, world_size: int, what: str) -> tuple[Any, int]:
