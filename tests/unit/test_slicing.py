@@ -734,6 +734,31 @@ def test_values_may_decide_on_the_last_stage() -> None:
     torch.testing.assert_close(forward(pipe, batch)[-1][1].result, module.training_step(batch))
 
 
+class Picking(GPT):
+    """On the last stage, rows of an early value by what the model finds: how many, values tell."""
+
+    def training_step(self, batch: Any, batch_idx: int = 0) -> Any:
+        x_BLD = self.embed(batch[0])
+        early = x_BLD.square()
+        logits_BLV = self.head(self.norm(self.middle(x_BLD)))
+        loss = self.loss(logits_BLV, batch[1]) + x_BLD[logits_BLV.argmax(-1) != batch[1]].mean() + x_BLD.std()
+        return {"loss": loss, "early": early} if batch_idx == 2 else loss * early.mean() if batch_idx else loss
+
+
+def test_values_may_decide_what_is_taken_of_an_early_one() -> None:
+    torch.manual_seed(0)
+    module, batch = Picking().double(), tokens()
+    pipe = pipeline(module, batch, 2)
+    check(pipe, module, batch)
+    for batch_idx in (1, 2):
+        pipe.plans = [
+            slicer.plan(lambda x, m=each: m.training_step(x, batch_idx), batch)  # noqa: B023
+            for slicer, each in zip(pipe.slicers, pipe.modules, strict=True)
+        ]
+        with pytest.raises(SliceError, match=r"not sent to it: .* `__getitem__` \(test_slicing.*before that line"):
+            forward(pipe, batch, batch_idx=batch_idx)
+
+
 def test_shapes_inside_of_an_early_unit_may_depend_on_values() -> None:
     """It is taken to return what blocks return, hidden states; the run holds it to that."""
 
