@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_megatp.gradients.holders import REDUCES_UNUSED, Group, Holder, Root, Sharder
-from lightning_megatp.gradients.rows import DividedParameter, finds_rows, rows_of
+from lightning_megatp.gradients.rows import DividedParameter, finds_rows, load_rows, rows_of
 from lightning_megatp.gradients.units import in_several, large_units
 from lightning_megatp.gradients.writes import WriteWatch, lost_change
 from lightning_megatp.gradients.zero_options import ZeroOptions
@@ -134,6 +134,7 @@ class ZeroSharding:
         self._zero_grad = Detour(module, "zero_grad", self._clear_gradients)
         self._toggle = Detour(module, "toggle_optimizer", self._refuse_toggle)
         parallel.adopt_divided(self.parameters, self.group, roles)
+        load_rows(self.parameters)
 
     # ---------------------------------------------------------------- around steps
 

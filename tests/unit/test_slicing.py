@@ -1144,6 +1144,37 @@ def test_the_batch_may_be_changed_in_place() -> None:
     torch.testing.assert_close(result, module.training_step(copy.deepcopy(batch)))
 
 
+def test_whole_values_are_loaded_into_a_stage() -> None:
+    """As in a hook of the user's. What is wrong is wrong on all stages."""
+    torch.manual_seed(0)
+    module, batch = GPT(), tokens()
+    for i in (0, 3):
+        module.blocks[i].register_buffer("count", torch.zeros(2))
+        module.blocks[i].register_buffer("table", torch.zeros(2), persistent=False)
+    pipe = pipeline(module, batch, 2)
+    whole = {name: torch.full_like(x, 3) for name, x in module.state_dict().items()}
+    for each in pipe.modules:
+        own = copy.deepcopy(each.state_dict())
+        assert len(own) < len(whole)
+        each.load_state_dict(whole)
+        each.blocks[0].load_state_dict(module.blocks[0].state_dict())
+        held = each.state_dict()
+        assert all(torch.equal(x, whole[n]) for n, x in held.items() if not n.startswith("blocks.0."))
+        assert all(torch.equal(x, module.state_dict()[n]) for n, x in held.items() if n.startswith("blocks.0."))
+        each.load_state_dict(own)
+        assert all(torch.equal(x, own[name]) for name, x in each.state_dict().items())
+        copy.deepcopy(each).load_state_dict(whole)
+        assert all(torch.equal(x, own[name]) for name, x in each.state_dict().items())
+        for block in ("blocks.0", "blocks.3"):
+            less = {name: x for name, x in whole.items() if name != f"{block}.up.bias"}
+            wrong = {**whole, f"{block}.up.bias": torch.zeros(5)}
+            more = {**whole, f"{block}.up.scale": torch.zeros(5)}
+            for state, text in ((less, "Missing key"), (wrong, "size mismatch for"), (more, "Unexpected key")):
+                with pytest.raises(RuntimeError, match=rf"(?s){text}.*{block}.up"):
+                    each.load_state_dict(state)
+            assert each.load_state_dict(less, strict=False).missing_keys == [f"{block}.up.bias"]
+
+
 def test_a_freed_module_can_be_copied() -> None:
     module, batch = GPT(), tokens()
     pipe = pipeline(module, batch, 2)
