@@ -1,5 +1,9 @@
 """Megatron's tensor, sequence and data parallelism for an unmodified LightningModule."""
 
+# First: what is imported before decides whether typing has `int` or `float` first in the Trainer's signature, and so
+# what the CLI of Lightning 2.5 makes of a `val_check_interval` of 200.
+import lightning.pytorch  # noqa: F401
+
 from lightning_megatp.mesh import MeshShape, ParallelMesh
 from lightning_megatp.plan.shard import ShardSpec
 from lightning_megatp.plugin import ParallelismPlugin

@@ -12,12 +12,15 @@ import logging
 import pickle
 from collections.abc import Iterable
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_megatp.mesh import AXES, ParallelMesh
+from lightning_megatp.messages import warn_once_per_run
 from lightning_megatp.stopping import Stopping
 
 log = logging.getLogger(__name__)
@@ -291,6 +294,26 @@ class _Places:
             offsets.append(start)
             ends[on_cpu] = start + size
         return cls(tuple(offsets), ends[True], ends[False])
+
+
+def warn_of_lengths(batches: float, mesh: ParallelMesh, timeout: timedelta) -> None:
+    """Say so where ranks would wait for others whose data has ended.
+
+    Args:
+        batches: of this rank's loader in an epoch; inf where it does not tell.
+        mesh: all ranks.
+        timeout: how long they would.
+
+    Communication: one object all-gather over the world.
+    """
+    found = mesh.exchange(batches, *AXES)
+    least, most = min(found), max(found)
+    if least < most:
+        warn_once_per_run(
+            f"rank {found.index(least)} has {least} training batches in an epoch, and rank {found.index(most)} has"
+            f" {most}. Ranks with more will wait for those with fewer until the timeout of {timeout}. Let all loaders"
+            f" have the same length (as many samples on each rank), or use Trainer(limit_train_batches={least})."
+        )
 
 
 def _digest(batch: Any) -> bytes:

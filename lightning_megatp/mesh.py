@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -48,9 +49,15 @@ class MeshShape:
         """Fill in dp from the world size.
 
         Raises:
-            ValueError: a size below 1, or sizes whose product is not the world size.
+            ValueError: a size that is no whole number or below 1, or sizes whose product is not the world size.
         """
-        for axis, size in (("tp", tp), ("pp", pp), ("cp", cp), ("dp", 1 if dp is None else dp)):
+        given: dict[str, Any] = {"tp": tp, "pp": pp, "cp": cp, "dp": 1 if dp is None else dp}
+        for axis, size in given.items():
+            if not isinstance(size, Integral):
+                raise ValueError(
+                    f"MegaTPStrategy: {axis}={size!r} is a {type(size).__name__}, but every axis needs a whole number,"
+                    " such as 2."
+                )
             if size < 1:
                 raise ValueError(f"MegaTPStrategy: {axis}={size}, but every axis needs a size of 1 or more.")
         model = tp * pp * cp

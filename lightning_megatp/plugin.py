@@ -290,10 +290,15 @@ class ParallelismPlugin:
         linears = [plain_name(name) for name, child in module.named_modules() if type(child) is nn.Linear]
         text = (
             f"tp={tp}, but the plan splits nothing: every tensor rank holds and computes the whole model, so the"
-            f" numbers are right and nothing is saved. Give plan={{pattern: style}} for its linear layers, e.g."
-            f" {', '.join(linears[:4])}."
+            " numbers are right and nothing is saved."
         )
-        self._say(text)
+        if linears:
+            self._say(f"{text} Give plan={{pattern: style}} for its linear layers, e.g. {', '.join(linears[:4])}.")
+        else:
+            self._say(
+                f"{text} The model has no `nn.Linear`. If the plan can't name anything else (embeddings, convolutions),"
+                " use tp=1, and these devices for dp or pp."
+            )
 
     def _say(self, text: str) -> None:
         if self.strict:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
 
-from lightning_megatp.data import SameBatch
+from lightning_megatp.data import SameBatch, warn_of_lengths
 from lightning_megatp.gradients.methods import GradientMethods
 from lightning_megatp.gradients.rows import finds_rows
 from lightning_megatp.gradients.wide import widen
@@ -19,6 +20,7 @@ from lightning_megatp.recompute.offload import OffloadActivations
 class StepMethods(GradientMethods):
     """What Lightning calls for a batch. With a pipeline, its whole schedule runs within `training_step`."""
 
+    timeout: timedelta
     _same_batch: SameBatch | None
     _memory_account: MemoryAccount | None
     _random_states: list[dict[str, Any]] | None
@@ -34,6 +36,11 @@ class StepMethods(GradientMethods):
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         batch = super().batch_to_device(batch, device, dataloader_idx)
         return batch if self._same_batch is None else self._same_batch(batch)
+
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        assert self.lightning_module is not None
+        warn_of_lengths(self.lightning_module.trainer.num_training_batches, self._mesh(), self.timeout)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self.lightning_module is not None

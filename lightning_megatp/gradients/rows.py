@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Size, Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -67,6 +69,31 @@ class DividedParameter:
     def take(self, whole: Tensor) -> Tensor:
         """This rank's rows of something of the whole's shape."""
         return whole[slice(*self.rows)].clone()
+
+    def __deepcopy__(self, memo: dict[int, object]) -> DividedParameter:
+        """What a copy of the module holds is not what is trained here."""
+        return self
+
+
+def load_rows(parameters: Iterable[DividedParameter]) -> None:
+    """Let `load_state_dict` of the modules that hold them take whole values: of these, this rank's rows."""
+    by_owner: dict[nn.Module, dict[str, DividedParameter]] = {}
+    for parameter in parameters:
+        for owner, leaf in parameter.owners:
+            by_owner.setdefault(owner, {})[leaf] = parameter
+    for owner, held in by_owner.items():
+        owner.register_load_state_dict_pre_hook(functools.partial(_take_loaded, held))
+
+
+def _take_loaded(
+    held: Mapping[str, DividedParameter], module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any
+) -> None:
+    for leaf, parameter in held.items():
+        given = state_dict.get(prefix + leaf)
+        if isinstance(given, DTensor) or module._parameters.get(leaf) is not parameter.sharded:
+            continue
+        if isinstance(given, Tensor) and given.shape == parameter.shape:
+            state_dict[prefix + leaf] = parameter.as_divided(parameter.take(given).to(parameter.local))
 
 
 def rows_of(size: int, place: int, ranks: int) -> tuple[int, int]:

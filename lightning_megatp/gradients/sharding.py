@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -27,7 +26,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_megatp.gradients.holders import REDUCES_UNUSED, Group, Holder, Root, Sharder
-from lightning_megatp.gradients.rows import DividedParameter, finds_rows, rows_of
+from lightning_megatp.gradients.rows import DividedParameter, finds_rows, load_rows, rows_of
+from lightning_megatp.gradients.settle import main_dtype, refuse_hooks, settle
 from lightning_megatp.gradients.units import in_several, large_units
 from lightning_megatp.gradients.writes import WriteWatch, lost_change
 from lightning_megatp.gradients.zero_options import ZeroOptions
@@ -35,7 +35,6 @@ from lightning_megatp.mesh import ParallelMesh
 from lightning_megatp.module import ParallelModule
 from lightning_megatp.pipeline.calls import around_calls
 from lightning_megatp.pipeline.detour import Detour
-from lightning_megatp.shim.autograd import gradient_hooks
 from lightning_megatp.shim.torch import FakeTensorMode, storage_id, tensor_version
 from lightning_megatp.tensor.functions import OwnHook
 
@@ -69,13 +68,13 @@ class ZeroSharding:
         self.parallel, self.mesh, self.options = parallel, mesh, options
         module = parallel.module
         roles = parallel.roles()
-        dtype = _main_dtype(module)
+        dtype = main_dtype(module)
         whole = {
             id(p)
             for p in module.parameters()
             if p.dim() == 0 or not p.is_floating_point() or (p.requires_grad and p.dtype != dtype)
         }
-        _refuse_hooks(module)
+        refuse_hooks(module)
         attributes = {name: dict(vars(p)) for name, p in module.named_parameters()}
         self.whole = [name for name, p in module.named_parameters() if id(p) in whole]
         """Parameters that are not divided: numbers without a dim, and trained ones of another dtype than most."""
@@ -102,7 +101,8 @@ class ZeroSharding:
         in_rest = {name for name, p in module.named_parameters() if p in rest}
         self._root = Root(module, self._holders.values())
         shard(self._root, rest, False)
-        self.parameters = self._settle(in_rest)
+        groups = (*self._holders.values(), self._root)
+        self.parameters = settle(module, groups, in_rest, self._place, self.group.size(), self._first)
         for holder in self._holders.values():
             around_calls(holder.unit, holder.call)
         self.by_unit = {p.name for p in self.parameters if not p.together}
@@ -110,7 +110,7 @@ class ZeroSharding:
         for parameter in self.parameters:
             for tensor in (parameter.sharded, parameter.whole, parameter.local):
                 vars(tensor).update(attributes[parameter.name])
-        for group in (*self._holders.values(), self._root):
+        for group in groups:
             group.reduce_unused()
         self._versions = {p.name: tensor_version(p.whole) for p in self.parameters}
         self._used: set[str] = set()
@@ -134,6 +134,7 @@ class ZeroSharding:
         self._zero_grad = Detour(module, "zero_grad", self._clear_gradients)
         self._toggle = Detour(module, "toggle_optimizer", self._refuse_toggle)
         parallel.adopt_divided(self.parameters, self.group, roles)
+        load_rows(self.parameters)
 
     # ---------------------------------------------------------------- around steps
 
@@ -395,72 +396,6 @@ class ZeroSharding:
         for group in optimizer.param_groups:
             group["params"] = [divided[id(p)].sharded if id(p) in divided else p for p in group["params"]]
 
-    # ---------------------------------------------------------------- set-up
-
-    def _settle(self, in_rest: set[str]) -> list[DividedParameter]:
-        """Let FSDP2 lay out its memory: afterwards this rank's rows, and the tensors it gathers into, stay the same."""
-        module = self.parallel.module
-        groups = (*self._holders.values(), self._root)
-        for group in groups:
-            group.gather()
-            group.free()
-        resting = dict(module.named_parameters())
-        owners = _owners(module)
-        gathered: dict[str, nn.Parameter] = {}
-        for group in groups:
-            group.gather()
-            for name, ((owner, leaf), *_) in owners.items():
-                parameter = owner._parameters[leaf]
-                if parameter is not None and not isinstance(parameter, DTensor):
-                    gathered[name] = parameter
-            group.free()
-        found = []
-        for name, parameter in resting.items():
-            if isinstance(parameter, DTensor):
-                with torch.no_grad():
-                    local = nn.Parameter(parameter.to_local())
-                whole = gathered[name]
-                rows = rows_of(parameter.shape[0], self._place, self.group.size())
-                found.append(
-                    DividedParameter(name, parameter, whole, local, rows, owners[name], name in in_rest, self._first)
-                )
-        return found
-
 
 def _note(used: set[str], name: str, parameter: Tensor) -> None:
     used.add(name)
-
-
-def _refuse_hooks(module: nn.Module) -> None:
-    for name, parameter in module.named_parameters():
-        if gradient_hooks(parameter):
-            raise ValueError(
-                f"MegaTPStrategy: `{name}` has a gradient hook, and zero > 0 replaces the parameter: it would never be"
-                " called. Do it in `on_before_optimizer_step`, or use zero=0."
-            )
-
-
-def _main_dtype(module: nn.Module) -> torch.dtype:
-    """That of most trained parameters, over all stages. FSDP2 reduces the gradients of a group in one dtype.
-
-    Communication: one object all-gather over the world.
-    """
-    counts: Counter[torch.dtype] = Counter()
-    for parameter in module.parameters():
-        if parameter.requires_grad:
-            counts[parameter.dtype] += parameter.numel()
-    by_rank: list[Counter[torch.dtype]] = [Counter() for _ in range(dist.get_world_size())]
-    dist.all_gather_object(by_rank, counts)
-    total = sum(by_rank, Counter[torch.dtype]())
-    return max(total, key=lambda dtype: (total[dtype], str(dtype)), default=torch.get_default_dtype())
-
-
-def _owners(module: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
-    """Parameter name -> modules that hold it, and how they call it."""
-    names = {id(parameter): name for name, parameter in module.named_parameters()}
-    owners: dict[str, list[tuple[nn.Module, str]]] = {}
-    for child in module.modules():
-        for leaf, parameter in child._parameters.items():
-            if parameter is not None:
-                owners.setdefault(names[id(parameter)], []).append((child, leaf))
-    return owners

@@ -251,6 +251,11 @@ class BatchRun:
 
     def _root(self, loss: Tensor, microbatch: int, received: Sequence[Tensor]) -> Tensor:
         assert self.backward is not None
+        if not loss.requires_grad:
+            raise RuntimeError(
+                "MegaTPStrategy: training_step returned a loss that needs no gradient: it was made by `detach`, under"
+                " `no_grad`, or of frozen parameters alone. Return the loss with its graph."
+            )
         self.parallel.partial.trace([loss], received)
         weight = scalar(self._weights[microbatch], self.device)
         return self.backward.scale(loss * (weight / self.provisional_total).to(loss))
@@ -258,13 +263,18 @@ class BatchRun:
 
 def _loss_of(result: Any) -> Tensor:
     loss = result.get("loss") if isinstance(result, Mapping) else result
-    if not isinstance(loss, Tensor):
-        raise RuntimeError(
-            f"MegaTPStrategy: training_step returned {type(loss).__name__} instead of a loss. Under pipeline"
-            " parallelism every step needs one: all stages take part in each batch. To skip a batch, leave it out of"
-            " the data."
-        )
-    return loss
+    if isinstance(loss, Tensor) and loss.numel() == 1:
+        return loss
+    if isinstance(loss, Tensor):
+        found = f"a loss of shape {tuple(loss.shape)}: return one number, such as `loss.mean()`"
+    elif isinstance(result, Mapping) and "loss" not in result:
+        found = f"a dict without `loss` (it has {', '.join(map(str, result)) or 'nothing'})"
+    else:
+        found = f"{type(loss).__name__} instead of a loss"
+    raise RuntimeError(
+        f"MegaTPStrategy: training_step returned {found}. Under pipeline parallelism every step needs one: all stages"
+        " take part in each batch. To skip a batch, leave it out of the data."
+    )
 
 
 def returning_a_loss(step: Step) -> Step:

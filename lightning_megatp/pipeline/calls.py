@@ -13,6 +13,7 @@ from torch import nn
 
 from lightning_megatp.pipeline.running import StageMode
 from lightning_megatp.pipeline.tracing import Tracer
+from lightning_megatp.shim.lightning import around_metrics
 
 Around = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 """Runs a method with its arguments."""
@@ -153,6 +154,16 @@ def logging_replaced(loggers: Sequence[nn.Module], log: Callable[..., None]) -> 
     finally:
         for child, name, value in before:
             _put(child, name, value)
+
+
+@contextlib.contextmanager
+def metrics_apart(
+    loggers: Sequence[nn.Module], reading: Callable[[], contextlib.AbstractContextManager[None]]
+) -> Iterator[None]:
+    """Let the Trainer of modules compute the metrics that a step reads of it in a context."""
+    trainer = next((child._trainer for child in loggers if getattr(child, "_trainer", None) is not None), None)
+    with contextlib.nullcontext() if trainer is None else around_metrics(trainer, reading):
+        yield
 
 
 def _entries(unit: nn.Module) -> dict[str, Callable[..., Any]]:

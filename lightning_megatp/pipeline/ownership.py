@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_megatp.pipeline.loaded import load_own_stage
 from lightning_megatp.pipeline.snapshot import kept_by
 from lightning_megatp.shim.torch import FakeTensorMode, is_fake
 
@@ -85,6 +86,7 @@ class Ownership:
         """Let go of the parameters and buffers that belong to units of other stages only. Tied ones stay tied."""
         owners = self.of_units()
         freed: dict[int, tuple[Tensor, Tensor]] = {}
+        gone: dict[str, dict[str, torch.Size]] = {}
         for path, child in self._module.named_modules():
             for kind in _KINDS:
                 held: dict[str, Tensor | None] = child.__dict__[kind]
@@ -95,6 +97,8 @@ class Ownership:
                 }
                 if foreign:
                     self._empty(child, kind, path, foreign, freed)
+                    gone.setdefault(path, {}).update((name, child.__dict__[name].shape) for name in foreign)
+        load_own_stage(self._module, gone)
 
     def stand_in(self, name: str) -> Tensor:
         """What is there under a parameter's name: itself, or what stands for a freed one."""

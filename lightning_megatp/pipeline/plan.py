@@ -128,7 +128,9 @@ class SlicePlan:
     reads: tuple[Read, ...] = ()
     """Where the step looks at replicated values on the host, and may branch by them."""
     varies: bool = False
-    """Batches of the same signature have other texts, or arrays, by which the step may branch unseen."""
+    """Batches of the same signature have other texts, arrays or logged values, by which the step may branch unseen."""
+    ended: str = ""
+    """Where, on the last stage, the step could not be followed any more, and why."""
     _scripts: dict[int | None, Script] = field(default_factory=dict, compare=False, repr=False)
 
     def script(self, stage: int | None) -> Script:
@@ -136,6 +138,20 @@ class SlicePlan:
         if stage not in self._scripts:
             self._scripts[stage] = Script.of(self, stage)
         return self._scripts[stage]
+
+    @property
+    def why_not_sent(self) -> str:
+        """Why the last stage may lack a value of an earlier one, and what to do, for messages."""
+        if not self.ended:
+            return (
+                "when the step was planned, this was not seen, or not on this stage. What a step computes from values"
+                " of earlier stages may not depend on data or on the step's number."
+            )
+        return (
+            f"a step is followed to where it does what depends on values, which is {self.ended}. Take what is needed of"
+            " earlier stages before that line, or write it so that nothing depends on values: multiply by a mask, not"
+            " `x[mask]`; `torch.where`, not `if`."
+        )
 
     @functools.cached_property
     def early_reads(self) -> tuple[Read, ...]:

@@ -16,7 +16,6 @@ def make_plan(
     changes_batch: bool,
     leaves_ghosts: bool,
     lists_parameters: bool,
-    varies: bool,
 ) -> SlicePlan:
     """Decide what crosses each boundary.
 
@@ -27,7 +26,6 @@ def make_plan(
         changes_batch: whether the step changes tensors of the batch in place.
         leaves_ghosts: whether it leaves values of earlier stages on the module.
         lists_parameters: whether it goes through those of modules.
-        varies: whether batches of the same signature have other values than those of their tensors.
 
     Raises:
         SliceError: a stage has nothing to do, or a stage changes what others use.
@@ -62,7 +60,8 @@ def make_plan(
         changed=changed,
         clones=frozenset(tracer.values.clones),
         reads=tuple(tracer.reads),
-        varies=varies,
+        varies=tracer.varies,
+        ended=tracer.ended,
     )
 
 

@@ -54,7 +54,7 @@ class StageMode(TorchFunctionMode):
         self._instructions, self._last, self._free_after = script.instructions, script.last, script.free_after
         self._not_operations = plan.not_operations | _PROPERTIES
         self._stage, self._is_last, self._seed, self._place = stage, stage == plan.n_stages - 1, seed, place
-        self._counting = counting
+        self._counting, self._why_not_sent = counting, plan.why_not_sent
         self._received = {key: x.clone() if key in plan.clones else x for key, x in received.items()}
         self._stand_ins: dict[int, tuple[Tensor, Tensor]] = {}
         self._index = -1
@@ -114,6 +114,10 @@ class StageMode(TorchFunctionMode):
             if any(map(is_fake, tensors_in(args, kwargs))):
                 self._explain("self.log", args, kwargs, None)
             original(*args, **kwargs)
+
+    def reading_metrics(self) -> contextlib.AbstractContextManager[None]:
+        """Around what computes the Trainer's metrics, which the plan says nothing of."""
+        return contextlib.nullcontext() if self.inside else self._outside()
 
     def stood_in(self, values: Any) -> Any:
         """Nested values, with what was received for those that other stages changed in place."""
@@ -261,8 +265,7 @@ class StageMode(TorchFunctionMode):
         if any(map(is_fake, tensors_in(args, kwargs))):
             self._error = SliceError(
                 f"`{name}` ({self._place.here()}) on pipeline stage {self._stage} needs a value of another stage that"
-                " was not sent to it: when the step was planned, this operation was not seen, or not on this stage."
-                " What a step computes from values of earlier stages may not depend on data or on the step's number."
+                f" was not sent to it: {self._why_not_sent}"
             )
             raise self._error from error
 

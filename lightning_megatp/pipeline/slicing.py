@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_megatp.pipeline.calls import Interception, Switch, loggers_in, logging_replaced
+from lightning_megatp.pipeline.calls import Interception, Switch, loggers_in, logging_replaced, metrics_apart
 from lightning_megatp.pipeline.operations import StepEnded
 from lightning_megatp.pipeline.ownership import Ownership, Sizes
 from lightning_megatp.pipeline.place import Place
@@ -97,13 +97,14 @@ class Slicer:
         Raises:
             SliceError: the step can't be cut.
         """
-        batch, varies = copy.deepcopy(batch), leaves_out(batch)
+        varies, batch = leaves_out(batch), copy.deepcopy(batch)
         in_batch = tensors_of(batch)
         before = [(tensor_version(x), x.requires_grad) for x in in_batch]
         owned = self._ownership
         with self._prepared_to_plan(), owned.present(), owned.whole_as_fakes(), owned.buffers_aside():
             snapshot = Snapshot(self.module)
             tracer = self._tracer(snapshot)
+            tracer.varies = varies
             try:
                 with owned.lists_noted() as lists:
                     self._trace(tracer, step, batch)
@@ -111,7 +112,7 @@ class Slicer:
             finally:
                 snapshot.restore()
             changes_batch = before != [(tensor_version(x), x.requires_grad) for x in in_batch]
-            plan = make_plan(tracer, owned.names, self.n_stages, changes_batch, left_early, lists.any, varies)
+            plan = make_plan(tracer, owned.names, self.n_stages, changes_batch, left_early, lists.any)
             owned.learn(tracer.owners)
         return plan
 
@@ -157,7 +158,8 @@ class Slicer:
         result = mode.stood_in(result)
         if any(map(is_fake, tensors_in(result))):
             raise SliceError(
-                f"the step returned a value of another stage than the last one ({stage}), that was not sent to it."
+                f"the step returned a value of another stage than the last one ({stage}), that was not sent to it:"
+                f" {plan.why_not_sent}"
             )
         return StageRun((), result)
 
@@ -202,6 +204,7 @@ class Slicer:
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._switch.to(mode))
             stack.enter_context(logging_replaced(self._loggers, mode.log))
+            stack.enter_context(metrics_apart(self._loggers, mode.reading_metrics))
             if plan.lists_parameters:
                 stack.enter_context(self._ownership.present())
             if plan.uses_functions:
@@ -265,6 +268,7 @@ class Slicer:
             self._switch.to(tracer),
             handle_functions(tracer.function),
             logging_replaced(self._loggers, tracer.log),
+            metrics_apart(self._loggers, tracer.reading_metrics),
         ):
             result = None
             try:

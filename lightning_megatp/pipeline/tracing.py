@@ -7,6 +7,7 @@ on fakes as a whole.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -89,6 +90,10 @@ class Tracer(TorchFunctionMode):
         """Which unit's result was made up, and how the step failed after that."""
         self.error: SliceError | None = None
         """The first, which the user's code may have caught."""
+        self.ended = ""
+        """Where on the last stage the run ended before the step did, and why."""
+        self.varies = False
+        """Batches of the same signature may find something else than values of tensors: texts, what was logged."""
         self._inside: Inside | None = None
         self._transforms = False
         """An operation under torch.func runs, which may lift the transforms for its parts."""
@@ -158,6 +163,11 @@ class Tracer(TorchFunctionMode):
                 f"{by} logs from inside a module of pipeline stage {stage}; values are logged on the last stage"
                 f" ({self.last_stage}). Return the value from the module's forward, and log it in the step."
             )
+
+    def reading_metrics(self) -> contextlib.AbstractContextManager[None]:
+        """Around what computes the Trainer's metrics: the same on all stages, and no operations of the step's."""
+        self.varies = True
+        return contextlib.nullcontext() if self._inside is not None else WithoutMode(self)
 
     def consume(self, value: Any, gradient: bool, by: str) -> None:
         """The last stage needs a value: it is logged or returned."""
@@ -347,6 +357,9 @@ class Tracer(TorchFunctionMode):
                 self.misled = self.misled or f"{call.by} has shapes that depend on values, so its result was guessed"
                 return stage, guess
             if stage == self.last_stage:
+                for value in call.inputs:
+                    self._use(value, stage, call.by, [])
+                self.ended = f"{call.by}, since {error}"
                 raise StepEnded from error
             raise SliceError(
                 f"{call.by} can't be planned on pipeline stage {stage}: {error}. Values are known on the last stage"

@@ -6,6 +6,7 @@ strategy of the other (Lightning issues 20526 and 17445). So what we build on is
 
 from __future__ import annotations
 
+import functools
 import importlib
 import warnings
 from collections.abc import Callable, Iterator
@@ -156,6 +157,33 @@ def restart_loaders(trainer: Any) -> None:
     if loop._combined_loader is not None:
         loop._load_combined_loader_states()
         iter(loop._data_fetcher)
+
+
+@contextmanager
+def around_metrics(trainer: Any, context: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+    """Let a Trainer's `callback_metrics` and its kinds be read in a context. They are computed when they are read,
+    by an object under a private name (`_logger_connector`, 2.5-2.6)."""
+    connector = trainer._logger_connector
+    before: Any = type(connector)
+    connector.__class__, connector.around_reading = _reading(before), context
+    try:
+        yield
+    finally:
+        connector.__class__ = before
+        del connector.around_reading
+
+
+@functools.cache
+def _reading(kind: type) -> type:
+    def read(name: str) -> property:
+        def metrics(connector: Any) -> Any:
+            with connector.around_reading():
+                return getattr(kind, name).fget(connector)
+
+        return property(metrics)
+
+    names = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
+    return type(kind.__name__, (kind,), {name: read(name) for name in names})
 
 
 class _Later(list[Any]):

@@ -11,12 +11,19 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.utilities import grad_norm, rank_zero_only
+from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
+from lightning_megatp.gradients.whole_norms import WholeNorms
+from lightning_megatp.mesh import MeshShape, ParallelMesh
+from lightning_megatp.module import ParallelModule
+from lightning_megatp.plan.parallel_plan import ParallelPlan
+from lightning_megatp.plan.shard import ShardedTensorSpec
+from lightning_megatp.tensor.context import TensorContext
 from tests.distributed.training import PLAIN, TP2, Layout, make_trainer, run_program, train_loader
 from tests.parity.models import GPT, GPTConfig
 from tests.parity.variants import gpt_plan
-from tests.ranks import RankError
+from tests.ranks import RankError, run_ranks
 
 PP2 = Layout(pp=2, microbatches=2)
 CLIP = 0.05
@@ -304,6 +311,22 @@ def test_a_rank_without_rows_finds_the_same_norms(zero: int) -> None:
             assert ours == pytest.approx({**theirs, "loss": ours["loss"]}, rel=1e-9)
         for name, value in state.items():
             torch.testing.assert_close(value, whole[name], rtol=1e-9, atol=1e-9)
+
+
+def _by_owners(rank: int, world_size: int) -> list[float]:
+    """Two of four ranks own all of the only parameter, the others nothing of any."""
+    mesh = ParallelMesh(MeshShape(tp=world_size))
+    spec = ShardedTensorSpec("weight", (4, 3), 0, (((0, 4),), ((0, 4),), (), ()))
+    module, whole = nn.Linear(3, 4, bias=False), torch.arange(12.0).view(4, 3)
+    module.weight.data = spec.spec(rank).take(whole)
+    module.weight.grad = spec.spec(rank).take(2 * whole)
+    parallel = ParallelModule(module, ParallelPlan(tp=world_size), TensorContext(mesh.group("tp")), {"weight": spec})
+    with WholeNorms(parallel, mesh).looking("_after_closure"):
+        return [float(x.norm()) / float(whole.norm()) for x in (module.weight, module.weight.grad)]
+
+
+def test_a_rank_that_owns_nothing_finds_the_same_norms() -> None:
+    assert run_ranks(4, _by_owners) == [[pytest.approx(1), pytest.approx(2)]] * 4
 
 
 def test_hooks_of_one_rank_wait_for_nobody() -> None:

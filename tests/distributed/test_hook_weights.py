@@ -161,9 +161,10 @@ def test_what_is_about_parts_is_said(habit: str, text: str) -> None:
     assert text in said if text else not said
 
 
-def test_whole_values_are_loaded_in_a_hook() -> None:
+@pytest.mark.parametrize("layout", [{"tp": 2}, {"tp": 2, "pp": 2, "microbatches": 2}], ids=["tp2", "tp2-pp2"])
+def test_whole_values_are_loaded_in_a_hook(layout: dict[str, Any]) -> None:
     losses, _, _ = run_reference(fit_one, "loading")
-    for found, _, _ in run_ranks(2, fit, "loading", False, {"tp": 2}):
+    for found, _, _ in run_ranks(2 * layout.get("pp", 1), fit, "loading", False, layout):
         assert found == pytest.approx(losses, rel=1e-9)
 
 
@@ -173,6 +174,17 @@ def test_copies_made_before_the_split_do_not_fit() -> None:
         run_ranks(2, fit, "early copies", False, {"tp": 2})
     for text in ("`on_train_batch_end`", "`lerp_`", "(6, 8) of (11, 8)", "`tok.weight`", "in `on_fit_start`"):
         assert text in str(raised.value)
+
+
+def test_whole_values_are_loaded_to_rows() -> None:
+    expected = run_ranks(2, fit, "loading", False, {"dp": 2})
+    for zero in (1, 3):
+        for (found, *_), (losses, *_) in zip(
+            run_ranks(2, fit, "loading", False, {"dp": 2, "zero": zero}), expected, strict=True
+        ):
+            assert found == pytest.approx(losses, rel=1e-9)
+    for rank, (found, *_) in enumerate(run_ranks(4, fit, "loading", False, {"tp": 2, "dp": 2, "zero": 2})):
+        assert found == pytest.approx(expected[rank // 2][0], rel=1e-9)
 
 
 def test_rows_elsewhere_are_no_whole_parameters() -> None:

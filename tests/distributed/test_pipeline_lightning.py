@@ -657,7 +657,8 @@ class Refused(GPT):
             self.seen.append(loss.detach())
         if self.what == "mixed" and batch[0][0, 0] > 15:
             loss = loss + F.cross_entropy(loss.expand(3, 2), torch.zeros(3, dtype=torch.int64))
-        return {"none": None, "dict": {"los": loss}}.get(self.what, loss)
+        unfit = {"none": None, "dict": {"los": loss}, "vector": loss.expand(3), "detached": loss.detach()}
+        return unfit.get(self.what, loss)
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self.what == "hook":
@@ -710,7 +711,9 @@ def _refused(layout: Layout, what: str, strategy: dict[str, Any]) -> None:
         ("iterator", {}, ["`dataloader_iter`", "takes a batch"], 2),
         ("none", {}, ["returned NoneType instead of a loss", "leave it out"], 2),
         ("skip", {}, ["returned None before `", "DataLoader"], 1),
-        ("dict", {}, ["returned NoneType instead of a loss"], 2),
+        ("dict", {}, ["returned a dict without `loss` (it has los)"], 2),
+        ("vector", {}, ["returned a loss of shape (3,)", "mean"], 2),
+        ("detached", {}, ["returned a loss that needs no gradient", "detach"], 1),
         ("split", {}, ["split_batch", "at least one"], 2),
         ("reduce", {}, ["{min,max,mean,sum}"], 2),
         ("hook", {}, ["on_train_batch_end", "changes parameters", "callback"], 1),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -126,6 +127,21 @@ class Batches:
 
 def _generated(layout: Layout) -> list[Any]:
     return [batch[0] for batch in _fit(layout, Batches())]  # type: ignore[arg-type]
+
+
+def _uneven(layout: Layout) -> list[str]:
+    """As many batches as a user's own split of the data leaves to a rank."""
+    batches = 3 + 2 * int(os.environ["RANK"])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        _fit(layout, DataLoader(tokens(4 * batches), batch_size=4), max_steps=2, use_distributed_sampler=False)
+    return [str(x.message) for x in caught if "training batches" in str(x.message)]
+
+
+@pytest.mark.parametrize("layout", [TP2, DP2], ids=str)
+def test_loaders_of_different_lengths_are_said(layout: Layout) -> None:
+    ((said,), other) = run_program(layout, _uneven)
+    assert not other and all(text in said for text in ("rank 0 has 3", "rank 1 has 5", "limit_train_batches=3"))
 
 
 def _check_peers(by_rank: list[list[Tensor]], layout: Layout, batches: int) -> None:

@@ -122,15 +122,24 @@ def test_two_patterns_for_one_layer() -> None:
     _check(_errors({**GOOD, "**.head": "row_split"}), "`head`", "`**.head`", "both")
 
 
-def _strict(layout: Layout) -> None:
+class NothingToSplit(NoStep):
+    def __init__(self) -> None:
+        super().__init__()
+        del self.blocks, self.head
+
+
+def _strict(layout: Layout, kind: type[NoStep]) -> None:
     trainer = make_trainer(layout, strategy={"plan": {}, "strict": True})
-    trainer.fit(NoStep(), train_loader(layout, 1))
+    trainer.fit(kind(), train_loader(layout, 1))
 
 
-def test_strict_raises_where_a_plan_splits_nothing() -> None:
+@pytest.mark.parametrize(
+    ("kind", "text"), [(NoStep, "e.g. blocks.0.attn.qkv, blocks"), (NothingToSplit, "has no `nn.Linear`. If")]
+)
+def test_strict_raises_where_a_plan_splits_nothing(kind: type[NoStep], text: str) -> None:
     with pytest.raises(RankError) as error:
-        run_program(TP2, _strict)
-    _check([f.message for f in error.value.failures], "tp=2", "splits nothing")
+        run_program(TP2, _strict, kind)
+    _check([f.message for f in error.value.failures], "tp=2", "splits nothing", text)
 
 
 def _half(layout: Layout) -> None:

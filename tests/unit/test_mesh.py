@@ -78,6 +78,8 @@ def test_dp_fills_the_world(world_size: int, sizes: dict[str, int], expected: Me
         (8, {"dp": 0}, "dp=0, but every axis needs a size of 1 or more."),
         (8, {"pp": -1}, "pp=-1, but every axis needs a size of 1 or more."),
         (8, {"cp": 0}, "cp=0, but every axis needs a size of 1 or more."),
+        (8, {"tp": "2"}, "tp='2' is a str, but every axis needs a whole number, such as 2."),
+        (8, {"pp": 2.0}, "pp=2.0 is a float, but every axis needs a whole number, such as 2."),
     ],
 )
 def test_sizes_that_do_not_fit_the_world(world_size: int, sizes: dict[str, int], text: str) -> None:

@@ -734,6 +734,31 @@ def test_values_may_decide_on_the_last_stage() -> None:
     torch.testing.assert_close(forward(pipe, batch)[-1][1].result, module.training_step(batch))
 
 
+class Picking(GPT):
+    """On the last stage, rows of an early value by what the model finds: how many, values tell."""
+
+    def training_step(self, batch: Any, batch_idx: int = 0) -> Any:
+        x_BLD = self.embed(batch[0])
+        early = x_BLD.square()
+        logits_BLV = self.head(self.norm(self.middle(x_BLD)))
+        loss = self.loss(logits_BLV, batch[1]) + x_BLD[logits_BLV.argmax(-1) != batch[1]].mean() + x_BLD.std()
+        return {"loss": loss, "early": early} if batch_idx == 2 else loss * early.mean() if batch_idx else loss
+
+
+def test_values_may_decide_what_is_taken_of_an_early_one() -> None:
+    torch.manual_seed(0)
+    module, batch = Picking().double(), tokens()
+    pipe = pipeline(module, batch, 2)
+    check(pipe, module, batch)
+    for batch_idx in (1, 2):
+        pipe.plans = [
+            slicer.plan(lambda x, m=each: m.training_step(x, batch_idx), batch)  # noqa: B023
+            for slicer, each in zip(pipe.slicers, pipe.modules, strict=True)
+        ]
+        with pytest.raises(SliceError, match=r"not sent to it: .* `__getitem__` \(test_slicing.*before that line"):
+            forward(pipe, batch, batch_idx=batch_idx)
+
+
 def test_shapes_inside_of_an_early_unit_may_depend_on_values() -> None:
     """It is taken to return what blocks return, hidden states; the run holds it to that."""
 
@@ -1117,6 +1142,37 @@ def test_the_batch_may_be_changed_in_place() -> None:
     pipe = pipeline(module, batch, 4)
     result = forward(pipe, batch)[-1][1].result
     torch.testing.assert_close(result, module.training_step(copy.deepcopy(batch)))
+
+
+def test_whole_values_are_loaded_into_a_stage() -> None:
+    """As in a hook of the user's. What is wrong is wrong on all stages."""
+    torch.manual_seed(0)
+    module, batch = GPT(), tokens()
+    for i in (0, 3):
+        module.blocks[i].register_buffer("count", torch.zeros(2))
+        module.blocks[i].register_buffer("table", torch.zeros(2), persistent=False)
+    pipe = pipeline(module, batch, 2)
+    whole = {name: torch.full_like(x, 3) for name, x in module.state_dict().items()}
+    for each in pipe.modules:
+        own = copy.deepcopy(each.state_dict())
+        assert len(own) < len(whole)
+        each.load_state_dict(whole)
+        each.blocks[0].load_state_dict(module.blocks[0].state_dict())
+        held = each.state_dict()
+        assert all(torch.equal(x, whole[n]) for n, x in held.items() if not n.startswith("blocks.0."))
+        assert all(torch.equal(x, module.state_dict()[n]) for n, x in held.items() if n.startswith("blocks.0."))
+        each.load_state_dict(own)
+        assert all(torch.equal(x, own[name]) for name, x in each.state_dict().items())
+        copy.deepcopy(each).load_state_dict(whole)
+        assert all(torch.equal(x, own[name]) for name, x in each.state_dict().items())
+        for block in ("blocks.0", "blocks.3"):
+            less = {name: x for name, x in whole.items() if name != f"{block}.up.bias"}
+            wrong = {**whole, f"{block}.up.bias": torch.zeros(5)}
+            more = {**whole, f"{block}.up.scale": torch.zeros(5)}
+            for state, text in ((less, "Missing key"), (wrong, "size mismatch for"), (more, "Unexpected key")):
+                with pytest.raises(RuntimeError, match=rf"(?s){text}.*{block}.up"):
+                    each.load_state_dict(state)
+            assert each.load_state_dict(less, strict=False).missing_keys == [f"{block}.up.bias"]
 
 
 def test_a_freed_module_can_be_copied() -> None:

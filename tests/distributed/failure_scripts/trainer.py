@@ -51,7 +51,8 @@ class Struck(LightningModule):
 
 if __name__ == "__main__":
     saving = {"checkpoint": FORM[0], "async_save": FORM[0] == "folder"} if FORM else {}
-    keep = ModelCheckpoint(FOLDER, every_n_train_steps=2, save_top_k=-1, save_last=True, save_on_exception=bool(FORM))
+    also = {"save_on_exception": True} if FORM else {}  # Lightning 2.5 has none
+    keep = ModelCheckpoint(FOLDER, every_n_train_steps=2, save_top_k=-1, save_last=True, **also)
     trainer = Trainer(
         accelerator="cpu",
         devices=2,

@@ -1,0 +1,90 @@
+"""Before and while the parameters of a module are divided: what is refused, and where FSDP2 puts them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from lightning_megatp.gradients.holders import Group
+from lightning_megatp.gradients.rows import DividedParameter, rows_of
+from lightning_megatp.shim.autograd import gradient_hooks
+
+
+def settle(
+    module: nn.Module, groups: Sequence[Group], in_rest: set[str], place: int, ranks: int, first_copy: bool
+) -> list[DividedParameter]:
+    """Let FSDP2 lay out its memory: afterwards this rank's rows, and the tensors it gathers into, stay the same.
+
+    Args:
+        module: whose parameters are FSDP2's by now.
+        groups: that gather them, the root last.
+        in_rest: names of those that the root gathers.
+        place: this rank's among those that hold different rows.
+        ranks: how many these are.
+        first_copy: whether this rank saves its rows, and not one with the same.
+    """
+    for group in groups:
+        group.gather()
+        group.free()
+    resting = dict(module.named_parameters())
+    owners = _owners(module)
+    gathered: dict[str, nn.Parameter] = {}
+    for group in groups:
+        group.gather()
+        for name, ((owner, leaf), *_) in owners.items():
+            parameter = owner._parameters[leaf]
+            if parameter is not None and not isinstance(parameter, DTensor):
+                gathered[name] = parameter
+        group.free()
+    found = []
+    for name, parameter in resting.items():
+        if isinstance(parameter, DTensor):
+            with torch.no_grad():
+                local = nn.Parameter(parameter.to_local())
+            rows = rows_of(parameter.shape[0], place, ranks)
+            whole, together = gathered[name], name in in_rest
+            found.append(DividedParameter(name, parameter, whole, local, rows, owners[name], together, first_copy))
+    return found
+
+
+def refuse_hooks(module: nn.Module) -> None:
+    """Raises:
+    ValueError: a parameter has a gradient hook.
+    """
+    for name, parameter in module.named_parameters():
+        if gradient_hooks(parameter):
+            raise ValueError(
+                f"MegaTPStrategy: `{name}` has a gradient hook, and zero > 0 replaces the parameter: it would never be"
+                " called. Do it in `on_before_optimizer_step`, or use zero=0."
+            )
+
+
+def main_dtype(module: nn.Module) -> torch.dtype:
+    """That of most trained parameters, over all stages. FSDP2 reduces the gradients of a group in one dtype.
+
+    Communication: one object all-gather over the world.
+    """
+    counts: Counter[torch.dtype] = Counter()
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            counts[parameter.dtype] += parameter.numel()
+    by_rank: list[Counter[torch.dtype]] = [Counter() for _ in range(dist.get_world_size())]
+    dist.all_gather_object(by_rank, counts)
+    total = sum(by_rank, Counter[torch.dtype]())
+    return max(total, key=lambda dtype: (total[dtype], str(dtype)), default=torch.get_default_dtype())
+
+
+def _owners(module: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
+    """Parameter name -> modules that hold it, and how they call it."""
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    owners: dict[str, list[tuple[nn.Module, str]]] = {}
+    for child in module.modules():
+        for leaf, parameter in child._parameters.items():
+            if parameter is not None:
+                owners.setdefault(names[id(parameter)], []).append((child, leaf))
+    return owners
