@@ -98,9 +98,11 @@ class BuildingMethods(Parts):
         """Make what this rank holds of a module, as far as it was recorded; let come what waits."""
         if self._building is not None:
             self._building.materialize(module, self._parallel().own_spec, self.root_device, without)
-        for parameter in module.parameters() if self._waiting else ():
-            if self._waiting.pop(id(parameter), None) is not None:
-                parameter.data = parameter.data.to(self.root_device)
+        if self._waiting:
+            with weights_of_recurrent_layers_renewed(module):
+                for parameter in module.parameters():
+                    if self._waiting.pop(id(parameter), None) is not None:
+                        parameter.data = parameter.data.to(self.root_device)
 
     def _materialize_units(self, parallel: ParallelModule) -> None:
         """Make, unit by unit, what this rank holds of the parameters that were recorded; or let them come."""

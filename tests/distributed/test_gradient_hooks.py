@@ -14,12 +14,6 @@ from lightning.pytorch.utilities import grad_norm, rank_zero_only
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
-from lightning_megatp.gradients.whole_norms import WholeNorms
-from lightning_megatp.mesh import MeshShape, ParallelMesh
-from lightning_megatp.module import ParallelModule
-from lightning_megatp.plan.parallel_plan import ParallelPlan
-from lightning_megatp.plan.shard import ShardedTensorSpec
-from lightning_megatp.tensor.context import TensorContext
 from tests.distributed.training import PLAIN, TP2, Layout, make_trainer, run_program, train_loader
 from tests.parity.models import GPT, GPTConfig
 from tests.parity.variants import gpt_plan
@@ -315,6 +309,13 @@ def test_a_rank_without_rows_finds_the_same_norms(zero: int) -> None:
 
 def _by_owners(rank: int, world_size: int) -> list[float]:
     """Two of four ranks own all of the only parameter, the others nothing of any."""
+    from lightning_megatp.gradients.whole_norms import WholeNorms
+    from lightning_megatp.mesh import MeshShape, ParallelMesh
+    from lightning_megatp.module import ParallelModule
+    from lightning_megatp.plan.parallel_plan import ParallelPlan
+    from lightning_megatp.plan.shard import ShardedTensorSpec
+    from lightning_megatp.tensor.context import TensorContext
+
     mesh = ParallelMesh(MeshShape(tp=world_size))
     spec = ShardedTensorSpec("weight", (4, 3), 0, (((0, 4),), ((0, 4),), (), ()))
     module, whole = nn.Linear(3, 4, bias=False), torch.arange(12.0).view(4, 3)
