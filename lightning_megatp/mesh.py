@@ -7,7 +7,8 @@ Source: Megatron-LM's order of axes (Narayanan et al. 2021, section 3).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from numbers import Integral
@@ -284,3 +285,15 @@ class ParallelMesh:
                 " ".join(map(str, ranks)),
             )
         return table
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """Meanwhile this process has no default process group, as on one device: code that communicates by itself (`if
+    dist.is_initialized(): ...`) doesn't, or fails. The other ranks would not answer."""
+    world = dist.group.WORLD
+    dist.group.WORLD = None
+    try:
+        yield
+    finally:
+        dist.group.WORLD = world

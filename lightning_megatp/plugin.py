@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_megatp.building.building import Building
 from lightning_megatp.example import Example, untouched
-from lightning_megatp.mesh import ParallelMesh
+from lightning_megatp.mesh import ParallelMesh, alone
 from lightning_megatp.messages import warn_once_per_run
 from lightning_megatp.module import ParallelModule
 from lightning_megatp.pipeline.build import used_beside
@@ -147,7 +146,7 @@ class ParallelismPlugin:
             problems.append("no batch" if example is None else example.problem)
         found: list[Any] = [None, problems]
         if dist.get_rank() == 0:
-            with _alone(), random_state_kept(), untouched(module):
+            with alone(), random_state_kept(), untouched(module):
                 problems += discover(module, plan.tp, kinds, plan).problems
             found = [plan, problems]
         dist.broadcast_object_list(found, src=0)
@@ -376,18 +375,6 @@ def _used_anywhere(module: nn.Module, plan: ParallelPlan) -> set[int]:
     inside = tuple(f"{name}." for name in plan.sequences)
     named = [(plain_name(name), p) for name, p in module.named_parameters() if name not in plan.parameters]
     return {id(p) for name, p in named if not name.startswith(inside) or name.rpartition(".")[0] in plan.used_twice}
-
-
-@contextlib.contextmanager
-def _alone() -> Iterator[None]:
-    """Meanwhile this process is in no process group, as on one device: blocks that communicate by themselves (`if
-    dist.is_initialized(): ...`) don't, or fail. Nobody would answer them."""
-    world = dist.group.WORLD
-    dist.group.WORLD = None
-    try:
-        yield
-    finally:
-        dist.group.WORLD = world
 
 
 def _regions(plan: ParallelPlan) -> dict[str, Region]:

@@ -130,12 +130,8 @@ class FirstBatch:
 
 def _copy(module: Any) -> Any:
     """A copy that has the same trainer, and logs nothing."""
-    trainer, module._trainer = module._trainer, None
-    try:
-        copied = copy.deepcopy(module, dict(computed_tensors(module)))
-    finally:
-        module._trainer = trainer
-    copied._trainer = trainer
+    copied = copy.deepcopy(module, dict(computed_tensors(module)))
+    copied.trainer = module.trainer  # Lightning leaves it out of copies
     copied.log = copied.log_dict = lambda *args, **kwargs: None
     return copied
 

@@ -31,7 +31,7 @@ from lightning_megatp.mesh import TALKING
 from lightning_megatp.messages import warn_once_per_run
 from lightning_megatp.pipeline.detour import Detour
 from lightning_megatp.randomness import gather_random_states
-from lightning_megatp.shim.lightning import default_store
+from lightning_megatp.shim.lightning import default_store, trainer_of
 
 
 class CheckpointMethods(LoadingMethods):
@@ -270,7 +270,7 @@ class CheckpointMethods(LoadingMethods):
         return self._interrupted() and not (self._after_exception is not None and self._after_exception.together)
 
     def _interrupted(self) -> bool:
-        trainer = getattr(self.lightning_module, "_trainer", None)
+        trainer = trainer_of(self.lightning_module)
         return trainer is not None and bool(trainer.interrupted)
 
 

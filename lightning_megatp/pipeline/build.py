@@ -14,7 +14,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from lightning_megatp.example import Example
-from lightning_megatp.mesh import ParallelMesh
+from lightning_megatp.mesh import ParallelMesh, alone
 from lightning_megatp.metrics import LastStageMetrics
 from lightning_megatp.module import ParallelModule
 from lightning_megatp.pipeline.executor import Executor, Links, connect, lanes
@@ -248,7 +248,8 @@ def _in_order(
         return UnitsOfStep(units)
     batch = apply_to_collection(example.batch, Tensor, lambda x: x.to(device))
     try:
-        return units_of_step(module, units, example.bare_step, batch, sizes, device)
+        with alone():  # of a step's own messages those of fakes would not be sent, and the others so
+            return units_of_step(module, units, example.bare_step, batch, sizes, device)
     except Exception:
         return UnitsOfStep(units)  # what keeps the step from being looked at is told when the first batch is planned
 

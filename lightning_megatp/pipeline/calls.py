@@ -13,7 +13,7 @@ from torch import nn
 
 from lightning_megatp.pipeline.running import StageMode
 from lightning_megatp.pipeline.tracing import Tracer
-from lightning_megatp.shim.lightning import around_metrics
+from lightning_megatp.shim.lightning import around_metrics, trainer_of
 
 Around = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 """Runs a method with its arguments."""
@@ -161,7 +161,7 @@ def metrics_apart(
     loggers: Sequence[nn.Module], reading: Callable[[], contextlib.AbstractContextManager[None]]
 ) -> Iterator[None]:
     """Let the Trainer of modules compute the metrics that a step reads of it in a context."""
-    trainer = next((child._trainer for child in loggers if getattr(child, "_trainer", None) is not None), None)
+    trainer = next(filter(None, map(trainer_of, loggers)), None)
     with contextlib.nullcontext() if trainer is None else around_metrics(trainer, reading):
         yield
 

@@ -29,6 +29,7 @@ from lightning_megatp.plan.parallel_plan import ParallelPlan
 from lightning_megatp.plugin import ParallelismPlugin
 from lightning_megatp.recompute.blocks import recompute_blocks
 from lightning_megatp.recompute.options import RecomputeOptions
+from lightning_megatp.shim.lightning import trainer_of
 from lightning_megatp.shim.torch import DisableTorchFunctionSubclass, FakeTensorMode, storage_id, tree_leaves, tree_map
 from lightning_megatp.tensor.context import TensorContext
 from lightning_megatp.tensor.features.layout import FeatureLayout
@@ -227,8 +228,8 @@ def _copy(module: Any, make: Callable[[str, Tensor], Tensor]) -> Any:
     for name, buffer in module.named_buffers():
         memo[id(buffer)] = make(name, buffer)
     made = copy.deepcopy(module, memo)
-    if getattr(module, "_trainer", None) is not None:
-        made.trainer = module.trainer  # Lightning leaves it out of copies
+    if (trainer := trainer_of(module)) is not None:
+        made.trainer = trainer  # Lightning leaves it out of copies
     return made
 
 

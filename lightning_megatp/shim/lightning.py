@@ -159,6 +159,11 @@ def restart_loaders(trainer: Any) -> None:
         iter(loop._data_fetcher)
 
 
+def trainer_of(module: Any) -> Any:
+    """A LightningModule's Trainer, None if it has none: the public property raises then (`_trainer`, 2.5-2.6)."""
+    return getattr(module, "_trainer", None)
+
+
 @contextmanager
 def around_metrics(trainer: Any, context: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
     """Let a Trainer's `callback_metrics` and its kinds be read in a context. They are computed when they are read,
