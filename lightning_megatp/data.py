@@ -12,7 +12,6 @@ import logging
 import pickle
 from collections.abc import Iterable
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -296,13 +295,12 @@ class _Places:
         return cls(tuple(offsets), ends[True], ends[False])
 
 
-def warn_of_lengths(batches: float, mesh: ParallelMesh, timeout: timedelta) -> None:
+def warn_of_lengths(batches: float, mesh: ParallelMesh) -> None:
     """Say so where ranks would wait for others whose data has ended.
 
     Args:
         batches: of this rank's loader in an epoch; inf where it does not tell.
         mesh: all ranks.
-        timeout: how long they would.
 
     Communication: one object all-gather over the world.
     """
@@ -311,8 +309,8 @@ def warn_of_lengths(batches: float, mesh: ParallelMesh, timeout: timedelta) -> N
     if least < most:
         warn_once_per_run(
             f"rank {found.index(least)} has {least} training batches in an epoch, and rank {found.index(most)} has"
-            f" {most}. Ranks with more will wait for those with fewer until the timeout of {timeout}. Let all loaders"
-            f" have the same length (as many samples on each rank), or use Trainer(limit_train_batches={least})."
+            f" {most}. Ranks with more will wait for those with fewer until the timeout of {mesh.timeout}. Let all"
+            f" loaders have the same length (as many samples on each rank), or use Trainer(limit_train_batches={least})."
         )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -20,7 +19,6 @@ from lightning_megatp.recompute.offload import OffloadActivations
 class StepMethods(GradientMethods):
     """What Lightning calls for a batch. With a pipeline, its whole schedule runs within `training_step`."""
 
-    timeout: timedelta
     _same_batch: SameBatch | None
     _memory_account: MemoryAccount | None
     _random_states: list[dict[str, Any]] | None
@@ -40,7 +38,7 @@ class StepMethods(GradientMethods):
     def on_train_start(self) -> None:
         super().on_train_start()
         assert self.lightning_module is not None
-        warn_of_lengths(self.lightning_module.trainer.num_training_batches, self._mesh(), self.timeout)
+        warn_of_lengths(self.lightning_module.trainer.num_training_batches, self._mesh())
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self.lightning_module is not None

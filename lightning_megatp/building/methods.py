@@ -66,7 +66,7 @@ class BuildingMethods(Parts):
     def _hold_back(self, module: nn.Module) -> None:
         """Let the parameters of units wait, where stages or data-parallel ranks will share them."""
         shares = self.pp > 1 or (self.zero.level == 3 and self._mesh().size("dp") > 1)
-        if shares and self._building is None and self.root_device.type != "cpu":
+        if shares and self.root_device.type != "cpu":
             inside = (p for unit in find_units(module) for p in module.get_submodule(unit).parameters())
             self._waiting = {id(p): p for p in inside if p.device.type == "cpu"}
 

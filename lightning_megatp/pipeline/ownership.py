@@ -226,12 +226,12 @@ class Ownership:
 
     def _fake(self, x: Tensor, shape: torch.Size) -> Tensor:
         """What stands for a tensor; for an absent one, as it will be on the device."""
-        if not self._is_absent(x) and x.shape == shape:
+        absent = self._is_absent(x)
+        if not absent and x.shape == shape:
             fake: Tensor = self._fake_mode.from_tensor(x)
             return fake
-        device: Any = x.device
-        if self._is_absent(x):
-            device = self._device or getattr(self._module, "device", "cpu")
+        expected: Any = self._device or getattr(self._module, "device", "cpu")
+        device = expected if absent else x.device
         stride = x.stride() if x.shape == shape else torch.empty(shape, device="meta").stride()
         with self._fake_mode:
             like = torch.empty_strided(shape, stride, dtype=x.dtype, device=device)

@@ -54,7 +54,7 @@ class StageMode(TorchFunctionMode):
         self._instructions, self._last, self._free_after = script.instructions, script.last, script.free_after
         self._not_operations = plan.not_operations | _PROPERTIES
         self._stage, self._is_last, self._seed, self._place = stage, stage == plan.n_stages - 1, seed, place
-        self._counting, self._why_not_sent = counting, plan.why_not_sent
+        self._counting, self._plan = counting, plan
         self._received = {key: x.clone() if key in plan.clones else x for key, x in received.items()}
         self._stand_ins: dict[int, tuple[Tensor, Tensor]] = {}
         self._index = -1
@@ -265,7 +265,7 @@ class StageMode(TorchFunctionMode):
         if any(map(is_fake, tensors_in(args, kwargs))):
             self._error = SliceError(
                 f"`{name}` ({self._place.here()}) on pipeline stage {self._stage} needs a value of another stage that"
-                f" was not sent to it: {self._why_not_sent}"
+                f" was not sent to it: {self._plan.why_not_sent}"
             )
             raise self._error from error
 
