@@ -310,7 +310,8 @@ def warn_of_lengths(batches: float, mesh: ParallelMesh) -> None:
         warn_once_per_run(
             f"rank {found.index(least)} has {least} training batches in an epoch, and rank {found.index(most)} has"
             f" {most}. Ranks with more will wait for those with fewer until the timeout of {mesh.timeout}. Let all"
-            f" loaders have the same length (as many samples on each rank), or use Trainer(limit_train_batches={least})."
+            " loaders have the same length (as many samples on each rank), or use"
+            f" Trainer(limit_train_batches={least})."
         )
 
 
