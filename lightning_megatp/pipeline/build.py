@@ -125,9 +125,9 @@ def build_pipeline(
     costs = unit_costs(parallel.module, units, parallel.whole_size) | dict.fromkeys(found.idle, 0.0)
     stage_of_unit = None
     if options.stages is None:
-        stage_of_unit = _with_twins(parallel, units, schedule.stages, costs, example, mesh.device)
+        stage_of_unit = _with_twins(parallel, found, schedule.stages, costs, example, mesh.device)
     if stage_of_unit is None:
-        stage_of_unit = assign(units, schedule.stages, costs, options.stages)
+        stage_of_unit = assign(units, schedule.stages, costs, options.stages, found.together)
     sizes = _stage_sizes(parallel, stage_of_unit, schedule.stages)
     deferred = parallel.context.deferred
     compiled = _put_off(parallel, units, schedule)
@@ -187,7 +187,7 @@ def units_in_use(parallel: ParallelModule, example: Example | None, device: torc
 
 def _with_twins(
     parallel: ParallelModule,
-    units: Sequence[str],
+    step: UnitsOfStep,
     n_stages: int,
     costs: Mapping[str, float],
     example: Example | None,
@@ -195,12 +195,14 @@ def _with_twins(
 ) -> dict[str, int] | None:
     """Unit -> stage, in the order of the units; averaged copies beside what they are copies of. None if there are none:
     frozen units of the same shapes may also be what the trained ones read, and then data would flow backward."""
+    units = step.order
     twins = frozen_twins(parallel.module, units, parallel.whole_shape)
     leaders = [unit for unit in units if unit not in twins]
     if not twins or len(leaders) < n_stages:
         return None
     both = {unit: costs[unit] + sum(costs[twin] for twin in twins if twins[twin] == unit) for unit in leaders}
-    found = assign(leaders, n_stages, both)
+    together = [pair for pair in step.together if twins.keys().isdisjoint(pair)]
+    found = assign(leaders, n_stages, both, together=together)
     stage_of_unit = {unit: found[twins.get(unit, unit)] for unit in units}
     return stage_of_unit if _flows_forward(parallel, stage_of_unit, n_stages, example, device) else None
 

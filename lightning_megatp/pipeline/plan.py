@@ -115,8 +115,8 @@ class SlicePlan:
     """Functions that only ask for shapes, dtypes, modes, or values of the batch."""
     lists_parameters: bool
     """The step goes through the parameters of modules."""
-    touched: frozenset[str]
-    """The names of the units' parameters and buffers that operations between units take."""
+    touched: Mapping[str, int]
+    """The names of the units' parameters and buffers that operations between units take, and which is the first."""
     changes_batch: bool
     """The step changes tensors of the batch in place."""
     leaves_ghosts: bool

@@ -53,7 +53,7 @@ def make_plan(
         glue=glue,
         not_operations=frozenset(tracer.not_operations),
         lists_parameters=lists_parameters,
-        touched=frozenset(names[i] for i in tracer.touched if i in names),
+        touched={names[i]: first for i, first in tracer.touched.items() if i in names},
         changes_batch=changes_batch,
         leaves_ghosts=leaves_ghosts,
         uses_functions=tracer.uses_functions,

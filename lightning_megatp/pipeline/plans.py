@@ -112,10 +112,10 @@ class Plans:
             self._shared.add(Shared.of(name, self._slicer.stand_in(name)))
 
     def _check_touched(self, plan: SlicePlan) -> None:
-        split = sorted(plan.touched & self._parallel.plan.parameters.keys()) if self._mesh.size("tp") > 1 else []
+        split = sorted(plan.touched.keys() & self._parallel.plan.parameters.keys()) if self._mesh.size("tp") > 1 else []
         if split:
             raise SliceError(used_outside(split[0]))
-        apart = sorted(plan.touched & self._parallel.sharding.by_unit) if self._parallel.sharding is not None else []
+        apart = sorted(plan.touched.keys() & self._parallel.sharding.by_unit) if self._parallel.sharding is not None else []
         if apart:
             raise SliceError(
                 f"the step uses `{apart[0]}` outside of its own module, and no batch could be looked at before training"

@@ -81,8 +81,8 @@ class Tracer(TorchFunctionMode):
         self.operations: list[Operation] = []
         self.not_operations: set[Any] = set()
         self.reads: list[Read] = []
-        self.touched: set[int] = set()
-        """id() of the units' parameters and buffers that operations between units take."""
+        self.touched: dict[int, int] = {}
+        """id() of the units' parameters and buffers that operations between units take -> the first of these."""
         self.uses_functions = False
         self.guessed = False
         """A metric's result was made up: from there on the step may fail for that."""
@@ -484,4 +484,4 @@ class Tracer(TorchFunctionMode):
         self.values.use(value, stage, by, made)
         if stage is not None and id(value.tensor) in self.owners and value.key is None:
             self.owners[id(value.tensor)].add(stage)
-            self.touched.add(id(value.tensor))
+            self.touched.setdefault(id(value.tensor), len(self.operations))

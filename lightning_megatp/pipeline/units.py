@@ -42,6 +42,7 @@ def assign(
     n_stages: int,
     cost: Mapping[str, float],
     stages: Sequence[Sequence[str]] | None = None,
+    together: Sequence[tuple[str, str]] = (),
 ) -> dict[str, int]:
     """Spread units over stages.
 
@@ -52,6 +53,8 @@ def assign(
         n_stages: how many stages.
         cost: of each unit: its time, or number of parameters.
         stages: the user's own choice instead: for each stage its units, as names or patterns (`blocks.[0-3]`).
+        together: pairs of units that need one stage, and all in between with them, if that leaves something to every
+            stage.
 
     Returns:
         Unit name -> stage.
@@ -67,9 +70,24 @@ def assign(
             f" {', '.join(units) or 'none'}. Use fewer stages (pp * virtual_stages), or name smaller modules by"
             " `stages=[[...], ...]`."
         )
-    starts = _balance([cost[unit] for unit in units], n_stages)
-    bounds = [*starts, len(units)]
-    return {unit: s for s in range(n_stages) for unit in units[bounds[s] : bounds[s + 1]]}
+    runs = _runs(units, together)
+    if len(runs) < n_stages:
+        runs = [[unit] for unit in units]
+    bounds = [*_balance([sum(cost[unit] for unit in run) for run in runs], n_stages), len(runs)]
+    return {unit: s for s in range(n_stages) for run in runs[bounds[s] : bounds[s + 1]] for unit in run}
+
+
+def _runs(units: Sequence[str], together: Sequence[tuple[str, str]]) -> list[list[str]]:
+    """The units, in their order, with no cut between those that belong together."""
+    place = {unit: i for i, unit in enumerate(units)}
+    joined = {i for first, last in together for i in range(place[first] + 1, place[last] + 1)}
+    runs: list[list[str]] = []
+    for i, unit in enumerate(units):
+        if i in joined:
+            runs[-1].append(unit)
+        else:
+            runs.append([unit])
+    return runs
 
 
 def frozen_twins(

@@ -123,6 +123,31 @@ class Auxiliary(Zoo):
         return F.cross_entropy(self.head(h).flatten(0, 1), y.flatten()) + 0.3 * side
 
 
+class SeveralTokensAhead(Zoo):
+    """Its norm and its head also take what the modules behind them make (as DeepSeek-V3's), and the embedding is used
+    again there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(20, 16)
+        self.blocks = nn.ModuleList(Block(GPTConfig()) for _ in range(2))
+        self.norm, self.head = nn.LayerNorm(16), nn.Linear(16, 20)
+        self.ahead = nn.ModuleList(
+            nn.ModuleDict({"join": nn.Linear(32, 16), "block": Block(GPTConfig())}) for _ in range(2)
+        )
+
+    def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        x, y = batch
+        h = self.embed(x)
+        for block in self.blocks:
+            h = block(h)
+        loss = F.cross_entropy(self.head(self.norm(h)).transpose(1, 2), y)
+        for i, ahead in enumerate(self.ahead, 1):
+            h = ahead["block"](ahead["join"](torch.cat([h[:, :-1], self.embed(x[:, i:])], -1)))
+            loss = loss + 0.3 * F.cross_entropy(self.head(self.norm(h)).transpose(1, 2), y[:, i:])
+        return loss
+
+
 class TwoInputs(Zoo):
     """A dict of several tensors, strings and numbers; positions, a mask and a bias computed outside of all modules."""
 
@@ -279,6 +304,7 @@ ZOO: dict[str, Entry] = {
     "unet": Entry(UNet, _images),
     "encoder_decoder": Entry(EncoderDecoder, _tokens),
     "auxiliary": Entry(Auxiliary, _tokens),
+    "several_tokens_ahead": Entry(SeveralTokensAhead, _tokens),
     "lengths": Entry(Auxiliary, _tokens, _shorter),
     "two_inputs": Entry(TwoInputs, _padded),
     "resnet": Entry(ResNet, _images),

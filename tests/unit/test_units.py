@@ -114,6 +114,21 @@ def test_execution_order() -> None:
     assert "forward" not in module.blocks[0].__dict__
 
 
+def test_a_unit_of_which_only_a_parameter_is_used_is_where_that_is() -> None:
+    class Late(GPT):
+        def __init__(self) -> None:
+            super().__init__()
+            self.places = nn.Embedding(64, 8)
+
+        def embed(self, ids: torch.Tensor) -> torch.Tensor:
+            return self.tokens(ids) + self.places.weight[: ids.shape[1]]
+
+    module = Late()
+    found = units_of_step(module, find_units(module), module.training_step, tokens())
+    assert found.order == ["tokens", "places", *(f"blocks.{i}" for i in range(4)), "norm", "head"]
+    assert found.idle == {"places"}
+
+
 def test_units_that_are_never_called_are_opened_where_their_parts_are() -> None:
     class Holder(nn.Module):
         def __init__(self) -> None:
@@ -154,6 +169,23 @@ def test_the_costliest_stage_costs_least() -> None:
 def test_fewer_units_than_stages() -> None:
     with pytest.raises(ValueError, match=r"3 pipeline stages need at least as many units, and the model has 2: a, b\."):
         assign(["a", "b"], 3, {"a": 1, "b": 1})
+
+
+def test_units_that_belong_together_share_a_stage() -> None:
+    costs = {"a": 1, "b": 1, "c": 5, "d": 1, "e": 1, "f": 5}
+    assert list(assign(list(costs), 3, costs).values()) == [0, 0, 1, 1, 2, 2]
+    assert list(assign(list(costs), 3, costs, together=[("b", "c"), ("c", "d")]).values()) == [0, 1, 1, 1, 2, 2]
+    assert list(assign(list(costs), 2, costs, together=[("a", "f")]).values()) == [0, 0, 0, 1, 1, 1], "can't be"
+
+
+def test_what_takes_what_later_units_make() -> None:
+    class Again(GPT):
+        def middle(self, x: torch.Tensor) -> torch.Tensor:
+            return self.blocks[1](self.blocks[2](super().middle(x)))
+
+    module = Again()
+    found = units_of_step(module, find_units(module), module.training_step, tokens())
+    assert found.together == [("blocks.2", "blocks.3"), ("blocks.1", "blocks.3")]
 
 
 def test_chosen_stages() -> None:
