@@ -576,6 +576,37 @@ def images() -> tuple[Tensor, Tensor]:
     return torch.randn(4, 3, 8, 8, dtype=torch.double), torch.randint(0, CLASSES, (4,))
 
 
+class Gate(nn.Module):
+    """Makes a distribution inside of a unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x_BLD: Tensor) -> Tensor:
+        return x_BLD * torch.distributions.Bernoulli(logits=self.up(x_BLD)).mean
+
+
+class Distributed(GPT):
+    """Makes distributions of what early and late units make; torch looks at the values of their parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gates = nn.ModuleList(Gate() for _ in range(2))
+
+    def middle(self, x_BLD: Tensor) -> Tensor:
+        def normal(y_BLD: Tensor) -> torch.distributions.Normal:
+            return torch.distributions.Normal(y_BLD, F.softplus(y_BLD))
+
+        prior = normal(self.gates[0](self.blocks[0](x_BLD)))
+        posterior = normal(self.gates[1](self.blocks[3](prior.mean)))
+        self.divergence = torch.distributions.kl_divergence(posterior, prior).mean()
+        return self.blocks[2](self.blocks[1](posterior.mean)) + posterior.stddev
+
+    def training_step(self, batch: Any, batch_idx: int = 0) -> Any:
+        return super().training_step(batch) + self.divergence
+
+
 CASES = {
     "gpt": Case(GPT, tokens),
     "tied": Case(lambda: GPT(tied=True), tokens),
@@ -589,6 +620,7 @@ CASES = {
     "in place": Case(InPlace, tokens),
     "in place, into one tensor": Case(Buffered, tokens),
     "in place, by units": Case(InPlaceUnits, tokens),
+    "distributions": Case(Distributed, tokens),
     "autograd function": Case(WithFunction, tokens),
     "checkpointed": Case(Checkpointed, tokens),
     "checkpointed closure": Case(CheckpointedClosure, tokens),

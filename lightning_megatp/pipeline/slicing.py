@@ -34,7 +34,7 @@ from lightning_megatp.pipeline.values import Values
 from lightning_megatp.pipeline.weights import TargetCount
 from lightning_megatp.shim.autograd import checkpoints_ended, handle_functions
 from lightning_megatp.shim.compiler import uncompiled
-from lightning_megatp.shim.torch import FakeTensorMode, is_fake, tensor_version
+from lightning_megatp.shim.torch import FakeTensorMode, distributions_not_validated, is_fake, tensor_version
 
 Step = Callable[[Any], Any]
 """A user's step on one batch, in the contexts it runs in (autocast)."""
@@ -203,6 +203,7 @@ class Slicer:
         """Let a mode decide what happens between units."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._switch.to(mode))
+            stack.enter_context(distributions_not_validated())
             stack.enter_context(logging_replaced(self._loggers, mode.log))
             stack.enter_context(metrics_apart(self._loggers, mode.reading_metrics))
             if plan.lists_parameters:
@@ -266,6 +267,7 @@ class Slicer:
     def _trace(self, tracer: Tracer, step: Step, batch: Any) -> None:
         with (
             self._switch.to(tracer),
+            distributions_not_validated(),
             handle_functions(tracer.function),
             logging_replaced(self._loggers, tracer.log),
             metrics_apart(self._loggers, tracer.reading_metrics),

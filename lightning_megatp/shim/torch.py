@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import (
 from torch._utils import _flatten_dense_tensors as flatten
 from torch._utils import _unflatten_dense_tensors as unflatten
 from torch.distributed.tensor import DTensor
+from torch.distributions import Distribution
 from torch.nn.utils.parametrizations import _WeightNorm
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -48,6 +49,7 @@ __all__ = [
     "as_subclass",
     "attributes_of_fakes",
     "collectives_begun",
+    "distributions_not_validated",
     "flatten",
     "foreach_norm",
     "forget_fakes",
@@ -229,6 +231,18 @@ def weights_of_recurrent_layers_renewed(module: nn.Module) -> Iterator[None]:
     finally:
         for layer in layers:
             layer._init_flat_weights()
+
+
+@contextlib.contextmanager
+def distributions_not_validated() -> Iterator[None]:
+    """Let `torch.distributions` not look at the values they are given, if not told to. That would be a read on the host
+    for each. Only the default's setter is public (2.11-2.13)."""
+    before = Distribution._validate_args
+    Distribution.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        Distribution.set_default_validate_args(before)
 
 
 @contextlib.contextmanager
