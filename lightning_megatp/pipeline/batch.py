@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from lightning_megatp.gradients.sharding import ZeroSharding
 from lightning_megatp.messages import warn_once_per_run
 from lightning_megatp.module import ParallelModule
+from lightning_megatp.pipeline.carried import CarriedState
 from lightning_megatp.pipeline.leftovers import Path, PlainValues
 from lightning_megatp.pipeline.logs import Call, Logs, scalar
 from lightning_megatp.pipeline.plan import Relay, SlicePlan
@@ -66,6 +67,7 @@ class BatchRun:
         sharding: gathers the parameters of units.
         stage_of_unit: unit name -> stage.
         loss_units: the units inside of which steps were seen to average losses, in any batch; kept up.
+        carried: looks at what one microbatch leaves for the next; None after the first batch.
     """
 
     parallel: ParallelModule
@@ -82,6 +84,7 @@ class BatchRun:
     sharding: ZeroSharding | None
     stage_of_unit: Mapping[str, int]
     loss_units: set[str]
+    carried: CarriedState | None = None
     results: dict[int, Any] = field(default_factory=dict)
     logged: list[list[Call]] = field(default_factory=list)
     """By microbatch, which the last stage runs in order."""
@@ -110,6 +113,8 @@ class BatchRun:
             stack.enter_context(torch.set_grad_enabled(self.backward is not None and torch.is_grad_enabled()))
             if counting is not None:
                 stack.enter_context(counting)
+            if self.carried is not None:
+                stack.enter_context(self.carried.watching(microbatch, batch_size(self.microbatches[microbatch]) or 1))
             calls = stack.enter_context(self.logs.recording()) if last else []
             if stage != max(self.stages):
                 stack.callback(PlainValues(self.opened).put_back)

@@ -23,6 +23,7 @@ from lightning_megatp.mesh import ParallelMesh
 from lightning_megatp.metrics import LastStageMetrics
 from lightning_megatp.module import ParallelModule, take_gradients
 from lightning_megatp.pipeline.batch import Backward, BatchRun, Step, generators_on
+from lightning_megatp.pipeline.carried import CarriedState
 from lightning_megatp.pipeline.detour import Detour
 from lightning_megatp.pipeline.executor import Executor
 from lightning_megatp.pipeline.hooks import Hook, cleared_unseen, hooks_after_steps
@@ -36,6 +37,7 @@ from lightning_megatp.pipeline.shared import Shared, SharedParameters
 from lightning_megatp.pipeline.slicing import Slicer
 from lightning_megatp.pipeline.split import split_batch
 from lightning_megatp.pipeline.units import modules_around
+from lightning_megatp.shim.compiler import is_compiled
 from lightning_megatp.shim.torch import DisableTorchFunction
 
 
@@ -101,6 +103,7 @@ class Pipeline:
         self.factor = 1.0
         """By what the gradients of the last batch have to be multiplied, since its weights add up to something else."""
         self.stateful = False
+        self._looks_for_carried = True
         """Whether a step left something on the module, which then exists on the last stage only."""
         self._returned = False
         """Whether the last step returned something that exists on the last stage only."""
@@ -259,7 +262,14 @@ class Pipeline:
             self.sharding,
             self.stage_of_unit,
             self._loss_units,
+            self._carried_state() if kind == "train" and len(microbatches) > 1 else None,
         )
+
+    def _carried_state(self) -> CarriedState | None:
+        """What looks for it in the first batch. Compiled code would be compiled twice, with it and without."""
+        looks, self._looks_for_carried = self._looks_for_carried, False
+        module, first_copy = self.parallel.module, self.mesh.rank("dp") == self.mesh.rank("tp") == 0
+        return CarriedState(module) if looks and first_copy and not any(map(is_compiled, module.modules())) else None
 
     def _execute(self, run: BatchRun) -> None:
         schedule = self._schedule(run.backward is not None, len(run.microbatches))

@@ -115,7 +115,8 @@ class Plans:
         split = sorted(plan.touched.keys() & self._parallel.plan.parameters.keys()) if self._mesh.size("tp") > 1 else []
         if split:
             raise SliceError(used_outside(split[0]))
-        apart = sorted(plan.touched.keys() & self._parallel.sharding.by_unit) if self._parallel.sharding is not None else []
+        sharding = self._parallel.sharding
+        apart = [] if sharding is None else sorted(plan.touched.keys() & sharding.by_unit)
         if apart:
             raise SliceError(
                 f"the step uses `{apart[0]}` outside of its own module, and no batch could be looked at before training"

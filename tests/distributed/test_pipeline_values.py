@@ -89,6 +89,45 @@ def test_all_stages_know_what_the_last_one_set(layout: Layout) -> None:
             assert late == ["plan.stretch"], "a counter is alike on all stages, and needs no warning"
 
 
+class Memory(nn.Module):
+    """Adds what it kept of the step before: its samples' states, their mean, or a table made once."""
+
+    def __init__(self, block: nn.Module, kept: str) -> None:
+        super().__init__()
+        self.block, self.kept = block, kept
+        self.memory: Tensor | None = None
+
+    def forward(self, x_BLD: Tensor) -> Tensor:
+        y_BLD = self.block(x_BLD)
+        before = torch.zeros_like(y_BLD) if self.memory is None else self.memory * 0.5
+        if self.kept == "states":
+            self.memory = y_BLD.detach()
+        elif self.kept == "mean":
+            self.memory = y_BLD.detach().mean(0)
+        elif self.memory is None:
+            self.memory = before.cos()
+        return y_BLD + before
+
+
+def _remembering_samples(layout: Layout, kept: str, block: int) -> list[str]:
+    module = GPT()
+    module.blocks[block] = Memory(module.blocks[block], kept)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        make_trainer(layout, max_epochs=1).fit(module, DataLoader(tokens(8), batch_size=4))
+    return [str(x.message) for x in said if "a row for each sample" in str(x.message)]
+
+
+@pytest.mark.parametrize(("kept", "block"), [("states", 0), ("states", 1), ("mean", 1), ("table", 1)])
+def test_states_of_samples_that_meet_other_samples_are_warned_of(kept: str, block: int) -> None:
+    found = run_program(Layout(pp=2, microbatches=2), _remembering_samples, kept, block)
+    expected = [[], []]
+    if kept == "states":
+        expected[1 - block] = ["`mul` (test_pipeline_values.py"]  # of the stage's rank; the last one is rank 0
+    assert [[text.removeprefix("MegaTPStrategy: ").partition(":")[0] for text in texts] for texts in found] == expected
+    assert not any(run_program(Layout(pp=2, microbatches=1), _remembering_samples, kept, block))
+
+
 def _compiled(layout: Layout, wrap: bool) -> tuple[list[float], dict[str, Tensor]]:
     torch.manual_seed(3)
     losses, module = Losses(), GPT()
