@@ -15,17 +15,18 @@ import torch.nn.functional as F
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
+from lightning_megatp.shim.torch import all_gather_single, reduce_scatter_single
 from tests.benchmarks.models import LEARNING_RATE, Block, Transformer
 
 
 def _gathered(x: Tensor) -> tuple[Tensor, Any]:
     whole = x.new_empty(x.shape[0] * dist.get_world_size(), *x.shape[1:])
-    return whole, dist.all_gather_into_tensor(whole, x, async_op=True)
+    return whole, all_gather_single(whole, x, async_op=True)
 
 
 def _reduced(x: Tensor) -> tuple[Tensor, Any]:
     own = x.new_empty(x.shape[0] // dist.get_world_size(), *x.shape[1:])
-    return own, dist.reduce_scatter_tensor(own, x, async_op=True)
+    return own, reduce_scatter_single(own, x, async_op=True)
 
 
 class _Column(torch.autograd.Function):
