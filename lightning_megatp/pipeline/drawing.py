@@ -14,6 +14,9 @@ from lightning_megatp.pipeline.recorder import Span
 from lightning_megatp.pipeline.schedule import Kind
 from lightning_megatp.pipeline.trace import Trace
 
+Row = tuple[str, Sequence[Span]]
+"""The name of a rank, and what it did."""
+
 COLORS = {
     "forward": "#4c78a8",
     "backward": "#54a24b",
@@ -42,17 +45,21 @@ def draw_trace(trace: Trace, path: Path) -> None:
     rows = [(row.name, row.spans) for row in trace.rows]
     expected = trace.expected_bubble(trace.times)
     title = f"{_title(trace.schedule, trace.microbatches, trace.ranks)}: bubble {trace.bubble:.0%}"
-    _draw(rows, path, f"{title} measured, {expected:.0%} expected from the mean times", "ms", 1e3)
+    _draw([(f"{title} measured, {expected:.0%} expected from the mean times", rows)], path, "ms", 1e3)
 
 
-def draw_timeline(timeline: Timeline, path: Path) -> None:
-    """Draw a simulated schedule likewise; its messages take no room.
+def draw_timelines(timelines: Sequence[Timeline], path: Path) -> None:
+    """Draw simulated schedules likewise, one below the other over the same time; their messages take no room.
 
     Raises:
         ImportError: without matplotlib.
     """
+    _draw([(_simulated_title(timeline), _rows(timeline)) for timeline in timelines], path, "time", 1)
+
+
+def _rows(timeline: Timeline) -> list[Row]:
+    rows: list[Row] = []
     schedule = timeline.schedule
-    rows = []
     for rank, (actions, starts, ends) in enumerate(zip(schedule.actions, timeline.start, timeline.end, strict=True)):
         spans = [
             Span(_COMPUTATIONS[action.kind], action.stage, action.microbatch, start, end)
@@ -60,17 +67,21 @@ def draw_timeline(timeline: Timeline, path: Path) -> None:
             if action.kind in _COMPUTATIONS
         ]
         rows.append((f"rank {rank}", spans))
-    title = f"{_title(schedule.name, schedule.microbatches, schedule.ranks)}: bubble {timeline.bubble:.0%}"
-    _draw(rows, path, title, "time", 1)
+    return rows
+
+
+def _simulated_title(timeline: Timeline) -> str:
+    schedule = timeline.schedule
+    return f"{_title(schedule.name, schedule.microbatches, schedule.ranks)}: bubble {timeline.bubble:.0%}"
 
 
 def _title(schedule: str, microbatches: int, ranks: int) -> str:
     return f"{schedule}, {microbatches} microbatches over {ranks} ranks"
 
 
-def _draw(rows: Sequence[tuple[str, Sequence[Span]]], path: Path, title: str, unit: str, scale: float) -> None:
+def _draw(pictures: Sequence[tuple[str, Sequence[Row]]], path: Path, unit: str, scale: float) -> None:
     """Args:
-    rows: the name of a rank, and what it did.
+    pictures: a title and the ranks of each.
     scale: from the spans' time to the axis'.
     """
     try:
@@ -78,20 +89,22 @@ def _draw(rows: Sequence[tuple[str, Sequence[Span]]], path: Path, title: str, un
     except ImportError as error:
         raise ImportError("Drawing a timeline needs matplotlib: pip install 'lightning_megatp[plots]'.") from error
 
-    figure = Figure(figsize=(16, 1.5 + 0.45 * len(rows)), layout="constrained")
-    axes = figure.add_subplot()
-    origin = min(span.start for _, spans in rows for span in spans)
-    length = scale * (max(span.end for _, spans in rows for span in spans) - origin)
-    for row, (_, spans) in enumerate(rows):
-        for span in spans:
-            start, duration = scale * (span.start - origin), scale * (span.end - span.start)
-            _bar(axes, row, span, start, duration, labelled=duration > 0.012 * length)
-    axes.set(
-        yticks=range(len(rows)), yticklabels=[name for name, _ in rows], xlim=(0, length), xlabel=unit, title=title
-    )
-    axes.invert_yaxis()
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    shown = {span.what for _, spans in rows for span in spans}
+    heights = [1 + 0.45 * len(rows) for _, rows in pictures]
+    figure = Figure(figsize=(16, 0.5 + sum(heights)), layout="constrained")
+    every = [[span for _, spans in rows for span in spans] for _, rows in pictures]
+    origins = [min(span.start for span in spans) for spans in every]
+    length = scale * max(max(span.end for span in spans) - origin for spans, origin in zip(every, origins, strict=True))
+    below = figure.subplots(len(pictures), height_ratios=heights, squeeze=False)[:, 0]
+    for (title, rows), origin, axes in zip(pictures, origins, below, strict=True):
+        for row, (_, spans) in enumerate(rows):
+            for span in spans:
+                start, duration = scale * (span.start - origin), scale * (span.end - span.start)
+                _bar(axes, row, span, start, duration, labelled=duration > 0.012 * length)
+        axes.set(yticks=range(len(rows)), yticklabels=[name for name, _ in rows], xlim=(0, length), title=title)
+        axes.invert_yaxis()
+        axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.set_xlabel(unit)
+    shown = {span.what for spans in every for span in spans}
     handles = [axes.barh(0, 0, color=color, label=what) for what, color in COLORS.items() if what in shown]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
     path.parent.mkdir(parents=True, exist_ok=True)

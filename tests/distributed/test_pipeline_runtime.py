@@ -524,10 +524,10 @@ def actions_stage(actions: tuple[Action, ...]) -> int:
 
 
 def test_a_drawn_schedule(tmp_path: Path) -> None:
-    from lightning_megatp.pipeline.drawing import draw_timeline
+    from lightning_megatp.pipeline.drawing import draw_timelines
 
     path = tmp_path / "zb_v.png"
-    draw_timeline(simulate(make_schedule("zb_v", 4, 8), Times(message=0.1)), path)
+    draw_timelines([simulate(make_schedule(name, 4, 8), Times(message=0.1)) for name in ("1f1b", "zb_v")], path)
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
