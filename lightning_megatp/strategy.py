@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_only
 
+from lightning_megatp.arguments import check_stages, check_types
 from lightning_megatp.batch_norm import BatchNormGroups
 from lightning_megatp.building.methods import BuildingMethods
 from lightning_megatp.callbacks import (
@@ -158,6 +159,11 @@ class MegaTPStrategyBase(StepMethods, GradientMethods, BuildingMethods, WorldMet
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
         )
+        check_types(
+            microbatches=microbatches, virtual_stages=virtual_stages, bucket_mb=bucket_mb, zero=zero,
+            dp_replicate=dp_replicate, timeout=timeout, parallelism=parallelism,
+        )  # fmt: skip
+        check_stages(stages)
         self._set_up_checkpoints(checkpoint, async_save)
         if plan not in (None, "auto") and parallelism is not None:
             raise ValueError("MegaTPStrategy: give the plan either as `plan` or inside `parallelism`, not both.")
