@@ -31,7 +31,7 @@ from lightning_megatp.exports import refuse_exports
 from lightning_megatp.failure import FailureWatch
 from lightning_megatp.gradients.dividing import divide
 from lightning_megatp.gradients.methods import GradientMethods
-from lightning_megatp.gradients.precision import agree_on_precision
+from lightning_megatp.gradients.precision import agree_on_precision, check_precision
 from lightning_megatp.gradients.sharding import ZeroSharding
 from lightning_megatp.gradients.whole_norms import watch_hooks
 from lightning_megatp.gradients.zero_options import ZeroOptions
@@ -241,6 +241,7 @@ class MegaTPStrategyBase(StepMethods, GradientMethods, BuildingMethods, WorldMet
         self._launcher = self.namespace.launcher(environment, self.num_processes, self.num_nodes)
 
     def setup_environment(self) -> None:
+        check_precision(self.precision_plugin)
         super().setup_environment()
         environment = self.cluster_environment
         assert environment is not None

@@ -5,6 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.plugins.precision import DeepSpeedPrecision, FSDPPrecision
 
 from lightning_megatp import MegaTPStrategy
 
@@ -34,3 +37,13 @@ def test_arguments_of_other_types(arguments: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError) as error:
         MegaTPStrategy(**arguments)
     assert str(error.value) == f"MegaTPStrategy: {text}"
+
+
+@pytest.mark.parametrize("plugin", [FSDPPrecision, DeepSpeedPrecision])
+def test_precision_plugins_of_other_strategies(plugin: Any) -> None:
+    """The first would leave the model in float32 without a word, the second would cast some of it."""
+    trainer = Trainer(
+        accelerator="cpu", devices=1, strategy=MegaTPStrategy(), plugins=[plugin("bf16-mixed")], max_steps=1
+    )
+    with pytest.raises(ValueError, match=rf"{plugin.__name__} works with .* Use Trainer\(precision='bf16-mixed'\)"):
+        trainer.fit(BoringModel())
