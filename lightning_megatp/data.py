@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import io
 import logging
+import math
 import pickle
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -295,24 +296,34 @@ class _Places:
         return cls(tuple(offsets), ends[True], ends[False])
 
 
-def warn_of_lengths(batches: float, mesh: ParallelMesh) -> None:
-    """Say so where ranks would wait for others whose data has ended.
+def warn_of_lengths(trainer: Any, mesh: ParallelMesh) -> None:
+    """Say so where ranks would wait for others whose data has ended, unless `max_steps` ends all before.
 
     Args:
-        batches: of this rank's loader in an epoch; inf where it does not tell.
+        trainer: about to train; its loader may not tell how many batches it has.
         mesh: all ranks.
 
     Communication: one object all-gather over the world.
     """
-    found = mesh.exchange(batches, *AXES)
+    found = mesh.exchange(trainer.num_training_batches, *AXES)
     least, most = min(found), max(found)
-    if least < most:
+    if least < most and least < _batches_left(trainer):
         warn_once_per_run(
             f"rank {found.index(least)} has {least} training batches in an epoch, and rank {found.index(most)} has"
             f" {most}. Ranks with more will wait for those with fewer until the timeout of {mesh.timeout}. Let all"
             " loaders have the same length (as many samples on each rank), or use"
             f" Trainer(limit_train_batches={least})."
         )
+
+
+def _batches_left(trainer: Any) -> float:
+    """How far into this epoch `max_steps` lets the Trainer go; inf where batches per step aren't known."""
+    automatic = trainer.lightning_module.automatic_optimization
+    scheduled = any(hasattr(callback, "get_accumulate_grad_batches") for callback in trainer.callbacks)
+    if trainer.max_steps < 0 or not automatic or scheduled:
+        return math.inf
+    done: int = trainer.fit_loop.batch_idx + 1  # of an epoch that is resumed
+    return done + trainer.accumulate_grad_batches * (trainer.max_steps - trainer.global_step)
 
 
 def _digest(batch: Any) -> bytes:

@@ -55,12 +55,10 @@ class ParallelismPlugin:
     """
 
     def __init__(self, plan: Mapping[str, StyleLike] | str | None = None, strict: bool = False) -> None:
-        if isinstance(plan, str):
-            if plan != "auto":
-                raise ValueError(
-                    f'MegaTPStrategy: plan={plan!r}, but a plan is "auto" or a mapping {{pattern: style}}.'
-                )
+        if plan == "auto":
             plan = {"**": "auto"}
+        if plan is not None and not isinstance(plan, Mapping):
+            raise ValueError(f'MegaTPStrategy: plan={plan!r}, but a plan is "auto" or a mapping {{pattern: style}}.')
         self.plan = dict(plan or {})
         self.strict = strict
 

@@ -38,7 +38,7 @@ class StepMethods(GradientMethods):
     def on_train_start(self) -> None:
         super().on_train_start()
         assert self.lightning_module is not None
-        warn_of_lengths(self.lightning_module.trainer.num_training_batches, self._mesh())
+        warn_of_lengths(self.lightning_module.trainer, self._mesh())
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self.lightning_module is not None

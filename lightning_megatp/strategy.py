@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_only
 
+from lightning_megatp.arguments import check_stages, check_types
 from lightning_megatp.batch_norm import BatchNormGroups
 from lightning_megatp.building.methods import BuildingMethods
 from lightning_megatp.callbacks import (
@@ -30,7 +31,7 @@ from lightning_megatp.exports import refuse_exports
 from lightning_megatp.failure import FailureWatch
 from lightning_megatp.gradients.dividing import divide
 from lightning_megatp.gradients.methods import GradientMethods
-from lightning_megatp.gradients.precision import agree_on_precision
+from lightning_megatp.gradients.precision import agree_on_precision, check_precision
 from lightning_megatp.gradients.sharding import ZeroSharding
 from lightning_megatp.gradients.whole_norms import watch_hooks
 from lightning_megatp.gradients.zero_options import ZeroOptions
@@ -158,6 +159,11 @@ class MegaTPStrategyBase(StepMethods, GradientMethods, BuildingMethods, WorldMet
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
         )
+        check_types(
+            microbatches=microbatches, virtual_stages=virtual_stages, bucket_mb=bucket_mb, zero=zero,
+            dp_replicate=dp_replicate, timeout=timeout, parallelism=parallelism,
+        )  # fmt: skip
+        check_stages(stages)
         self._set_up_checkpoints(checkpoint, async_save)
         if plan not in (None, "auto") and parallelism is not None:
             raise ValueError("MegaTPStrategy: give the plan either as `plan` or inside `parallelism`, not both.")
@@ -235,6 +241,7 @@ class MegaTPStrategyBase(StepMethods, GradientMethods, BuildingMethods, WorldMet
         self._launcher = self.namespace.launcher(environment, self.num_processes, self.num_nodes)
 
     def setup_environment(self) -> None:
+        check_precision(self.precision_plugin)
         super().setup_environment()
         environment = self.cluster_environment
         assert environment is not None

@@ -85,9 +85,10 @@ def report(trainer: Trainer, console: Console) -> None:
     table.add_row("parameters on rank 0", f"{local:,}")
     table.add_row("tokens/s", f"{clock.tokens * replicas / clock.seconds:,.0f}")
     table.add_row("training", f"{trainer.global_step} steps in {clock.seconds:.0f} s, validation not counted")
-    table.add_row("validation bits per byte", f"{trainer.callback_metrics.get('val_bpb', math.nan):.4f}")
+    val_bpb = trainer.callback_metrics.get("val_bpb")
+    table.add_row("validation bits per byte", "none: no validation ran" if val_bpb is None else f"{val_bpb:.4f}")
     table.add_row("checkpoint", best_checkpoint(trainer) or "none written")
-    table.add_row("loss curve", str(draw_loss_curve(Path(log.log_dir))) if log else "none: no CSVLogger")
+    table.add_row("loss curve", draw_loss_curve(Path(log.log_dir)) if log else "none: no CSVLogger")
     console.print(table)
 
 
@@ -95,26 +96,31 @@ def best_checkpoint(trainer: Trainer) -> str:
     return getattr(trainer.checkpoint_callback, "best_model_path", "")
 
 
-def draw_loss_curve(folder: Path) -> Path:
+def draw_loss_curve(folder: Path) -> str:
     """Draw what the CSVLogger wrote in this folder, in bits per byte, and return the picture's path."""
+    metrics = folder / "metrics.csv"
+    if not metrics.exists():  # fewer steps than log_every_n_steps, and no validation
+        return "none: nothing was logged"
+
     import matplotlib
 
     matplotlib.use("Agg")  # no screen needed
     from matplotlib import pyplot as plt
 
-    with (folder / "metrics.csv").open() as file:
+    with metrics.open() as file:
         rows = list(csv.DictReader(file))
     _, axes = plt.subplots(figsize=(7, 4))
     for name, scale, style in ("train_loss", 1 / math.log(2), "-"), ("val_bpb", 1.0, "o-"):
         points = [(int(row["step"]), float(row[name]) * scale) for row in rows if row.get(name)]
-        axes.plot(*zip(*points, strict=True), style, label=name.partition("_")[0], linewidth=1)
+        if points:
+            axes.plot(*zip(*points, strict=True), style, label=name.partition("_")[0], linewidth=1)
     axes.set(xlabel="step", ylabel="bits per byte", ylim=(0, 8.5))
     axes.legend()
     axes.grid(alpha=0.3)
     picture = folder / "loss.png"
     plt.savefig(picture, dpi=150, bbox_inches="tight")
     plt.close()
-    return picture
+    return str(picture)
 
 
 def show_samples(trainer: Trainer, console: Console) -> None:

@@ -8,14 +8,15 @@ import sys
 import threading
 from typing import NoReturn
 
+_SAY_S = 0.5
 _FLUSH_S = 1.0
 
 
 def say(text: str) -> None:
-    """Print one line on stderr, on a line of its own though a progress bar may be half-way through one."""
-    with contextlib.suppress(OSError, ValueError):  # closed or broken: the screen is gone, the rank must still end
-        sys.stderr.write(f"\n{text}\n")
-        sys.stderr.flush()
+    """Print one line on stderr; goes on without it if the screen takes nothing, or another thread holds its lock."""
+    thread = threading.Thread(target=_write, args=(text,), daemon=True)
+    thread.start()
+    thread.join(_SAY_S)
 
 
 def end_process(text: str | None) -> NoReturn:
@@ -29,7 +30,14 @@ def end_process(text: str | None) -> NoReturn:
 
 def _last_words(text: str | None) -> None:
     if text is not None:
-        say(text)
+        _write(text)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
+
+
+def _write(text: str) -> None:
+    """On a line of its own, though a progress bar may be half-way through one."""
+    with contextlib.suppress(OSError, ValueError):  # closed or broken: the screen is gone, the rank must still end
+        sys.stderr.write(f"\n{text}\n")
+        sys.stderr.flush()

@@ -36,6 +36,7 @@ class Hub(threading.Thread):
         token: What a rank must say to be taken for one.
         settle_s: How long to wait, after the first evidence, for evidence that explains it.
         on_verdict: Called with the cause, and whether it needs to be said at all: not when every rank raised the same.
+            The others hear of it afterwards, so it must not wait for long.
         describe_exit: Says how the process of a pid on this machine ended, None where that is not known.
         on_ask: Called when another rank was asked to stop in order.
     """
@@ -190,10 +191,10 @@ class Hub(threading.Thread):
         self._deadline = None
         evidence = list(self._evidence.values())
         self._verdict = first_cause(evidence)
+        same_everywhere = len(evidence) == self._world_size and len({(e.kind, e.error) for e in evidence}) == 1
+        self._on_verdict(self._verdict, not same_everywhere)  # said before any rank's traceback
         for member in self._members.values():
             member.link.send(verdict=asdict(self._verdict))
-        same_everywhere = len(evidence) == self._world_size and len({(e.kind, e.error) for e in evidence}) == 1
-        self._on_verdict(self._verdict, not same_everywhere)
 
 
 class Spoke(threading.Thread):

@@ -17,6 +17,20 @@ from lightning_megatp.module import ParallelModule
 from lightning_megatp.shim.lightning import around_clipping
 from lightning_megatp.shim.torch import unscale_before_step
 
+_OTHERS = {"FSDPPrecision", "DeepSpeedPrecision", "XLAPrecision"}
+"""What only other strategies can carry out."""
+
+
+def check_precision(plugin: Any) -> None:
+    """Raises:
+    ValueError: a precision plugin that would do a part of what it says, or nothing.
+    """
+    if _OTHERS & {kind.__name__ for kind in type(plugin).__mro__}:
+        raise ValueError(
+            f"MegaTPStrategy: the precision plugin {type(plugin).__name__} works with its own strategy only. Use"
+            f" Trainer(precision={plugin.precision!r}) instead."
+        )
+
 
 def agree_on_precision(
     plugin: Any, parallel: ParallelModule, mesh: ParallelMesh, optimizers: Iterable[Optimizer] = ()

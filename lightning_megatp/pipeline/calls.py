@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
+from lightning_megatp.pipeline.plan import SliceError
 from lightning_megatp.pipeline.running import StageMode
 from lightning_megatp.pipeline.tracing import Tracer
 from lightning_megatp.shim.lightning import around_metrics, trainer_of
@@ -117,7 +118,9 @@ class Interception:
 
     def __init__(self, module: nn.Module, stage_of_unit: dict[str, int], switch: Switch) -> None:
         self._before: list[tuple[nn.Module, str, Any]] = []
-        modules = dict(module.named_modules())
+        self._module, modules = module, dict(module.named_modules())
+        self._units = {name: modules[name] for name in stage_of_unit}
+        self._places = {place for name in self._units for place in _way_to(name, modules)}
         for name, stage in stage_of_unit.items():
             for method, function in _entries(modules[name]).items():
                 self._replace(modules[name], method, Intercepted(switch, name, stage, function))
@@ -126,6 +129,23 @@ class Interception:
                 for method in _METRIC_METHODS:
                     function = getattr(child, method)
                     self._replace(child, method, Intercepted(switch, f"{name}.{method}", None, function))
+
+    def check_places(self) -> None:
+        """Nobody may have put other modules in the places of units: of these, no stage knows.
+
+        Raises:
+            SliceError: on every stage, where the modules are alike.
+        """
+        if all(parent._modules.get(leaf) is child for parent, leaf, child in self._places):
+            return
+        units, found = set(self._units.values()), dict(self._module.named_modules())
+        for name in self._units:
+            if name in found and units.isdisjoint(found[name].modules()):  # one that holds a unit runs it
+                raise SliceError(
+                    f"`{name}` is another module ({type(found[name]).__name__}) than it was at set-up, and pipeline"
+                    " stages run only those of then. Leave the modules where they are and exchange the values of"
+                    " their parameters, as Lightning's WeightAveraging does; or use pp=1."
+                )
 
     def undo(self) -> None:
         """Give all methods back."""
@@ -174,6 +194,14 @@ def _entries(unit: nn.Module) -> dict[str, Callable[..., Any]]:
     if compiled is not None:
         return {"_compiled_call_impl": compiled}
     return {"_call_impl": unit._call_impl, "forward": unit.forward}
+
+
+def _way_to(name: str, modules: Mapping[str, nn.Module]) -> Iterator[tuple[nn.Module, str, nn.Module]]:
+    """Module, name of a child, and the child: from the whole module down to one of its parts."""
+    while name:
+        parent, _, leaf = name.rpartition(".")
+        yield modules[parent], leaf, modules[name]
+        name = parent
 
 
 def _is_metric(module: nn.Module) -> bool:

@@ -52,7 +52,9 @@ def _pass_over(
             continue
         given = state_dict.pop(name, None)
         if isinstance(given, Tensor) and given.shape != shape:
-            errors.append(f"size mismatch for {name}: {given.shape} was given, and the whole model has {shape}.")
+            errors.append(
+                f"size mismatch for {name}: {tuple(given.shape)} was given, the whole model has {tuple(shape)}."
+            )
         elif given is None and strict and loading.whole:
             missing.append(name)
 

@@ -83,7 +83,12 @@ class Slicer:
         self._interception.undo()
 
     def signatures(self, batches: Sequence[Any]) -> list[Hashable]:
-        """Of each batch. What the module does with those of the same one can only differ by values: see `fits`."""
+        """Of each batch. What the module does with those of the same one can only differ by values: see `fits`.
+
+        Raises:
+            SliceError: the module has other parts than it had.
+        """
+        self._interception.check_places()
         modes = modes_of(self.module)
         return [(modes, signature_of(batch)) for batch in batches]
 

@@ -67,14 +67,28 @@ def load_whole_values(module: nn.Module, own_spec: Callable[[Tensor], ShardSpec 
 
 
 def _take_loaded(
-    specs: Mapping[str, ShardSpec], module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any
+    specs: Mapping[str, ShardSpec],
+    module: nn.Module,
+    state_dict: dict[str, Any],
+    prefix: str,
+    metadata: Any,
+    strict: bool,
+    missing: list[str],
+    unexpected: Sequence[str],
+    errors: list[str],
 ) -> None:
     for leaf, parameter in module.named_parameters(recurse=False):
-        spec, given = specs.get(leaf), state_dict.get(prefix + leaf)
+        name, spec = prefix + leaf, specs.get(leaf)
+        given = state_dict.get(name)
         if spec is None or parameter.shape != spec.local_shape or not isinstance(given, Tensor):
             continue
-        if given.shape == spec.shape != spec.local_shape:
-            state_dict[prefix + leaf] = spec.take(given)
+        if given.shape == spec.shape:
+            state_dict[name] = spec.take(given)
+        elif given.shape != spec.local_shape:
+            errors.append(
+                f"size mismatch for {name}: {tuple(given.shape)} was given, the whole model has {spec.shape}."
+            )
+            state_dict[name] = parameter.detach()  # torch would compare with the shape of this rank's part
 
 
 def gather_parameter(parameter: Tensor, spec: ShardedTensorSpec, group: dist.ProcessGroup) -> Tensor:

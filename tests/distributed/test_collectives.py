@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import re
 from collections.abc import Callable
 
 import pytest
@@ -346,6 +347,11 @@ def _shards(rank: int, world_size: int) -> None:
         assert torch.equal(parameter, spec.spec(rank).take(2 * full)), "of whole values, this rank's"
         module.load_state_dict({"w": 3 * spec.spec(rank).take(full)})
         assert torch.equal(parameter, 3 * spec.spec(rank).take(full)), "a shard is taken as it is"
+        words = f"size mismatch for w: (5, 9) was given, the whole model has {tuple(full.shape)}."
+        with pytest.raises(RuntimeError, match=re.escape(words)) as error:
+            module.load_state_dict({"w": torch.zeros(5, 9)})
+        assert str(error.value).count("w:") == 1 and "Missing" not in str(error.value)
+        assert torch.equal(parameter, 3 * spec.spec(rank).take(full)), "and nothing is loaded"
 
 
 @pytest.mark.parametrize("world_size", [2, 4])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from typing import Any
 
@@ -249,6 +250,23 @@ class OwnBackward(Base):
         loss.backward()
 
 
+class Swaps(Base):
+    """Puts a copy of its blocks in their place, as callbacks that validate averaged weights may."""
+
+    at = 0
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == self.at:
+            self.blocks = copy.deepcopy(self.blocks)
+
+
+class SwapsLater(Swaps):
+    at = 1
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        assert self.trainer.fit_loop.batch_idx == 0, "another step was trained"
+
+
 class TooSmall(Base):
     def __init__(self) -> None:
         super().__init__()
@@ -275,6 +293,8 @@ ERRORS: dict[str, tuple[type[Base], list[str]]] = {
     "rows that are no samples": (TakesRowsForOthers, ["failed on a microbatch", "split_batch"]),
     "an attribute that is not there": (ReadsAnAttribute, ["AttributeError", "penalty", "return it from the forward"]),
     "an own backward": (OwnBackward, ["its own `backward`"]),
+    "a copy in place of modules": (Swaps, ["`blocks.0` is another module", "WeightAveraging"]),
+    "a copy in their place, later": (SwapsLater, ["`blocks.0` is another module", "WeightAveraging"]),
     "too few modules": (TooSmall, ["4 pipeline stages need at least as many units"]),
 }
 

@@ -23,9 +23,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
+from lightning_megatp.shim.autograd import handle_checkpoints
 from lightning_megatp.tensor import sequence
 from lightning_megatp.tensor.context import TensorContext
 from lightning_megatp.tensor.lineage import trace_regions
+from lightning_megatp.tensor.saving import unwrapped
 from lightning_megatp.tensor.sequence import SequenceShard
 from lightning_megatp.tensor.shards import functions_take_whole
 from tests.distributed import sequence_operations
@@ -91,7 +93,7 @@ def _run(operation: Operation, dim: int, length: int, context: TensorContext | N
     """What it returns (and x afterwards) as plain values, and a loss that depends on every number in them."""
     x, workshop, leaves = _workshop(dim, length, context)
     try:
-        with warnings.catch_warnings(), functions_take_whole():
+        with warnings.catch_warnings(), functions_take_whole(), handle_checkpoints(unwrapped):
             warnings.simplefilter("ignore")
             returned = operation(x, workshop)
             outputs = [_plain(value) for value in tree_flatten((returned, x, workshop.z, workshop.y))[0]]

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningDataModule
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from torch import Tensor
 from torch.utils.data import (
     DataLoader,
@@ -129,19 +129,37 @@ def _generated(layout: Layout) -> list[Any]:
     return [batch[0] for batch in _fit(layout, Batches())]  # type: ignore[arg-type]
 
 
-def _uneven(layout: Layout) -> list[str]:
+class StopAfterTwo(Callback):
+    def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
+        trainer.should_stop = batch_idx == 1
+
+
+def _uneven(layout: Layout, options: dict[str, Any]) -> list[str]:
     """As many batches as a user's own split of the data leaves to a rank."""
-    batches = 3 + 2 * int(os.environ["RANK"])
+    loader = DataLoader(tokens(4 * (3 + 2 * int(os.environ["RANK"]))), batch_size=4)
+    options = {**options, "use_distributed_sampler": False, "callbacks": [StopAfterTwo()]}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        _fit(layout, DataLoader(tokens(4 * batches), batch_size=4), max_steps=2, use_distributed_sampler=False)
+        make_trainer(layout, **options).fit(variant("untied").build(), loader)
     return [str(x.message) for x in caught if "training batches" in str(x.message)]
 
 
-@pytest.mark.parametrize("layout", [TP2, DP2], ids=str)
-def test_loaders_of_different_lengths_are_said(layout: Layout) -> None:
-    ((said,), other) = run_program(layout, _uneven)
-    assert not other and all(text in said for text in ("rank 0 has 3", "rank 1 has 5", "limit_train_batches=3"))
+@pytest.mark.parametrize(
+    ("layout", "options", "ends_first"),
+    [
+        (TP2, {}, False),
+        (DP2, {"max_steps": 2, "accumulate_grad_batches": 2}, False),
+        (DP2, {"max_steps": 3}, True),
+        (TP2, {"limit_train_batches": 2}, True),
+    ],
+    ids=str,
+)
+def test_loaders_of_different_lengths_are_said(layout: Layout, options: dict[str, Any], ends_first: bool) -> None:
+    """Not where an epoch ends for all ranks before the shortest loader does."""
+    said, other = run_program(layout, _uneven, options)
+    assert not other and len(said) == (0 if ends_first else 1)
+    texts = ("rank 0 has 3", "rank 1 has 5", "limit_train_batches=3")
+    assert all(text in message for message in said for text in texts)
 
 
 def _check_peers(by_rank: list[list[Tensor]], layout: Layout, batches: int) -> None:

@@ -30,8 +30,9 @@ def test_the_layouts_train_the_same() -> None:
     assert tp2 == tp2_pp2
 
 
+@pytest.mark.parametrize("steps", [4, 1], ids=["validated", "unvalidated"])
 def test_fit_reports_draws_and_samples(
-    one_device: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    steps: int, one_device: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")
@@ -39,8 +40,8 @@ def test_fit_reports_draws_and_samples(
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
     small = {
-        "trainer.accelerator": "cpu", "trainer.max_steps": 4, "trainer.val_check_interval": 2,
-        "trainer.log_every_n_steps": 1, "trainer.enable_model_summary": "false",
+        "trainer.accelerator": "cpu", "trainer.max_steps": steps, "trainer.val_check_interval": 2,
+        "trainer.log_every_n_steps": 5 - steps, "trainer.enable_model_summary": "false",
         "model.n_layer": 1, "model.n_head": 2, "model.d_model": 16, "data.context": 16, "data.val_windows": 16,
     }  # fmt: skip
     args = ["train.py", "fit", f"--config={one_device}", f"--config={GPT_FOLDER / 'one_device.yaml'}"]
@@ -48,15 +49,23 @@ def test_fit_reports_draws_and_samples(
     main()
     shown = capsys.readouterr().out
     run = tmp_path / "runs" / "gpt" / "version_0"
-    assert {file.name for file in run.iterdir()} >= {"metrics.csv", "config.yaml", "loss.png", "checkpoints"}
-    assert "4 steps" in shown and "tokens/s" in shown and "validation bits per byte" in shown
-    assert "runs/gpt/version_0/loss.png" in shown and "runs/gpt/version_0/checkpoints" in shown
-    assert [prompt for prompt in ("def ", "class ", "import ") if prompt not in shown] == []
+    validated = steps > 1
+    files = {"config.yaml", "hparams.yaml"} | ({"metrics.csv", "loss.png", "checkpoints"} if validated else set())
+    assert {file.name for file in run.iterdir()} == files
+    assert ("runs/gpt/version_0/loss.png" if validated else "none: nothing was logged") in shown
+    assert f"{steps} steps" in shown and "tokens/s" in shown and "validation bits per byte" in shown
+    assert ("none: no validation ran" in shown) == (not validated) and "nan" not in shown
+    assert ("runs/gpt/version_0/checkpoints" in shown) == validated
+    assert [prompt for prompt in ("def ", "class ", "import ") if (prompt in shown) != validated] == []
 
 
-def test_loss_curve_is_a_picture(tmp_path: Path) -> None:
-    (tmp_path / "metrics.csv").write_text("step,train_loss,val_bpb\n0,5.5,\n1,,7.9\n2,4.1,\n3,,5.8\n")
-    assert draw_loss_curve(tmp_path).read_bytes().startswith(b"\x89PNG")
+@pytest.mark.parametrize("val_bpb", ["7.9", ""])
+def test_loss_curve_is_a_picture(val_bpb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[str] = []
+    monkeypatch.setattr("matplotlib.axes.Axes.legend", lambda axes: drawn.extend(axes.get_legend_handles_labels()[1]))
+    (tmp_path / "metrics.csv").write_text(f"step,train_loss,val_bpb\n0,5.5,\n1,,{val_bpb}\n2,4.1,\n")
+    assert Path(draw_loss_curve(tmp_path)).read_bytes().startswith(b"\x89PNG")
+    assert drawn == (["train", "val"] if val_bpb else ["train"])
 
 
 def test_the_clock_leaves_validation_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from types import SimpleNamespace
+
 import pytest
 from torch.distributed import DistBackendError
 
 from lightning_megatp.failure.cause import Evidence, Kind, evidence_of, first_cause, is_communication_error
+from lightning_megatp.failure.ending import say
+from lightning_megatp.failure.link import Address
+from lightning_megatp.failure.star import Hub, Spoke
 
 GLOO = "[third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.1]:10972."
 
@@ -97,3 +104,36 @@ def test_sentence_of_bystanders_only_says_so() -> None:
     sentence = Evidence(1, "rank 1", Kind.BYSTANDER, "RuntimeError: " + GLOO).sentence()
 
     assert "rank 1 was the first to lose a peer, and no rank named a cause of its own: RuntimeError: [third" in sentence
+
+
+def test_the_cause_is_said_before_other_ranks_hear_of_it() -> None:
+    """Else their tracebacks could be on the screen before it."""
+    order: list[str] = []
+    told = threading.Event()
+
+    def conclude(cause: Evidence, announce: bool) -> None:
+        time.sleep(0.2)
+        order.append("said")
+
+    def hear(cause: Evidence, announce: bool) -> None:
+        order.append("heard")
+        told.set()
+
+    hub = Hub(2, "token", 0.0, conclude, lambda pid: None, lambda: None)
+    hub.start()
+    spoke = Spoke(Address(hub.hosts, hub.port, "token", "rank 0").connect(1, "rank 1"), "rank 0", hear, told.set)
+    spoke.start()
+    spoke.report(Evidence(1, "rank 1", Kind.EXCEPTION, "ValueError: bad batch"))
+    assert told.wait(10)
+    assert order == ["said", "heard"]
+    spoke.leave()
+    hub.leave()
+
+
+def test_a_screen_that_takes_nothing_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    never = threading.Event()
+    monkeypatch.setattr("sys.stderr", SimpleNamespace(write=lambda text: never.wait(10), flush=never.set))
+    start = time.monotonic()
+    say("the cause")
+    assert time.monotonic() - start < 5
+    never.set()
