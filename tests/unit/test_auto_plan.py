@@ -382,6 +382,23 @@ def test_candidates_name_what_feeds_a_row() -> None:
     assert candidate.row == "body.out" and set(candidate.columns) == {"body.q", "body.k", "body.v"}
 
 
+@pytest.mark.skipif(not hasattr(F, "grouped_mm"), reason="torch 2.10")
+def test_products_by_groups_are_known_in_float64() -> None:
+    """The experts of transformers, by default, which torch has in other dtypes only."""
+
+    class Experts(Separate):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = nn.Parameter(torch.randn(2, HIDDEN, HIDDEN))
+
+        def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+            x = super().forward(x, mask)
+            offsets = torch.tensor([4, x.shape[0] * x.shape[1]], dtype=torch.int32)
+            return F.grouped_mm(x.flatten(0, 1), self.experts, offs=offsets).view_as(x)
+
+    assert styles(plan(Experts(), 2)) == styles(plan(Separate(), 2))
+
+
 class Convolved(nn.Module):
     """Convolutions over tokens: before a region, where values are whole, and depthwise inside of it."""
 
