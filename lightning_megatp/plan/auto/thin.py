@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections import OrderedDict
 from collections.abc import Collection
 from typing import Any
 
@@ -92,6 +93,13 @@ def thin_copy(block: nn.Module, seed: int, dense: Collection[str] = ()) -> nn.Mo
             if buffer is not None:
                 child._buffers[key] = concrete(buffer.detach(), generator)
     return twin.train()
+
+
+def copy_of(block: nn.Module) -> nn.Module:
+    """A deep copy. Of a thin block most of it are the empty dictionaries of hooks that every module has: these are made
+    anew, which takes a tenth of the time of copying them."""
+    held = [x for child in block.modules() for x in vars(child).values()]
+    return copy.deepcopy(block, {id(x): type(x)() for x in held if type(x) in (dict, OrderedDict) and not x})
 
 
 def concrete_call(call: Call, seed: int, noise: float = 0.0) -> Call:
