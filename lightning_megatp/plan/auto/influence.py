@@ -7,6 +7,7 @@ before it by these features (columns), whatever the code in between is called an
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -21,6 +22,10 @@ from lightning_megatp.plan.ranges import Ranges, merge, split_evenly
 _ROUNDS = (3, 10)
 """Least and most probes, with other values: a dead unit's gradient is zero by chance. Every second one repeats the last
 with the layers' outputs negated: a unit that no token passes is passed by all of them."""
+
+_MUCH = 4
+"""Of rows, those that are so many times larger come first: an adapter stands before the layer that its features are
+for. Otherwise the first in the block do."""
 
 
 @dataclass
@@ -68,7 +73,9 @@ def find_candidates(twin: nn.Module, call: Call, tp: int) -> Influence:
             else:
                 sums[name] = row
     taken: set[str] = set()
-    for name in sorted(sums, key=lambda name: layers[name].in_features * layers[name].out_features, reverse=True):
+    sizes = {name: layers[name].in_features * layers[name].out_features for name in sums}
+    largest = max(sizes.values(), default=1)
+    for name in sorted(sums, key=lambda name: int(math.log(largest / sizes[name], _MUCH))):
         candidate = sums[name].candidate(name, tp, taken, found.reasons)
         if candidate is not None:
             others = (other for other in sums if other not in taken and other not in (name, *candidate.columns))

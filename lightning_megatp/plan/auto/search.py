@@ -31,8 +31,8 @@ _HIDDEN = -1e3
 _SMALL = 0.02
 """Layers with a smaller share of a block's linear weights aren't worth a collective of their own."""
 _NARROW = 16
-"""Nor are those with so many times more features on one side than on the other: an adapter around a layer that stays
-whole would send a whole value for a few weights."""
+"""Nor are those with so many times fewer features inside than a value that is sent for them has: an adapter around a
+layer that stays whole."""
 
 
 @dataclass
@@ -239,7 +239,8 @@ class _Search:
     def region(self, candidate: Candidate) -> None:
         """Try a region as it is, then with attributes divided, then with global sizes."""
         plan = _region_plan(candidate)
-        if self._is_narrow(candidate.rows[0]):
+        row = self.layers[candidate.rows[0]]
+        if row.in_features * _NARROW <= row.out_features:
             self.result.whole.update(dict.fromkeys(plan.layers, "it is too narrow for a collective of its own"))
             return
         first = self.prove(plan)
@@ -277,18 +278,15 @@ class _Search:
         """Layers in no region: outputs split and gathered, which is right wherever they are."""
         sizes = {name: layer.in_features * layer.out_features for name, layer in self.layers.items()}
         least = _SMALL * sum(sizes.values())
-        rest = [name for name in self.layers if name not in self.result.plan.layers and sizes[name] >= least]
-        self._accept_most(
-            {
-                name: (_gathered(name, features, self.tp), f"gathered: {self.result.whole.get(name, '')}")
-                for name in rest
-                if (features := self.layers[name].out_features) >= self.tp and not self._is_narrow(name)
-            }
-        )
-
-    def _is_narrow(self, name: str) -> bool:
-        fewer, more = sorted((self.layers[name].in_features, self.layers[name].out_features))
-        return fewer * _NARROW <= more
+        rest: dict[str, tuple[LayerPlan, str]] = {}
+        for name, layer in self.layers.items():
+            fewer, more = sorted((layer.in_features, layer.out_features))
+            if name in self.result.plan.layers or sizes[name] < least or fewer * _NARROW <= more:
+                continue
+            if layer.out_features >= self.tp:
+                plan = _gathered(name, layer.out_features, self.tp)
+                rest[name] = plan, f"gathered: {self.result.whole.get(name, '')}"
+        self._accept_most(rest)
 
     def convolutions(self, layers: dict[str, LayerPlan]) -> None:
         """Convolutions by their output channels, gathered: where values are whole."""
