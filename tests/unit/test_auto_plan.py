@@ -436,6 +436,15 @@ def test_products_by_groups_are_known_in_float64() -> None:
     assert styles(plan(Experts(), 2)) == styles(plan(Separate(), 2))
 
 
+def test_a_block_whose_train_returns_nothing() -> None:
+    class Silent(Gated):
+        def train(self, mode: bool = True) -> None:  # type: ignore[override]
+            super().train(mode)
+
+    found = plan_block(Kind(Silent(), ["block"], [Call((X,), {})]), 2)
+    assert styles(found) == {"up": "column", "down": "row"} and found.problem is None
+
+
 class Convolved(nn.Module):
     """Convolutions over tokens: before a region, where values are whole, and depthwise inside of it."""
 

@@ -88,7 +88,7 @@ class Reference:
 
     def __init__(self, twin: nn.Module, call: Call, train: bool = True, seed: int = 0) -> None:
         self.twin, self.call, self.train, self.seed = twin, call, train, seed
-        whole = copy_of(twin).train(train)
+        whole = copy_of(twin, train)
         own = concrete_call(call, seed, noise=0.1)
         with torch.enable_grad(), exact():
             self.outputs = _floating(whole(*own.args, **own.kwargs))
@@ -103,7 +103,7 @@ class Reference:
 
     def reads(self, numbers: Collection[str]) -> set[str]:
         """Which of these attributes the block's code reads; their names are behind those of their modules."""
-        whole = copy_of(self.twin).train(self.train)
+        whole = copy_of(self.twin, self.train)
         own = concrete_call(self.call, self.seed, noise=0.1)
         with reads_outside(whole, numbers, ()) as read, exact():
             whole(*own.args, **own.kwargs)
@@ -280,7 +280,7 @@ class _Rank:
 
     def __init__(self, twin: nn.Module, plan: BlockPlan, ranks: Ranks, rank: int, train: bool) -> None:
         self.context, self.rank = SimulatedContext(ranks, rank), rank
-        self.module = copy_of(twin).train(train)
+        self.module = copy_of(twin, train)
         self.cuts: dict[str, tuple[int, Ranges]] = {}
         for name, layer in plan.layers.items():
             child = self.module.get_submodule(name)
