@@ -99,8 +99,8 @@ def thin_copy(block: nn.Module, seed: int, dense: Collection[str] = ()) -> nn.Mo
 def copy_of(block: nn.Module, train: bool = True) -> nn.Module:
     """A deep copy, in a mode. (`train` of a class of the user's may forget to return it.)
 
-    Of a thin block most of it are the empty dictionaries of hooks that every module has: these are made anew, which
-    takes a tenth of the time of copying them.
+    Of a thin block much of it are the empty dictionaries of hooks that every module has. These are made anew, which is
+    faster than copying them: 0.42 ms for a Llama layer, not 0.71.
     """
     held = [x for child in block.modules() for x in vars(child).values()]
     copied = copy.deepcopy(block, {id(x): type(x)() for x in held if type(x) in (dict, OrderedDict) and not x})
