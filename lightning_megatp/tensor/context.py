@@ -96,6 +96,7 @@ class TensorContext:
 
     def enter(self, x: Tensor, bring: Callable[[Tensor], T], region: Region | None, training: bool) -> T:
         """Bring a value into a tensor region: one collective per input tensor, shared by all column layers reading it.
+        What entered is known until something enters another region.
 
         Args:
             x: (..., h) whole, or a SequenceShard.
@@ -108,6 +109,8 @@ class TensorContext:
         """
         entered: T | None = self._entered.get(x)
         if entered is None:
+            if region is None or region is not self.open_region:
+                self._entered.clear()
             entered = bring(x)
             self._entered.put(x, entered)
         self.open_region = region
@@ -134,27 +137,32 @@ class TensorContext:
         self.leave()
 
 
-@dataclass
+_ENTERED = 4
+"""So many are known at once: the input of q, k and v, and of an adapter's second layer beside each of these."""
+
+
 class _Entered:
-    """The last tensor that entered a region, and what it became.
+    """The last tensors that entered a region, and what they became: a few, where some layers of a region read another
+    tensor than the rest.
 
     A tensor counts as the same only if it is the same object, unmodified since, in the same grad mode.
     """
 
-    key: tuple[int, bool, bool] | None = None
-    source: weakref.ref[Tensor] | None = None
-    value: Any = field(default=None, repr=False)
+    def __init__(self) -> None:
+        self._held: dict[int, tuple[weakref.ref[Tensor], tuple[int, bool, bool], Any]] = {}
+        """id of a tensor -> itself, its state, and what it became."""
 
     def get(self, x: Tensor) -> Any:
-        if self.source is None or self.source() is not x or self.key != self._key(x):
-            return None
-        return self.value
+        source, key, value = self._held.get(id(x), (None, None, None))
+        return value if source is not None and source() is x and key == self._key(x) else None
 
     def put(self, x: Tensor, value: object) -> None:
-        self.key, self.source, self.value = self._key(x), weakref.ref(x), value
+        if len(self._held) == _ENTERED:
+            del self._held[next(iter(self._held))]
+        self._held[id(x)] = weakref.ref(x), self._key(x), value
 
     def clear(self) -> None:
-        self.key = self.source = self.value = None
+        self._held.clear()
 
     @staticmethod
     def _key(x: Tensor) -> tuple[int, bool, bool]:

@@ -144,6 +144,28 @@ class Block(nn.Module):
         return x_BLD + self.drop(self.mlp(self.norm2(x_BLD)))
 
 
+class Adapter(nn.Module):
+    """LoRA: y = base(x) + 2 up(down(dropout(x))), the last two with `rank` features between."""
+
+    def __init__(self, base: nn.Module, inputs: int, outputs: int, dropout: float = 0.0, rank: int = 2) -> None:
+        super().__init__()
+        self.base, self.dropout = base, nn.Dropout(dropout)
+        self.down, self.up = nn.Linear(inputs, rank, bias=False), nn.Linear(rank, outputs, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + 2 * self.up(self.down(self.dropout(x)))
+
+
+def adapted(body: nn.Module, dropout: float = 0.0) -> nn.Module:
+    """Put an adapter around every linear layer, which is frozen."""
+    for name, child in body.named_children():
+        if isinstance(child, nn.Linear):
+            setattr(body, name, Adapter(child.requires_grad_(False), child.in_features, child.out_features, dropout))
+        else:
+            adapted(child, dropout)
+    return body
+
+
 class AdamWModule(LightningModule):
     """Training shared by the models: AdamW, and a loss logged under `loss`."""
 

@@ -24,6 +24,7 @@ from lightning_megatp.plan.convolutions import least_size
 from lightning_megatp.plan.parallel_plan import ParallelPlan
 from lightning_megatp.plan.ranges import length
 from lightning_megatp.plan.resolve import resolve
+from tests.parity.models import Adapter, adapted
 from tests.unit.auto_models import HIDDEN, Block, FullNorm, Fused, Gated, Interleaved, Model, Separate, SideDoor
 
 X = torch.randn(2, 5, HIDDEN, generator=torch.Generator().manual_seed(0))
@@ -379,7 +380,69 @@ def test_after_a_step_that_raises_layers_are_gathered_and_it_is_said() -> None:
 def test_candidates_name_what_feeds_a_row() -> None:
     twin = thin_copy(Block(Separate()), seed=0)
     (candidate,) = find_candidates(twin, Call((X,), {}), 2).candidates
-    assert candidate.row == "body.out" and set(candidate.columns) == {"body.q", "body.k", "body.v"}
+    assert candidate.rows == ["body.out"] and set(candidate.columns) == {"body.q", "body.k", "body.v"}
+
+
+@pytest.mark.parametrize(("tp", "dropout"), [(2, 0.0), (6, 0.0), (2, 0.1)])
+def test_an_adapter_lies_in_the_region_of_its_layer(tp: int, dropout: float) -> None:
+    """Only its few features are sent: in front of columns `down` is whole, behind rows `up` is."""
+    result = plan(adapted(Separate(), dropout), tp)
+    columns = {f"{name}.{part}": "column" for name in "qkv" for part in ("base", "up")}
+    assert styles(result) == {**columns, "out.base": "row", "out.down": "row"}
+    assert {layer.region for layer in result.plan.layers.values()} == {"body"}
+    assert set(result.how.values()) == {"with global sizes" if dropout else "as it is"} and not result.gathers
+    assert result.sequence_dim == 1 and result.token_local == ["body.out.up"]
+
+
+def test_an_adapter_around_a_layer_that_stays_whole_stays_whole_too() -> None:
+    """Its region would send the whole width for a few weights."""
+
+    class Packed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randint(-8, 8, (48, 48), dtype=torch.int8), requires_grad=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.linear(x, self.weight.to(x.dtype))
+
+    x = torch.randn(2, 5, 48)
+    result = plan_block(Kind(Adapter(Packed(), 48, 48), ["block"], [Call((x,), {})]), 2)
+    assert not result.plan.layers and result.problem is None
+    assert set(result.whole) == {"down", "up"} and "narrow" in result.whole["up"]
+
+
+def test_numbers_that_the_code_does_not_read_are_not_tried() -> None:
+    body = Fused()
+    others = dict.fromkeys("abcdefghijkl", HIDDEN)
+    body.__dict__ = others | body.__dict__  # before those that are read
+    found = plan(body, 2)
+    assert {a.attribute for a in found.plan.attributes} == {"n_head", "n_embd"}
+
+
+@pytest.mark.skipif(not hasattr(F, "grouped_mm"), reason="torch 2.10")
+def test_products_by_groups_are_known_in_float64() -> None:
+    """The experts of transformers, by default, which torch has in other dtypes only."""
+
+    class Experts(Separate):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = nn.Parameter(torch.randn(2, HIDDEN, HIDDEN))
+
+        def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+            x = super().forward(x, mask)
+            offsets = torch.tensor([4, x.shape[0] * x.shape[1]], dtype=torch.int32)
+            return F.grouped_mm(x.flatten(0, 1), self.experts, offs=offsets).view_as(x)
+
+    assert styles(plan(Experts(), 2)) == styles(plan(Separate(), 2))
+
+
+def test_a_block_whose_train_returns_nothing() -> None:
+    class Silent(Gated):
+        def train(self, mode: bool = True) -> None:  # type: ignore[override]
+            super().train(mode)
+
+    found = plan_block(Kind(Silent(), ["block"], [Call((X,), {})]), 2)
+    assert styles(found) == {"up": "column", "down": "row"} and found.problem is None
 
 
 class Convolved(nn.Module):

@@ -171,6 +171,7 @@ def _spread(plan: ParallelPlan, result: BlockResult, model: nn.Module) -> list[s
         if dim is not None:
             plan.sequences[plain_name(block)] = Style(plain_name(block), "sequence", dim=dim)
             plan.used_twice |= {named(block, inner) for inner in result.used_twice}
+            plan.token_local += [named(block, inner) for inner in result.token_local]
         for name, layer in result.plan.layers.items():
             full = named(block, name)
             region = None if layer.region is None else plain_name(f"{block}.{layer.region}").rstrip(".")

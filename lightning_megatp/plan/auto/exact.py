@@ -18,6 +18,7 @@ from lightning_megatp.tensor.watch import draws_random
 _DROPOUT = operation_names("dropout alpha_dropout feature_alpha_dropout dropout1d dropout2d dropout3d dropout_")
 _RANDOM_IN_PLACE = operation_names("bernoulli_ uniform_ normal_ random_ exponential_")
 _RANDOM = operation_names("rand randn rand_like randn_like")
+_GROUPED = frozenset(["grouped_mm", "_grouped_mm"])
 _CASTS = operation_names("float half bfloat16")
 _NARROW = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -54,7 +55,19 @@ class _Exact(TorchFunctionMode):
             return args[0].fill_(1)
         elif name in _RANDOM:
             return torch.zeros_like(func(*args, **kwargs)) + 0.5
+        elif name in _GROUPED and len(args) > 1 and args[1].dtype == torch.float64:
+            return _grouped_product(*args, **kwargs)
         return func(*args, **kwargs)
+
+
+def _grouped_product(x: Tensor, weights: Tensor, offs: Tensor | None = None, **options: Any) -> Tensor:
+    """Rows up to each offset times the group's weight, (n, k) x (groups, k, m) -> (n, m), which torch doesn't have in
+    float64. Rows behind the last offset belong to no group."""
+    if offs is None or options.get("bias") is not None or (x.dim(), weights.dim()) != (2, 3):
+        raise NotImplementedError("a grouped product of other forms in float64")
+    stops = offs.tolist()
+    parts = [x[start:stop] @ weight for start, stop, weight in zip([0, *stops], stops, weights, strict=False)]
+    return torch.cat([*parts, x.new_zeros(len(x) - stops[-1], weights.shape[-1])])
 
 
 def _wide(x: Any) -> Any:

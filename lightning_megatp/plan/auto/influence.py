@@ -7,6 +7,7 @@ before it by these features (columns), whatever the code in between is called an
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -22,15 +23,20 @@ _ROUNDS = (3, 10)
 """Least and most probes, with other values: a dead unit's gradient is zero by chance. Every second one repeats the last
 with the layers' outputs negated: a unit that no token passes is passed by all of them."""
 
+_MUCH = 4
+"""Of rows, those that are so many times larger come first: an adapter stands before the layer that its features are
+for. Otherwise the first in the block do."""
+
 
 @dataclass
 class Candidate:
-    """A row layer with the column layers that feed it."""
+    """Row layers that take the same features, with the column layers that feed them."""
 
-    row: str
+    rows: list[str]
+    """The largest first."""
     by_rank: tuple[Ranges, ...]
     unit: int
-    """Input features of the row that stay together: the size of a head, or 1."""
+    """Input features of the rows that stay together: the size of a head, or 1."""
     columns: dict[str, tuple[Ranges, ...]] = field(default_factory=dict)
     copies: dict[str, float] = field(default_factory=dict)
     """On how many ranks each column's features are on average: 1, or more for key-value heads that ranks share."""
@@ -60,17 +66,23 @@ def find_candidates(twin: nn.Module, call: Call, tp: int) -> Influence:
     for seed in range(_ROUNDS[1]):
         if seed >= _ROUNDS[0] and not any(row.has_gaps for row in sums.values()):
             break
-        for name, row in _probe(twin, layers, rows, call, tp, seed).items():
+        hopeful = [name for name in rows if name not in sums or sums[name].divides]
+        for name, row in _probe(twin, layers, hopeful if seed else rows, call, tp, seed).items():
             if name in sums:
                 sums[name].add(row)
             else:
                 sums[name] = row
     taken: set[str] = set()
-    for name, row in sums.items():
-        candidate = row.candidate(name, tp, taken, found.reasons)
+    sizes = {name: layers[name].in_features * layers[name].out_features for name in sums}
+    largest = max(sizes.values(), default=1)
+    for name in sorted(sums, key=lambda name: int(math.log(largest / sizes[name], _MUCH))):
+        candidate = sums[name].candidate(name, tp, taken, found.reasons)
         if candidate is not None:
+            others = (other for other in sums if other not in taken and other not in (name, *candidate.columns))
+            candidate.rows += [other for other in others if sums[other].takes(candidate)]
             found.candidates.append(candidate)
-            taken |= {name, *candidate.columns}
+            taken |= {*candidate.rows, *candidate.columns}
+    found.candidates.sort(key=lambda candidate: rows.index(candidate.rows[0]))
     for name in layers:
         if name not in taken:
             found.reasons.setdefault(name, "its features mix with others before a layer could take them")
@@ -94,6 +106,12 @@ class _Row:
             not bool(torch.stack(masks).any(0).all()) for columns in self.reached.values() for masks in columns.values()
         )
 
+    @property
+    def divides(self) -> bool:
+        """Whether some way of dealing out leaves a rank's share of some column out."""
+        held = [masks for columns in self.reached.values() for masks in columns.values()]
+        return not all(bool(mask.all()) for masks in held for mask in masks)
+
     def add(self, other: _Row) -> None:
         for unit, columns in other.reached.items():
             for name, masks in columns.items():
@@ -101,13 +119,21 @@ class _Row:
                     masks = [a | b for a, b in zip(self.reached[unit][name], masks, strict=True)]
                 self.reached[unit][name] = masks
 
+    def takes(self, candidate: Candidate) -> bool:
+        """Whether this row's input is made of the same features."""
+        reached = self.reached.get(candidate.unit, {})
+        return all(
+            name in reached and tuple(map(_ranges, reached[name])) == by_rank
+            for name, by_rank in candidate.columns.items()
+        )
+
     def candidate(self, name: str, tp: int, taken: set[str], reasons: dict[str, str]) -> Candidate | None:
         """The way of dealing out this row's input that repeats the fewest features on several ranks."""
         if name in taken:
             return None
         found = []
         for unit, columns in self.reached.items():
-            candidate = Candidate(name, deal(self.features, tp, unit), unit)
+            candidate = Candidate([name], deal(self.features, tp, unit), unit)
             for column, masks in columns.items():
                 if column not in taken and not all(bool(mask.all()) for mask in masks):
                     _add_column(candidate, column, masks)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+import functools
 import itertools
 import math
 from collections.abc import Collection, Iterator, Sequence
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lightning_megatp.plan.auto.blocks import Block, Call, is_linear, unlooked
 from lightning_megatp.plan.auto.influence import Candidate, deal, find_candidates
 from lightning_megatp.plan.auto.simulate import BlockPlan, NotFinite, Outcome, Reference
-from lightning_megatp.plan.auto.thin import ThinLinear, thin_copy
+from lightning_megatp.plan.auto.thin import ThinLinear, copy_of, thin_copy
 from lightning_megatp.plan.auto.tokens import sequence_dim, used_twice
 from lightning_megatp.plan.convolutions import convolution_plan, fits, is_convolution
 from lightning_megatp.plan.layer import LayerPlan
@@ -30,6 +30,9 @@ _HIDDEN = -1e3
 """Added to the score of a hidden token."""
 _SMALL = 0.02
 """Layers with a smaller share of a block's linear weights aren't worth a collective of their own."""
+_NARROW = 16
+"""Nor are those with so many times fewer features inside than a value that is sent for them has: an adapter around a
+layer that stays whole."""
 
 
 @dataclass
@@ -50,6 +53,9 @@ class BlockResult:
     """The dim of the hidden states that may be divided between regions."""
     used_twice: set[str] = field(default_factory=set)
     """Modules in it whose parameters may there be used on whole values too."""
+    token_local: list[str] = field(default_factory=list)
+    """Whole linear layers in it that widen, between regions: an adapter's second layer. Each rank runs them on its own
+    tokens, since what they return is needed there."""
 
 
 def plan_block(
@@ -102,7 +108,7 @@ def _probed(
 ) -> BlockResult:
     block = result.block
     twin, references = _thin_references(block, result)
-    influence = find_candidates(copy.deepcopy(twin), block.calls[0], tp)
+    influence = find_candidates(copy_of(twin), block.calls[0], tp)
     search = _Search(twin, references, tp, result, global_sizes, undivided)
     if trusted is None or not search.accept(trusted, "as the model's own plan says"):
         for candidate in influence.candidates:
@@ -119,9 +125,11 @@ def _probed(
     result.errors, result.gathers = outcome.errors, outcome.gathers
     for name in result.plan.layers:
         result.whole.pop(name, None)
-    result.sequence_dim = sequence_dim(copy.deepcopy(twin), block.calls[0], result.plan.layers)
+    result.sequence_dim = sequence_dim(copy_of(twin), block.calls[0], result.plan.layers)
     if result.sequence_dim is not None:
         result.used_twice = used_twice(twin, block.calls[0])
+        whole = search.layers.keys() - result.plan.layers.keys() - result.used_twice
+        result.token_local = sorted(n for n in whole if search.layers[n].in_features < search.layers[n].out_features)
     return result
 
 
@@ -206,15 +214,19 @@ class _Search:
         self.twin, self.references, self.tp, self.result = twin, references, tp, result
         self.global_sizes, self.undivided = global_sizes, undivided
         self.layers = {name: child for name, child in twin.named_modules() if isinstance(child, ThinLinear)}
+        self._last: tuple[BlockPlan, Outcome] | None = None
+        """The plan that was tried last, and what came of it."""
 
     def prove(self, plan: BlockPlan) -> Outcome:
         """The first outcome that does not hold, or the last one."""
-        outcome = Outcome("nothing was compared")
-        for reference in self.references:
-            outcome = reference.compare(plan, self.tp)
-            if not outcome.holds:
-                break
-        return outcome
+        if self._last is None or self._last[0] != plan:
+            outcome = Outcome("nothing was compared")
+            for reference in self.references:
+                outcome = reference.compare(plan, self.tp)
+                if not outcome.holds:
+                    break
+            self._last = plan, outcome
+        return self._last[1]
 
     def accept(self, plan: BlockPlan, how: str) -> bool:
         """Add a plan to the block's if it is proven to hold."""
@@ -227,11 +239,15 @@ class _Search:
     def region(self, candidate: Candidate) -> None:
         """Try a region as it is, then with attributes divided, then with global sizes."""
         plan = _region_plan(candidate)
+        row = self.layers[candidate.rows[0]]
+        if row.in_features * _NARROW <= row.out_features:
+            self.result.whole.update(dict.fromkeys(plan.layers, "it is too narrow for a collective of its own"))
+            return
         first = self.prove(plan)
         if first.holds:
             self.accept(plan, "as it is")
             return
-        for attributes in self._attributes(candidate):
+        for attributes in () if first.misplaced else self._attributes(candidate):
             divided = BlockPlan(plan.layers, list(attributes))
             if self.prove(divided).holds:
                 names = ", ".join(attribute.name for attribute in attributes)
@@ -261,25 +277,35 @@ class _Search:
     def gather_the_rest(self) -> None:
         """Layers in no region: outputs split and gathered, which is right wherever they are."""
         sizes = {name: layer.in_features * layer.out_features for name, layer in self.layers.items()}
+        least = _SMALL * sum(sizes.values())
+        rest: dict[str, tuple[LayerPlan, str]] = {}
         for name, layer in self.layers.items():
-            if name in self.result.plan.layers or sizes[name] < _SMALL * sum(sizes.values()):
+            fewer, more = sorted((layer.in_features, layer.out_features))
+            if name in self.result.plan.layers or sizes[name] < least or fewer * _NARROW <= more:
                 continue
-            if layer.out_features < self.tp:
-                continue
-            plan = BlockPlan({name: _gathered(name, layer.out_features, self.tp)})
-            self.accept(plan, f"gathered: {self.result.whole.get(name, '')}")
+            if layer.out_features >= self.tp:
+                plan = _gathered(name, layer.out_features, self.tp)
+                rest[name] = plan, f"gathered: {self.result.whole.get(name, '')}"
+        self._accept_most(rest)
 
     def convolutions(self, layers: dict[str, LayerPlan]) -> None:
-        """Convolutions by their output channels, gathered: all of them, or those that stand where values are whole."""
-        if layers and not self.accept(BlockPlan(layers), "gathered: a convolution"):
-            for name, layer in layers.items():
-                self.accept(BlockPlan({name: layer}), "gathered: a convolution")
+        """Convolutions by their output channels, gathered: where values are whole."""
+        self._accept_most({name: (layer, "gathered: a convolution") for name, layer in layers.items()})
+
+    def _accept_most(self, layers: dict[str, tuple[LayerPlan, str]]) -> None:
+        """Add layers, and how they are split, that each stand alone: all of them, or those that are proven to hold."""
+        plan = BlockPlan({name: layer for name, (layer, _) in layers.items()})
+        if layers and self.accept(plan, ""):
+            self.result.how.update({name: how for name, (_, how) in layers.items()})
+        elif len(layers) > 1:
+            for name, (layer, how) in layers.items():
+                self.accept(BlockPlan({name: layer}), how)
 
     def _attributes(self, candidate: Candidate) -> Iterator[tuple[AttributePlan, ...]]:
         shares = self._shares(candidate)
         above = {""} | {
             ".".join(name.split(".")[:i])
-            for name in (candidate.row, *candidate.columns)
+            for name in (*candidate.rows, *candidate.columns)
             for i in range(1, name.count(".") + 1)
         }
         possible = [
@@ -288,14 +314,23 @@ class _Search:
             for key, value in vars(self.twin.get_submodule(module)).items()
             if type(value) is int and value > 1 and (share := shares.get(value)) is not None
         ]
-        found = [attribute for attribute in possible if attribute.name not in self.undivided]
+        found = [attribute for attribute in possible if attribute.name in self._read]
         combinations = itertools.chain.from_iterable(itertools.combinations(found, n) for n in range(1, len(found) + 1))
         return itertools.islice(combinations, _MOST_TRIALS)
+
+    @functools.cached_property
+    def _read(self) -> set[str]:
+        """The numbers that the block's code reads, but for those that stay those of the whole."""
+        holders = ((name, child) for name, child in self.twin.named_modules() if not isinstance(child, ThinLinear))
+        held = {
+            f"{name}.{key}".lstrip(".") for name, child in holders for key, x in vars(child).items() if type(x) is int
+        }
+        return set[str]().union(*(reference.reads(held - set(self.undivided)) for reference in self.references))
 
     def _shares(self, candidate: Candidate) -> dict[int, tuple[int, ...]]:
         """Numbers of features, and of units of them, -> each rank's."""
         shares: dict[int, tuple[int, ...]] = {}
-        dealt = [(self.layers[candidate.row].in_features, candidate.by_rank)]
+        dealt = [(self.layers[candidate.rows[0]].in_features, candidate.by_rank)]
         dealt += [(self.layers[name].out_features, by_rank) for name, by_rank in candidate.columns.items()]
         for features, by_rank in dealt:
             own = [length(ranges) for ranges in by_rank]
@@ -313,14 +348,16 @@ def _tracked(plan: BlockPlan) -> BlockPlan:
 
 
 def _region_plan(candidate: Candidate) -> BlockPlan:
-    names = [candidate.row, *candidate.columns]
-    region = _common(names)
-    layers = {
+    region = _common([*candidate.rows, *candidate.columns])
+    columns = {
         name: LayerPlan(name, Style(name, "column"), by_rank, region=region)
         for name, by_rank in candidate.columns.items()
     }
-    row = LayerPlan(candidate.row, Style(candidate.row, "row"), candidate.by_rank, candidate.unit, region=region)
-    return BlockPlan({**layers, candidate.row: row})
+    rows = {
+        name: LayerPlan(name, Style(name, "row"), candidate.by_rank, candidate.unit, region=region)
+        for name in candidate.rows
+    }
+    return BlockPlan(columns | rows)
 
 
 def _common(names: Sequence[str]) -> str:

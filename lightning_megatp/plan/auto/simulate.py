@@ -8,10 +8,9 @@ decide it.
 from __future__ import annotations
 
 import contextlib
-import copy
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +19,8 @@ from torch import Tensor, nn
 
 from lightning_megatp.plan.auto.blocks import Call
 from lightning_megatp.plan.auto.exact import exact, exact_in_thread
-from lightning_megatp.plan.auto.thin import ThinLinear, concrete_call
+from lightning_megatp.plan.auto.numbers import reads_outside
+from lightning_megatp.plan.auto.thin import ThinLinear, concrete_call, copy_of
 from lightning_megatp.plan.convolutions import channel_dim, input_ranges, own_groups
 from lightning_megatp.plan.layer import LayerPlan
 from lightning_megatp.plan.parallel_plan import AttributePlan
@@ -53,6 +53,8 @@ class Outcome:
 
     error: str | None = None
     """What failed; None if all numbers agree."""
+    misplaced: bool = False
+    """Whether outputs agree, and what failed is where their values are whole and where they are split."""
     errors: dict[str, float] = field(default_factory=dict)
     """Largest relative difference of the outputs, and of the gradient of every input and parameter."""
     gathers: dict[str, int] = field(default_factory=dict)
@@ -86,7 +88,7 @@ class Reference:
 
     def __init__(self, twin: nn.Module, call: Call, train: bool = True, seed: int = 0) -> None:
         self.twin, self.call, self.train, self.seed = twin, call, train, seed
-        whole = copy.deepcopy(twin).train(train)
+        whole = copy_of(twin, train)
         own = concrete_call(call, seed, noise=0.1)
         with torch.enable_grad(), exact():
             self.outputs = _floating(whole(*own.args, **own.kwargs))
@@ -98,6 +100,14 @@ class Reference:
         _backward(self.outputs, self.cotangents)
         self.inputs = [x.grad for x in _floating((own.args, own.kwargs))]
         self.parameters = {name: p.grad for name, p in whole.named_parameters()}
+
+    def reads(self, numbers: Collection[str]) -> set[str]:
+        """Which of these attributes the block's code reads; their names are behind those of their modules."""
+        whole = copy_of(self.twin, self.train)
+        own = concrete_call(self.call, self.seed, noise=0.1)
+        with reads_outside(whole, numbers, ()) as read, exact():
+            whole(*own.args, **own.kwargs)
+        return read
 
     def compare(self, plan: BlockPlan, tp: int) -> Outcome:
         """Run the shards of a plan, and compare outputs and every gradient."""
@@ -113,8 +123,9 @@ class Reference:
             outcome.error = outcome.error or self._compare_outputs(rank, outcome)
         if outcome.error is None:
             outcome.error = _crossing(shards[0].outputs, shards[0].module, calls[0])
-        if outcome.error is None and any(rank.context.misplaced for rank in shards):
-            outcome.error = "random numbers are drawn for whole values and for parts of others"
+            if outcome.error is None and any(rank.context.misplaced for rank in shards):
+                outcome.error = "random numbers are drawn for whole values and for parts of others"
+            outcome.misplaced = outcome.error is not None
         if outcome.error is None:
             _backward(shards[0].outputs, self.cotangents)
             self._compare_gradients(shards, calls, outcome)
@@ -269,7 +280,7 @@ class _Rank:
 
     def __init__(self, twin: nn.Module, plan: BlockPlan, ranks: Ranks, rank: int, train: bool) -> None:
         self.context, self.rank = SimulatedContext(ranks, rank), rank
-        self.module = copy.deepcopy(twin).train(train)
+        self.module = copy_of(twin, train)
         self.cuts: dict[str, tuple[int, Ranges]] = {}
         for name, layer in plan.layers.items():
             child = self.module.get_submodule(name)
