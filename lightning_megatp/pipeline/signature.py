@@ -89,7 +89,7 @@ def _read(value: Any, reading: _Reading, in_list: bool = False) -> Hashable:
     return kind, tuple((key, _read(part, reading, in_list)) for key, part in parts.items())
 
 
-def _pickles_in_its_own_way(kind: type) -> bool:
+def _pickles_in_its_own_way(kind: Any) -> bool:
     """Whether what it is made of is not what it keeps: a table's columns keep what they have looked up, and other
     ranks, which get the batch by pickling, do without."""
     return kind.__reduce__ is not object.__reduce__ or kind.__reduce_ex__ is not object.__reduce_ex__
