@@ -164,6 +164,27 @@ def test_a_random_sampler_without_a_seed(layout: Layout) -> None:
     _check_peers(run_program(layout, _random_sampler), layout, batches=4 // layout.dp)
 
 
+class ByRank(GPT):
+    """Takes its rows by the rank, as if every process saw others."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        size, rank = self.trainer.world_size, self.global_rank
+        return super().training_step([x[rank::size] for x in batch], batch_idx)
+
+
+def _by_rank(layout: Layout) -> list[str]:
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        trainer = make_trainer(layout, strategy={"plan": None}, max_steps=2)
+        trainer.fit(ByRank(), DataLoader(tokens(16), batch_size=4))
+    return [str(warning.message) for warning in said if "trainer.world_size" in str(warning.message)]
+
+
+def test_a_step_that_asks_how_many_processes_there_are_is_told_what_they_are() -> None:
+    said = [text for rank in run_program(Layout(pp=2, microbatches=2), _by_rank) for text in rank]
+    assert said and "2 processes, but 1 see samples of their own" in said[0]
+
+
 class AtStart(Callback):
     """Seeds, or draws, between set-up and the first batch."""
 
