@@ -55,7 +55,7 @@ class Example:
         is empty, or that could not be loaded here (`problem` says why)."""
         if self.takes_iterator:
             return None
-        loaders = first_loaders(self.trainer)  # as the loop does it a moment later, random numbers included
+        loaders = first_loaders(self.trainer)  # as the loop does it a moment later
         try:
             with self._left_alone(loaders):
                 return self._load(loaders)

@@ -8,8 +8,10 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from lightning_megatp.mesh import ParallelMesh
+from lightning_megatp.shim.torch import tree_leaves
 
 _MIX = 0xD1B54A32D192ED03  # an odd 64-bit constant: neighbouring dp ranks get unrelated seeds
 
@@ -67,6 +69,12 @@ def random_state() -> dict[str, Any]:
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state()
     return state
+
+
+def is_random_state(state: dict[str, Any]) -> bool:
+    """Whether nothing was drawn or seeded since `random_state` gave it."""
+    leaves, now = tree_leaves(state), tree_leaves(random_state())
+    return all(torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in zip(leaves, now, strict=True))
 
 
 def set_random_state(state: dict[str, Any]) -> None:

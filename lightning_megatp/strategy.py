@@ -272,6 +272,7 @@ class MegaTPStrategyBase(StepMethods, GradientMethods, BuildingMethods, WorldMet
         if without_ranks():
             answer(self, trainer, self._example(trainer))
         mesh = self._mesh()
+        synchronize_random_state(mesh)  # before loaders draw their seed
         self._keep_unsplit(trainer)
         example = self._example(trainer)
         parallel = self._split(mesh, example)

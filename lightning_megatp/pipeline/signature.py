@@ -79,12 +79,28 @@ def _read(value: Any, reading: _Reading, in_list: bool = False) -> Hashable:
             return reading.met[id(value)]
         reading.met[id(value)] = len(reading.met)
         parts = vars(value)
-    elif type(value).__module__ == "builtins":
+        if _pickles_in_its_own_way(kind):
+            return kind, _of_tensors_in(parts, reading)
+    elif kind.__module__ == "builtins" and kind is not object:
         return repr(value)
     else:
         reading.left_out = True
         return kind
     return kind, tuple((key, _read(part, reading, in_list)) for key, part in parts.items())
+
+
+def _pickles_in_its_own_way(kind: Any) -> bool:
+    """Whether what it is made of is not what it keeps: a table's columns keep what they have looked up, and other
+    ranks, which get the batch by pickling, do without."""
+    return kind.__reduce__ is not object.__reduce__ or kind.__reduce_ex__ is not object.__reduce_ex__
+
+
+def _of_tensors_in(parts: Any, reading: _Reading) -> Hashable:
+    inside = dataclasses.replace(reading, tensors=[])
+    _read(parts, inside)
+    reading.tensors += inside.tensors
+    reading.left_out = True
+    return tuple(_read(tensor, _Reading()) for tensor in inside.tensors)
 
 
 def _is_told_by_value(value: Any) -> bool:

@@ -18,6 +18,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.optim.swa_utils import AveragedModel
 
+from lightning_megatp.randomness import is_random_state, random_state, set_random_state
 from lightning_megatp.shim.launcher import subprocess_launcher
 
 
@@ -139,21 +140,49 @@ def within_hooks(plugin: Any, name: str, context: Callable[[], AbstractContextMa
 
 def first_loaders(trainer: Any) -> Any:
     """The loaders of the run that is about to start, as the user gave them; of several for evaluation, the first. They
-    are set up now rather than a moment later: the loop's own call finds it done. The loops keep them under a private
-    name."""
+    are set up now rather than a moment later: the loop's own call finds it done, but for its random numbers. The loops
+    keep them under a private name."""
     state = trainer.state.fn.value
     loop = getattr(trainer, f"{state}_loop")
-    loop.setup_data()
+    if state == "fit" and loop._combined_loader is None:
+        _SetUpEarly.of(loop)
+    elif state != "fit":
+        loop.setup_data()
     combined = loop._combined_loader
     if combined is None:
         return None
     return combined.iterables if state == "fit" else next(iter(combined.flattened), None)
 
 
+class _SetUpEarly:
+    """The call of a fit loop's `setup_data` in its place, after it was done early. It draws the loaders' seed: what
+    hooks seed or draw until then comes first, as on one device."""
+
+    @classmethod
+    def of(cls, loop: Any) -> None:
+        """Do it early."""
+        before = random_state()
+        loop.setup_data()
+        if loop._combined_loader is not None:
+            loop.setup_data = cls(loop, before, random_state())
+        set_random_state(before)
+
+    def __init__(self, loop: Any, before: dict[str, Any], drawn: dict[str, Any]) -> None:
+        self._loop, self._before, self._drawn = loop, before, drawn
+
+    def __call__(self) -> None:
+        del self._loop.setup_data
+        if is_random_state(self._before):
+            set_random_state(self._drawn)
+        else:
+            iter(self._loop._data_fetcher)
+
+
 def restart_loaders(trainer: Any) -> None:
     """Let training data begin where a checkpoint has it, if `first_loaders` set it up before the loops were restored:
     Lightning hands loaders their states, and draws the order of an epoch, when it sets them up."""
     loop = trainer.fit_loop
+    vars(loop).pop("setup_data", None)
     if loop._combined_loader is not None:
         loop._load_combined_loader_states()
         iter(loop._data_fetcher)

@@ -160,6 +160,45 @@ def test_batches_of_an_own_class_are_changed_once_and_let_go_of(schedule: str) -
         assert made == 1 and kept <= 1, "one plan is for all rows, and no microbatch is its key"
 
 
+class Columns:
+    """The columns of a table, as pandas has them: what is looked up is kept with them, and not pickled."""
+
+    def __init__(self, names: list[str]) -> None:
+        self.names = names
+        self.places: dict[str, int] = {}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Columns, (self.names,)
+
+    def place(self, name: str) -> int:
+        return self.places.setdefault(name, self.names.index(name))
+
+
+class OfColumns(Blocks):
+    """Looks for its target behind the blocks: the last stage does."""
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+        x = batch["x"]
+        for block in self.blocks:
+            x = block(x)
+        return x[:, batch["columns"].place("y")].square().mean()
+
+
+def _columns(layout: Layout) -> list[float]:
+    columns = Columns(["x", "y"])
+    x = torch.randn(12, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    loader = DataLoader(x, batch_size=4, collate_fn=lambda rows: {"x": torch.stack(rows), "columns": columns})
+    module = OfColumns()
+    make_trainer(layout, **({} if layout.plain else {"strategy": {"plan": None}})).fit(module, loader)
+    return module.losses
+
+
+def test_all_batches_may_hold_one_object_that_keeps_what_it_looks_up() -> None:
+    expected = run_program(Layout(plain=True), _columns)[0]
+    for losses in run_program(Layout(pp=2, microbatches=2), _columns):
+        assert losses == pytest.approx(expected, rel=1e-9)
+
+
 class BranchesInCheckpoints(Blocks):
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         x, mask = batch

@@ -182,6 +182,56 @@ def test_a_random_sampler_without_a_seed(layout: Layout) -> None:
     _check_peers(run_program(layout, _random_sampler), layout, batches=4 // layout.dp)
 
 
+class ByRank(GPT):
+    """Takes its rows by the rank, as if every process saw others."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        size, rank = self.trainer.world_size, self.global_rank
+        return super().training_step([x[rank::size] for x in batch], batch_idx)
+
+
+def _by_rank(layout: Layout) -> list[str]:
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        trainer = make_trainer(layout, strategy={"plan": None}, max_steps=2)
+        trainer.fit(ByRank(), DataLoader(tokens(16), batch_size=4))
+    return [str(warning.message) for warning in said if "trainer.world_size" in str(warning.message)]
+
+
+def test_a_step_that_asks_how_many_processes_there_are_is_told_what_they_are() -> None:
+    said = [text for rank in run_program(Layout(pp=2, microbatches=2), _by_rank) for text in rank]
+    assert said and "2 processes, but 1 see samples of their own" in said[0]
+
+
+class AtStart(Callback):
+    """Seeds, or draws, between set-up and the first batch."""
+
+    def __init__(self, seeds: bool) -> None:
+        self.seeds = seeds
+        self.noise = torch.empty(0)
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        if self.seeds:
+            torch.manual_seed(9)
+        else:
+            self.noise = torch.rand(3)
+
+
+def _random_at_start(layout: Layout, seeds: bool) -> list[Tensor]:
+    torch.manual_seed(77)
+    recorder, at_start = BatchRecorder(), AtStart(seeds)
+    trainer = make_trainer(layout, callbacks=[recorder, at_start], strategy={"plan": "auto"})
+    trainer.fit(variant("untied").build(), DataLoader(tokens(16), batch_size=4, shuffle=True))
+    return [at_start.noise, *(batch[0] for batch in recorder.batches), torch.get_rng_state()]
+
+
+@pytest.mark.parametrize("seeds", [True, False])
+def test_random_numbers_between_set_up_and_the_first_batch_are_those_of_one_device(seeds: bool) -> None:
+    expected = run_program(PLAIN, _random_at_start, seeds)[0]
+    for found in run_program(TP2, _random_at_start, seeds):
+        assert all(map(torch.equal, found, expected)), "a plan was looked for, which starts the loader early"
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("layout", [TP2, TP2_DP2], ids=str)
 def test_random_augmentations(layout: Layout, workers: int) -> None:

@@ -420,10 +420,21 @@ class Rows:
         self.x, self.n, self.itself = x, n, self
 
 
+class Columns(Rows):
+    """A table's index, as pandas has them: what it looks up it keeps, and does not pickle."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Columns, (self.x, self.n)
+
+
 def test_values_that_each_row_has_its_own_are_no_part_of_signatures() -> None:
     slicer = Slicer(GPT(), {"tokens": 0, "head": 0}, 1)
     x = torch.zeros(2, 3)
+    looked_up = Columns(x)
+    looked_up.engine = object()
     alike = [
+        ([Columns(x)], [looked_up]),
+        ([Rows(object())], [Rows(object())]),
         ({"x": x, "names": ["a", "b"]}, {"x": x, "names": ["c", "d"]}),
         ((x, [{"name": "a", "at": (b"1", 2)}]), (x, [{"name": "b", "at": (b"3", 2)}])),
         ({"x": x, "table": np.zeros(3)}, {"x": x, "table": np.ones(3)}),
@@ -440,6 +451,7 @@ def test_values_that_each_row_has_its_own_are_no_part_of_signatures() -> None:
         ([{"n": 1}], [{"n": 2}]),
         (Rows(x), Rows(x[:1])),
         (Rows(x), Rows(x, 2)),
+        (Columns(x), Columns(x[:1])),
     ]
     for one, other in different:
         first, second = slicer.signatures([one, other])
