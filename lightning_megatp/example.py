@@ -117,7 +117,7 @@ class Example:
 
     def bare_step(self, batch: Any) -> Any:
         """The same, for who puts back by itself what a step leaves."""
-        with self.precision.forward_context(), uncompiled():
+        with self.trainer.strategy.counting_copies(), self.precision.forward_context(), uncompiled():
             return self._step(batch, *indices(self._step))
 
     def calls(self) -> list[Callable[[], Any]]:

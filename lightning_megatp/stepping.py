@@ -12,7 +12,6 @@ from lightning_megatp.data import SameBatch, warn_of_lengths
 from lightning_megatp.gradients.methods import GradientMethods
 from lightning_megatp.gradients.rows import finds_rows
 from lightning_megatp.gradients.wide import widen
-from lightning_megatp.messages import warn_once_per_run
 from lightning_megatp.planner.measure import MemoryAccount
 from lightning_megatp.recompute.offload import OffloadActivations
 
@@ -27,7 +26,6 @@ class StepMethods(GradientMethods):
 
     def _set_up_steps(self, offload_activations: bool) -> None:
         self.offload_activations = offload_activations
-        self._in_step = False
         self._steps = 0
         """Of training, in this run."""
         self._seen: set[tuple[Any, ...]] = set()
@@ -36,19 +34,6 @@ class StepMethods(GradientMethods):
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         batch = super().batch_to_device(batch, device, dataloader_idx)
         return batch if self._same_batch is None else self._same_batch(batch)
-
-    @property
-    def world_size(self) -> int:
-        """All processes, as Lightning counts them. A step that divides its batch by that loses the others' rows."""
-        size: int = super().world_size
-        if self._in_step and self.mesh is not None and self.mesh.size("dp") < size:
-            warn_once_per_run(
-                f"the step asks for `trainer.world_size`: there are {size} processes, but {self.mesh.size('dp')} see"
-                " samples of their own: the ranks of tp and pp work on the same rows. A step that takes rows, or labels"
-                " of a contrastive loss, by `global_rank` trains on other numbers than one device. Use"
-                ' `trainer.strategy.mesh.rank("dp")` and `.size("dp")` there.'
-            )
-        return size
 
     def on_train_start(self) -> None:
         super().on_train_start()
@@ -121,9 +106,9 @@ class StepMethods(GradientMethods):
             self.sharding.watches = watch
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            self._in_step = True
+            context = contextlib.nullcontext() if self._undivided else parallel.step(watch)
             try:
-                with contextlib.nullcontext() if self._undivided else parallel.step(watch), self._offloading(kind):
+                with self.counting_copies(), context, self._offloading(kind):
                     return parallel.outputs(step(*args, **kwargs))
             except RuntimeError as error:
                 if self.sharding is None or not finds_rows(error):
@@ -145,8 +130,6 @@ class StepMethods(GradientMethods):
                     " on itself in its forward (an auxiliary loss, a cache) is there on its own pipeline stage only:"
                     " return it from the forward, or keep its module on the last stage by `stages=[[...], ...]`."
                 ) from error
-            finally:
-                self._in_step = False
 
         if self.sharding is None or self.pipeline is not None:
             return run

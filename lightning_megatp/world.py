@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from lightning_megatp.copies import CopyMethods
 from lightning_megatp.failure import FailureWatch, ParentWatch
 from lightning_megatp.mesh import AXES, MeshShape
-from lightning_megatp.parts import Parts
 from lightning_megatp.shim.lightning import default_store
 from lightning_megatp.shim.torch import tree_map
 from lightning_megatp.tensor.collectives import all_gather, reduce_scatter
@@ -50,7 +50,7 @@ class _Stack(torch.autograd.Function):
         return reduce_scatter(grad, ctx.group, 0, [1] * ctx.group.size()).squeeze(0), None
 
 
-class WorldMethods(Parts):
+class WorldMethods(CopyMethods):
     """What Lightning calls on all ranks at once."""
 
     timeout: timedelta
@@ -119,7 +119,7 @@ class WorldMethods(Parts):
         axes = self._all_who_call("strategy.broadcast")
         objects = [tree_map(_OnDevice.of, obj)]
         dist.broadcast_object_list(objects, src=src, group=None if self.mesh is None else self.mesh.hosts(*axes))
-        if self.global_rank == src:
+        if dist.get_rank() == src:
             return obj
         return tree_map(lambda x: x.value.to(self.root_device) if isinstance(x, _OnDevice) else x, objects[0])
 
@@ -170,4 +170,4 @@ class WorldMethods(Parts):
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         votes = torch.tensor(int(decision), device="cpu")  # Lightning creates layers with its device as the default
         dist.all_reduce(votes, group=self._mesh().hosts(*AXES))
-        return bool(votes == self.world_size) if all else bool(votes > 0)
+        return bool(votes == dist.get_world_size()) if all else bool(votes > 0)

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_megatp.commands import Done, requested
+from lightning_megatp.copies import CopyMethods
 from lightning_megatp.gradients.buckets import GradientBuckets
 from lightning_megatp.gradients.elementwise import check_elementwise
 from lightning_megatp.gradients.groups import Groups
 from lightning_megatp.gradients.wide import narrow, widen
 from lightning_megatp.module import ParallelModule
-from lightning_megatp.parts import Parts
 from lightning_megatp.pipeline.batch import Backward
 from lightning_megatp.pipeline.pipeline import Pipeline
 from lightning_megatp.pipeline.trace import StepTrace
@@ -25,7 +25,7 @@ from lightning_megatp.shim.torch import DisableTorchFunction
 from lightning_megatp.tensor.parameters import gather_shards, whole_values
 
 
-class GradientMethods(Parts):
+class GradientMethods(CopyMethods):
     """What Lightning calls from the loss to the optimizer's step: backward, and the sums over ranks."""
 
     _trace: StepTrace | None
@@ -57,7 +57,7 @@ class GradientMethods(Parts):
         """Each pipeline stage optimizes what it holds, which may be nothing, though `configure_optimizers` finds the
         parameters of all."""
         self._groups = Groups(self._parallel(), self.pipeline, self.sharding, lambda: self.optimizers)
-        with self._groups.whole():
+        with self._groups.whole(), self.counting_copies():
             super().setup_optimizers(trainer)
             self._give_new_parameters()
         if self.pp > 1 and any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in self.optimizers):

@@ -122,20 +122,28 @@ def around_clipping(plugin: Any, call: Callable[[], None]) -> None:
     plugin._clip_gradients = clip_gradients
 
 
-def within_hooks(plugin: Any, name: str, context: Callable[[], AbstractContextManager[None]] | None) -> None:
-    """Let one of a precision plugin's methods run in a context; None takes that back. There is no other way around the
-    hooks of a module and its callbacks: `_after_closure` calls those before an optimizer's step (2.5-2.6), the public
-    `post_backward` those after a backward."""
-    vars(plugin).pop(name, None)
+def within_hooks(caller: Any, name: str, context: Callable[[], AbstractContextManager[None]] | None) -> None:
+    """Let the method of an object of Lightning's that calls a user's hooks run in a context; None takes that back. Of a
+    precision plugin there is no other way around the hooks of a module and its callbacks: `_after_closure` calls those
+    before an optimizer's step (2.5-2.6), the public `post_backward` those after a backward."""
+    vars(caller).pop(name, None)
     if context is None:
         return
-    method = getattr(plugin, name)
+    method = getattr(caller, name)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         with context():
             return method(*args, **kwargs)
 
-    setattr(plugin, name, run)
+    setattr(caller, name, run)
+
+
+def around_loader_hooks(trainer: Any, context: Callable[[], AbstractContextManager[None]]) -> None:
+    """Let `train_dataloader` and its like, of the module or the datamodule, be called in a context. Each loop has a
+    `_data_source` that calls its hook (2.5-2.6); a detour on the datamodule itself would be pickled with it."""
+    loops = trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop
+    for loop in (*loops, trainer.predict_loop):
+        within_hooks(loop._data_source, "dataloader", context)
 
 
 def first_loaders(trainer: Any) -> Any:

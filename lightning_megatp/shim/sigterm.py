@@ -40,7 +40,7 @@ def stop_together(
     alone = not carried and trainer.state.fn != "fit"
 
     def note(signum: Any, frame: Any) -> None:
-        log.info(f"[rank {trainer.global_rank}] Received SIGTERM: {signum}")
+        log.info(f"[rank {dist.get_rank()}] Received SIGTERM: {signum}")
         if not stopping.noted and trainer.strategy.launcher is not None:
             trainer.strategy.launcher.kill(signum)
         stopping.note()

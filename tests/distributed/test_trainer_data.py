@@ -183,24 +183,50 @@ def test_a_random_sampler_without_a_seed(layout: Layout) -> None:
 
 
 class ByRank(GPT):
-    """Takes its rows by the rank, as if every process saw others."""
+    """Written for DDP: its loader's samples, its labels, a weight of its loss and its rate go by the rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses: list[float] = []
+
+    def train_dataloader(self) -> DataLoader:
+        data, size, rank = tokens(32), self.trainer.world_size, self.global_rank
+        return DataLoader(data, batch_size=8 // size, sampler=DistributedSampler(data, size, rank, shuffle=False))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1 * self.trainer.world_size)
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         size, rank = self.trainer.world_size, self.global_rank
-        return super().training_step([x[rank::size] for x in batch], batch_idx)
+        every = self.all_gather(batch[0]).flatten(0, -2)
+        rows = torch.arange(len(batch[0]), device=self.device) + rank * len(batch[0])  # of a contrastive loss's labels
+        assert torch.equal(every[rows], batch[0]) and len(every) == size * len(batch[0])
+        return (1 + (batch_idx * size + rank) % 3) * super().training_step(batch, batch_idx)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.losses.append(float(outputs["loss"]))
 
 
-def _by_rank(layout: Layout) -> list[str]:
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        trainer = make_trainer(layout, strategy={"plan": None}, max_steps=2)
-        trainer.fit(ByRank(), DataLoader(tokens(16), batch_size=4))
-    return [str(warning.message) for warning in said if "trainer.world_size" in str(warning.message)]
+def _by_rank(layout: Layout) -> tuple[list[float], bool]:
+    trainer, module = make_trainer(layout, max_steps=4), ByRank()
+    trainer.fit(module)
+    return module.losses, trainer.world_size == layout.ranks
 
 
-def test_a_step_that_asks_how_many_processes_there_are_is_told_what_they_are() -> None:
-    said = [text for rank in run_program(Layout(pp=2, microbatches=2), _by_rank) for text in rank]
-    assert said and "2 processes, but 1 see samples of their own" in said[0]
+@pytest.mark.parametrize(
+    ("layout", "like"),
+    [
+        (TP2, PLAIN),
+        (Layout(pp=2, microbatches=1), PLAIN),
+        (TP2_DP2, Layout(dp=2)),
+    ],
+    ids=str,
+)
+def test_what_goes_by_the_rank_goes_by_the_copy_of_the_model(layout: Layout, like: Layout) -> None:
+    expected = [losses for losses, _ in run_program(like, _by_rank)]
+    for rank, (losses, counts_processes) in enumerate(run_program(layout, _by_rank)):
+        assert losses == pytest.approx(expected[rank * len(expected) // layout.ranks], abs=1e-9)
+        assert counts_processes
 
 
 class AtStart(Callback):

@@ -1,0 +1,43 @@
+"""Which process this is to Lightning, and which copy of the model to the user's code that deals with samples."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from lightning_megatp.parts import Parts
+
+
+class CopyMethods(Parts):
+    """What `trainer.global_rank` and `trainer.world_size` are."""
+
+    _counted: tuple[int, int] | None = None
+    """Rank and size on the dp axis, while copies are counted."""
+
+    @property
+    def global_rank(self) -> int:
+        """Of the process; within `counting_copies`, of the copy of the model that it holds a part of."""
+        return super().global_rank if self._counted is None else self._counted[0]
+
+    @property
+    def world_size(self) -> int:
+        """The number of processes; within `counting_copies`, of copies of the model."""
+        return super().world_size if self._counted is None else self._counted[1]
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Of the processes, at any time: one writes files and logs."""
+        return super().global_rank == 0
+
+    @contextlib.contextmanager
+    def counting_copies(self) -> Iterator[None]:
+        """Around the user's steps, and hooks that make loaders and optimizers. What these do by rank (which samples
+        they take, the labels of a contrastive loss, a rate by the number of ranks) is about ranks that see other
+        samples. Those of tp and pp see the same, and have to do the same."""
+        before = self._counted
+        if self.mesh is not None:
+            self._counted = self.mesh.rank("dp"), self.mesh.size("dp")
+        try:
+            yield
+        finally:
+            self._counted = before
