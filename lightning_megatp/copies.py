@@ -25,9 +25,14 @@ class CopyMethods(Parts):
         return super().world_size if self._counted is None else self._counted[1]
 
     @property
+    def process_rank(self) -> int:
+        """Of the process, at any time."""
+        return super().global_rank
+
+    @property
     def is_global_zero(self) -> bool:
         """Of the processes, at any time: one writes files and logs."""
-        return super().global_rank == 0
+        return self.process_rank == 0
 
     @contextlib.contextmanager
     def counting_copies(self) -> Iterator[None]:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_megatp.default_group import DefaultGroup
 from lightning_megatp.gradients.partial import PartialGradients
 from lightning_megatp.gradients.rows import DividedParameter
 from lightning_megatp.messages import warn_once_per_run
@@ -62,6 +63,8 @@ class ParallelModule:
         self.partial = PartialGradients(self)
         self.whole_parameters = sum(self.whole_size(parameter) for parameter in module.parameters())
         """Number of parameters of the whole model, tied ones once."""
+        self.default_group: DefaultGroup | None = None
+        """For what the user's code sends by itself; None where that is the world."""
         self.pipeline: Any = None
         """What cut it over the pp axis, so that another Trainer can go on with it."""
         self.sharding: Any = None
@@ -226,6 +229,8 @@ class ParallelModule:
         """Around the user's code: a step, and what activation checkpointing runs of it again in backward."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.context.running(user_code=True))
+            if self.default_group is not None:
+                stack.enter_context(self.default_group.used())
             if self.uncompiled:
                 stack.enter_context(uncompiled())
             if self.has_regions:

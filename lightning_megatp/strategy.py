@@ -26,6 +26,7 @@ from lightning_megatp.commands import Done, requested, without_ranks
 from lightning_megatp.commands.answer import answer
 from lightning_megatp.commands.proof import prepare
 from lightning_megatp.data import SameBatch
+from lightning_megatp.default_group import DefaultGroup
 from lightning_megatp.example import Example
 from lightning_megatp.exports import refuse_exports
 from lightning_megatp.failure import FailureWatch
@@ -278,6 +279,8 @@ class MegaTPStrategyBase(StepMethods, GradientMethods, BuildingMethods, WorldMet
         self._keep_unsplit(trainer)
         example = self._example(trainer)
         parallel = self._split(mesh, example)
+        copies = mesh.group("dp")
+        parallel.default_group = None if copies is dist.group.WORLD else DefaultGroup(copies)
         self._cut_averages(parallel)
         if trainer.state.fn == "fit":
             check_callbacks(trainer, mesh, self.zero.level)

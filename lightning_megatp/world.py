@@ -119,7 +119,7 @@ class WorldMethods(CopyMethods):
         axes = self._all_who_call("strategy.broadcast")
         objects = [tree_map(_OnDevice.of, obj)]
         dist.broadcast_object_list(objects, src=src, group=None if self.mesh is None else self.mesh.hosts(*axes))
-        if dist.get_rank() == src:
+        if self.process_rank == src:
             return obj
         return tree_map(lambda x: x.value.to(self.root_device) if isinstance(x, _OnDevice) else x, objects[0])
 

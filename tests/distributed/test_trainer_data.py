@@ -11,6 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed.nn.functional
+import torch.nn.functional as F
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from torch import Tensor
 from torch.utils.data import (
@@ -225,8 +228,56 @@ def _by_rank(layout: Layout) -> tuple[list[float], bool]:
 def test_what_goes_by_the_rank_goes_by_the_copy_of_the_model(layout: Layout, like: Layout) -> None:
     expected = [losses for losses, _ in run_program(like, _by_rank)]
     for rank, (losses, counts_processes) in enumerate(run_program(layout, _by_rank)):
-        assert losses == pytest.approx(expected[rank * len(expected) // layout.ranks], abs=1e-9)
+        assert losses == pytest.approx(expected[rank // layout.tp % layout.dp], abs=1e-9)
         assert counts_processes
+
+
+class Gather(torch.autograd.Function):
+    """As contrastive losses have it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.rows = len(x)
+        parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, x)
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        dist.all_reduce(grad := grad.clone())
+        return grad[dist.get_rank() * ctx.rows :][: ctx.rows]
+
+
+class Contrastive(ByRank):
+    """Communicates by itself, in forward and backward."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        own = F.normalize(self.trunk(batch[0]).mean(1), dim=-1)
+        every, scale = own, torch.tensor(float(self.global_rank + 2), dtype=own.dtype)
+        if dist.is_initialized():
+            every = Gather.apply(own) if batch_idx % 2 else torch.cat(torch.distributed.nn.functional.all_gather(own))
+            dist.broadcast(scale, src=dist.get_world_size() - 1)
+            dist.all_reduce(scale, op=dist.ReduceOp.SUM)
+            scale = scale / dist.get_world_size()
+        labels = torch.arange(len(own)) + self.global_rank * len(own)
+        return F.cross_entropy(scale * own @ every.T, labels)
+
+
+def _contrastive(layout: Layout) -> list[float]:
+    trainer, module = make_trainer(layout, max_steps=4), Contrastive()
+    trainer.fit(module)
+    return module.losses
+
+
+@pytest.mark.parametrize(
+    ("layout", "like"),
+    [(TP2, PLAIN), (TP2_DP2, DP2), (Layout(pp=2, microbatches=1), PLAIN), (Layout(pp=2, dp=2, microbatches=1), DP2)],
+    ids=str,
+)
+def test_messages_of_a_step_go_between_copies_of_the_model(layout: Layout, like: Layout) -> None:
+    expected = run_program(like, _contrastive)
+    for rank, losses in enumerate(run_program(layout, _contrastive)):
+        assert losses == pytest.approx(expected[rank // layout.tp % layout.dp], abs=1e-9)
 
 
 class AtStart(Callback):
