@@ -263,20 +263,45 @@ class Contrastive(ByRank):
         return F.cross_entropy(scale * own @ every.T, labels)
 
 
-def _contrastive(layout: Layout) -> list[float]:
-    trainer, module = make_trainer(layout, max_steps=4), Contrastive()
+class ManualContrastive(Contrastive):
+    """Communicates after a backward, too."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.optimizers().zero_grad()  # type: ignore[union-attr]
+        self.manual_backward(loss)
+        self.optimizers().step()  # type: ignore[union-attr]
+        total = torch.ones(())
+        if dist.is_initialized():
+            dist.all_reduce(total)
+        assert total == self.trainer.world_size
+        return loss
+
+
+def _contrastive(layout: Layout, kind: type[Contrastive]) -> list[float]:
+    trainer, module = make_trainer(layout, max_steps=4), kind()
     trainer.fit(module)
     return module.losses
 
 
 @pytest.mark.parametrize(
-    ("layout", "like"),
-    [(TP2, PLAIN), (TP2_DP2, DP2), (Layout(pp=2, microbatches=1), PLAIN), (Layout(pp=2, dp=2, microbatches=1), DP2)],
+    ("layout", "like", "kind"),
+    [
+        (TP2, PLAIN, Contrastive),
+        (TP2_DP2, DP2, Contrastive),
+        (TP2_DP2, DP2, ManualContrastive),
+        (Layout(pp=2, microbatches=1), PLAIN, Contrastive),
+        (Layout(pp=2, dp=2, microbatches=1), DP2, Contrastive),
+    ],
     ids=str,
 )
-def test_messages_of_a_step_go_between_copies_of_the_model(layout: Layout, like: Layout) -> None:
-    expected = run_program(like, _contrastive)
-    for rank, losses in enumerate(run_program(layout, _contrastive)):
+def test_messages_of_a_step_go_between_copies_of_the_model(
+    layout: Layout, like: Layout, kind: type[Contrastive]
+) -> None:
+    expected = run_program(like, _contrastive, kind)
+    for rank, losses in enumerate(run_program(layout, _contrastive, kind)):
         assert losses == pytest.approx(expected[rank // layout.tp % layout.dp], abs=1e-9)
 
 
