@@ -58,11 +58,11 @@ class LooksAtNumpy(Base):
 
 
 class FlowsBack(Base):
-    """The last block's output goes through the first block again."""
+    """What the head finds goes through the whole model again: no place is left for a cut."""
 
     def trunk(self, tokens_BL: Tensor) -> Tensor:
-        x_BLD = self.blocks_of(self.tok(tokens_BL))
-        return self.norm(self.blocks[0](x_BLD))
+        found_BL = self.head(self.norm(self.blocks_of(self.tok(tokens_BL)))).argmax(-1)
+        return self.norm(self.blocks_of(self.tok(found_BL)))
 
 
 class SetsAttribute(nn.Module):
@@ -281,7 +281,7 @@ ERRORS: dict[str, tuple[type[Base], list[str]]] = {
     "a host read": (ReadsOnHost, ["item", "test_pipeline_errors.py"]),
     "a branch on data": (BranchesOnData, ["__bool__", "test_pipeline_errors.py"]),
     "numpy": (LooksAtNumpy, ["numpy"]),
-    "data that flows back": (FlowsBack, ["blocks.0", "stage"]),
+    "data that flows back": (FlowsBack, ["`tok`", "on the later stage"]),
     "an attribute as a side door": (Leaks, ["side door", "blocks.0"]),
     "a container as a side door": (MutatesContainer, ["blocks.0"]),
     "a view that is changed": (ChangesView, ["in place"]),
