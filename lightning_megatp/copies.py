@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
+from lightning_megatp.default_group import DefaultGroup
 from lightning_megatp.parts import Parts
 
 
@@ -13,6 +14,8 @@ class CopyMethods(Parts):
 
     _counted: tuple[int, int] | None = None
     """Rank and size on the dp axis, while copies are counted."""
+    _default_group: DefaultGroup | None = None
+    """For what the user's code sends by itself; None where that is the world."""
 
     @property
     def global_rank(self) -> int:
@@ -36,9 +39,8 @@ class CopyMethods(Parts):
 
     @contextlib.contextmanager
     def counting_copies(self) -> Iterator[None]:
-        """Around the user's steps, and hooks that make loaders and optimizers. What these do by rank (which samples
-        they take, the labels of a contrastive loss, a rate by the number of ranks) is about ranks that see other
-        samples. Those of tp and pp see the same, and have to do the same."""
+        """Around the user's steps. What these do by rank (which rows they take, the labels of a contrastive loss) is
+        about ranks that see other samples. Those of tp and pp see the same, and have to do the same."""
         before = self._counted
         if self.mesh is not None:
             self._counted = self.mesh.rank("dp"), self.mesh.size("dp")
@@ -46,3 +48,11 @@ class CopyMethods(Parts):
             yield
         finally:
             self._counted = before
+
+    @contextlib.contextmanager
+    def among_copies(self) -> Iterator[None]:
+        """The same around hooks that make loaders (samplers by rank) and optimizers (rates by the number of ranks), for
+        torch.distributed, too. Every rank calls them; a step may be tried out by one alone."""
+        default_group = contextlib.nullcontext() if self._default_group is None else self._default_group.used()
+        with self.counting_copies(), default_group:
+            yield

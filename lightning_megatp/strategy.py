@@ -260,7 +260,9 @@ class MegaTPStrategyBase(StepMethods, GradientMethods, BuildingMethods, WorldMet
         if sharing.size() > 1:
             self._same_batch = SameBatch(sharing, self.root_device, self.mesh.hosts("pp", "tp"))
         assert self.lightning_module is not None
-        around_loader_hooks(self.lightning_module.trainer, self.counting_copies)
+        copies = self.mesh.group("dp")
+        self._default_group = None if copies is dist.group.WORLD else DefaultGroup(copies)
+        around_loader_hooks(self.lightning_module.trainer, self.among_copies)
         self._seen.clear()
         self._steps = 0
         self._building = self._before_building = None
@@ -279,8 +281,7 @@ class MegaTPStrategyBase(StepMethods, GradientMethods, BuildingMethods, WorldMet
         self._keep_unsplit(trainer)
         example = self._example(trainer)
         parallel = self._split(mesh, example)
-        copies = mesh.group("dp")
-        parallel.default_group = None if copies is dist.group.WORLD else DefaultGroup(copies)
+        parallel.default_group = self._default_group
         self._cut_averages(parallel)
         if trainer.state.fn == "fit":
             check_callbacks(trainer, mesh, self.zero.level)

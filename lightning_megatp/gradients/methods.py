@@ -57,7 +57,7 @@ class GradientMethods(CopyMethods):
         """Each pipeline stage optimizes what it holds, which may be nothing, though `configure_optimizers` finds the
         parameters of all."""
         self._groups = Groups(self._parallel(), self.pipeline, self.sharding, lambda: self.optimizers)
-        with self._groups.whole(), self.counting_copies():
+        with self._groups.whole(), self.among_copies():
             super().setup_optimizers(trainer)
             self._give_new_parameters()
         if self.pp > 1 and any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in self.optimizers):

@@ -194,10 +194,15 @@ class ByRank(GPT):
 
     def train_dataloader(self) -> DataLoader:
         data, size, rank = tokens(32), self.trainer.world_size, self.global_rank
-        return DataLoader(data, batch_size=8 // size, sampler=DistributedSampler(data, size, rank, shuffle=False))
+        sampler = DistributedSampler(data, size, rank, shuffle=False)
+        if dist.is_initialized():
+            by_default = DistributedSampler(data, shuffle=False)
+            assert list(by_default) == list(sampler)
+        return DataLoader(data, batch_size=8 // size, sampler=sampler)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1 * self.trainer.world_size)
+        copies = dist.get_world_size() if dist.is_initialized() else 1
+        return torch.optim.SGD(self.parameters(), lr=0.1 * (self.trainer.world_size + copies))
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         size, rank = self.trainer.world_size, self.global_rank
