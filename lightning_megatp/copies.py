@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
+import torch.distributed as dist
+
 from lightning_megatp.default_group import DefaultGroup
 from lightning_megatp.parts import Parts
+from lightning_megatp.shim.lightning import around_loader_hooks
 
 
 class CopyMethods(Parts):
@@ -16,6 +19,13 @@ class CopyMethods(Parts):
     """Rank and size on the dp axis, while copies are counted."""
     _default_group: DefaultGroup | None = None
     """For what the user's code sends by itself; None where that is the world."""
+
+    def _set_up_copies(self) -> None:
+        """When the mesh is made, and before loaders are."""
+        assert self.lightning_module is not None
+        copies = self._mesh().group("dp")
+        self._default_group = None if copies is dist.group.WORLD else DefaultGroup(copies)
+        around_loader_hooks(self.lightning_module.trainer, self.among_copies)
 
     @property
     def global_rank(self) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,7 +24,7 @@ _NAMES = (
     "reduce_scatter_single", "reduce_scatter_tensor", "scatter", "scatter_object_list",
 )  # fmt: skip
 _ROOTS = ("src", "dst")
-_PACKAGE = str(Path(__file__).parent)
+_PACKAGE = os.path.join(Path(__file__).parent, "")
 
 
 class DefaultGroup:

@@ -26,7 +26,6 @@ from lightning_megatp.commands import Done, requested, without_ranks
 from lightning_megatp.commands.answer import answer
 from lightning_megatp.commands.proof import prepare
 from lightning_megatp.data import SameBatch
-from lightning_megatp.default_group import DefaultGroup
 from lightning_megatp.example import Example
 from lightning_megatp.exports import refuse_exports
 from lightning_megatp.failure import FailureWatch
@@ -52,7 +51,7 @@ from lightning_megatp.randomness import synchronize_random_state
 from lightning_megatp.recompute.blocks import recompute_blocks
 from lightning_megatp.recompute.options import RecomputeOptions
 from lightning_megatp.report import print_layout
-from lightning_megatp.shim.lightning import Namespace, around_loader_hooks, without_sync_advice
+from lightning_megatp.shim.lightning import Namespace, without_sync_advice
 from lightning_megatp.shim.sigterm import stop_together
 from lightning_megatp.stepping import StepMethods
 from lightning_megatp.stopping import Stopping
@@ -259,10 +258,7 @@ class MegaTPStrategyBase(StepMethods, GradientMethods, BuildingMethods, WorldMet
         self._same_batch = None
         if sharing.size() > 1:
             self._same_batch = SameBatch(sharing, self.root_device, self.mesh.hosts("pp", "tp"))
-        assert self.lightning_module is not None
-        copies = self.mesh.group("dp")
-        self._default_group = None if copies is dist.group.WORLD else DefaultGroup(copies)
-        around_loader_hooks(self.lightning_module.trainer, self.among_copies)
+        self._set_up_copies()
         self._seen.clear()
         self._steps = 0
         self._building = self._before_building = None

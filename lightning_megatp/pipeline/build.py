@@ -21,13 +21,14 @@ from lightning_megatp.pipeline.executor import Executor, Links, connect, lanes
 from lightning_megatp.pipeline.generators import forward_only, make_schedule, split_end
 from lightning_megatp.pipeline.loans import Loans
 from lightning_megatp.pipeline.logs import Logs
+from lightning_megatp.pipeline.order import UnitsOfStep, units_of_step
 from lightning_megatp.pipeline.ownership import Sizes
 from lightning_megatp.pipeline.pipeline import Pipeline, Settings
 from lightning_megatp.pipeline.plan import SliceError
 from lightning_megatp.pipeline.schedule import Schedule
 from lightning_megatp.pipeline.shared import Shared
 from lightning_megatp.pipeline.shares import Shares
-from lightning_megatp.pipeline.slicing import Slicer, UnitsOfStep, units_of_step
+from lightning_megatp.pipeline.slicing import Slicer
 from lightning_megatp.pipeline.split import check_rows
 from lightning_megatp.pipeline.units import assign, find_units, frozen_twins, modules_around
 from lightning_megatp.shim.compiler import is_compiled

@@ -17,8 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_megatp.pipeline.order import units_of_step
 from lightning_megatp.pipeline.plan import SliceError, SlicePlan
-from lightning_megatp.pipeline.slicing import Slicer, StageRun, units_of_step
+from lightning_megatp.pipeline.slicing import Slicer, StageRun
 from lightning_megatp.pipeline.units import assign, find_units
 from lightning_megatp.shim.torch import is_fake
 from tests.pipeline_models import (

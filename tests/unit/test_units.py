@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_megatp.pipeline.slicing import units_of_step
+from lightning_megatp.pipeline.order import units_of_step
 from lightning_megatp.pipeline.units import assign, find_units, frozen_twins
 from tests.pipeline_models import CASES, GPT, Block, tokens
 

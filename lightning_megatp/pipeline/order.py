@@ -1,0 +1,103 @@
+"""How a step uses the units of a module: in which order, and which of them need one stage. Found by a dry run in which
+there is a single stage."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_megatp.pipeline.ownership import Sizes
+from lightning_megatp.pipeline.plan import SlicePlan
+from lightning_megatp.pipeline.slicing import Slicer, Step
+from lightning_megatp.pipeline.units import children_of
+
+
+@dataclass(frozen=True)
+class UnitsOfStep:
+    """How a step uses the units of a module."""
+
+    order: list[str]
+    """In which they are first called; one that never is where a parameter of it is first used beside it, or after the
+    one defined before."""
+    idle: set[str] = field(default_factory=set)
+    """Those that never are."""
+    touched: set[str] = field(default_factory=set)
+    """Names of their parameters that the step uses beside them."""
+    together: list[tuple[str, str]] = field(default_factory=list)
+    """Pairs that need one stage, and all in between with them: the first, called once more, takes what the second has
+    made, or one operation calls both."""
+
+
+def units_of_step(
+    module: nn.Module,
+    units: Sequence[str],
+    step: Step,
+    batch: Any,
+    sizes: Sizes | None = None,
+    device: torch.device | None = None,
+) -> UnitsOfStep:
+    """Dry-run a step between units. One that is never called because the model calls its parts is replaced by these.
+
+    Raises:
+        SliceError: see `Slicer.plan`.
+    """
+    plan = _whole_plan(module, units, step, batch, sizes, device)
+    called = _calls(plan)
+    parts = {unit: children_of(module, unit) for unit in units if unit not in called}
+    split = [part for unit in units for part in parts.get(unit) or [unit]]
+    if split != list(units):
+        called_parts = _calls(_whole_plan(module, split, step, batch, sizes, device))
+        split = [part for unit in units for part in _used(unit, parts, called_parts)]
+        if split != list(units):
+            return units_of_step(module, split, step, batch, sizes, device)
+    used = called | _uses_beside(plan, [unit for unit in units if unit not in called])
+    order = sorted(used, key=used.__getitem__)
+    for before, unit in zip(["", *units], units, strict=False):
+        if unit not in used:
+            order.insert(order.index(before) + 1 if before in order else 0, unit)
+    return UnitsOfStep(order, set(order) - set(called), set(plan.touched), _together(plan, list(called)))
+
+
+def _whole_plan(module: nn.Module, units: Sequence[str], step: Step, batch: Any, *options: Any) -> SlicePlan:
+    """Of a single stage."""
+    slicer = Slicer(module, dict.fromkeys(units, 0), 1, *options)
+    try:
+        return slicer.plan(step, batch)
+    finally:
+        slicer.close()
+
+
+def _calls(plan: SlicePlan) -> dict[str, int]:
+    """Unit -> the first operation that calls it."""
+    calls: dict[str, int] = {}
+    for i, operation in enumerate(plan.operations):
+        for unit in operation.units:
+            calls.setdefault(unit, i)
+    return calls
+
+
+def _uses_beside(plan: SlicePlan, units: Sequence[str]) -> dict[str, int]:
+    """Of these units that are not called, those of which the step uses a parameter -> the first operation that does."""
+    uses = {unit: [i for name, i in plan.touched.items() if name.startswith(f"{unit}.")] for unit in units}
+    return {unit: min(operations) for unit, operations in uses.items() if operations}
+
+
+def _together(plan: SlicePlan, called: Sequence[str]) -> list[tuple[str, str]]:
+    place = {unit: i for i, unit in enumerate(called)}
+    found: dict[tuple[str, str], None] = {}
+    latest: list[int] = []  # of the units that each operation depends on
+    for operation in plan.operations:
+        own = [place[unit] for unit in operation.units]
+        latest.append(max([*own, *(latest[key.operation] for key in operation.inputs)], default=-1))
+        if own and min(own) < latest[-1]:
+            found[called[min(own)], called[latest[-1]]] = None
+    return list(found)
+
+
+def _used(unit: str, parts: Mapping[str, list[str]], called: Collection[str]) -> list[str]:
+    of_unit = parts.get(unit, [])
+    return of_unit if any(part in called for part in of_unit) else [unit]
