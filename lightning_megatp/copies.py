@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
+from typing import Any
 
 import torch.distributed as dist
 
 from lightning_megatp.default_group import DefaultGroup
+from lightning_megatp.iteration import iterate_freely, iterate_in
 from lightning_megatp.parts import Parts
 from lightning_megatp.shim.lightning import around_loader_hooks
 
@@ -19,6 +22,8 @@ class CopyMethods(Parts):
     """Rank and size on the dp axis, while copies are counted."""
     _default_group: DefaultGroup | None = None
     """For what the user's code sends by itself; None where that is the world."""
+    _loaders: tuple[Any, ...] = ()
+    """Those that are read among copies."""
 
     def _set_up_copies(self) -> None:
         """When the mesh is made, and before loaders are."""
@@ -26,6 +31,20 @@ class CopyMethods(Parts):
         copies = self._mesh().group("dp")
         self._default_group = None if copies is dist.group.WORLD else DefaultGroup(copies)
         around_loader_hooks(self.lightning_module.trainer, self.among_copies)
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """The user's loader. Data sets and samplers that ask for a rank when they are read are told the copy's."""
+        loader = super().process_dataloader(dataloader)
+        if self._default_group is not None:
+            iterate_in(loader, self.among_copies)
+            self._loaders += (loader,)
+        return loader
+
+    def _leave_loaders(self) -> None:
+        """When the Trainer is done with them."""
+        for loader in self._loaders:
+            iterate_freely(loader)
+        self._loaders = ()
 
     @property
     def global_rank(self) -> int:
@@ -61,8 +80,24 @@ class CopyMethods(Parts):
 
     @contextlib.contextmanager
     def among_copies(self) -> Iterator[None]:
-        """The same around hooks that make loaders (samplers by rank) and optimizers (rates by the number of ranks), for
-        torch.distributed, too. Every rank calls them; a step may be tried out by one alone."""
-        default_group = contextlib.nullcontext() if self._default_group is None else self._default_group.used()
-        with self.counting_copies(), default_group:
+        """The same where data is read, and around hooks that make loaders (samplers by rank) and optimizers (rates by
+        the number of ranks), for torch.distributed and the environment, too. Every rank calls these; a step may be
+        tried out by one alone."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self.counting_copies())
+            if self._default_group is not None:
+                stack.enter_context(self._default_group.used())
+                stack.enter_context(_in_environment(self._mesh().rank("dp"), self._mesh().size("dp")))
             yield
+
+
+@contextlib.contextmanager
+def _in_environment(rank: int, size: int) -> Iterator[None]:
+    """What a launcher has put into the environment, for those who ask there (WebDataset, `split_dataset_by_node`)."""
+    before = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE") if name in os.environ}
+    told = {"RANK": str(rank), "WORLD_SIZE": str(size)}
+    os.environ.update({name: told[name] for name in before})
+    try:
+        yield
+    finally:
+        os.environ.update(before)

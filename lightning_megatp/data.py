@@ -159,10 +159,9 @@ class SameBatch:
         if self.group.rank() == 0 and any(item[:8] != by_rank[0][:8] for item in by_rank):
             log.warning(
                 "MegaTPStrategy: the ranks of a tensor-parallel group loaded different batches; the first rank's is"
-                " used."
-                " A loader that splits its data by the global rank loses the others' part: let it split by the"
-                " data-parallel"
-                " rank (`trainer.distributed_sampler_kwargs`), or leave the sampler to Lightning."
+                " used. Data that was divided by the rank of a process, in `setup` or before, loses the others' part:"
+                " divide it where loaders are made or read (there ranks are those of the dp axis), by"
+                " `trainer.distributed_sampler_kwargs`, or leave that to Lightning's sampler."
             )
 
 

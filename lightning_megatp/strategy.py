@@ -408,6 +408,7 @@ class MegaTPStrategyBase(StepMethods, GradientMethods, BuildingMethods, WorldMet
             self.pipeline.close()
         if self._batch_norms is not None:
             self._batch_norms.leave()
+        self._leave_loaders()
         self._leave_averages()
         self._leave_exceptions()
         self._leave_gradients()

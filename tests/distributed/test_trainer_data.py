@@ -25,6 +25,7 @@ from torch.utils.data import (
     SequentialSampler,
     Subset,
     WeightedRandomSampler,
+    get_worker_info,
 )
 
 from tests.distributed.training import DP2, PLAIN, TP2, TP2_DP2, Layout, make_trainer, run_program, tokens
@@ -93,7 +94,7 @@ class NestedGPT(GPT):
 
 
 def _fit(layout: Layout, loader: DataLoader, module: Any = None, **options: Any) -> list[Any]:
-    torch.manual_seed(1234 + int(os.environ["RANK"]))  # what a program without a seed amounts to
+    torch.manual_seed(1234 + int(os.environ.get("RANK", "0")))  # what a program without a seed amounts to
     recorder = BatchRecorder()
     trainer = make_trainer(layout, callbacks=[recorder], **options)
     trainer.fit(module or variant("untied").build(), loader)
@@ -235,6 +236,45 @@ def test_what_goes_by_the_rank_goes_by_the_copy_of_the_model(layout: Layout, lik
     for rank, (losses, counts_processes) in enumerate(run_program(layout, _by_rank)):
         assert losses == pytest.approx(expected[rank // layout.tp % layout.dp], abs=1e-9)
         assert counts_processes
+
+
+class DividesItself(IterableDataset):
+    """Takes every so many-th sample, by the rank it finds when it is read: in the environment, as WebDataset does, or
+    from torch.distributed, as it does elsewhere."""
+
+    def __init__(self, asks_environment: bool) -> None:
+        self.asks_environment = asks_environment
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        if self.asks_environment:
+            rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+        worker = get_worker_info()
+        parts, part = (
+            (size, rank) if worker is None else (size * worker.num_workers, rank * worker.num_workers + worker.id)
+        )
+        for n in range(part, 32, parts):
+            yield tokens(32)[n]
+
+
+def _divides_itself(layout: Layout) -> list[list[Tensor]]:
+    found = []
+    for workers in 0, 2:
+        for asks_environment in False, True:
+            os.environ["WORLD_SIZE"] = str(layout.ranks)  # as launchers do
+            loader = DataLoader(DividesItself(asks_environment), batch_size=4, num_workers=workers)
+            before = type(loader)
+            found.append([batch[0] for batch in _fit(layout, loader, max_epochs=1)])
+            assert type(loader) is before
+    return found
+
+
+@pytest.mark.parametrize(("layout", "like"), [(TP2, PLAIN), (Layout(pp=2), PLAIN), (TP2_DP2, Layout(dp=2))], ids=str)
+def test_data_divided_by_rank_while_it_is_read(layout: Layout, like: Layout) -> None:
+    expected = run_program(like, _divides_itself)
+    for rank, found in enumerate(run_program(layout, _divides_itself)):
+        for batches, wanted in zip(found, expected[rank // layout.tp % layout.dp], strict=True):
+            assert len(batches) == len(wanted) and all(map(torch.equal, batches, wanted))
 
 
 class Gather(torch.autograd.Function):
