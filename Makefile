@@ -6,6 +6,8 @@ TORCH ?= torch==2.13.0
 ARGS ?=
 # More arguments for pytest, e.g. make test PYTEST_ARGS="-k mesh"
 PYTEST_ARGS ?=
+# Test processes: one per core, up to four. Each starts up to eight ranks; a file's tests stay in one process.
+WORKERS ?= auto --maxprocesses 4 --dist loadfile
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -51,10 +53,10 @@ lint: $(VENV)/.installed
 	$(BIN)/mypy
 
 test: lint
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) $(PYTEST_ARGS)
 
 test-all: lint
-	$(BIN)/python -m pytest --all-cases $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --all-cases $(PYTEST_ARGS)
 
 bench: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m tests.benchmarks --write

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -59,8 +60,15 @@ def _seeded(request: pytest.FixtureRequest) -> None:
     torch.manual_seed(request.config.getoption("--seed"))
 
 
-def pytest_sessionfinish() -> None:
+def pytest_sessionfinish(session: pytest.Session) -> None:
     pools.close()
+    if hasattr(session.config, "workeroutput"):  # one of several processes (pytest-xdist)
+        session.config.workeroutput["cases"] = session.config.stash[CASES]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    node.config.stash[CASES] += map(tuple, getattr(node, "workeroutput", {}).get("cases", []))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

@@ -104,7 +104,7 @@ Pair = tuple[tuple[str, object], tuple[str, object]]
 
 def _grow(generator: random.Random, names: list[str], factors: dict[str, Sequence[object]], wanted: set[Pair]) -> Case:
     chosen = dict(generator.choice(sorted(wanted, key=repr)))
-    for name in sorted(set(names) - set(chosen), key=lambda _: generator.random()):
+    for name in sorted((name for name in names if name not in chosen), key=lambda _: generator.random()):
 
         def gain(value: object, name: str = name) -> float:
             new = sum(_pair((name, value), item) in wanted for item in chosen.items())
