@@ -30,6 +30,8 @@ def print_layout(parallel: ParallelModule, mesh: ParallelMesh, pipeline: Pipelin
     console.print(memory_table(parallel))
     if parallel.recomputation is not None and parallel.recomputation.options.kind != "none":
         console.print(parallel.recomputation.describe())
+    if 1 < mesh.size("dp") == mesh.shape.world_size and parallel.sharding is None:
+        console.print("Every rank holds the whole model, as under DDP; tp, pp or zero of MegaTPStrategy divide it.")
     console.print(peak_memory(), style="italic")
 
 

@@ -1,0 +1,40 @@
+"""What is printed at set-up is what is so."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+
+import pytest
+
+from tests.distributed.training import DP2, PP2, TP2, Layout, make_trainer, run_program, train_loader
+from tests.parity.variants import variant
+
+UNDIVIDED = "Every rank holds the whole model, as under DDP"
+
+
+def _printed(layout: Layout) -> tuple[str, int, int]:
+    """The text, the parameters of the unsplit model, and those that this rank holds."""
+    os.environ["COLUMNS"], text, module = "160", io.StringIO(), variant("untied").build()
+    whole = sum(parameter.numel() for parameter in module.parameters())
+    trainer = make_trainer(layout, strategy={"summary": True}, max_steps=1)
+    with contextlib.redirect_stdout(text):
+        trainer.fit(module, train_loader(layout, 4))
+    held = {id(parameter): parameter.numel() for _, parameter in trainer.strategy.parallel.named_held()}
+    return text.getvalue(), whole, sum(held.values())
+
+
+@pytest.mark.parametrize("layout", [TP2, PP2, DP2, Layout(dp=2, zero=1)], ids=str)
+def test_the_tables_say_what_each_rank_holds(layout: Layout) -> None:
+    (text, whole, held), *others = run_program(layout, _printed)
+    assert all(UNDIVIDED not in other and "Parameters" not in other for other, *_ in others), "one rank speaks for all"
+    assert re.search(r"│ +0 of 1 │ +1 of 2 │" if layout.dp > 1 else "Who is where", text)
+    own = re.search(r"│ all +│ +([\d,]+) │ +([\d,]+) \(", text)
+    unsplit, mine = (int(number.replace(",", "")) for number in own.groups())
+    assert mine == held if not layout.zero else mine == whole
+    assert unsplit == whole if layout.pp == 1 else unsplit < whole and f"{whole:,}" in text
+    assert (UNDIVIDED in text) == (layout == DP2)
+    assert ("What is split over tp=2" in text and "column" in text) == (layout.tp > 1)
+    assert ("optimized here (zero=1, over 2 ranks)" in text) == bool(layout.zero)
