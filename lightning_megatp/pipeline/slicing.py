@@ -28,6 +28,7 @@ from lightning_megatp.pipeline.planning import make_plan
 from lightning_megatp.pipeline.running import Rehearsal, StageMode
 from lightning_megatp.pipeline.signature import leaves_out, modes_of, signature_of, tensors_of
 from lightning_megatp.pipeline.snapshot import Snapshot, random_state_kept
+from lightning_megatp.pipeline.tables import Tables
 from lightning_megatp.pipeline.tracing import Tracer
 from lightning_megatp.pipeline.values import Values
 from lightning_megatp.pipeline.weights import TargetCount
@@ -92,7 +93,8 @@ class Slicer:
         return [(modes, signature_of(batch)) for batch in batches]
 
     def plan(self, step: Step, batch: Any) -> SlicePlan:
-        """Find out what the step does, without computing more than what is replicated, and without leaving a trace.
+        """Find out what the step does, without computing more than what is replicated, and without leaving a trace but
+        the tables that it makes for later steps: the plan is that of a step which finds them.
 
         Args:
             step: the user's step, in its contexts.
@@ -101,24 +103,37 @@ class Slicer:
         Raises:
             SliceError: the step can't be cut.
         """
+        snapshot = Snapshot(self.module)
+        first, tables = self._dry_run(step, batch)
+        for plain in (False, True) if tables.made else ():
+            tables.keep(plain)
+            plan, further = self._dry_run(step, batch)
+            if not further.made:
+                return plan
+            snapshot.restore()
+        return first
+
+    def _dry_run(self, step: Step, batch: Any) -> tuple[SlicePlan, Tables]:
+        """The plan, and the tables that the step made; neither the module nor the batch is changed."""
         varies, batch = leaves_out(batch), copy.deepcopy(batch)
         in_batch = tensors_of(batch)
         before = [(tensor_version(x), x.requires_grad) for x in in_batch]
         owned = self._ownership
         with self._prepared_to_plan(), owned.present(), owned.whole_as_fakes(), owned.buffers_aside():
             snapshot = Snapshot(self.module)
-            tracer = self._tracer(snapshot)
+            tracer = self._tracer(snapshot, in_batch)
             tracer.varies = varies
             try:
                 with owned.lists_noted() as lists:
                     self._trace(tracer, step, batch)
                 left_early = tracer.consume_left(snapshot)
+                tables = Tables(snapshot, tracer)
             finally:
                 snapshot.restore()
             changes_batch = before != [(tensor_version(x), x.requires_grad) for x in in_batch]
             plan = make_plan(tracer, owned.names, self.n_stages, changes_batch, left_early, lists.any)
             owned.learn(tracer.owners)
-        return plan
+        return plan, tables
 
     def run(
         self,
@@ -259,14 +274,14 @@ class Slicer:
             self._fake_mode.allow_non_fake_inputs = False
             torch.clear_autocast_cache()
 
-    def _tracer(self, snapshot: Snapshot) -> Tracer:
+    def _tracer(self, snapshot: Snapshot, batch: Sequence[Tensor]) -> Tracer:
         owners = self._ownership.of_units()
         names = self._ownership.names
         glue = {tensor_id: name for tensor_id, name in names.items() if tensor_id not in owners}
         buffers = {id(x): name for name, x in self.module.named_buffers()}
         others = dict.fromkeys(snapshot.tensors, "a tensor of the module")
         values = Values(self._fake_mode, {**others, **buffers, **names})
-        return Tracer(owners, glue, values, self._fake_mode, self.n_stages, self._place)
+        return Tracer(owners, glue, values, self._fake_mode, self.n_stages, self._place, batch)
 
     def _trace(self, tracer: Tracer, step: Step, batch: Any) -> None:
         with (

@@ -7,7 +7,7 @@ import functools
 import random
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -54,6 +54,17 @@ class Snapshot:
         for holder, before in self._holders:
             if any(is_fake(x) and id(x) not in self.tensors for x in _tensors(holder)):
                 _fill(holder, before)
+
+    def entries_with(self, tensors: Collection[int], plain: bool) -> list[tuple[dict[Any, Any], Any, Any]]:
+        """Attributes and entries that are new and hold one of these tensors, as (holder, key, value); with `plain` also
+        the numbers and the like that changed beside them."""
+        found = []
+        for holder, before in self._holders:
+            if isinstance(before, dict):
+                new = [(holder, key, x) for key, x in holder.items() if before.get(key) is not x]
+                if any(id(x) in tensors for *_, x in new):
+                    found += [entry for entry in new if id(entry[2]) in tensors or (plain and type(entry[2]) in _PLAIN)]
+        return found
 
     def new_tensors(self) -> list[Tensor]:
         """What hangs on the owner now and did not before."""

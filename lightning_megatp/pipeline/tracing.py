@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -64,6 +64,7 @@ class Tracer(TorchFunctionMode):
         fake_mode: makes the ghosts.
         n_stages: how many there are.
         place: names where an operation is.
+        batch: its tensors.
     """
 
     def __init__(
@@ -74,10 +75,12 @@ class Tracer(TorchFunctionMode):
         fake_mode: FakeTensorMode,
         n_stages: int,
         place: Place,
+        batch: Iterable[Tensor] = (),
     ) -> None:
         super().__init__()
         self.owners, self.glue, self.values, self.fake_mode, self.place = owners, glue, values, fake_mode, place
         self.last_stage = n_stages - 1
+        self._batch = {id(x) for x in batch}
         self.operations: list[Operation] = []
         self.not_operations: set[Any] = set()
         self.reads: list[Read] = []
@@ -92,6 +95,8 @@ class Tracer(TorchFunctionMode):
         """The first, which the user's code may have caught."""
         self.ended = ""
         """Where on the last stage the run ended before the step did, and why."""
+        self.asks_batch = False
+        """The step's code reads values of the batch."""
         self.varies = False
         """Batches of the same signature may find something else than values of tensors: texts, what was logged."""
         self._inside: Inside | None = None
@@ -233,7 +238,8 @@ class Tracer(TorchFunctionMode):
             )
         is_origin = self.values.is_persistent(tensor) and id(tensor) not in self.owners
         origins = frozenset([id(tensor)] if is_origin else [])
-        return self.values.add(tensor, None, "the module, its caller or the batch", origins=origins)
+        constant = id(tensor) not in self._batch
+        return self.values.add(tensor, None, "the module, its caller or the batch", origins=origins, constant=constant)
 
     def side_door(self, tensor: Tensor) -> tuple[str | None, int | None]:
         """For a tensor that was made inside of a unit: of which unit, and its stage."""
@@ -296,6 +302,7 @@ class Tracer(TorchFunctionMode):
             self.not_operations.add(call.what)
             if call.name in HOST_READS:
                 self.reads.append(Read.of(len(self.operations), out))
+                self.asks_batch |= any(not value.constant for value in call.inputs)
                 for value in call.inputs:
                     self.values.use_origins(value, None)
             return out
@@ -376,6 +383,12 @@ class Tracer(TorchFunctionMode):
             return call.inputs[0].stage is None and id(call.args[0]) not in self.owners
         return call.name in SHAPE_ONLY
 
+    def _read_by(self, call: Call) -> list[Value]:
+        """The inputs whose data an operation reads."""
+        if call.name in SHAPE_ONLY:
+            return []
+        return call.inputs[:1] if call.name in LIKE_ANOTHER and isinstance(call.args[0], Tensor) else call.inputs
+
     def _look_inside(self, call: Call, stage: int | None) -> tuple[int | None, Any]:
         self._inside = inside = Inside(self, call)
         try:
@@ -449,6 +462,7 @@ class Tracer(TorchFunctionMode):
         for what it returned.
         """
         given = {id(x): value for value in known for x in (value.tensor, value.fake)}
+        constant = not call.random and all(x.constant for x in self._read_by(call))
         named: dict[int, Tensor] = {}
         position = itertools.count()
 
@@ -465,7 +479,7 @@ class Tracer(TorchFunctionMode):
             if value is not None and value.stage == stage and not call.is_unit:
                 return value.tensor
             if stage is None:
-                self.values.add(x, None, call.by, origins=origins)
+                self.values.add(x, None, call.by, origins=origins, constant=constant)
                 return x
             x = self.values.fake(x)
             if call.is_unit or value is not None:

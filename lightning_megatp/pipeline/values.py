@@ -24,6 +24,8 @@ class Value:
     maker: str
     origins: frozenset[int] = frozenset()
     """id() of the tensors outside of units, there before the step, that a replicated value depends on."""
+    constant: bool = False
+    """It depends neither on the batch nor on chance."""
     consumers: set[int] = field(default_factory=set)
     """Later stages that use it."""
     became: list[tuple[int, Value | None]] = field(default_factory=list)
@@ -75,6 +77,10 @@ class Values:
         """The value of a tensor, if it was met before."""
         return self._known.get(id(tensor))
 
+    def constants(self) -> list[Tensor]:
+        """Those that every stage makes of nothing but constants and what was there before the step."""
+        return [x.tensor for x in self._known.values() if x.constant and not self.is_persistent(x.tensor)]
+
     def fake(self, tensor: Tensor) -> Tensor:
         """A tensor without data in place of this one."""
         if is_fake(tensor):
@@ -93,10 +99,11 @@ class Values:
         maker: str,
         key: Key | None = None,
         origins: frozenset[int] = frozenset(),
+        constant: bool = False,
     ) -> Value:
         """Learn of a tensor."""
         before = self.get(tensor)
-        value = Value(tensor, None if before is None else before.fake, stage, key, maker, origins)
+        value = Value(tensor, None if before is None else before.fake, stage, key, maker, origins, constant)
         value.recipe = self._persistent.get(id(tensor), "") if key is None else ""
         self._known[id(tensor)] = value
         if key is not None:
