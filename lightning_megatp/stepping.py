@@ -56,8 +56,11 @@ class StepMethods(GradientMethods):
         self._steps += 1
         if self.pipeline is None:
             if self.sharding is not None:
+                self._forget_abandoned()
                 self.sharding.begin()
             outputs = self._watched("train", super().training_step)(*args, **kwargs)
+            if self.sharding is not None and not self.lightning_module.automatic_optimization:
+                self.sharding.end()
             if self._steps == 1 and self._parallel().recomputation is not None:
                 self._parallel().recomputation.warn_if_unused()
         else:
