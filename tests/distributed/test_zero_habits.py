@@ -390,3 +390,15 @@ def test_early_averages_are_those_at_the_end() -> None:
     expected, found = (run_program(layout, _early, bucket_mb)[0] for bucket_mb in (0, 25.0))
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, atol=1e-12, rtol=0, msg=name)
+
+
+def _predict(layout: Layout, rows: int) -> None:
+    module = Plain()
+    module.predict_step = lambda batch, batch_idx: module(batch)  # type: ignore[method-assign, assignment]
+    make_trainer(layout, "untied", {"plan": None}).predict(module, DataLoader(_data(rows)))  # type: ignore[arg-type]
+
+
+def test_ranks_with_different_numbers_of_batches_are_refused() -> None:
+    """They would wait for each other: Lightning gives every sample to one rank."""
+    with pytest.raises(RankError, match="rank 1 has 1 predict batches, and rank 0 has 2"):
+        run_program(Layout(dp=2, zero=3), _predict, 3)
