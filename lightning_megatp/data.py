@@ -315,6 +315,33 @@ def warn_of_lengths(trainer: Any, mesh: ParallelMesh) -> None:
         )
 
 
+def refuse_lengths(kind: str, batches: list[int | float], zero: int, mesh: ParallelMesh) -> None:
+    """Where every batch gathers parameters over the data-parallel ranks, all of them need as many batches.
+
+    Args:
+        kind: of the steps: validation, test or predict.
+        batches: of each loader, on this rank.
+
+    Raises:
+        ValueError: they have not.
+
+    Communication: one object all-gather over dp.
+    """
+    found = [sum(each) for each in mesh.exchange(batches, "dp")]
+    least, most = min(found), max(found)
+    if least < most:
+        ranks = mesh.ranks("dp")
+        raise ValueError(
+            f"MegaTPStrategy: rank {ranks[found.index(least)]} has {least} {kind} batches, and rank"
+            f" {ranks[found.index(most)]} has {most}. With zero={zero} every batch gathers parameters over the"
+            " data-parallel ranks, so that all of them need as many. Let the number of samples be a multiple of the"
+            f" batch size times {len(found)}, use Trainer(limit_{_LIMITS[kind]}_batches={least}), or zero=0."
+        )
+
+
+_LIMITS = {"validation": "val", "test": "test", "predict": "predict"}
+
+
 def _batches_left(trainer: Any) -> float:
     """How far into this epoch `max_steps` lets the Trainer go; inf where batches per step aren't known."""
     automatic = trainer.lightning_module.automatic_optimization

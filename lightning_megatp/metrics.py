@@ -7,7 +7,7 @@ import functools
 import io
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -19,16 +19,20 @@ from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_megatp.mesh import ParallelMesh
 from lightning_megatp.pipeline.detour import Detour
+from lightning_megatp.pipeline.snapshot import modules_on
 from lightning_megatp.shim.torch import tree_map
 
 
-def gather_metrics_over(module: nn.Module, group: dist.ProcessGroup) -> None:
-    """Let every metric of a module synchronise over a group, unless its user chose how.
+def gather_metrics_over(owners: Iterable[Any], group: dist.ProcessGroup) -> None:
+    """Let every metric synchronise over a group, unless its user chose how.
 
     Set as `dist_sync_fn`, a plain function: `process_group` would make metrics impossible to copy (`metric.clone()`).
+
+    Args:
+        owners: the LightningModule, and callbacks.
     """
     sync = _gather_over(group)
-    for metric in module.modules():
+    for metric in (x for owner in owners for x in modules_on(owner)):
         ours = getattr(metric, "dist_sync_fn", None)
         if isinstance(metric, Metric) and metric.process_group is None and (ours is None or hasattr(ours, "megatp")):
             metric.dist_sync_fn = sync
@@ -154,6 +158,8 @@ class LastStageMetrics:
 
 
 def _metrics_of(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    for name, child in module.named_modules():
+    """By name; of those that are in lists or dicts, by class."""
+    names = {child: name for name, child in module.named_modules()}
+    for child in modules_on(module):
         if isinstance(child, (Metric, MetricCollection)):
-            yield name, child
+            yield names.get(child, type(child).__name__), child

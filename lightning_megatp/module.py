@@ -24,6 +24,7 @@ from lightning_megatp.shim.compiler import uncompiled
 from lightning_megatp.shim.torch import tree_map
 from lightning_megatp.tensor.context import Region, TensorContext
 from lightning_megatp.tensor.layers import ParallelLayer
+from lightning_megatp.tensor.outside import WholeParameter
 from lightning_megatp.tensor.parameters import gather_shards
 from lightning_megatp.tensor.saving import unwrapped
 from lightning_megatp.tensor.shards import functions_take_whole, gathered
@@ -102,6 +103,12 @@ class ParallelModule:
         """The plain tensor that this rank trains in place of a parameter: itself, or its rows if it is divided."""
         divided = self.divided.get(id(parameter))
         return parameter if divided is None else divided.local
+
+    def _leaf(self, x: Any) -> Any:
+        """What collects the gradient of a parameter that a step sees; anything else as it is."""
+        x = x.parameter if isinstance(x, WholeParameter) else x
+        divided = self.divided.get(id(x))
+        return x if divided is None else divided.whole
 
     def undivided(self) -> list[Tensor]:
         """The parameters whose gradients lie in the module: those of divided ones are collected later."""
@@ -233,8 +240,8 @@ class ParallelModule:
                 stack.enter_context(self.default_group.used())
             if self.uncompiled:
                 stack.enter_context(uncompiled())
-            if self.has_regions:
-                stack.enter_context(handle_grad(self.partial.differentiate))
+            if self.has_regions or self.divided:
+                stack.enter_context(handle_grad(self.partial.differentiate, self._leaf))
             if self._has_shards:
                 stack.enter_context(functions_take_whole())
                 stack.enter_context(handle_checkpoints(unwrapped))

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from lightning_megatp.data import SameBatch, warn_of_lengths
+from lightning_megatp.data import SameBatch, refuse_lengths, warn_of_lengths
 from lightning_megatp.gradients.methods import GradientMethods
 from lightning_megatp.gradients.rows import finds_rows
 from lightning_megatp.gradients.wide import widen
@@ -40,6 +40,27 @@ class StepMethods(GradientMethods):
         assert self.lightning_module is not None
         warn_of_lengths(self.lightning_module.trainer, self._mesh())
 
+    def on_validation_start(self) -> None:
+        super().on_validation_start()
+        self._refuse_lengths("validation")
+
+    def on_test_start(self) -> None:
+        super().on_test_start()
+        self._refuse_lengths("test")
+
+    def on_predict_start(self) -> None:
+        super().on_predict_start()
+        self._refuse_lengths("predict")
+
+    def _refuse_lengths(self, kind: str) -> None:
+        if self.sharding is None:
+            return
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        validation = trainer.num_sanity_val_batches if trainer.sanity_checking else trainer.num_val_batches
+        batches = {"validation": validation, "test": trainer.num_test_batches, "predict": trainer.num_predict_batches}
+        refuse_lengths(kind, batches[kind], self.zero.level, self._mesh())
+
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self.lightning_module is not None
         if self._random_states is not None:
@@ -56,8 +77,11 @@ class StepMethods(GradientMethods):
         self._steps += 1
         if self.pipeline is None:
             if self.sharding is not None:
+                self._forget_abandoned()
                 self.sharding.begin()
             outputs = self._watched("train", super().training_step)(*args, **kwargs)
+            if self.sharding is not None and not self.lightning_module.automatic_optimization:
+                self.sharding.end()
             if self._steps == 1 and self._parallel().recomputation is not None:
                 self._parallel().recomputation.warn_if_unused()
         else:

@@ -293,7 +293,7 @@ class MegaTPStrategyBase(StepMethods, GradientMethods, BuildingMethods, WorldMet
         self._watch_sigterm(trainer, example)
         self._load_split_model()
         synchronize_random_state(mesh)
-        gather_metrics_over(parallel.module, mesh.group("dp"))
+        gather_metrics_over((parallel.module, *trainer.callbacks), mesh.group("dp"))
         self._batch_norms = BatchNormGroups(parallel.module, mesh.group("dp"))
         fitting = trainer.state.fn == "fit"
         if fitting:

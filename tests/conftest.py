@@ -13,7 +13,7 @@ from tests.ranks import pools
 REPEATS = re.compile(
     r"""
     collective_counts.*\[fused-4 | trainer_stages.*\[tp2-dp2 | trainer_checkpoint.*(tp2-dp2|tp4.*tp1-dp2)
-    | pipeline_lightning.*\[tp2.*(keeps|module|plateaus|samples_once) | plateaus.*tp2 | metrics_count.*tp2
+    | pipeline_lightning.*\[tp2.*(keeps|module|plateaus|samples_once) | plateaus.*tp2 | metrics_count.*dp2
     | pipeline_lightning.*(hook|frozen)-\{\} | finds_out.*unfreezes | pipeline_checkpoint.*(grouped_fused|dp2_pp2)
     | pipeline_runtime.*(swiglu_rms|grouped|deep_tied-zb_v|happened\[deep-1f1b) | in_flight\[4
     | pipeline_parity.*(gpipe-m8|1f1b-m8|interleaved-m8|zb_v-m8|pp4.*zb_h1|tp2.*interleaved|separate|head_outside.*dp2)

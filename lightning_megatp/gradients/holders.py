@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
+from lightning_megatp.shim.fsdp import forget_accumulated
 from lightning_megatp.shim.torch import is_view, tree_map
 from lightning_megatp.tensor.features.shard import FeatureShard
 from lightning_megatp.tensor.sequence import SequenceShard
@@ -37,6 +38,11 @@ class Group(nn.Module):
         """Ranks that have used other parameters of it still reduce the same ones."""
         if isinstance(self, FSDPModule) and REDUCES_UNUSED:
             self.set_reduce_scatter_unused_params(True)
+
+    def forget(self) -> None:
+        """The gradients that wait for a later backward to be reduced."""
+        if isinstance(self, FSDPModule):
+            forget_accumulated(self)
 
     def gather(self) -> None:
         if isinstance(self, FSDPModule):

@@ -13,9 +13,11 @@ from torch.optim import Optimizer
 
 from lightning_megatp.commands import Done, requested
 from lightning_megatp.copies import CopyMethods
+from lightning_megatp.gradients.accumulated import AccumulatedGradients
 from lightning_megatp.gradients.buckets import GradientBuckets
 from lightning_megatp.gradients.elementwise import check_elementwise
 from lightning_megatp.gradients.groups import Groups
+from lightning_megatp.gradients.whole_norms import is_users
 from lightning_megatp.gradients.wide import narrow, widen
 from lightning_megatp.module import ParallelModule
 from lightning_megatp.pipeline.batch import Backward
@@ -23,6 +25,9 @@ from lightning_megatp.pipeline.pipeline import Pipeline
 from lightning_megatp.pipeline.trace import StepTrace
 from lightning_megatp.shim.torch import DisableTorchFunction
 from lightning_megatp.tensor.parameters import gather_shards, whole_values
+
+_BETWEEN_BATCHES = ("on_train_batch_end", "on_train_batch_start", "on_validation_start", "on_validation_epoch_start")
+"""Hooks that run after a batch that only accumulates."""
 
 
 class GradientMethods(CopyMethods):
@@ -41,8 +46,7 @@ class GradientMethods(CopyMethods):
         self._buckets: GradientBuckets | None = None
         self._window_open = False
         """Whether batches were accumulated since the gradients were averaged last."""
-        self._kept: dict[Tensor, Tensor] = {}
-        """Parameter -> its gradient from before the window, which nobody has cleared."""
+        self._accumulated = AccumulatedGradients()
         self._walked: tuple[tuple[int, list[int]], list[nn.Parameter]] | None = None
         """When the module was walked last, and its parameters."""
         self._bucketed: tuple[list[nn.Parameter], list[bool], bool] | None = None
@@ -50,6 +54,8 @@ class GradientMethods(CopyMethods):
         self._accumulating = False
         """Whether the optimizer steps after a later batch than this."""
         self._went_backward = False
+        self._looked_at_between = False
+        """Whether hooks of the user's run between two batches, which may read and change parameters."""
 
     # ---------------------------------------------------------------- optimizers
 
@@ -89,6 +95,8 @@ class GradientMethods(CopyMethods):
         if self.sharding is not None:
             self.sharding.check_known(self.optimizers)
             self.sharding.give_to(self.optimizers)
+        watched = (parallel.module, *trainer.callbacks)
+        self._looked_at_between = any(is_users(x, hook) for x in watched for hook in _BETWEEN_BATCHES)
         for optimizer in self.optimizers if parallel.sharded or self.sharding else ():
             check_elementwise(optimizer, _sharded_parameters(parallel))
         self._refresh_buckets()
@@ -117,13 +125,14 @@ class GradientMethods(CopyMethods):
             parallel.partial.trace([closure_loss])
             if self.sharding is not None:
                 self.sharding.drop_old()
-            self._set_aside_gradients()
+            self._set_aside_summed()
             self._change_gradients(widen)
             self._refresh_buckets()
             if self._buckets is not None:
                 self._buckets.enabled = not self._accumulating
             if self.sharding is not None:
                 self.sharding.before_backward(last=not self._accumulating)
+                closure_loss = self.sharding.from_step(closure_loss)
             closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
             # activation checkpointing runs the user's forward again
             with contextlib.nullcontext() if self._undivided else parallel.user_code():
@@ -133,13 +142,9 @@ class GradientMethods(CopyMethods):
                 self.sharding.give_to(self.optimizers)
                 if not module.automatic_optimization:
                     self.sharding.begin()  # the step goes on
-            if not self._accumulating:
-                if self._buckets is not None:
-                    self._buckets.finish()
-                self.parallelism.finalize_gradients(parallel)
-                self._change_gradients(narrow)
-                parallel.partial.forget()
-                self._give_back_gradients()
+                elif self._accumulating and self._looked_at_between:
+                    self.sharding.end()
+            self._sum_or_accumulate()
             closure_loss = self._show_gradients(closure_loss)
         self.post_backward(closure_loss)
         return closure_loss
@@ -195,47 +200,56 @@ class GradientMethods(CopyMethods):
 
     def _finish_pipeline(self, pipeline: Pipeline, closure_loss: Tensor) -> Tensor:
         """The backward of a batch that went through the pipeline: its gradients are there, and are completed."""
-        parallel = self._parallel()
-        self._set_aside_gradients()
+        self._set_aside_summed()
         pipeline.release(() if self._buckets is None else self._buckets.early)
         if self.sharding is not None:
             self.sharding.collect(pipeline.factor)
             self.sharding.give_to(self.optimizers)
-        if not self._accumulating:
-            with pipeline.executor.recorded("gradients"):
-                if not (self._buckets is not None and self._buckets.began):
-                    self._refresh_buckets()
-                if self._buckets is not None:
-                    self._buckets.finish(pipeline.factor)
-                self.parallelism.finalize_gradients(parallel)
-                self._change_gradients(narrow)
-                pipeline.shared.sum_gradients()
-                parallel.partial.forget()
-                self._give_back_gradients()
-        elif self._buckets is None:
+        if self._buckets is None or not (self._accumulating or self._buckets.began):
             self._refresh_buckets()
+        with pipeline.executor.recorded("gradients"):
+            self._sum_or_accumulate(pipeline.factor)
         closure_loss = self._show_gradients(closure_loss)
         self.post_backward(closure_loss)
         return closure_loss
 
-    def _set_aside_gradients(self) -> None:
-        """What was summed over ranks must not be summed again: manual optimization may call backward several times
-        before a step, and an `optimizer_zero_grad` of the user's may clear every other time. (An average over
-        data-parallel ranks stays what it is.)"""
-        module, parallel = self.lightning_module, self._parallel()
-        assert module is not None
-        if self._window_open or (module.automatic_optimization and self.tp == self.pp == 1):
-            return
-        every = self._all_parameters(module) if self.pipeline is None else parallel.names.values()
-        held = map(parallel.held, every)
-        self._kept = {p: p.grad for p in held if p.grad is not None}
-        for parameter in self._kept:
-            parameter.grad = None
+    def _sum_or_accumulate(self, factor: float = 1.0) -> None:
+        """After a backward: sum its gradients over the ranks, and those that were accumulated before; or wait for a
+        later one.
 
-    def _give_back_gradients(self) -> None:
-        for parameter, grad in self._kept.items():
-            parameter.grad = grad if parameter.grad is None else parameter.grad + grad
-        self._kept = {}
+        Args:
+            factor: of what a pipeline sent before its batch was over.
+        """
+        if not self._accumulating:
+            self._sum_gradients(factor)
+        elif self._sets_aside:
+            self._accumulated.leave(self._held_parameters())
+
+    def _sum_gradients(self, factor: float = 1.0) -> None:
+        parallel = self._parallel()
+        if self._buckets is not None:
+            self._buckets.finish(factor)
+        self.parallelism.finalize_gradients(parallel)
+        self._change_gradients(narrow)
+        if self.pipeline is not None:
+            self.pipeline.shared.sum_gradients()
+        parallel.partial.forget()
+        self._accumulated.give_back()
+
+    def _set_aside_summed(self) -> None:
+        if self._sets_aside:
+            self._accumulated.set_aside(self._held_parameters())
+
+    @property
+    def _sets_aside(self) -> bool:
+        """Whether gradients that were summed may meet others that were not."""
+        assert self.lightning_module is not None
+        return not (self.lightning_module.automatic_optimization and self.tp == self.pp == 1)
+
+    def _held_parameters(self) -> list[Tensor]:
+        parallel = self._parallel()
+        every = self._all_parameters(self.lightning_module) if self.pipeline is None else parallel.names.values()
+        return [parallel.held(parameter) for parameter in every]
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         no_closure = getattr(closure, "__name__", "") == "do_nothing_closure"  # of LightningOptimizer.step(), manually
@@ -256,6 +270,8 @@ class GradientMethods(CopyMethods):
                 by_hand.begin()
             with context.running(of_step):
                 result = closure()
+            if self._accumulated.wait_for(_parameters_of(optimizer)):  # its last backward was told not to
+                self._sum_gradients()
             if by_hand is not None:
                 by_hand.end()  # hooks find rows and their gradients
             return result
@@ -306,12 +322,23 @@ class GradientMethods(CopyMethods):
             self._walked = moment, list(module.parameters())
         return self._walked[1]
 
+    def _forget_abandoned(self) -> None:
+        """A batch begins to accumulate while the one before waited for another: their epoch was ended."""
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        first = trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0
+        if self._window_open and first and self.lightning_module.automatic_optimization and self.sharding is not None:
+            self.sharding.forget_unreduced()
+
     def _leave_gradients(self) -> None:
         if self._buckets is not None:
             self._buckets.close()
             self._buckets = None
+        if self.sharding is not None:
+            self.sharding.forget_unreduced()
         self._walked = self._bucketed = None
-        self._kept, self._window_open = {}, False
+        self._accumulated.clear()
+        self._window_open = False
 
     # ---------------------------------------------------------------- what people ask for
 

@@ -141,6 +141,8 @@ class PartialGradients:
 
         Communication: an all-gather or all-reduce for each parameter of which tensor ranks have a part of the gradient.
         """
+        if not self._parallel.has_regions:
+            return engine(inputs)
         for x in inputs:
             if isinstance(x, WholeParameter):
                 check_undivided(x, "grad")

@@ -51,14 +51,22 @@ def agree_on_precision(
         around_clipping(plugin, parallel.sharding.take_over)
     plugin.clip_grad_by_norm = functools.partial(_clip_grad_by_norm, plugin, parallel, mesh)
     scaler = getattr(plugin, "scaler", None)
-    if scaler is None or isinstance(scaler, ShardedGradScaler):
+    if scaler is None:
         return
+    if not isinstance(scaler, ShardedGradScaler):  # that of the user, or of an earlier fit
+        plugin.scaler = _shared(scaler, mesh)
+    if mesh.size("tp") * mesh.size("pp") > 1 or parallel.divided:
+        for optimizer in optimizers:
+            unscale_before_step(optimizer)
+
+
+def _shared(scaler: Any, mesh: ParallelMesh) -> ShardedGradScaler:
     if type(scaler) is not torch.amp.GradScaler:
         raise ValueError(
             f"MegaTPStrategy: the precision plugin's scaler is a {type(scaler).__name__}, whose ranks would"
             " disagree on skipped steps. Use torch.amp.GradScaler or ShardedGradScaler."
         )
-    plugin.scaler = ShardedGradScaler(
+    return ShardedGradScaler(
         mesh.device.type,
         init_scale=scaler.get_scale(),
         growth_factor=scaler.get_growth_factor(),
@@ -67,9 +75,6 @@ def agree_on_precision(
         enabled=scaler.is_enabled(),
         process_group=dist.group.WORLD,
     )
-    if mesh.size("tp") * mesh.size("pp") > 1 or parallel.divided:
-        for optimizer in optimizers:
-            unscale_before_step(optimizer)
 
 
 def _clip_grad_by_norm(

@@ -229,6 +229,11 @@ class ZeroSharding:
 
     # ---------------------------------------------------------------- backward
 
+    def from_step(self, loss: Tensor) -> Tensor:
+        """A loss whose backward begins before the step is over. What leaves the root starts FSDP2's own end of a
+        backward; without it, a backward that passes no unit would reduce nothing."""
+        return self._root(lambda: loss) if self._stepping else loss
+
     def before_backward(self, last: bool, units: Collection[str] | None = None, last_of_all: bool = True) -> None:
         """Tell what the next backward is for.
 
@@ -319,6 +324,15 @@ class ZeroSharding:
                 " different parameters. Use torch 2.13, zero=0, or a step in which all ranks use the same parameters."
             )
         return [(p, grad) for p, grad in reduced if p.name in names]
+
+    def forget_unreduced(self) -> None:
+        """Gradients of accumulated batches that no optimizer will step, since the epoch or the fit has ended between
+        them. FSDP2 keeps them at level 1, where nobody else can clear them."""
+        for group in (*self._holders.values(), self._root):
+            group.forget()
+        for parameter in self.parameters:
+            parameter.whole.grad = None
+        self._used.clear()
 
     def _wait_for_flags(self) -> None:
         if self._telling is not None:

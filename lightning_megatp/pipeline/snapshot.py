@@ -88,6 +88,13 @@ def kept_by(modules: Iterable[nn.Module]) -> list[Tensor]:
     return [x for holder in _holders(modules) for x in _tensors(holder)]
 
 
+def modules_on(owner: Any) -> list[nn.Module]:
+    """What hangs on an object, in lists, dicts and the user's own objects too, where a module doesn't register it."""
+    submodules = list(owner.modules()) if isinstance(owner, nn.Module) else []
+    hanging = [x for holder in _holders([owner, *submodules]) for x in _entries(holder) if isinstance(x, nn.Module)]
+    return list(dict.fromkeys(x for module in [*submodules, *hanging] for x in module.modules()))
+
+
 @contextlib.contextmanager
 def random_state_kept() -> Iterator[None]:
     """Leave the generators of torch (CPU and the current accelerator), Python and NumPy as they were found."""

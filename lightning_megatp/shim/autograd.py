@@ -136,9 +136,11 @@ Engine = Callable[[Sequence[Any]], Sequence[Any]]
 
 
 @contextlib.contextmanager
-def handle_grad(handle: Callable[[Sequence[Any], Sequence[Any], bool, Engine], Sequence[Any]]) -> Iterator[None]:
+def handle_grad(
+    handle: Callable[[Sequence[Any], Sequence[Any], bool, Engine], Sequence[Any]], leaf: Callable[[Any], Any]
+) -> Iterator[None]:
     """Let `handle(outputs, inputs, create_graph, engine)` stand for the engine in `torch.autograd.grad`, whatever name
-    that is called by. Backwards are none of its business. No public name (2.11-2.13)."""
+    that is called by. `backward(inputs=...)` adds to `leaf(x)` in place of x. No public name (2.11-2.13)."""
     original = torch.autograd._engine_run_backward
 
     def run(outputs: Any, given: Any, keep: Any, create: bool, inputs: Any, *rest: Any, **options: Any) -> Any:
@@ -146,7 +148,7 @@ def handle_grad(handle: Callable[[Sequence[Any], Sequence[Any], bool, Engine], S
             return original(outputs, given, keep, create, inputs, *rest, **options)
 
         in_backward = options.get("accumulate_grad", True)
-        return engine(inputs) if in_backward else handle(outputs, inputs, create, engine)
+        return engine(tuple(map(leaf, inputs))) if in_backward else handle(outputs, inputs, create, engine)
 
     torch.autograd._engine_run_backward = run  # type: ignore[assignment]
     try:

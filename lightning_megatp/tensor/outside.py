@@ -94,9 +94,9 @@ class WholeParameter(torch.Tensor):
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is torch.autograd.grad:
+        if func is torch.autograd.grad or func is torch.autograd.backward:
             with DisableTorchFunction():
-                return func(*args, **kwargs)  # it is the layers that have used the shard: see `PartialGradients`
+                return func(*args, **kwargs)  # it is the layers that have used the shard: see `handle_grad`
         name = operation_name(func)
         first = args[0] if args and isinstance(args[0], WholeParameter) else None
         if first is not None and name in _METADATA:

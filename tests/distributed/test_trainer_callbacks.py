@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torchmetrics
-from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, EarlyStopping, LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 
@@ -89,6 +89,7 @@ class Metrics(GPT):
         self.accuracy = torchmetrics.Accuracy("multiclass", num_classes=32)
         self.perplexity = torchmetrics.text.Perplexity()
         self.mean_loss = torchmetrics.MeanMetric()
+        self.by_kind = {"validation": [torchmetrics.SumMetric()]}  # which is no ModuleDict
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
@@ -105,11 +106,29 @@ class Metrics(GPT):
         self.log("synced", self.loss(batch), sync_dist=True)
         self.log("samples", float(len(batch[0])), reduce_fx="sum", sync_dist=True)
         self.log("largest", batch[0].max().double(), reduce_fx="max", sync_dist=True)
+        self.by_kind["validation"][0].update(len(batch[0]))
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("counted", self.by_kind["validation"][0].compute())
+        self.by_kind["validation"][0].reset()
+
+
+class Counting(Callback):
+    """Has a metric of its own."""
+
+    def __init__(self) -> None:
+        self.samples = torchmetrics.SumMetric()
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.samples.update(len(batch[0]))
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        pl_module.log("trained", self.samples.compute())
 
 
 def _metrics(layout: Layout) -> dict[str, float]:
     torch.manual_seed(3)
-    trainer = make_trainer(layout)
+    trainer = make_trainer(layout, callbacks=[Counting()])
     trainer.fit(Metrics(), train_loader(layout, 3), eval_loader(layout, 3))
     return {name: float(value) for name, value in trainer.callback_metrics.items()}
 
@@ -117,7 +136,7 @@ def _metrics(layout: Layout) -> dict[str, float]:
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_metrics_count_every_sample_once(layout: Layout) -> None:
     expected = run_program(PLAIN, _metrics)[0]
-    assert expected["samples"] == 12
+    assert expected["samples"] == expected["counted"] == expected["trained"] == 12
     for found in run_program(layout, _metrics):
         # What is not reduced is each dp rank's own.
         for name in expected.keys() - ({"loss"} if layout.dp > 1 else set()):

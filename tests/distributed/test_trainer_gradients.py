@@ -217,3 +217,42 @@ def test_gradients_that_were_kept_are_summed_over_ranks_once(layout: Layout, acc
     expected, found = (run_program(where, _kept, accumulate)[0] for where in (PLAIN, layout))
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, atol=1e-9, rtol=0, msg=lambda text, n=name: f"{n}: {text}")
+
+
+class TakesTurns(GPT):
+    """The blocks' optimizer steps every other batch, and once without having been told to synchronise; the head's
+    steps in every batch, and clears its gradients late."""
+
+    def __init__(self) -> None:
+        super().__init__(GPTConfig(tied=False))
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        blocks, head = self.optimizers()
+        last = batch_idx % 2 == 1
+        head.zero_grad()
+        self.manual_backward(self.loss(batch), inputs=[self.head.weight])
+        with blocks.toggle_model(sync_grad=last and batch_idx < 4):
+            self.manual_backward(self.loss(batch))
+        head.step()
+        if last:
+            blocks.step()
+            blocks.zero_grad()
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.AdamW(part.parameters(), lr=1e-2) for part in (self.blocks, self.head)]
+
+
+def _in_turns(layout: Layout) -> dict[str, Tensor]:
+    torch.manual_seed(5)
+    module, trainer = TakesTurns(), make_trainer(layout)
+    trainer.fit(module, train_loader(layout, 6))
+    state: dict[str, Tensor] = trainer.strategy.lightning_module_state_dict()
+    return state
+
+
+@pytest.mark.parametrize("layout", [Layout(tp=2), DP2, pytest.param(TP2_DP2, marks=pytest.mark.extended)], ids=str)
+def test_optimizers_that_accumulate_unlike_each_other(layout: Layout) -> None:
+    expected, found = (run_program(where, _in_turns)[0] for where in (PLAIN, layout))
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, atol=1e-9, rtol=0, msg=lambda text, n=name: f"{n}: {text}")

@@ -29,6 +29,8 @@ class Unit(nn.Module):
 
 
 class Plain(LightningModule):
+    accumulate, epochs = 1, 1
+
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(5)
@@ -157,9 +159,61 @@ class Thaws(Plain):
         self.blocks[0].requires_grad_(batch_idx > 1)
 
 
+class EndsEpochsEarly(Plain):
+    """Between two accumulated batches: what the first has left is not stepped."""
+
+    accumulate, epochs = 2, 2
+
+    def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> int | None:
+        return -1 if batch_idx == 3 else None
+
+
+class AveragesInEveryBatch(Plain):
+    """Also where optimizers don't step."""
+
+    accumulate = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.average = nn.ModuleList(Unit() for _ in range(3)).requires_grad_(False)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        wanted = batch
+        for block in self.average:
+            wanted = block(wanted)
+        return (self(batch) - wanted).square().mean()
+
+    def on_train_batch_end(self, outputs: Any, batch: Tensor, batch_idx: int) -> None:
+        for mine, theirs in zip(self.average.parameters(), self.blocks.parameters(), strict=True):
+            mine.data.mul_(0.5).add_(theirs.data, alpha=0.5)
+
+
+class TrainsTheHeadAlone(Plain):
+    """Backwards that come to some parameters only, before the step is over."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        blocks, head = self.optimizers()  # type: ignore[misc]
+        for inputs, optimizer in (
+            ([self.head.weight], head),
+            ([self.blocks[0].a.bias, self.blocks[2].b.weight], blocks),  # type: ignore[union-attr, list-item]
+        ):
+            self.manual_backward(self(batch).square().mean(), inputs=inputs)
+            optimizer.step()
+            optimizer.zero_grad()
+        self.manual_backward(self.head(batch).square().mean())
+        head.step()
+        head.zero_grad()
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.AdamW(part.parameters(), lr=1e-2) for part in (self.blocks, self.head)]
+
+
 HABITS: list[type[Plain]] = [
     Plain, ChangesAList, *([BranchesByData] if REDUCES_UNUSED else []), ClearsByModule, ClearsInManual, ScalesInManual,
     ReplacesGradients, ProbesBeforeTheStep, PenalisesGradients, PenalisesBesideUnused, NamesGroups, Thaws,
+    EndsEpochsEarly, AveragesInEveryBatch, TrainsTheHeadAlone,
 ]  # fmt: skip
 
 
@@ -171,7 +225,8 @@ def _habits(layout: Layout) -> dict[str, dict[str, Tensor]]:
     found = {}
     for habit in HABITS:
         module = habit()
-        trainer = make_trainer(layout, "untied", {"plan": None})
+        options = {"accumulate_grad_batches": habit.accumulate, "max_epochs": habit.epochs}
+        trainer = make_trainer(layout, "untied", {"plan": None}, **options)
         trainer.fit(module, DataLoader(_data(), batch_size=2))  # type: ignore[arg-type]
         found[habit.__name__] = trainer.strategy.lightning_module_state_dict()
     return found
@@ -335,3 +390,15 @@ def test_early_averages_are_those_at_the_end() -> None:
     expected, found = (run_program(layout, _early, bucket_mb)[0] for bucket_mb in (0, 25.0))
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, atol=1e-12, rtol=0, msg=name)
+
+
+def _predict(layout: Layout, rows: int) -> None:
+    module = Plain()
+    module.predict_step = lambda batch, batch_idx: module(batch)  # type: ignore[method-assign, assignment]
+    make_trainer(layout, "untied", {"plan": None}).predict(module, DataLoader(_data(rows)))  # type: ignore[arg-type]
+
+
+def test_ranks_with_different_numbers_of_batches_are_refused() -> None:
+    """They would wait for each other: Lightning gives every sample to one rank."""
+    with pytest.raises(RankError, match="rank 1 has 1 predict batches, and rank 0 has 2"):
+        run_program(Layout(dp=2, zero=3), _predict, 3)
