@@ -75,6 +75,7 @@ class Plans:
         if plan is None:
             plan = self._new(key[0], checked, microbatch)
             made.append(plan)
+            self._slicer.fits(plan, checked, microbatch, seed)  # for what it leaves to the microbatches behind
         return plan
 
     def _new(self, kind: str, step: Step, microbatch: Any) -> SlicePlan:

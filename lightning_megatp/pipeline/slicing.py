@@ -76,6 +76,7 @@ class Slicer:
         self._switch = Switch()
         self._interception = Interception(module, dict(stage_of_unit), self._switch)
         self._before_rehearsals: Snapshot | None = None
+        self._keeps_tables = False
 
     def close(self) -> None:
         """Give the module its own methods back."""
@@ -112,10 +113,12 @@ class Slicer:
             try:
                 with owned.lists_noted() as lists:
                     self._trace(tracer, step, batch)
-                left_early = tracer.consume_left(snapshot)
+                left = tracer.consume_left(snapshot)
             finally:
                 snapshot.restore()
+            self._keeps_tables = self._keeps_tables or None in left
             changes_batch = before != [(tensor_version(x), x.requires_grad) for x in in_batch]
+            left_early = not left <= {None, self.n_stages - 1}
             plan = make_plan(tracer, owned.names, self.n_stages, changes_batch, left_early, lists.any)
             owned.learn(tracer.owners)
         return plan
@@ -169,23 +172,26 @@ class Slicer:
 
     def fits(self, plan: SlicePlan, step: Step, batch: Any, seed: int = 0) -> bool:
         """Whether a plan of a batch's signature is that of its values, too: of a mask that hides nothing the step may
-        make none. Found out by doing what is replicated; `rehearsing` removes the traces. So may it of texts, which are
-        no part of a signature where each row has its own.
+        make none. So may it of texts, which are no part of a signature where each row has its own; and a table (cosines
+        of positions) it makes in one microbatch, and finds in the next. Found out by doing what is replicated, one
+        microbatch after the other; `rehearsing` removes the traces.
 
         Args:
             seed: as for `run`.
         """
-        if not (plan.early_reads or plan.varies):
+        to_the_end = plan.varies or self._keeps_tables
+        if not (plan.early_reads or to_the_end):
             return True
-        mode = Rehearsal(plan, seed, self._place)
+        mode = Rehearsal(plan, seed, self._place, to_the_end)
         batch = copy.deepcopy(batch) if plan.changes_batch else batch
-        self._before_rehearsals = self._before_rehearsals or Snapshot(self.module)
+        before = Snapshot(self.module)
+        self._before_rehearsals = self._before_rehearsals or before
         try:
             with random_state_kept(), checkpoints_ended(), self._by(mode, plan), contextlib.suppress(StepEnded), mode:
                 step(batch)
             mode.check(skipped=False)
         except SliceError:
-            self._before_rehearsals.restore()
+            before.restore()
             return False
         except Exception:
             return True  # it will fail where it is run

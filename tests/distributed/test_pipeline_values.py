@@ -128,6 +128,55 @@ def test_states_of_samples_that_meet_other_samples_are_warned_of(kept: str, bloc
     assert not any(run_program(Layout(pp=2, microbatches=1), _remembering_samples, kept, block))
 
 
+class Rotary(nn.Module):
+    """Cosines of positions, made anew for another length, and extended for a longer one: both habits are common."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.length, self.longest = 0, 0
+        self.shift_L1 = self.cos_L1 = torch.zeros(0, 1)
+
+    def forward(self, x_BLD: Tensor) -> Tensor:
+        length = x_BLD.shape[1]
+        if length != self.length:
+            self.length, self.shift_L1 = length, torch.arange(length, device=x_BLD.device).div(length)[:, None]
+        if length > self.longest:
+            self.longest, self.cos_L1 = length, torch.arange(length, device=x_BLD.device).cos()[:, None]
+        return self.cos_L1[:length] + self.shift_L1
+
+
+class Turned(GPT):
+    """Its table lies beside the blocks, and is made by whichever microbatch needs it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rotary = Rotary()
+
+    def trunk(self, tokens_BL: Tensor) -> Tensor:
+        x_BLD = self.tok(tokens_BL)
+        for block in self.blocks:
+            x_BLD = block(x_BLD * self.rotary(x_BLD))
+        return self.norm(x_BLD)
+
+
+def _with_tables(layout: Layout) -> tuple[list[float], dict[str, float]]:
+    torch.manual_seed(3)
+    losses, module = Losses(), Turned()
+    lengths = [batch for length in (4, 6, 4) for batch in DataLoader(tokens(8, length=length), batch_size=4)]
+    evaluated = DataLoader(tokens(4, length=5, seed=4), batch_size=4)
+    trainer = make_trainer(layout, max_epochs=2, callbacks=[losses])
+    trainer.fit(module, DataLoader(lengths, batch_size=None), evaluated)  # type: ignore[arg-type]
+    return losses.seen, {name: float(x) for name, x in trainer.callback_metrics.items()}
+
+
+@pytest.mark.parametrize("layout", [Layout(pp=2, microbatches=2), Layout(tp=2, pp=2, microbatches=2)], ids=str)
+def test_tables_beside_the_blocks_are_made_in_one_microbatch_and_found_in_the_next(layout: Layout) -> None:
+    ((losses, metrics),) = run_program(PLAIN, _with_tables)
+    for found, logged in run_program(layout, _with_tables):
+        assert found == pytest.approx(losses, abs=1e-9)
+        assert logged == pytest.approx(metrics, abs=1e-9)
+
+
 def _compiled(layout: Layout, wrap: bool) -> tuple[list[float], dict[str, Tensor]]:
     torch.manual_seed(3)
     losses, module = Losses(), GPT()
