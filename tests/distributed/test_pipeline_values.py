@@ -177,6 +177,34 @@ def test_tables_beside_the_blocks_are_made_in_one_microbatch_and_found_in_the_ne
         assert logged == pytest.approx(metrics, abs=1e-9)
 
 
+class LogsNumbers(GPT):
+    """Reads all its losses on the host, to log them; early blocks make one of them, and what is only logged."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        early_BLD = self.blocks[0](self.tok(batch[0]))
+        spread = early_BLD.square().mean()
+        predicted = self.loss(batch)
+        losses = {"loss": predicted + 0.1 * spread, "predicted": predicted.detach(), "spread": -spread.detach()}
+        self.log_dict({name: value.item() for name, value in losses.items()}, on_step=False, on_epoch=True)
+        return losses["loss"]
+
+
+def _logging_numbers(layout: Layout) -> tuple[list[float], dict[str, float]]:
+    torch.manual_seed(3)
+    losses, module = Losses(), LogsNumbers()
+    trainer = make_trainer(layout, callbacks=[losses])
+    trainer.fit(module, DataLoader(tokens(8), batch_size=4))
+    return losses.seen, {name: float(x) for name, x in trainer.callback_metrics.items()}
+
+
+def test_numbers_of_early_stages_are_there_to_be_read_on_the_last() -> None:
+    ((losses, metrics),) = run_program(PLAIN, _logging_numbers)
+    assert len(metrics) == 3
+    for found, logged in run_program(Layout(pp=2, microbatches=2), _logging_numbers):
+        assert found == pytest.approx(losses, abs=1e-9)
+        assert logged == pytest.approx(metrics, abs=1e-9)
+
+
 def _compiled(layout: Layout, wrap: bool) -> tuple[list[float], dict[str, Tensor]]:
     torch.manual_seed(3)
     losses, module = Losses(), GPT()
