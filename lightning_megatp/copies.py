@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from lightning_megatp.default_group import DefaultGroup
@@ -16,10 +17,12 @@ from lightning_megatp.shim.lightning import around_loader_hooks
 
 
 class CopyMethods(Parts):
-    """What `trainer.global_rank` and `trainer.world_size` are."""
+    """What `trainer.global_rank`, `trainer.world_size` and `trainer.num_devices` are."""
 
     _counted: tuple[int, int] | None = None
     """Rank and size on the dp axis, while copies are counted."""
+    _process_devices: list[torch.device] | None = None
+    """Of the processes on this machine."""
     _default_group: DefaultGroup | None = None
     """For what the user's code sends by itself; None where that is the world."""
     _loaders: tuple[Any, ...] = ()
@@ -55,6 +58,17 @@ class CopyMethods(Parts):
     def world_size(self) -> int:
         """The number of processes; within `counting_copies`, of copies of the model."""
         return super().world_size if self._counted is None else self._counted[1]
+
+    @property
+    def parallel_devices(self) -> list[torch.device] | None:
+        """Of the processes on this machine; within `counting_copies`, one for each copy of the model on it."""
+        if self._counted is None or self._process_devices is None:
+            return self._process_devices
+        return self._process_devices[: max(self._counted[1] // self.num_nodes, 1)]
+
+    @parallel_devices.setter
+    def parallel_devices(self, devices: list[torch.device] | None) -> None:
+        self._process_devices = devices
 
     @property
     def process_rank(self) -> int:

@@ -74,6 +74,8 @@ class ParallelModule:
         """What its blocks recompute in backward."""
         self.order: tuple[str, ...] = ()
         """Names of the whole model's state dict in order, where pipeline stages hold parts of it."""
+        self.buffers: dict[str, tuple[int, int]] | None = None
+        """What stages held of them when training began, to see what hooks change; None before that."""
         self.averages: list[nn.Module] = []
         """Averaged copies of the module, of which this rank holds the same part."""
         self.uncompiled = False

@@ -27,6 +27,7 @@ class Parts(_Base):
     namespace: Namespace
     tp: int
     pp: int
+    num_nodes: int
     parallelism: ParallelismPlugin
     zero: ZeroOptions
     verify: bool

@@ -207,13 +207,13 @@ class MegaTPStrategyBase(StepMethods, GradientMethods, BuildingMethods, WorldMet
 
     @property
     def root_device(self) -> torch.device:
-        assert self.parallel_devices is not None
-        return self.parallel_devices[self.local_rank]
+        assert self._process_devices is not None
+        return self._process_devices[self.local_rank]
 
     @property
     def num_processes(self) -> int:
         """Ranks on this machine."""
-        return len(self.parallel_devices or ())
+        return len(self._process_devices or ())
 
     @property
     def is_distributed(self) -> bool:

@@ -29,6 +29,7 @@ from lightning_megatp.checkpoint.single import durable_checkpoint_io
 from lightning_megatp.checkpoint.stages import gather_optimizer_state, gather_state_dict
 from lightning_megatp.mesh import TALKING
 from lightning_megatp.messages import warn_once_per_run
+from lightning_megatp.pipeline.averaged import agree_on_buffers, versions_of
 from lightning_megatp.pipeline.detour import Detour
 from lightning_megatp.randomness import gather_random_states
 from lightning_megatp.shim.lightning import default_store, trainer_of
@@ -97,6 +98,9 @@ class CheckpointMethods(LoadingMethods):
             return {}
         if not self._apart() and not self._is_copy():
             parallel.check_replicas(mesh.group("tp"))
+        if parallel.buffers is not None and not self._apart():
+            agree_on_buffers(parallel.module, parallel.buffers, mesh)
+            parallel.buffers = versions_of(parallel.module)
         if self.checkpoint == "folder":
             return sharded_state_dict(self._state_dict(), parallel, mesh)
         state = self._gathered(self._state_dict())

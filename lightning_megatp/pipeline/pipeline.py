@@ -22,6 +22,7 @@ from lightning_megatp.gradients.sharding import ZeroSharding
 from lightning_megatp.mesh import ParallelMesh
 from lightning_megatp.metrics import LastStageMetrics
 from lightning_megatp.module import ParallelModule, take_gradients
+from lightning_megatp.pipeline.averaged import versions_of
 from lightning_megatp.pipeline.batch import Backward, BatchRun, Step, generators_on
 from lightning_megatp.pipeline.carried import CarriedState
 from lightning_megatp.pipeline.detour import Detour
@@ -191,6 +192,8 @@ class Pipeline:
         if self.sharding is not None:
             self.sharding.begin()
             self.sharding.drop_old()
+        if self.parallel.buffers is None:
+            self.parallel.buffers = versions_of(self.parallel.module)
         run = self._prepared("train", step, batch, backward)
         parameters = self.parallel.undivided()
         cleared = set(map(id, cleared_unseen(self.parallel.module.trainer)))

@@ -57,7 +57,7 @@ class Plans:
         signatures = self._slicer.signatures(microbatches)
         pairs = enumerate(zip(signatures, microbatches, strict=True))
         with self._slicer.rehearsing():
-            return [self._plan((kind, signature), step, x, mixed(seed, i)) for i, (signature, x) in pairs]
+            return [self._plan((kind, signature), step, x, mixed(seed, i), i == 0) for i, (signature, x) in pairs]
 
     def agree_on_trained(self) -> None:
         """At the start of an epoch: let all stages know what hooks have frozen and unfrozen.
@@ -67,24 +67,26 @@ class Plans:
         if self._trained.agree():
             self._made.clear()
 
-    def _plan(self, key: tuple[str, Hashable], step: Step, microbatch: Any, seed: int) -> SlicePlan:
+    def _plan(self, key: tuple[str, Hashable], step: Step, microbatch: Any, seed: int, is_first: bool) -> SlicePlan:
         """The plan of a kind of step, a signature, and the values that the step branches by."""
         checked = returning_a_loss(step) if key[0] == "train" else step
         made = self._made.setdefault(key, [])
         plan = next((plan for plan in made if self._slicer.fits(plan, checked, microbatch, seed)), None)
         if plan is None:
-            plan = self._new(key[0], checked, microbatch)
-            made.append(plan)
+            new = self._new(key[0], checked, microbatch, is_first)
+            made += new
+            plan = new[0]
+            self._slicer.fits(plan, checked, microbatch, seed)  # for what it leaves to the microbatches behind
         return plan
 
-    def _new(self, kind: str, step: Step, microbatch: Any) -> SlicePlan:
+    def _new(self, kind: str, step: Step, microbatch: Any, is_first: bool) -> list[SlicePlan]:
         """Made without gradients on the parameters, which differ from stage to stage, and whose dtype may not be
         theirs."""
         sharding = self._parallel.sharding
         held = take_gradients(self._parallel.undivided())
         try:
             with self._slicer.planned_by(sharding.planning) if sharding else contextlib.nullcontext():
-                plan = self._slicer.plan(step, microbatch)
+                plans = self._slicer.plans(step, microbatch, is_first)
         except (RuntimeError, IndexError) as error:
             if str(error).startswith("MegaTPStrategy"):
                 raise
@@ -96,10 +98,11 @@ class Plans:
         finally:
             for parameter, gradient in held:
                 parameter.grad = gradient
-        self._check_touched(plan)
-        self._check_alike(plan)
-        self._lend(plan)
-        return plan
+        for plan in plans:
+            self._check_touched(plan)
+            self._check_alike(plan)
+            self._lend(plan)
+        return plans
 
     def _lend(self, plan: SlicePlan) -> None:
         missing = self._loans.missing(plan.shared) if self._parallel.sharding is not None else {}

@@ -314,11 +314,12 @@ class Rehearsal(StageMode):
         plan: of the batch's signature.
         seed: of the random numbers that all stages share.
         place: names where an operation is.
+        to_the_end: what the step saw is not all that it may branch by.
     """
 
-    def __init__(self, plan: SlicePlan, seed: int, place: Place) -> None:
+    def __init__(self, plan: SlicePlan, seed: int, place: Place, to_the_end: bool) -> None:
         super().__init__(plan, None, {}, seed, place)
-        self._expected = [] if plan.varies else list(reversed(plan.early_reads))
+        self._expected = [] if to_the_end else list(reversed(plan.early_reads))
         self.same_answers = False
 
     def __torch_function__(

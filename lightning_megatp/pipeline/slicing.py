@@ -28,7 +28,7 @@ from lightning_megatp.pipeline.planning import make_plan
 from lightning_megatp.pipeline.running import Rehearsal, StageMode
 from lightning_megatp.pipeline.signature import leaves_out, modes_of, signature_of, tensors_of
 from lightning_megatp.pipeline.snapshot import Snapshot, random_state_kept
-from lightning_megatp.pipeline.tables import Tables
+from lightning_megatp.pipeline.tables import Left, Tables
 from lightning_megatp.pipeline.tracing import Tracer
 from lightning_megatp.pipeline.values import Values
 from lightning_megatp.pipeline.weights import TargetCount
@@ -77,6 +77,9 @@ class Slicer:
         self._switch = Switch()
         self._interception = Interception(module, dict(stage_of_unit), self._switch)
         self._before_rehearsals: Snapshot | None = None
+        self._tables = Tables()
+        self._follows = False
+        """What steps leave on the module has to be followed from microbatch to microbatch."""
 
     def close(self) -> None:
         """Give the module its own methods back."""
@@ -93,8 +96,7 @@ class Slicer:
         return [(modes, signature_of(batch)) for batch in batches]
 
     def plan(self, step: Step, batch: Any) -> SlicePlan:
-        """Find out what the step does, without computing more than what is replicated, and without leaving a trace but
-        the tables that it makes for later steps: the plan is that of a step which finds them.
+        """Find out what the step does, without computing more than what is replicated, and without leaving a trace.
 
         Args:
             step: the user's step, in its contexts.
@@ -103,18 +105,36 @@ class Slicer:
         Raises:
             SliceError: the step can't be cut.
         """
-        snapshot = Snapshot(self.module)
-        first, tables = self._dry_run(step, batch)
-        for plain in (False, True) if tables.made else ():
-            tables.keep(plain)
-            plan, further = self._dry_run(step, batch)
-            if not further.made:
-                return plan
-            snapshot.restore()
-        return first
+        return self._dry_run(step, batch)[0]
 
-    def _dry_run(self, step: Step, batch: Any) -> tuple[SlicePlan, Tables]:
-        """The plan, and the tables that the step made; neither the module nor the batch is changed."""
+    def plans(self, step: Step, batch: Any, is_first: bool) -> list[SlicePlan]:
+        """The same for steps that will be run. One that makes tables for later steps has two plans, first that of a
+        step which finds them: they are left where it put them.
+
+        Args:
+            is_first: of a batch's microbatches; what comes before another one runs without its tables.
+        """
+        before = Snapshot(self.module)
+        first, left = self._dry_run(step, batch)
+        for plain in (False, True) if left.any else ():
+            left.put(plain)
+            try:
+                plan, further = self._dry_run(step, batch)
+            except BaseException:
+                before.restore()
+                raise
+            if is_first and left.are_tables and not further.any:
+                self._tables.note(plan, left)
+                self._before_rehearsals = None  # none was a success
+                return [plan, first]
+            before.restore()
+            if plain and left.complete and plan.digest() == first.digest():
+                return [first]  # whatever it leaves, the next one does the same
+        self._follows = self._follows or left.any
+        return [first]
+
+    def _dry_run(self, step: Step, batch: Any) -> tuple[SlicePlan, Left]:
+        """The plan, and what the step would leave on the module, which is as before."""
         varies, batch = leaves_out(batch), copy.deepcopy(batch)
         in_batch = tensors_of(batch)
         before = [(tensor_version(x), x.requires_grad) for x in in_batch]
@@ -127,13 +147,13 @@ class Slicer:
                 with owned.lists_noted() as lists:
                     self._trace(tracer, step, batch)
                 left_early = tracer.consume_left(snapshot)
-                tables = Tables(snapshot, tracer)
+                left = Left(snapshot, tracer)
             finally:
                 snapshot.restore()
             changes_batch = before != [(tensor_version(x), x.requires_grad) for x in in_batch]
             plan = make_plan(tracer, owned.names, self.n_stages, changes_batch, left_early, lists.any)
             owned.learn(tracer.owners)
-        return plan, tables
+        return plan, left
 
     def run(
         self,
@@ -184,26 +204,30 @@ class Slicer:
 
     def fits(self, plan: SlicePlan, step: Step, batch: Any, seed: int = 0) -> bool:
         """Whether a plan of a batch's signature is that of its values, too: of a mask that hides nothing the step may
-        make none. Found out by doing what is replicated; `rehearsing` removes the traces. So may it of texts, which are
-        no part of a signature where each row has its own.
+        make none. So may it of texts, which are no part of a signature where each row has its own; and a table (cosines
+        of positions) it makes in one microbatch, and finds in the next. Found out by doing what is replicated, one
+        microbatch after the other; `rehearsing` removes the traces.
 
         Args:
             seed: as for `run`.
         """
-        if not (plan.early_reads or plan.varies):
+        to_the_end = plan.varies or self._follows or not self._tables.are_those_of(plan)
+        if not (plan.early_reads or to_the_end):
             return True
-        mode = Rehearsal(plan, seed, self._place)
+        mode = Rehearsal(plan, seed, self._place, to_the_end)
         batch = copy.deepcopy(batch) if plan.changes_batch else batch
-        self._before_rehearsals = self._before_rehearsals or Snapshot(self.module)
+        before = Snapshot(self.module)
+        self._before_rehearsals = self._before_rehearsals or before
         try:
             with random_state_kept(), checkpoints_ended(), self._by(mode, plan), contextlib.suppress(StepEnded), mode:
                 step(batch)
             mode.check(skipped=False)
         except SliceError:
-            self._before_rehearsals.restore()
+            before.restore()
             return False
         except Exception:
             return True  # it will fail where it is run
+        self._tables.note_if_unchanged(plan, before)
         return True
 
     @contextlib.contextmanager

@@ -9,7 +9,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from types import FunctionType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,14 @@ _PLAIN = frozenset({type(None), bool, int, float, str})
 
 _NOT_SEARCHED = ("torch", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_megatp", "numpy")
 """Objects of these packages are neither searched nor restored: the trainer, loggers, process groups."""
+
+
+class Entry(NamedTuple):
+    """What a dict holds under a key."""
+
+    holder: dict[Any, Any]
+    key: Any
+    value: Any
 
 
 class Snapshot:
@@ -55,15 +63,16 @@ class Snapshot:
             if any(is_fake(x) and id(x) not in self.tensors for x in _tensors(holder)):
                 _fill(holder, before)
 
-    def entries_with(self, tensors: Collection[int], plain: bool) -> list[tuple[dict[Any, Any], Any, Any]]:
-        """Attributes and entries that are new and hold one of these tensors, as (holder, key, value); with `plain` also
-        the numbers and the like that changed beside them."""
+    def entries_with(self, tensors: Collection[int], plain: bool) -> list[Entry]:
+        """Attributes and entries of dicts that are new and hold one of these tensors; with `plain` also the numbers and
+        the like that changed beside them. None in a module's buffers."""
+        buffers = {id(x.__dict__["_buffers"]) for y in self._owners if isinstance(y, nn.Module) for x in y.modules()}
         found = []
         for holder, before in self._holders:
-            if isinstance(before, dict):
-                new = [(holder, key, x) for key, x in holder.items() if before.get(key) is not x]
-                if any(id(x) in tensors for *_, x in new):
-                    found += [entry for entry in new if id(entry[2]) in tensors or (plain and type(entry[2]) in _PLAIN)]
+            if isinstance(before, dict) and id(holder) not in buffers:
+                new = [Entry(holder, key, x) for key, x in holder.items() if before.get(key) is not x]
+                if any(id(entry.value) in tensors for entry in new):
+                    found += [x for x in new if id(x.value) in tensors or (plain and type(x.value) in _PLAIN)]
         return found
 
     def new_tensors(self) -> list[Tensor]:

@@ -19,7 +19,8 @@ def split_batch(batch: Any, microbatches: int) -> list[Any]:
 
     The rule: the batch size is the size of dim 0 of the first tensor that has one. Tensors with as many rows are split
     along dim 0, and so are lists in the batch of as many entries, one per row (strings, numbers, dicts, lists of them,
-    tensors of other lengths), unless they hold tensors of as many rows, as default collation makes of tuples.
+    tensors of other lengths), unless they hold tensors of as many rows, as default collation makes of tuples. It makes
+    tuples of strings: these are split like lists.
     Everything else (scalars, tables of another size, None) is given to every microbatch as it is. If that is not what a
     batch means, define `split_batch(self, batch, microbatches)` on the LightningModule, and return a list.
 
@@ -102,12 +103,17 @@ def _take(batch: Any, rows: int, start: int, stop: int) -> Any:
     def part(x: Any) -> Any:
         if isinstance(x, Tensor):
             return x[start:stop] if x.dim() > 0 and len(x) == rows else x
+        if isinstance(x, tuple):
+            if len(x) == rows and all(isinstance(y, (str, bytes)) for y in x):
+                return x[start:stop]
+            items = [_take(y, rows, start, stop) for y in x]
+            return type(x)(*items) if hasattr(x, "_fields") else type(x)(items)
         held = list(_in_lists(x))
         if len(x) == rows and not (held and all(y.dim() > 0 and len(y) == rows for y in held)):
             return x[start:stop]
         return [_take(item, rows, start, stop) for item in x]
 
-    return apply_to_collection(batch, (Tensor, list), part)
+    return apply_to_collection(batch, (Tensor, list, tuple), part)
 
 
 def _in_lists(x: Any) -> Iterator[Tensor]:

@@ -6,14 +6,15 @@ pipeline is the next microbatch. A table that depends on shapes alone may as wel
 
 from __future__ import annotations
 
-from lightning_megatp.pipeline.snapshot import Snapshot
+from typing import Any
+
+from lightning_megatp.pipeline.plan import SlicePlan
+from lightning_megatp.pipeline.snapshot import Entry, Snapshot
 from lightning_megatp.pipeline.tracing import Tracer
-from lightning_megatp.shim.torch import is_fake
 
 
-class Tables:
-    """Those of a dry run, before it is undone. What depends on the batch, on its values read by the step's code, on
-    chance, or on what is trained, is none.
+class Left:
+    """What a dry run has left on the module that every stage makes for itself; before it is undone.
 
     Args:
         snapshot: of the module before.
@@ -21,20 +22,57 @@ class Tables:
     """
 
     def __init__(self, snapshot: Snapshot, tracer: Tracer) -> None:
-        constants = [] if tracer.asks_batch else tracer.values.constants()
-        tables = {id(x): x for x in constants if not (is_fake(x) or x.requires_grad)}
-        self._entries = {plain: snapshot.entries_with(tables, plain) for plain in (False, True)}
+        values = [value for value in map(tracer.values.get, snapshot.new_tensors()) if value is not None]
+        left = {id(value.tensor): value for value in values if value.stage is None}
+        self.any = bool(left)
+        self._entries = {plain: snapshot.entries_with(left, plain) for plain in (False, True)}
+        self.complete = {id(entry.value) for entry in self._entries[False]} == set(left)
+        """Whether `put` puts all of it there."""
+        constant = all(value.constant and not value.tensor.requires_grad for value in left.values())
+        self.are_tables = self.complete and constant and not tracer.asks_batch
+        """Whether it depends neither on the batch, nor on chance, nor on what is trained."""
 
     @property
-    def made(self) -> bool:
-        """Whether there are any."""
-        return bool(self._entries[False])
+    def entries(self) -> list[Entry]:
+        """Where the tensors are."""
+        return self._entries[False]
 
-    def keep(self, plain: bool) -> None:
-        """Put them where the step had put them.
+    def put(self, plain: bool) -> None:
+        """Put it where the step had put it.
 
         Args:
-            plain: with the numbers and the like that it set beside them (a table's length).
+            plain: with the numbers and the like that it set beside (a table's length).
         """
         for holder, key, value in self._entries[plain]:
             holder[key] = value
+
+
+class Tables:
+    """The tables that steps have made, and which of them each plan found when it was made or last tried. As long as
+    these are the ones that are there, a step does not make others."""
+
+    def __init__(self) -> None:
+        self._places: dict[tuple[int, Any], Entry] = {}
+        self._found: dict[int, tuple[SlicePlan, list[Any]]] = {}
+
+    def note(self, plan: SlicePlan, left: Left) -> None:
+        """A plan of a step that found what another had left."""
+        self._places.update({(id(entry.holder), entry.key): entry for entry in left.entries})
+        self._found[id(plan)] = plan, self._held()
+
+    def note_if_unchanged(self, plan: SlicePlan, before: Snapshot) -> None:
+        """A plan has been tried and fits, from that moment on."""
+        held = self._held()
+        if not any(id(x) not in before.tensors for x in held if x is not None):
+            self._found[id(plan)] = plan, held
+
+    def are_those_of(self, plan: SlicePlan) -> bool:
+        """Whether the module has the tables which the plan found."""
+        if not self._places:
+            return True
+        _, found = self._found.get(id(plan), (plan, []))
+        held = self._held()
+        return len(found) == len(held) and all(x is y for x, y in zip(found, held, strict=True))
+
+    def _held(self) -> list[Any]:
+        return [entry.holder.get(entry.key) for entry in self._places.values()]

@@ -364,7 +364,7 @@ class Tracer(TorchFunctionMode):
                 self.misled = self.misled or f"{call.by} has shapes that depend on values, so its result was guessed"
                 return stage, guess
             if stage == self.last_stage:
-                for value in call.inputs:
+                for value in dict.fromkeys([*call.inputs, *self.values.early_numbers(stage)]):
                     self._use(value, stage, call.by, [])
                 self.ended = f"{call.by}, since {error}"
                 raise StepEnded from error

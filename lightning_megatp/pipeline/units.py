@@ -126,7 +126,8 @@ def _common_end(name: str, other: str) -> int:
 
 def children_of(module: nn.Module, unit: str) -> list[str]:
     """The units to try instead of one whose forward is never called, because the model calls its parts."""
-    return [f"{unit}.{name}" for name, child in module.get_submodule(unit).named_children() if _is_callable(child)]
+    inner = [(f"{unit}.{name}", child) for name, child in module.get_submodule(unit).named_children()]
+    return [part for name, child in inner for part in _units(name, child, open_all=False, in_list=True)]
 
 
 def is_in_list(module: nn.Module, unit: str) -> bool:

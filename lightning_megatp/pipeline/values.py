@@ -155,6 +155,12 @@ class Values:
                 other.changed_elsewhere = (stage, by)
         return self.add(value.tensor, stage, by, key, origins)
 
+    def early_numbers(self, last_stage: int) -> list[Value]:
+        """The tensors of a single number that earlier stages have made: losses, which a step that reads one on the host
+        often reads all, to log them."""
+        early = [v for v in self.by_key.values() if v.stage not in (None, last_stage) and v.changed_elsewhere is None]
+        return [v for v in early if self.get(v.tensor) is v and v.tensor.dim() == 0]
+
     def find_gradients(self, last_stage: int) -> None:
         """At the end of the step: which values reach the loss. All that could, where the dry run did not: what the last
         stage has may go on into it."""

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torchmetrics
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset
 
 from tests.distributed.test_trainer_checkpoint import (
@@ -182,3 +182,48 @@ def test_a_checkpoint_that_does_not_fit(how: str, tmp_path: Path) -> None:
     assert all("Timeout" not in failure.type_name for failure in error.value.failures)
     name = "blocks.0.other" if how == "unexpected" else "blocks.0.attn.qkv.weight"
     assert any(name in failure.message for failure in error.value.failures)
+
+
+class Averages(nn.Module):
+    """As latent diffusion has them: a buffer for each parameter, under a name without dots."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        for name, parameter in module.named_parameters():
+            self.register_buffer(name.replace(".", ""), parameter.detach().clone())
+
+    def forward(self, module: nn.Module) -> None:
+        shadows = dict(self.named_buffers())
+        with torch.no_grad():
+            for name, parameter in module.named_parameters():
+                shadow = shadows[name.replace(".", "")]
+                shadow.sub_(0.5 * (shadow - parameter))
+
+
+class Averaged(GPT):
+    def __init__(self) -> None:
+        super().__init__()
+        self.averages = Averages(self.blocks)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.averages(self.blocks)
+
+
+def _averaged(layout: Layout, path: str, resumed: str | None) -> None:
+    torch.manual_seed(3)
+    trainer = make_trainer(layout, max_epochs=2 if resumed else 1)
+    trainer.fit(Averaged(), train_loader(layout, 2), ckpt_path=resumed)
+    trainer.save_checkpoint(path)
+
+
+@pytest.mark.parametrize("layout", [PP2, DP2_PP2], ids=str)
+def test_averages_in_buffers_that_stages_keep_up(layout: Layout, tmp_path: Path) -> None:
+    files = [str(tmp_path / name) for name in ("whole", "whole_on", "parts", "parts_on")]
+    for of, first, second in ((PLAIN, *files[:2]), (layout, *files[2:])):
+        run_program(of, _averaged, first, None)
+        run_program(of, _averaged, second, first)
+    for whole, parts in (files[::2], files[1::2]):
+        expected, found = (torch.load(x, weights_only=True)["state_dict"] for x in (whole, parts))
+        assert expected.keys() == found.keys()
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, atol=1e-9, rtol=0, msg=name)

@@ -128,6 +128,91 @@ def test_states_of_samples_that_meet_other_samples_are_warned_of(kept: str, bloc
     assert not any(run_program(Layout(pp=2, microbatches=1), _remembering_samples, kept, block))
 
 
+class Rotary(nn.Module):
+    """Cosines of positions, made anew for another length, and extended for a longer one: both habits are common."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.length, self.longest = 0, 0
+        self.shift_L1 = self.cos_L1 = torch.zeros(0, 1)
+
+    def forward(self, x_BLD: Tensor) -> Tensor:
+        length = x_BLD.shape[1]
+        if length != self.length:
+            self.length, self.shift_L1 = length, torch.arange(length, device=x_BLD.device).div(length)[:, None]
+        if length > self.longest:
+            self.longest, self.cos_L1 = length, torch.arange(length, device=x_BLD.device).cos()[:, None]
+        return self.cos_L1[:length] + self.shift_L1
+
+
+class Turned(GPT):
+    """Its table lies beside the blocks, and is made by whichever microbatch needs it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rotary = Rotary()
+
+    def trunk(self, tokens_BL: Tensor) -> Tensor:
+        x_BLD = self.tok(tokens_BL)
+        for block in self.blocks:
+            x_BLD = block(x_BLD * self.rotary(x_BLD))
+        return self.norm(x_BLD)
+
+
+def _with_tables(layout: Layout, *lengths: int) -> tuple[list[float], dict[str, float]]:
+    torch.manual_seed(3)
+    losses, module = Losses(), Turned()
+    batches = [batch for length in lengths for batch in DataLoader(tokens(8, length=length), batch_size=4)]
+    evaluated = DataLoader(tokens(4, length=lengths[0] if len({*lengths}) == 1 else 5, seed=4), batch_size=4)
+    trainer = make_trainer(layout, max_epochs=2, callbacks=[losses])
+    trainer.fit(module, DataLoader(batches, batch_size=None), evaluated)  # type: ignore[arg-type]
+    return losses.seen, {name: float(x) for name, x in trainer.callback_metrics.items()}
+
+
+@pytest.mark.parametrize(
+    ("layout", "lengths"),
+    [
+        (Layout(pp=2, microbatches=2), (4, 6, 4)),
+        (Layout(tp=2, pp=2, microbatches=2), (4, 6, 4)),
+        (Layout(pp=2, microbatches=2, schedule="interleaved"), (6, 6)),  # a rank runs the step for each of its stages
+    ],
+    ids=str,
+)
+def test_tables_beside_the_blocks_are_made_once_and_found_by_the_next(layout: Layout, lengths: tuple[int, ...]) -> None:
+    ((losses, metrics),) = run_program(PLAIN, _with_tables, *lengths)
+    for found, logged in run_program(layout, _with_tables, *lengths):
+        assert found == pytest.approx(losses, abs=1e-9)
+        assert logged == pytest.approx(metrics, abs=1e-9)
+
+
+class LogsNumbers(GPT):
+    """Reads all its losses on the host, to log them; early blocks make one of them, and what is only logged."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        early_BLD = self.blocks[0](self.tok(batch[0]))
+        spread = early_BLD.square().mean()
+        predicted = self.loss(batch)
+        losses = {"loss": predicted + 0.1 * spread, "predicted": predicted.detach(), "spread": -spread.detach()}
+        self.log_dict({name: value.item() for name, value in losses.items()}, on_step=False, on_epoch=True)
+        return losses["loss"]
+
+
+def _logging_numbers(layout: Layout) -> tuple[list[float], dict[str, float]]:
+    torch.manual_seed(3)
+    losses, module = Losses(), LogsNumbers()
+    trainer = make_trainer(layout, callbacks=[losses])
+    trainer.fit(module, DataLoader(tokens(8), batch_size=4))
+    return losses.seen, {name: float(x) for name, x in trainer.callback_metrics.items()}
+
+
+def test_numbers_of_early_stages_are_there_to_be_read_on_the_last() -> None:
+    ((losses, metrics),) = run_program(PLAIN, _logging_numbers)
+    assert len(metrics) == 3
+    for found, logged in run_program(Layout(pp=2, microbatches=2), _logging_numbers):
+        assert found == pytest.approx(losses, abs=1e-9)
+        assert logged == pytest.approx(metrics, abs=1e-9)
+
+
 def _compiled(layout: Layout, wrap: bool) -> tuple[list[float], dict[str, Tensor]]:
     torch.manual_seed(3)
     losses, module = Losses(), GPT()

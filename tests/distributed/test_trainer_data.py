@@ -203,7 +203,8 @@ class ByRank(GPT):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         copies = dist.get_world_size() if dist.is_initialized() else 1
-        return torch.optim.SGD(self.parameters(), lr=0.1 * (self.trainer.world_size + copies))
+        ranks = self.trainer.world_size + self.trainer.num_devices + copies
+        return torch.optim.SGD(self.parameters(), lr=0.1 * ranks)
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         size, rank = self.trainer.world_size, self.global_rank
@@ -219,7 +220,7 @@ class ByRank(GPT):
 def _by_rank(layout: Layout) -> tuple[list[float], bool]:
     trainer, module = make_trainer(layout, max_steps=4), ByRank()
     trainer.fit(module)
-    return module.losses, trainer.world_size == layout.ranks
+    return module.losses, trainer.world_size == trainer.num_devices == layout.ranks
 
 
 @pytest.mark.parametrize(

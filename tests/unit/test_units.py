@@ -150,6 +150,31 @@ def test_units_that_are_never_called_are_opened_where_their_parts_are() -> None:
     assert order[:4] == ["tokens", "holder.first", "holder.second", "blocks.0"]
 
 
+def test_lists_in_a_level_of_a_network_are_opened() -> None:
+    """A bare nn.Module that holds the lists of one resolution, in a list of them: the encoders of VQGAN and of latent
+    diffusion."""
+
+    class Levels(GPT):
+        def __init__(self) -> None:
+            super().__init__()
+            self.down = nn.ModuleList()
+            for _ in range(2):
+                level = nn.Module()
+                level.block = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+                self.down.append(level)
+
+        def middle(self, x: torch.Tensor) -> torch.Tensor:
+            for level in self.down:
+                for block in level.block:
+                    x = block(x)
+            return super().middle(x)
+
+    module = Levels()
+    found = units_of_step(module, find_units(module), module.training_step, tokens())
+    assert found.order[1:5] == [f"down.{i}.block.{j}" for i in range(2) for j in range(2)]
+    assert not found.touched
+
+
 def test_the_costliest_stage_costs_least() -> None:
     generator = torch.Generator().manual_seed(0)
     for _ in range(40):
