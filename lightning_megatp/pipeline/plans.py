@@ -87,7 +87,7 @@ class Plans:
         try:
             with self._slicer.planned_by(sharding.planning) if sharding else contextlib.nullcontext():
                 plans = self._slicer.plans(step, microbatch, is_first)
-        except (RuntimeError, IndexError) as error:
+        except (RuntimeError, IndexError, ValueError, TypeError) as error:
             if str(error).startswith("MegaTPStrategy"):
                 raise
             raise RuntimeError(

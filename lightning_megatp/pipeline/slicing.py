@@ -359,7 +359,7 @@ def _sent(relay: Relay, mode: StageMode, received: Mapping[Key, Tensor], stage: 
             " calls: values on which a shape depends (give `pad_packed_sequence` its `total_length`), a random choice,"
             " a counter, the rank."
         )
-    if relay.has_graph not in (None, tensor.requires_grad):
+    if tensor.requires_grad != (relay.requires_grad if relay.has_graph is None else relay.has_graph):
         now, then = ("is", "was not") if tensor.requires_grad else ("is not", "was")
         raise SliceError(
             f"what `{operation.name}` ({operation.where}) makes on pipeline stage {stage} {now} trained, and {then}"
@@ -375,9 +375,7 @@ def _sent(relay: Relay, mode: StageMode, received: Mapping[Key, Tensor], stage: 
 
 
 def _is_as_planned(tensor: Tensor, relay: Relay) -> bool:
-    """A value may have a graph that the relay has no use for; it may not lack one."""
-    same = (tuple(tensor.shape), tensor.dtype) == (relay.shape, relay.dtype)
-    return same and not is_fake(tensor) and (tensor.requires_grad or not relay.requires_grad)
+    return (tuple(tensor.shape), tensor.dtype) == (relay.shape, relay.dtype) and not is_fake(tensor)
 
 
 def _describe(x: Tensor | Relay) -> str:

@@ -177,6 +177,14 @@ class TakesRowsForOthers(Base):
         return super().trunk(tokens_BL) + tokens_BL[3].double().mean()
 
 
+class UnpacksRows(Base):
+    """Does too."""
+
+    def trunk(self, tokens_BL: Tensor) -> Tensor:
+        first_L, _, _, _ = tokens_BL
+        return super().trunk(tokens_BL) + first_L.double().mean()
+
+
 class ReadsAnAttribute(Base):
     """A block's forward would set it, on another stage."""
 
@@ -198,6 +206,18 @@ class LeavesThePlan(Base):
         x_BLD = self.tok(tokens_BL)
         x_BLD = x_BLD.exp() if self.index == 1 else x_BLD
         return self.norm(self.blocks_of(x_BLD))
+
+
+class Freezes(Base):
+    """Trains the last stage only from the third batch on."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2:
+            self.requires_grad_(False)
+            self.head.requires_grad_(True)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        pass
 
 
 class Unfreezes(Base):
@@ -291,6 +311,7 @@ ERRORS: dict[str, tuple[type[Base], list[str]]] = {
     "a shape that depends on data": (SelectsByData, ["__getitem__"]),
     "packed sequences": (Packs, ["`blocks.0`", "reads values on the host", "`total_length`"]),
     "rows that are no samples": (TakesRowsForOthers, ["failed on a microbatch", "split_batch"]),
+    "rows that are unpacked": (UnpacksRows, ["failed on a microbatch", "to unpack", "split_batch"]),
     "an attribute that is not there": (ReadsAnAttribute, ["AttributeError", "penalty", "return it from the forward"]),
     "an own backward": (OwnBackward, ["its own `backward`"]),
     "a copy in place of modules": (Swaps, ["`blocks.0` is another module", "WeightAveraging"]),
@@ -304,6 +325,7 @@ def _fit(rank: int, world_size: int, name: str) -> None:
         "leaves": LeavesThePlan,
         "generates": Generates,
         "no loss": NoLoss,
+        "freezes": Freezes,
         "unfreezes": Unfreezes,
         "finds nothing": FindsNothing,
     }.get(name) or ERRORS[name][0]
@@ -337,6 +359,7 @@ def test_what_can_not_be_done_raises_on_every_rank(name: str) -> None:
     [
         ("leaves", "exp"),
         ("generates", "token by token"),
+        ("freezes", "frozen or unfrozen since"),
         ("unfreezes", "frozen or unfrozen since"),
         ("no loss", "instead of a loss"),
         ("finds nothing", "StopIteration"),
