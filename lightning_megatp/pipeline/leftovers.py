@@ -93,6 +93,17 @@ class PlainValues:
         """What was set since, pickled; what was removed stays."""
         return {path: value for path, value in self._values.items() if earlier._values.get(path) != value}
 
+    def risen_by(self, steps: int, earlier: PlainValues) -> list[str]:
+        """The names of whole numbers that are so much larger than earlier."""
+        changes = self.changes(earlier).items()
+        pairs = [(path, earlier._values.get(path), now) for path, now in changes if len(now) < _MOST_OF_A_NUMBER]
+        values = [(path, pickle.loads(was), pickle.loads(now)) for path, was, now in pairs if was is not None]
+        return [
+            ".".join(part for part in path if part)
+            for path, was, now in values
+            if type(was) is type(now) is int and now - was == steps
+        ]
+
     def adopt(self, changes: Mapping[Path, bytes]) -> list[str]:
         """Set what was changed elsewhere.
 
@@ -127,6 +138,8 @@ class PlainValues:
                 yield from self._plain((*path, name), value.__dict__)
 
 
+_MOST_OF_A_NUMBER = 64
+"""Bytes of one that is pickled."""
 _OF_MODULES = frozenset(nn.Module().__dict__)
 _SCALARS = (numbers.Number, str, bytes, type(None), Enum, np.generic)
 

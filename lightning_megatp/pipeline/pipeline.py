@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from lightning_megatp.gradients.sharding import ZeroSharding
 from lightning_megatp.mesh import ParallelMesh
+from lightning_megatp.messages import warn_once_per_run
 from lightning_megatp.metrics import LastStageMetrics
 from lightning_megatp.module import ParallelModule, take_gradients
 from lightning_megatp.pipeline.averaged import versions_of
@@ -36,7 +37,7 @@ from lightning_megatp.pipeline.running import seeded
 from lightning_megatp.pipeline.schedule import Schedule
 from lightning_megatp.pipeline.shared import Shared, SharedParameters
 from lightning_megatp.pipeline.slicing import Slicer
-from lightning_megatp.pipeline.split import split_batch
+from lightning_megatp.pipeline.split import batch_size, split_batch
 from lightning_megatp.pipeline.units import modules_around
 from lightning_megatp.shim.compiler import is_compiled
 from lightning_megatp.shim.torch import DisableTorchFunction
@@ -104,8 +105,9 @@ class Pipeline:
         self.factor = 1.0
         """By what the gradients of the last batch have to be multiplied, since its weights add up to something else."""
         self.stateful = False
-        self._looks_for_carried = True
         """Whether a step left something on the module, which then exists on the last stage only."""
+        self._looks_for_carried = True
+        self._looked_for_counters = False
         self._returned = False
         """Whether the last step returned something that exists on the last stage only."""
         self._loss_units: set[str] = set()
@@ -286,7 +288,25 @@ class Pipeline:
         plain = PlainValues(self._opened) if self.is_last else None
         yield
         run.left_state = before is not None and Attributes(self.parallel.module).differ_from(before)
-        run.set_values = {} if plain is None else PlainValues(self._opened).changes(plain)
+        if plain is None:
+            return
+        now = PlainValues(self._opened)
+        run.set_values = now.changes(plain)
+        self._warn_of_counters(run, now, plain)
+
+    def _warn_of_counters(self, run: BatchRun, now: PlainValues, before: PlainValues) -> None:
+        """In the first batch, where a step has counted its microbatches, and not their rows."""
+        n = len(run.microbatches)
+        if n == 1 or run.backward is None or self._looked_for_counters:
+            return
+        self._looked_for_counters = True
+        counters = now.risen_by(n, before) if sum(batch_size(x) or 0 for x in run.microbatches) != n else []
+        if counters:
+            warn_once_per_run(
+                f"the step counts its calls in `{counters[0]}`. With pp > 1 it is called for each microbatch, here"
+                f" {n} times a batch. What goes by such a number (a warm-up, a schedule of a loss's weight) comes {n}"
+                " times as early: take `self.global_step` or `batch_idx`, or count in `on_train_batch_end`."
+            )
 
     def _run_hook(self, hook: Hook, call: Callable[[], Any]) -> Any:
         """Run one of the user's hooks: on all stages, or if steps left or returned something that exists on the last

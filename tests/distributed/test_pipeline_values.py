@@ -68,25 +68,34 @@ class Losses(Callback):
         self.seen.append(float(outputs["loss"]))
 
 
-def _remembering(layout: Layout) -> tuple[list[float], list[Any], list[str]]:
+def _remembering(layout: Layout) -> tuple[list[float], list[Any], list[str], list[str]]:
     torch.manual_seed(3)
     losses, module = Losses(), Remembers()
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         make_trainer(layout, max_epochs=2, callbacks=[losses]).fit(module, DataLoader(tokens(12), batch_size=4))
     late = [name for x in said for name in re.findall(r"the step sets `(.+?)`", str(x.message))]
-    return losses.seen, [module.calls, module.epochs, module.plan.stretch, module.plan.seen], sorted(set(late))
+    left = [module.calls, module.epochs, module.plan.stretch, module.plan.seen]
+    counted = [name for x in said for name in re.findall(r"counts its calls in `(.+?)`", str(x.message))]
+    return losses.seen, left, sorted(set(late)), counted
 
 
 @pytest.mark.parametrize("layout", ONE_BY_ONE, ids=str)
 def test_all_stages_know_what_the_last_one_set(layout: Layout) -> None:
-    ((losses, values, _),) = run_program(PLAIN, _remembering)
+    ((losses, values, *_),) = run_program(PLAIN, _remembering)
     assert values[:2] == [6, {"done": 2}]
-    for rank, (found, left, late) in enumerate(run_program(layout, _remembering)):
+    for rank, (found, left, late, counted) in enumerate(run_program(layout, _remembering)):
+        assert not counted, "one microbatch is a batch"
         assert found == pytest.approx(losses, abs=1e-9)
         assert left[:2] == values[:2] and left[2] == pytest.approx(values[2]) and left[3] == []
         if rank == layout.tp:
             assert late == ["plan.stretch"], "a counter is alike on all stages, and needs no warning"
+
+
+def test_a_step_that_counts_its_calls_is_told_that_these_are_microbatches() -> None:
+    found = run_program(Layout(pp=2, microbatches=2), _remembering)
+    assert [counted for *_, counted in found] == [["calls"], []]
+    assert all(left[0] == 12 for _, left, *_ in found)
 
 
 class Memory(nn.Module):
