@@ -9,8 +9,8 @@ from pathlib import Path
 
 from lightning_megatp.checkpoint.convert import FORMS, convert
 from lightning_megatp.commands import run_script
-from lightning_megatp.pipeline.drawing import draw_trace
-from lightning_megatp.pipeline.trace import Trace
+from lightning_megatp.pipeline.schedules.drawing import draw_trace
+from lightning_megatp.pipeline.schedules.trace import Trace
 
 _HUGGING_FACE = str(Path(__file__).parent / "commands" / "huggingface.py")
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_megatp.messages import warn_once_per_run
-from lightning_megatp.pipeline.plan import tensors_in
-from lightning_megatp.pipeline.snapshot import Snapshot, random_state_kept
+from lightning_megatp.pipeline.slicing.plan import tensors_in
+from lightning_megatp.pipeline.slicing.snapshot import Snapshot, random_state_kept
 from lightning_megatp.pipeline.split import batch_size, is_ragged, split_batch
 from lightning_megatp.plan.auto.blocks import without_logging
 from lightning_megatp.shim.compiler import uncompiled

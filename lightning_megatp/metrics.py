@@ -19,7 +19,7 @@ from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_megatp.mesh import ParallelMesh
 from lightning_megatp.pipeline.detour import Detour
-from lightning_megatp.pipeline.snapshot import modules_on
+from lightning_megatp.pipeline.slicing.snapshot import modules_on
 from lightning_megatp.shim.torch import tree_map
 
 

@@ -16,8 +16,8 @@ from lightning_megatp.mesh import ParallelMesh, alone
 from lightning_megatp.messages import warn_once_per_run
 from lightning_megatp.module import ParallelModule
 from lightning_megatp.pipeline.build import used_beside
-from lightning_megatp.pipeline.snapshot import random_state_kept
-from lightning_megatp.pipeline.units import find_units
+from lightning_megatp.pipeline.slicing.snapshot import random_state_kept
+from lightning_megatp.pipeline.slicing.units import find_units
 from lightning_megatp.plan.auto.blocks import find_blocks
 from lightning_megatp.plan.auto.discover import discover, keep_whole, look, suit_stages
 from lightning_megatp.plan.auto.numbers import reads_outside

@@ -39,10 +39,10 @@ from lightning_megatp.mesh import AXES, MeshShape, ParallelMesh
 from lightning_megatp.metrics import gather_metrics_over
 from lightning_megatp.module import ParallelModule
 from lightning_megatp.pipeline.build import PipelineOptions, open_pipeline
-from lightning_megatp.pipeline.generators import make_schedule
 from lightning_megatp.pipeline.pipeline import Pipeline
-from lightning_megatp.pipeline.trace import StepTrace
-from lightning_megatp.pipeline.units import find_units
+from lightning_megatp.pipeline.schedules.generators import make_schedule
+from lightning_megatp.pipeline.schedules.trace import StepTrace
+from lightning_megatp.pipeline.slicing.units import find_units
 from lightning_megatp.planner.live import predict_run
 from lightning_megatp.planner.measure import MemoryAccount, measure
 from lightning_megatp.planner.report import MemoryReport, RankMemory

@@ -8,7 +8,7 @@ from lightning_megatp.commands import Done, requested
 from lightning_megatp.commands.estimate import print_estimate, rehearse_both
 from lightning_megatp.commands.show import print_plan
 from lightning_megatp.example import Example
-from lightning_megatp.pipeline.generators import make_schedule
+from lightning_megatp.pipeline.schedules.generators import make_schedule
 from lightning_megatp.plan.auto.discover import discover, look
 
 

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from lightning_megatp.pipeline.units import assign, find_units
+from lightning_megatp.pipeline.slicing.units import assign, find_units
 from lightning_megatp.plan.auto.blocks import kinds_of_blocks
 from lightning_megatp.plan.auto.search import BlockResult
 from lightning_megatp.plan.parallel_plan import ParallelPlan

@@ -22,7 +22,7 @@ from lightning_megatp.gradients.wide import narrow, widen
 from lightning_megatp.module import ParallelModule
 from lightning_megatp.pipeline.batch import Backward
 from lightning_megatp.pipeline.pipeline import Pipeline
-from lightning_megatp.pipeline.trace import StepTrace
+from lightning_megatp.pipeline.schedules.trace import StepTrace
 from lightning_megatp.shim.torch import DisableTorchFunction
 from lightning_megatp.tensor.parameters import gather_shards, whole_values
 

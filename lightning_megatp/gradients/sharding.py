@@ -33,8 +33,8 @@ from lightning_megatp.gradients.writes import WriteWatch, lost_change
 from lightning_megatp.gradients.zero_options import ZeroOptions
 from lightning_megatp.mesh import ParallelMesh
 from lightning_megatp.module import ParallelModule
-from lightning_megatp.pipeline.calls import around_calls
 from lightning_megatp.pipeline.detour import Detour
+from lightning_megatp.pipeline.slicing.calls import around_calls
 from lightning_megatp.shim.torch import FakeTensorMode, storage_id, tensor_version
 from lightning_megatp.tensor.functions import OwnHook
 

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 
 from torch import nn
 
-from lightning_megatp.pipeline.units import is_in_list
+from lightning_megatp.pipeline.slicing.units import is_in_list
 
 _SMALL = 1 / 32
 """Units smaller than this share of the largest one are gathered with what is in no unit: a message each would cost more

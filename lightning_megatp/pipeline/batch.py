@@ -19,13 +19,13 @@ from lightning_megatp.gradients.sharding import ZeroSharding
 from lightning_megatp.messages import warn_once_per_run
 from lightning_megatp.module import ParallelModule
 from lightning_megatp.pipeline.carried import CarriedState
-from lightning_megatp.pipeline.leftovers import Path, PlainValues
 from lightning_megatp.pipeline.logs import Call, Logs, scalar
-from lightning_megatp.pipeline.plan import Relay, SlicePlan
-from lightning_megatp.pipeline.running import seeded
-from lightning_megatp.pipeline.slicing import Slicer, StageRun
+from lightning_megatp.pipeline.slicing.leftovers import Path, PlainValues
+from lightning_megatp.pipeline.slicing.plan import Relay, SlicePlan
+from lightning_megatp.pipeline.slicing.running import seeded
+from lightning_megatp.pipeline.slicing.slicer import Slicer, StageRun
+from lightning_megatp.pipeline.slicing.weights import TargetCount
 from lightning_megatp.pipeline.split import batch_size, merge_outputs
-from lightning_megatp.pipeline.weights import TargetCount
 from lightning_megatp.shim.compiler import is_compiled
 from lightning_megatp.tensor.random import default_generator
 

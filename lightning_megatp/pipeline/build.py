@@ -18,19 +18,19 @@ from lightning_megatp.mesh import ParallelMesh, alone
 from lightning_megatp.metrics import LastStageMetrics
 from lightning_megatp.module import ParallelModule
 from lightning_megatp.pipeline.executor import Executor, Links, connect, lanes
-from lightning_megatp.pipeline.generators import forward_only, make_schedule, split_end
 from lightning_megatp.pipeline.loans import Loans
 from lightning_megatp.pipeline.logs import Logs
-from lightning_megatp.pipeline.order import UnitsOfStep, units_of_step
-from lightning_megatp.pipeline.ownership import Sizes
 from lightning_megatp.pipeline.pipeline import Pipeline, Settings
-from lightning_megatp.pipeline.plan import SliceError
-from lightning_megatp.pipeline.schedule import Schedule
+from lightning_megatp.pipeline.schedules.generators import forward_only, make_schedule, split_end
+from lightning_megatp.pipeline.schedules.schedule import Schedule
 from lightning_megatp.pipeline.shared import Shared
 from lightning_megatp.pipeline.shares import Shares
-from lightning_megatp.pipeline.slicing import Slicer
+from lightning_megatp.pipeline.slicing.order import UnitsOfStep, units_of_step
+from lightning_megatp.pipeline.slicing.ownership import Sizes
+from lightning_megatp.pipeline.slicing.plan import SliceError
+from lightning_megatp.pipeline.slicing.slicer import Slicer
+from lightning_megatp.pipeline.slicing.units import assign, find_units, frozen_twins, modules_around
 from lightning_megatp.pipeline.split import check_rows
-from lightning_megatp.pipeline.units import assign, find_units, frozen_twins, modules_around
 from lightning_megatp.shim.compiler import is_compiled
 from lightning_megatp.shim.lightning import default_store
 from lightning_megatp.tensor.deferred import defer_linears
@@ -44,7 +44,7 @@ class PipelineOptions:
 
     Args:
         microbatches: per batch; None for four per stage.
-        schedule: see `pipeline.generators.NAMES`.
+        schedule: see `pipeline.schedules.generators.NAMES`.
         virtual_stages: stages per rank; None for what the schedule needs.
         stages: the units of each stage, as names or patterns; None balances them.
         splits_end: whether the gradients of weights may be put off at the end of a batch (see `split_end`).

@@ -13,9 +13,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lightning_megatp.pipeline.place import Place
-from lightning_megatp.pipeline.plan import tensors_in
-from lightning_megatp.pipeline.snapshot import Snapshot
+from lightning_megatp.pipeline.slicing.place import Place
+from lightning_megatp.pipeline.slicing.plan import tensors_in
+from lightning_megatp.pipeline.slicing.snapshot import Snapshot
 from lightning_megatp.shim.torch import is_fake
 from lightning_megatp.tensor.functions import operation_name
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightning_megatp.mesh import ParallelMesh
 from lightning_megatp.module import ParallelModule
-from lightning_megatp.pipeline.slicing import Slicer
+from lightning_megatp.pipeline.slicing.slicer import Slicer
 
 
 class Loans:

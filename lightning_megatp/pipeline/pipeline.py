@@ -29,16 +29,16 @@ from lightning_megatp.pipeline.carried import CarriedState
 from lightning_megatp.pipeline.detour import Detour
 from lightning_megatp.pipeline.executor import Executor
 from lightning_megatp.pipeline.hooks import Hook, cleared_unseen, hooks_after_steps
-from lightning_megatp.pipeline.leftovers import Attributes, PlainValues
 from lightning_megatp.pipeline.loans import Loans
 from lightning_megatp.pipeline.logs import Call, Logs, merge
 from lightning_megatp.pipeline.plans import Plans
-from lightning_megatp.pipeline.running import seeded
-from lightning_megatp.pipeline.schedule import Schedule
+from lightning_megatp.pipeline.schedules.schedule import Schedule
 from lightning_megatp.pipeline.shared import Shared, SharedParameters
-from lightning_megatp.pipeline.slicing import Slicer
+from lightning_megatp.pipeline.slicing.leftovers import Attributes, PlainValues
+from lightning_megatp.pipeline.slicing.running import seeded
+from lightning_megatp.pipeline.slicing.slicer import Slicer
+from lightning_megatp.pipeline.slicing.units import modules_around
 from lightning_megatp.pipeline.split import batch_size, split_batch
-from lightning_megatp.pipeline.units import modules_around
 from lightning_megatp.shim.compiler import is_compiled
 from lightning_megatp.shim.torch import DisableTorchFunction
 

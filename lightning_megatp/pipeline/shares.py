@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_megatp.pipeline.plan import Relay
+from lightning_megatp.pipeline.slicing.plan import Relay
 from lightning_megatp.shim.torch import all_gather_single
 
 

@@ -10,7 +10,7 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
-from lightning_megatp.pipeline.signature import tensors_of
+from lightning_megatp.pipeline.slicing.signature import tensors_of
 from lightning_megatp.plan.ranges import split_evenly
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lightning_megatp.mesh import ParallelMesh
 from lightning_megatp.module import ParallelModule
-from lightning_megatp.pipeline.slicing import Slicer
+from lightning_megatp.pipeline.slicing.slicer import Slicer
 
 
 class Trained:

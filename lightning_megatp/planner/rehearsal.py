@@ -22,8 +22,8 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_megatp.example import indices
 from lightning_megatp.module import ParallelModule
-from lightning_megatp.pipeline.snapshot import random_state_kept
-from lightning_megatp.pipeline.units import find_units
+from lightning_megatp.pipeline.slicing.snapshot import random_state_kept
+from lightning_megatp.pipeline.slicing.units import find_units
 from lightning_megatp.plan.auto.blocks import computed_tensors, without_logging
 from lightning_megatp.plan.parallel_plan import ParallelPlan
 from lightning_megatp.plugin import ParallelismPlugin

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 
-from lightning_megatp.pipeline.check import simulate
-from lightning_megatp.pipeline.generators import one_f_one_b, split_end
-from lightning_megatp.pipeline.recorder import COMPUTING, HostClock, Recorder
+from lightning_megatp.pipeline.schedules.check import simulate
+from lightning_megatp.pipeline.schedules.generators import one_f_one_b, split_end
+from lightning_megatp.pipeline.schedules.recorder import COMPUTING, HostClock, Recorder
 from tests.benchmarks.models import LEARNING_RATE, Size, Transformer, batch, decoder, loader, loss, trainer
 from tests.benchmarks.ratios import OURS, Figure, Row, compare, interval, python, seconds
 from tests.benchmarks.turns import Pauses, Program, Taken, alternate, fit, loop

@@ -21,11 +21,11 @@ from lightning.pytorch import Callback
 from torch import Tensor, nn
 
 from lightning_megatp.pipeline.build import PipelineOptions, stage_table
-from lightning_megatp.pipeline.check import Times, simulate
 from lightning_megatp.pipeline.executor import Direction, Executor, connect, lane, lanes
-from lightning_megatp.pipeline.generators import NAMES, make_schedule
-from lightning_megatp.pipeline.plan import Key, Relay
-from lightning_megatp.pipeline.schedule import Action, Kind, Schedule
+from lightning_megatp.pipeline.schedules.check import Times, simulate
+from lightning_megatp.pipeline.schedules.generators import NAMES, make_schedule
+from lightning_megatp.pipeline.schedules.schedule import Action, Kind, Schedule
+from lightning_megatp.pipeline.slicing.plan import Key, Relay
 from lightning_megatp.tensor.context import TensorContext
 from lightning_megatp.tensor.deferred import DeferredWeights, defer_linears
 from lightning_megatp.tensor.layers import ColumnParallelLinear
@@ -486,7 +486,7 @@ def _traced(rank: int, world_size: int, case: Pipelined, path: str) -> str:
 @pytest.mark.parametrize("case", [Pipelined("deep", "zb_v"), Pipelined("deep", "1f1b", tp=2)], ids=str)
 def test_the_trace_is_what_happened(case: Pipelined, tmp_path: Path) -> None:
     from lightning_megatp.cli import main
-    from lightning_megatp.pipeline.trace import Trace
+    from lightning_megatp.pipeline.schedules.trace import Trace
 
     path = tmp_path / "deeper" / "run.json"
     printed = " ".join(run_ranks(case.pp * case.tp, _traced, case, str(path))[0].split())
@@ -524,7 +524,7 @@ def actions_stage(actions: tuple[Action, ...]) -> int:
 
 
 def test_a_drawn_schedule(tmp_path: Path) -> None:
-    from lightning_megatp.pipeline.drawing import draw_timelines
+    from lightning_megatp.pipeline.schedules.drawing import draw_timelines
 
     path = tmp_path / "zb_v.png"
     draw_timelines([simulate(make_schedule(name, 4, 8), Times(message=0.1)) for name in ("1f1b", "zb_v")], path)
@@ -532,7 +532,7 @@ def test_a_drawn_schedule(tmp_path: Path) -> None:
 
 
 def test_other_files_are_refused(tmp_path: Path) -> None:
-    from lightning_megatp.pipeline.trace import Trace
+    from lightning_megatp.pipeline.schedules.trace import Trace
 
     path = tmp_path / "other.json"
     path.write_text('{"traceEvents": []}')

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_megatp.pipeline.plan import Key, Relay
 from lightning_megatp.pipeline.shares import Shares
+from lightning_megatp.pipeline.slicing.plan import Key, Relay
 from tests.ranks import run_ranks
 
 SHAPES = [(4, 6), (3, 5, 7), (1,), (2, 1), (8,), ()]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_megatp import ParallelismPlugin
-from lightning_megatp.pipeline.generators import NAMES, make_schedule
+from lightning_megatp.pipeline.schedules.generators import NAMES, make_schedule
 from lightning_megatp.planner.formula import by_formula, rehearse_or_estimate
 from lightning_megatp.planner.optimizers import optimizers_in, states_of
 from lightning_megatp.planner.sizes import peak

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from torch.distributed.pipelining import schedules as theirs
 
-from lightning_megatp.pipeline.check import ScheduleError, Timeline, Times, check, peaks, simulate
-from lightning_megatp.pipeline.generators import (
+from lightning_megatp.pipeline.schedules.check import ScheduleError, Timeline, Times, check, peaks, simulate
+from lightning_megatp.pipeline.schedules.generators import (
     NAMES,
     forward_only,
     gpipe,
@@ -25,7 +25,7 @@ from lightning_megatp.pipeline.generators import (
     zb_h1,
     zb_v,
 )
-from lightning_megatp.pipeline.schedule import Action, Kind, Schedule
+from lightning_megatp.pipeline.schedules.schedule import Action, Kind, Schedule
 
 Order = list[list[tuple[str, int, int]]]
 """Rank -> (kind, stage, microbatch) of what it computes."""

@@ -17,10 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_megatp.pipeline.order import units_of_step
-from lightning_megatp.pipeline.plan import SliceError, SlicePlan
-from lightning_megatp.pipeline.slicing import Slicer, StageRun
-from lightning_megatp.pipeline.units import assign, find_units
+from lightning_megatp.pipeline.slicing.order import units_of_step
+from lightning_megatp.pipeline.slicing.plan import SliceError, SlicePlan
+from lightning_megatp.pipeline.slicing.slicer import Slicer, StageRun
+from lightning_megatp.pipeline.slicing.units import assign, find_units
 from lightning_megatp.shim.torch import is_fake
 from tests.pipeline_models import (
     CASES,
@@ -815,7 +815,7 @@ class Collecting(Leaking):
 
 @pytest.mark.parametrize("n", [2, 4])
 def test_what_layers_inside_of_units_collect(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_megatp.pipeline.collected.collecting", lambda: COLLECTED)
+    monkeypatch.setattr("lightning_megatp.pipeline.slicing.collected.collecting", lambda: COLLECTED)
     torch.manual_seed(0)
     module, batch = Collecting().double(), tokens()
     pipe, whole = pipeline(module, batch, n), copy.deepcopy(module)
@@ -831,7 +831,7 @@ def test_what_layers_of_a_guessed_unit_collect_is_refused(monkeypatch: pytest.Mo
         def forward(self, x_BLD: Tensor, seen: list[Tensor] | None = None) -> Tensor:
             return super().forward(x_BLD, seen) + self.norm(x_BLD[x_BLD.sum(-1) > 0]).mean(0)
 
-    monkeypatch.setattr("lightning_megatp.pipeline.collected.collecting", lambda: COLLECTED)
+    monkeypatch.setattr("lightning_megatp.pipeline.slicing.collected.collecting", lambda: COLLECTED)
     module = Collecting()
     module.blocks[0] = Selecting()
     with pytest.raises(SliceError, match=r"`blocks.0` .* can't be planned .* depends on values"):

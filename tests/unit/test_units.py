@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_megatp.pipeline.order import units_of_step
-from lightning_megatp.pipeline.units import assign, find_units, frozen_twins
+from lightning_megatp.pipeline.slicing.order import units_of_step
+from lightning_megatp.pipeline.slicing.units import assign, find_units, frozen_twins
 from tests.pipeline_models import CASES, GPT, Block, tokens
 
 FOUND = {

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from lightning_megatp import MegaTPStrategy
 from lightning_megatp.pipeline.executor import _Batch
-from lightning_megatp.pipeline.schedule import Action
+from lightning_megatp.pipeline.schedules.schedule import Action
 
 WHAT, POINT, RANK, FOLDER = sys.argv[1:5]
 STRIKES_AT = 7

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_megatp.pipeline.loaded import load_own_stage
-from lightning_megatp.pipeline.snapshot import kept_by
+from lightning_megatp.pipeline.slicing.loaded import load_own_stage
+from lightning_megatp.pipeline.slicing.snapshot import kept_by
 from lightning_megatp.shim.torch import FakeTensorMode, is_fake
 
 _KINDS = ("_parameters", "_buffers")

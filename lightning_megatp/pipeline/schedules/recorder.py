@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from lightning_megatp.pipeline.schedule import Action
+from lightning_megatp.pipeline.schedules.schedule import Action
 
 COMPUTING = ("forward", "backward", "backward input", "wgrad")
 """What counts as work; in the time between the first and the last of it, all else is bubble."""

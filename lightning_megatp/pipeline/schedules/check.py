@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import NamedTuple
 
-from lightning_megatp.pipeline.schedule import Action, Kind, Schedule
+from lightning_megatp.pipeline.schedules.schedule import Action, Kind, Schedule
 
 
 class ScheduleError(RuntimeError):

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from lightning_megatp.pipeline.plan import tensors_in
-from lightning_megatp.pipeline.values import Value
+from lightning_megatp.pipeline.slicing.plan import tensors_in
+from lightning_megatp.pipeline.slicing.values import Value
 from lightning_megatp.shim.torch import is_fake, tree_leaves, tree_map
 from lightning_megatp.tensor.functions import operation_names
 from lightning_megatp.tensor.random import default_generator

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from lightning_megatp.pipeline.plan import Key, SliceError
+from lightning_megatp.pipeline.slicing.plan import Key, SliceError
 from lightning_megatp.shim.torch import FakeTensorMode, is_fake, storage_id, tensor_version
 
 

@@ -17,11 +17,17 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from lightning_megatp.pipeline.collected import with_collected
-from lightning_megatp.pipeline.operations import HOST_READS, StepEnded, generators_of, is_bookkeeping, with_memory
-from lightning_megatp.pipeline.place import Place
-from lightning_megatp.pipeline.plan import Instruction, Key, Operation, Read, SliceError, SlicePlan, tensors_in
-from lightning_megatp.pipeline.weights import TargetCount
+from lightning_megatp.pipeline.slicing.collected import with_collected
+from lightning_megatp.pipeline.slicing.operations import (
+    HOST_READS,
+    StepEnded,
+    generators_of,
+    is_bookkeeping,
+    with_memory,
+)
+from lightning_megatp.pipeline.slicing.place import Place
+from lightning_megatp.pipeline.slicing.plan import Instruction, Key, Operation, Read, SliceError, SlicePlan, tensors_in
+from lightning_megatp.pipeline.slicing.weights import TargetCount
 from lightning_megatp.shim.autograd import functorch_is_active
 from lightning_megatp.shim.torch import WithoutMode, is_fake, tensor_version, tree_map
 from lightning_megatp.tensor.deferred import DeferredWeights

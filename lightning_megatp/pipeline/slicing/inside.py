@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from lightning_megatp.pipeline.operations import Call
-from lightning_megatp.pipeline.plan import SliceError, tensors_in
-from lightning_megatp.pipeline.values import Value
+from lightning_megatp.pipeline.slicing.operations import Call
+from lightning_megatp.pipeline.slicing.plan import SliceError, tensors_in
+from lightning_megatp.pipeline.slicing.values import Value
 from lightning_megatp.shim.torch import tensor_version
 from lightning_megatp.tensor.functions import operation_name
 
 if TYPE_CHECKING:
-    from lightning_megatp.pipeline.tracing import Tracer
+    from lightning_megatp.pipeline.slicing.tracing import Tracer
 
 
 class Inside(TorchFunctionMode):

@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 
-from lightning_megatp.pipeline.collected import with_collected
-from lightning_megatp.pipeline.inside import Inside
-from lightning_megatp.pipeline.operations import (
+from lightning_megatp.pipeline.slicing.collected import with_collected
+from lightning_megatp.pipeline.slicing.inside import Inside
+from lightning_megatp.pipeline.slicing.operations import (
     EFFECTS,
     HOST_READS,
     LIKE_ANOTHER,
@@ -32,11 +32,11 @@ from lightning_megatp.pipeline.operations import (
     sets_requires_grad,
     with_memory,
 )
-from lightning_megatp.pipeline.place import Place
-from lightning_megatp.pipeline.plan import Key, Operation, Read, SliceError, recipe_of, tensors_in
-from lightning_megatp.pipeline.refusals import CheckpointRegions, refuse_backwards, refuse_kind, refuse_setting
-from lightning_megatp.pipeline.snapshot import Snapshot
-from lightning_megatp.pipeline.values import Value, Values, versions
+from lightning_megatp.pipeline.slicing.place import Place
+from lightning_megatp.pipeline.slicing.plan import Key, Operation, Read, SliceError, recipe_of, tensors_in
+from lightning_megatp.pipeline.slicing.refusals import CheckpointRegions, refuse_backwards, refuse_kind, refuse_setting
+from lightning_megatp.pipeline.slicing.snapshot import Snapshot
+from lightning_megatp.pipeline.slicing.values import Value, Values, versions
 from lightning_megatp.shim.autograd import checkpoint_region, function_name, functorch_is_active, untransformed
 from lightning_megatp.shim.torch import (
     DataDependentOutputException,

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from lightning_megatp.pipeline.list_scheduler import list_schedule
-from lightning_megatp.pipeline.messages import with_messages
-from lightning_megatp.pipeline.schedule import Action, At, Kind, Schedule
+from lightning_megatp.pipeline.schedules.list_scheduler import list_schedule
+from lightning_megatp.pipeline.schedules.messages import with_messages
+from lightning_megatp.pipeline.schedules.schedule import Action, At, Kind, Schedule
 from lightning_megatp.plan.ranges import split_evenly
 
 

@@ -19,19 +19,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_megatp.pipeline.calls import Interception, Switch, loggers_in, logging_replaced, metrics_apart
-from lightning_megatp.pipeline.operations import StepEnded
-from lightning_megatp.pipeline.ownership import Ownership, Sizes
-from lightning_megatp.pipeline.place import Place
-from lightning_megatp.pipeline.plan import Key, Relay, SliceError, SlicePlan, tensors_in
-from lightning_megatp.pipeline.planning import make_plan
-from lightning_megatp.pipeline.running import Rehearsal, StageMode
-from lightning_megatp.pipeline.signature import leaves_out, modes_of, signature_of, tensors_of
-from lightning_megatp.pipeline.snapshot import Snapshot, random_state_kept
-from lightning_megatp.pipeline.tables import Left, Tables
-from lightning_megatp.pipeline.tracing import Tracer
-from lightning_megatp.pipeline.values import Values
-from lightning_megatp.pipeline.weights import TargetCount
+from lightning_megatp.pipeline.slicing.calls import Interception, Switch, loggers_in, logging_replaced, metrics_apart
+from lightning_megatp.pipeline.slicing.operations import StepEnded
+from lightning_megatp.pipeline.slicing.ownership import Ownership, Sizes
+from lightning_megatp.pipeline.slicing.place import Place
+from lightning_megatp.pipeline.slicing.plan import Key, Relay, SliceError, SlicePlan, tensors_in
+from lightning_megatp.pipeline.slicing.planning import make_plan
+from lightning_megatp.pipeline.slicing.running import Rehearsal, StageMode
+from lightning_megatp.pipeline.slicing.signature import leaves_out, modes_of, signature_of, tensors_of
+from lightning_megatp.pipeline.slicing.snapshot import Snapshot, random_state_kept
+from lightning_megatp.pipeline.slicing.tables import Left, Tables
+from lightning_megatp.pipeline.slicing.tracing import Tracer
+from lightning_megatp.pipeline.slicing.values import Values
+from lightning_megatp.pipeline.slicing.weights import TargetCount
 from lightning_megatp.shim.autograd import checkpoints_ended, handle_functions
 from lightning_megatp.shim.compiler import uncompiled
 from lightning_megatp.shim.torch import FakeTensorMode, distributions_not_validated, is_fake, tensor_version

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lightning_megatp.pipeline.leftovers import is_own_object
+from lightning_megatp.pipeline.slicing.leftovers import is_own_object
 
 
 def modes_of(module: nn.Module) -> Hashable:

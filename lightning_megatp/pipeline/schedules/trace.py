@@ -14,10 +14,10 @@ import torch.distributed as dist
 from rich.console import Console
 
 from lightning_megatp.mesh import ParallelMesh
-from lightning_megatp.pipeline.check import Times, simulate
-from lightning_megatp.pipeline.generators import make_schedule, split_end
-from lightning_megatp.pipeline.recorder import COMPUTING, Recorder, Span, start_together
-from lightning_megatp.pipeline.schedule import Schedule
+from lightning_megatp.pipeline.schedules.check import Times, simulate
+from lightning_megatp.pipeline.schedules.generators import make_schedule, split_end
+from lightning_megatp.pipeline.schedules.recorder import COMPUTING, Recorder, Span, start_together
+from lightning_megatp.pipeline.schedules.schedule import Schedule
 
 if TYPE_CHECKING:
     from lightning_megatp.pipeline.pipeline import Pipeline

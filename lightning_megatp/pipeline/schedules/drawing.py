@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning_megatp.pipeline.check import Timeline
-from lightning_megatp.pipeline.recorder import Span
-from lightning_megatp.pipeline.schedule import Kind
-from lightning_megatp.pipeline.trace import Trace
+from lightning_megatp.pipeline.schedules.check import Timeline
+from lightning_megatp.pipeline.schedules.recorder import Span
+from lightning_megatp.pipeline.schedules.schedule import Kind
+from lightning_megatp.pipeline.schedules.trace import Trace
 
 Row = tuple[str, Sequence[Span]]
 """The name of a rank, and what it did."""

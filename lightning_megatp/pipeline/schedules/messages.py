@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from lightning_megatp.pipeline.schedule import Action, Kind, Schedule
+from lightning_megatp.pipeline.schedules.schedule import Action, Kind, Schedule
 
 
 def with_messages(

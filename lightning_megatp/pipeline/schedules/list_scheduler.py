@@ -6,8 +6,8 @@ import heapq
 from collections import defaultdict, deque
 from collections.abc import Sequence
 
-from lightning_megatp.pipeline.messages import with_messages
-from lightning_megatp.pipeline.schedule import Action, At, Kind, Schedule
+from lightning_megatp.pipeline.schedules.messages import with_messages
+from lightning_megatp.pipeline.schedules.schedule import Action, At, Kind, Schedule
 
 
 class _Worker:

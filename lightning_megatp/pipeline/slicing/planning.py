@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from lightning_megatp.pipeline.plan import Key, Relay, SliceError, SlicePlan
-from lightning_megatp.pipeline.tracing import Tracer
-from lightning_megatp.pipeline.values import Value
+from lightning_megatp.pipeline.slicing.plan import Key, Relay, SliceError, SlicePlan
+from lightning_megatp.pipeline.slicing.tracing import Tracer
+from lightning_megatp.pipeline.slicing.values import Value
 
 
 def make_plan(

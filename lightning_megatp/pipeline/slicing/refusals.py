@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from lightning_megatp.pipeline.operations import Call, sets_requires_grad
-from lightning_megatp.pipeline.plan import SliceError
+from lightning_megatp.pipeline.slicing.operations import Call, sets_requires_grad
+from lightning_megatp.pipeline.slicing.plan import SliceError
 from lightning_megatp.shim.autograd import checkpoint_region
 
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning_megatp.pipeline.plan import SlicePlan
-from lightning_megatp.pipeline.snapshot import Entry, Snapshot
-from lightning_megatp.pipeline.tracing import Tracer
+from lightning_megatp.pipeline.slicing.plan import SlicePlan
+from lightning_megatp.pipeline.slicing.snapshot import Entry, Snapshot
+from lightning_megatp.pipeline.slicing.tracing import Tracer
 
 
 class Left:

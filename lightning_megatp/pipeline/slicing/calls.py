@@ -11,9 +11,9 @@ from typing import Any
 
 from torch import nn
 
-from lightning_megatp.pipeline.plan import SliceError
-from lightning_megatp.pipeline.running import StageMode
-from lightning_megatp.pipeline.tracing import Tracer
+from lightning_megatp.pipeline.slicing.plan import SliceError
+from lightning_megatp.pipeline.slicing.running import StageMode
+from lightning_megatp.pipeline.slicing.tracing import Tracer
 from lightning_megatp.shim.lightning import around_metrics, trainer_of
 
 Around = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_megatp.pipeline.ownership import Sizes
-from lightning_megatp.pipeline.plan import SlicePlan
-from lightning_megatp.pipeline.slicing import Slicer, Step
-from lightning_megatp.pipeline.units import children_of
+from lightning_megatp.pipeline.slicing.ownership import Sizes
+from lightning_megatp.pipeline.slicing.plan import SlicePlan
+from lightning_megatp.pipeline.slicing.slicer import Slicer, Step
+from lightning_megatp.pipeline.slicing.units import children_of
 
 
 @dataclass(frozen=True)

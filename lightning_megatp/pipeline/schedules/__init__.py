@@ -1,0 +1,1 @@
+"""Orders of forwards and backwards: made, checked, drawn, and measured."""

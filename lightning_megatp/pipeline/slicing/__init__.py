@@ -1,0 +1,1 @@
+"""Cutting a step into stages: units, the dry run, the plan it gives, one stage's run of it."""
