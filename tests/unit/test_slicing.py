@@ -459,6 +459,43 @@ def test_values_that_each_row_has_its_own_are_no_part_of_signatures() -> None:
         assert first != second
 
 
+def _keeps(module: GPT, x: Tensor, how: str) -> Tensor:
+    """What a step makes, or is given, and leaves on its module."""
+    held: Any = module.__dict__.setdefault("held", [])
+    if how == "collected":
+        held.append(x)
+    elif how == "table" and not hasattr(module, "table"):
+        module.table = torch.arange(HIDDEN).cos()
+    elif how == "in a list" and not held:
+        held.append(torch.arange(HIDDEN).cos())
+    elif how == "of the first batch" and not hasattr(module, "mean"):
+        module.mean = x.double().mean()
+    return {"table": lambda: module.table, "in a list": lambda: held[0]}.get(how, lambda: torch.ones(()))()
+
+
+@pytest.mark.parametrize(
+    ("how", "plans", "is_rehearsed"),
+    [("collected", 1, False), ("table", 2, False), ("in a list", 1, True), ("of the first batch", 1, True)],
+)
+def test_what_a_step_leaves_is_followed_where_the_next_one_goes_by_it(how: str, plans: int, is_rehearsed: bool) -> None:
+    class Leaving(GPT):
+        calls = 0
+
+        def embed(self, ids_BL: Tensor) -> Tensor:
+            self.calls += 1
+            return super().embed(ids_BL) * _keeps(self, ids_BL, how)
+
+    module, batch = Leaving(), tokens()
+    slicer = Slicer(module, assign(find_units(module), 2, {}, STAGES), 2)
+    with slicer.rehearsing():
+        found = slicer.plans(module.training_step, batch, True)
+        before, calls = dict(vars(module)), []
+        assert slicer.fits(found[0], lambda x: calls.append(1) or module.training_step(x), batch)
+    assert (len(found), bool(calls)) == (plans, is_rehearsed)
+    assert vars(module) == before and hasattr(module, "table") == (how == "table")
+    assert len({plan.digest() for plan in found}) == plans
+
+
 def test_a_step_may_branch_by_the_texts_of_rows() -> None:
     class Named(GPT):
         def training_step(self, batch: Any) -> Tensor:

@@ -116,22 +116,35 @@ class Slicer:
         """
         before = Snapshot(self.module)
         first, left = self._dry_run(step, batch)
-        for plain in (False, True) if left.any else ():
+        for plain in (False, True) if is_first and left.are_tables else ():
             left.put(plain)
-            try:
-                plan, further = self._dry_run(step, batch)
-            except BaseException:
-                before.restore()
-                raise
-            if is_first and left.are_tables and not further.any:
+            plan = self._planned_from_here(step, batch, before, makes_nothing=True)
+            if plan is not None:
+                left.put(plain)
                 self._tables.note(plan, left)
                 self._before_rehearsals = None  # none was a success
                 return [plan, first]
-            before.restore()
-            if plain and left.complete and plan.digest() == first.digest():
-                return [first]  # whatever it leaves, the next one does the same
-        self._follows = self._follows or left.any
+        if left.any and not self._follows:
+            after = self._planned_from_here(step, batch, before) if left.put_everything() else None
+            self._follows = after is None or after.digest() != first.digest()
         return [first]
+
+    def _planned_from_here(
+        self, step: Step, batch: Any, before: Snapshot, makes_nothing: bool = False
+    ) -> SlicePlan | None:
+        """The plan of a step that finds what one has left, which is then undone; None if it is lost in that.
+
+        Args:
+            before: to be restored.
+            makes_nothing: ask for one that leaves no more of it.
+        """
+        try:
+            plan, left = self._dry_run(step, batch)
+        except SliceError:  # it takes what has no data
+            return None
+        finally:
+            before.restore()
+        return None if makes_nothing and left.any else plan
 
     def _dry_run(self, step: Step, batch: Any) -> tuple[SlicePlan, Left]:
         """The plan, and what the step would leave on the module, which is as before."""
@@ -147,7 +160,7 @@ class Slicer:
                 with owned.lists_noted() as lists:
                     self._trace(tracer, step, batch)
                 left_early = tracer.consume_left(snapshot)
-                left = Left(snapshot, tracer)
+                left = Left(self.module, snapshot, tracer)
             finally:
                 snapshot.restore()
             changes_batch = before != [(tensor_version(x), x.requires_grad) for x in in_batch]

@@ -63,6 +63,12 @@ class Snapshot:
             if any(is_fake(x) and id(x) not in self.tensors for x in _tensors(holder)):
                 _fill(holder, before)
 
+    def changes(self) -> list[tuple[Any, Any]]:
+        """What holds something else than before, with its new entries, or all it holds if it is no dict."""
+        pairs = [(holder, before) for holder, before in self._holders if isinstance(holder, _CONTAINERS)]
+        found = [(holder, _entries_since(holder, before)) for holder, before in pairs]
+        return [(holder, new) for holder, new in found if new]
+
     def entries_with(self, tensors: Collection[int], plain: bool) -> list[Entry]:
         """Attributes and entries of dicts that are new and hold one of these tensors; with `plain` also the numbers and
         the like that changed beside them. None in a module's buffers."""
@@ -174,6 +180,13 @@ def _fill(holder: Any, before: Any) -> None:
         holder.extend(before)
     else:
         before()
+
+
+def _entries_since(holder: Any, before: Any) -> Any:
+    if isinstance(holder, dict):
+        return {key: x for key, x in holder.items() if before.get(key, before) is not x}
+    same = len(holder) == len(before) and all(x is y for x, y in zip(holder, before, strict=True))
+    return [] if same else list(holder)
 
 
 def _is_generator(x: Any) -> bool:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import nn
+
 from lightning_megatp.pipeline.slicing.plan import SlicePlan
 from lightning_megatp.pipeline.slicing.snapshot import Entry, Snapshot
 from lightning_megatp.pipeline.slicing.tracing import Tracer
@@ -17,20 +19,22 @@ class Left:
     """What a dry run has left on the module that every stage makes for itself; before it is undone.
 
     Args:
+        module: whose step it was.
         snapshot: of the module before.
         tracer: after the run.
     """
 
-    def __init__(self, snapshot: Snapshot, tracer: Tracer) -> None:
+    def __init__(self, module: nn.Module, snapshot: Snapshot, tracer: Tracer) -> None:
         values = [value for value in map(tracer.values.get, snapshot.new_tensors()) if value is not None]
         left = {id(value.tensor): value for value in values if value.stage is None}
         self.any = bool(left)
+        in_buffers = any(id(x) in left for child in module.modules() for x in child.__dict__["_buffers"].values())
+        self._changes = None if in_buffers else snapshot.changes()
         self._entries = {plain: snapshot.entries_with(left, plain) for plain in (False, True)}
-        self.complete = {id(entry.value) for entry in self._entries[False]} == set(left)
-        """Whether `put` puts all of it there."""
         constant = all(value.constant and not value.tensor.requires_grad for value in left.values())
-        self.are_tables = self.complete and constant and not tracer.asks_batch
-        """Whether it depends neither on the batch, nor on chance, nor on what is trained."""
+        complete = {id(entry.value) for entry in self._entries[False]} == set(left)
+        self.are_tables = bool(left) and complete and constant and not tracer.asks_batch
+        """Whether it depends neither on the batch, nor on chance, nor on what is trained; `put` finds its places."""
 
     @property
     def entries(self) -> list[Entry]:
@@ -45,6 +49,16 @@ class Left:
         """
         for holder, key, value in self._entries[plain]:
             holder[key] = value
+
+    def put_everything(self) -> bool:
+        """Put also there what has no data, and all else that the step has changed; False if it can't be done."""
+        for holder, new in self._changes or ():
+            if isinstance(holder, (dict, set)):
+                holder.update(new)
+            else:
+                holder.clear()
+                holder.extend(new)
+        return self._changes is not None
 
 
 class Tables:
