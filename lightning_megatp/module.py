@@ -16,6 +16,7 @@ from lightning_megatp.default_group import DefaultGroup
 from lightning_megatp.gradients.partial import PartialGradients
 from lightning_megatp.gradients.rows import DividedParameter
 from lightning_megatp.messages import warn_once_per_run
+from lightning_megatp.pipeline.averaged import Versions
 from lightning_megatp.plan.parallel_plan import ParallelPlan
 from lightning_megatp.plan.ranges import length
 from lightning_megatp.plan.shard import ShardedTensorSpec, ShardSpec
@@ -74,8 +75,8 @@ class ParallelModule:
         """What its blocks recompute in backward."""
         self.order: tuple[str, ...] = ()
         """Names of the whole model's state dict in order, where pipeline stages hold parts of it."""
-        self.buffers: dict[str, tuple[int, int]] | None = None
-        """What stages held of them when training began, to see what hooks change; None before that."""
+        self.buffer_versions: Versions | None = None
+        """Of the buffers of this rank's stages when training began, to see what hooks change; None before that."""
         self.averages: list[nn.Module] = []
         """Averaged copies of the module, of which this rank holds the same part."""
         self.uncompiled = False

@@ -98,9 +98,9 @@ class CheckpointMethods(LoadingMethods):
             return {}
         if not self._apart() and not self._is_copy():
             parallel.check_replicas(mesh.group("tp"))
-        if parallel.buffers is not None and not self._apart():
-            agree_on_buffers(parallel.module, parallel.buffers, mesh)
-            parallel.buffers = versions_of(parallel.module)
+        if parallel.buffer_versions is not None and not self._apart():
+            agree_on_buffers(parallel.module, parallel.buffer_versions, mesh)
+            parallel.buffer_versions = versions_of(parallel.module)
         if self.checkpoint == "folder":
             return sharded_state_dict(self._state_dict(), parallel, mesh)
         state = self._gathered(self._state_dict())

@@ -49,7 +49,7 @@ def load_own(state: Mapping[str, Any], parallel: ParallelModule, load: Callable[
         load: the module's own `load_state_dict`.
     """
     own = local_state_dict(state, parallel)
-    parallel.buffers = None
+    parallel.buffer_versions = None
     if parallel.order:
         own = own_state_dict(own, parallel)
     if parallel.divided:

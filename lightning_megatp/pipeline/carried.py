@@ -1,21 +1,24 @@
-"""Samples' state that a step keeps on the module for the next one: hidden states, memories.
+"""What a step keeps on the module for the next one: states of its samples (hidden states, memories), counters.
 
-On one device it meets the next batch. Here it meets the next microbatch, of other samples, and shapes agree.
+On one device that is of the next batch. Here it is of the next microbatch, of other samples, and shapes agree.
 """
 
 from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from lightning_megatp.messages import warn_once_per_run
+from lightning_megatp.pipeline.slicing.leftovers import PlainValues
 from lightning_megatp.pipeline.slicing.place import Place
 from lightning_megatp.pipeline.slicing.plan import tensors_in
 from lightning_megatp.pipeline.slicing.snapshot import Snapshot
+from lightning_megatp.pipeline.split import batch_size
 from lightning_megatp.shim.torch import is_fake
 from lightning_megatp.tensor.functions import operation_name
 
@@ -68,3 +71,22 @@ class CarriedState(TorchFunctionMode):
             for key, x in after.items()
             if key not in before.tensors and not is_fake(x) and x.dim() > 1 and rows in x.shape[:2]
         }
+
+
+def warn_of_counters(now: PlainValues, before: PlainValues, microbatches: Sequence[Any]) -> None:
+    """Where a step has counted a batch's microbatches, and not their rows.
+
+    Args:
+        now: the Python values of the module after a batch.
+        before: those before it.
+        microbatches: several.
+    """
+    n = len(microbatches)
+    if sum(batch_size(x) or 0 for x in microbatches) == n:
+        return
+    for name in now.risen_by(n, before)[:1]:
+        warn_once_per_run(
+            f"the step counts its calls in `{name}`. With pp > 1 it is called for each microbatch, here {n} times a"
+            f" batch. What goes by such a number (a warm-up, a schedule of a loss's weight) comes {n} times as early:"
+            " take `self.global_step` or `batch_idx`, or count in `on_train_batch_end`."
+        )

@@ -20,12 +20,11 @@ from torch import Tensor, nn
 
 from lightning_megatp.gradients.sharding import ZeroSharding
 from lightning_megatp.mesh import ParallelMesh
-from lightning_megatp.messages import warn_once_per_run
 from lightning_megatp.metrics import LastStageMetrics
 from lightning_megatp.module import ParallelModule, take_gradients
 from lightning_megatp.pipeline.averaged import versions_of
 from lightning_megatp.pipeline.batch import Backward, BatchRun, Step, generators_on
-from lightning_megatp.pipeline.carried import CarriedState
+from lightning_megatp.pipeline.carried import CarriedState, warn_of_counters
 from lightning_megatp.pipeline.detour import Detour
 from lightning_megatp.pipeline.executor import Executor
 from lightning_megatp.pipeline.hooks import Hook, cleared_unseen, hooks_after_steps
@@ -38,7 +37,7 @@ from lightning_megatp.pipeline.slicing.leftovers import Attributes, PlainValues
 from lightning_megatp.pipeline.slicing.running import seeded
 from lightning_megatp.pipeline.slicing.slicer import Slicer
 from lightning_megatp.pipeline.slicing.units import modules_around
-from lightning_megatp.pipeline.split import batch_size, split_batch
+from lightning_megatp.pipeline.split import split_batch
 from lightning_megatp.shim.compiler import is_compiled
 from lightning_megatp.shim.torch import DisableTorchFunction
 
@@ -194,8 +193,8 @@ class Pipeline:
         if self.sharding is not None:
             self.sharding.begin()
             self.sharding.drop_old()
-        if self.parallel.buffers is None:
-            self.parallel.buffers = versions_of(self.parallel.module)
+        if self.parallel.buffer_versions is None:
+            self.parallel.buffer_versions = versions_of(self.parallel.module)
         run = self._prepared("train", step, batch, backward)
         parameters = self.parallel.undivided()
         cleared = set(map(id, cleared_unseen(self.parallel.module.trainer)))
@@ -292,21 +291,9 @@ class Pipeline:
             return
         now = PlainValues(self._opened)
         run.set_values = now.changes(plain)
-        self._warn_of_counters(run, now, plain)
-
-    def _warn_of_counters(self, run: BatchRun, now: PlainValues, before: PlainValues) -> None:
-        """In the first batch, where a step has counted its microbatches, and not their rows."""
-        n = len(run.microbatches)
-        if n == 1 or run.backward is None or self._looked_for_counters:
-            return
-        self._looked_for_counters = True
-        counters = now.risen_by(n, before) if sum(batch_size(x) or 0 for x in run.microbatches) != n else []
-        if counters:
-            warn_once_per_run(
-                f"the step counts its calls in `{counters[0]}`. With pp > 1 it is called for each microbatch, here"
-                f" {n} times a batch. What goes by such a number (a warm-up, a schedule of a loss's weight) comes {n}"
-                " times as early: take `self.global_step` or `batch_idx`, or count in `on_train_batch_end`."
-            )
+        if run.backward is not None and len(run.microbatches) > 1 and not self._looked_for_counters:
+            self._looked_for_counters = True
+            warn_of_counters(now, plain, run.microbatches)
 
     def _run_hook(self, hook: Hook, call: Callable[[], Any]) -> Any:
         """Run one of the user's hooks: on all stages, or if steps left or returned something that exists on the last

@@ -114,8 +114,10 @@ class Slicer:
         Args:
             is_first: of a batch's microbatches; what comes before another one runs without its tables.
         """
-        before = Snapshot(self.module)
         first, left = self._dry_run(step, batch)
+        if not left.any:
+            return [first]
+        before = Snapshot(self.module)
         for plain in (False, True) if is_first and left.are_tables else ():
             left.put(plain)
             plan = self._planned_from_here(step, batch, before, makes_nothing=True)
@@ -124,7 +126,7 @@ class Slicer:
                 self._tables.note(plan, left)
                 self._before_rehearsals = None  # none was a success
                 return [plan, first]
-        if left.any and not self._follows:
+        if not self._follows:
             after = self._planned_from_here(step, batch, before) if left.put_everything() else None
             self._follows = after is None or after.digest() != first.digest()
         return [first]
@@ -159,11 +161,12 @@ class Slicer:
             try:
                 with owned.lists_noted() as lists:
                     self._trace(tracer, step, batch)
-                left_early = tracer.consume_left(snapshot)
-                left = Left(self.module, snapshot, tracer)
+                values = tracer.consume_left(snapshot)
+                left = Left(self.module, snapshot, values, tracer.asks_batch)
             finally:
                 snapshot.restore()
             changes_batch = before != [(tensor_version(x), x.requires_grad) for x in in_batch]
+            left_early = any(value.stage not in (None, self.n_stages - 1) for value in values)
             plan = make_plan(tracer, owned.names, self.n_stages, changes_batch, left_early, lists.any)
             owned.learn(tracer.owners)
         return plan, left

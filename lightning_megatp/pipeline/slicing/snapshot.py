@@ -7,9 +7,9 @@ import functools
 import random
 import sys
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import FunctionType, ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,18 +21,10 @@ _LARGE = 10_000
 """Containers with more entries (data sets, vocabularies) are restored as they were, but not searched."""
 
 _CONTAINERS = (list, dict, set, deque)
-_PLAIN = frozenset({type(None), bool, int, float, str})
+PLAIN = frozenset({type(None), bool, int, float, str})
 
 _NOT_SEARCHED = ("torch", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_megatp", "numpy")
 """Objects of these packages are neither searched nor restored: the trainer, loggers, process groups."""
-
-
-class Entry(NamedTuple):
-    """What a dict holds under a key."""
-
-    holder: dict[Any, Any]
-    key: Any
-    value: Any
 
 
 class Snapshot:
@@ -68,18 +60,6 @@ class Snapshot:
         pairs = [(holder, before) for holder, before in self._holders if isinstance(holder, _CONTAINERS)]
         found = [(holder, _entries_since(holder, before)) for holder, before in pairs]
         return [(holder, new) for holder, new in found if new]
-
-    def entries_with(self, tensors: Collection[int], plain: bool) -> list[Entry]:
-        """Attributes and entries of dicts that are new and hold one of these tensors; with `plain` also the numbers and
-        the like that changed beside them. None in a module's buffers."""
-        buffers = {id(x.__dict__["_buffers"]) for y in self._owners if isinstance(y, nn.Module) for x in y.modules()}
-        found = []
-        for holder, before in self._holders:
-            if isinstance(before, dict) and id(holder) not in buffers:
-                new = [Entry(holder, key, x) for key, x in holder.items() if before.get(key) is not x]
-                if any(id(entry.value) in tensors for entry in new):
-                    found += [x for x in new if id(x.value) in tensors or (plain and type(x.value) in _PLAIN)]
-        return found
 
     def new_tensors(self) -> list[Tensor]:
         """What hangs on the owner now and did not before."""
@@ -135,7 +115,7 @@ def _holders(owners: Iterable[Any]) -> list[Any]:
         if id(holder) in found:
             continue
         found[id(holder)] = holder
-        entries = (entry for entry in _entries(holder) if type(entry) not in _PLAIN)  # most are
+        entries = (entry for entry in _entries(holder) if type(entry) not in PLAIN)  # most are
         waiting.extend(part for part in map(_held, entries) if part is not None)
     return list(found.values())
 

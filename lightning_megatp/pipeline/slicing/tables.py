@@ -6,13 +6,22 @@ pipeline is the next microbatch. A table that depends on shapes alone may as wel
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Collection, Iterable
+from typing import Any, NamedTuple
 
 from torch import nn
 
 from lightning_megatp.pipeline.slicing.plan import SlicePlan
-from lightning_megatp.pipeline.slicing.snapshot import Entry, Snapshot
-from lightning_megatp.pipeline.slicing.tracing import Tracer
+from lightning_megatp.pipeline.slicing.snapshot import PLAIN, Snapshot
+from lightning_megatp.pipeline.slicing.values import Value
+
+
+class _Entry(NamedTuple):
+    """What a dict holds under a key."""
+
+    holder: dict[Any, Any]
+    key: Any
+    value: Any
 
 
 class Left:
@@ -21,25 +30,36 @@ class Left:
     Args:
         module: whose step it was.
         snapshot: of the module before.
-        tracer: after the run.
+        values: all that it has left.
+        asks_batch: whether the step's code read values of the batch.
     """
 
-    def __init__(self, module: nn.Module, snapshot: Snapshot, tracer: Tracer) -> None:
-        values = [value for value in map(tracer.values.get, snapshot.new_tensors()) if value is not None]
+    def __init__(self, module: nn.Module, snapshot: Snapshot, values: Iterable[Value], asks_batch: bool) -> None:
         left = {id(value.tensor): value for value in values if value.stage is None}
-        self.any = bool(left)
         in_buffers = any(id(x) in left for child in module.modules() for x in child.__dict__["_buffers"].values())
-        self._changes = None if in_buffers else snapshot.changes()
-        self._entries = {plain: snapshot.entries_with(left, plain) for plain in (False, True)}
+        self.any = bool(left)
+        self._changes = None if in_buffers or not left else snapshot.changes()
+        self._entries = {plain: self._entries_with(left, plain) for plain in (False, True)}
         constant = all(value.constant and not value.tensor.requires_grad for value in left.values())
-        complete = {id(entry.value) for entry in self._entries[False]} == set(left)
-        self.are_tables = bool(left) and complete and constant and not tracer.asks_batch
+        complete = {id(entry.value) for entry in self.entries} == set(left)
+        self.are_tables = self.any and complete and constant and not asks_batch
         """Whether it depends neither on the batch, nor on chance, nor on what is trained; `put` finds its places."""
 
     @property
-    def entries(self) -> list[Entry]:
-        """Where the tensors are."""
+    def entries(self) -> list[_Entry]:
+        """Attributes and entries of dicts that hold the tensors."""
         return self._entries[False]
+
+    def _entries_with(self, tensors: Collection[int], plain: bool) -> list[_Entry]:
+        """With `plain` also the numbers and the like that changed beside them."""
+        dicts = [(holder, new) for holder, new in self._changes or () if isinstance(holder, dict)]
+        return [
+            _Entry(holder, key, x)
+            for holder, new in dicts
+            if any(id(x) in tensors for x in new.values())
+            for key, x in new.items()
+            if id(x) in tensors or (plain and type(x) in PLAIN)
+        ]
 
     def put(self, plain: bool) -> None:
         """Put it where the step had put it.
@@ -66,7 +86,7 @@ class Tables:
     these are the ones that are there, a step does not make others."""
 
     def __init__(self) -> None:
-        self._places: dict[tuple[int, Any], Entry] = {}
+        self._places: dict[tuple[int, Any], _Entry] = {}
         self._found: dict[int, tuple[SlicePlan, list[Any]]] = {}
 
     def note(self, plan: SlicePlan, left: Left) -> None:
@@ -77,7 +97,7 @@ class Tables:
     def note_if_unchanged(self, plan: SlicePlan, before: Snapshot) -> None:
         """A plan has been tried and fits, from that moment on."""
         held = self._held()
-        if not any(id(x) not in before.tensors for x in held if x is not None):
+        if all(x is None or id(x) in before.tensors for x in held):
             self._found[id(plan)] = plan, held
 
     def are_those_of(self, plan: SlicePlan) -> bool:

@@ -179,11 +179,11 @@ class Tracer(TorchFunctionMode):
         for tensor in tensors_in(value):
             self.values.use(self.find(tensor, by), self.last_stage, by, [None] if gradient else [])
 
-    def consume_left(self, snapshot: Snapshot) -> bool:
+    def consume_left(self, snapshot: Snapshot) -> list[Value]:
         """The last stage needs what the step left on the module.
 
         Returns:
-            Whether some of that is of earlier stages: stages in between will find ghosts in its place.
+            That. Where it is of an earlier stage, those in between will find ghosts in its place.
 
         Raises:
             SliceError: the next step would read, on other stages than the last, what this one replaced; or a hook the
@@ -207,7 +207,7 @@ class Tracer(TorchFunctionMode):
                     " that. Keep what reads it on the last stage, or update it in the forward of a module that is in a"
                     " unit together with what reads it."
                 )
-        return any(value.stage not in (None, self.last_stage) for value in left)
+        return left
 
     def refuse_stand_in(self, value: Value, stage: int | None, what: str) -> None:
         """Raise where a stage would find the tensor that another stage changed in place, and not what it became.
