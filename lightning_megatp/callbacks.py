@@ -92,8 +92,9 @@ def watching_weights(trainer: Any, parallel: ParallelModule) -> Iterator[Detour]
             return RuntimeError(
                 f"MegaTPStrategy: `{hook}`: `{operation}` fails on `{weight}`, of which each tensor rank holds a part,"
                 f" here {tuple(part.shape)}{whole}. A copy that was made before the model was split, as in"
-                " `__init__`, has the whole shape. Make it in `on_fit_start`, or work on whole values, on all ranks,"
-                " inside of `with self.trainer.strategy.whole_parameters():`."
+                " `__init__`, has the whole shape, unless it is in a list or dict with those of all other parameters of"
+                " a module. Make it in `on_fit_start`, or work on whole values, on all ranks, inside of `with"
+                " self.trainer.strategy.whole_parameters():`."
             )
 
         split = ((name, p) for name, p in parallel.names.items() if parallel.spec(parallel.held(p)) is not None)

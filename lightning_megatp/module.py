@@ -79,6 +79,8 @@ class ParallelModule:
         """Of the buffers of this rank's stages when training began, to see what hooks change; None before that."""
         self.averages: list[nn.Module] = []
         """Averaged copies of the module, of which this rank holds the same part."""
+        self.shadows: Any = None
+        """What users keep beside the weights, a tensor for each."""
         self.uncompiled = False
         """Whether compiled code runs as it was written: so it does in steps whose operations are looked at."""
         self.device: torch.device | None = None
@@ -314,6 +316,8 @@ class ParallelModule:
                 f"MegaTPStrategy: `{self.name_of(id(parameter))}` is split by the plan, divided by zero > 0, and used"
                 " outside its own layer. Take its layer out of the plan, or use zero=0."
             )
+        if self.shadows is not None:
+            self.shadows.keep_whole(self.name_of(id(parameter)))
         spec = self.sharded.pop(id(parameter))
         group, local = self.context.group, parameter.shape
         full = {id(parameter): gather_shards(parameter.detach(), spec, group)}

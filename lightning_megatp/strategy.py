@@ -51,6 +51,7 @@ from lightning_megatp.randomness import synchronize_random_state
 from lightning_megatp.recompute.blocks import recompute_blocks
 from lightning_megatp.recompute.options import RecomputeOptions
 from lightning_megatp.report import print_layout
+from lightning_megatp.shadows.methods import ShadowMethods
 from lightning_megatp.shim.lightning import Namespace, without_sync_advice
 from lightning_megatp.shim.sigterm import stop_together
 from lightning_megatp.stepping import StepMethods
@@ -59,7 +60,7 @@ from lightning_megatp.verify import FirstBatch
 from lightning_megatp.world import WorldMethods
 
 
-class MegaTPStrategyBase(StepMethods, GradientMethods, BuildingMethods, WorldMethods, CheckpointMethods):
+class MegaTPStrategyBase(StepMethods, GradientMethods, BuildingMethods, WorldMethods, ShadowMethods, CheckpointMethods):
     """Megatron's tensor, sequence and data parallelism for an unmodified LightningModule.
 
     Layers that the module creates in `configure_model` are never whole on any rank; see the documentation on large
@@ -276,6 +277,7 @@ class MegaTPStrategyBase(StepMethods, GradientMethods, BuildingMethods, WorldMet
         synchronize_random_state(mesh)  # before loaders draw their seed
         self._keep_unsplit(trainer)
         example = self._example(trainer)
+        shadows = self._find_shadows()
         parallel = self._split(mesh, example)
         parallel.default_group = self._default_group
         self._cut_averages(parallel)
@@ -284,6 +286,7 @@ class MegaTPStrategyBase(StepMethods, GradientMethods, BuildingMethods, WorldMet
         self._check_places(trainer)
         self._watch_exceptions(trainer)
         count_replicas(trainer, mesh)
+        self._show_shadows(trainer, parallel, shadows)
         if not self.is_distributed:
             without_sync_advice()
         if not self._undivided:

@@ -98,7 +98,8 @@ class LoadingMethods(Parts):
                 load(checkpoint["state_dict"])
             else:
                 self._cut_averages(split)  # their callbacks load next
-                load_own(checkpoint["state_dict"], split, load)
+                with contextlib.nullcontext() if split.shadows is None else split.shadows.buffers_as_whole(loads=True):
+                    load_own(checkpoint["state_dict"], split, load)
 
     def _cut_averages(self, parallel: ParallelModule) -> None:
         """Let averaged copies hold what the split module does; once in a run."""

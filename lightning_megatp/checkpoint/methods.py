@@ -98,12 +98,14 @@ class CheckpointMethods(LoadingMethods):
             return {}
         if not self._apart() and not self._is_copy():
             parallel.check_replicas(mesh.group("tp"))
-        if parallel.buffer_versions is not None and not self._apart():
-            agree_on_buffers(parallel.module, parallel.buffer_versions, mesh)
-            parallel.buffer_versions = versions_of(parallel.module)
+        with contextlib.nullcontext() if parallel.shadows is None else parallel.shadows.buffers_as_whole():
+            if parallel.buffer_versions is not None and not self._apart():
+                agree_on_buffers(parallel.module, parallel.buffer_versions, mesh)
+                parallel.buffer_versions = versions_of(parallel.module)
+            state = self._state_dict()
         if self.checkpoint == "folder":
-            return sharded_state_dict(self._state_dict(), parallel, mesh)
-        state = self._gathered(self._state_dict())
+            return sharded_state_dict(state, parallel, mesh)
+        state = self._gathered(state)
         if self._apart() or not self._has_hook("on_save_checkpoint"):
             return state
         outline = self.broadcast(without_data(state))

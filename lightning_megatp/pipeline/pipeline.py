@@ -311,11 +311,12 @@ class Pipeline:
         drawing = seeded(seed, generators_on(self.mesh.device))
         with self.metrics.apart(counts_resets=True), self.logs.recording() as calls, drawing:
             result = call()
-        if not torch.allclose(norms, self._norms(), rtol=0, atol=0, equal_nan=True):
+        after = self._norms()
+        if len(after) != len(norms) or not torch.allclose(norms, after, rtol=0, atol=0, equal_nan=True):
             raise RuntimeError(
-                f"MegaTPStrategy: `{hook.name}` changes parameters, and runs on the last pipeline stage only, since"
-                " what steps returned or left on the module exists there. Move that part to a callback, which runs on"
-                " all stages."
+                f"MegaTPStrategy: `{hook.name}` changes parameters, or an average of them, and runs on the last"
+                " pipeline stage only, since what steps returned or left on the module exists there. Move that part to"
+                " a callback, which runs on all stages."
             )
         self.stateful = self.stateful or Attributes(self.parallel.module).differ_from(before)
         merged = merge([calls], torch.ones(1, dtype=torch.float64, device=self.mesh.device))
@@ -327,8 +328,10 @@ class Pipeline:
 
     @torch.no_grad()
     def _norms(self) -> Tensor:
-        """Of the parameters. Their versions would not tell what is done to their `.data`."""
-        wide = ((p, torch.promote_types(p.dtype, torch.float32)) for p in self.parallel.module.parameters())
+        """Of the parameters, and of averages of them. Their versions would not tell what is done to their `.data`."""
+        averages = () if self.parallel.shadows is None else self.parallel.shadows.tensors()
+        tensors = (*self.parallel.module.parameters(), *averages)
+        wide = ((p, torch.promote_types(p.dtype, torch.float32)) for p in tensors)
         with DisableTorchFunction():  # hooks are watched for what they make of weights
             found = [torch.linalg.vector_norm(p, dtype=dtype).double() for p, dtype in wide if p.numel()]
         return torch.stack(found) if found else torch.zeros(0)

@@ -71,7 +71,8 @@ class LayerParameters(dict[str, Any]):
 class WholeParameter(torch.Tensor):
     """A shard of a parameter that behaves as the whole parameter."""
 
-    _is_param = True  # isinstance(x, nn.Parameter) asks for it
+    _is_param: bool
+    """What isinstance(x, nn.Parameter) asks for."""
     shard: Tensor
     parameter: Tensor
     spec: ShardedTensorSpec
@@ -87,6 +88,7 @@ class WholeParameter(torch.Tensor):
             plain = shard.to_local() if isinstance(shard, DTensor) else shard
             seen = plain.detach().as_subclass(WholeParameter)
         seen.shard, seen.parameter, seen.spec, seen.context = shard, parameter, spec, context
+        seen._is_param = shard is parameter
         return seen
 
     @classmethod
@@ -103,8 +105,12 @@ class WholeParameter(torch.Tensor):
             return func(first.shard, *args[1:], **kwargs)
         if first is not None and name in SIZES:
             return size_of(first.spec.shape, func, *args[1:], **kwargs)
-        if first is not None and name in ("data", "detach") and len(args) == 1:
-            return cls.of(func(first.shard), first.parameter, first.spec, first.context)
+        kept_apart = name == "clone" and not torch.is_grad_enabled()  # to be put back later
+        if first is not None and (kept_apart or name in ("data", "detach")) and len(args) == 1:
+            return cls.of(func(first.shard, **kwargs), first.parameter, first.spec, first.context)
+        if first is not None and name == "copy_" and (value := first._own(args[1])) is not None:
+            func(first.shard, value, *args[2:], **kwargs)
+            return first
         if first is not None and (name in _REFUSED or is_in_place(name)):
             rest = tree_leaves((args[1:], kwargs))
             if name in _ELEMENTWISE_IN_PLACE and not any(isinstance(x, Tensor) for x in rest):
@@ -117,6 +123,14 @@ class WholeParameter(torch.Tensor):
             )
         args, kwargs = tree_map(lambda x: _whole(x, name), (args, kwargs))
         return func(*args, **kwargs)
+
+    def _own(self, value: Any) -> Tensor | None:
+        """This rank's part of a value for all of the parameter, which may be a part already; None if it is neither."""
+        if isinstance(value, WholeParameter):
+            return value.shard if value.spec == self.spec else None
+        if type(value) is Tensor and not isinstance(self.shard, DTensor) and tuple(value.shape) == self.spec.shape:
+            return self.spec.spec(self.context.rank).take(value)
+        return value if isinstance(value, Tensor) and value.shape == self.shard.shape else None
 
 
 def _whole(x: Any, operation: str) -> Any:

@@ -32,7 +32,7 @@ class Lit(LightningModule):
         self.kept: list[Tensor] = []
         self.tok, self.head = nn.Embedding(11, 8), nn.Linear(8, 11)
         self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)) for _ in range(4))
-        self.copies = [p.detach().clone().double() for p in self.parameters()] if habit == "early copies" else []
+        self.copies = tuple(p.detach().clone().double() for p in self.parameters() if habit == "early copies")
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.tok(ids)

@@ -1,0 +1,1 @@
+"""What users keep beside their weights, a tensor for each: averages made in `__init__`, say."""

@@ -1,0 +1,148 @@
+"""Which lists and dicts of the user's hold a tensor for each weight of the module, or of a part of it.
+
+`[p.detach().clone() for p in self.net.parameters()]` can't be told by name, but by its shapes: those of a module's
+parameters, all of them, one after another. Where several modules have these shapes, the one with these values is meant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_megatp.pipeline.slicing.leftovers import is_own_object
+from lightning_megatp.shim.torch import is_fake
+from lightning_megatp.tensor.in_hooks import own_part
+
+Shapes = tuple[tuple[int, ...], ...]
+Named = Sequence[tuple[str, Tensor]]
+BUFFERS = "_buffers"
+"""Where a module has those: latent diffusion's LitEma keeps its averages so."""
+_MOST = 10_000
+"""Entries of a container that is looked into."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """A list or dict of tensors, one for each weight of a module."""
+
+    path: str
+    """Where it was found, for people, and the same on all ranks: `ema.shadow_params`."""
+    holder: Any
+    """The dict (an object's attributes, mostly) or list that has it as an entry."""
+    key: Any
+    names: Mapping[Any, str]
+    """Key or index of an entry -> name of its weight in the module."""
+    buffers: bool = False
+    """Whether some are names of buffers, as a state dict has them too."""
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """In their order."""
+        value = self.holder[self.key]
+        return [value[key] for key in self.names]
+
+
+def find_shadows(owners: Mapping[str, Any], module: nn.Module) -> tuple[list[Found], list[str]]:
+    """
+    Args:
+        owners: by name, what is looked into: the module, and callbacks.
+        module: has the weights.
+
+    Returns:
+        What was found; and the paths of what may belong to several modules, which can't be told apart.
+    """
+    found, unclear = [], []
+    candidates: dict[Shapes, list[Named]] | None = None
+    for path, holder, key, value in _containers(owners):
+        entries = {k: x for k, x in _items(value) if key != BUFFERS or (x is not None and x.dim() > 0)}
+        if len(entries) < 2 or max(x.dim() for x in entries.values()) < 2:
+            continue
+        candidates = _candidates(module) if candidates is None else candidates
+        fitting = candidates.get(_shapes(entries.values()), [])
+        alike = [named for named in fitting if _equal(entries.values(), named)]
+        if alike or len(fitting) == 1:
+            named = (alike or fitting)[0]
+            names = {k: name for k, (name, _) in zip(entries, named, strict=True)}
+            buffers = not all(isinstance(x, nn.Parameter) for _, x in named)
+            found.append(Found(path, holder, key, names, buffers))
+        elif fitting:
+            unclear.append(path)
+    return found, unclear
+
+
+def _candidates(module: nn.Module) -> dict[Shapes, list[Named]]:
+    """Shapes -> the weights that a part of the module has in these shapes: its parameters, those that are trained, or
+    all that is in its state dict."""
+    found: dict[Shapes, dict[tuple[int, ...], Named]] = {}
+    for path, part in module.named_modules():
+        prefix = f"{path}." if path else ""
+        parameters = [(prefix + name, p) for name, p in part.named_parameters()]
+        trained = [(name, p) for name, p in parameters if p.requires_grad]
+        for named in (parameters, trained, list(_state(path, part))):
+            if len(named) > 1:
+                same_shapes = found.setdefault(_shapes(x for _, x in named), {})
+                same_shapes.setdefault(tuple(id(x) for _, x in named), named)
+    return {shapes: list(lists.values()) for shapes, lists in found.items()}
+
+
+def _state(path: str, part: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """What a state dict has, in its order."""
+    for name, child in part.named_modules(prefix=path, remove_duplicate=False):
+        left_out = child._non_persistent_buffers_set
+        buffers = ((leaf, x) for leaf, x in child._buffers.items() if leaf not in left_out)
+        for leaf, x in (*child._parameters.items(), *buffers):
+            if x is not None:
+                yield f"{name}.{leaf}" if name else leaf, x
+
+
+def _shapes(tensors: Iterable[Tensor]) -> Shapes:
+    return tuple(tuple(x.shape) for x in tensors)
+
+
+@torch.no_grad()
+def _equal(tensors: Iterable[Tensor], named: Named) -> bool:
+    pairs = [(own_part(x), own_part(y)) for x, (_, y) in zip(tensors, named, strict=True)]
+    if any(y.is_meta or is_fake(y) for _, y in pairs):
+        return False
+    return all(torch.equal(x, y.to(x)) for x, y in pairs)
+
+
+def _containers(owners: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any, Any]]:
+    """Path, holder, key and value of every list and dict of tensors."""
+    waiting: list[tuple[str, Any]] = [(name, owner.__dict__) for name, owner in owners.items()][::-1]
+    seen: set[int] = set()
+    while waiting:
+        path, holder = waiting.pop()
+        if id(holder) in seen or len(holder) > _MOST:
+            continue
+        seen.add(id(holder))
+        further = []
+        for key, value in list(_items(holder)):
+            below = path if key == "_modules" else f"{path}.{key}" if path else str(key)
+            if isinstance(value, (list, dict)):
+                if _of_tensors(value, key) and id(value) not in seen:
+                    seen.add(id(value))
+                    yield below, holder, key, value
+                else:
+                    further.append((below, value))
+            elif isinstance(value, nn.Module) or is_own_object(value):
+                further.append((below, value.__dict__))
+        waiting += reversed(further)
+
+
+def _of_tensors(value: Any, key: Any) -> bool:
+    """Whether it holds nothing else, and no parameters, which are the module's."""
+    if len(value) > _MOST:
+        return False
+    tensors = [x for _, x in _items(value) if not (key == BUFFERS and x is None)]
+    return bool(tensors) and all(
+        isinstance(x, Tensor) and not isinstance(x, nn.Parameter) and not is_fake(x) for x in tensors
+    )
+
+
+def _items(holder: Any) -> Iterable[tuple[Any, Any]]:
+    return holder.items() if isinstance(holder, dict) else enumerate(holder)

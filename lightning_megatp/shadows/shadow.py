@@ -1,0 +1,196 @@
+"""One list or dict with a tensor for each weight, whole or in parts."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from lightning_megatp.module import ParallelModule
+from lightning_megatp.shadows.finding import BUFFERS, Found
+from lightning_megatp.shim.torch import tensor_version
+from lightning_megatp.tensor.in_hooks import own_part
+from lightning_megatp.tensor.parameters import gather_shards
+
+
+class Shadow:
+    """What a rank has of it, in the place where its user keeps it.
+
+    Args:
+        found: where that is.
+        parallel: the module, cut into stages and divided.
+        is_part: whether it was made of what this rank holds.
+    """
+
+    def __init__(self, found: Found, parallel: ParallelModule, is_part: bool = False) -> None:
+        self.path, self.names = found.path, found.names
+        self._found, self._parallel = found, parallel
+        self._is_part = is_part
+        self._aside: Any = None
+        """The whole one, while parts stand in its place."""
+        self._state_before: Any = None
+        self._shapes = {} if is_part else {key: x.shape for key, x in self._entries(part=False).items()}
+
+    @property
+    def in_buffers(self) -> bool:
+        """Whether it is the buffers of a module, which are in its state dict."""
+        return self._found.key == BUFFERS
+
+    @property
+    def slot(self) -> tuple[int, Any]:
+        """Where it is."""
+        return id(self._found.holder), self._found.key
+
+    @property
+    def value(self) -> Any:
+        """What is there now."""
+        holder, key = self._found.holder, self._found.key
+        if isinstance(holder, dict):
+            return holder.get(key)
+        return holder[key] if key < len(holder) else None
+
+    def show_part(self) -> None:
+        """Put parts in its place.
+
+        Raises:
+            RuntimeError: which tensor belongs to which weight can't be told any more.
+        """
+        if self._is_part and self._fits(part=True):
+            return
+        if self._fits(part=False):
+            self._aside = self.value
+            whole = self._entries(part=False)
+            self._put([(key, self._cut(name, whole[key])) for key, name in self._held().items()], is_part=True)
+            self._state_before = self._state()
+        elif self._is_part and isinstance(self.value, list) and self._parallel.pipeline is not None:
+            raise RuntimeError(
+                f"MegaTPStrategy: `{self.path}` had a tensor for each of {len(self.names)} weights of the model, and"
+                f" this pipeline stage holds {len(self._held())} of these; now there are {len(self.value)}. Make it"
+                " anew in `on_train_start`, of the parameters that are there."
+            )
+
+    def show_whole(self) -> None:
+        """The end of that. What was changed stays: from then on there are only parts."""
+        if self._aside is not None and not self._is_changed():
+            self._set(self._aside, is_part=False)
+        self._aside = None
+
+    def gathered(self) -> dict[str, tuple[Any, Tensor]]:
+        """Name of each weight that this rank holds -> key, and the whole tensor.
+
+        Communication: one all-gather over tp, and one over dp with zero > 0, for each that is cut.
+        """
+        entries = self._entries(self._is_part)
+        held = self._held().items() if entries else ()
+        return {name: (key, self._whole(name, entries[key]) if self._is_part else entries[key]) for key, name in held}
+
+    def put_whole(self, entries: Iterable[tuple[Any, Tensor]]) -> tuple[Any, bool]:
+        """Put whole tensors in its place, until what this returns is given to `put_back`."""
+        before = self.value, self._is_part
+        if whole := list(entries):
+            self._put(whole, is_part=False)
+        return before
+
+    def put_back(self, before: tuple[Any, bool]) -> None:
+        """The end of that."""
+        self._set(*before)
+
+    def cut_anew(self) -> None:
+        """Values were loaded into the whole one: of these, this rank's part. No communication."""
+        whole = self._entries(part=False)
+        self._put([(key, self._cut(name, whole[key])) for key, name in self._held().items()], is_part=True)
+
+    def keep_whole(self, name: str) -> None:
+        """Gather the tensor of this weight, which will not be split any more."""
+        entries = list(self._entries(part=True).items()) if self._is_part else []
+        if any(self.names[key] == name for key, _ in entries):
+            whole = [(key, self._whole(name, x) if self.names[key] == name else x) for key, x in entries]
+            self._put(whole, is_part=True)
+
+    def tensors(self) -> Iterable[Tensor]:
+        """What is there."""
+        return self._entries(self._is_part).values()
+
+    def _state(self) -> Any:
+        """What tells whether an entry was changed or exchanged, but for changes of its `.data`."""
+        return [(id(x), tensor_version(own_part(x))) for x in self.tensors()]
+
+    def _entries(self, part: bool) -> dict[Any, Tensor]:
+        """What is there, under the keys of the parts or of the whole; nothing if it is something else."""
+        keys, value = (self._held() if part else self.names), self.value
+        if isinstance(value, list):
+            return dict(zip(keys, value, strict=True)) if len(value) == len(keys) else {}
+        found = {key: value[key] for key in keys if key in value} if isinstance(value, dict) else {}
+        return found if len(found) == len(keys) else {}
+
+    def _fits(self, part: bool) -> bool:
+        entries, names = self._entries(part), self._parallel.names
+
+        def shape(key: Any) -> Any:
+            of = names.get(self.names[key])
+            return self._shapes[key] if not part else entries[key].shape if of is None else of.shape
+
+        return bool(entries) and all(isinstance(x, Tensor) and x.shape == shape(key) for key, x in entries.items())
+
+    def _held(self) -> Mapping[Any, str]:
+        """Of the weights that this rank holds, which are all that hooks find."""
+        if self._parallel.pipeline is None:
+            return self.names
+        held = set(self._parallel.names)
+        if self._found.buffers:
+            held.update(name for name, _ in self._parallel.module.named_buffers())
+        return {key: name for key, name in self.names.items() if name in held}
+
+    def _put(self, entries: Sequence[tuple[Any, Tensor]], is_part: bool) -> None:
+        value = copy.copy(self.value)
+        if isinstance(value, list):
+            value[:] = [x for _, x in entries]
+        else:
+            if not self.in_buffers:  # those have others beside them
+                value.clear()
+            value.update(entries)
+        self._set(value, is_part)
+
+    def _set(self, value: Any, is_part: bool) -> None:
+        self._found.holder[self._found.key], self._is_part = value, is_part
+
+    def _is_changed(self) -> bool:
+        """Since the parts were put there."""
+        if self._state() != self._state_before:
+            return True
+        parts = self._entries(part=True)
+        whole = dict(zip(self.names, self._aside, strict=True)) if isinstance(self._aside, list) else self._aside
+        cut = {key: name for key, name in self._held().items() if parts[key] is not whole[key]}
+        return not all(
+            torch.equal(own_part(self._cut(name, whole[key])), own_part(parts[key])) for key, name in cut.items()
+        )
+
+    @torch.no_grad()
+    def _cut(self, name: str, x: Tensor) -> Tensor:
+        parameter = self._parallel.names.get(name)
+        spec, divided = (None, None)
+        if parameter is not None:
+            spec, divided = self._parallel.own_spec(parameter), self._parallel.divided.get(id(parameter))
+        x = x if spec is None else spec.take(x)
+        return x if divided is None else divided.as_divided(divided.take(x))
+
+    def _whole(self, name: str, x: Tensor) -> Tensor:
+        parallel, parameter, device = self._parallel, self._parallel.names.get(name), x.device
+        if parameter is None:
+            return x
+        if isinstance(x, DTensor):
+            x = parallel.of_tensor_rank(parameter, x.to_local())
+        spec = parallel.spec(parameter)
+        return x if spec is None else gather_shards(parallel.to_send(x), spec, parallel.context.group).to(device)
+
+
+def is_cut(found: Found, parallel: ParallelModule) -> bool:
+    """Whether this rank holds less of these weights than the whole."""
+    if parallel.pipeline is not None:
+        return True
+    held = [p for name in found.names.values() if (p := parallel.names.get(name)) is not None]
+    return any(parallel.spec(p) is not None or id(p) in parallel.divided for p in held)

@@ -1,0 +1,234 @@
+"""Tensors that a user keeps beside the weights, cut as these are where hooks treat both element by element.
+
+An average that was made in `__init__` is one of the whole model. The hook that updates it, or puts it in the weights'
+place, finds this rank's part of each weight, and of a pipeline's weights those of its stages. So meanwhile the lists
+and dicts of such tensors hold the same parts. What no hook changes is whole again afterwards, and steps find it so (the
+anchor of a penalty); of what hooks change a rank keeps its part alone, and checkpoints get the whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_megatp.gradients.whole_norms import is_users
+from lightning_megatp.mesh import AXES, ParallelMesh, on_cpu
+from lightning_megatp.messages import warn_once_per_run
+from lightning_megatp.module import ParallelModule
+from lightning_megatp.pipeline.detour import Detour
+from lightning_megatp.shadows.finding import Found, find_shadows
+from lightning_megatp.shadows.shadow import Shadow, is_cut
+from lightning_megatp.tensor.in_hooks import own_part
+
+_HOOKS = (
+    *("on_fit_start", "on_fit_end", "on_before_optimizer_step", "on_before_zero_grad", "optimizer_step"),
+    *(
+        f"on_{kind}_{moment}"
+        for kind in ("train", "validation", "test", "predict")
+        for moment in ("start", "epoch_start", "batch_start", "batch_end", "epoch_end", "end")
+    ),
+)
+"""Which find this rank's parts of the weights."""
+_SAVES = ("on_save_checkpoint", "state_dict")
+"""What puts something into a checkpoint: of the module the first, of a callback both."""
+
+
+class Shadows:
+    """Those of one module.
+
+    Args:
+        found: before the module was split.
+        parallel: the module, cut into stages and divided.
+        mesh: who is where.
+    """
+
+    def __init__(self, found: Sequence[Found], parallel: ParallelModule, mesh: ParallelMesh) -> None:
+        self._parallel, self._mesh = parallel, mesh
+        self._kept = [Shadow(x, parallel) for x in found if is_cut(x, parallel)]
+        self._in_hook = False
+        self._saving: list[Detour] = []
+
+    def around_hooks(self, trainer: Any) -> Iterator[Detour]:
+        """Let hooks of the module and of callbacks find parts."""
+
+        def run(hook: str, call: Callable[[], Any]) -> Any:
+            with self.as_held(), contextlib.ExitStack() as ends:
+                if hook == "optimizer_step":  # what `super()` does has the step in it
+                    ends.callback(Detour(trainer.strategy, hook, self._run_step).end)
+                return call()
+
+        for owner in (self._parallel.module, *trainer.callbacks) if self._kept else ():
+            for hook in _HOOKS:
+                if is_users(owner, hook):
+                    yield Detour(owner, hook, functools.partial(run, hook))
+
+    def watch_saving(self, trainer: Any, gathers: Callable[[], bool]) -> None:
+        """Let hooks that put something into a checkpoint find the whole, after the run too.
+
+        Args:
+            trainer: about to run.
+            gathers: whether all ranks save together.
+        """
+        for detour in self._saving:
+            detour.end()
+
+        def save(call: Callable[[], Any]) -> Any:
+            with self.as_whole(owners_of(trainer)) if gathers() else contextlib.nullcontext():
+                return call()
+
+        self._saving = [
+            Detour(owner, hook, save)
+            for owner in (self._parallel.module, *trainer.callbacks)
+            for hook in (_SAVES[:1] if owner is self._parallel.module else _SAVES)
+            if is_users(owner, hook)
+        ]
+
+    @contextlib.contextmanager
+    def as_held(self) -> Iterator[None]:
+        """Meanwhile they are as this rank has the weights. No communication."""
+        if self._in_hook:  # called by another
+            yield
+            return
+        self._enter_hook()
+        try:
+            yield
+        finally:
+            self._leave_hook()
+
+    def _run_step(self, call: Callable[[], Any]) -> Any:
+        self._leave_hook()
+        try:
+            return call()
+        finally:
+            self._enter_hook()
+
+    def _enter_hook(self) -> None:
+        self._in_hook = True
+        for kept in self._kept:
+            kept.show_part()
+
+    def _leave_hook(self) -> None:
+        self._in_hook = False
+        for kept in self._kept:
+            kept.show_whole()
+
+    @contextlib.contextmanager
+    def buffers_as_whole(self, loads: bool = False) -> Iterator[None]:
+        """Meanwhile those among the module's buffers are whole, as its state dict has them. At pp > 1 a rank has the
+        present values of its own weights'.
+
+        Args:
+            loads: values are put into them.
+
+        Communication: one all-gather over tp, and one over dp with zero > 0, for each that is cut.
+        """
+        before = [(kept, kept.put_whole(kept.gathered().values())) for kept in self._kept if kept.in_buffers]
+        try:
+            yield
+        finally:
+            for kept, value in before:
+                was_part = value[1]
+                if loads and was_part:
+                    kept.cut_anew()
+                else:
+                    kept.put_back(value)
+
+    @contextlib.contextmanager
+    def as_whole(self, owners: Mapping[str, Any]) -> Iterator[None]:
+        """Meanwhile all others are whole, those too that were made after the split.
+
+        Args:
+            owners: by name, what is looked through for those.
+
+        Communication: as above; an object all-gather over the ranks of this stage, of names, and at pp > 1 one over
+        stages, of the tensors.
+
+        Warns:
+            UserWarning: some could belong to several modules.
+        """
+        known = {kept.slot for kept in self._kept}
+        found, unclear = find_shadows(owners, self._parallel.module)
+        warn_unclear(unclear, "A checkpoint gets what global rank 0 has of it")
+        found = agree([x for x in found if (id(x.holder), x.key) not in known], self._mesh, "dp", "tp")
+        new = [Shadow(x, self._parallel, is_part=True) for x in found]
+        kept_here = [kept for kept in (*self._kept, *new) if not kept.in_buffers]
+        gathered = {kept.path: kept.gathered() for kept in kept_here}
+        if self._mesh.size("pp") > 1:
+            gathered = self._of_all_stages(gathered)
+        before = [(kept, kept.put_whole(gathered[kept.path].values())) for kept in kept_here]
+        try:
+            yield
+        finally:
+            for kept, value in before:
+                kept.put_back(value)
+
+    def _of_all_stages(self, gathered: Mapping[str, Any]) -> dict[str, dict[str, tuple[Any, Tensor]]]:
+        stages = self._mesh.exchange(on_cpu(gathered), "pp")
+        if elsewhere := sorted({path for stage in stages for path in stage} - gathered.keys()):
+            warn_once_per_run(
+                f"`{elsewhere[0]}` follows weights of other pipeline stages than this one, and a checkpoint gets what"
+                " global rank 0 has of it: nothing. Make it in `__init__`."
+            )
+        order = {name: i for i, name in enumerate(self._parallel.order)}
+        whole = {}
+        for path in gathered:
+            found = {name: x for stage in stages for name, x in stage.get(path, {}).items()}
+            whole[path] = dict(sorted(found.items(), key=lambda pair: order.get(pair[0], len(order))))
+        return whole
+
+    def tensors(self) -> list[Tensor]:
+        """All that are there now."""
+        return [own_part(x) for kept in self._kept for x in kept.tensors()]
+
+    def keep_whole(self, name: str) -> None:
+        """A weight is about to be whole on all tensor ranks from now on.
+
+        Communication: one all-gather over tp for each tensor of this weight that is cut.
+        """
+        for kept in self._kept:
+            kept.keep_whole(name)
+
+
+def agree(found: Sequence[Found], mesh: ParallelMesh, *axes: str) -> list[Found]:
+    """What all ranks have found alike. By chance the values of a rank's part may be those of another module's.
+
+    Communication: one object all-gather over the axes, of names.
+    """
+    of_ranks = mesh.exchange({x.path: list(x.names.values()) for x in found}, *axes)
+    return [x for x in found if all(names.get(x.path) == list(x.names.values()) for names in of_ranks)]
+
+
+@torch.no_grad()
+def synchronize(found: Sequence[Found], mesh: ParallelMesh) -> None:
+    """Give all ranks rank 0's values, before the module is split: its weights get those as well.
+
+    Communication: one object all-gather over the world, of sums; where these differ, one broadcast per tensor.
+    """
+    tensors = [x for each in found for x in each.tensors]
+    sums = [(float(x.double().sum()), float(x.double().abs().sum())) for x in tensors]
+    for x, *of_ranks in zip(tensors, *mesh.exchange(sums, *AXES), strict=True):
+        if any(of_rank != of_ranks[0] for of_rank in of_ranks):
+            value = x.cpu().contiguous()
+            dist.broadcast(value.reshape(-1).view(torch.uint8), src=0, group=mesh.hosts(*AXES))
+            x.copy_(value)
+
+
+def owners_of(trainer: Any) -> dict[str, Any]:
+    """Whose lists and dicts are looked through, by name."""
+    callbacks = {f"{type(x).__name__} {i}": x for i, x in enumerate(trainer.callbacks)}
+    return {"": trainer.lightning_module, **callbacks}
+
+
+def warn_unclear(paths: Sequence[str], what: str) -> None:
+    """Say of which lists and dicts it can't be told whose weights they follow."""
+    for path in paths:
+        warn_once_per_run(
+            f"`{path}` holds tensors of the shapes of several modules' parameters, with other values. {what}. If they"
+            " follow the weights of one of them (averages, say), make them in `on_fit_start`."
+        )

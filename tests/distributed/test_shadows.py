@@ -1,0 +1,340 @@
+"""Averages of weights that users keep by themselves, in lists, dicts and buffers, and other tensors of that kind."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor, nn
+
+from tests.distributed.training import QUIET
+from tests.ranks import RankError, run_ranks, run_reference
+
+PLAN = {"net.blocks.*.1": "column", "net.blocks.*.3": "row", "net.tok": "vocab", "net.head": "column_gather"}
+DECAY = 0.8
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tp2": {"tp": 2},
+    "pp2": {"pp": 2, "microbatches": 2},
+    "tp2-pp2": {"tp": 2, "pp": 2, "microbatches": 2},
+    "zero3": {"dp": 2, "zero": 3},
+    "tp2-zero1": {"tp": 2, "dp": 2, "zero": 1},
+    "tp2-pp2-folder": {"tp": 2, "pp": 2, "microbatches": 2, "checkpoint": "folder"},
+}
+
+
+class ListAverage:
+    """As score-based models have it: a list, in the order of the parameters."""
+
+    def __init__(self, parameters: Any) -> None:
+        self.shadow_params = [p.clone().detach() for p in parameters]
+        self.collected: list[Tensor] = []
+
+    @torch.no_grad()
+    def update(self, parameters: Any) -> None:
+        for s, p in zip(self.shadow_params, parameters, strict=False):
+            s.sub_((1 - DECAY) * (s - p))
+
+    def store(self, parameters: Any) -> None:
+        self.collected = [p.clone() for p in parameters]
+
+    def copy_to(self, parameters: Any) -> None:
+        for s, p in zip(self.shadow_params, parameters, strict=False):
+            p.data.copy_(s.data)
+
+    def restore(self, parameters: Any) -> None:
+        for c, p in zip(self.collected, parameters, strict=False):
+            p.data.copy_(c.data)
+
+
+class DataAverage(ListAverage):
+    """One that no version counter tells of."""
+
+    def update(self, parameters: Any) -> None:
+        for s, p in zip(self.shadow_params, parameters, strict=False):
+            s.data.mul_(DECAY).add_(p.data, alpha=1 - DECAY)
+
+
+class NewAverage(ListAverage):
+    """One whose tensors, and list, are made anew each time."""
+
+    @torch.no_grad()
+    def update(self, parameters: Any) -> None:
+        pairs = zip(self.shadow_params, parameters, strict=False)
+        self.shadow_params = [s.to(p).lerp(p.detach(), 1 - DECAY) for s, p in pairs]
+
+
+class BufferAverage(nn.Module):
+    """As latent diffusion has it: buffers, under names without dots."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.names = {name: name.replace(".", "") for name, _ in net.named_parameters()}
+        self.register_buffer("decay", torch.tensor(DECAY, dtype=torch.float64))
+        for name, p in net.named_parameters():
+            self.register_buffer(self.names[name], p.clone().detach().data)
+        self.collected: list[Tensor] = []
+
+    @torch.no_grad()
+    def update(self, net: nn.Module) -> None:
+        shadows = dict(self.named_buffers())
+        for name, p in net.named_parameters():
+            shadow = shadows[self.names[name]]
+            shadow.sub_((1 - self.decay) * (shadow - p))
+
+    def copy_to(self, net: nn.Module) -> None:
+        shadows = dict(self.named_buffers())
+        for name, p in net.named_parameters():
+            p.data.copy_(shadows[self.names[name]].data)
+
+
+class Lit(LightningModule):
+    """A residual network on tokens.
+
+    Args:
+        kind: how it keeps an average of its weights.
+    """
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.losses = kind, []  # type: ignore[var-annotated]
+        blocks = (nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)) for _ in range(4))
+        self.net = nn.ModuleDict(
+            {"tok": nn.Embedding(11, 8), "blocks": nn.ModuleList(blocks), "head": nn.Linear(8, 11)}
+        )
+        self.loaded: Any = None
+        if kind == "buffers":
+            self.ema: Any = BufferAverage(self.net)
+        elif kind != "late":
+            self.ema = KINDS[kind](list(self.averaged()))
+        self.anchor = [p.detach() + 0.1 for p in self.net.parameters()] if kind == "anchor" else []
+
+    def averaged(self) -> Any:
+        """The parameters of which an average is kept."""
+        return (self.net["blocks"] if self.kind == "blocks" else self.net).parameters()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.net["tok"](ids)
+        for block in self.net["blocks"]:  # type: ignore[attr-defined]
+            x = x + block(x)
+        logits: Tensor = self.net["head"](x)
+        return logits
+
+    def loss(self, ids: Tensor) -> Tensor:
+        return F.cross_entropy(self(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+    def training_step(self, ids: Tensor, batch_idx: int) -> Any:
+        loss = self.loss(ids)
+        if self.kind == "outside" and batch_idx > 1:
+            loss = loss + self.net["head"].weight.square().sum()  # type: ignore[union-attr, operator]
+        for p, a in zip(self.net.parameters(), self.anchor, strict=bool(self.anchor)):
+            loss = loss + 0.01 * (p - a).square().sum()
+        self.log("loss", loss)
+        return {"loss": loss, "logits": loss.detach()} if self.kind == "returns" else loss
+
+    def validation_step(self, ids: Tensor, batch_idx: int) -> None:
+        if self.kind == "scope":
+            self.put_in()
+        self.log("val", self.loss(ids), sync_dist=True)
+        if self.kind == "scope":
+            ListAverage.restore(self.ema, self.averaged())
+
+    def on_fit_start(self) -> None:
+        if self.kind == "late":
+            self.ema = ListAverage(self.averaged())
+            if self.loaded is not None:
+                self.ema.shadow_params = [x.clone() for x in self.loaded]
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.losses.append(float(self.trainer.callback_metrics["loss"]))
+        self.ema.update(self.net if self.kind == "buffers" else self.averaged())
+
+    def put_in(self) -> None:
+        ListAverage.store(self.ema, self.averaged())
+        self.ema.copy_to(self.net if self.kind == "buffers" else self.averaged())
+
+    def on_validation_epoch_start(self) -> None:
+        if self.kind != "scope":
+            self.put_in()
+
+    def on_validation_epoch_end(self) -> None:
+        if self.kind != "scope":
+            ListAverage.restore(self.ema, self.averaged())
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if self.kind != "buffers":
+            checkpoint["ema"] = {"shadow_params": self.ema.shadow_params}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if self.kind == "late":
+            self.loaded = checkpoint["ema"]["shadow_params"]
+        elif self.kind != "buffers":
+            self.ema.shadow_params = checkpoint["ema"]["shadow_params"]
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+    def train_dataloader(self) -> Any:
+        ids = torch.randint(0, 11, (16, 5), generator=torch.Generator().manual_seed(3))
+        return torch.utils.data.DataLoader(ids, batch_size=4)
+
+    val_dataloader = train_dataloader
+
+
+KINDS: dict[str, Any] = {"list": ListAverage, "data": DataAverage, "new": NewAverage, "blocks": ListAverage}
+KINDS |= {"anchor": ListAverage, "scope": ListAverage, "returns": ListAverage, "outside": ListAverage}
+
+
+class StateAverage(Callback):
+    """What is often copied from one callback to the next: a dict like the module's state dict."""
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.average = {name: x.detach().clone() for name, x in pl_module.state_dict().items()}
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        for name, x in pl_module.state_dict().items():
+            self.average[name].copy_(self.average[name] * DECAY + x * (1 - DECAY))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"average": self.average}
+
+
+def fit(
+    rank: int,
+    world_size: int,
+    kind: str,
+    layout: dict[str, Any],
+    folder: str,
+    resumes: bool,
+    module: Lit | None = None,
+) -> tuple[list[float], float]:
+    strategy: Any = "auto"
+    if layout:
+        from lightning_megatp import MegaTPStrategy
+
+        strategy = MegaTPStrategy(**{"plan": PLAN if "tp" in layout else None, "summary": False, **layout})
+    torch.manual_seed(rank)  # all ranks get rank 0's weights, and so its averages
+    path = Path(folder, "saved.ckpt")
+    module = Lit("list" if kind == "callback" else kind) if module is None else module
+    options: dict[str, Any] = {**QUIET, "num_sanity_val_steps": 0, "max_epochs": 1 + resumes}
+    callbacks = [StateAverage()] if kind == "callback" else []
+    options |= {"accelerator": "cpu", "precision": "64-true", "use_distributed_sampler": False, "callbacks": callbacks}
+    trainer = Trainer(devices=world_size, strategy=strategy, **options)
+    trainer.fit(module, ckpt_path=path if resumes else None)
+    trainer.save_checkpoint(Path(folder, "again.ckpt") if resumes else path)
+    return module.losses, float(trainer.callback_metrics["val"])
+
+
+def fit_twice(rank: int, world_size: int, kind: str, layout: dict[str, Any], folder: str) -> tuple[list[float], float]:
+    torch.manual_seed(rank)
+    module = Lit(kind)
+    fit(rank, world_size, kind, layout, folder, False, module)
+    module.losses.clear()
+    return fit(rank, world_size, kind, layout, folder, True, module)
+
+
+@functools.cache
+def fit_one(kind: str, runs: str = "one") -> tuple[list[float], float, dict[str, Any]]:
+    """What one device makes of it: in one run, resumed in another, or in another with the same module."""
+    with tempfile.TemporaryDirectory() as folder:
+        if runs == "same module":
+            losses, val = fit_twice(0, 1, kind, {}, folder)
+        else:
+            losses, val = fit(0, 1, kind, {}, folder, False)
+        if runs == "resumed":
+            losses, val = fit(0, 1, kind, {}, folder, True)
+        return (
+            losses,
+            val,
+            torch.load(Path(folder, "saved.ckpt" if runs == "one" else "again.ckpt"), weights_only=False),
+        )
+
+
+def ranks_of(layout: str) -> int:
+    return 4 if layout.startswith("tp2-") else 2
+
+
+def content(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """What of a checkpoint is about weights and their averages."""
+    callbacks = {name: state for name, state in checkpoint["callbacks"].items() if name == "StateAverage"}
+    return {"weights": checkpoint["state_dict"], "ema": checkpoint.get("ema"), **callbacks}
+
+
+def assert_same(found: Any, expected: Any, at: str = "") -> None:
+    if isinstance(expected, dict):
+        assert list(found) == list(expected), at
+        for key, value in expected.items():
+            assert_same(found[key], value, f"{at}.{key}")
+    elif isinstance(expected, list):
+        assert len(found) == len(expected), at
+        for i, value in enumerate(expected):
+            assert_same(found[i], value, f"{at}.{i}")
+    else:
+        assert found is expected is None or torch.allclose(found, expected, rtol=1e-9, atol=1e-12), at
+
+
+CASES = {
+    "list": ["tp2", "pp2", "tp2-pp2", "zero3", "tp2-zero1"],
+    "data": ["tp2", "zero3"],
+    "new": ["tp2-pp2"],
+    "blocks": ["pp2"],
+    "buffers": ["tp2", "pp2", "tp2-pp2", "zero3", "tp2-zero1"],
+    "late": ["tp2-pp2", "tp2-zero1"],
+    "callback": ["tp2", "pp2", "zero3"],
+    "scope": ["tp2"],
+    "outside": ["tp2"],
+}
+
+
+@pytest.mark.parametrize(("kind", "layout"), [(kind, layout) for kind, layouts in CASES.items() for layout in layouts])
+def test_averages_are_those_of_one_device(kind: str, layout: str, tmp_path: Path) -> None:
+    losses, val, saved = run_reference(fit_one, kind)
+    for found, found_val in run_ranks(ranks_of(layout), fit, kind, LAYOUTS[layout], str(tmp_path), False):
+        assert found == pytest.approx(losses, rel=1e-9)
+        assert found_val == pytest.approx(val, rel=1e-9)
+    assert_same(*map(content, (torch.load(tmp_path / "saved.ckpt", weights_only=False), saved)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [
+        *(("list", layout) for layout in ("tp2", "tp2-pp2-folder", "zero3")),
+        *(("buffers", layout) for layout in ("tp2", "tp2-pp2-folder")),
+        *(("late", layout) for layout in ("tp2", "tp2-pp2")),
+    ],
+)
+def test_a_run_is_resumed_with_its_averages(kind: str, layout: str, tmp_path: Path) -> None:
+    losses, val, saved = run_reference(fit_one, kind, "resumed")
+    run_ranks(ranks_of(layout), fit, kind, LAYOUTS[layout], str(tmp_path), False)
+    for found, found_val in run_ranks(ranks_of(layout), fit, kind, LAYOUTS[layout], str(tmp_path), True):
+        assert found == pytest.approx(losses, rel=1e-9)
+        assert found_val == pytest.approx(val, rel=1e-9)
+    if not layout.endswith("folder"):
+        assert_same(*map(content, (torch.load(tmp_path / "again.ckpt", weights_only=False), saved)))
+
+
+@pytest.mark.parametrize(("kind", "layout"), [("list", "tp2-pp2"), ("buffers", "tp2"), ("buffers", "zero3")])
+def test_a_checkpoint_is_loaded_where_only_parts_are_left(kind: str, layout: str, tmp_path: Path) -> None:
+    losses, val, saved = run_reference(fit_one, kind, "same module")
+    for found, found_val in run_ranks(ranks_of(layout), fit_twice, kind, LAYOUTS[layout], str(tmp_path)):
+        assert found == pytest.approx(losses, rel=1e-9)
+        assert found_val == pytest.approx(val, rel=1e-9)
+    assert_same(*map(content, (torch.load(tmp_path / "again.ckpt", weights_only=False), saved)))
+
+
+@pytest.mark.parametrize("layout", ["tp2", "pp2"])
+def test_steps_find_whole_tensors_that_no_hook_changes(layout: str, tmp_path: Path) -> None:
+    losses, val, _ = run_reference(fit_one, "anchor")
+    for found, found_val in run_ranks(2, fit, "anchor", {**LAYOUTS[layout], "plan": None}, str(tmp_path), False):
+        assert found == pytest.approx(losses, rel=1e-9)
+        assert found_val == pytest.approx(val, rel=1e-9)
+
+
+def test_an_average_that_one_stage_alone_would_update(tmp_path: Path) -> None:
+    with pytest.raises(RankError, match="`on_train_batch_end` changes parameters, or an average of them"):
+        run_ranks(2, fit, "returns", LAYOUTS["pp2"], str(tmp_path), False)
