@@ -1,12 +1,13 @@
 """Which lists and dicts of the user's hold a tensor for each weight of the module, or of a part of it.
 
 `[p.detach().clone() for p in self.net.parameters()]` can't be told by name, but by its shapes: those of a module's
-parameters, all of them, one after another. Where several modules have these shapes, the one with these values is meant.
+parameters, all of them, one after another (`itertools.chain` may have put several modules' together). Where several
+modules have these shapes, the one with these values is meant.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,8 @@ from lightning_megatp.tensor.in_hooks import own_part
 
 Shapes = tuple[tuple[int, ...], ...]
 Named = Sequence[tuple[str, Tensor]]
+Choice = Callable[[list[Named], Sequence[Tensor]], list[Named]]
+"""Of the lists with the shapes of the next tensors, the longest first: the one that is meant; or several."""
 BUFFERS = "_buffers"
 """Where a module has those: latent diffusion's LitEma keeps its averages so."""
 _MOST = 10_000
@@ -55,38 +58,66 @@ def find_shadows(owners: Mapping[str, Any], module: nn.Module) -> tuple[list[Fou
     Returns:
         What was found; and the paths of what may belong to several modules, which can't be told apart.
     """
-    found, unclear = [], []
-    candidates: dict[Shapes, list[Named]] | None = None
+    found, unclear = list[Found](), list[str]()
+    weights: _Weights | None = None
     for path, holder, key, value in _containers(owners):
         entries = {k: x for k, x in _items(value) if key != BUFFERS or (x is not None and x.dim() > 0)}
         if len(entries) < 2 or max(x.dim() for x in entries.values()) < 2:
             continue
-        candidates = _candidates(module) if candidates is None else candidates
-        fitting = candidates.get(_shapes(entries.values()), [])
-        alike = [named for named in fitting if _equal(entries.values(), named)]
-        if alike or len(fitting) == 1:
-            named = (alike or fitting)[0]
+        weights = weights or _Weights(module)
+        named = weights.like(list(entries.values()))
+        if named is None:
+            unclear.append(path)
+        elif named:
             names = {k: name for k, (name, _) in zip(entries, named, strict=True)}
             buffers = not all(isinstance(x, nn.Parameter) for _, x in named)
             found.append(Found(path, holder, key, names, buffers))
-        elif fitting:
-            unclear.append(path)
     return found, unclear
 
 
-def _candidates(module: nn.Module) -> dict[Shapes, list[Named]]:
-    """Shapes -> the weights that a part of the module has in these shapes: its parameters, those that are trained, or
-    all that is in its state dict."""
-    found: dict[Shapes, dict[tuple[int, ...], Named]] = {}
-    for path, part in module.named_modules():
-        prefix = f"{path}." if path else ""
-        parameters = [(prefix + name, p) for name, p in part.named_parameters()]
-        trained = [(name, p) for name, p in parameters if p.requires_grad]
-        for named in (parameters, trained, list(_state(path, part))):
-            if len(named) > 1:
-                same_shapes = found.setdefault(_shapes(x for _, x in named), {})
-                same_shapes.setdefault(tuple(id(x) for _, x in named), named)
-    return {shapes: list(lists.values()) for shapes, lists in found.items()}
+class _Weights:
+    """The lists of tensors that each part of a module has: its parameters, those that are trained, and all that is in
+    its state dict."""
+
+    def __init__(self, module: nn.Module) -> None:
+        lists: dict[tuple[int, ...], Named] = {}
+        for path, part in module.named_modules():
+            prefix = f"{path}." if path else ""
+            parameters = [(prefix + name, p) for name, p in part.named_parameters()]
+            trained = [(name, p) for name, p in parameters if p.requires_grad]
+            every: tuple[Named, ...] = (parameters, trained, list(_state(path, part)))
+            for named in every:
+                lists.setdefault(tuple(id(x) for _, x in named), named)
+        self._by_first: dict[Any, list[tuple[Shapes, Named]]] = {}
+        for named in sorted(filter(None, lists.values()), key=len, reverse=True):
+            shapes = _shapes(x for _, x in named)
+            self._by_first.setdefault(shapes[0], []).append((shapes, named))
+
+    def like(self, tensors: Sequence[Tensor]) -> Named | None:
+        """Those of a part, or of several one after another, that have these values, or else these shapes; none; or
+        None where several parts have these shapes."""
+        return self._follow(tensors, _of_values) or self._follow(tensors, _of_shapes)
+
+    def _follow(self, tensors: Sequence[Tensor], choose: Choice) -> Named | None:
+        found: dict[str, Tensor] = {}
+        shapes, at = _shapes(tensors), 0
+        while at < len(tensors):
+            fitting = [named for of, named in self._by_first.get(shapes[at], ()) if of == shapes[at : at + len(of)]]
+            chosen = choose(fitting, tensors[at:])
+            if len(chosen) != 1:
+                return None if chosen or found else []
+            at += len(chosen[0])
+            found.update(chosen[0])
+        return list(found.items()) if len(found) == len(tensors) else []
+
+
+def _of_values(fitting: list[Named], tensors: Sequence[Tensor]) -> list[Named]:
+    return [named for named in fitting if _equal(tensors, named)][:1]
+
+
+def _of_shapes(fitting: list[Named], tensors: Sequence[Tensor]) -> list[Named]:
+    """A single tensor of some shape means nothing."""
+    return [named for named in fitting if len(named) == len(fitting[0]) > 1]
 
 
 def _state(path: str, part: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -105,7 +136,8 @@ def _shapes(tensors: Iterable[Tensor]) -> Shapes:
 
 @torch.no_grad()
 def _equal(tensors: Iterable[Tensor], named: Named) -> bool:
-    pairs = [(own_part(x), own_part(y)) for x, (_, y) in zip(tensors, named, strict=True)]
+    """Whether the first of the tensors have these values."""
+    pairs = [(own_part(x), own_part(y)) for x, (_, y) in zip(tensors, named, strict=False)]
     if any(y.is_meta or is_fake(y) for _, y in pairs):
         return False
     return all(torch.equal(x, y.to(x)) for x, y in pairs)

@@ -53,6 +53,22 @@ def test_of_modules_of_the_same_shapes_the_one_of_its_values() -> None:
     assert unclear == ["other"]
 
 
+def test_several_modules_one_after_another() -> None:
+    module = net()
+    first, second, end = module.blocks[0], module.blocks[1], module.end  # type: ignore[index]
+    module.ahead = [*copies(module.end), *copies(module.blocks)]  # type: ignore[arg-type]
+    module.turned = [*copies(second), *copies(first)]  # type: ignore[arg-type]
+    module.later = [x * 3 for x in module.ahead]  # as a checkpoint has it
+    names = {
+        path: [f"{path}.{name}" for name, _ in module.get_submodule(path).named_parameters()]
+        for path in ("blocks", "end")
+    }
+    found, unclear = found_in(module)
+    assert found["ahead"] == found["later"] == [*names["end"], *names["blocks"]]
+    assert found["turned"] == [*names["blocks"][4:], *names["blocks"][:4]]
+    assert not unclear and end is module.end
+
+
 def test_trained_parameters_alone_and_whole_state_dicts() -> None:
     module = net()
     module.blocks[0].requires_grad_(False)  # type: ignore[index, union-attr]
@@ -80,5 +96,6 @@ def test_what_follows_nothing() -> None:
     module.one = [module.end.weight.detach().clone()]  # type: ignore[union-attr, operator]
     module.flat = [p.detach().clone() for p in module.parameters() if p.dim() == 1]
     module.mixed = [*copies(module), "name"]
+    module.pair = [torch.zeros(2, 5), torch.zeros(2, 5)]  # the shape of one weight, twice
     module.same = list(module.parameters())  # the parameters themselves
     assert found_in(module) == ({}, [])
