@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_megatp.default_group import DefaultGroup
@@ -155,6 +156,39 @@ class ParallelModule:
         """The same where the ranks of a group can send it: what is offloaded, or averaged in the host's memory, NCCL
         can't."""
         return x.to(self.device)
+
+    def is_cut(self, name: str) -> bool:
+        """Whether this rank holds less of a weight than the whole."""
+        parameter = self.names.get(name)
+        return parameter is not None and (self.spec(parameter) is not None or id(parameter) in self.divided)
+
+    @torch.no_grad()
+    def part_like(self, name: str, whole: Tensor) -> Tensor:
+        """This rank's part of a tensor that is as large as a whole weight, cut as that is; rows as a DTensor.
+
+        Args:
+            name: of the weight; of anything else, or of what this rank doesn't hold, the tensor itself is returned.
+        """
+        parameter = self.names.get(name)
+        if parameter is None:
+            return whole
+        spec, divided = self.own_spec(parameter), self.divided.get(id(parameter))
+        part = whole if spec is None else spec.take(whole)
+        return part if divided is None else divided.as_divided(divided.take(part))
+
+    @torch.no_grad()
+    def whole_like(self, name: str, part: Tensor) -> Tensor:
+        """The opposite, on the part's device.
+
+        Communication: an all-gather over tp where the weight is split, one over dp for a DTensor.
+        """
+        parameter, device = self.names.get(name), part.device
+        if parameter is None:
+            return part
+        if isinstance(part, DTensor):
+            part = self.of_tensor_rank(parameter, part.to_local())
+        spec = self.spec(parameter)
+        return part if spec is None else gather_shards(self.to_send(part), spec, self.context.group).to(device)
 
     def roles(self) -> dict[str, Role]:
         """What is known of each parameter by its identity, before it is replaced by others."""

@@ -287,6 +287,7 @@ class MegaTPStrategyBase(StepMethods, GradientMethods, BuildingMethods, WorldMet
         self._watch_exceptions(trainer)
         count_replicas(trainer, mesh)
         self._show_shadows(trainer, parallel, shadows)
+        self._watch_saving(trainer)
         if not self.is_distributed:
             without_sync_advice()
         if not self._undivided:

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from lightning_megatp.checkpoint.agree import together
 from lightning_megatp.checkpoint.averages import averaged_states
 from lightning_megatp.checkpoint.background import BackgroundSave
+from lightning_megatp.checkpoint.by_hooks import watch_saving
 from lightning_megatp.checkpoint.exceptions import AfterException
 from lightning_megatp.checkpoint.folder import save_folder, to_bytes
 from lightning_megatp.checkpoint.full import full_optimizer_state, full_state_dict, without_data
@@ -55,6 +56,8 @@ class CheckpointMethods(LoadingMethods):
         self._background_group: dist.ProcessGroup | None = None
         self._after_exception: AfterException | None = None
         self._detours: list[Detour] = []
+        self._saving: list[Detour] = []
+        """Around hooks that put something into checkpoints; after the run, too, until the next one."""
         self._set_up_loading()
 
     @property
@@ -222,6 +225,14 @@ class CheckpointMethods(LoadingMethods):
             place = str(getattr(callback, "dirpath", None) or "")
             if "://" in place:
                 raise ValueError(_no_folders(place))
+
+    def _watch_saving(self, trainer: Any) -> None:
+        """Complete what hooks put into checkpoints of a model that is in parts."""
+        for detour in self._saving:
+            detour.end()
+        cut = self._mesh().size("tp") * self.pp > 1 or bool(self._parallel().divided)
+        gathers = lambda: not self._cannot_gather()  # noqa: E731
+        self._saving = list(watch_saving(trainer, self._parallel(), self._mesh(), gathers)) if cut else []
 
     def _watch_exceptions(self, trainer: Any) -> None:
         """Let callbacks that save after an exception do so if all ranks can."""

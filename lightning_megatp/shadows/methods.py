@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from lightning_megatp.mesh import AXES
@@ -16,7 +15,6 @@ from lightning_megatp.shadows.shadows import Shadows, agree, owners_of, synchron
 class ShadowMethods(Parts):
     """Tensors that a user keeps beside the weights."""
 
-    _cannot_gather: Callable[[], bool]
     _detours: list[Detour]
 
     def _find_shadows(self) -> list[Found]:
@@ -44,4 +42,3 @@ class ShadowMethods(Parts):
         if parallel.shadows is None:
             parallel.shadows = Shadows(found, parallel, self._mesh())
         self._detours += parallel.shadows.around_hooks(trainer)
-        parallel.shadows.watch_saving(trainer, lambda: not self._cannot_gather())

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from lightning_megatp.module import ParallelModule
 from lightning_megatp.shadows.finding import BUFFERS, Found
 from lightning_megatp.shim.torch import tensor_version
 from lightning_megatp.tensor.in_hooks import own_part
-from lightning_megatp.tensor.parameters import gather_shards
 
 
 class Shadow:
@@ -64,7 +62,9 @@ class Shadow:
         if self._fits(part=False):
             self._aside = self.value
             whole = self._entries(part=False)
-            self._put([(key, self._cut(name, whole[key])) for key, name in self._held().items()], is_part=True)
+            self._put(
+                [(key, self._parallel.part_like(name, whole[key])) for key, name in self._held().items()], is_part=True
+            )
             self._state_before = self._state()
         elif self._is_part and isinstance(self.value, list) and self._parallel.pipeline is not None:
             raise RuntimeError(
@@ -79,14 +79,14 @@ class Shadow:
             self._set(self._aside, is_part=False)
         self._aside = None
 
-    def gathered(self) -> dict[str, tuple[Any, Tensor]]:
-        """Name of each weight that this rank holds -> key, and the whole tensor.
+    def gathered(self) -> Iterator[tuple[str, Any, Tensor]]:
+        """Name of each weight that this rank holds, key, and the whole tensor.
 
         Communication: one all-gather over tp, and one over dp with zero > 0, for each that is cut.
         """
         entries = self._entries(self._is_part)
-        held = self._held().items() if entries else ()
-        return {name: (key, self._whole(name, entries[key]) if self._is_part else entries[key]) for key, name in held}
+        for key, name in self._held().items() if entries else ():
+            yield name, key, self._parallel.whole_like(name, entries[key]) if self._is_part else entries[key]
 
     def put_whole(self, entries: Iterable[tuple[Any, Tensor]]) -> tuple[Any, bool]:
         """Put whole tensors in its place, until what this returns is given to `put_back`."""
@@ -102,13 +102,15 @@ class Shadow:
     def cut_anew(self) -> None:
         """Values were loaded into the whole one: of these, this rank's part. No communication."""
         whole = self._entries(part=False)
-        self._put([(key, self._cut(name, whole[key])) for key, name in self._held().items()], is_part=True)
+        self._put(
+            [(key, self._parallel.part_like(name, whole[key])) for key, name in self._held().items()], is_part=True
+        )
 
     def keep_whole(self, name: str) -> None:
         """Gather the tensor of this weight, which will not be split any more."""
         entries = list(self._entries(part=True).items()) if self._is_part else []
         if any(self.names[key] == name for key, _ in entries):
-            whole = [(key, self._whole(name, x) if self.names[key] == name else x) for key, x in entries]
+            whole = [(key, self._parallel.whole_like(name, x) if self.names[key] == name else x) for key, x in entries]
             self._put(whole, is_part=True)
 
     def tensors(self) -> Iterable[Tensor]:
@@ -166,31 +168,6 @@ class Shadow:
         whole = dict(zip(self.names, self._aside, strict=True)) if isinstance(self._aside, list) else self._aside
         cut = {key: name for key, name in self._held().items() if parts[key] is not whole[key]}
         return not all(
-            torch.equal(own_part(self._cut(name, whole[key])), own_part(parts[key])) for key, name in cut.items()
+            torch.equal(own_part(self._parallel.part_like(name, whole[key])), own_part(parts[key]))
+            for key, name in cut.items()
         )
-
-    @torch.no_grad()
-    def _cut(self, name: str, x: Tensor) -> Tensor:
-        parameter = self._parallel.names.get(name)
-        spec, divided = (None, None)
-        if parameter is not None:
-            spec, divided = self._parallel.own_spec(parameter), self._parallel.divided.get(id(parameter))
-        x = x if spec is None else spec.take(x)
-        return x if divided is None else divided.as_divided(divided.take(x))
-
-    def _whole(self, name: str, x: Tensor) -> Tensor:
-        parallel, parameter, device = self._parallel, self._parallel.names.get(name), x.device
-        if parameter is None:
-            return x
-        if isinstance(x, DTensor):
-            x = parallel.of_tensor_rank(parameter, x.to_local())
-        spec = parallel.spec(parameter)
-        return x if spec is None else gather_shards(parallel.to_send(x), spec, parallel.context.group).to(device)
-
-
-def is_cut(found: Found, parallel: ParallelModule) -> bool:
-    """Whether this rank holds less of these weights than the whole."""
-    if parallel.pipeline is not None:
-        return True
-    held = [p for name in found.names.values() if (p := parallel.names.get(name)) is not None]
-    return any(parallel.spec(p) is not None or id(p) in parallel.divided for p in held)

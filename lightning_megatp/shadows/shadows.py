@@ -18,12 +18,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_megatp.gradients.whole_norms import is_users
-from lightning_megatp.mesh import AXES, ParallelMesh, on_cpu
+from lightning_megatp.mesh import AXES, ParallelMesh
 from lightning_megatp.messages import warn_once_per_run
 from lightning_megatp.module import ParallelModule
 from lightning_megatp.pipeline.detour import Detour
 from lightning_megatp.shadows.finding import Found, find_shadows
-from lightning_megatp.shadows.shadow import Shadow, is_cut
+from lightning_megatp.shadows.shadow import Shadow
 from lightning_megatp.tensor.in_hooks import own_part
 
 _HOOKS = (
@@ -35,8 +35,8 @@ _HOOKS = (
     ),
 )
 """Which find this rank's parts of the weights."""
-_SAVES = ("on_save_checkpoint", "state_dict")
-"""What puts something into a checkpoint: of the module the first, of a callback both."""
+Gathered = dict[str, dict[str, tuple[Any, Tensor]]]
+"""Path -> name of a weight -> key and tensor."""
 
 
 class Shadows:
@@ -50,9 +50,9 @@ class Shadows:
 
     def __init__(self, found: Sequence[Found], parallel: ParallelModule, mesh: ParallelMesh) -> None:
         self._parallel, self._mesh = parallel, mesh
-        self._kept = [Shadow(x, parallel) for x in found if is_cut(x, parallel)]
+        cut = (x for x in found if parallel.pipeline is not None or any(map(parallel.is_cut, x.names.values())))
+        self._kept = [Shadow(x, parallel) for x in cut]
         self._in_hook = False
-        self._saving: list[Detour] = []
 
     def around_hooks(self, trainer: Any) -> Iterator[Detour]:
         """Let hooks of the module and of callbacks find parts."""
@@ -67,27 +67,6 @@ class Shadows:
             for hook in _HOOKS:
                 if is_users(owner, hook):
                     yield Detour(owner, hook, functools.partial(run, hook))
-
-    def watch_saving(self, trainer: Any, gathers: Callable[[], bool]) -> None:
-        """Let hooks that put something into a checkpoint find the whole, after the run too.
-
-        Args:
-            trainer: about to run.
-            gathers: whether all ranks save together.
-        """
-        for detour in self._saving:
-            detour.end()
-
-        def save(call: Callable[[], Any]) -> Any:
-            with self.as_whole(owners_of(trainer)) if gathers() else contextlib.nullcontext():
-                return call()
-
-        self._saving = [
-            Detour(owner, hook, save)
-            for owner in (self._parallel.module, *trainer.callbacks)
-            for hook in (_SAVES[:1] if owner is self._parallel.module else _SAVES)
-            if is_users(owner, hook)
-        ]
 
     @contextlib.contextmanager
     def as_held(self) -> Iterator[None]:
@@ -128,7 +107,8 @@ class Shadows:
 
         Communication: one all-gather over tp, and one over dp with zero > 0, for each that is cut.
         """
-        before = [(kept, kept.put_whole(kept.gathered().values())) for kept in self._kept if kept.in_buffers]
+        buffers = [kept for kept in self._kept if kept.in_buffers]
+        before = [(kept, kept.put_whole((key, x) for _, key, x in kept.gathered())) for kept in buffers]
         try:
             yield
         finally:
@@ -141,7 +121,8 @@ class Shadows:
 
     @contextlib.contextmanager
     def as_whole(self, owners: Mapping[str, Any]) -> Iterator[None]:
-        """Meanwhile all others are whole, those too that were made after the split.
+        """Meanwhile all others are whole, those too that were made after the split; in the host's memory, and on the
+        first tensor rank of the first copy of the model alone.
 
         Args:
             owners: by name, what is looked through for those.
@@ -158,8 +139,13 @@ class Shadows:
         found = agree([x for x in found if (id(x.holder), x.key) not in known], self._mesh, "dp", "tp")
         new = [Shadow(x, self._parallel, is_part=True) for x in found]
         kept_here = [kept for kept in (*self._kept, *new) if not kept.in_buffers]
-        gathered = {kept.path: kept.gathered() for kept in kept_here}
-        if self._mesh.size("pp") > 1:
+        keeps = self._mesh.rank("tp") == self._mesh.rank("dp") == 0
+        gathered: Gathered = {kept.path: {} for kept in kept_here}
+        for kept in kept_here:
+            for name, key, x in kept.gathered():
+                if keeps:
+                    gathered[kept.path][name] = key, x.cpu()
+        if keeps and self._mesh.size("pp") > 1:
             gathered = self._of_all_stages(gathered)
         before = [(kept, kept.put_whole(gathered[kept.path].values())) for kept in kept_here]
         try:
@@ -168,8 +154,8 @@ class Shadows:
             for kept, value in before:
                 kept.put_back(value)
 
-    def _of_all_stages(self, gathered: Mapping[str, Any]) -> dict[str, dict[str, tuple[Any, Tensor]]]:
-        stages = self._mesh.exchange(on_cpu(gathered), "pp")
+    def _of_all_stages(self, gathered: Gathered) -> Gathered:
+        stages = self._mesh.exchange(gathered, "pp")
         if elsewhere := sorted({path for stage in stages for path in stage} - gathered.keys()):
             warn_once_per_run(
                 f"`{elsewhere[0]}` follows weights of other pipeline stages than this one, and a checkpoint gets what"

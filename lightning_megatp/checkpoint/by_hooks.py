@@ -1,0 +1,205 @@
+"""What the user's hooks put into a checkpoint: there weights are whole, as on one device.
+
+`checkpoint["adapter"] = self.model.state_dict()` in `on_save_checkpoint` has this rank's parts of its stage's weights,
+and one rank writes the file. So weights are followed through such a hook, up to what it has added to the checkpoint,
+and are gathered there. Averages that the user keeps are shown whole meanwhile (`shadows/`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
+
+from lightning_megatp.gradients.whole_norms import is_users
+from lightning_megatp.mesh import AXES, ParallelMesh
+from lightning_megatp.messages import warn_once_per_run
+from lightning_megatp.module import ParallelModule
+from lightning_megatp.pipeline.detour import Detour
+from lightning_megatp.shadows.shadows import owners_of
+from lightning_megatp.shim.torch import is_fake, tree_leaves
+from lightning_megatp.tensor.functions import operation_name, operation_names
+from lightning_megatp.tensor.in_hooks import own_part
+
+_COPIES = operation_names("data detach clone to cpu cuda float half bfloat16 double contiguous type requires_grad_")
+"""Operations of which the result is the same weight."""
+_CONTAINERS = (dict, list, tuple)
+Path = tuple[Any, ...]
+"""Keys and indices, from the outside in."""
+Weights = dict[Path, list[tuple[Any, str, Tensor]]]
+"""Path of a container -> key, name and value of each weight in it."""
+
+
+def watch_saving(
+    trainer: Any, parallel: ParallelModule, mesh: ParallelMesh, gathers: Callable[[], bool]
+) -> Iterator[Detour]:
+    """Complete what hooks of the module and of callbacks put into checkpoints.
+
+    Args:
+        trainer: about to run.
+        parallel: the module, cut into stages and divided.
+        mesh: who is where.
+        gathers: whether all ranks save together.
+    """
+
+    def save(hook: str, call: functools.partial[Any]) -> Any:
+        if not gathers():
+            return call()
+        shadows, followed = parallel.shadows, _Followed(parallel)
+        with contextlib.nullcontext() if shadows is None else shadows.as_whole(owners_of(trainer)):
+            if hook == "state_dict":
+                with followed:
+                    state = call()
+                return _completed({hook: state}, followed, parallel, mesh, hook)[hook]
+            checkpoint = call.args[-1]
+            before, state = dict(checkpoint), checkpoint.get("state_dict", {})
+            before_state = dict(state)
+            with followed:
+                call()
+        added = {key: x for key, x in checkpoint.items() if before.get(key) is not x}
+        changed = {key: x for key, x in state.items() if before_state.get(key) is not x}
+        completed = _completed({"added": added, "changed": changed}, followed, parallel, mesh, hook)
+        checkpoint.update(completed["added"])
+        state.update(completed["changed"])
+        return None
+
+    for owner in (parallel.module, *trainer.callbacks):
+        for hook in ("on_save_checkpoint",) if owner is parallel.module else ("on_save_checkpoint", "state_dict"):
+            if is_users(owner, hook):
+                yield Detour(owner, hook, functools.partial(save, hook))
+
+
+class _Followed(TorchFunctionMode):
+    """Knows what is a weight, or a copy of one that was made meanwhile."""
+
+    def __init__(self, parallel: ParallelModule) -> None:
+        super().__init__()
+        self._of: dict[int, str] = {id(p): name for name, p in reversed(parallel.names.items())}
+        held = {name: own_part(p.detach()) for name, p in reversed(parallel.names.items()) if not p.is_meta}
+        self._at = {_place(x): name for name, x in held.items() if not is_fake(x) and x.numel()}
+        self._copies: Any = WeakIdKeyDictionary()
+        self.made_of: Any = WeakIdKeyDictionary()
+        """Tensor -> name of a weight that it was computed of."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if operation_name(func) in _COPIES and args and (name := self.name(args[0])) is not None:
+            self._copies[result] = name
+        elif isinstance(result, Tensor):
+            given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+            name = next((name for x in given if (name := self.name(x) or self.made_of.get(x)) is not None), None)
+            if name is not None:
+                self.made_of[result] = name
+        return result
+
+    def name(self, x: Any) -> str | None:
+        """Of the weight that this is; None for anything else."""
+        if not isinstance(x, Tensor) or is_fake(x) or x.is_meta or x.layout is not torch.strided:
+            return None
+        found: str | None = self._of.get(id(x)) or self._copies.get(x)
+        return found or self._at.get(_place(own_part(x.detach())))
+
+
+def _place(x: Tensor) -> Any:
+    return x.data_ptr(), x.shape, x.stride()
+
+
+def _completed(
+    content: dict[str, Any], followed: _Followed, parallel: ParallelModule, mesh: ParallelMesh, hook: str
+) -> dict[str, Any]:
+    """The same with whole weights, of all stages, on the first tensor rank of the first copy of the model."""
+    found = {path: weights for path, weights in _find((), content, followed) if weights}
+    names = {path: [name for _, name, _ in weights] for path, weights in found.items()}
+    by_stage: dict[int, list[Any]] = {}
+    for rank, of_rank in zip(mesh.ranks(*AXES), mesh.exchange(names, *AXES), strict=True):
+        by_stage.setdefault(mesh.shape.stage(rank), []).append(of_rank)
+    if any(of_rank != of_ranks[0] for of_ranks in by_stage.values() for of_rank in of_ranks):
+        warn_once_per_run(
+            f"`{hook}` puts weights into the checkpoint on some ranks only, and what is saved there is the part that"
+            " global rank 0 holds. Do it on all ranks: the rest is gathered then, and one rank writes."
+        )
+        return content
+    made_of = [name for x in tree_leaves(content) if isinstance(x, Tensor) and (name := followed.made_of.get(x))]
+    if cut := [name for name in made_of if parallel.is_cut(name)]:
+        warn_once_per_run(
+            f"`{hook}` puts something into the checkpoint that it computes of `{cut[0]}`, of which each rank holds a"
+            " part: it is about that part. Save the weight itself, which is gathered."
+        )
+    keeps = mesh.rank("tp") == mesh.rank("dp") == 0
+    whole: Weights = {path: [] for path in found}
+    for path, weights in found.items():
+        for key, name, x in weights:
+            value = parallel.whole_like(name, x.detach())
+            if keeps:
+                whole[path].append((key, name, value.cpu()))
+    if not keeps:
+        return content
+    if mesh.size("pp") > 1:
+        whole = _of_all_stages(mesh.exchange(whole, "pp"), parallel.order)
+    completed: dict[str, Any] = _with((), content, found, whole)
+    if any(map(is_fake, tree_leaves(completed))):
+        raise RuntimeError(
+            f"MegaTPStrategy: `{hook}` puts something into the checkpoint that it computes of weights of other pipeline"
+            " stages than this one. Save the weights themselves, which are gathered."
+        )
+    return completed
+
+
+def _find(path: Path, value: Any, followed: _Followed) -> Iterator[tuple[Path, list[tuple[Any, str, Tensor]]]]:
+    """Every container in a value, with the weights that lie in it."""
+    items = _items(value)
+    named = [(key, followed.name(x), x) for key, x in items]
+    yield path, [(key, name, x) for key, name, x in named if name is not None]
+    for key, x in items:
+        if isinstance(x, _CONTAINERS):
+            yield from _find((*path, key), x, followed)
+
+
+def _items(value: Any) -> list[tuple[Any, Any]]:
+    if isinstance(value, dict):
+        return [(key, x) for key, x in value.items() if isinstance(key, (str, int))]
+    return list(enumerate(value))
+
+
+def _of_all_stages(stages: list[Weights], order: tuple[str, ...]) -> Weights:
+    """Of a weight on several stages, one of them; in the order of the whole model."""
+    at = {name: i for i, name in enumerate(order)}
+    merged: Weights = {}
+    for path in dict.fromkeys(path for stage in stages for path in stage):
+        weights = {name: (key, name, x) for stage in stages for key, name, x in stage.get(path, ())}
+        merged[path] = sorted(weights.values(), key=lambda weight: at.get(weight[1], len(at)))
+    return merged
+
+
+def _with(path: Path, value: Any, own: Weights, whole: Weights) -> Any:
+    """A container with whole weights in the place of parts, and with those of other stages.
+
+    Args:
+        own: what this rank has there.
+    """
+    if not any(at[: len(path)] == path for at in whole):
+        return value
+    weights = whole.get(path, [])
+    inner = {key: _with((*path, key), x, own, whole) for key, x in _items(value) if isinstance(x, _CONTAINERS)}
+    if isinstance(value, dict):
+        made, new = copy.copy(value), {**inner, **{key: x for key, _, x in weights}}
+        made.update(new)
+        if made.keys() != value.keys():  # in the order of the whole model
+            for key, _, x in weights:
+                del made[key]
+                made[key] = x
+        return made
+    if weights and len(own.get(path, ())) == len(value):  # a list of nothing else
+        return type(value)(x for _, _, x in weights)
+    new = {**inner, **{key: x for key, _, x in weights if key < len(value)}}
+    items = [new.get(i, x) for i, x in enumerate(value)]
+    return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
