@@ -191,8 +191,8 @@ class _SetUpEarly:
 @contextmanager
 def _as_resumed(loop: Any) -> Iterator[None]:
     """Meanwhile a fit loop has counted as far as the checkpoint to go on from: who makes loaders may ask for the epoch,
-    and Lightning notes for which it has them. It restores loops later, from the checkpoint that it keeps under a private
-    name until then (`_loaded_checkpoint`, 2.5-2.6)."""
+    and Lightning notes for which it has them. It restores loops later, from the checkpoint that it keeps until then
+    under a private name (`_loaded_checkpoint`, 2.5-2.6)."""
     loops = (loop.trainer._checkpoint_connector._loaded_checkpoint or {}).get("loops") or {}
     resumed = loops.get("fit_loop", {})
     counts = {name: state for name, state in loop.state_dict().items() if name.endswith("progress") and name in resumed}
