@@ -40,6 +40,7 @@ from lightning_megatp.pipeline.slicing.units import modules_around
 from lightning_megatp.pipeline.split import split_batch
 from lightning_megatp.shim.compiler import is_compiled
 from lightning_megatp.shim.torch import DisableTorchFunction
+from lightning_megatp.tensor.in_hooks import own_part
 
 
 @dataclass(frozen=True)
@@ -328,10 +329,11 @@ class Pipeline:
 
     @torch.no_grad()
     def _norms(self) -> Tensor:
-        """Of the parameters, and of averages of them. Their versions would not tell what is done to their `.data`."""
+        """Of what this rank has of the parameters, and of averages of them. Their versions would not tell what is done
+        to their `.data`."""
         averages = () if self.parallel.shadows is None else self.parallel.shadows.tensors()
-        tensors = (*self.parallel.module.parameters(), *averages)
-        wide = ((p, torch.promote_types(p.dtype, torch.float32)) for p in tensors)
+        own = map(own_part, (*self.parallel.module.parameters(), *averages))
+        wide = ((p, torch.promote_types(p.dtype, torch.float32)) for p in own)
         with DisableTorchFunction():  # hooks are watched for what they make of weights
             found = [torch.linalg.vector_norm(p, dtype=dtype).double() for p, dtype in wide if p.numel()]
         return torch.stack(found) if found else torch.zeros(0)

@@ -24,7 +24,6 @@ from lightning_megatp.module import ParallelModule
 from lightning_megatp.pipeline.detour import Detour
 from lightning_megatp.shadows.finding import Found, find_shadows
 from lightning_megatp.shadows.shadow import Shadow
-from lightning_megatp.tensor.in_hooks import own_part
 
 _HOOKS = (
     *("on_fit_start", "on_fit_end", "on_before_optimizer_step", "on_before_zero_grad", "optimizer_step"),
@@ -170,7 +169,7 @@ class Shadows:
 
     def tensors(self) -> list[Tensor]:
         """All that are there now."""
-        return [own_part(x) for kept in self._kept for x in kept.tensors()]
+        return [x for kept in self._kept for x in kept.tensors()]
 
     def keep_whole(self, name: str) -> None:
         """A weight is about to be whole on all tensor ranks from now on.

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch.distributed as dist
@@ -170,7 +171,8 @@ class _SetUpEarly:
     def of(cls, loop: Any) -> None:
         """Do it early."""
         before = random_state()
-        loop.setup_data()
+        with _as_resumed(loop):
+            loop.setup_data()
         if loop._combined_loader is not None:
             loop.setup_data = cls(loop, before, random_state())
         set_random_state(before)
@@ -184,6 +186,23 @@ class _SetUpEarly:
             set_random_state(self._drawn)
         else:
             iter(self._loop._data_fetcher)
+
+
+@contextmanager
+def _as_resumed(loop: Any) -> Iterator[None]:
+    """Meanwhile a fit loop has counted as far as the checkpoint to go on from: who makes loaders may ask for the epoch,
+    and Lightning notes for which it has them. It restores loops later, from the checkpoint that it keeps until then
+    under a private name (`_loaded_checkpoint`, 2.5-2.6)."""
+    loops = (loop.trainer._checkpoint_connector._loaded_checkpoint or {}).get("loops") or {}
+    resumed = loops.get("fit_loop", {})
+    counts = {name: state for name, state in loop.state_dict().items() if name.endswith("progress") and name in resumed}
+    for name in counts:
+        attrgetter(name)(loop).load_state_dict(resumed[name])
+    try:
+        yield
+    finally:
+        for name, state in counts.items():
+            attrgetter(name)(loop).load_state_dict(state)
 
 
 def restart_loaders(trainer: Any) -> None:

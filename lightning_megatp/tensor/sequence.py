@@ -28,9 +28,11 @@ from lightning_megatp.tensor.shards import (
     becomes_leaf,
     changes,
     gathered,
+    is_collective,
     is_flat,
     map_arguments,
     of_whole,
+    send_whole,
 )
 
 
@@ -89,6 +91,10 @@ class SequenceShard(Shard):
         layout = self.tokens
         return gather_sequence(self.plain, layout.group, layout.dim, layout.length, "whole")
 
+    def take_part(self, whole: Tensor) -> None:
+        """No communication: each rank has the whole value."""
+        self.plain.copy_(scatter_sequence(whole, self.tokens.group, self.tokens.dim))
+
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -111,6 +117,8 @@ class SequenceShard(Shard):
                 f"MegaTPStrategy: `{name}` on a tensor of which this rank holds some tokens would see a part of its"
                 " gradient. Take the `sequence` style of this block out of the plan."
             )
+        if is_collective(func):
+            return send_whole(func, name, args, kwargs)
         if changes(SequenceShard, name, args, kwargs):
             return _change_whole(func, name, args, kwargs)
         own_args, own_kwargs = map_arguments(_gathered, args, kwargs)
@@ -129,9 +137,9 @@ def _change_whole(func: Callable[..., Any], name: str, args: tuple[Any, ...], kw
     if not isinstance(shard, SequenceShard) or name not in CHANGE_VALUES or kwargs.get("out") is not None:
         raise RuntimeError(_changed_in_place(name))
     (whole, *rest), options = map_arguments(_gathered, args, kwargs)
-    whole, layout = whole.clone(), shard.tokens
+    whole = whole.clone()
     func(whole, *rest, **options)
-    shard.plain.copy_(scatter_sequence(whole, layout.group, layout.dim))
+    shard.take_part(whole)
     return None if name == "__setitem__" else shard
 
 

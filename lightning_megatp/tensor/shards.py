@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -27,6 +28,10 @@ class Shard(torch.Tensor):
         Args:
             operation: what needs it, for an account of gathers.
         """
+        raise NotImplementedError
+
+    def take_part(self, whole: Tensor) -> None:
+        """Take this rank's part of another value of the whole tensor."""
         raise NotImplementedError
 
 
@@ -136,6 +141,34 @@ def _as_returned(x: Any) -> Any:
     return x
 
 
+def is_collective(func: Callable[..., Any]) -> bool:
+    """Whether it is a function of torch.distributed: torch's own ask `__torch_function__` (2.13)."""
+    return str(getattr(func, "__module__", "")).startswith("torch.distributed")
+
+
+def send_whole(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A function of torch.distributed on the whole tensors of shards, which take their part of what it has received."""
+    given = inspect.signature(func).bind(*args, **kwargs)
+    received: list[tuple[Shard, Tensor]] = []
+
+    def take(x: Any) -> Any:
+        if not isinstance(x, Shard):
+            return x
+        received.append((x, x.whole(name).detach().clone()))  # what was gathered may be held for others
+        return received[-1][1]
+
+    for parameter, x in given.arguments.items():
+        receives = parameter not in _SENT and not (parameter == "tensor" and name in _SENDING)
+        given.arguments[parameter] = tree_map(take if receives else gathered, x)
+    work = func(*given.args, **given.kwargs)
+    if received and work is not None:
+        work.wait()
+    with torch.no_grad():
+        for shard, whole in received:
+            shard.take_part(whole)
+    return work
+
+
 def becomes_leaf(func: Callable[..., Any], name: str, args: tuple[Any, ...]) -> bool:
     """Whether a shard that needs no gradient is told to collect one."""
     sets = name == "requires_grad_" or (name == "requires_grad" and func.__name__ == "__set__")
@@ -154,6 +187,9 @@ def changes(kind: type[Tensor], name: str, args: tuple[Any, ...], kwargs: dict[s
     return written and bool(args) and any(isinstance(x, kind) for x in tree_leaves(args[0]))
 
 
+_SENT = frozenset(["group", "input", "input_list", "input_tensor", "input_tensor_list", "op", "scatter_list"])
+_SENDING = frozenset(["all_gather", "gather", "isend", "send"])
+"""Of the functions of torch.distributed, parameters that are only sent; and where `tensor` is one of them."""
 METADATA = operation_names(
     """
     dtype device layout requires_grad requires_grad_ is_leaf grad_fn is_cuda is_cpu is_meta is_sparse is_quantized

@@ -261,6 +261,53 @@ def _compare_values(found: dict[str, float], expected: dict[str, float]) -> None
         assert found[name] == approx(value, 1e-6 if metric else 1e-9), name
 
 
+class Collecting(GPT):
+    """Keeps losses on the module for its hooks, one of which may change a parameter."""
+
+    def __init__(self, changes: bool = False) -> None:
+        super().__init__(GPTConfig(tied=False))
+        self.changes = changes
+        self.trained: list[Tensor] = []
+        self.validated: list[Tensor] = []
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        loss: Tensor = super().training_step(batch, batch_idx)
+        self.trained.append(loss.detach())
+        return loss
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self.validated.append(super().training_step(batch, batch_idx))
+
+    def on_train_epoch_end(self) -> None:
+        self.log("trained", torch.stack(self.trained).mean(), sync_dist=True)
+        self.trained.clear()
+        if self.changes:
+            self.head.weight.data.mul_(0.5)
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("validated", torch.stack(self.validated).mean(), sync_dist=True)
+        self.validated.clear()
+
+
+def _collected(layout: Layout, changes: bool) -> dict[str, float]:
+    torch.manual_seed(3)
+    trainer = make_trainer(layout, max_epochs=2, num_sanity_val_steps=2, check_val_every_n_epoch=2)
+    trainer.fit(Collecting(changes), train_loader(layout, 3), eval_loader(layout, 2))
+    return {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+
+@pytest.mark.parametrize("zero", [2, pytest.param(3, marks=pytest.mark.extended)])
+def test_hooks_of_the_last_stage_beside_zero(zero: int) -> None:
+    layout = dataclasses.replace(DP2_PP2, zero=zero)
+    expected = run_program(PLAIN, _collected, False)[0]
+    for found in run_program(layout, _collected, False):
+        assert {name: found[name] for name in ("trained", "validated")} == approx(
+            {name: expected[name] for name in ("trained", "validated")}
+        )
+    with pytest.raises(RankError, match="`on_train_epoch_end` changes parameters"):
+        run_program(layout, _collected, True)
+
+
 # ---------------------------------------------------------------- the stages of a Trainer
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torchmetrics
+from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import Callback, EarlyStopping, LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
@@ -216,3 +217,62 @@ def test_a_scheduler_per_step(layout: Layout) -> None:
     expected = run_program(PLAIN, _scheduled)[0]
     for found in run_program(layout, _scheduled):
         assert found == pytest.approx(expected, abs=1e-9)
+
+
+class PerClass(GPT):
+    """Counts each class in a metric, and keeps logits for its hook to send."""
+
+    def __init__(self) -> None:
+        super().__init__(GPTConfig(tied=False))
+        self.recall = torchmetrics.classification.MulticlassRecall(32, top_k=3)
+        self.kept: list[Tensor] = []
+        self.sent: dict[str, Tensor] = {}
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        logits_BLV = self(batch[0])
+        self.recall.update(logits_BLV.flatten(0, 1), batch[1].flatten())
+        self.log("recall", self.recall)
+        self.kept.append(logits_BLV)
+
+    def on_validation_epoch_end(self) -> None:
+        self.sent = _sent(self, torch.stack(self.kept))
+        self.kept.clear()
+
+
+def _sent(module: LightningModule, logits: Tensor) -> dict[str, Tensor]:
+    """What ranks of the dp axis send each other: by the module, the strategy, and torch."""
+    strategy: Any = module.trainer.strategy
+    found = [module.all_gather(logits), strategy.reduce(logits, reduce_op="sum")]
+    if hasattr(strategy, "mesh"):
+        group, total = strategy.mesh.group("dp"), logits.clone()
+        parts = [torch.zeros_like(logits) for _ in range(group.size())]
+        torch.distributed.all_gather(parts, logits, group=group)
+        total_work = torch.distributed.all_reduce(total, group=group, async_op=True)
+        assert total_work is not None
+        total_work.wait()
+    else:
+        parts, total = [logits], logits
+    each = found[0] if found[0].dim() > logits.dim() else found[0][None]
+    whole = each.movedim(0, 2).flatten(1, 2), sum(each.unbind()), torch.stack(parts).movedim(0, 2).flatten(1, 2)
+    names = ("module", "sum of module", "torch", "strategy", "torch reduced")
+    return {k: torch.tensor(v.tolist()) for k, v in zip(names, (*whole, found[1], total), strict=True)}
+
+
+def _per_class(layout: Layout) -> tuple[float, dict[str, Tensor], bool]:
+    torch.manual_seed(3)
+    module, options = PerClass(), {} if layout.plain else {"strategy": {"plan": "auto"}}
+    trainer = make_trainer(layout, **options)
+    recall = trainer.validate(module, eval_loader(layout, 3), verbose=False)[0]["recall"]
+    return recall, module.sent, layout.plain or any("head" in name for name in trainer.strategy.parallel.plan.layers)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_what_each_tensor_rank_has_a_part_of_is_sent_whole(layout: Layout) -> None:
+    recall, sent, _ = run_program(PLAIN, _per_class)[0]
+    for found, values, split in run_program(layout, _per_class):
+        assert found == pytest.approx(recall, rel=1e-6)
+        assert split == (layout.tp > 1), "the case is about logits of which ranks have parts"
+        for name in ("module", "torch"):
+            torch.testing.assert_close(values[name], sent[name], rtol=1e-9, atol=1e-9)
+        for name in ("strategy", "torch reduced"):
+            torch.testing.assert_close(values[name], values["sum of module"], rtol=1e-9, atol=1e-9)

@@ -6,6 +6,7 @@ import os
 import random
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,18 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from tests.distributed.training import DP2, PLAIN, TP2, TP2_DP2, Layout, make_trainer, run_program, tokens
+from tests.distributed.training import (
+    DP2,
+    PLAIN,
+    TP2,
+    TP2_DP2,
+    WEIGHTS_ONLY,
+    Layout,
+    make_trainer,
+    run_program,
+    shared_directory,
+    tokens,
+)
 from tests.parity.models import GPT
 from tests.parity.variants import variant
 
@@ -499,3 +511,38 @@ def test_generators_and_counts_of_the_datas_own_are_put_back(layout: Layout) -> 
         assert all(torch.equal(a, b) for x, y in zip(found, batches, strict=True) for a, b in zip(x, y, strict=True))
         assert metrics == pytest.approx(logged, rel=1e-9)
         assert counted == counts
+
+
+class ByEpoch(LightningDataModule):
+    """Other data in each epoch, as the Trainer counts them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[tuple[int, int]] = []
+
+    def train_dataloader(self) -> DataLoader:
+        assert self.trainer is not None
+        self.asked.append((self.trainer.current_epoch, self.trainer.global_step))
+        return DataLoader(tokens(12, seed=self.asked[-1][0]), batch_size=4)
+
+
+def _by_epoch(layout: Layout, every: int, root: str) -> tuple[list[tuple[int, int]], list[Any], int]:
+    """Resumed in the middle of the second epoch."""
+    file, recorder, data = shared_directory(layout, "by_epoch", root) / "middle.ckpt", BatchRecorder(), ByEpoch()
+    options = {"strategy": {"plan": "auto"}, "reload_dataloaders_every_n_epochs": every}
+    first = make_trainer(layout, **options, max_steps=5, max_epochs=-1)
+    first.fit(GPT(), datamodule=ByEpoch())
+    first.save_checkpoint(file)
+    second = make_trainer(layout, **options, max_epochs=6, callbacks=[recorder])
+    second.fit(GPT(), datamodule=data, ckpt_path=file, **WEIGHTS_ONLY)
+    return data.asked, recorder.batches, second.global_step
+
+
+@pytest.mark.parametrize("every", [0, 2])
+@pytest.mark.parametrize("layout", [TP2, Layout(pp=2)], ids=str)
+def test_resumed_loaders_are_those_of_the_epoch(layout: Layout, every: int, tmp_path: Path) -> None:
+    asked, batches, steps = run_program(PLAIN, _by_epoch, every, str(tmp_path))[0]
+    assert [epoch for epoch, _ in asked] == ([2] if every == 0 else [2, 4])
+    for found, given, taken in run_program(layout, _by_epoch, every, str(tmp_path)):
+        assert (found, taken) == (asked, steps)
+        assert all(torch.equal(a, b) for x, y in zip(given, batches, strict=True) for a, b in zip(x, y, strict=True))

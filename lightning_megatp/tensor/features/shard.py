@@ -22,7 +22,17 @@ from lightning_megatp.tensor.features.call import Call, Operand
 from lightning_megatp.tensor.features.decision import Decision, Enter, take_local
 from lightning_megatp.tensor.features.layout import FeatureLayout
 from lightning_megatp.tensor.features.operation import DRAW, NEED_GRADIENT, NEED_WHOLE, Operation, operation_of
-from lightning_megatp.tensor.shards import CHANGE_VALUES, GatheredView, Shard, becomes_leaf, changes, of_whole, unsealed
+from lightning_megatp.tensor.shards import (
+    CHANGE_VALUES,
+    GatheredView,
+    Shard,
+    becomes_leaf,
+    changes,
+    is_collective,
+    of_whole,
+    send_whole,
+    unsealed,
+)
 from lightning_megatp.tensor.watch import draws_random
 
 _MOST_DECISIONS = 4096
@@ -68,6 +78,11 @@ class FeatureShard(Shard):
         value: Tensor = layout.context.exchange.gather(local, layout.dim, layout.by_rank)
         self.__dict__["_gathered"] = (key, value, tensor_version(value))
         return value
+
+    def take_part(self, whole: Tensor) -> None:
+        """Communication: `GroupExchange.scatter`."""
+        layout = self.features
+        self.plain.copy_(layout.context.exchange.scatter(whole, layout.dim, layout.by_rank))
 
     @classmethod
     def __torch_function__(
@@ -262,6 +277,8 @@ def _run_on_whole(func: Callable[..., Any], name: str, args: tuple[Any, ...], kw
             f"MegaTPStrategy: `{name}` on a tensor of which this rank holds some features would see a part of its"
             " gradient. Call it on a whole value: before the column layer, or after the row layer."
         )
+    if is_collective(func):
+        return send_whole(func, name, args, kwargs)
     if changes(FeatureShard, name, args, kwargs):
         return _change_whole(func, name, args, kwargs)
     draws = name in DRAW and draws_random(name, args, kwargs)
@@ -289,9 +306,9 @@ def _change_whole(func: Callable[..., Any], name: str, args: tuple[Any, ...], kw
     shard, (first, *rest) = args[0], tree_map(_gathered, args)
     if not isinstance(shard, FeatureShard) or name not in CHANGE_VALUES or kwargs.get("out") is not None:
         raise RuntimeError(_FeatureView.refusal(name))
-    whole, layout = first.clone(), shard.features  # what was gathered may be held for others
+    whole = first.clone()  # what was gathered may be held for others
     func(whole, *rest, **tree_map(_gathered, kwargs))
-    shard.plain.copy_(layout.context.exchange.scatter(whole, layout.dim, layout.by_rank))
+    shard.take_part(whole)
     return None if name == "__setitem__" else shard
 
 
