@@ -80,6 +80,8 @@ class ParallelModule:
         """Of the buffers of this rank's stages when training began, to see what hooks change; None before that."""
         self.averages: list[nn.Module] = []
         """Averaged copies of the module, of which this rank holds the same part."""
+        self.expects_parts: bool | None = None
+        """Whether who asks for a state dict expects parts: as long as a Trainer works with it. None before."""
         self.shadows: Any = None
         """What users keep beside the weights, a tensor for each."""
         self.uncompiled = False

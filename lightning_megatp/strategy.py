@@ -408,6 +408,8 @@ class MegaTPStrategyBase(StepMethods, GradientMethods, BuildingMethods, WorldMet
             self.precision_plugin.teardown()
             self.accelerator.teardown()
             self.checkpoint_io.teardown()
+        if self.parallel is not None and self.parallel.expects_parts:
+            self.parallel.expects_parts = False
         if self.pipeline is not None:
             self.pipeline.close()
         if self._batch_norms is not None:

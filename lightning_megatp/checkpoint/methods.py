@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from lightning_megatp.checkpoint.agree import together
 from lightning_megatp.checkpoint.averages import averaged_states
 from lightning_megatp.checkpoint.background import BackgroundSave
-from lightning_megatp.checkpoint.by_hooks import watch_saving
+from lightning_megatp.checkpoint.by_hooks import warn_of_parts, watch_saving
 from lightning_megatp.checkpoint.exceptions import AfterException
 from lightning_megatp.checkpoint.folder import save_folder, to_bytes
 from lightning_megatp.checkpoint.full import full_optimizer_state, full_state_dict, without_data
@@ -154,9 +154,13 @@ class CheckpointMethods(LoadingMethods):
     def _state_dict(self) -> dict[str, Any]:
         """What this rank has of the model; of what is divided its rows, also where an exception left it gathered."""
         assert self.lightning_module is not None
-        sharding = self._parallel().sharding
-        with contextlib.nullcontext() if sharding is None else sharding.as_rows():
-            state: dict[str, Any] = self.lightning_module.state_dict()
+        parallel = self._parallel()
+        expected, parallel.expects_parts = parallel.expects_parts, True
+        try:
+            with contextlib.nullcontext() if parallel.sharding is None else parallel.sharding.as_rows():
+                state: dict[str, Any] = self.lightning_module.state_dict()
+        finally:
+            parallel.expects_parts = expected
         return state
 
     def _gathered(self, state: dict[str, Any]) -> dict[str, Any]:
@@ -230,9 +234,12 @@ class CheckpointMethods(LoadingMethods):
         """Complete what hooks put into checkpoints of a model that is in parts."""
         for detour in self._saving:
             detour.end()
-        cut = self._mesh().size("tp") * self.pp > 1 or bool(self._parallel().divided)
-        gathers = lambda: not self._cannot_gather()  # noqa: E731
-        self._saving = list(watch_saving(trainer, self._parallel(), self._mesh(), gathers)) if cut else []
+        parallel, self._saving = self._parallel(), []
+        if self._mesh().size("tp") * self.pp > 1 or parallel.divided:
+            self._saving += watch_saving(trainer, parallel, self._mesh(), lambda: not self._cannot_gather())
+            if parallel.expects_parts is None:
+                warn_of_parts(parallel)
+            parallel.expects_parts = True
 
     def _watch_exceptions(self, trainer: Any) -> None:
         """Let callbacks that save after an exception do so if all ranks can."""
