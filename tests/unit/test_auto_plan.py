@@ -284,7 +284,8 @@ def test_hooks_of_the_users_own_are_called_by_real_steps_only() -> None:
     assert set(styles(result).values()) == {"column_gather"}
 
 
-def test_what_a_block_leaves_on_itself_is_compared_too() -> None:
+@pytest.mark.parametrize("left", [lambda y: y, lambda y: [y], lambda y: {"penalty": y}])
+def test_what_a_block_leaves_on_itself_is_compared_too(left: Any) -> None:
     class Auxiliary(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -292,7 +293,7 @@ def test_what_a_block_leaves_on_itself_is_compared_too() -> None:
 
         def forward(self, x: Tensor) -> Tensor:
             h = self.up(x)
-            self.penalty = h.square().mean()
+            self.penalty = left(h.square().mean())
             return self.down(h.relu())
 
     assert all(how != "as it is" for how in plan(Auxiliary(), 2).how.values())

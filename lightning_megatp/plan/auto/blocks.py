@@ -203,6 +203,11 @@ def copied_object(x: Any, change: Callable[[Tensor], Tensor]) -> Any:
         return x
 
 
+def own_attributes(module: nn.Module) -> dict[str, Any]:
+    """What a module holds besides parameters, buffers, modules and hooks."""
+    return {key: value for key, value in vars(module).items() if key not in _INTERNAL}
+
+
 def tensors_in(tree: Any, given: Any = None) -> list[Tensor]:
     """All tensors in what a module gets or returns, each once, at any depth of any objects.
 

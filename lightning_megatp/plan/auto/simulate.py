@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_megatp.plan.auto.blocks import Call, tensors_in
+from lightning_megatp.plan.auto.blocks import Call, own_attributes, tensors_in
 from lightning_megatp.plan.auto.exact import exact, exact_in_thread
 from lightning_megatp.plan.auto.numbers import reads_outside
 from lightning_megatp.plan.auto.thin import ThinLinear, concrete_call, copy_of
@@ -25,6 +25,7 @@ from lightning_megatp.plan.convolutions import channel_dim, input_ranges, own_gr
 from lightning_megatp.plan.layer import LayerPlan
 from lightning_megatp.plan.parallel_plan import AttributePlan
 from lightning_megatp.plan.ranges import Ranges, everything, length
+from lightning_megatp.shim.torch import tree_leaves
 from lightning_megatp.tensor.collectives import take_ranges
 from lightning_megatp.tensor.features.layout import FeatureLayout
 from lightning_megatp.tensor.features.shard import FeatureShard, own_features
@@ -410,7 +411,8 @@ def _crossing(outputs: Sequence[Tensor], module: nn.Module, given: Sequence[Tens
 
 def _left(module: nn.Module) -> dict[str, Tensor]:
     """What a run left on the modules as attributes, which others may read: an auxiliary loss, attention maps."""
-    named = ((f"{name}.{key}", x) for name, child in module.named_modules() for key, x in vars(child).items())
+    held = ((f"{name}.{key}", x) for name, child in module.named_modules() for key, x in own_attributes(child).items())
+    named = ((f"{key} {i}", x) for key, tree in held for i, x in enumerate(tree_leaves(tree)))
     return {name: x for name, x in named if isinstance(x, Tensor) and x.is_floating_point() and x.requires_grad}
 
 
