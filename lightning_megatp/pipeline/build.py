@@ -225,7 +225,7 @@ def _flows_forward(
     except SliceError:
         return False
     except Exception:
-        return True  # see `_in_order`
+        return True  # see `_looked_at`
     finally:
         slicer.close()
     return True
@@ -236,7 +236,11 @@ def used_beside(module: nn.Module, units: Sequence[str], example: Example | None
     that can be found out. The module may not be on its device yet."""
     tensors = (x.device for x in (*module.parameters(), *module.buffers()) if not x.is_meta)
     device = next(tensors, torch.device("cpu"))
-    return _in_order(module, list(units), example, device).touched if units else set()
+    for cut in (list(units), find_units(module)):  # blocks that can't be passed over, may be by parts
+        found = _looked_at(module, cut, example, device) if cut else None
+        if found is not None:
+            return found.touched
+    return set()
 
 
 def _in_order(
@@ -247,14 +251,25 @@ def _in_order(
     sizes: Sizes | None = None,
 ) -> UnitsOfStep:
     """The units in the order in which a step calls them, which is not always that of definition."""
+    return _looked_at(module, units, example, device, sizes) or UnitsOfStep(units)
+
+
+def _looked_at(
+    module: nn.Module,
+    units: list[str],
+    example: Example | None,
+    device: torch.device,
+    sizes: Sizes | None = None,
+) -> UnitsOfStep | None:
+    """What a step does with units; None if that can't be seen."""
     if example is None or example.batch is None:
-        return UnitsOfStep(units)
+        return None
     batch = apply_to_collection(example.batch, Tensor, lambda x: x.to(device))
     try:
         with alone():  # of a step's own messages those of fakes would not be sent, and the others so
             return units_of_step(module, units, example.bare_step, batch, sizes, device)
     except Exception:
-        return UnitsOfStep(units)  # what keeps the step from being looked at is told when the first batch is planned
+        return None  # what keeps the step from being looked at is told when the first batch is planned
 
 
 def reuse_pipeline(pipeline: Pipeline, mesh: ParallelMesh, options: PipelineOptions) -> None:

@@ -83,8 +83,9 @@ def gather_channels(exchange: Any, y: Tensor, dim: int, by_rank: tuple[Ranges, .
 
 
 def _is_channels_last(x: Tensor, dim: int) -> bool:
-    """Whether the channels of a whole input lie last."""
-    if isinstance(x, (FeatureShard, SequenceShard)):
+    """Whether the channels of a whole input lie last, and so do those of torch's result, which a convolution over one
+    dim always returns contiguous."""
+    if isinstance(x, (FeatureShard, SequenceShard)) or dim == -2:
         return False
     return x.movedim(dim, -1).is_contiguous() and not x.is_contiguous()
 

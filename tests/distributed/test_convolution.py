@@ -64,6 +64,8 @@ def _run(rank: int, world_size: int) -> None:
     if world_size == 2:
         shapes = [tuple(p.shape) for p in (layers.grouped.weight, layers.up.weight, layers.up.bias)]
         assert shapes == [(8, 3, 4), (9, 4 - rank, 3), (4 - rank,)]
+    tokens = layers.pointwise(torch.randn(2, 12, 32).double().transpose(1, 2))
+    assert tokens.is_contiguous(), "as on one device, and a dropout behind it draws in the order of memory"
     compare(Sound, PLAN, [sound[0]], _call)  # without a batch
     found = compare(Image, IMAGE_PLAN, [image], _call)
     y = found.module.right(image.to(memory_format=torch.channels_last))

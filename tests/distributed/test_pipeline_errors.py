@@ -192,6 +192,26 @@ class ReadsAnAttribute(Base):
         return super().loss(batch) + self.blocks[0].penalty  # type: ignore[operator]
 
 
+class PenaltyBehindACheck(Base):
+    """Adds a norm of all parameters where the step can't be followed any more."""
+
+    def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        loss = super().loss(batch)
+        assert loss >= 0
+        return loss + sum(p.abs().sum() for p in self.parameters())
+
+
+class PenaltyLater(Base):
+    """Adds one from the second batch on."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss + sum(p.abs().sum() for p in self.parameters()) if batch_idx else loss
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        assert self.trainer.fit_loop.batch_idx == 0, "another step was trained"
+
+
 class LeavesThePlan(Base):
     """Does another thing from the second batch on."""
 
@@ -323,6 +343,8 @@ ERRORS: dict[str, tuple[type[Base], list[str]]] = {
 def _fit(rank: int, world_size: int, name: str) -> None:
     kind = {
         "leaves": LeavesThePlan,
+        "penalty": PenaltyBehindACheck,
+        "penalty later": PenaltyLater,
         "generates": Generates,
         "no loss": NoLoss,
         "freezes": Freezes,
@@ -363,6 +385,8 @@ def test_what_can_not_be_done_raises_on_every_rank(name: str) -> None:
         ("unfreezes", "frozen or unfrozen since"),
         ("no loss", "instead of a loss"),
         ("finds nothing", "StopIteration"),
+        ("penalty", "`abs`"),
+        ("penalty later", "`abs`"),
     ],
 )
 def test_what_one_stage_finds_out_ends_all_ranks(name: str, text: str) -> None:

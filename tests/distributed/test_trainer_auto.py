@@ -138,7 +138,8 @@ class Awkward(LightningModule):
     def training_step(self, ids: Tensor, batch_idx: int) -> Tensor:
         x = self.tok(ids) + next(self.parameters()).new_zeros(())
         for feed_forward in self.feed_forwards:
-            x = x + feed_forward(x)
+            y = feed_forward(x)
+            x = x + (y.value if isinstance(y, Boxed) else y)
         return nn.functional.cross_entropy(nn.functional.linear(x, self.tok.weight).flatten(0, 1), ids.flatten())
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -146,6 +147,33 @@ class Awkward(LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+class Boxed:
+    def __init__(self, value: Tensor) -> None:
+        self.value = value
+
+
+class Boxing(Awkward):
+    """Its blocks return objects that torch does not know."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.feed_forwards = Chain(*(InABox(block) for block in self.feed_forwards))
+
+
+class Chain(nn.Sequential):
+    """No list: what it does is its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self:
+            x = x + block(x).value
+        return x
+
+
+class InABox(nn.Sequential):
+    def forward(self, x: Tensor) -> Boxed:
+        return Boxed(super().forward(x))
 
 
 class Averaging(Awkward):
@@ -171,27 +199,28 @@ class Centered(nn.Sequential):
         return super().forward(x - mean)
 
 
-def fit_awkward(rank: int, world_size: int) -> tuple[list[float], int]:
+def fit_awkward(rank: int, world_size: int, kind: type[Awkward]) -> tuple[list[float], int]:
     strategy: Any = "auto"
     if world_size > 1:
         from lightning_megatp import MegaTPStrategy
 
         strategy = MegaTPStrategy(tp=2, pp=2, microbatches=2, summary=False)
     torch.manual_seed(0)
-    module = Awkward()
+    module = kind()
     options: dict[str, Any] = {"accelerator": "cpu", "precision": "64-true", "max_epochs": 1, **QUIET}
     ids = torch.randint(0, 40, (12, 5), generator=torch.Generator().manual_seed(3))
     Trainer(devices=world_size, strategy=strategy, **options).fit(module, DataLoader(ids, batch_size=4))
     return module.losses, sum(p.numel() for p in module.feed_forwards.parameters())
 
 
-def fit_awkward_alone() -> tuple[list[float], int]:
-    return fit_awkward(0, 1)
+def fit_awkward_alone(kind: type[Awkward]) -> tuple[list[float], int]:
+    return fit_awkward(0, 1, kind)
 
 
-def test_what_is_found_suits_stages() -> None:
-    expected, size = run_reference(fit_awkward_alone)
-    found = run_ranks(4, fit_awkward)
+@pytest.mark.parametrize("kind", [Awkward, Boxing])
+def test_what_is_found_suits_stages(kind: type[Awkward]) -> None:
+    expected, size = run_reference(fit_awkward_alone, kind)
+    found = run_ranks(4, fit_awkward, kind)
     for losses, _ in found:
         assert losses == pytest.approx(expected, rel=1e-9)
     assert sum(own for _, own in found) < 1.2 * size, "cut over stages, and split over tensor ranks"

@@ -284,7 +284,8 @@ def test_hooks_of_the_users_own_are_called_by_real_steps_only() -> None:
     assert set(styles(result).values()) == {"column_gather"}
 
 
-def test_what_a_block_leaves_on_itself_is_compared_too() -> None:
+@pytest.mark.parametrize("left", [lambda y: y, lambda y: [y], lambda y: {"penalty": y}])
+def test_what_a_block_leaves_on_itself_is_compared_too(left: Any) -> None:
     class Auxiliary(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -292,7 +293,7 @@ def test_what_a_block_leaves_on_itself_is_compared_too() -> None:
 
         def forward(self, x: Tensor) -> Tensor:
             h = self.up(x)
-            self.penalty = h.square().mean()
+            self.penalty = left(h.square().mean())
             return self.down(h.relu())
 
     assert all(how != "as it is" for how in plan(Auxiliary(), 2).how.values())
@@ -607,3 +608,65 @@ def test_compiled_code_gets_no_shards_that_report_whole_sizes() -> None:
     for body in tracked:
         result = found(body, False)
         assert set(styles(result).values()) == {"column_gather"} and "compiled" in str(result.how)
+
+
+class Output(dict[str, Any]):
+    """What some libraries return instead of a tuple: unknown to torch."""
+
+    def __getattr__(self, name: str) -> Any:
+        return self[name]
+
+
+@dataclasses.dataclass
+class State:
+    hidden: Tensor
+
+
+class CountsAll(nn.Module):
+    """Its heads are cut by a number of its own, which fits a rank's features too, and is wrong there."""
+
+    def __init__(self, returns: Any) -> None:
+        super().__init__()
+        self.heads, self.returns = 4, returns
+        self.q, self.k, self.v, self.out = (nn.Linear(HIDDEN, HIDDEN) for _ in range(4))
+
+    def forward(self, x: Any) -> Any:
+        x = x.hidden if isinstance(x, State) else x
+        q, k, v = (layer(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        y = F.scaled_dot_product_attention(q, k, v, scale=0.5)
+        return self.returns(self.out(y.transpose(1, 2).flatten(2)))
+
+
+@pytest.mark.parametrize("returns", [State, lambda y: Output(last_hidden_state=y), lambda y: (0, Output(parts=[y]))])
+def test_what_a_block_returns_inside_of_an_object_is_compared(returns: Any) -> None:
+    result = plan_block(Kind(CountsAll(returns), ["block"], [Call((X,), {})]), 2)
+    assert result.problem is None
+    assert "output 0" in result.errors
+    assert set(result.how.values()) == {"with heads divided"}
+
+
+def test_what_a_block_is_given_inside_of_an_object_needs_its_gradient() -> None:
+    result = plan_block(Kind(CountsAll(State), ["block"], [Call((State(X.clone().requires_grad_()),), {})]), 2)
+    assert result.problem is None and result.errors["gradient of input 0"] < 1e-12
+
+
+@pytest.mark.parametrize("returns", [lambda y: None, lambda y: y.argmax(-1)])
+def test_a_block_that_returns_nothing_to_compare_is_gathered(returns: Any) -> None:
+    result = plan_block(Kind(CountsAll(returns), ["block"], [Call((X,), {})]), 2)
+    assert result.problem is not None and "compare" in result.problem
+    assert {layer.style.style for layer in result.plan.layers.values()} == {"column_gather"}
+
+
+def test_an_object_that_a_block_was_given_is_not_what_it_returns() -> None:
+    """A cache holds each rank's keys and values; nothing but the ranks' own layers reads them."""
+
+    class Cached(Separate):
+        def forward(self, x: Tensor, cache: Any) -> Any:  # type: ignore[override]
+            cache.kept = self.k(x)
+            return super().forward(x), cache
+
+    class Cache:
+        pass
+
+    result = plan_block(Kind(Cached(), ["block"], [Call((X, Cache()), {})]), 2)
+    assert result.problem is None and set(result.how.values()) == {"as it is"}

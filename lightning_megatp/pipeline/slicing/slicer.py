@@ -203,7 +203,7 @@ class Slicer:
         with contextlib.ExitStack() as stack:
             if plan.leaves_ghosts and not is_last:
                 stack.callback(Snapshot(self.module).drop_fakes)
-            stack.enter_context(self._by(mode, plan))
+            stack.enter_context(self._by(mode, plan, listing=is_last))
             with contextlib.suppress(StepEnded), mode:
                 result = step(batch)
                 skipped = result is None
@@ -258,14 +258,19 @@ class Slicer:
                 self._before_rehearsals = None
 
     @contextlib.contextmanager
-    def _by(self, mode: StageMode, plan: SlicePlan) -> Iterator[None]:
-        """Let a mode decide what happens between units."""
+    def _by(self, mode: StageMode, plan: SlicePlan, listing: bool = False) -> Iterator[None]:
+        """Let a mode decide what happens between units.
+
+        Args:
+            listing: `module.parameters()` gives what stands for freed ones, whatever the plan says. The last stage may
+                do what no plan has seen.
+        """
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._switch.to(mode))
             stack.enter_context(distributions_not_validated())
             stack.enter_context(logging_replaced(self._loggers, mode.log))
             stack.enter_context(metrics_apart(self._loggers, mode.reading_metrics))
-            if plan.lists_parameters:
+            if listing or plan.lists_parameters:
                 stack.enter_context(self._ownership.present())
             if plan.uses_functions:
                 stack.enter_context(handle_functions(mode.function))

@@ -190,12 +190,31 @@ def copied(x: Any) -> Any:
     """A copy of a tensor, a leaf, or of an object that a module may change (a cache), where it can be copied."""
     if isinstance(x, Tensor):
         return x.detach().clone().requires_grad_(x.requires_grad)
+    return copied_object(x, copied)
+
+
+def copied_object(x: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """A copy of an object, where it can be copied, with changed tensors in it."""
     if isinstance(x, (*_PLAIN, nn.Module)):
         return x
     try:
-        return copy.deepcopy(x, {id(held): copied(held) for held in _tensors(x, set())})
+        return copy.deepcopy(x, {id(held): change(held) for held in tensors_in(x)})
     except Exception:
         return x
+
+
+def own_attributes(module: nn.Module) -> dict[str, Any]:
+    """What a module holds besides parameters, buffers, modules and hooks."""
+    return {key: value for key, value in vars(module).items() if key not in _INTERNAL}
+
+
+def tensors_in(tree: Any, given: Any = None) -> list[Tensor]:
+    """All tensors in what a module gets or returns, each once, at any depth of any objects.
+
+    Args:
+        given: what the module got. Objects of it that are returned, too, such as a cache, are not looked into.
+    """
+    return list(_tensors(tree, {id(x) for x in tree_leaves(given) if not isinstance(x, Tensor)}))
 
 
 def computed_tensors(module: nn.Module) -> dict[int, Tensor]:
@@ -206,18 +225,20 @@ def computed_tensors(module: nn.Module) -> dict[int, Tensor]:
 
 
 def _tensors(x: Any, seen: set[int]) -> Iterator[Tensor]:
-    """What an object holds, at any depth."""
+    if isinstance(x, (*_PLAIN, type, nn.Module)) or id(x) in seen:
+        return
+    seen.add(id(x))
     if isinstance(x, Tensor):
         yield x
-    elif not isinstance(x, (*_PLAIN, type, nn.Module)) and id(x) not in seen:
-        seen.add(id(x))
+    else:
         parts = x.values() if isinstance(x, dict) else x if isinstance(x, (list, tuple, set)) else ()
         for part in (*parts, *getattr(x, "__dict__", {}).values()):
             yield from _tensors(part, seen)
 
 
 def _describe(tree: Any) -> Any:
-    return [(tuple(x.shape), x.dtype) if isinstance(x, Tensor) else type(x) for x in tree_leaves(tree) if x is not None]
+    kinds = [type(x) for x in tree_leaves(tree) if x is not None and not isinstance(x, Tensor)]
+    return kinds, [(tuple(x.shape), x.dtype) for x in tensors_in(tree)]
 
 
 def _blocks(name: str, module: nn.Module, in_list: bool) -> Iterator[str]:

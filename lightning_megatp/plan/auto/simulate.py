@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_megatp.plan.auto.blocks import Call
+from lightning_megatp.plan.auto.blocks import Call, own_attributes, tensors_in
 from lightning_megatp.plan.auto.exact import exact, exact_in_thread
 from lightning_megatp.plan.auto.numbers import reads_outside
 from lightning_megatp.plan.auto.thin import ThinLinear, concrete_call, copy_of
@@ -90,15 +90,18 @@ class Reference:
         self.twin, self.call, self.train, self.seed = twin, call, train, seed
         whole = copy_of(twin, train)
         own = concrete_call(call, seed, noise=0.1)
+        given = _floating((own.args, own.kwargs))
         with torch.enable_grad(), exact():
-            self.outputs = _floating(whole(*own.args, **own.kwargs))
+            self.outputs = _floating(whole(*own.args, **own.kwargs), (own.args, own.kwargs))
             self.left = _left(whole)
             self.outputs += self.left.values()
+        if not self.outputs:
+            raise ValueError("it returns no floating-point numbers that could be compared")
         self.cotangents = [torch.randn_like(y) for y in self.outputs]
         if not all(bool(y.isfinite().all()) for y in self.outputs):
             raise NotFinite(whole)
         _backward(self.outputs, self.cotangents)
-        self.inputs = [x.grad for x in _floating((own.args, own.kwargs))]
+        self.inputs = [x.grad for x in given]
         self.parameters = {name: p.grad for name, p in whole.named_parameters()}
 
     def reads(self, numbers: Collection[str]) -> set[str]:
@@ -114,6 +117,7 @@ class Reference:
         ranks = Ranks(tp)
         shards = [_Rank(self.twin, plan, ranks, rank, self.train) for rank in range(tp)]
         calls = [concrete_call(self.call, self.seed, noise=0.1) for _ in range(tp)]
+        given = [_floating((call.args, call.kwargs)) for call in calls]
         with exact(), functions_take_whole():
             error = ranks.run(lambda rank: shards[rank].run(calls[rank]))
         if error is not None:
@@ -122,13 +126,13 @@ class Reference:
         for rank in shards:
             outcome.error = outcome.error or self._compare_outputs(rank, outcome)
         if outcome.error is None:
-            outcome.error = _crossing(shards[0].outputs, shards[0].module, calls[0])
+            outcome.error = _crossing(shards[0].outputs, shards[0].module, given[0])
             if outcome.error is None and any(rank.context.misplaced for rank in shards):
                 outcome.error = "random numbers are drawn for whole values and for parts of others"
             outcome.misplaced = outcome.error is not None
         if outcome.error is None:
             _backward(shards[0].outputs, self.cotangents)
-            self._compare_gradients(shards, calls, outcome)
+            self._compare_gradients(shards, given, outcome)
         outcome.gathers = dict(shards[0].context.gathers)
         return outcome
 
@@ -142,8 +146,8 @@ class Reference:
             outcome.errors[f"output {i}"] = max(outcome.errors.get(f"output {i}", 0.0), _difference(found, wanted))
         return _worst(outcome.errors)
 
-    def _compare_gradients(self, shards: Sequence[_Rank], calls: Sequence[Call], outcome: Outcome) -> None:
-        by_rank = [[x.grad for x in _floating((call.args, call.kwargs))] for call in calls]
+    def _compare_gradients(self, shards: Sequence[_Rank], given: Sequence[list[Tensor]], outcome: Outcome) -> None:
+        by_rank = [[x.grad for x in inputs] for inputs in given]
         for i, wanted in enumerate(self.inputs):
             outcome.errors[f"gradient of input {i}"] = _difference(_total([grads[i] for grads in by_rank]), wanted)
         held = [dict(rank.module.named_parameters()) for rank in shards]
@@ -295,7 +299,7 @@ class _Rank:
         with exact_in_thread(self.context.draw):
             result = self.module(*call.args, **call.kwargs)
             self.left = _left(self.module)
-            outputs = [*_floating(result), *self.left.values()]
+            outputs = [*_floating(result, (call.args, call.kwargs)), *self.left.values()]
             self.outputs = [x.whole("return") if isinstance(x, FeatureShard) else x for x in outputs]
 
     def add(self, full: Tensor, name: str, grad: Tensor) -> None:
@@ -390,13 +394,13 @@ _SPLITS: dict[str, Callable[[LayerPlan, SimulatedContext], Any]] = {
 }
 
 
-def _crossing(outputs: Sequence[Tensor], module: nn.Module, call: Call) -> str | None:
+def _crossing(outputs: Sequence[Tensor], module: nn.Module, given: Sequence[Tensor]) -> str | None:
     """Whether values slip into or out of a region beside its layers, where real ranks would refuse or go wrong."""
     lineage = trace_regions(outputs)
     if lineage.crossings:
         found, used = sorted(lineage.crossings)[0]
         return f"a {found} value is used where values are {used}"
-    if any(lineage.regions.get(id(x), {"whole"}) != {"whole"} for x in _floating((call.args, call.kwargs))):
+    if any(lineage.regions.get(id(x), {"whole"}) != {"whole"} for x in given):
         return "an input is used where values are split"
     names = {id(p): name for name, p in module.named_parameters()}
     for leaf, regions in lineage.regions.items():
@@ -407,7 +411,8 @@ def _crossing(outputs: Sequence[Tensor], module: nn.Module, call: Call) -> str |
 
 def _left(module: nn.Module) -> dict[str, Tensor]:
     """What a run left on the modules as attributes, which others may read: an auxiliary loss, attention maps."""
-    named = ((f"{name}.{key}", x) for name, child in module.named_modules() for key, x in vars(child).items())
+    held = ((f"{name}.{key}", x) for name, child in module.named_modules() for key, x in own_attributes(child).items())
+    named = ((f"{key} {i}", x) for key, tree in held for i, x in enumerate(tree_leaves(tree)))
     return {name: x for name, x in named if isinstance(x, Tensor) and x.is_floating_point() and x.requires_grad}
 
 
@@ -415,8 +420,8 @@ def _owner(module: nn.Module, parameter: str) -> nn.Module:
     return module.get_submodule(parameter.rpartition(".")[0])
 
 
-def _floating(tree: Any) -> list[Tensor]:
-    return [x for x in tree_leaves(tree) if isinstance(x, Tensor) and x.is_floating_point()]
+def _floating(tree: Any, given: Any = None) -> list[Tensor]:
+    return [x for x in tensors_in(tree, given) if x.is_floating_point()]
 
 
 def _backward(outputs: Sequence[Tensor], cotangents: Sequence[Tensor]) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_megatp.plan.auto.blocks import Call, computed_tensors, copied, is_linear
+from lightning_megatp.plan.auto.blocks import Call, computed_tensors, copied_object, is_linear
 from lightning_megatp.shim.torch import tree_map
 from lightning_megatp.shim.transformers import is_conv1d
 
@@ -121,9 +121,12 @@ def concrete_call(call: Call, seed: int, noise: float = 0.0) -> Call:
     def make(x: Any) -> Any:
         nonlocal first
         if not isinstance(x, Tensor):
-            return copied(x)
+            return copied_object(x, lambda held: leaf(held, held.requires_grad))
         needs, floating = x.requires_grad or (first and x.is_floating_point()), x.is_floating_point()
         first = first and not floating
+        return leaf(x, needs)
+
+    def leaf(x: Tensor, needs: bool) -> Tensor:
         x = concrete(x.detach(), generator)
         if not x.is_floating_point():
             return x

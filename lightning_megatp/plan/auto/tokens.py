@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from lightning_megatp.plan.auto.blocks import Call
+from lightning_megatp.plan.auto.blocks import Call, tensors_in
 from lightning_megatp.plan.auto.exact import exact
 from lightning_megatp.plan.auto.thin import ThinLinear, concrete_call
 from lightning_megatp.plan.layer import LayerPlan
@@ -46,7 +46,7 @@ def sequence_dim(twin: nn.Module, call: Call, layers: Mapping[str, LayerPlan]) -
         layer.record, layer.cut = [], name in rows
     with torch.enable_grad(), exact():
         result = twin(*own.args, **own.kwargs)
-    outputs = [x for x in tree_leaves(result) if _is_floating(x)]
+    outputs = [x for x in tensors_in(result, (own.args, own.kwargs)) if x.is_floating_point()]
     sources = [hidden, *(y for name in rows for _, y in _calls(twin, name))]
     targets = [*(x for name in columns for x, _ in _calls(twin, name)), *outputs[:1]]
     if any(x.dim() != 3 for x in (*sources, *targets)):
@@ -67,8 +67,8 @@ def used_twice(twin: nn.Module, call: Call) -> set[str]:
     """
     own = concrete_call(call, seed=0)
     with torch.enable_grad(), exact():
-        outputs = tree_leaves(twin(*own.args, **own.kwargs))
-    todo = [x.grad_fn for x in outputs if isinstance(x, Tensor) and x.grad_fn is not None]
+        outputs = tensors_in(twin(*own.args, **own.kwargs))
+    todo = [x.grad_fn for x in outputs if x.grad_fn is not None]
     seen, uses = set(todo), Counter[int]()
     while todo:
         for node, _ in todo.pop().next_functions:
