@@ -13,7 +13,7 @@ import torch.distributed as dist
 from lightning_megatp.default_group import DefaultGroup
 from lightning_megatp.iteration import iterate_freely, iterate_in
 from lightning_megatp.parts import Parts
-from lightning_megatp.shim.lightning import around_loader_hooks
+from lightning_megatp.shim.lightning import around_loader_hooks, around_training_step
 
 
 class CopyMethods(Parts):
@@ -34,6 +34,7 @@ class CopyMethods(Parts):
         copies = self._mesh().group("dp")
         self._default_group = None if copies is dist.group.WORLD else DefaultGroup(copies)
         around_loader_hooks(self.lightning_module.trainer, self.among_copies)
+        around_training_step(self.lightning_module.trainer, self.counting_copies)
 
     def process_dataloader(self, dataloader: Any) -> Any:
         """The user's loader. Data sets and samplers that ask for a rank when they are read are told the copy's."""

@@ -147,6 +147,12 @@ def around_loader_hooks(trainer: Any, context: Callable[[], AbstractContextManag
         within_hooks(loop._data_source, "dataloader", context)
 
 
+def around_training_step(trainer: Any, context: Callable[[], AbstractContextManager[None]]) -> None:
+    """Let a training step be judged in a context: that it returns None, to skip its batch, is refused where
+    `trainer.world_size` is above 1. The method that looks has a private name (2.5-2.6)."""
+    within_hooks(trainer.fit_loop.epoch_loop.automatic_optimization, "_training_step", context)
+
+
 def first_loaders(trainer: Any) -> Any:
     """The loaders of the run that is about to start, as the user gave them; of several for evaluation, the first. They
     are set up now rather than a moment later: the loop's own call finds it done, but for its random numbers. The loops

@@ -209,3 +209,33 @@ def test_predictions_are_written_where_they_are(layout: Layout) -> None:
     (expected,) = run_program(PLAIN, _written)
     for rank, found in enumerate(run_program(layout, _written)):
         assert found == (pytest.approx(expected, rel=1e-9) if rank < layout.tp else [])
+
+
+def _skip(layout: Layout, accumulate: int) -> tuple[list[float], int]:
+    """A fit that leaves batches out, as steps do whose loss is not finite."""
+    torch.manual_seed(3)
+    module, losses = variant("untied").build(), list[float]()
+
+    class Skips(type(module)):  # type: ignore[misc]
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
+            loss: Tensor = super().training_step(batch, batch_idx)
+            losses.append(float(loss))
+            return None if batch_idx in (1, 4) else loss
+
+    module.__class__ = Skips
+    trainer = make_trainer(layout, accumulate_grad_batches=accumulate)
+    trainer.fit(module, train_loader(layout, 6))
+    return losses, trainer.global_step
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_steps_that_return_none_skip_their_batch(accumulate: int) -> None:
+    losses, steps = run_program(PLAIN, _skip, accumulate)[0]
+    for found, found_steps in run_program(TP2, _skip, accumulate):
+        assert found == pytest.approx(losses, rel=1e-9)
+        assert found_steps == steps
+
+
+def test_copies_of_the_model_skip_no_batch() -> None:
+    with pytest.raises(RankError, match="Skipping the `training_step` by returning None"):
+        run_program(Layout(tp=2, dp=2), _skip, 1)
