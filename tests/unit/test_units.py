@@ -46,15 +46,22 @@ def test_every_layer_with_parameters_is_in_one_unit_at_most(name: str) -> None:
     assert tied == (len(dict(module.named_parameters())) < len(dict(module.named_parameters(remove_duplicate=False))))
 
 
+class Called(nn.Module):
+    """A module with a forward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
 class Wrapped(nn.Module):
     """As Hugging Face nests its models; embeddings of several layers; experts in a block."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.model = nn.Module()
-        self.model.embeddings = nn.Module()
+        self.model = Called()
+        self.model.embeddings = Called()
         self.model.embeddings.word, self.model.embeddings.place = nn.Embedding(5, 4), nn.Embedding(5, 4)
-        self.model.layers = nn.ModuleList(nn.Module() for _ in range(2))
+        self.model.layers = nn.ModuleList(Called() for _ in range(2))
         for layer in self.model.layers:
             layer.experts = nn.ModuleList(Block(4) for _ in range(3))
         self.stages = nn.ModuleList(nn.Sequential(Block(4), nn.GELU(), Block(4)) for _ in range(2))
@@ -130,7 +137,7 @@ def test_a_unit_of_which_only_a_parameter_is_used_is_where_that_is() -> None:
 
 
 def test_units_that_are_never_called_are_opened_where_their_parts_are() -> None:
-    class Holder(nn.Module):
+    class Holder(Called):
         def __init__(self) -> None:
             super().__init__()
             self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
@@ -151,8 +158,8 @@ def test_units_that_are_never_called_are_opened_where_their_parts_are() -> None:
 
 
 def test_lists_in_a_level_of_a_network_are_opened() -> None:
-    """A bare nn.Module that holds the lists of one resolution, in a list of them: the encoders of VQGAN and of latent
-    diffusion."""
+    """A bare nn.Module that holds the parts of one resolution, in a list of them, and one in the middle: the encoders
+    of VQGAN and of latent diffusion."""
 
     class Levels(GPT):
         def __init__(self) -> None:
@@ -161,17 +168,23 @@ def test_lists_in_a_level_of_a_network_are_opened() -> None:
             for _ in range(2):
                 level = nn.Module()
                 level.block = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+                level.downsample = nn.Linear(8, 8)
                 self.down.append(level)
+            self.mid = nn.Module()
+            self.mid.first, self.mid.second = Block(8), Block(8)
 
         def middle(self, x: torch.Tensor) -> torch.Tensor:
             for level in self.down:
                 for block in level.block:
                     x = block(x)
-            return super().middle(x)
+                x = level.downsample(x)
+            return super().middle(self.mid.second(self.mid.first(x)))
 
     module = Levels()
+    levels = [f"down.{i}.{part}" for i in range(2) for part in ("block.0", "block.1", "downsample")]
+    assert find_units(module)[-8:] == [*levels, "mid.first", "mid.second"]
     found = units_of_step(module, find_units(module), module.training_step, tokens())
-    assert found.order[1:5] == [f"down.{i}.block.{j}" for i in range(2) for j in range(2)]
+    assert found.order[1:9] == [*levels, "mid.first", "mid.second"]
     assert not found.touched
 
 

@@ -16,10 +16,10 @@ _PARAMETERS = (nn.ParameterList, nn.ParameterDict)
 def find_units(module: nn.Module, names: Sequence[str] | None = None) -> list[str]:
     """The units of a module, in the order of definition.
 
-    What a ModuleList, Sequential or ModuleDict holds are units; lists in lists are opened, blocks are not, whatever
-    they hold. Outside of lists, a module that has such lists somewhere in it is opened, and any other module with
-    parameters is a unit: an embedding, a norm, a head. A model without any list is opened down to its layers. Only
-    modules with parameters count, and no layer is in two units.
+    What a ModuleList, Sequential or ModuleDict holds are units; lists in lists are opened, and so is what has no
+    forward; blocks are not, whatever they hold. Outside of lists, a module that has such lists somewhere in it is
+    opened, and any other module with parameters is a unit: an embedding, a norm, a head. A model without any list is
+    opened down to its layers. Only modules with parameters count, and no layer is in two units.
 
     Args:
         module: the whole, a LightningModule.
@@ -140,13 +140,15 @@ def _units(name: str, module: nn.Module, open_all: bool, in_list: bool) -> Itera
     inner = [(child, part) for child, part in inner if _is_callable(part)]
     is_list = _is_list(module)
     is_root = name == ""
-    opened = is_list or is_root or (not in_list and _has_lists(module)) or (open_all and not _own_parameters(module))
+    bare = not _has_forward(module)
+    opened = is_list or is_root or bare or (not in_list and _has_lists(module))
+    opened |= open_all and not _own_parameters(module)
     if is_compiled(module) or not opened or not inner:
         if _is_callable(module) and not is_root:
             yield name
         return
     for child, part in inner:
-        yield from _units(child, part, open_all, in_list=is_list)
+        yield from _units(child, part, open_all, in_list=is_list or (bare and in_list))
 
 
 def modules_around(units: Iterable[str]) -> list[str]:
@@ -165,6 +167,11 @@ def is_compiled(module: nn.Module) -> bool:
 
 def _is_list(module: nn.Module) -> bool:
     return isinstance(module, _LISTS) and type(module).forward in {kind.forward for kind in _LISTS}
+
+
+def _has_forward(module: nn.Module) -> bool:
+    """Whether it can be called: an `nn.Module()` to which others were given, as levels of a VQGAN are, can't."""
+    return type(module).forward is not nn.Module.forward
 
 
 def _blocks(container: nn.Module) -> list[nn.Module]:
