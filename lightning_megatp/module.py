@@ -336,13 +336,17 @@ class ParallelModule:
 
         Communication: one all-gather per such parameter, gradient and optimizer state, on every rank of the group.
         """
-        for parameter, operation in self.context.outside.values():
+        outside = list(self.context.outside.values())
+        if outside:
+            names = [f"`{self.name_of(id(parameter))}`" for parameter, _ in outside]
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             warn_once_per_run(
-                f"`{self.name_of(id(parameter))}` is split by the plan, but the step also uses it outside its own layer"
-                f" (in `{operation}`). It is kept whole on every tensor rank: the numbers are right, its memory is not"
-                " divided. To save the memory, don't use it outside its layer; to lose this warning, take its layer"
+                f"the plan splits {', '.join(names[:3])}{more}, and the step also uses that outside of its own layer"
+                f" (in `{outside[0][1]}`). It is kept whole on every tensor rank: the numbers are right, its memory is"
+                " not divided. To save the memory, don't use it outside its layer; to lose this warning, take its layer"
                 " out of the plan."
             )
+        for parameter, _ in outside:
             self._unshard(parameter, optimizers)
         self.context.outside.clear()
 
