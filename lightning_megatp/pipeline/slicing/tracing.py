@@ -234,8 +234,8 @@ class Tracer(TorchFunctionMode):
             origin = self.side_door(tensor)[0] or "an operation that torch functions don't show"
             raise SliceError(
                 f"{by} uses a tensor that came out of {origin} by a side door: an attribute, a changed argument, a"
-                " cache, an object that it returned. Other stages don't have it. Let the module's forward return it, alone"
-                " or in a tuple, list or dict."
+                " cache, an object that it returned. Other stages don't have it. Let the module's forward return it,"
+                " alone or in a tuple, list or dict."
             )
         is_origin = self.values.is_persistent(tensor) and id(tensor) not in self.owners
         origins = frozenset([id(tensor)] if is_origin else [])
