@@ -56,8 +56,6 @@ class CheckpointMethods(LoadingMethods):
         self._background_group: dist.ProcessGroup | None = None
         self._after_exception: AfterException | None = None
         self._detours: list[Detour] = []
-        self._saving: list[Detour] = []
-        """Around hooks that put something into checkpoints; after the run, too, until the next one."""
         self._set_up_loading()
 
     @property
@@ -232,11 +230,12 @@ class CheckpointMethods(LoadingMethods):
 
     def _watch_saving(self, trainer: Any) -> None:
         """Complete what hooks put into checkpoints of a model that is in parts."""
-        for detour in self._saving:
+        parallel = self._parallel()
+        for detour in parallel.saving:
             detour.end()
-        parallel, self._saving = self._parallel(), []
+        parallel.saving.clear()
         if self._mesh().size("tp") * self.pp > 1 or parallel.divided:
-            self._saving += watch_saving(trainer, parallel, self._mesh(), lambda: not self._cannot_gather())
+            parallel.saving += watch_saving(trainer, parallel, self._mesh(), lambda: not self._cannot_gather())
             if parallel.expects_parts is None:
                 warn_of_parts(parallel)
             parallel.expects_parts = True
