@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -205,8 +206,13 @@ def synchronize(found: Sequence[Found], mesh: ParallelMesh) -> None:
 
 
 def owners_of(trainer: Any) -> dict[str, Any]:
-    """Whose lists and dicts are looked through, by name."""
-    callbacks = {f"{type(x).__name__} {i}": x for i, x in enumerate(trainer.callbacks)}
+    """Whose lists and dicts are looked through, by name; the same names where some rank has a callback of its own."""
+    counts = Counter[str]()
+    callbacks = {}
+    for callback in trainer.callbacks:
+        kind = type(callback).__name__
+        callbacks[f"{kind} {counts[kind]}"] = callback
+        counts[kind] += 1
     return {"": trainer.lightning_module, **callbacks}
 
 
