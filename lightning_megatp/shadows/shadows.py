@@ -114,10 +114,10 @@ class Shadows:
         finally:
             for kept, value in before:
                 was_part = value[1]
-                if loads and was_part:
-                    kept.cut_anew()
-                else:
+                if not loads:
                     kept.put_back(value)
+                elif was_part:
+                    kept.cut_anew()
 
     @contextlib.contextmanager
     def as_whole(self, owners: Mapping[str, Any]) -> Iterator[None]:
