@@ -27,7 +27,10 @@ from lightning_megatp.shadows.finding import Found, find_shadows
 from lightning_megatp.shadows.shadow import Shadow
 
 _HOOKS = (
-    *("on_fit_start", "on_fit_end", "on_before_optimizer_step", "on_before_zero_grad", "optimizer_step"),
+    *("on_fit_start", "on_fit_end", "on_sanity_check_start", "on_sanity_check_end"),
+    *("on_before_backward", "on_after_backward", "on_before_optimizer_step", "on_before_zero_grad"),
+    *("optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping", "lr_scheduler_step"),
+    *(f"on_{kind}_model_{mode}" for kind in ("validation", "test", "predict") for mode in ("eval", "train")),
     *(
         f"on_{kind}_{moment}"
         for kind in ("train", "validation", "test", "predict")

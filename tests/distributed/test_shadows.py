@@ -204,6 +204,54 @@ class StateAverage(Callback):
         return {"average": self.average}
 
 
+class Elsewhere(Lit):
+    """Its average of the blocks, whose shapes repeat, is updated in other hooks; and in one of a callback.
+
+    Args:
+        hook: which.
+    """
+
+    def __init__(self, hook: str) -> None:
+        super().__init__("blocks")
+        called: Any = getattr(self, hook)
+
+        def update(*args: Any, **kwargs: Any) -> Any:
+            result = called(*args, **kwargs)
+            self.ema.update(self.averaged())
+            return result
+
+        setattr(self, hook, update)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        pass
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+
+class AfterSanity(Callback):
+    """Which looks at the average before training."""
+
+    def on_sanity_check_end(self, trainer: Trainer, pl_module: Any) -> None:
+        pl_module.ema.update(pl_module.averaged())
+
+
+def fit_elsewhere(rank: int, world_size: int, hook: str, layout: dict[str, Any], folder: str) -> dict[str, Any]:
+    strategy: Any = "auto"
+    if layout:
+        from lightning_megatp import MegaTPStrategy
+
+        strategy = MegaTPStrategy(**{"plan": PLAN if "tp" in layout else None, "summary": False, **layout})
+    torch.manual_seed(0)
+    options: dict[str, Any] = {**QUIET, "max_epochs": 1, "precision": "64-true", "accelerator": "cpu"}
+    trainer = Trainer(devices=world_size, strategy=strategy, callbacks=[AfterSanity()], **options)
+    trainer.fit(Elsewhere(hook))
+    trainer.save_checkpoint(Path(folder, "saved.ckpt"))
+    return torch.load(Path(folder, "saved.ckpt"), weights_only=False)
+
+
 class Factors(LightningModule):
     """Of users and films, of which the first few have data: some ranks' rows never change."""
 
@@ -391,5 +439,17 @@ def test_an_average_that_one_stage_alone_would_update(tmp_path: Path) -> None:
 def test_parts_of_some_ranks_may_be_unchanged(tmp_path: Path) -> None:
     expected = run_reference(fit_factors, 0, 1, {}, str(tmp_path))
     found = run_ranks(2, fit_factors, LAYOUTS["tp2"], str(tmp_path))[0]
+    assert_same(found["ema"], expected["ema"])
+    assert_same(found["state_dict"], expected["state_dict"])
+
+
+@pytest.mark.parametrize("layout", ["tp2", "pp2"])
+@pytest.mark.parametrize(
+    "hook",
+    ["on_after_backward", "optimizer_zero_grad", "configure_gradient_clipping", "lr_scheduler_step"],
+)
+def test_hooks_of_the_optimization_find_parts(hook: str, layout: str, tmp_path: Path) -> None:
+    expected = run_reference(fit_elsewhere, 0, 1, hook, {}, str(tmp_path))
+    found = run_ranks(2, fit_elsewhere, hook, LAYOUTS[layout], str(tmp_path))[0]
     assert_same(found["ema"], expected["ema"])
     assert_same(found["state_dict"], expected["state_dict"])
