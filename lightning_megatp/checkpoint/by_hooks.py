@@ -32,6 +32,7 @@ from lightning_megatp.tensor.in_hooks import own_part
 _COPIES = operation_names("data detach clone to cpu cuda float half bfloat16 double contiguous type requires_grad_")
 """Operations of which the result is the same weight."""
 _CONTAINERS = (dict, list, tuple)
+_HOOKS = ("on_save_checkpoint", "state_dict")
 Path = tuple[Any, ...]
 """Keys and indices, from the outside in."""
 Weights = dict[Path, list[tuple[Any, str, Tensor]]]
@@ -41,7 +42,9 @@ Weights = dict[Path, list[tuple[Any, str, Tensor]]]
 def watch_saving(
     trainer: Any, parallel: ParallelModule, mesh: ParallelMesh, gathers: Callable[[], bool]
 ) -> Iterator[Detour]:
-    """Complete what hooks of the module and of callbacks put into checkpoints.
+    """Complete what hooks of the module and of callbacks put into checkpoints, while the Trainer saves one: at other
+    times one rank may call them alone (for a log of a callback's `state_dict`). Of a callback that only some ranks have
+    nothing is completed.
 
     Args:
         trainer: about to run.
@@ -50,15 +53,14 @@ def watch_saving(
         gathers: whether all ranks save together.
     """
 
-    def save(hook: str, call: functools.partial[Any]) -> Any:
-        if not gathers():
-            return call()
-        shadows, followed = parallel.shadows, _Followed(parallel)
+    def save(hook: str, everywhere: bool, call: functools.partial[Any]) -> Any:
+        shadows, followed = parallel.shadows if everywhere else None, _Followed(parallel)
+        complete = functools.partial(_completed, followed=followed, parallel=parallel, mesh=mesh, hook=hook)
         with contextlib.nullcontext() if shadows is None else shadows.as_whole(owners_of(trainer)):
             if hook == "state_dict":
                 with followed:
                     state = call()
-                return _completed({hook: state}, followed, parallel, mesh, hook)[hook]
+                return complete({hook: state}, everywhere)[hook]
             checkpoint = call.args[-1]
             before, state = dict(checkpoint), checkpoint.get("state_dict", {})
             before_state = dict(state)
@@ -66,15 +68,25 @@ def watch_saving(
                 call()
         added = {key: x for key, x in checkpoint.items() if before.get(key) is not x}
         changed = {key: x for key, x in state.items() if before_state.get(key) is not x}
-        completed = _completed({"added": added, "changed": changed}, followed, parallel, mesh, hook)
+        completed = complete({"added": added, "changed": changed}, everywhere)
         checkpoint.update(completed["added"])
         state.update(completed["changed"])
         return None
 
-    for owner in (parallel.module, *trainer.callbacks):
-        for hook in ("on_save_checkpoint",) if owner is parallel.module else ("on_save_checkpoint", "state_dict"):
-            if is_users(owner, hook):
-                yield Detour(owner, hook, functools.partial(save, hook))
+    def save_together(call: Callable[[], Any]) -> Any:
+        if not gathers():
+            return call()
+        owners = owners_of(trainer)
+        hooks = {(name, hook) for name, owner in owners.items() for hook in _HOOKS if is_users(owner, hook)}
+        hooks.discard(("", "state_dict"))  # the module's, which the strategy completes
+        everywhere = hooks.intersection(*mesh.exchange(hooks, *AXES))
+        with contextlib.ExitStack() as ends:
+            for name, hook in hooks:
+                through = functools.partial(save, hook, (name, hook) in everywhere)
+                ends.callback(Detour(owners[name], hook, through).end)
+            return call()
+
+    yield Detour(trainer, "save_checkpoint", save_together)
 
 
 def warn_of_parts(parallel: ParallelModule) -> None:
@@ -138,15 +150,27 @@ def _place(x: Tensor) -> Any:
 
 
 def _completed(
-    content: dict[str, Any], followed: _Followed, parallel: ParallelModule, mesh: ParallelMesh, hook: str
+    content: dict[str, Any],
+    everywhere: bool,
+    followed: _Followed,
+    parallel: ParallelModule,
+    mesh: ParallelMesh,
+    hook: str,
 ) -> dict[str, Any]:
-    """The same with whole weights, of all stages, on the first tensor rank of the first copy of the model."""
+    """The same with whole weights, of all stages, on the first tensor rank of the first copy of the model.
+
+    Args:
+        everywhere: whether all ranks call this hook; otherwise none is asked for its part.
+    """
     found = {path: weights for path, weights in _find((), content, followed) if weights}
     names = {path: [name for _, name, _ in weights] for path, weights in found.items()}
     by_stage: dict[int, list[Any]] = {}
-    for rank, of_rank in zip(mesh.ranks(*AXES), mesh.exchange(names, *AXES), strict=True):
+    for rank, of_rank in zip(mesh.ranks(*AXES), mesh.exchange(names, *AXES), strict=True) if everywhere else ():
         by_stage.setdefault(mesh.shape.stage(rank), []).append(of_rank)
-    if any(of_rank != of_ranks[0] for of_ranks in by_stage.values() for of_rank in of_ranks):
+    alike = all(of_rank == of_ranks[0] for of_ranks in by_stage.values() for of_rank in of_ranks)
+    if not everywhere and not found:
+        return content
+    if not everywhere or not alike:
         warn_once_per_run(
             f"`{hook}` puts weights into the checkpoint on some ranks only, and what is saved there is the part that"
             " global rank 0 holds. Do it on all ranks: the rest is gathered then, and one rank writes."

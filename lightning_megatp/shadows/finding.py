@@ -103,7 +103,7 @@ class _Weights:
         shapes, at = _shapes(tensors), 0
         while at < len(tensors):
             fitting = [named for of, named in self._by_first.get(shapes[at], ()) if of == shapes[at : at + len(of)]]
-            chosen = choose(fitting, tensors[at:])
+            chosen = choose([named for named in fitting if _are_numbers(tensors[at:], named)], tensors[at:])
             if len(chosen) != 1:
                 return None if chosen or found else []
             at += len(chosen[0])
@@ -118,6 +118,11 @@ def _of_values(fitting: list[Named], tensors: Sequence[Tensor]) -> list[Named]:
 def _of_shapes(fitting: list[Named], tensors: Sequence[Tensor]) -> list[Named]:
     """A single tensor of some shape means nothing."""
     return [named for named in fitting if len(named) == len(fitting[0]) > 1]
+
+
+def _are_numbers(tensors: Sequence[Tensor], named: Named) -> bool:
+    """Whether what would follow weights is not of whole numbers: a batch and its labels may have shapes of a layer."""
+    return all(x.is_floating_point() or not y.is_floating_point() for x, (_, y) in zip(tensors, named, strict=False))
 
 
 def _state(path: str, part: nn.Module) -> Iterator[tuple[str, Tensor]]:

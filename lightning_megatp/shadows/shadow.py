@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from lightning_megatp.module import ParallelModule
 from lightning_megatp.shadows.finding import BUFFERS, Found
@@ -61,10 +62,7 @@ class Shadow:
             return
         if self._fits(part=False):
             self._aside = self.value
-            whole = self._entries(part=False)
-            self._put(
-                [(key, self._parallel.part_like(name, whole[key])) for key, name in self._held().items()], is_part=True
-            )
+            self.cut_anew()
             self._state_before = self._state()
         elif self._is_part and isinstance(self.value, list) and self._parallel.pipeline is not None:
             raise RuntimeError(
@@ -82,11 +80,11 @@ class Shadow:
     def gathered(self) -> Iterator[tuple[str, Any, Tensor]]:
         """Name of each weight that this rank holds, key, and the whole tensor.
 
-        Communication: one all-gather over tp, and one over dp with zero > 0, for each that is cut.
+        Communication: one all-gather over tp, and one over dp with zero > 0, for each whose weight is cut; whatever
+        stands here, since a hook may have changed the parts of some ranks only.
         """
-        entries = self._entries(self._is_part)
-        for key, name in self._held().items() if entries else ():
-            yield name, key, self._parallel.whole_like(name, entries[key]) if self._is_part else entries[key]
+        for key, part in self._parts().items():
+            yield self.names[key], key, self._parallel.whole_like(self.names[key], part)
 
     def put_whole(self, entries: Iterable[tuple[Any, Tensor]]) -> tuple[Any, bool]:
         """Put whole tensors in its place, until what this returns is given to `put_back`."""
@@ -100,18 +98,16 @@ class Shadow:
         self._set(*before)
 
     def cut_anew(self) -> None:
-        """Values were loaded into the whole one: of these, this rank's part. No communication."""
-        whole = self._entries(part=False)
-        self._put(
-            [(key, self._parallel.part_like(name, whole[key])) for key, name in self._held().items()], is_part=True
-        )
+        """Put parts of the whole one that is there in its place. No communication."""
+        self._put(self._cut().items(), is_part=True)
 
     def keep_whole(self, name: str) -> None:
         """Gather the tensor of this weight, which will not be split any more."""
-        entries = list(self._entries(part=True).items()) if self._is_part else []
-        if any(self.names[key] == name for key, _ in entries):
-            whole = [(key, self._parallel.whole_like(name, x) if self.names[key] == name else x) for key, x in entries]
-            self._put(whole, is_part=True)
+        parts = self._parts()
+        if any(self.names[key] == name for key in parts):
+            whole = [(k, self._parallel.whole_like(name, x) if self.names[k] == name else x) for k, x in parts.items()]
+            if self._is_part:
+                self._put(whole, is_part=True)
 
     def tensors(self) -> Iterable[Tensor]:
         """What is there."""
@@ -120,6 +116,15 @@ class Shadow:
     def _state(self) -> Any:
         """What tells whether an entry was changed or exchanged, but for changes of its `.data`."""
         return [(id(x), tensor_version(own_part(x))) for x in self.tensors()]
+
+    def _parts(self) -> dict[Any, Tensor]:
+        """Of what is there, this rank's part."""
+        return self._entries(part=True) if self._is_part and self._fits(part=True) else self._cut()
+
+    def _cut(self) -> dict[Any, Tensor]:
+        whole = self._entries(part=False)
+        held = self._held() if whole else {}
+        return {key: self._parallel.part_like(name, whole[key]) for key, name in held.items()}
 
     def _entries(self, part: bool) -> dict[Any, Tensor]:
         """What is there, under the keys of the parts or of the whole; nothing if it is something else."""
@@ -136,7 +141,13 @@ class Shadow:
             of = names.get(self.names[key])
             return self._shapes[key] if not part else entries[key].shape if of is None else of.shape
 
-        return bool(entries) and all(isinstance(x, Tensor) and x.shape == shape(key) for key, x in entries.items())
+        def kind(key: Any) -> bool:
+            return part and isinstance(names.get(self.names[key]), DTensor)  # the shape of rows is the whole's
+
+        return bool(entries) and all(
+            isinstance(x, Tensor) and x.shape == shape(key) and isinstance(x, DTensor) == kind(key)
+            for key, x in entries.items()
+        )
 
     def _held(self) -> Mapping[Any, str]:
         """Of the weights that this rank holds, which are all that hooks find."""
@@ -147,7 +158,7 @@ class Shadow:
             held.update(name for name, _ in self._parallel.module.named_buffers())
         return {key: name for key, name in self.names.items() if name in held}
 
-    def _put(self, entries: Sequence[tuple[Any, Tensor]], is_part: bool) -> None:
+    def _put(self, entries: Collection[tuple[Any, Tensor]], is_part: bool) -> None:
         value = copy.copy(self.value)
         if isinstance(value, list):
             value[:] = [x for _, x in entries]

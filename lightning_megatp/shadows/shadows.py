@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -26,7 +27,10 @@ from lightning_megatp.shadows.finding import Found, find_shadows
 from lightning_megatp.shadows.shadow import Shadow
 
 _HOOKS = (
-    *("on_fit_start", "on_fit_end", "on_before_optimizer_step", "on_before_zero_grad", "optimizer_step"),
+    *("on_fit_start", "on_fit_end", "on_sanity_check_start", "on_sanity_check_end"),
+    *("on_before_backward", "on_after_backward", "on_before_optimizer_step", "on_before_zero_grad"),
+    *("optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping", "lr_scheduler_step"),
+    *(f"on_{kind}_model_{mode}" for kind in ("validation", "test", "predict") for mode in ("eval", "train")),
     *(
         f"on_{kind}_{moment}"
         for kind in ("train", "validation", "test", "predict")
@@ -113,10 +117,10 @@ class Shadows:
         finally:
             for kept, value in before:
                 was_part = value[1]
-                if loads and was_part:
-                    kept.cut_anew()
-                else:
+                if not loads:
                     kept.put_back(value)
+                elif was_part:
+                    kept.cut_anew()
 
     @contextlib.contextmanager
     def as_whole(self, owners: Mapping[str, Any]) -> Iterator[None]:
@@ -205,8 +209,13 @@ def synchronize(found: Sequence[Found], mesh: ParallelMesh) -> None:
 
 
 def owners_of(trainer: Any) -> dict[str, Any]:
-    """Whose lists and dicts are looked through, by name."""
-    callbacks = {f"{type(x).__name__} {i}": x for i, x in enumerate(trainer.callbacks)}
+    """Whose lists and dicts are looked through, by name; the same names where some rank has a callback of its own."""
+    counts = Counter[str]()
+    callbacks = {}
+    for callback in trainer.callbacks:
+        kind = type(callback).__name__
+        callbacks[f"{kind} {counts[kind]}"] = callback
+        counts[kind] += 1
     return {"": trainer.lightning_module, **callbacks}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 import warnings
 from collections import namedtuple
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,35 @@ class Keeps(Callback):
         return {"blocks": dict(self.module.blocks.state_dict()) if hasattr(self, "module") else {}}  # type: ignore[union-attr, operator]
 
 
+class Counts(Callback):
+    """Its state is nothing of weights, and global rank 0 alone shows it."""
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.shown = self.state_dict() if trainer.is_global_zero else {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": 1}
+
+
+class KeepsHere(Keeps):
+    """Some ranks have it."""
+
+
+def save_alone(rank: int, world_size: int, layout: dict[str, Any], folder: str) -> str:
+    from lightning_megatp import MegaTPStrategy
+
+    torch.manual_seed(0)
+    strategy = MegaTPStrategy(summary=False, timeout=timedelta(seconds=20), **layout)
+    options: dict[str, Any] = {"accelerator": "cpu", "precision": "64-true", "use_distributed_sampler": False, **QUIET}
+    callbacks = [*([KeepsHere()] if rank == 0 else []), Counts(), Keeps()]
+    trainer = Trainer(devices=world_size, strategy=strategy, callbacks=callbacks, max_epochs=1, **options)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(Lit("nothing"))
+        trainer.save_checkpoint(Path(folder, "saved.ckpt"))
+    return " ".join(str(warning.message) for warning in caught)
+
+
 def save(rank: int, world_size: int, habit: str, layout: dict[str, Any], folder: str) -> str:
     strategy: Any = "auto"
     if layout:
@@ -143,6 +173,15 @@ def test_weights_in_a_folder_are_whole(tmp_path: Path) -> None:
 def test_what_one_rank_alone_saves_is_said(tmp_path: Path) -> None:
     said = run_ranks(2, save, "rank zero", LAYOUTS["tp2"], str(tmp_path))
     assert "on some ranks only" in said[0]
+
+
+def test_one_rank_may_call_hooks_or_have_callbacks_of_its_own(tmp_path: Path) -> None:
+    expected = run_reference(save_one, "nothing")
+    said = run_ranks(2, save_alone, LAYOUTS["tp2"], str(tmp_path))
+    found = torch.load(tmp_path / "saved.ckpt", weights_only=False)
+    assert found["callbacks"]["Counts"] == {"count": 1}
+    assert_same(found["callbacks"]["Keeps"], expected["callbacks"]["Keeps"])
+    assert "`state_dict` puts weights into the checkpoint on some ranks only" in said[0]
 
 
 def test_what_is_computed_of_parts_is_said(tmp_path: Path) -> None:

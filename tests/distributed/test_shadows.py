@@ -204,6 +204,100 @@ class StateAverage(Callback):
         return {"average": self.average}
 
 
+class Elsewhere(Lit):
+    """Its average of the blocks, whose shapes repeat, is updated in other hooks; and in one of a callback.
+
+    Args:
+        hook: which.
+    """
+
+    def __init__(self, hook: str) -> None:
+        super().__init__("blocks")
+        called: Any = getattr(self, hook)
+
+        def update(*args: Any, **kwargs: Any) -> Any:
+            result = called(*args, **kwargs)
+            self.ema.update(self.averaged())
+            return result
+
+        setattr(self, hook, update)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        pass
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+
+class AfterSanity(Callback):
+    """Which looks at the average before training."""
+
+    def on_sanity_check_end(self, trainer: Trainer, pl_module: Any) -> None:
+        pl_module.ema.update(pl_module.averaged())
+
+
+def fit_elsewhere(rank: int, world_size: int, hook: str, layout: dict[str, Any], folder: str) -> dict[str, Any]:
+    strategy: Any = "auto"
+    if layout:
+        from lightning_megatp import MegaTPStrategy
+
+        strategy = MegaTPStrategy(**{"plan": PLAN if "tp" in layout else None, "summary": False, **layout})
+    torch.manual_seed(0)
+    options: dict[str, Any] = {**QUIET, "max_epochs": 1, "precision": "64-true", "accelerator": "cpu"}
+    trainer = Trainer(devices=world_size, strategy=strategy, callbacks=[AfterSanity()], **options)
+    trainer.fit(Elsewhere(hook))
+    trainer.save_checkpoint(Path(folder, "saved.ckpt"))
+    return torch.load(Path(folder, "saved.ckpt"), weights_only=False)
+
+
+class Factors(LightningModule):
+    """Of users and films, of which the first few have data: some ranks' rows never change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.ModuleDict({"users": nn.Embedding(8, 4), "films": nn.Embedding(8, 4)})
+        self.ema = DataAverage(self.net.parameters())
+        self.state = nn.Module()
+        for name, p in self.net.named_parameters():
+            self.state.register_buffer(name.replace(".", ""), p.detach().clone())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        users, films = self.net["users"](batch[0]), self.net["films"](batch[1])
+        return ((users * films).sum(-1) - 1).square().mean()
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        for s, buffer, p in zip(self.ema.shadow_params, self.state.buffers(), self.net.parameters(), strict=True):
+            s.data.add_(p.data - s.data, alpha=1 - DECAY)
+            buffer.data.copy_(s.data)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["ema"] = self.ema.shadow_params
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def train_dataloader(self) -> Any:
+        rows = torch.utils.data.TensorDataset(torch.arange(8) % 3, torch.arange(8) % 4)
+        return torch.utils.data.DataLoader(rows, batch_size=4)
+
+
+def fit_factors(rank: int, world_size: int, layout: dict[str, Any], folder: str) -> dict[str, Any]:
+    strategy: Any = "auto"
+    if layout:
+        from lightning_megatp import MegaTPStrategy
+
+        strategy = MegaTPStrategy(plan={"net.*": "vocab"}, summary=False, **layout)
+    torch.manual_seed(0)
+    path = Path(folder, "saved.ckpt")
+    options: dict[str, Any] = {**QUIET, "max_epochs": 1, "precision": "64-true", "accelerator": "cpu"}
+    trainer = Trainer(devices=world_size, strategy=strategy, **options)
+    trainer.fit(Factors())
+    trainer.save_checkpoint(path)
+    return torch.load(path, weights_only=False)
+
+
 def fit(
     rank: int,
     world_size: int,
@@ -318,7 +412,9 @@ def test_a_run_is_resumed_with_its_averages(kind: str, layout: str, tmp_path: Pa
         assert_same(*map(content, (torch.load(tmp_path / "again.ckpt", weights_only=False), saved)))
 
 
-@pytest.mark.parametrize(("kind", "layout"), [("list", "tp2-pp2"), ("buffers", "tp2"), ("buffers", "zero3")])
+@pytest.mark.parametrize(
+    ("kind", "layout"), [("list", "tp2-pp2"), ("list", "zero3"), ("buffers", "tp2"), ("buffers", "zero3")]
+)
 def test_a_checkpoint_is_loaded_where_only_parts_are_left(kind: str, layout: str, tmp_path: Path) -> None:
     losses, val, saved = run_reference(fit_one, kind, "same module")
     for found, found_val in run_ranks(ranks_of(layout), fit_twice, kind, LAYOUTS[layout], str(tmp_path)):
@@ -338,3 +434,22 @@ def test_steps_find_whole_tensors_that_no_hook_changes(layout: str, tmp_path: Pa
 def test_an_average_that_one_stage_alone_would_update(tmp_path: Path) -> None:
     with pytest.raises(RankError, match="`on_train_batch_end` changes parameters, or an average of them"):
         run_ranks(2, fit, "returns", LAYOUTS["pp2"], str(tmp_path), False)
+
+
+def test_parts_of_some_ranks_may_be_unchanged(tmp_path: Path) -> None:
+    expected = run_reference(fit_factors, 0, 1, {}, str(tmp_path))
+    found = run_ranks(2, fit_factors, LAYOUTS["tp2"], str(tmp_path))[0]
+    assert_same(found["ema"], expected["ema"])
+    assert_same(found["state_dict"], expected["state_dict"])
+
+
+@pytest.mark.parametrize("layout", ["tp2", "pp2"])
+@pytest.mark.parametrize(
+    "hook",
+    ["on_after_backward", "optimizer_zero_grad", "configure_gradient_clipping", "lr_scheduler_step"],
+)
+def test_hooks_of_the_optimization_find_parts(hook: str, layout: str, tmp_path: Path) -> None:
+    expected = run_reference(fit_elsewhere, 0, 1, hook, {}, str(tmp_path))
+    found = run_ranks(2, fit_elsewhere, hook, LAYOUTS[layout], str(tmp_path))[0]
+    assert_same(found["ema"], expected["ema"])
+    assert_same(found["state_dict"], expected["state_dict"])

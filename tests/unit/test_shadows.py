@@ -97,5 +97,6 @@ def test_what_follows_nothing() -> None:
     module.flat = [p.detach().clone() for p in module.parameters() if p.dim() == 1]
     module.mixed = [*copies(module), "name"]
     module.pair = [torch.zeros(2, 5), torch.zeros(2, 5)]  # the shape of one weight, twice
+    module.batch = [torch.zeros(2, 5), torch.tensor([3, 1])]  # features and labels, of the shapes of `end`
     module.same = list(module.parameters())  # the parameters themselves
     assert found_in(module) == ({}, [])
