@@ -169,6 +169,8 @@ class Lit(LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         if self.kind != "buffers":
             checkpoint["ema"] = {"shadow_params": self.ema.shadow_params}
+        else:
+            checkpoint["ema"] = {name: x.clone() for name, x in self.ema.state_dict().items()}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         if self.kind == "late":
