@@ -113,11 +113,14 @@ def _asked_for_state(of: weakref.ref[ParallelModule], module: nn.Module, prefix:
 
 
 class _Followed(TorchFunctionMode):
-    """Knows what is a weight, or a copy of one that was made meanwhile."""
+    """Knows what is a weight, or a buffer of a stage, or a copy of one that was made meanwhile."""
 
     def __init__(self, parallel: ParallelModule) -> None:
         super().__init__()
-        self._of: dict[int, str] = {id(p): name for name, p in reversed(parallel.names.items())}
+        persistent = frozenset(parallel.order)  # where pipeline stages hold parts of them
+        buffers = parallel.module.named_buffers(remove_duplicate=False)
+        self._of: dict[int, str] = {id(x): name for name, x in buffers if name in persistent}
+        self._of |= {id(p): name for name, p in reversed(parallel.names.items())}
         held = {name: own_part(p.detach()) for name, p in reversed(parallel.names.items()) if not p.is_meta}
         self._at = {_place(x): name for name, x in held.items() if not is_fake(x) and x.numel()}
         self._copies: Any = WeakIdKeyDictionary()
@@ -219,11 +222,11 @@ def _items(value: Any) -> list[tuple[Any, Any]]:
 
 
 def _of_all_stages(stages: list[Weights], order: tuple[str, ...]) -> Weights:
-    """Of a weight on several stages, one of them; in the order of the whole model."""
+    """Of a weight on several stages, the last one's, as `gather_state_dict` has it; in the order of the whole model."""
     at = {name: i for i, name in enumerate(order)}
     merged: Weights = {}
     for path in dict.fromkeys(path for stage in stages for path in stage):
-        weights = {name: (key, name, x) for stage in stages for key, name, x in stage.get(path, ())}
+        weights = {name: (key, name, x) for stage in reversed(stages) for key, name, x in stage.get(path, ())}
         merged[path] = sorted(weights.values(), key=lambda weight: at.get(weight[1], len(at)))
     return merged
 

@@ -124,7 +124,7 @@ class Shadows:
 
     @contextlib.contextmanager
     def as_whole(self, owners: Mapping[str, Any]) -> Iterator[None]:
-        """Meanwhile all others are whole, those too that were made after the split; in the host's memory, and on the
+        """Meanwhile all are whole, those too that were made after the split; in the host's memory, and on the
         first tensor rank of the first copy of the model alone.
 
         Args:
@@ -141,7 +141,7 @@ class Shadows:
         warn_unclear(unclear, "A checkpoint gets what global rank 0 has of it")
         found = agree([x for x in found if (id(x.holder), x.key) not in known], self._mesh, "dp", "tp")
         new = [Shadow(x, self._parallel, is_part=True) for x in found]
-        kept_here = [kept for kept in (*self._kept, *new) if not kept.in_buffers]
+        kept_here = [*self._kept, *new]
         keeps = self._mesh.rank("tp") == self._mesh.rank("dp") == 0
         gathered: Gathered = {kept.path: {} for kept in kept_here}
         for kept in kept_here:

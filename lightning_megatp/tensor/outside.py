@@ -77,6 +77,8 @@ class WholeParameter(torch.Tensor):
     parameter: Tensor
     spec: ShardedTensorSpec
     context: TensorContext
+    apart: bool = False
+    """Whether it is a copy, which the step may change as it likes."""
 
     @staticmethod
     def of(shard: Tensor, parameter: Tensor, spec: ShardedTensorSpec, context: TensorContext) -> WholeParameter:
@@ -107,7 +109,9 @@ class WholeParameter(torch.Tensor):
             return size_of(first.spec.shape, func, *args[1:], **kwargs)
         kept_apart = name == "clone" and not torch.is_grad_enabled()  # to be put back later
         if first is not None and (kept_apart or name in ("data", "detach")) and len(args) == 1:
-            return cls.of(func(first.shard, **kwargs), first.parameter, first.spec, first.context)
+            made = cls.of(func(first.shard, **kwargs), first.parameter, first.spec, first.context)
+            made.apart = first.apart or kept_apart
+            return made
         if first is not None and name == "copy_" and (value := first._own(args[1])) is not None:
             func(first.shard, value, *args[2:], **kwargs)
             return first
@@ -116,6 +120,11 @@ class WholeParameter(torch.Tensor):
             if name in _ELEMENTWISE_IN_PLACE and not any(isinstance(x, Tensor) for x in rest):
                 func(first.shard, *args[1:], **kwargs)
                 return first
+            if first.apart and name not in _REFUSED:
+                (whole, *rest), kwargs = tree_map(lambda x: _whole(x, name), (args, kwargs))
+                func(whole, *rest, **kwargs)
+                first.shard.copy_(first.spec.spec(first.context.rank).take(whole))
+                return None if name == "__setitem__" else first
             raise RuntimeError(
                 f"MegaTPStrategy: the step uses `{name}` on `{first.spec.name}`, of which each rank holds a part."
                 " Inside a step clip with `self.clip_gradients(...)`, read gradients with"

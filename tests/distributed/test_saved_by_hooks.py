@@ -40,6 +40,8 @@ class Lit(LightningModule):
         self.habit = habit
         self.start, self.end = nn.Linear(6, 8), nn.Linear(8, 6)
         self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)) for _ in range(4))
+        for block in self.blocks:
+            block.register_buffer("scale", torch.rand(8))  # type: ignore[operator]
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         x = self.start(batch)

@@ -169,6 +169,8 @@ class Lit(LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         if self.kind != "buffers":
             checkpoint["ema"] = {"shadow_params": self.ema.shadow_params}
+        else:
+            checkpoint["ema"] = {name: x.clone() for name, x in self.ema.state_dict().items()}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         if self.kind == "late":
@@ -250,6 +252,24 @@ def fit_elsewhere(rank: int, world_size: int, hook: str, layout: dict[str, Any],
     trainer.fit(Elsewhere(hook))
     trainer.save_checkpoint(Path(folder, "saved.ckpt"))
     return torch.load(Path(folder, "saved.ckpt"), weights_only=False)
+
+
+class Normalizes(Lit):
+    """Works on copies of its weights while it validates."""
+
+    def on_validation_epoch_start(self) -> None:
+        pass
+
+    def on_validation_epoch_end(self) -> None:
+        pass
+
+    def validation_step(self, ids: Tensor, batch_idx: int) -> None:
+        head = self.net["head"].weight.clone()  # type: ignore[union-attr, operator]
+        head.div_(head.norm(dim=1, keepdim=True))
+        head[0] = 0
+        up = self.net["blocks"][0][1].weight.detach().clone()  # type: ignore[index]
+        up -= up.mean(0)
+        self.log("val", self.loss(ids) + head.sum() + up.abs().sum())
 
 
 class Factors(LightningModule):
@@ -453,3 +473,15 @@ def test_hooks_of_the_optimization_find_parts(hook: str, layout: str, tmp_path: 
     found = run_ranks(2, fit_elsewhere, hook, LAYOUTS[layout], str(tmp_path))[0]
     assert_same(found["ema"], expected["ema"])
     assert_same(found["state_dict"], expected["state_dict"])
+
+
+def fit_normalizing(rank: int, world_size: int, layout: dict[str, Any], folder: str) -> tuple[list[float], float]:
+    torch.manual_seed(0)
+    return fit(rank, world_size, "list", layout, folder, False, Normalizes("list"))
+
+
+def test_a_step_may_change_copies_of_weights(tmp_path: Path) -> None:
+    losses, val = run_reference(fit_normalizing, 0, 1, {}, str(tmp_path))
+    for found, found_val in run_ranks(2, fit_normalizing, LAYOUTS["tp2"], str(tmp_path)):
+        assert found == pytest.approx(losses, rel=1e-9)
+        assert found_val == pytest.approx(val, rel=1e-9)
