@@ -286,7 +286,7 @@ class MegaTPStrategyBase(StepMethods, GradientMethods, BuildingMethods, WorldMet
         self._check_places(trainer)
         self._watch_exceptions(trainer)
         count_replicas(trainer, mesh)
-        self._show_shadows(trainer, parallel, shadows)
+        self._show_shadows(trainer, parallel, *shadows)
         self._watch_saving(trainer)
         if not self.is_distributed:
             without_sync_advice()

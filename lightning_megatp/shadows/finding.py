@@ -7,12 +7,14 @@ modules have these shapes, the one with these values is meant.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from lightning_megatp.pipeline.slicing.leftovers import is_own_object
 from lightning_megatp.shim.torch import is_fake
@@ -49,22 +51,20 @@ class Found:
         return [value[key] for key in self.names]
 
 
-def find_shadows(owners: Mapping[str, Any], module: nn.Module) -> tuple[list[Found], list[str]]:
+def find_shadows(owners: Mapping[str, Any], weights: Weights) -> tuple[list[Found], list[str]]:
     """
     Args:
         owners: by name, what is looked into: the module, and callbacks.
-        module: has the weights.
+        weights: of the module.
 
     Returns:
         What was found; and the paths of what may belong to several modules, which can't be told apart.
     """
     found, unclear = list[Found](), list[str]()
-    weights: _Weights | None = None
     for path, holder, key, value in _containers(owners):
         entries = {k: x for k, x in _items(value) if key != BUFFERS or (x is not None and x.dim() > 0)}
         if len(entries) < 2 or max(x.dim() for x in entries.values()) < 2:
             continue
-        weights = weights or _Weights(module)
         named = weights.like(list(entries.values()))
         if named is None:
             unclear.append(path)
@@ -75,23 +75,33 @@ def find_shadows(owners: Mapping[str, Any], module: nn.Module) -> tuple[list[Fou
     return found, unclear
 
 
-class _Weights:
+class Weights:
     """The lists of tensors that each part of a module has: its parameters, those that are trained, and all that is in
-    its state dict."""
+    its state dict.
+
+    Args:
+        module: the whole; or what a rank holds of it.
+    """
 
     def __init__(self, module: nn.Module) -> None:
-        lists: dict[tuple[int, ...], Named] = {}
-        for path, part in module.named_modules():
-            prefix = f"{path}." if path else ""
-            parameters = [(prefix + name, p) for name, p in part.named_parameters()]
-            trained = [(name, p) for name, p in parameters if p.requires_grad]
-            every: tuple[Named, ...] = (parameters, trained, list(_state(path, part)))
-            for named in every:
-                lists.setdefault(tuple(id(x) for _, x in named), named)
-        self._by_first: dict[Any, list[tuple[Shapes, Named]]] = {}
-        for named in sorted(filter(None, lists.values()), key=len, reverse=True):
-            shapes = _shapes(x for _, x in named)
-            self._by_first.setdefault(shapes[0], []).append((shapes, named))
+        self._by_first = _by_first(_lists(module))
+
+    def without_values(self) -> Weights:
+        """Their names and shapes, after the module was divided."""
+        same: dict[int, Tensor] = {}
+
+        def bare(x: Tensor) -> Tensor:
+            if id(x) not in same:
+                meta = torch.empty(x.shape, dtype=x.dtype, device="meta")
+                same[id(x)] = nn.Parameter(meta, x.requires_grad) if isinstance(x, nn.Parameter) else meta
+            return same[id(x)]
+
+        made = copy.copy(self)
+        made._by_first = {
+            first: [(shapes, [(name, bare(x)) for name, x in named]) for shapes, named in lists]
+            for first, lists in self._by_first.items()
+        }
+        return made
 
     def like(self, tensors: Sequence[Tensor]) -> Named | None:
         """Those of a part, or of several one after another, that have these values, or else these shapes; none; or
@@ -103,12 +113,33 @@ class _Weights:
         shapes, at = _shapes(tensors), 0
         while at < len(tensors):
             fitting = [named for of, named in self._by_first.get(shapes[at], ()) if of == shapes[at : at + len(of)]]
-            chosen = choose([named for named in fitting if _are_numbers(tensors[at:], named)], tensors[at:])
+            chosen = choose([named for named in fitting if _are_alike(tensors[at:], named)], tensors[at:])
             if len(chosen) != 1:
                 return None if chosen or found else []
             at += len(chosen[0])
             found.update(chosen[0])
         return list(found.items()) if len(found) == len(tensors) else []
+
+
+def _lists(module: nn.Module) -> Iterable[Named]:
+    found: dict[tuple[int, ...], Named] = {}
+    for path, part in module.named_modules():
+        prefix = f"{path}." if path else ""
+        parameters = [(prefix + name, p) for name, p in part.named_parameters()]
+        trained = [(name, p) for name, p in parameters if p.requires_grad]
+        every: tuple[Named, ...] = (parameters, trained, list(_state(path, part)))
+        for named in every:
+            found.setdefault(tuple(id(x) for _, x in named), named)
+    return found.values()
+
+
+def _by_first(lists: Iterable[Named]) -> dict[Any, list[tuple[Shapes, Named]]]:
+    """Shape of the first -> the lists, the longest first, with all shapes."""
+    found: dict[Any, list[tuple[Shapes, Named]]] = {}
+    for named in sorted(filter(None, lists), key=len, reverse=True):
+        shapes = _shapes(x for _, x in named)
+        found.setdefault(shapes[0], []).append((shapes, named))
+    return found
 
 
 def _of_values(fitting: list[Named], tensors: Sequence[Tensor]) -> list[Named]:
@@ -120,9 +151,13 @@ def _of_shapes(fitting: list[Named], tensors: Sequence[Tensor]) -> list[Named]:
     return [named for named in fitting if len(named) == len(fitting[0]) > 1]
 
 
-def _are_numbers(tensors: Sequence[Tensor], named: Named) -> bool:
-    """Whether what would follow weights is not of whole numbers: a batch and its labels may have shapes of a layer."""
-    return all(x.is_floating_point() or not y.is_floating_point() for x, (_, y) in zip(tensors, named, strict=False))
+def _are_alike(tensors: Sequence[Tensor], named: Named) -> bool:
+    """Whether they are of one kind: what follows weights is not of whole numbers (a batch and its labels may have the
+    shapes of a layer), nor are parts of a DTensor's shape the whole."""
+    return all(
+        (x.is_floating_point() or not y.is_floating_point()) and isinstance(x, DTensor) == isinstance(y, DTensor)
+        for x, (_, y) in zip(tensors, named, strict=False)
+    )
 
 
 def _state(path: str, part: nn.Module) -> Iterator[tuple[str, Tensor]]:

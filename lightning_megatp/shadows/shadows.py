@@ -23,7 +23,7 @@ from lightning_megatp.mesh import AXES, ParallelMesh
 from lightning_megatp.messages import warn_once_per_run
 from lightning_megatp.module import ParallelModule
 from lightning_megatp.pipeline.detour import Detour
-from lightning_megatp.shadows.finding import Found, find_shadows
+from lightning_megatp.shadows.finding import Found, Weights, find_shadows
 from lightning_megatp.shadows.shadow import Shadow
 
 _HOOKS = (
@@ -46,16 +46,23 @@ class Shadows:
     """Those of one module.
 
     Args:
-        found: before the module was split.
+        whole: the module's weights before it was split, without values.
         parallel: the module, cut into stages and divided.
         mesh: who is where.
     """
 
-    def __init__(self, found: Sequence[Found], parallel: ParallelModule, mesh: ParallelMesh) -> None:
-        self._parallel, self._mesh = parallel, mesh
-        cut = (x for x in found if parallel.pipeline is not None or any(map(parallel.is_cut, x.names.values())))
-        self._kept = [Shadow(x, parallel) for x in cut]
+    def __init__(self, whole: Weights, parallel: ParallelModule, mesh: ParallelMesh) -> None:
+        self.whole, self._parallel, self._mesh = whole, parallel, mesh
+        self._kept: list[Shadow] = []
         self._in_hook = False
+
+    def add(self, found: Sequence[Found]) -> None:
+        """Keep what was found, of the whole module."""
+        known = {kept.slot for kept in self._kept}
+        for x in found:
+            cut = self._parallel.pipeline is not None or any(map(self._parallel.is_cut, x.names.values()))
+            if cut and (id(x.holder), x.key) not in known:
+                self._kept.append(Shadow(x, self._parallel))
 
     def around_hooks(self, trainer: Any) -> Iterator[Detour]:
         """Let hooks of the module and of callbacks find parts."""
@@ -77,8 +84,8 @@ class Shadows:
         if self._in_hook:  # called by another
             yield
             return
-        self._enter_hook()
         try:
+            self._enter_hook()
             yield
         finally:
             self._leave_hook()
@@ -137,7 +144,7 @@ class Shadows:
             UserWarning: some could belong to several modules.
         """
         known = {kept.slot for kept in self._kept}
-        found, unclear = find_shadows(owners, self._parallel.module)
+        found, unclear = find_shadows(owners, Weights(self._parallel.module))
         warn_unclear(unclear, "A checkpoint gets what global rank 0 has of it")
         found = agree([x for x in found if (id(x.holder), x.key) not in known], self._mesh, "dp", "tp")
         new = [Shadow(x, self._parallel, is_part=True) for x in found]

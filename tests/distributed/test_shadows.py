@@ -443,6 +443,57 @@ def test_a_checkpoint_is_loaded_where_only_parts_are_left(kind: str, layout: str
     assert_same(*map(content, (torch.load(tmp_path / "again.ckpt", weights_only=False), saved)))
 
 
+class SwappedAverage(StateAverage):
+    """One that takes the weights' place in validation, and comes back with a checkpoint."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.average = state_dict["average"]
+
+    def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.before = {name: x.clone() for name, x in pl_module.state_dict().items()}
+        self.put(pl_module, self.average)
+
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.put(pl_module, self.before)
+
+    def put(self, module: LightningModule, values: dict[str, Tensor]) -> None:
+        for name, x in module.state_dict().items():
+            x.copy_(values[name])
+
+
+def validate_after(rank: int, world_size: int, layout: dict[str, Any], folder: str) -> tuple[float, float]:
+    strategy: Any = "auto"
+    if layout:
+        from lightning_megatp import MegaTPStrategy
+
+        strategy = MegaTPStrategy(**{"plan": PLAN if "tp" in layout else None, "summary": False, **layout})
+    torch.manual_seed(rank)
+    module, path = Lit("list"), Path(folder, "saved.ckpt")
+    options: dict[str, Any] = {"accelerator": "cpu", "precision": "64-true", "use_distributed_sampler": False, **QUIET}
+    trainer = Trainer(devices=world_size, strategy=strategy, callbacks=[SwappedAverage()], max_epochs=1, **options)
+    module.on_validation_epoch_start = module.on_validation_epoch_end = lambda: None  # type: ignore[method-assign]
+    trainer.fit(module)
+    fitted = float(trainer.callback_metrics["val"])
+    trainer.save_checkpoint(path)
+    trainer.validate(module, ckpt_path=path, verbose=False)
+    return fitted, float(trainer.callback_metrics["val"])
+
+
+def validate_one() -> tuple[float, float]:
+    with tempfile.TemporaryDirectory() as folder:
+        return validate_after(0, 1, {}, folder)
+
+
+@pytest.mark.parametrize("layout", ["tp2", "pp2", "zero3"])
+def test_an_average_is_given_back_to_a_module_in_parts(layout: str, tmp_path: Path) -> None:
+    """By a callback that made it of parts, after the module was split."""
+    expected = run_reference(validate_one)
+    for found in run_ranks(
+        2, validate_after, {**LAYOUTS[layout], "plan": PLAN if "tp" in layout else None}, str(tmp_path)
+    ):
+        assert found == pytest.approx(expected, rel=1e-9)
+
+
 @pytest.mark.parametrize("layout", ["tp2", "pp2"])
 def test_steps_find_whole_tensors_that_no_hook_changes(layout: str, tmp_path: Path) -> None:
     losses, val, _ = run_reference(fit_one, "anchor")

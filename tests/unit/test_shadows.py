@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_megatp.shadows.finding import find_shadows
+from lightning_megatp.shadows.finding import Weights, find_shadows
 
 
 class Holder:
@@ -33,7 +33,7 @@ def copies(module: nn.Module) -> list[Tensor]:
 
 
 def found_in(module: nn.Module, **others: Any) -> tuple[dict[str, list[str]], list[str]]:
-    found, unclear = find_shadows({"": module, **others}, module)
+    found, unclear = find_shadows({"": module, **others}, Weights(module))
     return {x.path: list(x.names.values()) for x in found}, unclear
 
 
@@ -100,3 +100,13 @@ def test_what_follows_nothing() -> None:
     module.batch = [torch.zeros(2, 5), torch.tensor([3, 1])]  # features and labels, of the shapes of `end`
     module.same = list(module.parameters())  # the parameters themselves
     assert found_in(module) == ({}, [])
+
+
+def test_shapes_outlive_the_weights() -> None:
+    module = net()
+    names = [name for name, _ in module.named_parameters()]
+    whole = Weights(module).without_values()
+    shadows = copies(module)
+    found, _ = find_shadows({"": Holder(shadows=shadows)}, whole)
+    assert [list(x.names.values()) for x in found] == [names]
+    assert all(x.is_meta for lists in whole._by_first.values() for _, named in lists for _, x in named)
