@@ -161,6 +161,15 @@ class ParallelModule:
         can't."""
         return x.to(self.device)
 
+    @contextlib.contextmanager
+    def parts_expected(self) -> Iterator[None]:
+        """Around what asks for a state dict and expects parts, after a run too."""
+        before, self.expects_parts = self.expects_parts, True
+        try:
+            yield
+        finally:
+            self.expects_parts = before
+
     def is_cut(self, name: str) -> bool:
         """Whether this rank holds less of a weight than the whole."""
         parameter = self.names.get(name)

@@ -24,7 +24,7 @@ from lightning_megatp.mesh import AXES, ParallelMesh
 from lightning_megatp.messages import warn_once_per_run
 from lightning_megatp.module import ParallelModule
 from lightning_megatp.pipeline.detour import Detour
-from lightning_megatp.shadows.shadows import owners_of
+from lightning_megatp.shadows.shadows import is_in_order, owners_of, warn_of_order
 from lightning_megatp.shim.torch import is_fake, tree_leaves
 from lightning_megatp.tensor.functions import operation_name, operation_names
 from lightning_megatp.tensor.in_hooks import own_part
@@ -81,6 +81,7 @@ def watch_saving(
         hooks.discard(("", "state_dict"))  # the module's, which the strategy completes
         everywhere = hooks.intersection(*mesh.exchange(hooks, *AXES))
         with contextlib.ExitStack() as ends:
+            ends.enter_context(parallel.parts_expected())
             for name, hook in hooks:
                 through = functools.partial(save, hook, (name, hook) in everywhere)
                 ends.callback(Detour(owners[name], hook, through).end)
@@ -131,9 +132,11 @@ class _Followed(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
+        if not isinstance(result, Tensor):
+            return result
         if operation_name(func) in _COPIES and args and (name := self.name(args[0])) is not None:
             self._copies[result] = name
-        elif isinstance(result, Tensor):
+        else:
             given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
             name = next((name for x in given if (name := self.name(x) or self.made_of.get(x)) is not None), None)
             if name is not None:
@@ -226,7 +229,10 @@ def _of_all_stages(stages: list[Weights], order: tuple[str, ...]) -> Weights:
     at = {name: i for i, name in enumerate(order)}
     merged: Weights = {}
     for path in dict.fromkeys(path for stage in stages for path in stage):
-        weights = {name: (key, name, x) for stage in reversed(stages) for key, name, x in stage.get(path, ())}
+        of_stages = [stage.get(path, []) for stage in reversed(stages)]
+        if not all(is_in_order((name for _, name, _ in weights), at) for weights in of_stages):
+            warn_of_order(".".join(map(str, path[1:])))
+        weights = {name: (key, name, x) for weights in of_stages for key, name, x in weights}
         merged[path] = sorted(weights.values(), key=lambda weight: at.get(weight[1], len(at)))
     return merged
 

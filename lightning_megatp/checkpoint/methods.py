@@ -153,12 +153,9 @@ class CheckpointMethods(LoadingMethods):
         """What this rank has of the model; of what is divided its rows, also where an exception left it gathered."""
         assert self.lightning_module is not None
         parallel = self._parallel()
-        expected, parallel.expects_parts = parallel.expects_parts, True
-        try:
-            with contextlib.nullcontext() if parallel.sharding is None else parallel.sharding.as_rows():
-                state: dict[str, Any] = self.lightning_module.state_dict()
-        finally:
-            parallel.expects_parts = expected
+        rows = contextlib.nullcontext() if parallel.sharding is None else parallel.sharding.as_rows()
+        with parallel.parts_expected(), rows:
+            state: dict[str, Any] = self.lightning_module.state_dict()
         return state
 
     def _gathered(self, state: dict[str, Any]) -> dict[str, Any]:

@@ -379,12 +379,9 @@ class GradientMethods(CopyMethods):
             where = "inside of a step" if parallel.context.user_code else "with zero > 0"
             raise RuntimeError(f"MegaTPStrategy: `whole_parameters` can't be used {where}: use it in hooks, at zero=0.")
         split = {id(p): (p, spec) for p in parallel.names.values() if (spec := parallel.spec(p)) is not None}
-        expected, parallel.expects_parts = parallel.expects_parts, True
-        try:
-            with DisableTorchFunction(), whole_values(list(split.values()), parallel.context.group):
-                yield
-        finally:
-            parallel.expects_parts = expected
+        whole = whole_values(list(split.values()), parallel.context.group)
+        with parallel.parts_expected(), DisableTorchFunction(), whole:
+            yield
 
 
 def _sharded_parameters(parallel: ParallelModule) -> list[Tensor]:

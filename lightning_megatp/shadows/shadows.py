@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -171,10 +171,14 @@ class Shadows:
                 f"`{elsewhere[0]}` follows weights of other pipeline stages than this one, and a checkpoint gets what"
                 " global rank 0 has of it: nothing. Make it in `__init__`."
             )
-        order = {name: i for i, name in enumerate(self._parallel.order)}
+        known = {kept.path: {name: i for i, name in enumerate(kept.names.values())} for kept in self._kept}
+        of_module = {name: i for i, name in enumerate(self._parallel.order)}
         whole = {}
         for path in gathered:
-            found = {name: x for stage in stages for name, x in stage.get(path, {}).items()}
+            of_stages, order = [stage.get(path, {}) for stage in stages], known.get(path, of_module)
+            if not all(is_in_order(found, order) for found in of_stages):
+                warn_of_order(path)
+            found = {name: x for of_stage in of_stages for name, x in of_stage.items()}
             whole[path] = dict(sorted(found.items(), key=lambda pair: order.get(pair[0], len(order))))
         return whole
 
@@ -224,6 +228,21 @@ def owners_of(trainer: Any) -> dict[str, Any]:
         callbacks[f"{kind} {counts[kind]}"] = callback
         counts[kind] += 1
     return {"": trainer.lightning_module, **callbacks}
+
+
+def is_in_order(names: Iterable[str], order: Mapping[str, int]) -> bool:
+    """Whether the weights of a stage come in the order of the whole model, so that those of others can be put between
+    them."""
+    places = [order.get(name, len(order)) for name in names]
+    return places == sorted(places)
+
+
+def warn_of_order(path: str) -> None:
+    """Say that a list of several stages' weights may have been put together in another order than on one device."""
+    warn_once_per_run(
+        f"`{path}` has weights of several pipeline stages in another order than the module's, and a checkpoint has them"
+        " in the module's. Save them in a dict, by name."
+    )
 
 
 def warn_unclear(paths: Sequence[str], what: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -116,6 +117,8 @@ class Lit(LightningModule):
 
     def averaged(self) -> Any:
         """The parameters of which an average is kept."""
+        if self.kind == "turned":
+            return itertools.chain(self.net["head"].parameters(), self.net["blocks"].parameters())  # type: ignore[union-attr, operator]
         return (self.net["blocks"] if self.kind == "blocks" else self.net).parameters()
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -188,7 +191,13 @@ class Lit(LightningModule):
     val_dataloader = train_dataloader
 
 
-KINDS: dict[str, Any] = {"list": ListAverage, "data": DataAverage, "new": NewAverage, "blocks": ListAverage}
+KINDS: dict[str, Any] = {
+    "list": ListAverage,
+    "data": DataAverage,
+    "new": NewAverage,
+    "blocks": ListAverage,
+    "turned": ListAverage,
+}
 KINDS |= {"anchor": ListAverage, "scope": ListAverage, "returns": ListAverage, "outside": ListAverage}
 
 
@@ -397,6 +406,7 @@ CASES = {
     "data": ["tp2", "zero3"],
     "new": ["tp2-pp2"],
     "blocks": ["pp2"],
+    "turned": ["pp2"],
     "buffers": ["tp2", "pp2", "tp2-pp2", "zero3", "tp2-zero1"],
     "late": ["tp2-pp2", "tp2-zero1"],
     "callback": ["tp2", "pp2", "zero3"],
