@@ -17,6 +17,7 @@ import contextlib
 import dataclasses
 import os
 import pickle
+import random
 import signal
 import socket
 import subprocess
@@ -231,9 +232,16 @@ def _python_path() -> str:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port for processes that listen on it some seconds later. It is none of those that the system lends to
+    connections (32768 and above), of which one could be taken until then; and workers of pytest-xdist that draw at the
+    same time have ranges of their own."""
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    ports = range(12_000 + worker % 10 * 2_000, 14_000 + worker % 10 * 2_000)
+    for port in random.SystemRandom().sample(ports, 100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise RuntimeError(f"of 100 ports in {ports} none is free")
 
 
 # What follows runs in the rank.

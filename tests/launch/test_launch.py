@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from functools import cache
@@ -14,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.ranks import free_port
 
 SCRIPT = Path(__file__).with_name("script.py")
 TIMEOUT_S = 120
@@ -51,12 +52,6 @@ def _results(printed: str) -> list[dict[str, Any]]:
 
 def _script(namespace: str, how: str, *arguments: str) -> list[str]:
     return [str(SCRIPT), namespace, how, *arguments]
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @cache
@@ -114,7 +109,7 @@ def test_torchrun_on_one_node() -> None:
 
 def test_torchrun_on_two_nodes() -> None:
     torchrun = [*TORCHRUN, "--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1"]
-    torchrun.append(f"--master-port={_free_port()}")
+    torchrun.append(f"--master-port={free_port()}")
     script = _script("lightning.pytorch", "2")
     _check(_finish(*(_start([*torchrun, f"--node-rank={n}", *script]) for n in (0, 1))), "TorchElasticEnvironment")
 
@@ -122,7 +117,7 @@ def test_torchrun_on_two_nodes() -> None:
 def test_stages_on_two_nodes() -> None:
     """Rank 0, on the first node, has the last stage; each stage has its own layer only."""
     torchrun = [*TORCHRUN, "--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1"]
-    torchrun.append(f"--master-port={_free_port()}")
+    torchrun.append(f"--master-port={free_port()}")
     script = _script("pytorch_lightning", "stages")
     results = _results(_finish(*(_start([*torchrun, f"--node-rank={n}", *script]) for n in (0, 1))))
     assert [(result["rank"], result["parameters"]) for result in results] == [(0, 9), (1, 40)]
@@ -134,7 +129,7 @@ def test_slurm() -> None:
     """srun starts one process per task and describes it by SLURM_* variables."""
     job = {"SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2", "SLURM_NNODES": "1", "SLURM_NODEID": "0"}
     job |= {"SLURM_JOB_ID": "4711", "SLURM_JOB_NAME": "train", "SLURM_NODELIST": "127.0.0.1"}
-    job |= {"MASTER_PORT": str(_free_port())}
+    job |= {"MASTER_PORT": str(free_port())}
     script = [*PYTHON, *_script("lightning.pytorch", "1")]
     tasks = [_start(script, {**job, "SLURM_PROCID": rank, "SLURM_LOCALID": rank}) for rank in ("0", "1")]
     _check(_finish(*tasks), "SLURMEnvironment")
