@@ -34,7 +34,8 @@ class CopyMethods(Parts):
         copies = self._mesh().group("dp")
         self._default_group = None if copies is dist.group.WORLD else DefaultGroup(copies)
         around_loader_hooks(self.lightning_module.trainer, self.among_copies)
-        around_training_step(self.lightning_module.trainer, self.counting_copies)
+        counting = None if self._default_group is None else self.counting_copies
+        around_training_step(self.lightning_module.trainer, counting)
 
     def process_dataloader(self, dataloader: Any) -> Any:
         """The user's loader. Data sets and samplers that ask for a rank when they are read are told the copy's."""

@@ -10,21 +10,21 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
+from lightning_megatp.checkpoint.stages import Entry, merge_stages
 from lightning_megatp.gradients.whole_norms import is_users
 from lightning_megatp.mesh import AXES, ParallelMesh
 from lightning_megatp.messages import warn_once_per_run
 from lightning_megatp.module import ParallelModule
 from lightning_megatp.pipeline.detour import Detour
-from lightning_megatp.shadows.shadows import is_in_order, owners_of, warn_of_order
+from lightning_megatp.shadows.shadows import owners_of
 from lightning_megatp.shim.torch import is_fake, tree_leaves
 from lightning_megatp.tensor.functions import operation_name, operation_names
 from lightning_megatp.tensor.in_hooks import own_part
@@ -35,8 +35,8 @@ _CONTAINERS = (dict, list, tuple)
 _HOOKS = ("on_save_checkpoint", "state_dict")
 Path = tuple[Any, ...]
 """Keys and indices, from the outside in."""
-Weights = dict[Path, list[tuple[Any, str, Tensor]]]
-"""Path of a container -> key, name and value of each weight in it."""
+Entries = dict[Path, list[Entry]]
+"""Path of a container -> each weight in it."""
 
 
 def watch_saving(
@@ -88,29 +88,6 @@ def watch_saving(
             return call()
 
     yield Detour(trainer, "save_checkpoint", save_together)
-
-
-def warn_of_parts(parallel: ParallelModule) -> None:
-    """From now on say so where somebody asks for a state dict and doesn't expect parts."""
-    asked = functools.partial(_asked_for_state, weakref.ref(parallel))
-    for child in parallel.module.modules():
-        held = list(child.parameters(recurse=False))
-        cut = any(parallel.spec(p) is not None or id(p) in parallel.divided for p in held)
-        if cut or (held and parallel.pipeline is not None):
-            child.register_state_dict_pre_hook(asked)
-
-
-def _asked_for_state(of: weakref.ref[ParallelModule], module: nn.Module, prefix: str, keep_vars: bool) -> None:
-    parallel = of()
-    if parallel is None or parallel.expects_parts:
-        return
-    parallel.expects_parts = True  # it is said once
-    whole = " Or ask inside of `with trainer.strategy.whole_parameters():`, on all ranks."
-    warn_once_per_run(
-        "`state_dict()` after a run has the part of the model that this rank holds. A file of all of it is written by"
-        " `trainer.save_checkpoint(path, weights_only=True)`, called on all ranks; `megatp convert` makes safetensors"
-        f" of it.{'' if parallel.divided or parallel.pipeline is not None else whole}"
-    )
 
 
 class _Followed(TorchFunctionMode):
@@ -168,8 +145,8 @@ def _completed(
     Args:
         everywhere: whether all ranks call this hook; otherwise none is asked for its part.
     """
-    found = {path: weights for path, weights in _find((), content, followed) if weights}
-    names = {path: [name for _, name, _ in weights] for path, weights in found.items()}
+    found = {path: entries for path, entries in _find((), content, followed) if entries}
+    names = {path: [entry.name for entry in entries] for path, entries in found.items()}
     by_stage: dict[int, list[Any]] = {}
     for rank, of_rank in zip(mesh.ranks(*AXES), mesh.exchange(names, *AXES), strict=True) if everywhere else ():
         by_stage.setdefault(mesh.shape.stage(rank), []).append(of_rank)
@@ -189,16 +166,19 @@ def _completed(
             " part: it is about that part. Save the weight itself, which is gathered."
         )
     keeps = mesh.rank("tp") == mesh.rank("dp") == 0
-    whole: Weights = {path: [] for path in found}
-    for path, weights in found.items():
-        for key, name, x in weights:
+    whole: Entries = {path: [] for path in found}
+    for path, entries in found.items():
+        for key, name, x in entries:
             value = parallel.whole_like(name, x.detach())
             if keeps:
-                whole[path].append((key, name, value.cpu()))
+                whole[path].append(Entry(key, name, value.cpu()))
     if not keeps:
         return content
     if mesh.size("pp") > 1:
-        whole = _of_all_stages(mesh.exchange(whole, "pp"), parallel.order)
+        stages = mesh.exchange(whole, "pp")
+        for path in dict.fromkeys(path for stage in stages for path in stage):
+            of_stages = [stage.get(path, []) for stage in stages]
+            whole[path] = merge_stages(of_stages, parallel.order, ".".join(map(str, path[1:])))
     completed: dict[str, Any] = _with((), content, found, whole)
     if any(map(is_fake, tree_leaves(completed))):
         raise RuntimeError(
@@ -208,11 +188,11 @@ def _completed(
     return completed
 
 
-def _find(path: Path, value: Any, followed: _Followed) -> Iterator[tuple[Path, list[tuple[Any, str, Tensor]]]]:
+def _find(path: Path, value: Any, followed: _Followed) -> Iterator[tuple[Path, list[Entry]]]:
     """Every container in a value, with the weights that lie in it."""
     items = _items(value)
     named = [(key, followed.name(x), x) for key, x in items]
-    yield path, [(key, name, x) for key, name, x in named if name is not None]
+    yield path, [Entry(key, name, x) for key, name, x in named if name is not None]
     for key, x in items:
         if isinstance(x, _CONTAINERS):
             yield from _find((*path, key), x, followed)
@@ -224,20 +204,7 @@ def _items(value: Any) -> list[tuple[Any, Any]]:
     return list(enumerate(value))
 
 
-def _of_all_stages(stages: list[Weights], order: tuple[str, ...]) -> Weights:
-    """Of a weight on several stages, the last one's, as `gather_state_dict` has it; in the order of the whole model."""
-    at = {name: i for i, name in enumerate(order)}
-    merged: Weights = {}
-    for path in dict.fromkeys(path for stage in stages for path in stage):
-        of_stages = [stage.get(path, []) for stage in reversed(stages)]
-        if not all(is_in_order((name for _, name, _ in weights), at) for weights in of_stages):
-            warn_of_order(".".join(map(str, path[1:])))
-        weights = {name: (key, name, x) for weights in of_stages for key, name, x in weights}
-        merged[path] = sorted(weights.values(), key=lambda weight: at.get(weight[1], len(at)))
-    return merged
-
-
-def _with(path: Path, value: Any, own: Weights, whole: Weights) -> Any:
+def _with(path: Path, value: Any, own: Entries, whole: Entries) -> Any:
     """A container with whole weights in the place of parts, and with those of other stages.
 
     Args:

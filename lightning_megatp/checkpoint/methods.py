@@ -11,10 +11,11 @@ from typing import Any
 import torch.distributed as dist
 from torch.optim import Optimizer
 
+from lightning_megatp.checkpoint.after_run import warn_of_parts
 from lightning_megatp.checkpoint.agree import together
 from lightning_megatp.checkpoint.averages import averaged_states
 from lightning_megatp.checkpoint.background import BackgroundSave
-from lightning_megatp.checkpoint.by_hooks import warn_of_parts, watch_saving
+from lightning_megatp.checkpoint.by_hooks import watch_saving
 from lightning_megatp.checkpoint.exceptions import AfterException
 from lightning_megatp.checkpoint.folder import save_folder, to_bytes
 from lightning_megatp.checkpoint.full import full_optimizer_state, full_state_dict, without_data

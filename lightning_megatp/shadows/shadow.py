@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from lightning_megatp.checkpoint.stages import Entry
 from lightning_megatp.module import ParallelModule
 from lightning_megatp.shadows.finding import BUFFERS, Found
 from lightning_megatp.shim.torch import tensor_version
@@ -77,19 +78,19 @@ class Shadow:
             self._set(self._aside, is_part=False)
         self._aside = None
 
-    def gathered(self) -> Iterator[tuple[str, Any, Tensor]]:
-        """Name of each weight that this rank holds, key, and the whole tensor.
+    def gathered(self) -> Iterator[Entry]:
+        """The whole tensors of the weights that this rank holds.
 
         Communication: one all-gather over tp, and one over dp with zero > 0, for each whose weight is cut; whatever
         stands here, since a hook may have changed the parts of some ranks only.
         """
         for key, part in self._parts().items():
-            yield self.names[key], key, self._parallel.whole_like(self.names[key], part)
+            yield Entry(key, self.names[key], self._parallel.whole_like(self.names[key], part))
 
-    def put_whole(self, entries: Iterable[tuple[Any, Tensor]]) -> tuple[Any, bool]:
+    def put_whole(self, entries: Iterable[Entry]) -> tuple[Any, bool]:
         """Put whole tensors in its place, until what this returns is given to `put_back`."""
         before = self.value, self._is_part
-        if whole := list(entries):
+        if whole := [(entry.key, entry.value) for entry in entries]:
             self._put(whole, is_part=False)
         return before
 

@@ -11,13 +11,14 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_megatp.checkpoint.stages import Entry, merge_stages
 from lightning_megatp.gradients.whole_norms import is_users
 from lightning_megatp.mesh import AXES, ParallelMesh
 from lightning_megatp.messages import warn_once_per_run
@@ -38,8 +39,8 @@ _HOOKS = (
     ),
 )
 """Which find this rank's parts of the weights."""
-Gathered = dict[str, dict[str, tuple[Any, Tensor]]]
-"""Path -> name of a weight -> key and tensor."""
+Gathered = dict[str, list[Entry]]
+"""By path."""
 
 
 class Shadows:
@@ -118,7 +119,7 @@ class Shadows:
         Communication: one all-gather over tp, and one over dp with zero > 0, for each that is cut.
         """
         buffers = [kept for kept in self._kept if kept.in_buffers]
-        before = [(kept, kept.put_whole((key, x) for _, key, x in kept.gathered())) for kept in buffers]
+        before = [(kept, kept.put_whole(kept.gathered())) for kept in buffers]
         try:
             yield
         finally:
@@ -150,14 +151,14 @@ class Shadows:
         new = [Shadow(x, self._parallel, is_part=True) for x in found]
         kept_here = [*self._kept, *new]
         keeps = self._mesh.rank("tp") == self._mesh.rank("dp") == 0
-        gathered: Gathered = {kept.path: {} for kept in kept_here}
+        gathered: Gathered = {kept.path: [] for kept in kept_here}
         for kept in kept_here:
-            for name, key, x in kept.gathered():
+            for key, name, x in kept.gathered():
                 if keeps:
-                    gathered[kept.path][name] = key, x.cpu()
+                    gathered[kept.path].append(Entry(key, name, x.cpu()))
         if keeps and self._mesh.size("pp") > 1:
             gathered = self._of_all_stages(gathered)
-        before = [(kept, kept.put_whole(gathered[kept.path].values())) for kept in kept_here]
+        before = [(kept, kept.put_whole(gathered[kept.path])) for kept in kept_here]
         try:
             yield
         finally:
@@ -171,16 +172,11 @@ class Shadows:
                 f"`{elsewhere[0]}` follows weights of other pipeline stages than this one, and a checkpoint gets what"
                 " global rank 0 has of it: nothing. Make it in `__init__`."
             )
-        known = {kept.path: {name: i for i, name in enumerate(kept.names.values())} for kept in self._kept}
-        of_module = {name: i for i, name in enumerate(self._parallel.order)}
-        whole = {}
-        for path in gathered:
-            of_stages, order = [stage.get(path, {}) for stage in stages], known.get(path, of_module)
-            if not all(is_in_order(found, order) for found in of_stages):
-                warn_of_order(path)
-            found = {name: x for of_stage in of_stages for name, x in of_stage.items()}
-            whole[path] = dict(sorted(found.items(), key=lambda pair: order.get(pair[0], len(order))))
-        return whole
+        known = {kept.path: list(kept.names.values()) for kept in self._kept}
+        return {
+            path: merge_stages([stage.get(path, []) for stage in stages], known.get(path, self._parallel.order), path)
+            for path in gathered
+        }
 
     def tensors(self) -> list[Tensor]:
         """All that are there now."""
@@ -228,21 +224,6 @@ def owners_of(trainer: Any) -> dict[str, Any]:
         callbacks[f"{kind} {counts[kind]}"] = callback
         counts[kind] += 1
     return {"": trainer.lightning_module, **callbacks}
-
-
-def is_in_order(names: Iterable[str], order: Mapping[str, int]) -> bool:
-    """Whether the weights of a stage come in the order of the whole model, so that those of others can be put between
-    them."""
-    places = [order.get(name, len(order)) for name in names]
-    return places == sorted(places)
-
-
-def warn_of_order(path: str) -> None:
-    """Say that a list of several stages' weights may have been put together in another order than on one device."""
-    warn_once_per_run(
-        f"`{path}` has weights of several pipeline stages in another order than the module's, and a checkpoint has them"
-        " in the module's. Save them in a dict, by name."
-    )
 
 
 def warn_unclear(paths: Sequence[str], what: str) -> None:

@@ -147,8 +147,8 @@ def around_loader_hooks(trainer: Any, context: Callable[[], AbstractContextManag
         within_hooks(loop._data_source, "dataloader", context)
 
 
-def around_training_step(trainer: Any, context: Callable[[], AbstractContextManager[None]]) -> None:
-    """Let a training step be judged in a context: that it returns None, to skip its batch, is refused where
+def around_training_step(trainer: Any, context: Callable[[], AbstractContextManager[None]] | None) -> None:
+    """Let a training step be judged in a context, or in none: that it returns None, to skip its batch, is refused where
     `trainer.world_size` is above 1. The method that looks has a private name (2.5-2.6)."""
     within_hooks(trainer.fit_loop.epoch_loop.automatic_optimization, "_training_step", context)
 

@@ -128,8 +128,14 @@ def save(rank: int, world_size: int, habit: str, layout: dict[str, Any], folder:
     trainer = Trainer(devices=world_size, strategy=strategy, callbacks=[Keeps()], max_epochs=1, **options)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        trainer.fit(Lit(habit))
+        module = Lit(habit)
+        trainer.fit(module)
         trainer.save_checkpoint(Path(folder, "saved.ckpt"))
+        if habit == "whole parameters":
+            with trainer.strategy.whole_parameters():  # type: ignore[attr-defined]
+                assert module.state_dict()["blocks.0.0.weight"].shape == (8, 8)
+        elif habit == "asks":
+            module.blocks.state_dict()
     return " ".join(str(warning.message) for warning in caught if "checkpoint" in str(warning.message))
 
 
@@ -201,3 +207,14 @@ def test_another_order_of_weights_is_said(tmp_path: Path) -> None:
     said = run_ranks(2, save, "turned", LAYOUTS["pp2"], str(tmp_path))
     assert "`turned` has weights of several pipeline stages in another order" in said[0]
     assert "after a run" not in said[0]  # hooks that save may ask for what is completed
+
+
+@pytest.mark.parametrize("layout", ["tp2", "pp2", "zero3"])
+def test_a_state_dict_of_parts_after_a_run_is_said(layout: str, tmp_path: Path) -> None:
+    said = run_ranks(2, save, "asks", LAYOUTS[layout], str(tmp_path))
+    assert "`state_dict()` after a run has the part" in said[0]
+    assert ("whole_parameters" in said[0]) == (layout == "tp2")
+
+
+def test_a_state_dict_of_whole_parameters_is_whole(tmp_path: Path) -> None:
+    assert not any(run_ranks(2, save, "whole parameters", LAYOUTS["tp2"], str(tmp_path)))
