@@ -21,6 +21,7 @@ from lightning_megatp.pipeline.averaged import Versions
 from lightning_megatp.plan.parallel_plan import ParallelPlan
 from lightning_megatp.plan.ranges import length
 from lightning_megatp.plan.shard import ShardedTensorSpec, ShardSpec
+from lightning_megatp.recompute.reentrant import without_reentrant
 from lightning_megatp.shim.autograd import handle_checkpoints, handle_grad
 from lightning_megatp.shim.compiler import uncompiled
 from lightning_megatp.shim.torch import tree_map
@@ -29,7 +30,8 @@ from lightning_megatp.tensor.layers import ParallelLayer
 from lightning_megatp.tensor.outside import WholeParameter
 from lightning_megatp.tensor.parameters import gather_shards
 from lightning_megatp.tensor.saving import unwrapped
-from lightning_megatp.tensor.shards import functions_take_whole, gathered
+from lightning_megatp.tensor.shards import gathered
+from lightning_megatp.tensor.user_functions import functions_take_whole
 from lightning_megatp.tensor.watch import RandomWatch
 
 
@@ -293,9 +295,11 @@ class ParallelModule:
             if self.uncompiled:
                 stack.enter_context(uncompiled())
             if self.has_regions or self.divided:
-                stack.enter_context(handle_grad(self.partial.differentiate, self._leaf))
+                stack.enter_context(handle_grad(self.partial.differentiate, self._leaf, self.partial.trace_nested))
+            if self.has_regions:
+                stack.enter_context(functions_take_whole(self.context))
+                stack.enter_context(without_reentrant())
             if self._has_shards:
-                stack.enter_context(functions_take_whole())
                 stack.enter_context(handle_checkpoints(unwrapped))
             yield
 

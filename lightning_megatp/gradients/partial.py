@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_megatp.plan.shard import ShardedTensorSpec
-from lightning_megatp.shim.autograd import Engine
-from lightning_megatp.tensor.lineage import Lineage, trace_regions
+from lightning_megatp.shim.autograd import Engine, current_backward_node
+from lightning_megatp.tensor.lineage import Lineage, region_of, trace_regions
 from lightning_megatp.tensor.outside import WholeParameter, check_undivided
 from lightning_megatp.tensor.parameters import gather_shards
 
@@ -41,12 +41,13 @@ class PartialGradients:
     def __contains__(self, parameter_id: int) -> bool:
         return parameter_id in self._partial
 
-    def trace(self, outputs: Iterable[Tensor], received: Iterable[Tensor] = ()) -> None:
+    def trace(self, outputs: Iterable[Tensor], received: Iterable[Tensor] = (), region: str = "whole") -> None:
         """Read off the graph of a loss which gradients will be partial. Before every backward: steps may differ.
 
         Args:
             outputs: the loss, or what a pipeline stage sends on.
             received: leaves of the graph that come from another pipeline stage, and are nobody's parameters.
+            region: in which the outputs live.
 
         Raises:
             RuntimeError: values cross into or out of a tensor region where no layer of the plan lets them.
@@ -54,7 +55,7 @@ class PartialGradients:
         if not self._parallel.has_regions:
             return
         outputs = list(outputs)
-        lineage = trace_regions(outputs)
+        lineage = trace_regions(outputs, region=region)
         for leaf in received:
             lineage.regions.pop(id(leaf), None)
         if lineage.hidden:
@@ -65,7 +66,7 @@ class PartialGradients:
         if lineage.crossings:
             raise RuntimeError(_side_door(lineage))
         self._complete_where_mixed(lineage)
-        self._divide_where_mixed(lineage, outputs)
+        self._divide_where_mixed(lineage, outputs, region)
         for parameter_id, regions in lineage.regions.items():
             if parameter_id in self._parallel.sharded:
                 continue
@@ -76,7 +77,7 @@ class PartialGradients:
             else:
                 self._partial[parameter_id] = lineage.leaves[parameter_id]
 
-    def _divide_where_mixed(self, lineage: Lineage, outputs: Sequence[Tensor]) -> None:
+    def _divide_where_mixed(self, lineage: Lineage, outputs: Sequence[Tensor], region: str) -> None:
         """Of parameters whose gradients will be summed over the tensor ranks, each rank contributes its share of what
         comes from uses on whole values (a norm of all parameters beside a sequence region)."""
         mixed = {
@@ -86,7 +87,7 @@ class PartialGradients:
         }  # fmt: skip
         if not mixed:
             return
-        uses = trace_regions(outputs, edges=True).edges
+        uses = trace_regions(outputs, edges=True, region=region).edges
         for parameter_id in mixed:
             for (node, position), regions in uses[parameter_id].items():
                 if len(regions) > 1:
@@ -95,6 +96,23 @@ class PartialGradients:
                 if regions == {"whole"} and position not in divided:  # a graph may be walked again, by another backward
                     divided.add(position)
                     node.register_hook(partial(_share_of, position, self._parallel.context.size))
+
+    def trace_nested(self, outputs: Sequence[Tensor]) -> None:
+        """`trace` for a backward inside of a backward: for the graph that an autograd function makes there, since it
+        kept nothing of what its forward computed (reversible layers, activation checkpoints of unknown kinds).
+
+        Raises:
+            RuntimeError: as `trace` does; also where inputs of that graph live in another region than its outputs, so
+                that the gradient which the function asks for is a part.
+        """
+        if not self._parallel.has_regions:
+            return
+        region, known = region_of(current_backward_node()), {id(p) for p in self._parallel.names.values()}
+        found = trace_regions(outputs, region=region)
+        for parameter_id, regions in found.regions.items():
+            if parameter_id not in known and regions != {region}:
+                raise RuntimeError(_nested(region, regions))
+        self.trace(outputs, (x for i, x in found.leaves.items() if i not in known), region)
 
     def _complete_where_mixed(self, lineage: Lineage) -> None:
         """Parameters that a step may use on tokens and on whole values: where one does both, each use on tokens
@@ -235,6 +253,15 @@ def _differentiated(name: str) -> str:
     )
 
 
+def _nested(region: str, regions: set[str]) -> str:
+    return (
+        "MegaTPStrategy: an autograd function of the step runs modules again in its backward, and there asks for the"
+        f" gradient of a tensor that is used inside a tensor-parallel region ({', '.join(sorted(regions))}; the result:"
+        f" {region}), of which each tensor rank has a part. Let the function run whole blocks, or leave their layers"
+        " out of the plan."
+    )
+
+
 def _side_door(lineage: Lineage) -> str:
     found, used = sorted(lineage.crossings)[0]
     return (
@@ -251,6 +278,6 @@ def _share_of(position: int, ways: int, gradients: Sequence[Tensor | None], _: o
 
 
 _HIDDEN = (
-    "MegaTPStrategy: the step uses reentrant activation checkpointing, which builds its graph during backward, so it"
-    " can't be known which gradients are partial. Use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)."
+    "MegaTPStrategy: the step uses a `CheckpointFunction` of an unknown kind, which builds its graph during backward,"
+    " so it can't be known which gradients are partial. Use torch.utils.checkpoint.checkpoint in its place."
 )

@@ -137,18 +137,24 @@ Engine = Callable[[Sequence[Any]], Sequence[Any]]
 
 @contextlib.contextmanager
 def handle_grad(
-    handle: Callable[[Sequence[Any], Sequence[Any], bool, Engine], Sequence[Any]], leaf: Callable[[Any], Any]
+    handle: Callable[[Sequence[Any], Sequence[Any], bool, Engine], Sequence[Any]],
+    leaf: Callable[[Any], Any],
+    nested: Callable[[Sequence[Tensor]], None],
 ) -> Iterator[None]:
     """Let `handle(outputs, inputs, create_graph, engine)` stand for the engine in `torch.autograd.grad`, whatever name
-    that is called by. `backward(inputs=...)` adds to `leaf(x)` in place of x. No public name (2.11-2.13)."""
+    that is called by. `backward(inputs=...)` adds to `leaf(x)` in place of x. A backward inside of another, by an
+    autograd function that makes a graph in it, is announced by `nested(outputs)`. No public name (2.11-2.13)."""
     original = torch.autograd._engine_run_backward
 
     def run(outputs: Any, given: Any, keep: Any, create: bool, inputs: Any, *rest: Any, **options: Any) -> Any:
         def engine(inputs: Sequence[Any]) -> Sequence[Any]:
             return original(outputs, given, keep, create, inputs, *rest, **options)
 
-        in_backward = options.get("accumulate_grad", True)
-        return engine(tuple(map(leaf, inputs))) if in_backward else handle(outputs, inputs, create, engine)
+        if not options.get("accumulate_grad", True):
+            return handle(outputs, inputs, create, engine)
+        if backward_id() != -1:
+            nested(outputs)
+        return engine(tuple(map(leaf, inputs)))
 
     torch.autograd._engine_run_backward = run  # type: ignore[assignment]
     try:

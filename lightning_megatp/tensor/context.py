@@ -63,6 +63,8 @@ class TensorContext:
         """Operation -> how many feature shards were gathered for it."""
         self.deferred = DeferredWeights()
         self.open_region: Region | None = None
+        self.entered = 0
+        """How often a column layer was called."""
         self.sharded: dict[int, ShardedTensorSpec] = {}
         """id(parameter) -> its shards."""
         self.pipelined = False
@@ -107,6 +109,7 @@ class TensorContext:
         Returns:
             what was brought in.
         """
+        self.entered += 1
         entered: T | None = self._entered.get(x)
         if entered is None:
             if region is None or region is not self.open_region:

@@ -36,18 +36,20 @@ class Lineage:
     """(found, expected): a value of one region used in another without passing an entry or exit."""
 
 
-def trace_regions(outputs: Iterable[Tensor], edges: bool = False) -> Lineage:
-    """Walk the graph from the outputs of a step, which live in the region "whole".
+def trace_regions(outputs: Iterable[Tensor], edges: bool = False, region: str = "whole") -> Lineage:
+    """Walk the graph from the outputs of a step. Nodes of the user's own autograd functions are told their region, for
+    graphs that they may make in backward: `region_of`.
 
     Args:
         outputs: tensors with or without a graph, usually the loss.
         edges: also note the single uses of leaves.
+        region: in which the outputs live.
 
     Returns:
         The regions of every leaf that requires a gradient. No communication, no computation on tensors.
     """
     lineage = Lineage()
-    todo: list[tuple[Any, str]] = [(x.grad_fn, "whole") for x in outputs if x.grad_fn is not None]
+    todo: list[tuple[Any, str]] = [(x.grad_fn, region) for x in outputs if x.grad_fn is not None]
     seen = set(todo)  # holds the nodes alive: their wrappers, and so their identity, last as long as a reference does
     kinds: dict[type, str] = {}
     while todo:
@@ -62,6 +64,8 @@ def trace_regions(outputs: Iterable[Tensor], edges: bool = False) -> Lineage:
                 below, crossing = node.region_below, getattr(node, "crossing_input", None)
                 if hasattr(node, "completes") and _note_use(node, lineage):
                     continue
+            else:
+                node.metadata["region"] = region
         elif kind == "leaf":
             leaf = accumulated_parameter(node)
             if leaf is not None:
@@ -80,6 +84,11 @@ def trace_regions(outputs: Iterable[Tensor], edges: bool = False) -> Lineage:
                 seen.add(step)
                 todo.append(step)
     return lineage
+
+
+def region_of(node: Any) -> str:
+    """Of an autograd function's node, as the last walk found it; "whole" for others."""
+    return str(node.metadata.get("region", "whole")) if isinstance(node, BackwardCFunction) else "whole"
 
 
 def _note_use(node: Any, lineage: Lineage) -> bool:

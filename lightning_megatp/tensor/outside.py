@@ -121,7 +121,7 @@ class WholeParameter(torch.Tensor):
                 func(first.shard, *args[1:], **kwargs)
                 return first
             if first.apart and name not in _REFUSED:
-                (whole, *rest), kwargs = tree_map(lambda x: _whole(x, name), (args, kwargs))
+                (whole, *rest), kwargs = tree_map(lambda x: used_whole(x, name), (args, kwargs))
                 func(whole, *rest, **kwargs)
                 first.shard.copy_(first.spec.spec(first.context.rank).take(whole))
                 return None if name == "__setitem__" else first
@@ -130,7 +130,7 @@ class WholeParameter(torch.Tensor):
                 " Inside a step clip with `self.clip_gradients(...)`, read gradients with"
                 " `self.trainer.strategy.full_gradients()`, or leave its layer out of the plan."
             )
-        args, kwargs = tree_map(lambda x: _whole(x, name), (args, kwargs))
+        args, kwargs = tree_map(lambda x: used_whole(x, name), (args, kwargs))
         return func(*args, **kwargs)
 
     def _own(self, value: Any) -> Tensor | None:
@@ -142,7 +142,11 @@ class WholeParameter(torch.Tensor):
         return value if isinstance(value, Tensor) and value.shape == self.shard.shape else None
 
 
-def _whole(x: Any, operation: str) -> Any:
+def used_whole(x: Any, operation: str) -> Any:
+    """The whole parameter that an operation uses, anything else as it is. It is noted as used outside of its layer.
+
+    Communication: `gather_parameter`.
+    """
     if not isinstance(x, WholeParameter):
         return x
     check_undivided(x, operation)

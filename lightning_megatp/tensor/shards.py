@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_megatp.shim.autograd import function_name, handle_functions, is_scripted
-from lightning_megatp.shim.torch import DisableTorchFunctionSubclass, as_subclass, tensor_version, tree_leaves, tree_map
-from lightning_megatp.tensor.functions import OwnFunction, is_in_place, operation_name, operation_names
+from lightning_megatp.shim.torch import DisableTorchFunctionSubclass, as_subclass, tree_leaves, tree_map
+from lightning_megatp.tensor.functions import is_in_place, operation_name, operation_names
 
 
 class Shard(torch.Tensor):
@@ -98,47 +96,6 @@ def is_flat(values: list[Any]) -> bool:
 def gathered(x: Any) -> Any:
     """The whole tensor of a shard; anything else as it is."""
     return x.whole() if isinstance(x, Shard) else x
-
-
-@contextlib.contextmanager
-def functions_take_whole() -> Iterator[None]:
-    """Around a user's code: `torch.autograd.Function`s of the user's own get whole tensors, since what they save and
-    compute in backward can't know of shards, and so do functions that torch.jit made. (Neither ask
-    `__torch_function__`.)"""
-    with handle_functions(_take_whole, others_only=True):
-        yield
-
-
-def _take_whole(function: Any, apply: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    scripted = is_scripted(function)
-    if not scripted and issubclass(function, OwnFunction):
-        return apply(*args, **kwargs)
-    name, copies = function_name(function), list[tuple[Tensor, int]]()
-
-    def take(x: Any) -> Any:
-        if not isinstance(x, Shard):
-            return x
-        whole = x.whole(name)
-        copies.append((whole, tensor_version(whole)))
-        return whole
-
-    result = apply(*tree_map(take, args), **tree_map(take, kwargs))
-    if not scripted:
-        return tree_map(_as_returned, result)
-    if any(tensor_version(whole) != version for whole, version in copies):
-        raise RuntimeError(
-            f"MegaTPStrategy: `{name}`, which torch.jit made, changes in place a tensor of which each tensor rank holds"
-            " a part. Write it without in-place change, or as a Python function."
-        )
-    return result
-
-
-def _as_returned(x: Any) -> Any:
-    """What an autograd function returned: of a shard, autograd knows itself as the result, not its plain tensor."""
-    if isinstance(x, Shard):
-        with DisableTorchFunctionSubclass():
-            x.plain = x.as_subclass(Tensor)
-    return x
 
 
 def is_collective(func: Callable[..., Any]) -> bool:

@@ -30,7 +30,8 @@ from lightning_megatp.tensor.features.shard import FeatureShard
 from lightning_megatp.tensor.layers import ColumnParallelLinear, ParallelLayer, RowParallelLinear
 from lightning_megatp.tensor.lineage import trace_regions
 from lightning_megatp.tensor.parameters import shard_
-from lightning_megatp.tensor.shards import functions_take_whole, gathered
+from lightning_megatp.tensor.shards import gathered
+from lightning_megatp.tensor.user_functions import functions_take_whole
 from lightning_megatp.tensor.watch import RandomWatch
 from tests.distributed import feature_operations
 from tests.distributed.feature_bodies import BODIES, FOUR_RANKS, THREE_RANKS, Split

@@ -67,7 +67,8 @@ def _step(net: Any, parallel: Any, forward: Forward) -> None:
     with parallel.step(watch=False):
         loss = _loss(net, forward)
     parallel.partial.trace([loss])
-    loss.backward()
+    with parallel.user_code():
+        loss.backward()
     parallel.partial.sum()
     parallel.partial.forget()
 
@@ -223,14 +224,104 @@ def _regularised(net: Net, ids: Tensor) -> Tensor:
     return net.forward(ids) + net.blocks[0].norm.weight.pow(2).sum()
 
 
+def _reentrant(net: Net, ids: Tensor) -> Tensor:
+    return net.head(checkpoint(net.blocks[0], net.tok(ids), use_reentrant=True))
+
+
+class CheckpointFunction(torch.autograd.Function):
+    """As guided-diffusion has it: gradients of inputs and parameters, of a graph that backward makes."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Any, length: Any, *args: Any) -> Any:
+        ctx.run, ctx.length, ctx.args = run, length, args
+        with torch.no_grad():
+            return run(*args[: int(length)])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        n = int(ctx.length)
+        inputs = [x.detach().requires_grad_() for x in ctx.args[:n]]
+        with torch.enable_grad():
+            out = ctx.run(*inputs)
+        return None, None, *torch.autograd.grad(out, [*inputs, *ctx.args[n:]], grads, allow_unused=True)
+
+
+class Renamed(CheckpointFunction):
+    """The same, as no name tells."""
+
+
+class Reversible(torch.autograd.Function):
+    """Makes its graph in backward, and adds to the gradients of parameters by itself."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, run: Any) -> Tensor:
+        ctx.x, ctx.run = x, run
+        with torch.no_grad():
+            return run(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x = ctx.x.detach().requires_grad_()
+        with torch.enable_grad():
+            torch.autograd.backward(ctx.run(x), grad)
+        return x.grad, None
+
+
+class Times(torch.autograd.Function):
+    """A linear layer."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight.T
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        return grad @ weight, grad.flatten(0, -2).T @ x.flatten(0, -2)
+
+
+def _by_function(net: Net, ids: Tensor) -> Tensor:
+    x = net.tok(ids)
+    for block in net.blocks:
+        x = CheckpointFunction.apply(block, 1, x, *block.parameters())
+    return net.head(x)
+
+
+def _reversible(net: Net, ids: Tensor) -> Tensor:
+    x = net.tok(ids)
+    for block in net.blocks:
+        x = Reversible.apply(x, block)
+    return net.head(x)
+
+
+def _reversible_inside(net: Net, ids: Tensor) -> Tensor:
+    x, block = net.tok(ids), net.blocks[0]
+    return net.head(block.down(Reversible.apply(block.up(x), lambda h: torch.tanh(block.inner * h))))
+
+
+def _weight_of_a_function(net: Net, ids: Tensor) -> Tensor:
+    x = net(ids)
+    return x.mean() + Times.apply(net.tok(ids), net.blocks[0].up.weight)
+
+
 UNUSUAL: dict[str, Forward] = {
     "checkpointed": _checkpointed,
+    "a reentrant checkpoint": _reentrant,
+    "a checkpoint function as diffusion models have it": _by_function,
+    "a function that makes its graph in backward": _reversible,
+    "the same inside of a region": _reversible_inside,
+    "a split weight in a function": _weight_of_a_function,
     "a block used twice": _shared_block,
     "detached": _detached,
     "a gate computed from data": _gated_on_data,
     "a parameter on both sides of an entry": _head_inside,
     "a regulariser on what is used on tokens": _regularised,
 }
+
+
+ONLY: dict[str, list[dict[str, Any]]] = {"a function that makes its graph in backward": [PLAN]}
+"""For which plans, if not for both."""
 
 
 def _unusual(rank: int, world_size: int, name: str, plan: dict[str, Any]) -> None:
@@ -243,7 +334,7 @@ def _unusual(rank: int, world_size: int, name: str, plan: dict[str, Any]) -> Non
 
 @pytest.mark.parametrize("name", UNUSUAL)
 def test_unusual_graphs(name: str) -> None:
-    for plan in (PLAN, SEQUENCE):
+    for plan in ONLY.get(name, [PLAN, SEQUENCE]):
         run_ranks(2, _unusual, name, plan)
 
 
@@ -298,8 +389,20 @@ def _row_output_inside(net: Net, ids: Tensor) -> Tensor:
     return net.head(second.down(second.up(y) * y[..., :1]))
 
 
-def _reentrant(net: Net, ids: Tensor) -> Tensor:
-    return net.head(checkpoint(net.blocks[0], net.tok(ids), use_reentrant=True))
+def _unknown_checkpoint(net: Net, ids: Tensor) -> Tensor:
+    x, block = net.tok(ids), net.blocks[0]
+    return net.head(CheckpointFunction.apply(block, 1.0, x))
+
+
+def _weights_of_its_layers(net: Net, ids: Tensor) -> Tensor:
+    x, block = net.tok(ids), net.blocks[0]
+    return net.head(Renamed.apply(block, 1, x, *block.parameters()))
+
+
+def _part_of_a_region(net: Net, ids: Tensor) -> Tensor:
+    """Runs a block up to its middle."""
+    x, block = net.tok(ids), net.blocks[0]
+    return net.head(block.down(Reversible.apply(x, block.up)))
 
 
 ERRORS: dict[str, tuple[Forward, dict[str, Any], list[str]]] = {
@@ -324,7 +427,26 @@ ERRORS: dict[str, tuple[Forward, dict[str, Any], list[str]]] = {
         PLAN,
         ["a whole value is used where values are tensor", "beside its `column` and `row` layers", "a gate"],
     ),
-    "reentrant checkpointing": (_reentrant, PLAN, ["use_reentrant=False"]),
+    "a checkpoint function of an unknown kind": (
+        _unknown_checkpoint,
+        PLAN,
+        ["a `CheckpointFunction` of an unknown kind", "Use torch.utils.checkpoint.checkpoint"],
+    ),
+    "a function that runs layers, and gets their weights": (
+        _weights_of_its_layers,
+        PLAN,
+        ["`Renamed` runs layers that the plan splits", "`blocks.0.up.weight`", "would be lost"],
+    ),
+    "a function that returns tokens of a rank": (
+        _reversible,
+        SEQUENCE,
+        ["`Reversible` runs layers of a sequence region", "sequence_parallel=False"],
+    ),
+    "a function that makes a part of a region's graph in backward": (
+        _part_of_a_region,
+        PLAN,
+        ["runs modules again in its backward", "(whole; the result: tensor)", "Let the function run whole blocks"],
+    ),
 }  # fmt: skip
 
 

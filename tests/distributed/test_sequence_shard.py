@@ -29,7 +29,7 @@ from lightning_megatp.tensor.context import TensorContext
 from lightning_megatp.tensor.lineage import trace_regions
 from lightning_megatp.tensor.saving import unwrapped
 from lightning_megatp.tensor.sequence import SequenceShard
-from lightning_megatp.tensor.shards import functions_take_whole
+from lightning_megatp.tensor.user_functions import functions_take_whole
 from tests.distributed import sequence_operations
 from tests.distributed.sequence_operations import BATCH, OPERATIONS, REFUSED, D, Operation, Workshop
 from tests.distributed.test_collective_counts import CollectiveCounter

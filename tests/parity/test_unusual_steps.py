@@ -15,6 +15,8 @@ MODELS = [
     "regularised_everywhere",
     "recomputed",
     "recomputed_parts",
+    "recomputed_reentrant",
+    "recomputed_by_function",
     "looked_at",
     "twice",
     "replaced",
@@ -52,9 +54,3 @@ def test_a_gradient_penalty_on_a_parameter_of_a_sequence_region_is_refused() -> 
 def test_recomputed_dropout_draws_the_same_masks(reference: Reference) -> None:
     case = Case("recomputed_dropout", sequence=False)
     compare(reference(setting_of(case)), run_ranks(2, fit_case, case), 2, case.precision)
-
-
-@pytest.mark.parametrize("sequence", [True, False], ids=["sequence", "replicated"])
-def test_reentrant_recomputation_hides_the_graph_and_is_refused(sequence: bool) -> None:
-    with pytest.raises(RankError, match=r"MegaTPStrategy: .*use_reentrant=False"):
-        run_ranks(2, fit_case, Case("recomputed_reentrant", sequence=sequence))

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -48,6 +48,40 @@ class Recomputed(GPT):
 
 class RecomputedReentrant(Recomputed):
     reentrant = True
+
+
+class CheckpointFunction(torch.autograd.Function):
+    """As guided-diffusion has it, and what descends from it: its backward runs the function again, and asks autograd
+    for the gradients of inputs and parameters."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Any, length: int, *args: Any) -> Any:
+        ctx.run, ctx.inputs, ctx.parameters = run, list(args[:length]), list(args[length:])
+        with torch.no_grad():
+            return ctx.run(*ctx.inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        ctx.inputs = [x.detach().requires_grad_(True) for x in ctx.inputs]
+        with torch.enable_grad():
+            outputs = ctx.run(*[x.view_as(x) for x in ctx.inputs])
+        found = torch.autograd.grad(outputs, ctx.inputs + ctx.parameters, grads, allow_unused=True)
+        return (None, None, *found)
+
+
+class RecomputedByFunction(GPT):
+    """Blocks in a checkpoint function of the model's own, one inside of torch's reentrant one."""
+
+    def trunk(self, tokens_BL: Tensor) -> Tensor:
+        positions_L = torch.arange(tokens_BL.size(1), device=tokens_BL.device)
+        x_BLD = self.drop(self.tok(tokens_BL) + self.pos(positions_L))
+        for i, block in enumerate(self.blocks):
+
+            def run(x: Tensor, block: nn.Module = block) -> Tensor:
+                return CheckpointFunction.apply(block, 1, x, *block.parameters())
+
+            x_BLD = checkpoint(run, x_BLD, use_reentrant=True) if i else run(x_BLD)
+        return self.norm(x_BLD)
 
 
 class RecomputedParts(GPT):

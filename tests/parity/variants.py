@@ -117,6 +117,7 @@ EXTRA: dict[str, Variant] = {
     "recomputed": gpt(unusual.Recomputed),
     "recomputed_dropout": gpt(unusual.Recomputed, dropout=0.1),
     "recomputed_reentrant": gpt(unusual.RecomputedReentrant),
+    "recomputed_by_function": gpt(unusual.RecomputedByFunction),
     "recomputed_parts": gpt(unusual.RecomputedParts),
     "looked_at": gpt(unusual.LookedAt),
     "twice": gpt(unusual.Twice),

@@ -534,12 +534,13 @@ def test_what_a_row_returns_may_be_changed_in_place() -> None:
     assert styles(found) == {"up": "column", "down": "row"} and found.sequence_dim == 1
 
 
-def test_a_block_with_a_checkpoint_inside() -> None:
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_block_with_a_checkpoint_inside(reentrant: bool) -> None:
     """What backward runs again would wait there for the other simulated ranks."""
 
     class Checkpointed(Separate):
         def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-            return checkpoint(self.inside, x, mask, use_reentrant=False)
+            return checkpoint(self.inside, x, mask, use_reentrant=reentrant)
 
         def inside(self, x: Tensor, mask: Tensor | None) -> Tensor:
             return super().forward(x, mask).tanh()

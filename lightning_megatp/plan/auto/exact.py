@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from lightning_megatp.recompute.reentrant import without_reentrant
 from lightning_megatp.shim.autograd import without_checkpoints
 from lightning_megatp.tensor.functions import operation_name, operation_names
 from lightning_megatp.tensor.watch import draws_random
@@ -81,7 +82,7 @@ def exact() -> Iterator[None]:
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
-        with exact_in_thread(), without_checkpoints():
+        with exact_in_thread(), without_checkpoints(), without_reentrant():
             yield
     finally:
         torch.set_default_dtype(before)

@@ -30,7 +30,7 @@ from lightning_megatp.tensor.collectives import take_ranges
 from lightning_megatp.tensor.features.layout import FeatureLayout
 from lightning_megatp.tensor.features.shard import FeatureShard, own_features
 from lightning_megatp.tensor.lineage import enters_region, trace_regions
-from lightning_megatp.tensor.shards import functions_take_whole
+from lightning_megatp.tensor.user_functions import functions_take_whole
 
 TOLERANCE = 1e-9
 """Of a float64 result, relative to the largest entry; sums in another order differ by 1e-13 or less."""
@@ -118,7 +118,7 @@ class Reference:
         shards = [_Rank(self.twin, plan, ranks, rank, self.train) for rank in range(tp)]
         calls = [concrete_call(self.call, self.seed, noise=0.1) for _ in range(tp)]
         given = [_floating((call.args, call.kwargs)) for call in calls]
-        with exact(), functions_take_whole():
+        with functions_take_whole(), exact():
             error = ranks.run(lambda rank: shards[rank].run(calls[rank]))
         if error is not None:
             return Outcome(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:300])

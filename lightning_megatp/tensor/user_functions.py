@@ -1,0 +1,77 @@
+"""The user's `torch.autograd.Function`s and torch.jit functions. Neither ask `__torch_function__`, and what they save
+and compute can't know of parts, so they get whole tensors."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_megatp.shim.autograd import function_name, handle_functions, is_scripted
+from lightning_megatp.shim.torch import tensor_version, tree_leaves, tree_map
+from lightning_megatp.tensor.context import TensorContext
+from lightning_megatp.tensor.functions import OwnFunction
+from lightning_megatp.tensor.outside import WholeParameter, used_whole
+from lightning_megatp.tensor.shards import Shard
+
+
+@contextlib.contextmanager
+def functions_take_whole(context: TensorContext | None = None) -> Iterator[None]:
+    """Around a user's code.
+
+    Args:
+        context: of the parallel layers, to tell whether a function runs some.
+
+    Communication: a gather, differentiable, for each shard and each split parameter that such a function is given.
+    """
+
+    def handle(function: Any, apply: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return _apply(function, apply, args, kwargs, context)
+
+    with handle_functions(handle, others_only=True):
+        yield
+
+
+def _apply(
+    function: Any, apply: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], context: Any
+) -> Any:
+    scripted = is_scripted(function)
+    if not scripted and issubclass(function, OwnFunction):
+        return apply(*args, **kwargs)
+    name, copies, weights = function_name(function), list[tuple[Tensor, int]](), list[str]()
+
+    def take(x: Any) -> Any:
+        if isinstance(x, WholeParameter):
+            weights.append(x.spec.name)
+            return used_whole(x, name)
+        if not isinstance(x, Shard):
+            return x
+        whole = x.whole(name)
+        copies.append((whole, tensor_version(whole)))
+        return whole
+
+    args, kwargs = tree_map(take, (args, kwargs))
+    before = None if context is None else context.entered
+    result = apply(*args, **kwargs)
+    if weights and before is not None and context.entered != before and torch.is_grad_enabled():
+        raise RuntimeError(
+            f"MegaTPStrategy: `{name}` runs layers that the plan splits, and is given `{weights[0]}`, of which each"
+            " tensor rank holds a part: the gradient it computes for that would be lost. If it is an activation"
+            " checkpoint, use torch.utils.checkpoint.checkpoint in its place; else leave these layers out of the plan."
+        )
+    parts = any(isinstance(x, Shard) and x.requires_grad for x in tree_leaves(result))
+    if parts and not scripted:
+        raise RuntimeError(
+            f"MegaTPStrategy: `{name}` runs layers of a sequence region and returns this rank's tokens, so its backward"
+            " would get the gradient of these alone. Take the style `sequence` from its layers in the plan, or use"
+            " sequence_parallel=False."
+        )
+    if scripted and any(tensor_version(whole) != version for whole, version in copies):
+        raise RuntimeError(
+            f"MegaTPStrategy: `{name}`, which torch.jit made, changes in place a tensor of which each tensor rank holds"
+            " a part. Write it without in-place change, or as a Python function."
+        )
+    return result
