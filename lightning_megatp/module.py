@@ -21,7 +21,6 @@ from lightning_megatp.pipeline.averaged import Versions
 from lightning_megatp.plan.parallel_plan import ParallelPlan
 from lightning_megatp.plan.ranges import length
 from lightning_megatp.plan.shard import ShardedTensorSpec, ShardSpec
-from lightning_megatp.recompute.reentrant import without_reentrant
 from lightning_megatp.shim.autograd import handle_checkpoints, handle_grad
 from lightning_megatp.shim.compiler import uncompiled
 from lightning_megatp.shim.torch import tree_map
@@ -298,7 +297,6 @@ class ParallelModule:
                 stack.enter_context(handle_grad(self.partial.differentiate, self._leaf, self.partial.trace_nested))
             if self.has_regions:
                 stack.enter_context(functions_take_whole(self.context))
-                stack.enter_context(without_reentrant())
             if self._has_shards:
                 stack.enter_context(handle_checkpoints(unwrapped))
             yield

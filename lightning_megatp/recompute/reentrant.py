@@ -33,11 +33,12 @@ class _Reentrant(NamedTuple):
 def without_reentrant() -> Iterator[None]:
     """Around a user's code: reentrant activation checkpoints, inside of others, too, are run as `use_reentrant=False`
     runs them. Autograd functions of unknown kinds stay as they are."""
-    with handle_functions(_run, others_only=True):
+    with handle_functions(not_reentrant, others_only=True):
         yield
 
 
-def _run(function: Any, apply: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def not_reentrant(function: Any, apply: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`without_reentrant` for one call: what stands for `function.apply(...)`."""
     found = _recognized(function, args)
     if found is None:
         return apply(*args, **kwargs)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_megatp.recompute.reentrant import not_reentrant
 from lightning_megatp.shim.autograd import function_name, handle_functions, is_scripted
 from lightning_megatp.shim.torch import tensor_version, tree_leaves, tree_map
 from lightning_megatp.tensor.context import TensorContext
@@ -20,7 +21,7 @@ from lightning_megatp.tensor.shards import Shard
 
 @contextlib.contextmanager
 def functions_take_whole(context: TensorContext | None = None) -> Iterator[None]:
-    """Around a user's code.
+    """Around a user's code. Reentrant activation checkpoints, which are functions, too, are run as the others.
 
     Args:
         context: of the parallel layers, to tell whether a function runs some.
@@ -29,7 +30,10 @@ def functions_take_whole(context: TensorContext | None = None) -> Iterator[None]
     """
 
     def handle(function: Any, apply: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return _apply(function, apply, args, kwargs, context)
+        def on_whole(*args: Any, **kwargs: Any) -> Any:
+            return _apply(function, apply, args, kwargs, context)
+
+        return not_reentrant(function, on_whole, args, kwargs)
 
     with handle_functions(handle, others_only=True):
         yield
