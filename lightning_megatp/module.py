@@ -83,6 +83,8 @@ class ParallelModule:
         """Averaged copies of the module, of which this rank holds the same part."""
         self.expects_parts: bool | None = None
         """Whether who asks for a state dict expects parts: as long as a Trainer works with it. None before."""
+        self.stepped_whole: set[int] = set()
+        """id(parameter) of the split ones that an optimizer finds whole (`gradients.whole_steps`)."""
         self.saving: list[Any] = []
         """Detours around hooks that put something into checkpoints; after a run, too, until the next one."""
         self.shadows: Any = None

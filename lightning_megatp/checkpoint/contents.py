@@ -80,20 +80,23 @@ def optimizer_entries(optimizer: Optimizer, parallel: ParallelModule, mesh: Para
     """
     for group, names in zip(optimizer.param_groups, group_names(optimizer, parallel), strict=True):
         for name, parameter in zip(names, group["params"], strict=True):
-            spec = shard_spec(name, parameter, parallel, mesh)
+            spec, stepped = shard_spec(name, parameter, parallel, mesh), id(parameter) in parallel.stepped_whole
             for key, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor):
                     entry = f"{name}.{key}"
-                    yield Entry(entry, state_spec(entry, tuple(value.shape), spec, spec.local_shape), value)
+                    yield Entry(entry, state_spec(entry, tuple(value.shape), spec, spec.local_shape, stepped), value)
 
 
-def state_spec(name: str, shape: tuple[int, ...], parameter: ShardSpec, like: tuple[int, ...]) -> ShardSpec:
+def state_spec(
+    name: str, shape: tuple[int, ...], parameter: ShardSpec, like: tuple[int, ...], stepped_whole: bool
+) -> ShardSpec:
     """What part a state tensor is of the whole one, given its parameter's spec.
 
     Args:
         name: of the state.
         shape: of the state tensor, local or full.
         like: the parameter's shape, local or full.
+        stepped_whole: whether the optimizer sees the whole parameter, so that states of other shapes are whole, too.
 
     Raises:
         RuntimeError: it isn't shaped like its parameter, which is split.
@@ -101,7 +104,7 @@ def state_spec(name: str, shape: tuple[int, ...], parameter: ShardSpec, like: tu
     if shape == like and shape:
         return replace(parameter, name=name)
     full = ShardSpec(name, shape, tuple(((0, size),) for size in shape), ("dp", "tp"))
-    if parameter.local_shape == parameter.shape or full.numel <= 1:
+    if parameter.local_shape == parameter.shape or full.numel <= 1 or stepped_whole:
         return full
     raise RuntimeError(
         f"MegaTPStrategy: the optimizer's state `{name}` has the shape {shape}, its parameter {like}, of which each"

@@ -198,8 +198,9 @@ def load_sharded_optimizer(
         for full_name, stored in folder.tensors.items():
             name, _, key = full_name.removeprefix(optimizer_name(index)).rpartition(".")
             if full_name.startswith(optimizer_name(index)) and name in state:
-                spec = shard_spec(name, parameters[flat.index(name)], parallel, mesh)
-                spec = state_spec(f"{name}.{key}", tuple(stored.size), spec, spec.shape)
+                parameter = parameters[flat.index(name)]
+                spec, stepped = shard_spec(name, parameter, parallel, mesh), id(parameter) in parallel.stepped_whole
+                spec = state_spec(f"{name}.{key}", tuple(stored.size), spec, spec.shape, stepped)
                 state[name][key] = torch.empty(spec.local_shape, dtype=stored.properties.dtype)
                 targets[full_name] = Chunks.to_read(state[name][key], spec)
         folder.read(targets)

@@ -2,15 +2,18 @@
 
 Not guessed from names: a twin of the optimizer steps a tiny parameter whole, another its halves, and the results are
 compared. AdamW and SGD agree to rounding; Adafactor, LAMB, Muon, LBFGS, anything that takes a norm of a tensor, do not.
+Those that at least step each tensor by itself can be given whole ones in turn (`whole_steps.py`), which is tried, too.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import functools
 import inspect
 import warnings
-from collections.abc import Callable, Iterable
-from typing import Any, cast
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -21,8 +24,8 @@ TOLERANCE = 1e-5  # of the largest update in the same half: float64 leaves 1e-15
 GradientMaker = Callable[[Tensor], Tensor]
 
 
-def check_elementwise(optimizer: Any, sharded: Iterable[Tensor] | None = None) -> None:
-    """Raise if the optimizer's update couples the elements of a tensor. Costs some milliseconds, once.
+def coupled_parameters(optimizer: Any, sharded: Iterable[Tensor] | None = None) -> dict[int, Tensor]:
+    """The parameters of which the optimizer's update couples the elements. Costs some milliseconds, once.
 
     Neither the optimizer nor its state, its hooks or the random number generators are touched. Each distinct set of
     options among the parameter groups is tried, in float64 on the CPU, with `fused` and `capturable` off.
@@ -31,63 +34,129 @@ def check_elementwise(optimizer: Any, sharded: Iterable[Tensor] | None = None) -
         optimizer: a torch optimizer, or Lightning's wrapper around one.
         sharded: the parameters of which ranks hold shards; groups without any of them are not tried. All, if not given.
 
-    Raises:
-        ValueError: on halves of a parameter the optimizer does not do what it does on the whole one.
+    Returns:
+        id -> parameter, of `sharded` alone.
 
     Warns:
         UserWarning: no twin of the optimizer could be built or stepped, or its steps are random.
 
     Not seen: coupling that only sets in after a dozen steps, or only for tensors of more than 24 elements.
     """
-    optimizer = _unwrap(optimizer)
-    name = type(optimizer).__name__
-    wanted = None if sharded is None else {id(parameter) for parameter in sharded}
-    for shape, options in _cases(optimizer, wanted):
+    optimizer = unwrap(optimizer)
+    coupled: dict[int, Tensor] = {}
+    for case in _cases(optimizer, sharded):
         try:
-            with torch.random.fork_rng(devices=[]), torch.enable_grad(), torch.device("cpu"), warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # the user's optimizer has said it already
-                coupled_dim = _coupled_dim(optimizer, options, shape)
+            with _apart():
+                dim = _coupled_dim(optimizer, case.options, case.shape)
         except _NoVerdict as reason:
             warnings.warn(
-                f"MegaTPStrategy: could not check whether {name} is an element-wise optimizer: {reason}. If its update "
-                "couples the elements of a tensor, as Adafactor's or LAMB's does, shards train differently from whole "
-                "parameters.",
+                f"MegaTPStrategy: could not check whether {_name(optimizer)} is an element-wise optimizer: {reason}. If"
+                " its update couples the elements of a tensor, as Adafactor's or LAMB's does, shards train differently"
+                " from whole parameters.",
                 stacklevel=2,
             )
-            return
-        if coupled_dim is not None:
+            break
+        if dim is not None:
+            coupled.update((id(p), p) for p in case.parameters)
+    return coupled
+
+
+def check_elementwise(optimizer: Any, sharded: Iterable[Tensor] | None = None) -> None:
+    """Raise if the optimizer's update couples the elements of a tensor; see `coupled_parameters`.
+
+    Raises:
+        ValueError: on halves of a parameter the optimizer does not do what it does on the whole one.
+    """
+    coupled = coupled_parameters(optimizer, sharded)
+    if coupled:
+        dims = max(p.dim() for p in coupled.values())
+        raise ValueError(
+            f"MegaTPStrategy: {_name(unwrap(optimizer))} is not element-wise: it steps the halves of a"
+            f" {dims}-dimensional parameter differently from the whole. Its update couples the elements of a tensor."
+            " With zero > 0 the data-parallel ranks hold rows of tensors, which would silently train differently from"
+            " one device. Use an element-wise optimizer such as AdamW, or zero=0."
+        )
+
+
+def check_tensorwise(optimizer: Any, coupled: Iterable[Tensor], in_turns: InTurns) -> None:
+    """Raise if the optimizer can't step its tensors in turns.
+
+    Args:
+        coupled: parameters that it would.
+        in_turns: how.
+
+    Raises:
+        ValueError: in turns it does something else than in one step, or that couldn't be tried.
+    """
+    optimizer = unwrap(optimizer)
+    for case in _cases(optimizer, coupled):
+        try:
+            with _apart():
+                together, apart = (_two_tensors(optimizer, case, turns) for turns in (None, in_turns))
+            why = "it does not step each tensor by itself"
+            alike = all(_agree(a, b, 0) for a, b in zip(together, apart, strict=True))
+        except (_NoVerdict, RuntimeError) as error:
+            why, alike = str(error), False
+        if not alike:
             raise ValueError(
-                f"MegaTPStrategy: {name} is not element-wise: it steps the halves of a {len(shape)}-dimensional "
-                f"parameter (cut along dim {coupled_dim}) differently from the whole. Its update couples the elements "
-                "of a tensor, so shards would silently train differently from one device. Use an element-wise "
-                "optimizer such as AdamW, or tp=1, or keep this optimizer's parameters whole (leave their layers out "
-                "of the plan)."
+                f"MegaTPStrategy: {_name(optimizer)} is not element-wise: its update couples the elements of a tensor,"
+                f" of which tensor ranks hold parts, and it can't be given whole tensors in turn: {why}. Use an"
+                " element-wise optimizer such as AdamW, or tp=1, or keep this optimizer's parameters whole (leave their"
+                " layers out of the plan)."
             )
+
+
+Turn = tuple[Sequence[Tensor], Callable[[], contextlib.AbstractContextManager[None]]]
+"""Parameters for one call of an optimizer, and what to be in meanwhile."""
+InTurns = Callable[[Optimizer, Callable[[], Any], Sequence[Turn]], None]
+"""`whole_steps.step_in_turns`."""
+
+
+@contextlib.contextmanager
+def _apart() -> Iterator[None]:
+    with torch.random.fork_rng(devices=[]), torch.enable_grad(), torch.device("cpu"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the user's optimizer has said it already
+        yield
+
+
+def _name(optimizer: Optimizer) -> str:
+    return type(optimizer).__name__
 
 
 class _NoVerdict(Exception):
     """The optimizer can't be tried; the message says why."""
 
 
-def _unwrap(optimizer: Any) -> Optimizer:
+def unwrap(optimizer: Any) -> Optimizer:
+    """What Lightning has wrapped, or the optimizer itself."""
     # Lightning's wrapper makes a class per optimizer, in either of its namespaces: look for it among the bases.
     if any(base.__name__ == "LightningOptimizer" for base in type(optimizer).__mro__):
         optimizer = optimizer.optimizer
     return cast(Optimizer, optimizer)
 
 
-def _cases(optimizer: Optimizer, wanted: set[int] | None) -> list[tuple[tuple[int, ...], dict[str, Any]]]:
-    """The distinct (shape of a tiny parameter, options) among the parameter groups."""
-    cases: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {}
+class _Case(NamedTuple):
+    """A shape of a tiny parameter, options of a group, and the parameters that it stands for."""
+
+    shape: tuple[int, ...]
+    options: dict[str, Any]
+    parameters: list[Tensor]
+
+
+def _cases(optimizer: Optimizer, sharded: Iterable[Tensor] | None) -> list[_Case]:
+    """The distinct ones among the parameter groups."""
+    cases: dict[str, _Case] = {}
+    wanted = None if sharded is None else {id(parameter) for parameter in sharded}
     for group in optimizer.param_groups:
         parameters = [p for p in group["params"] if wanted is None or id(p) in wanted]
-        options = {key: _plain(value) for key, value in group.items() if key not in ("params", "param_names")}
+        options = {key: plain(value) for key, value in group.items() if key not in ("params", "param_names")}
         if options.get("lr") is not None:
             # A warm-up may start at a learning rate of 0, where every optimizer is element-wise.
             options["lr"] = max(options["lr"], options.get("initial_lr") or 0.0, 1e-3)
         for dims in sorted({min(p.dim(), 2) for p in parameters} - {0}, reverse=True):
             shape = (4, 6) if dims == 2 else (24,)
-            cases.setdefault(f"{shape} {sorted(options.items())}", (shape, options))
+            case = cases.setdefault(f"{shape} {sorted(options.items())}", _Case(shape, options, []))
+            case.parameters.extend(p for p in parameters if min(p.dim(), 2) == dims)
     return list(cases.values())
 
 
@@ -123,16 +192,11 @@ def _trajectory(
     seed: int = 0,
 ) -> Tensor:
     """(steps + 1, *shape): a parameter as it is stepped whole (`dim` None), or as two halves along `dim`."""
-    generator = torch.Generator().manual_seed(20)
-    start = torch.randn(shape, generator=generator, dtype=torch.float64)
-    gradients = torch.randn((STEPS, *shape), generator=generator, dtype=torch.float64)
-    # Unequal halves move any norm; scales from 1e-2 to 1e4 get across any threshold of clipping in between.
-    gradients *= _unequal(shape) * torch.logspace(-2, 4, STEPS, dtype=torch.float64).view(-1, *(1,) * len(shape))
-
+    start, gradients = _drawn(shape, 20)
     torch.default_generator.manual_seed(seed)  # torch.manual_seed would reseed the devices, too
     pieces = [start] if dim is None else list(start.chunk(2, dim))
     parameters = [torch.nn.Parameter(piece.clone()) for piece in pieces]
-    twins = [_twin(optimizer, options, parameter) for parameter in parameters]
+    twins = [_twin(optimizer, options, [parameter]) for parameter in parameters]
     states = [start]
     for gradient in gradients:
         for twin, parameter, piece in zip(
@@ -143,6 +207,34 @@ def _trajectory(
         values = [parameter.detach() for parameter in parameters]
         states.append(values[0].clone() if dim is None else torch.cat(values, dim))
     return torch.stack(states)
+
+
+def _two_tensors(optimizer: Optimizer, case: _Case, in_turns: InTurns | None) -> list[Tensor]:
+    """Of each of two (steps + 1, *shape), stepped together, or in turns."""
+    starts, gradients = zip(*(_drawn(case.shape, seed) for seed in (20, 21)), strict=True)
+    parameters = [torch.nn.Parameter(start.clone()) for start in starts]
+    twin = _twin(optimizer, case.options, parameters)
+    states = [[start] for start in starts]
+    for step in range(STEPS):
+        for parameter, of_parameter in zip(parameters, gradients, strict=True):
+            parameter.grad = of_parameter[step].clone()
+        if in_turns is None:
+            _step(twin)
+        else:
+            in_turns(twin, functools.partial(_step, twin), [([p], contextlib.nullcontext) for p in parameters])
+        for parameter, of_parameter in zip(parameters, states, strict=True):
+            of_parameter.append(parameter.detach().clone())
+    return [torch.stack(of_parameter) for of_parameter in states]
+
+
+def _drawn(shape: tuple[int, ...], seed: int) -> tuple[Tensor, Tensor]:
+    """A parameter, and (steps, *shape) gradients."""
+    generator = torch.Generator().manual_seed(seed)
+    start = torch.randn(shape, generator=generator, dtype=torch.float64)
+    gradients = torch.randn((STEPS, *shape), generator=generator, dtype=torch.float64)
+    # Unequal halves move any norm; scales from 1e-2 to 1e4 get across any threshold of clipping in between.
+    scales = torch.logspace(-2, 4, STEPS, dtype=torch.float64).view(-1, *(1,) * len(shape))
+    return start, gradients * (_unequal(shape) * scales)
 
 
 def _unequal(shape: tuple[int, ...]) -> Tensor:
@@ -170,37 +262,37 @@ def _agree(whole: Tensor, halves: Tensor, dim: int) -> bool:
     return True
 
 
-def _twin(optimizer: Optimizer, options: dict[str, Any], parameter: Tensor) -> Optimizer:
-    """An optimizer of the same class and options, of one parameter; by its constructor, else by its attributes."""
+def _twin(optimizer: Optimizer, options: dict[str, Any], parameters: list[torch.nn.Parameter]) -> Optimizer:
+    """An optimizer of the same class and options, of one group; by its constructor, else by its attributes."""
     errors = []
     for build in (_construct, _copy):
         try:
-            return build(optimizer, options, parameter)
+            return build(optimizer, options, parameters)
         except Exception as error:  # any class of any library: whatever it raises is the reason
             errors.append(f"{type(error).__name__}: {error}")
     raise _NoVerdict(f"no small twin of it could be built ({'; '.join(errors)})")
 
 
-def _construct(optimizer: Optimizer, options: dict[str, Any], parameter: Tensor) -> Optimizer:
+def _construct(optimizer: Optimizer, options: dict[str, Any], parameters: list[torch.nn.Parameter]) -> Optimizer:
     signature = inspect.signature(type(optimizer)).parameters
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in signature.values())
     # An argument is kept in the group or, by convention, as an attribute of the same name.
     known = {**_attributes(optimizer), **options}
     chosen = {k: v for k, v in known.items() if k in signature or (takes_any and k in optimizer.defaults)}
-    twin = type(optimizer)([parameter], **(chosen | _switched_off(chosen)))
+    twin = type(optimizer)(parameters, **(chosen | _switched_off(chosen)))
     twin.__dict__.update(_attributes(optimizer))
     for group in twin.param_groups:
         group.update({key: value for key, value in options.items() if key not in group})  # options of this group only
     return twin
 
 
-def _copy(optimizer: Optimizer, options: dict[str, Any], parameter: Tensor) -> Optimizer:
+def _copy(optimizer: Optimizer, options: dict[str, Any], parameters: list[torch.nn.Parameter]) -> Optimizer:
     twin: Optimizer = object.__new__(type(optimizer))
-    strange = [key for key, value in _own_attributes(optimizer).items() if not _is_plain(value)]
+    strange = [key for key, value in own_attributes(optimizer).items() if not is_plain(value)]
     if strange:
         raise TypeError(f"its attributes {strange} can't be copied")
     twin.__dict__.update(_attributes(optimizer))
-    Optimizer.__init__(twin, [{"params": [parameter], **options, **_switched_off(options)}], dict(optimizer.defaults))
+    Optimizer.__init__(twin, [{"params": parameters, **options, **_switched_off(options)}], dict(optimizer.defaults))
     return twin
 
 
@@ -220,7 +312,7 @@ def _switched_off(options: dict[str, Any]) -> dict[str, Any]:
     return {key: False for key in ("fused", "capturable", "differentiable") if key in options}
 
 
-def _own_attributes(optimizer: Optimizer) -> dict[str, Any]:
+def own_attributes(optimizer: Optimizer) -> dict[str, Any]:
     """What the optimizer keeps outside its groups, but for torch's bookkeeping and methods patched on the instance."""
     torchs = Optimizer([torch.nn.Parameter(torch.zeros(1))], {}).__dict__
     return {
@@ -231,26 +323,26 @@ def _own_attributes(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def _attributes(optimizer: Optimizer) -> dict[str, Any]:
-    return {key: _plain(value) for key, value in _own_attributes(optimizer).items() if _is_plain(value)}
+    return {key: plain(value) for key, value in own_attributes(optimizer).items() if is_plain(value)}
 
 
-def _is_plain(value: Any) -> bool:
+def is_plain(value: Any) -> bool:
     """Numbers, text, functions, and containers of them: what a twin may hold without touching the original."""
     if isinstance(value, Tensor):
         return value.dim() == 0
     if isinstance(value, dict):
-        return all(map(_is_plain, value.values()))
+        return all(map(is_plain, value.values()))
     if isinstance(value, (list, tuple, set, frozenset)):
-        return all(map(_is_plain, value))
+        return all(map(is_plain, value))
     if inspect.isfunction(value):
         return value.__closure__ is None  # a closure may hold the user's optimizer or parameters
     return value is None or isinstance(value, (bool, int, float, str, torch.dtype))
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """A copy, with tensors of one number (a capturable learning rate) as numbers."""
     if isinstance(value, Tensor) and value.dim() == 0:
         return value.item()
     if isinstance(value, (list, tuple)) and any(isinstance(item, Tensor) for item in value):
-        return tuple(map(_plain, value))  # betas
-    return copy.deepcopy(value) if _is_plain(value) else value
+        return tuple(map(plain, value))  # betas
+    return copy.deepcopy(value) if is_plain(value) else value

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -60,6 +61,7 @@ __all__ = [
     "missed_data",
     "modules_convert_without_data",
     "reduce_scatter_single",
+    "replace_step",
     "runs_own_convolution",
     "sdpa_is_fused",
     "storage_id",
@@ -197,6 +199,29 @@ def written_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
             value = args[index] if index < len(args) and not argument.kwarg_only else kwargs.get(argument.name)
             found += [x for x in tree_leaves(value) if isinstance(x, Tensor)]
     return found
+
+
+def replace_step(
+    optimizer: torch.optim.Optimizer, step: Callable[[Callable[[], Any], Callable[[], Any] | None], Any]
+) -> None:
+    """Let `step(once, closure)` stand for `optimizer.step(closure)`, where `once()` is a bare call of it. Hooks on
+    steps are called around the whole, and schedulers see that it was called: torch wraps `step` of every class for the
+    former (`hooked`), and of an object for the latter (`_opt_called`), under private names (2.11-2.13)."""
+    before, hooked = optimizer.step, type(optimizer).step
+    bare = hooked.__wrapped__ if getattr(hooked, "hooked", False) else hooked  # type: ignore[attr-defined]
+    takes_closure = "closure" in inspect.signature(bare).parameters
+
+    def own(self: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+        return step(functools.partial(bare, self, **({"closure": None} if takes_closure else {})), closure)
+
+    with_hooks = torch.optim.Optimizer.profile_hook_step(own)
+
+    @functools.wraps(before)
+    def replaced(*args: Any, **kwargs: Any) -> Any:
+        optimizer._opt_called = True  # type: ignore[attr-defined]
+        return with_hooks(optimizer, *args, **kwargs)
+
+    optimizer.step = replaced  # type: ignore[method-assign]
 
 
 def is_random(func: Any) -> bool:

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_megatp.gradients.elementwise import check_elementwise
+from lightning_megatp.gradients.elementwise import check_elementwise, check_tensorwise, coupled_parameters
+from lightning_megatp.gradients.whole_steps import step_in_turns
 
 COUPLED = {"Adafactor", "LBFGS", "Muon"}
 OPTIMIZERS = sorted(
@@ -222,14 +223,75 @@ def test_the_error_names_optimizer_reason_and_fix() -> None:
         check_elementwise(torch.optim.Adafactor([_weight()]))
     for part in (
         "MegaTPStrategy: Adafactor is not element-wise",
-        "a 2-dimensional parameter (cut along dim 0)",
+        "the halves of a 2-dimensional parameter differently from the whole",
         "Its update couples the elements of a tensor",
-        "shards would silently train differently",
-        "AdamW, or tp=1, or keep this optimizer's parameters whole",
+        "would silently train differently",
+        "AdamW, or zero=0",
     ):
         assert part in str(error.value)
-    with pytest.raises(ValueError, match="cut along dim 1"):
-        check_elementwise(Centralized([_weight()]))
+
+
+class Shared(Lamb):
+    """One rate for all parameters, from the norm of all."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            given = [p for p in group["params"] if p.grad is not None]
+            norm = torch.stack([p.grad.norm() for p in given]).norm()
+            for p in given:
+                p.sub_(group["lr"] * p.grad / norm)
+
+
+class Counting(Lamb):
+    """Counts its steps in the group and by itself, and steps less and less."""
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        super().__init__(params, lr=lr)
+        self.steps = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.steps += 1
+        for group in self.param_groups:
+            group["steps"] = group.get("steps", 0) + 1
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(group["lr"] / (group["steps"] + self.steps) * p.grad / p.grad.norm())
+
+
+class Estimating(Shared):
+    """Keeps what it found in all gradients."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            given = [p for p in group["params"] if p.grad is not None]
+            group["found"] = float(torch.stack([p.grad.norm() for p in given]).norm())
+            for p in given:
+                p.sub_(group["lr"] * p.grad / p.grad.norm())
+
+
+@pytest.mark.parametrize("make", [Lamb, torch.optim.Adafactor, torch.optim.Muon, Counting])
+def test_tensors_can_be_stepped_in_turns(make: Callable[..., Optimizer]) -> None:
+    optimizer = make([_weight(), _weight(4, 6)])
+    coupled = coupled_parameters(optimizer)
+    assert len(coupled) == 2
+    check_tensorwise(optimizer, coupled.values(), step_in_turns)
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (Shared, "it does not step each tensor by itself"),
+        (Estimating, "depends on all"),
+        (torch.optim.LBFGS, "it does not step each tensor by itself"),
+    ],
+)
+def test_tensors_that_depend_on_each_other(make: Callable[..., Optimizer], why: str) -> None:
+    optimizer = make([_weight(), _weight(4, 6)], lr=0.1)
+    with pytest.raises(ValueError, match=rf"{make.__name__} is not element-wise.*whole tensors in turn: .*{why}"):
+        check_tensorwise(optimizer, coupled_parameters(optimizer).values(), step_in_turns)
 
 
 def test_each_group_is_tried_with_its_own_options() -> None:
