@@ -718,6 +718,31 @@ def test_bf16_mixed() -> None:
         assert found == pytest.approx(expected, rel=2.0**-6), "the tolerance of tests/parity/compare.py"
 
 
+class Encoder(LightningModule):
+    """Of torch's layers, which have another way through an evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        layer = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True)
+        self.tok, self.encoder, self.head = nn.Embedding(32, 16), nn.TransformerEncoder(layer, 2), nn.Linear(16, 32)
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        logits = self.head(self.encoder(self.tok(batch[0])))
+        self.log("loss", F.cross_entropy(logits.flatten(0, 1), batch[1].flatten()))
+
+
+def _evaluated(layout: Layout) -> float:
+    trainer = make_trainer(layout, precision="bf16-mixed", strategy={"plan": None})
+    return float(trainer.validate(Encoder(), eval_loader(layout, 2), verbose=False)[0]["loss"])
+
+
+def test_an_evaluation_of_torchs_own_layers_in_bf16_mixed() -> None:
+    expected = run_program(PLAIN, _evaluated)[0]
+    for found in run_program(PP2, _evaluated):
+        assert found == pytest.approx(expected, rel=2.0**-6), "the tolerance of tests/parity/compare.py"
+
+
 # ---------------------------------------------------------------- hooks on the last stage, and the Trainer
 
 
