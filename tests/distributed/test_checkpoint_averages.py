@@ -169,12 +169,12 @@ def _loaded_once_split(layout: Layout, kind: str, form: str, root: str, kept: ty
     [
         (TP2_PP2, "ema", "file", Searched),
         (ZERO3, "ema", "folder", Searched),
+        (PP2, "ema", "folder", SearchedOutside),
         *(
             pytest.param(*case, marks=pytest.mark.extended)
             for case in [
                 (TP2, "ema", "file", Searched),
                 (TP2, "swa", "folder", Searched),
-                (PP2, "ema", "folder", SearchedOutside),
                 (PP2, "swa", "file", Searched),
                 (ZERO1, "ema", "file", Searched),
                 (ZERO3, "swa", "file", Searched),
