@@ -38,6 +38,9 @@ class LoadingMethods(Parts):
         self._folder: Folder | None = None
         self._not_tensors: dict[str, Any] = {}
         self._whole_model = False
+        self._resumes = False
+        """Whether what is loaded begins a run. A search in the middle of one (LearningRateFinder, BatchSizeFinder) also
+        puts back what it had saved, but goes on with the random numbers and loaders of now, as on one device."""
         self._is_split = False
         """Whether `setup` of this run is past the split: what is loaded from then on goes to the split module."""
 
@@ -63,7 +66,8 @@ class LoadingMethods(Parts):
                     check_zip(path)
                 checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)
         fitting = self.lightning_module is not None and self.lightning_module.trainer.state.fn == "fit"
-        self._random_states = checkpoint.get("random_states") if fitting else None
+        self._resumes = fitting and not self._is_split
+        self._random_states = checkpoint.get("random_states") if self._resumes else None
         return checkpoint
 
     def _needs_whole_model(self) -> bool:
@@ -143,9 +147,10 @@ class LoadingMethods(Parts):
                 state = own_optimizer_state(state, optimizer, self._groups.order(optimizer), parallel, mesh)
             optimizer.load_state_dict(local_optimizer_state(state, optimizer, parallel))
         self._folder = None
-        self._resume_random()  # the last thing restored before the first batch
-        assert self.lightning_module is not None
-        restart_loaders(self.lightning_module.trainer)
+        if self._resumes:
+            self._resume_random()  # the last thing restored before the first batch
+            assert self.lightning_module is not None
+            restart_loaders(self.lightning_module.trainer)
 
     def _resume_random(self) -> None:
         """Go on with the random numbers of the checkpoint that was loaded."""

@@ -20,6 +20,7 @@ from lightning_megatp.messages import warn_once_per_run
 from lightning_megatp.module import ParallelModule
 from lightning_megatp.pipeline.carried import CarriedState
 from lightning_megatp.pipeline.logs import Call, Logs, scalar
+from lightning_megatp.pipeline.seeds import mixed
 from lightning_megatp.pipeline.slicing.leftovers import Path, PlainValues
 from lightning_megatp.pipeline.slicing.plan import Relay, SlicePlan
 from lightning_megatp.pipeline.slicing.running import seeded
@@ -306,10 +307,3 @@ def _detached(result: Any) -> Any:
 def generators_on(device: torch.device) -> list[torch.Generator]:
     """The generators that a step draws from, each once."""
     return [torch.default_generator, *([] if device.type == "cpu" else [default_generator(device)])]
-
-
-def mixed(seed: int, index: int) -> int:
-    """Unrelated seeds for neighbouring indices."""
-    x = (seed ^ (index + 1) * 0x9E3779B97F4A7C15) & (2**64 - 1)
-    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & (2**64 - 1)
-    return (x ^ (x >> 27)) % 2**63

@@ -32,6 +32,7 @@ from lightning_megatp.pipeline.loans import Loans
 from lightning_megatp.pipeline.logs import Call, Logs, merge
 from lightning_megatp.pipeline.plans import Plans
 from lightning_megatp.pipeline.schedules.schedule import Schedule
+from lightning_megatp.pipeline.seeds import shared_seed
 from lightning_megatp.pipeline.shared import Shared, SharedParameters
 from lightning_megatp.pipeline.slicing.leftovers import Attributes, PlainValues
 from lightning_megatp.pipeline.slicing.running import seeded
@@ -248,7 +249,7 @@ class Pipeline:
     def _prepared(self, kind: str, step: Step, batch: Any, backward: Backward | None) -> BatchRun:
         """A batch with its plans, about to be executed."""
         microbatches = self.microbatches(batch)
-        seed = self._shared_seed()
+        seed = shared_seed(self._trainer, kind)
         self.metrics.next_batch()
         with self.metrics.apart():
             plans = self.plans.of(kind, step, microbatches, seed)
@@ -301,7 +302,7 @@ class Pipeline:
         stage, there alone. What it logs is logged everywhere."""
         if not (self.stateful or (hook.gets_outputs and self._returned)):
             return call()
-        seed = self._shared_seed()
+        seed = shared_seed(self._trainer, hook.name)
         if not self.is_last:
             left, size, stop, *self.metrics.resets = self._share([], [0.0, 0.0, 0.0, *self.metrics.resets])
             self.stateful = self.stateful or bool(left)
@@ -337,10 +338,6 @@ class Pipeline:
         with DisableTorchFunction():  # hooks are watched for what they make of weights
             found = [torch.linalg.vector_norm(p, dtype=dtype).double() for p, dtype in wide if p.numel()]
         return torch.stack(found) if found else torch.zeros(0)
-
-    def _shared_seed(self) -> int:
-        """Of the generator that is alike on all stages."""
-        return int(torch.empty((), dtype=torch.int64).random_())
 
     def _schedule(self, training: bool, microbatches: int) -> Schedule:
         key = training, microbatches

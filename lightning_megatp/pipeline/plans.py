@@ -9,8 +9,9 @@ from typing import Any
 
 from lightning_megatp.mesh import ParallelMesh
 from lightning_megatp.module import ParallelModule, take_gradients
-from lightning_megatp.pipeline.batch import Step, mixed, returning_a_loss
+from lightning_megatp.pipeline.batch import Step, returning_a_loss
 from lightning_megatp.pipeline.loans import Loans
+from lightning_megatp.pipeline.seeds import mixed
 from lightning_megatp.pipeline.shared import Shared, SharedParameters
 from lightning_megatp.pipeline.slicing.plan import SliceError, SlicePlan
 from lightning_megatp.pipeline.slicing.slicer import Slicer

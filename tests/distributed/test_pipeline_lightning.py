@@ -9,6 +9,7 @@ import subprocess
 import sys
 import weakref
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from tests.distributed.test_trainer_callbacks import _callbacks, _metrics, _scheduled
 from tests.distributed.test_trainer_failure import LIMIT_S
@@ -76,6 +77,101 @@ def test_a_scheduler_per_step() -> None:
     expected = run_program(PLAIN, _scheduled)[0]
     for found in run_program(PP2, _scheduled):
         assert found == approx(expected)
+
+
+# ---------------------------------------------------------------- random numbers
+
+
+class Noisy(Dataset):
+    """Random content, of the stream that the loading process has."""
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        ids = torch.randint(0, 32, (7,))
+        return ids[:-1], ids[1:]
+
+
+class Validating(GPT):
+    validation_step = GPT.training_step
+
+
+class Losses(Callback):
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *args: Any) -> None:
+        self.seen.append(float(trainer.callback_metrics["loss"]))
+
+
+def _drawn(layout: Layout) -> list[float]:
+    torch.manual_seed(3)
+    losses = Losses()
+    trainer = make_trainer(layout, max_epochs=3, callbacks=[losses])
+    trainer.fit(Validating(), DataLoader(Noisy(), batch_size=4, shuffle=True), eval_loader(layout, 2))
+    return losses.seen
+
+
+@pytest.mark.parametrize("layout", [PP2, TP2_PP2], ids=str)
+def test_loaders_and_data_draw_what_they_draw_on_one_device(layout: Layout) -> None:
+    expected = run_program(PLAIN, _drawn)[0]
+    for found in run_program(layout, _drawn):
+        assert found == approx(expected)
+
+
+class Dropped(LightningModule):
+    """Its losses are those of its masks; it learns nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.Sequential(*(nn.Linear(8, 8) for _ in range(2)))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        x = batch[0]
+        for block in self.blocks:
+            x = F.dropout(block(x), 0.5)
+        loss = x.pow(2).mean()
+        self.log("loss", loss)
+        return loss
+
+    validation_step = training_step
+
+    def on_validation_epoch_start(self) -> None:
+        torch.manual_seed(5)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+class Ones:
+    """Draws nothing. A DataLoader would, at its start."""
+
+    def __iter__(self) -> Iterator[list[Tensor]]:
+        yield from [[torch.ones(4, 8, dtype=torch.float64)]] * 3
+
+
+class Evaluated(Callback):
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def on_validation_end(self, trainer: Trainer, module: LightningModule) -> None:
+        self.seen.append(float(trainer.callback_metrics["loss"]))
+
+
+def _masked(layout: Layout) -> tuple[list[float], list[float]]:
+    losses, evaluated = Losses(), Evaluated()
+    options = {"max_epochs": 2, "num_sanity_val_steps": 0, "callbacks": [losses, evaluated]}
+    trainer = make_trainer(layout, strategy={"plan": None}, **options)
+    trainer.fit(Dropped(), Ones(), Ones())  # type: ignore[arg-type]
+    return losses.seen, evaluated.seen
+
+
+def test_every_batch_has_masks_of_its_own_and_a_seed_before_an_evaluation_gives_the_same() -> None:
+    for losses, evaluated in run_program(PP2, _masked):
+        assert len(losses) == 6 and len(set(losses)) == 6
+        assert len(evaluated) == 2 and len(set(evaluated)) == 1
 
 
 # ---------------------------------------------------------------- all ways to log
@@ -619,6 +715,31 @@ def test_gradients_are_averaged_while_other_stages_work(accumulate: int) -> None
 def test_bf16_mixed() -> None:
     expected = run_program(PLAIN, _mixed)[0]
     for found in run_program(PP2, _mixed):
+        assert found == pytest.approx(expected, rel=2.0**-6), "the tolerance of tests/parity/compare.py"
+
+
+class Encoder(LightningModule):
+    """Of torch's layers, which have another way through an evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        layer = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True)
+        self.tok, self.encoder, self.head = nn.Embedding(32, 16), nn.TransformerEncoder(layer, 2), nn.Linear(16, 32)
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        logits = self.head(self.encoder(self.tok(batch[0])))
+        self.log("loss", F.cross_entropy(logits.flatten(0, 1), batch[1].flatten()))
+
+
+def _evaluated(layout: Layout) -> float:
+    trainer = make_trainer(layout, precision="bf16-mixed", strategy={"plan": None})
+    return float(trainer.validate(Encoder(), eval_loader(layout, 2), verbose=False)[0]["loss"])
+
+
+def test_an_evaluation_of_torchs_own_layers_in_bf16_mixed() -> None:
+    expected = run_program(PLAIN, _evaluated)[0]
+    for found in run_program(PP2, _evaluated):
         assert found == pytest.approx(expected, rel=2.0**-6), "the tolerance of tests/parity/compare.py"
 
 

@@ -65,7 +65,7 @@ class Sized(LightningDataModule):
         self.layout, self.batch_size = layout, 2
 
     def train_dataloader(self) -> Any:
-        return DataLoader(tokens(32), batch_size=self.batch_size)
+        return DataLoader(tokens(32), batch_size=self.batch_size, shuffle=True)
 
     def val_dataloader(self) -> Any:
         return []

@@ -45,7 +45,9 @@ def _pass_over(
     errors: list[str],
 ) -> None:
     if not prefix:  # it is this module's `load_state_dict` that was called
-        loading.whole = any(name in state_dict for name in _names_under(path, loading.gone))
+        tensors = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+        own = {name for name, _ in tensors}  # and what other stages have lent
+        loading.whole = any(name in state_dict and name not in own for name in _names_under(path, loading.gone))
     for leaf, shape in loading.gone.get(path, {}).items():
         name, back = prefix + leaf, leaf in module._parameters or leaf in module._buffers
         if back or leaf in module._non_persistent_buffers_set:

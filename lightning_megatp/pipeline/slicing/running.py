@@ -298,16 +298,25 @@ class _Outside(WithoutMode):
     def __init__(self, mode: StageMode, counting: contextlib.AbstractContextManager[None] | None) -> None:
         super().__init__(mode)
         self._stage_mode, self._counting = mode, counting
+        self._fast = False
 
     def __enter__(self) -> None:
         self._stage_mode.inside = True
         super().__enter__()
+        # In evaluation torch's Transformer layers take a fused kernel, unless autocast is on, which they ask CUDA's
+        # alone. On a CPU their output then has another dtype than was planned.
+        if torch.is_autocast_enabled("cpu"):
+            self._fast = torch.backends.mha.get_fastpath_enabled()
+            torch.backends.mha.set_fastpath_enabled(False)
         if self._counting is not None:
             self._counting.__enter__()
 
     def __exit__(self, *raised: Any) -> None:
         if self._counting is not None:
             self._counting.__exit__(*raised)
+        if self._fast:
+            torch.backends.mha.set_fastpath_enabled(True)
+            self._fast = False
         super().__exit__(*raised)
         self._stage_mode.inside = False
 
