@@ -28,7 +28,7 @@ class WriteWatch(TorchFunctionMode):
     def __init__(self, parameters: Sequence[DividedParameter]) -> None:
         super().__init__()
         self._names = {storage_id(p.whole): p.name for p in parameters}
-        self._parameters = {id(x): p.name for p in parameters for x in (p.whole, p.sharded)}
+        self._parameters = {id(p.whole): p.name for p in parameters}  # hooks inside of a step find their rows
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
