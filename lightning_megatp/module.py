@@ -89,6 +89,8 @@ class ParallelModule:
         """Detours around hooks that put something into checkpoints; after a run, too, until the next one."""
         self.shadows: Any = None
         """What users keep beside the weights, a tensor for each."""
+        self.outlines: Any = None
+        """Of modules among the hyperparameters, for checkpoints."""
         self.uncompiled = False
         """Whether compiled code runs as it was written: so it does in steps whose operations are looked at."""
         self.device: torch.device | None = None

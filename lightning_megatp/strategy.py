@@ -22,6 +22,7 @@ from lightning_megatp.callbacks import (
     without_predictions,
 )
 from lightning_megatp.checkpoint.methods import CheckpointMethods
+from lightning_megatp.checkpoint.outlines import Outlines
 from lightning_megatp.commands import Done, requested, without_ranks
 from lightning_megatp.commands.answer import answer
 from lightning_megatp.commands.proof import prepare
@@ -278,7 +279,9 @@ class MegaTPStrategyBase(StepMethods, GradientMethods, BuildingMethods, WorldMet
         self._keep_unsplit(trainer)
         example = self._example(trainer)
         shadows = self._find_shadows()
+        outlines = self._outlines()
         parallel = self._split(mesh, example)
+        parallel.outlines = outlines if not self._undivided else None
         parallel.default_group = self._default_group
         self._cut_averages(parallel)
         if trainer.state.fn == "fit":
@@ -340,6 +343,14 @@ class MegaTPStrategyBase(StepMethods, GradientMethods, BuildingMethods, WorldMet
             self._first_batch = FirstBatch(module, keep=self.is_global_zero, building=self._building)
         if self.memory and trainer.state.fn == "fit" and self.parallelism.split_form(module) is None:
             self._memory_account = MemoryAccount(module)
+
+    def _outlines(self) -> Outlines | None:
+        """Of modules among the hyperparameters, before they are split; None where there are none."""
+        module = self.lightning_module
+        assert module is not None
+        split = self.parallelism.split_form(module)
+        outlines = Outlines(module) if split is None else split.outlines
+        return outlines if outlines else None
 
     def _split(self, mesh: ParallelMesh, example: Example) -> ParallelModule:
         """Over tp, pp and dp, in this order; and give this rank's part its values."""

@@ -148,7 +148,16 @@ class CheckpointMethods(LoadingMethods):
             self._save_folder(checkpoint, filepath, storage_options)
             return
         with agreed:
+            self._put_modules(checkpoint)
             super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def _put_modules(self, checkpoint: dict[str, Any]) -> None:
+        """In place of split ones, among the hyperparameters, what one device saves."""
+        module, outlines = self.lightning_module, self._parallel().outlines
+        assert module is not None
+        key = module.CHECKPOINT_HYPER_PARAMS_KEY
+        if self.is_global_zero and outlines is not None and key in checkpoint:
+            checkpoint[key] = outlines.put_into(checkpoint[key], module, checkpoint.get("state_dict", {}))
 
     def _state_dict(self) -> dict[str, Any]:
         """What this rank has of the model; of what is divided its rows, also where an exception left it gathered."""
@@ -174,6 +183,7 @@ class CheckpointMethods(LoadingMethods):
         path = Path(self.broadcast(str(filepath)))
         self.wait_for_checkpoints()
         with together(f"the checkpoint {path} was not saved"):
+            self._put_modules(checkpoint)
             tensors, rest = split_content(checkpoint, mesh)
         rest[ELSEWHERE] = elsewhere_on_all_stages(rest[ELSEWHERE], mesh)
         with together(f"the checkpoint {path} was not saved"):

@@ -367,12 +367,20 @@ class GradientMethods(CopyMethods):
         """The gradients of the whole model under canonical names, on every rank; for looking at them. With a pipeline
         they are on the CPU.
 
+        Raises:
+            RuntimeError: inside of a step at pp > 1, which stages leave before its end.
+
         Communication: one all-gather over tp per sharded parameter, one over dp per divided one, and an object gather
         over pp, between the hosts.
         """
         parallel = self._parallel()
+        if parallel.context.user_code and self.pipeline is not None:
+            raise RuntimeError(
+                "MegaTPStrategy: `full_gradients` can't be used inside of a step with pp > 1, where stages are at other"
+                " places: use it in `on_after_backward` or `on_before_optimizer_step`, on all ranks."
+            )
         gradients = {}
-        with DisableTorchFunction():  # in a hook, what is computed of parts is watched
+        with parallel.context.running(user_code=False), DisableTorchFunction():  # what hooks make of parts is watched
             for name, parameter in parallel.named_held():
                 if parameter.grad is not None:
                     spec, group = parallel.spec(parameter), parallel.context.group

@@ -1,4 +1,4 @@
-"""Writes to gathered parameters (zero > 0), which would be lost."""
+"""What a step does with gathered parameters (zero > 0) that would be lost, or not be found."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_megatp.gradients.rows import DividedParameter
 from lightning_megatp.shim.torch import storage_id
-from lightning_megatp.tensor.functions import is_in_place, operation_name
+from lightning_megatp.tensor.functions import asks_gradient, gradient_in_step, is_in_place, operation_name
 
 
 def lost_change(name: str) -> str:
@@ -22,12 +22,13 @@ def lost_change(name: str) -> str:
 
 
 class WriteWatch(TorchFunctionMode):
-    """Active around a user's step: raises where it writes to a gathered parameter. Costs Python time at every
-    operation, so it is for single steps."""
+    """Active around a user's step: raises where it writes to a gathered parameter, or reads its gradient. Costs Python
+    time at every operation, so it is for single steps."""
 
     def __init__(self, parameters: Sequence[DividedParameter]) -> None:
         super().__init__()
         self._names = {storage_id(p.whole): p.name for p in parameters}
+        self._parameters = {id(p.whole): p.name for p in parameters}  # hooks inside of a step find their rows
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -36,4 +37,7 @@ class WriteWatch(TorchFunctionMode):
             name = self._names.get(storage_id(args[0]))
             if name is not None and operation_name(func) != "requires_grad_":
                 raise RuntimeError(lost_change(name))
+        if asks_gradient(func, args) and (name := self._parameters.get(id(args[0]))) is not None:
+            why = "With zero > 0 gradients lie with the rows that each rank trains, where no step finds them."
+            raise RuntimeError(f"MegaTPStrategy: {gradient_in_step(f'`{name}`', why)}")
         return func(*args, **(kwargs or {}))

@@ -27,7 +27,7 @@ from lightning_megatp.pipeline.shared import Shared
 from lightning_megatp.pipeline.shares import Shares
 from lightning_megatp.pipeline.slicing.order import UnitsOfStep, units_of_step
 from lightning_megatp.pipeline.slicing.ownership import Sizes
-from lightning_megatp.pipeline.slicing.plan import SliceError
+from lightning_megatp.pipeline.slicing.plan import KindError, SliceError
 from lightning_megatp.pipeline.slicing.slicer import Slicer
 from lightning_megatp.pipeline.slicing.units import assign, find_units, frozen_twins, modules_around
 from lightning_megatp.pipeline.split import check_rows
@@ -113,7 +113,7 @@ def build_pipeline(
     ranks = mesh.size("pp")
     settings = _settings(options, ranks)
     schedule = settings.schedule(settings.microbatches)
-    found = _in_order(parallel.module, find_units(parallel.module), example, mesh.device, parallel.sizes)
+    found = _in_order(parallel.module, find_units(parallel.module), example, mesh.device, parallel.sizes, refuse=True)
     units = found.order
     whole = [unit for unit in units if is_compiled(parallel.module.get_submodule(unit))]
     around = [name for name in modules_around(units) if is_compiled(parallel.module.get_submodule(name))]
@@ -249,9 +249,14 @@ def _in_order(
     example: Example | None,
     device: torch.device,
     sizes: Sizes | None = None,
+    refuse: bool = False,
 ) -> UnitsOfStep:
-    """The units in the order in which a step calls them, which is not always that of definition."""
-    return _looked_at(module, units, example, device, sizes) or UnitsOfStep(units)
+    """The units in the order in which a step calls them, which is not always that of definition.
+
+    Raises:
+        KindError: see `_looked_at`.
+    """
+    return _looked_at(module, units, example, device, sizes, refuse) or UnitsOfStep(units)
 
 
 def _looked_at(
@@ -260,14 +265,23 @@ def _looked_at(
     example: Example | None,
     device: torch.device,
     sizes: Sizes | None = None,
+    refuse: bool = False,
 ) -> UnitsOfStep | None:
-    """What a step does with units; None if that can't be seen."""
+    """What a step does with units; None if that can't be seen.
+
+    Raises:
+        KindError: with `refuse`, it does what no pipeline can do.
+    """
     if example is None or example.batch is None:
         return None
     batch = apply_to_collection(example.batch, Tensor, lambda x: x.to(device))
     try:
         with alone():  # of a step's own messages those of fakes would not be sent, and the others so
             return units_of_step(module, units, example.bare_step, batch, sizes, device)
+    except KindError:
+        if refuse:
+            raise
+        return None
     except Exception:
         return None  # what keeps the step from being looked at is told when the first batch is planned
 

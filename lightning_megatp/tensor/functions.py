@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_megatp.shim.autograd import DirectFunction
 
+_THIS_PACKAGE = __name__.split(".")[0]
+_READ_GRADIENTS = (
+    *("torch.distributed.", "torch.nn.modules.", "torch.optim.", "torch.autograd."),
+    *("lightning.", "pytorch_lightning."),
+)
+"""Modules, by the beginnings of their names, that read gradients for what a step calls."""
 _IN_PLACE_OPERATORS = frozenset(
     ["__iadd__", "__isub__", "__imul__", "__itruediv__", "__setitem__", "__ipow__", "__iand__", "__ior__", "__ixor__"]
 )
@@ -24,6 +31,30 @@ def operation_name(func: Callable[..., Any]) -> str:
 def operation_names(text: str) -> frozenset[str]:
     """A set of names as `operation_name` gives them."""
     return frozenset(text.split())
+
+
+def asks_gradient(func: Callable[..., Any], args: Sequence[Any]) -> bool:
+    """Whether the user's code reads the gradient of a parameter. Backward, optimizers and `zero_grad` do, too."""
+    if len(args) != 1 or not isinstance(args[0], nn.Parameter) or operation_name(func) != "grad":
+        return False
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(_THIS_PACKAGE):
+        frame = frame.f_back
+    return not frame.f_globals.get("__name__", "").startswith(_READ_GRADIENTS)
+
+
+def gradient_in_step(name: str, why: str) -> str:
+    """What is said of that, where a step can't find what it would on one device.
+
+    Args:
+        name: of the parameter.
+        why: it can't.
+    """
+    return (
+        f"the step reads the gradient of {name}. {why} Read gradients in `on_after_backward` or"
+        " `on_before_optimizer_step`, where `p.grad.norm()` is known of all that a rank holds a part of, and"
+        " `self.trainer.strategy.full_gradients()` gives the whole of all."
+    )
 
 
 def is_in_place(name: str) -> bool:

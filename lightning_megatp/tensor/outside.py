@@ -127,8 +127,9 @@ class WholeParameter(torch.Tensor):
                 return None if name == "__setitem__" else first
             raise RuntimeError(
                 f"MegaTPStrategy: the step uses `{name}` on `{first.spec.name}`, of which each rank holds a part."
-                " Inside a step clip with `self.clip_gradients(...)`, read gradients with"
-                " `self.trainer.strategy.full_gradients()`, or leave its layer out of the plan."
+                " Inside a step clip with `self.clip_gradients(...)`; read gradients in `on_before_optimizer_step`,"
+                " where `p.grad.norm()` is that of the whole, or with `self.trainer.strategy.full_gradients()`; or"
+                " leave its layer out of the plan."
             )
         args, kwargs = tree_map(lambda x: used_whole(x, name), (args, kwargs))
         return func(*args, **kwargs)

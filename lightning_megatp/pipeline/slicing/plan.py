@@ -24,6 +24,10 @@ class SliceError(RuntimeError):
         super().__init__(f"MegaTPStrategy: {text}")
 
 
+class KindError(SliceError):
+    """It does what can't be cut anywhere, however units are dealt out."""
+
+
 class Read(NamedTuple):
     """A look at a value on the host."""
 

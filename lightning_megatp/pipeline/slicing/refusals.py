@@ -2,27 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_megatp.pipeline.slicing.operations import Call, sets_requires_grad
-from lightning_megatp.pipeline.slicing.plan import SliceError
+from lightning_megatp.pipeline.slicing.plan import KindError, SliceError
 from lightning_megatp.shim.autograd import checkpoint_region
+from lightning_megatp.tensor.functions import asks_gradient, gradient_in_step
 
 
 def refuse_kind(call: Call) -> None:
     """Before an operation is tried.
 
     Raises:
-        SliceError: it is of a kind that can't be cut anywhere.
+        KindError: it is of a kind that can't be cut anywhere.
     """
     if call.what in (torch.autograd.grad, torch.Tensor.backward):
-        raise SliceError(
+        raise KindError(
             f"{call.by} differentiates inside the step. Under pipeline parallelism the strategy runs backward, after"
             " the step: return the loss, or do it inside the forward of a module."
         )
+    refuse_gradient(call.by, call.what, call.args)
+
+
+def refuse_gradient(by: str, function: Callable[..., Any], args: Sequence[Any]) -> None:
+    """Of a parameter.
+
+    Args:
+        by: the operation, and where it is.
+
+    Raises:
+        KindError: it is asked for in a step.
+    """
+    if asks_gradient(function, args):
+        why = "With pp > 1 a stage has those of its own parameters, and backward of earlier microbatches has begun."
+        raise KindError(f"{by}: {gradient_in_step('a parameter', why)}")
 
 
 def refuse_setting(call: Call, outlives: Callable[[Tensor], bool]) -> None:
