@@ -8,7 +8,7 @@ layer, the optimizer, state dicts). Using one gathers the parameter, differentia
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -18,7 +18,8 @@ from lightning_megatp.plan.shard import ShardedTensorSpec
 from lightning_megatp.shim.torch import DisableTorchFunction, tree_leaves, tree_map
 from lightning_megatp.tensor.context import TensorContext
 from lightning_megatp.tensor.functions import is_in_place, operation_name, operation_names
-from lightning_megatp.tensor.parameters import gather_parameter
+from lightning_megatp.tensor.parameters import gather_parameter, gather_shards
+from lightning_megatp.tensor.shards import GatheredView, seal
 
 
 class LayerParameters(dict[str, Any]):
@@ -115,6 +116,8 @@ class WholeParameter(torch.Tensor):
         if first is not None and name == "copy_" and (value := first._own(args[1])) is not None:
             func(first.shard, value, *args[2:], **kwargs)
             return first
+        if first is not None and name == "grad" and func.__name__ == "__get__" and not first.context.pipelined:
+            return first._gradient()
         if first is not None and (name in _REFUSED or is_in_place(name)):
             rest = tree_leaves((args[1:], kwargs))
             if name in _ELEMENTWISE_IN_PLACE and not any(isinstance(x, Tensor) for x in rest):
@@ -127,12 +130,23 @@ class WholeParameter(torch.Tensor):
                 return None if name == "__setitem__" else first
             raise RuntimeError(
                 f"MegaTPStrategy: the step uses `{name}` on `{first.spec.name}`, of which each rank holds a part."
-                " Inside a step clip with `self.clip_gradients(...)`; read gradients in `on_before_optimizer_step`,"
-                " where `p.grad.norm()` is that of the whole, or with `self.trainer.strategy.full_gradients()`; or"
-                " leave its layer out of the plan."
+                " Inside a step clip with `self.clip_gradients(...)`, change gradients in `on_before_optimizer_step`,"
+                " or leave its layer out of the plan."
             )
         args, kwargs = tree_map(lambda x: used_whole(x, name), (args, kwargs))
         return func(*args, **kwargs)
+
+    def _gradient(self) -> Tensor | None:
+        """What `.grad` is on one device, to look at; where the step begins, that of the batch before.
+
+        Communication: one all-gather.
+        """
+        check_undivided(self, "grad")
+        gradient = self.parameter.grad
+        if gradient is None:
+            return None
+        whole = gather_shards(gradient, self.spec, self.context.group)
+        return cast(Tensor, seal(whole, _WholeGradient))
 
     def _own(self, value: Any) -> Tensor | None:
         """This rank's part of a value for all of the parameter, which may be a part already; None if it is neither."""
@@ -141,6 +155,17 @@ class WholeParameter(torch.Tensor):
         if type(value) is Tensor and not isinstance(self.shard, DTensor) and tuple(value.shape) == self.spec.shape:
             return self.spec.spec(self.context.rank).take(value)
         return value if isinstance(value, Tensor) and value.shape == self.shard.shape else None
+
+
+class _WholeGradient(GatheredView):
+    """A gathered copy, of which the optimizer would see no change."""
+
+    @staticmethod
+    def refusal(name: str) -> str:
+        return (
+            f"MegaTPStrategy: the step changes a gradient in place (`{name}`), of which each tensor rank holds a part."
+            " Inside a step clip with `self.clip_gradients(...)`; change gradients in `on_before_optimizer_step`."
+        )
 
 
 def used_whole(x: Any, operation: str) -> Any:

@@ -41,6 +41,9 @@ class Lit(LightningModule):
             return loss
         if self.reads == "full_gradients" and hasattr(self.trainer.strategy, "full_gradients"):
             gradients = list(self.trainer.strategy.full_gradients().values())
+        elif self.reads == "clip":
+            torch.nn.utils.clip_grad_norm_(self.parameters(), 0.1)
+            gradients = []
         elif self.reads == "zero_grad":
             self.zero_grad()
             gradients = []
@@ -74,11 +77,24 @@ def train_one(reads: str) -> list[float]:
     return train(0, 1, reads, {})
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ["pp2", "zero1", "zero3"])
 @pytest.mark.parametrize("reads", ["grad", "after a value"])
 def test_a_step_that_reads_gradients_is_refused_before_training(reads: str, layout: str) -> None:
     with pytest.raises(RankError, match=r"the step (reads the gradient|uses `grad`).*on_before_optimizer_step"):
         run_ranks(2, train, reads, LAYOUTS[layout])
+
+
+@pytest.mark.parametrize("reads", ["grad", "after a value"])
+def test_gradients_that_a_step_of_tensor_ranks_reads(reads: str) -> None:
+    expected = run_reference(train_one, reads)
+    assert expected[1] > 0
+    for norms in run_ranks(2, train, reads, LAYOUTS["tp2"]):
+        assert norms == pytest.approx(expected, rel=1e-9)
+
+
+def test_a_gradient_that_a_step_of_tensor_ranks_changes() -> None:
+    with pytest.raises(RankError, match=r"the step changes a gradient in place \(`mul_`\)"):
+        run_ranks(2, train, "clip", LAYOUTS["tp2"])
 
 
 @pytest.mark.parametrize("layout", ["tp2", "zero1", "zero3"])
