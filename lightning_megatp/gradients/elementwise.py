@@ -312,13 +312,17 @@ def _switched_off(options: dict[str, Any]) -> dict[str, Any]:
     return {key: False for key in ("fused", "capturable", "differentiable") if key in options}
 
 
+@functools.cache
+def _torchs_attributes() -> frozenset[str]:
+    return frozenset(Optimizer([torch.nn.Parameter(torch.zeros(1))], {}).__dict__)
+
+
 def own_attributes(optimizer: Optimizer) -> dict[str, Any]:
     """What the optimizer keeps outside its groups, but for torch's bookkeeping and methods patched on the instance."""
-    torchs = Optimizer([torch.nn.Parameter(torch.zeros(1))], {}).__dict__
     return {
         key: value
         for key, value in optimizer.__dict__.items()
-        if key not in torchs and not callable(getattr(type(optimizer), key, None))
+        if key not in _torchs_attributes() and not callable(getattr(type(optimizer), key, None))
     }
 
 

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -16,12 +15,10 @@ from lightning_megatp.commands import Done, requested
 from lightning_megatp.copies import CopyMethods
 from lightning_megatp.gradients.accumulated import AccumulatedGradients
 from lightning_megatp.gradients.buckets import GradientBuckets
-from lightning_megatp.gradients.elementwise import check_elementwise, check_tensorwise, coupled_parameters, unwrap
 from lightning_megatp.gradients.groups import Groups
 from lightning_megatp.gradients.whole_norms import is_users
-from lightning_megatp.gradients.whole_steps import step_in_turns, step_whole
+from lightning_megatp.gradients.whole_steps import let_step
 from lightning_megatp.gradients.wide import narrow, widen
-from lightning_megatp.module import ParallelModule
 from lightning_megatp.pipeline.batch import Backward
 from lightning_megatp.pipeline.pipeline import Pipeline
 from lightning_megatp.pipeline.schedules.trace import StepTrace
@@ -101,26 +98,8 @@ class GradientMethods(CopyMethods):
         self._looked_at_between = any(is_users(x, hook) for x in watched for hook in _BETWEEN_BATCHES)
         parallel.stepped_whole.clear()
         for optimizer in self.optimizers if parallel.sharded or self.sharding else ():
-            self._let_step(optimizer)
+            let_step(optimizer, parallel)
         self._refresh_buckets()
-
-    def _let_step(self, optimizer: Optimizer) -> None:
-        """See whether an optimizer can step parts of parameters; if not, let it step whole ones."""
-        parallel = self._parallel()
-        if parallel.divided:
-            check_elementwise(optimizer, _sharded_parameters(parallel))
-            return
-        coupled = coupled_parameters(optimizer, _sharded_parameters(parallel))
-        if not coupled:
-            return
-        check_tensorwise(optimizer, coupled.values(), step_in_turns)
-        step_whole(unwrap(optimizer), parallel, coupled)
-        parallel.stepped_whole.update(coupled)
-        size = sum(torch.Size(spec.shape).numel() for p in coupled.values() if (spec := parallel.spec(p)) is not None)
-        rank_zero_info(
-            f"MegaTPStrategy: {type(unwrap(optimizer)).__name__} looks at whole tensors. In each of its steps"
-            f" {len(coupled)} split parameters ({size:,} numbers), their gradients and states are gathered over tp."
-        )
 
     # ---------------------------------------------------------------- backward, and the optimizers' step
 
@@ -411,10 +390,6 @@ class GradientMethods(CopyMethods):
         whole = whole_values(list(split.values()), parallel.context.group)
         with parallel.parts_expected(), DisableTorchFunction(), whole:
             yield
-
-
-def _sharded_parameters(parallel: ParallelModule) -> list[Tensor]:
-    return [p for _, p in parallel.named_held() if parallel.spec(p) is not None or id(p) in parallel.divided]
 
 
 def _parameters_of(optimizer: Optimizer) -> list[Tensor]:

@@ -14,10 +14,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_megatp.gradients.elementwise import Turn, is_plain, own_attributes, plain
+from lightning_megatp.gradients.elementwise import (
+    Turn,
+    check_elementwise,
+    check_tensorwise,
+    coupled_parameters,
+    is_plain,
+    own_attributes,
+    plain,
+    unwrap,
+)
 from lightning_megatp.module import ParallelModule
 from lightning_megatp.plan.shard import ShardedTensorSpec
 from lightning_megatp.shim.torch import replace_step
@@ -27,15 +37,28 @@ TURN_BYTES = 64 << 20
 """Whole parameters of one turn, if that is more than one."""
 
 
-def step_whole(optimizer: Optimizer, parallel: ParallelModule, coupled: Mapping[int, Tensor]) -> None:
-    """From now on `optimizer.step()` sees these parameters whole.
+def let_step(optimizer: Any, parallel: ParallelModule) -> None:
+    """See whether an optimizer can step the parts that this rank holds; if not, let `optimizer.step()` find whole ones.
 
     Args:
-        coupled: id -> parameter; of the others it steps what the rank holds.
+        optimizer: torch's, or Lightning's wrapper around it.
 
-    Communication: in each step, for each of these parameters an all-gather over tp of itself, of its gradient, and of
-        each state of its shape. Memory: while it is stepped, these whole, of `TURN_BYTES` of parameters at a time.
+    Raises:
+        ValueError: it looks at whole tensors with zero > 0, or at more than one tensor at a time.
+
+    Communication: none now. In each step, for each parameter of which it looks at the whole, an all-gather over tp of
+        itself, of its gradient, and of each state of its shape. Memory: meanwhile these whole, of `TURN_BYTES` of
+        parameters at a time.
     """
+    parts = [p for _, p in parallel.named_held() if parallel.spec(p) is not None or id(p) in parallel.divided]
+    if parallel.divided:
+        check_elementwise(optimizer, parts)
+        return
+    coupled = coupled_parameters(optimizer, parts)
+    if not coupled:
+        return
+    check_tensorwise(optimizer, coupled.values(), step_in_turns)
+    optimizer = unwrap(optimizer)
 
     def step(once: Callable[[], Any], closure: Callable[[], Any] | None) -> Any:
         with torch.enable_grad():
@@ -44,6 +67,12 @@ def step_whole(optimizer: Optimizer, parallel: ParallelModule, coupled: Mapping[
         return loss
 
     replace_step(optimizer, step)
+    parallel.stepped_whole.update(coupled)
+    sizes = [torch.Size(spec.shape).numel() for p in coupled.values() if (spec := parallel.spec(p)) is not None]
+    rank_zero_info(
+        f"MegaTPStrategy: {type(optimizer).__name__} looks at whole tensors. In each of its steps {len(sizes)} split"
+        f" parameters ({sum(sizes):,} numbers), their gradients and states are gathered over tp."
+    )
 
 
 def step_in_turns(optimizer: Optimizer, once: Callable[[], Any], turns: Sequence[Turn]) -> None:

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from lightning_megatp.recompute.reentrant import not_reentrant
 from lightning_megatp.shim.autograd import function_name, handle_functions, is_scripted
-from lightning_megatp.shim.torch import tensor_version, tree_leaves, tree_map
+from lightning_megatp.shim.torch import tensor_version, tree_map
 from lightning_megatp.tensor.context import TensorContext
 from lightning_megatp.tensor.functions import OwnFunction
 from lightning_megatp.tensor.outside import WholeParameter, used_whole
-from lightning_megatp.tensor.shards import Shard
+from lightning_megatp.tensor.shards import Shard, is_flat
 
 
 @contextlib.contextmanager
@@ -57,7 +57,9 @@ def _apply(
         copies.append((whole, tensor_version(whole)))
         return whole
 
-    args, kwargs = tree_map(take, (args, kwargs))
+    values = [*args, *kwargs.values()]
+    if not is_flat(values) or any(isinstance(x, (Shard, WholeParameter)) for x in values):
+        args, kwargs = tree_map(take, (args, kwargs))
     before = None if context is None else context.entered
     result = apply(*args, **kwargs)
     if weights and before is not None and context.entered != before and torch.is_grad_enabled():
@@ -66,12 +68,12 @@ def _apply(
             " tensor rank holds a part: the gradient it computes for that would be lost. If it is an activation"
             " checkpoint, use torch.utils.checkpoint.checkpoint in its place; else leave these layers out of the plan."
         )
-    parts = any(isinstance(x, Shard) and x.requires_grad for x in tree_leaves(result))
-    if parts and not scripted:
+    returned = result if isinstance(result, tuple) else (result,)
+    if not scripted and any(isinstance(x, Shard) and x.requires_grad for x in returned):
         raise RuntimeError(
-            f"MegaTPStrategy: `{name}` runs layers of a sequence region and returns this rank's tokens, so its backward"
-            " would get the gradient of these alone. Take the style `sequence` from its layers in the plan, or use"
-            " sequence_parallel=False."
+            f"MegaTPStrategy: `{name}` runs layers that the plan splits and returns a value of which each rank has a"
+            " part, so its backward would get the gradient of that alone. Let it run whole blocks, and these without"
+            " sequence regions: take the style `sequence` from their layers, or use sequence_parallel=False."
         )
     if scripted and any(tensor_version(whole) != version for whole, version in copies):
         raise RuntimeError(

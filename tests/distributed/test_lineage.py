@@ -440,7 +440,7 @@ ERRORS: dict[str, tuple[Forward, dict[str, Any], list[str]]] = {
     "a function that returns tokens of a rank": (
         _reversible,
         SEQUENCE,
-        ["`Reversible` runs layers of a sequence region", "sequence_parallel=False"],
+        ["`Reversible` runs layers that the plan splits and returns a value", "sequence_parallel=False"],
     ),
     "a function that makes a part of a region's graph in backward": (
         _part_of_a_region,
