@@ -8,8 +8,8 @@ which region a parameter is used, and shards don't pass through it. `use_reentra
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -29,12 +29,10 @@ class _Reentrant(NamedTuple):
     """A gradient is asked for where one of these requires it."""
 
 
-@contextlib.contextmanager
-def without_reentrant() -> Iterator[None]:
+def without_reentrant() -> AbstractContextManager[None]:
     """Around a user's code: reentrant activation checkpoints, inside of others, too, are run as `use_reentrant=False`
     runs them. Autograd functions of unknown kinds stay as they are."""
-    with handle_functions(not_reentrant, others_only=True):
-        yield
+    return handle_functions(not_reentrant, others_only=True)
 
 
 def not_reentrant(function: Any, apply: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -3,8 +3,8 @@ and compute can't know of parts, so they get whole tensors."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -19,8 +19,7 @@ from lightning_megatp.tensor.outside import WholeParameter, used_whole
 from lightning_megatp.tensor.shards import Shard, is_flat
 
 
-@contextlib.contextmanager
-def functions_take_whole(context: TensorContext | None = None) -> Iterator[None]:
+def functions_take_whole(context: TensorContext | None = None) -> AbstractContextManager[None]:
     """Around a user's code. Reentrant activation checkpoints, which are functions, too, are run as the others.
 
     Args:
@@ -35,8 +34,7 @@ def functions_take_whole(context: TensorContext | None = None) -> Iterator[None]
 
         return not_reentrant(function, on_whole, args, kwargs)
 
-    with handle_functions(handle, others_only=True):
-        yield
+    return handle_functions(handle, others_only=True)
 
 
 def _apply(
