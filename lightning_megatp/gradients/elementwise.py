@@ -8,16 +8,17 @@ Those that at least step each tensor by itself can be given whole ones in turn (
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+
+from lightning_megatp.gradients.turns import is_plain, own_attributes, plain, step_in_turns
 
 STEPS = 12  # some preconditioners, and RAdam's rectification, only start after a few steps
 TOLERANCE = 1e-5  # of the largest update in the same half: float64 leaves 1e-15, a float32 inside the optimizer 1e-7
@@ -78,12 +79,11 @@ def check_elementwise(optimizer: Any, sharded: Iterable[Tensor] | None = None) -
         )
 
 
-def check_tensorwise(optimizer: Any, coupled: Iterable[Tensor], in_turns: InTurns) -> None:
-    """Raise if the optimizer can't step its tensors in turns.
+def check_tensorwise(optimizer: Any, coupled: Iterable[Tensor]) -> None:
+    """Raise if the optimizer can't step its tensors in turns (`step_in_turns`).
 
     Args:
         coupled: parameters that it would.
-        in_turns: how.
 
     Raises:
         ValueError: in turns it does something else than in one step, or that couldn't be tried.
@@ -92,7 +92,7 @@ def check_tensorwise(optimizer: Any, coupled: Iterable[Tensor], in_turns: InTurn
     for case in _cases(optimizer, coupled):
         try:
             with _apart():
-                together, apart = (_two_tensors(optimizer, case, turns) for turns in (None, in_turns))
+                together, apart = (_two_tensors(optimizer, case, in_turns) for in_turns in (False, True))
             why = "it does not step each tensor by itself"
             alike = all(_agree(a, b, 0) for a, b in zip(together, apart, strict=True))
         except (_NoVerdict, RuntimeError) as error:
@@ -104,12 +104,6 @@ def check_tensorwise(optimizer: Any, coupled: Iterable[Tensor], in_turns: InTurn
                 " element-wise optimizer such as AdamW, or tp=1, or keep this optimizer's parameters whole (leave their"
                 " layers out of the plan)."
             )
-
-
-Turn = tuple[Sequence[Tensor], Callable[[], contextlib.AbstractContextManager[None]]]
-"""Parameters for one call of an optimizer, and what to be in meanwhile."""
-InTurns = Callable[[Optimizer, Callable[[], Any], Sequence[Turn]], None]
-"""`whole_steps.step_in_turns`."""
 
 
 @contextlib.contextmanager
@@ -209,7 +203,7 @@ def _trajectory(
     return torch.stack(states)
 
 
-def _two_tensors(optimizer: Optimizer, case: _Case, in_turns: InTurns | None) -> list[Tensor]:
+def _two_tensors(optimizer: Optimizer, case: _Case, in_turns: bool) -> list[Tensor]:
     """Of each of two (steps + 1, *shape), stepped together, or in turns."""
     starts, gradients = zip(*(_drawn(case.shape, seed) for seed in (20, 21)), strict=True)
     parameters = [torch.nn.Parameter(start.clone()) for start in starts]
@@ -218,10 +212,10 @@ def _two_tensors(optimizer: Optimizer, case: _Case, in_turns: InTurns | None) ->
     for step in range(STEPS):
         for parameter, of_parameter in zip(parameters, gradients, strict=True):
             parameter.grad = of_parameter[step].clone()
-        if in_turns is None:
-            _step(twin)
+        if in_turns:
+            step_in_turns(twin, functools.partial(_step, twin), [([p], contextlib.nullcontext) for p in parameters])
         else:
-            in_turns(twin, functools.partial(_step, twin), [([p], contextlib.nullcontext) for p in parameters])
+            _step(twin)
         for parameter, of_parameter in zip(parameters, states, strict=True):
             of_parameter.append(parameter.detach().clone())
     return [torch.stack(of_parameter) for of_parameter in states]
@@ -312,41 +306,5 @@ def _switched_off(options: dict[str, Any]) -> dict[str, Any]:
     return {key: False for key in ("fused", "capturable", "differentiable") if key in options}
 
 
-@functools.cache
-def _torchs_attributes() -> frozenset[str]:
-    return frozenset(Optimizer([torch.nn.Parameter(torch.zeros(1))], {}).__dict__)
-
-
-def own_attributes(optimizer: Optimizer) -> dict[str, Any]:
-    """What the optimizer keeps outside its groups, but for torch's bookkeeping and methods patched on the instance."""
-    return {
-        key: value
-        for key, value in optimizer.__dict__.items()
-        if key not in _torchs_attributes() and not callable(getattr(type(optimizer), key, None))
-    }
-
-
 def _attributes(optimizer: Optimizer) -> dict[str, Any]:
     return {key: plain(value) for key, value in own_attributes(optimizer).items() if is_plain(value)}
-
-
-def is_plain(value: Any) -> bool:
-    """Numbers, text, functions, and containers of them: what a twin may hold without touching the original."""
-    if isinstance(value, Tensor):
-        return value.dim() == 0
-    if isinstance(value, dict):
-        return all(map(is_plain, value.values()))
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return all(map(is_plain, value))
-    if inspect.isfunction(value):
-        return value.__closure__ is None  # a closure may hold the user's optimizer or parameters
-    return value is None or isinstance(value, (bool, int, float, str, torch.dtype))
-
-
-def plain(value: Any) -> Any:
-    """A copy, with tensors of one number (a capturable learning rate) as numbers."""
-    if isinstance(value, Tensor) and value.dim() == 0:
-        return value.item()
-    if isinstance(value, (list, tuple)) and any(isinstance(item, Tensor) for item in value):
-        return tuple(map(plain, value))  # betas
-    return copy.deepcopy(value) if is_plain(value) else value

@@ -30,8 +30,8 @@ class _Reentrant(NamedTuple):
 
 
 def without_reentrant() -> AbstractContextManager[None]:
-    """Around a user's code: reentrant activation checkpoints, inside of others, too, are run as `use_reentrant=False`
-    runs them. Autograd functions of unknown kinds stay as they are."""
+    """Around a user's code, and around backward, which runs parts of it again: reentrant activation checkpoints are run
+    as `use_reentrant=False` runs them. Autograd functions of unknown kinds stay as they are."""
     return handle_functions(not_reentrant, others_only=True)
 
 
@@ -46,11 +46,7 @@ def not_reentrant(function: Any, apply: Callable[..., Any], args: tuple[Any, ...
         with torch.no_grad():  # so it is with a reentrant one, whatever the modules inside would learn
             return found.run(*found.inputs)
 
-    def run(*inputs: Any) -> Any:
-        with without_reentrant():  # backward runs it again, outside of the step
-            return found.run(*inputs)
-
-    return checkpoint(run, *found.inputs, use_reentrant=False, preserve_rng_state=found.preserve_rng_state)
+    return checkpoint(found.run, *found.inputs, use_reentrant=False, preserve_rng_state=found.preserve_rng_state)
 
 
 def _recognized(function: Any, args: tuple[Any, ...]) -> _Reentrant | None:

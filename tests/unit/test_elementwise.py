@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_megatp.gradients.elementwise import check_elementwise, check_tensorwise, coupled_parameters
-from lightning_megatp.gradients.whole_steps import step_in_turns
 
 COUPLED = {"Adafactor", "LBFGS", "Muon"}
 OPTIMIZERS = sorted(
@@ -277,7 +276,7 @@ def test_tensors_can_be_stepped_in_turns(make: Callable[..., Optimizer]) -> None
     optimizer = make([_weight(), _weight(4, 6)])
     coupled = coupled_parameters(optimizer)
     assert len(coupled) == 2
-    check_tensorwise(optimizer, coupled.values(), step_in_turns)
+    check_tensorwise(optimizer, coupled.values())
 
 
 @pytest.mark.parametrize(
@@ -291,7 +290,7 @@ def test_tensors_can_be_stepped_in_turns(make: Callable[..., Optimizer]) -> None
 def test_tensors_that_depend_on_each_other(make: Callable[..., Optimizer], why: str) -> None:
     optimizer = make([_weight(), _weight(4, 6)], lr=0.1)
     with pytest.raises(ValueError, match=rf"{make.__name__} is not element-wise.*whole tensors in turn: .*{why}"):
-        check_tensorwise(optimizer, coupled_parameters(optimizer).values(), step_in_turns)
+        check_tensorwise(optimizer, coupled_parameters(optimizer).values())
 
 
 def test_each_group_is_tried_with_its_own_options() -> None:

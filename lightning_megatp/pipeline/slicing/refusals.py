@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -25,21 +24,18 @@ def refuse_kind(call: Call) -> None:
             f"{call.by} differentiates inside the step. Under pipeline parallelism the strategy runs backward, after"
             " the step: return the loss, or do it inside the forward of a module."
         )
-    refuse_gradient(call.by, call.what, call.args)
+    if asks_gradient(call.what, call.args):
+        raise gradient_read(call.by)
 
 
-def refuse_gradient(by: str, function: Callable[..., Any], args: Sequence[Any]) -> None:
-    """Of a parameter.
+def gradient_read(by: str) -> KindError:
+    """A step asks for the gradient of a parameter.
 
     Args:
         by: the operation, and where it is.
-
-    Raises:
-        KindError: it is asked for in a step.
     """
-    if asks_gradient(function, args):
-        why = "With pp > 1 a stage has those of its own parameters, and backward of earlier microbatches has begun."
-        raise KindError(f"{by}: {gradient_in_step('a parameter', why)}")
+    why = "With pp > 1 a stage has those of its own parameters, and backward of earlier microbatches has begun."
+    return KindError(f"{by}: {gradient_in_step('a parameter', why)}")
 
 
 def refuse_setting(call: Call, outlives: Callable[[Tensor], bool]) -> None:

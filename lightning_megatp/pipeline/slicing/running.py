@@ -27,7 +27,7 @@ from lightning_megatp.pipeline.slicing.operations import (
 )
 from lightning_megatp.pipeline.slicing.place import Place
 from lightning_megatp.pipeline.slicing.plan import Instruction, Key, Operation, Read, SliceError, SlicePlan, tensors_in
-from lightning_megatp.pipeline.slicing.refusals import refuse_gradient
+from lightning_megatp.pipeline.slicing.refusals import gradient_read
 from lightning_megatp.pipeline.slicing.weights import TargetCount
 from lightning_megatp.shim.autograd import functorch_is_active
 from lightning_megatp.shim.torch import WithoutMode, is_fake, tensor_version, tree_map
@@ -257,7 +257,7 @@ class StageMode(TorchFunctionMode):
         """An operation of which the plan says nothing: the last stage's, after it holds all it needs, or those of a
         `finally` after the stage's last operation."""
         if asks_gradient(function, args):
-            refuse_gradient(f"`{operation_name(function)}` ({self._place.here()})", function, args)
+            raise gradient_read(f"`{operation_name(function)}` ({self._place.here()})")
         try:
             out = function(*args, **kwargs)
         except Exception as error:
