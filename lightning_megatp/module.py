@@ -84,7 +84,7 @@ class ParallelModule:
         self.expects_parts: bool | None = None
         """Whether who asks for a state dict expects parts: as long as a Trainer works with it. None before."""
         self.stepped_whole: set[int] = set()
-        """id(parameter) of the split ones that an optimizer finds whole (`gradients.whole_steps`)."""
+        """id of the tensors held in parts that an optimizer finds whole (`gradients.whole_steps`)."""
         self.saving: list[Any] = []
         """Detours around hooks that put something into checkpoints; after a run, too, until the next one."""
         self.shadows: Any = None
@@ -161,6 +161,22 @@ class ParallelModule:
         divided = self.divided.get(id(parameter))
         return value if divided is None else divided.gather(value)
 
+    def whole_value(self, parameter: Tensor, value: Tensor) -> Tensor:
+        """The whole of a value in the shape of the plain tensor (a gradient, an optimizer's state), where ranks can
+        send it.
+
+        Communication: one all-gather over the data-parallel ranks that divide the parameter, if some do; one over tp
+            if it is split.
+        """
+        spec, value = self.spec(parameter), self.to_send(self.of_tensor_rank(parameter, value))
+        return value if spec is None else gather_shards(value, spec, self.context.group)
+
+    def part_of(self, parameter: Tensor, whole: Tensor) -> Tensor:
+        """The opposite: what this rank holds of a value in the shape of the whole parameter. No communication."""
+        spec, divided = self.own_spec(parameter), self.divided.get(id(parameter))
+        part = whole if spec is None else spec.take(whole)
+        return part if divided is None else divided.take(part)
+
     def to_send(self, x: Tensor) -> Tensor:
         """The same where the ranks of a group can send it: what is offloaded, or averaged in the host's memory, NCCL
         can't."""
@@ -190,9 +206,8 @@ class ParallelModule:
         parameter = self.names.get(name)
         if parameter is None:
             return whole
-        spec, divided = self.own_spec(parameter), self.divided.get(id(parameter))
-        part = whole if spec is None else spec.take(whole)
-        return part if divided is None else divided.as_divided(divided.take(part))
+        part, divided = self.part_of(parameter, whole), self.divided.get(id(parameter))
+        return part if divided is None else divided.as_divided(part)
 
     @torch.no_grad()
     def whole_like(self, name: str, part: Tensor) -> Tensor:

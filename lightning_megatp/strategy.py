@@ -305,7 +305,7 @@ class MegaTPStrategyBase(StepMethods, GradientMethods, BuildingMethods, WorldMet
         fitting = trainer.state.fn == "fit"
         if fitting:
             self._prepare_optimizers(trainer)
-            self._detours += with_whole_groups(trainer, self._groups.whole)
+            self._detours += with_whole_groups(trainer, self._as_on_one_device)
             if mesh.size("tp") > 1:
                 self._detours += watching_weights(trainer, parallel)
         self.setup_precision_plugin()

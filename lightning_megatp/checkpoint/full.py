@@ -79,9 +79,7 @@ def full_optimizer_state(optimizer: Optimizer, parallel: ParallelModule, keep: b
     def gather(value: Tensor, parameter: Tensor) -> Tensor | None:
         if value.shape != parameter.shape:
             return value
-        spec = parallel.spec(parameter)
-        full = parallel.of_tensor_rank(parameter, value)
-        full = full if spec is None else gather_shards(parallel.to_send(full), spec, parallel.context.group)
+        full = parallel.whole_value(parameter, value)
         return full.cpu() if keep else None
 
     state = _map_state(optimizer.state_dict(), optimizer, parallel, gather)
@@ -92,12 +90,7 @@ def local_optimizer_state(state: Mapping[str, Any], optimizer: Optimizer, parall
     """This rank's part of a full optimizer state dict."""
 
     def take(value: Tensor, parameter: Tensor) -> Tensor:
-        spec, divided = parallel.spec(parameter), parallel.divided.get(id(parameter))
-        whole = parallel.held(parameter).shape if divided is None else divided.shape
-        if tuple(value.shape) != (tuple(whole) if spec is None else spec.shape):
-            return value
-        value = value if spec is None else spec.spec(parallel.context.rank).take(value)
-        return value if divided is None else divided.take(value)
+        return parallel.part_of(parameter, value) if value.shape == parallel.whole_shape(parameter) else value
 
     return _map_state(state, optimizer, parallel, take)
 

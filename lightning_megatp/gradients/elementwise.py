@@ -62,23 +62,6 @@ def coupled_parameters(optimizer: Any, sharded: Iterable[Tensor] | None = None) 
     return coupled
 
 
-def check_elementwise(optimizer: Any, sharded: Iterable[Tensor] | None = None) -> None:
-    """Raise if the optimizer's update couples the elements of a tensor; see `coupled_parameters`.
-
-    Raises:
-        ValueError: on halves of a parameter the optimizer does not do what it does on the whole one.
-    """
-    coupled = coupled_parameters(optimizer, sharded)
-    if coupled:
-        dims = max(p.dim() for p in coupled.values())
-        raise ValueError(
-            f"MegaTPStrategy: {_name(unwrap(optimizer))} is not element-wise: it steps the halves of a"
-            f" {dims}-dimensional parameter differently from the whole. Its update couples the elements of a tensor."
-            " With zero > 0 the data-parallel ranks hold rows of tensors, which would silently train differently from"
-            " one device. Use an element-wise optimizer such as AdamW, or zero=0."
-        )
-
-
 def check_tensorwise(optimizer: Any, coupled: Iterable[Tensor]) -> None:
     """Raise if the optimizer can't step its tensors in turns (`step_in_turns`).
 
@@ -100,9 +83,9 @@ def check_tensorwise(optimizer: Any, coupled: Iterable[Tensor]) -> None:
         if not alike:
             raise ValueError(
                 f"MegaTPStrategy: {_name(optimizer)} is not element-wise: its update couples the elements of a tensor,"
-                f" of which tensor ranks hold parts, and it can't be given whole tensors in turn: {why}. Use an"
-                " element-wise optimizer such as AdamW, or tp=1, or keep this optimizer's parameters whole (leave their"
-                " layers out of the plan)."
+                f" of which ranks hold parts, and it can't be given whole tensors in turn: {why}. Use an element-wise"
+                " optimizer such as AdamW, or keep this optimizer's parameters whole (tp=1 or their layers out of the"
+                " plan, and zero=0)."
             )
 
 

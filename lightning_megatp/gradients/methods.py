@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -17,13 +17,13 @@ from lightning_megatp.gradients.accumulated import AccumulatedGradients
 from lightning_megatp.gradients.buckets import GradientBuckets
 from lightning_megatp.gradients.groups import Groups
 from lightning_megatp.gradients.whole_norms import is_users
-from lightning_megatp.gradients.whole_steps import let_step
+from lightning_megatp.gradients.whole_steps import WholeSteps
 from lightning_megatp.gradients.wide import narrow, widen
 from lightning_megatp.pipeline.batch import Backward
 from lightning_megatp.pipeline.pipeline import Pipeline
 from lightning_megatp.pipeline.schedules.trace import StepTrace
 from lightning_megatp.shim.torch import DisableTorchFunction
-from lightning_megatp.tensor.parameters import gather_shards, whole_values
+from lightning_megatp.tensor.parameters import whole_values
 
 _BETWEEN_BATCHES = ("on_train_batch_end", "on_train_batch_start", "on_validation_start", "on_validation_epoch_start")
 """Hooks that run after a batch that only accumulates."""
@@ -33,6 +33,7 @@ class GradientMethods(CopyMethods):
     """What Lightning calls from the loss to the optimizer's step: backward, and the sums over ranks."""
 
     _trace: StepTrace | None
+    _whole_steps: WholeSteps
 
     def _set_up_gradients(self, bucket_mb: float) -> None:
         """Raises:
@@ -93,13 +94,25 @@ class GradientMethods(CopyMethods):
         self.setup_optimizers(trainer)
         if self.sharding is not None:
             self.sharding.check_known(self.optimizers)
-            self.sharding.give_to(self.optimizers)
         watched = (parallel.module, *trainer.callbacks)
         self._looked_at_between = any(is_users(x, hook) for x in watched for hook in _BETWEEN_BATCHES)
-        parallel.stepped_whole.clear()
-        for optimizer in self.optimizers if parallel.sharded or self.sharding else ():
-            let_step(optimizer, parallel)
+        self._whole_steps = WholeSteps(parallel)
+        self._try_optimizers(self.optimizers)
         self._refresh_buckets()
+
+    def _try_optimizers(self, optimizers: Iterable[Optimizer]) -> None:
+        """Whether they can step what this rank holds, or have to be given more."""
+        if self.sharding is not None:
+            self.sharding.give_to(optimizers)
+        for optimizer in optimizers if self._parallel().sharded or self.sharding else ():
+            self._whole_steps.prepare(optimizer)
+
+    @contextlib.contextmanager
+    def _as_on_one_device(self) -> Iterator[None]:
+        """Around hooks that give parameters to optimizers."""
+        with self._groups.whole():
+            yield
+        self._try_optimizers(self.optimizers)
 
     # ---------------------------------------------------------------- backward, and the optimizers' step
 
@@ -262,6 +275,7 @@ class GradientMethods(CopyMethods):
             return super().optimizer_step(optimizer, closure, model, **kwargs)
         module, context = self.lightning_module, self._parallel().context
         assert module is not None
+        self._try_optimizers([optimizer])  # hooks may have given it more parameters
         by_hand = None if module.automatic_optimization else self.sharding
         of_step = context.user_code  # in manual optimization: a closure is the step's code, and hooks are not
 
@@ -362,9 +376,8 @@ class GradientMethods(CopyMethods):
         with parallel.context.running(user_code=False), DisableTorchFunction():  # what hooks make of parts is watched
             for name, parameter in parallel.named_held():
                 if parameter.grad is not None:
-                    spec, group = parallel.spec(parameter), parallel.context.group
-                    grad = parallel.to_send(parallel.of_tensor_rank(parameter, parameter.grad))
-                    gradients[name] = grad.clone() if spec is None else gather_shards(grad, spec, group)
+                    grad = parallel.whole_value(parameter, parameter.grad)
+                    gradients[name] = grad.clone() if parallel.spec(parameter) is None else grad
         if self.pipeline is None:
             return gradients
         by_stage: list[dict[str, Tensor]] = self._mesh().exchange(gradients, "pp")

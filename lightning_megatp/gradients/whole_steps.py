@@ -1,4 +1,4 @@
-"""Steps of optimizers that look at whole tensors (Muon, LAMB, Adafactor), of which tensor ranks hold parts.
+"""Steps of optimizers that look at whole tensors (Muon, LAMB, Adafactor), of which a rank holds parts.
 
 A few parameters at a time are gathered, with their gradients and states; every rank steps them alike, and keeps its
 part. Between steps a rank holds what it holds with AdamW: states of a parameter's shape are cut as it is, others
@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,65 +18,94 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_megatp.gradients.elementwise import check_elementwise, check_tensorwise, coupled_parameters, unwrap
+from lightning_megatp.gradients.elementwise import check_tensorwise, coupled_parameters, unwrap
 from lightning_megatp.gradients.turns import Turn, step_in_turns
 from lightning_megatp.module import ParallelModule
 from lightning_megatp.shim.torch import replace_step
-from lightning_megatp.tensor.parameters import gather_shards, whole_values
 
 TURN_BYTES = 64 << 20
 """Whole parameters of one turn, if that is more than one."""
 
 
-def let_step(optimizer: Any, parallel: ParallelModule) -> None:
-    """See whether an optimizer can step the parts that this rank holds; if not, let `optimizer.step()` find whole ones.
+class WholeSteps:
+    """Lets `optimizer.step()` find whole tensors where the parts that this rank holds don't do.
 
     Args:
-        optimizer: torch's, or Lightning's wrapper around it.
+        parallel: the module. Its `stepped_whole` says of which parameters that is so.
 
-    Raises:
-        ValueError: it looks at whole tensors with zero > 0, or at more than one tensor at a time.
-
-    Communication: none now. In each step, for each parameter of which it looks at the whole, an all-gather over tp of
-        itself, of its gradient, and of each state of its shape. Memory: meanwhile these whole, of `TURN_BYTES` of
-        parameters at a time.
+    Communication: in each step of such an optimizer, for each parameter of which it looks at the whole, an all-gather
+        over tp where that is split, and one over dp where it is divided (zero > 0), of itself, of its gradient, and of
+        each state of its shape. Memory: meanwhile these whole, of `TURN_BYTES` of parameters at a time.
     """
-    parts = [p for _, p in parallel.named_held() if parallel.spec(p) is not None or id(p) in parallel.divided]
-    if parallel.divided:
-        check_elementwise(optimizer, parts)
-        return
-    coupled = coupled_parameters(optimizer, parts)
-    if not coupled:
-        return
-    check_tensorwise(optimizer, coupled.values())
-    optimizer = unwrap(optimizer)
 
-    def step(once: Callable[[], Any], closure: Callable[[], Any] | None) -> Any:
+    def __init__(self, parallel: ParallelModule) -> None:
+        self._parallel = parallel
+        self._tried: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        """How many parameters it had."""
+        self._replaced: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        parallel.stepped_whole.clear()
+
+    def prepare(self, optimizer: Any) -> None:
+        """See whether an optimizer can step the parts that this rank holds; if not, let it find whole ones. Once, and
+        again when it was given more parameters.
+
+        Args:
+            optimizer: torch's, or Lightning's wrapper around it.
+
+        Raises:
+            ValueError: it looks at more than one tensor at a time.
+        """
+        optimizer = unwrap(optimizer)
+        size = sum(len(group["params"]) for group in optimizer.param_groups)
+        if self._tried.get(optimizer) == size:
+            return
+        self._tried[optimizer] = size
+        held = (p for _, p in self._parallel.named_held())
+        coupled = coupled_parameters(optimizer, [p for p in held if _axes(self._parallel, p)])
+        if not coupled:
+            return
+        check_tensorwise(optimizer, coupled.values())
+        if optimizer not in self._replaced:
+            self._replaced.add(optimizer)
+            replace_step(optimizer, functools.partial(self._step, weakref.ref(optimizer)))
+        self._parallel.stepped_whole.update(coupled)
+        axes = sorted({axis for p in coupled.values() for axis in _axes(self._parallel, p)}, reverse=True)
+        rank_zero_info(
+            f"MegaTPStrategy: {type(optimizer).__name__} looks at whole tensors. In each of its steps {len(coupled)}"
+            f" parameters ({sum(map(self._parallel.whole_size, coupled.values())):,} numbers), their gradients and"
+            f" states are gathered over {' and '.join(axes)}."
+        )
+
+    def _step(
+        self,
+        reference: weakref.ref[Optimizer],
+        once: Callable[[], Any],
+        closure: Callable[[], Any] | None,
+    ) -> Any:
+        optimizer = reference()
+        assert optimizer is not None
         with torch.enable_grad():
             loss = None if closure is None else closure()
-        step_in_turns(optimizer, once, _turns(optimizer, parallel, coupled))
+        step_in_turns(optimizer, once, _turns(optimizer, self._parallel))
         return loss
 
-    replace_step(optimizer, step)
-    parallel.stepped_whole.update(coupled)
-    sizes = [torch.Size(spec.shape).numel() for p in coupled.values() if (spec := parallel.spec(p)) is not None]
-    rank_zero_info(
-        f"MegaTPStrategy: {type(optimizer).__name__} looks at whole tensors. In each of its steps {len(sizes)} split"
-        f" parameters ({sum(sizes):,} numbers), their gradients and states are gathered over tp."
-    )
+
+def _axes(parallel: ParallelModule, parameter: Tensor) -> list[str]:
+    """Over which a parameter is cut."""
+    cut = {"tp": parallel.spec(parameter) is not None, "dp": id(parameter) in parallel.divided}
+    return [axis for axis, is_cut in cut.items() if is_cut]
 
 
-def _turns(optimizer: Optimizer, parallel: ParallelModule, coupled: Mapping[int, Tensor]) -> list[Turn]:
+def _turns(optimizer: Optimizer, parallel: ParallelModule) -> list[Turn]:
     """First the parameters that are stepped as they are, then the others by their sizes, in the order of the groups."""
     as_they_are: list[Tensor] = []
     parts: list[list[Tensor]] = []
     room = 0
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-        spec = parallel.spec(parameter) if id(parameter) in coupled else None
-        if spec is None or parameter.grad is None:
+        if id(parameter) not in parallel.stepped_whole or parameter.grad is None:
             as_they_are.append(parameter)
             continue
-        size = parameter.element_size() * torch.Size(spec.shape).numel()
+        size = parameter.element_size() * parallel.whole_size(parameter)
         if size > room:
             parts.append([])
             room = TURN_BYTES
@@ -88,33 +118,35 @@ def _turns(optimizer: Optimizer, parallel: ParallelModule, coupled: Mapping[int,
 @contextlib.contextmanager
 def _whole(optimizer: Optimizer, parallel: ParallelModule, members: Sequence[Tensor]) -> Iterator[None]:
     """Meanwhile parameters, their gradients and states are whole."""
-    rank, group = parallel.context.rank, parallel.context.group
-    split = [(p, spec) for p in members if (spec := parallel.spec(p)) is not None]
-    held = [(p.shape, p.grad) for p, _ in split]
-    for parameter, _ in split:
+    held = [(p, p.data, p.grad, tuple(parallel.whole_shape(p))) for p in members]
+
+    def gather(parameter: Tensor, part: Tensor) -> Tensor:
+        return parallel.whole_value(parameter, part).to(part.device)
+
+    for parameter, part, gradient, _ in held:
         parameter.grad = None  # it has to have the parameter's shape
-    with whole_values(split, group):
-        for (parameter, spec), (shape, gradient) in zip(split, held, strict=True):
-            parameter.grad = None if gradient is None else gather_shards(gradient, spec, group)
+        parameter.data = gather(parameter, part)
+        parameter.grad = None if gradient is None else gather(parameter, gradient)
+        state = optimizer.state.get(parameter, {})
+        state.update({key: gather(parameter, x) for key, x in state.items() if _has_shape(x, part.shape)})
+    try:
+        yield
+    finally:
+        for parameter, part, gradient, shape in held:
+            part.copy_(parallel.part_of(parameter, parameter.data))
+            parameter.grad = None
+            parameter.data, parameter.grad = part, gradient
             state = optimizer.state.get(parameter, {})
-            state.update({key: gather_shards(x, spec, group) for key, x in state.items() if _has_shape(x, shape)})
-        try:
-            yield
-        finally:
-            for (parameter, spec), (shape, _) in zip(split, held, strict=True):
-                parameter.grad = None
-                state = optimizer.state.get(parameter, {})
-                for key, x in state.items():
-                    if _has_shape(x, spec.shape):
-                        state[key] = spec.spec(rank).take(x)
-                    elif _has_shape(x, shape):
-                        raise RuntimeError(
-                            f"MegaTPStrategy: {type(optimizer).__name__} keeps a state `{key}` of `{spec.name}` with"
-                            f" the shape {tuple(x.shape)}, which is that of a tensor rank's part, while the parameter"
-                            f" is {tuple(spec.shape)}: these can't be told apart. Leave this layer out of the plan."
-                        )
-    for (parameter, _), (_, gradient) in zip(split, held, strict=True):
-        parameter.grad = gradient
+            for key, x in state.items():
+                if _has_shape(x, shape):
+                    state[key] = parallel.part_of(parameter, x)
+                elif _has_shape(x, part.shape):
+                    raise RuntimeError(
+                        f"MegaTPStrategy: {type(optimizer).__name__} keeps a state `{key}` of"
+                        f" `{parallel.name_of(id(parameter))}` with the shape {tuple(x.shape)}, which is that of a"
+                        f" rank's part, while the parameter is {shape}: these can't be told apart. Use another"
+                        " optimizer for this parameter, or keep it whole (leave its layer out of the plan, zero=0)."
+                    )
 
 
 def _has_shape(x: Any, shape: Sequence[int]) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -64,7 +65,7 @@ COUPLED: dict[str, Callable[[Any], Optimizer]] = {
 
 def _fit(layout: Layout, kind: str) -> dict[str, Tensor]:
     module = variant("untied").build()
-    make = (ELEMENTWISE | COUPLED)[kind]
+    make = (ELEMENTWISE | COUPLED | {"LBFGS": torch.optim.LBFGS})[kind]
     module.configure_optimizers = lambda: make(list(module.parameters()))  # type: ignore[method-assign]
     trainer = make_trainer(layout)
     trainer.fit(module, train_loader(layout, 4))
@@ -109,7 +110,18 @@ def test_sizes_are_those_of_whole_parameters(layout: Layout) -> None:
         assert found == expected
 
 
-@pytest.mark.parametrize("layout", [TP2, Layout(tp=2, dp=2), Layout(tp=2, pp=2)], ids=str)
+WHOLE_STEPS = [
+    TP2,
+    Layout(tp=2, dp=2),
+    Layout(tp=2, pp=2),
+    Layout(dp=2, zero=1),
+    Layout(dp=4, zero=3),
+    Layout(tp=2, dp=2, zero=3),
+    Layout(dp=2, pp=2, zero=2),
+]
+
+
+@pytest.mark.parametrize("layout", WHOLE_STEPS, ids=str)
 @pytest.mark.parametrize("kind", COUPLED)
 def test_a_coupled_optimizer_steps_whole_tensors(kind: str, layout: Layout) -> None:
     expected, found = (run_program(each, _fit, kind)[0] for each in (PLAIN, layout))
@@ -150,7 +162,7 @@ def _resume(layout: Layout, kind: str, root: str, form: str) -> tuple[dict[str, 
 
 
 @pytest.mark.parametrize("form", ["file", "folder"])
-@pytest.mark.parametrize("layout", [TP2, Layout(tp=2, pp=2)], ids=str)
+@pytest.mark.parametrize("layout", [TP2, Layout(tp=2, pp=2), Layout(tp=2, dp=2, zero=3)], ids=str)
 @pytest.mark.parametrize("kind", COUPLED)
 def test_a_coupled_optimizer_goes_on_from_a_checkpoint(kind: str, layout: Layout, form: str, tmp_path: Path) -> None:
     (expected, *_), (found, *_) = (run_program(each, _resume, kind, str(tmp_path), form) for each in (PLAIN, layout))
@@ -159,10 +171,34 @@ def test_a_coupled_optimizer_goes_on_from_a_checkpoint(kind: str, layout: Layout
     torch.testing.assert_close(found[0], expected[0], atol=1e-9, rtol=0)
 
 
-@pytest.mark.parametrize("kind", COUPLED)
-def test_a_coupled_optimizer_is_refused_with_zero(kind: str) -> None:
-    with pytest.raises(RankError, match=rf"MegaTPStrategy: {kind}.* (element|couples).* or zero=0") as error:
-        run_program(Layout(dp=2, zero=1), _fit, kind)
+class Unfreezes(Callback):
+    """Gives an optimizer more parameters in the second epoch."""
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.current_epoch == 1:
+            known = {id(p) for group in trainer.optimizers[0].param_groups for p in group["params"]}
+            added = [p for p in pl_module.parameters() if p.dim() == 2 and id(p) not in known]
+            trainer.optimizers[0].add_param_group({"params": added, "lr": 0.1})
+
+
+def _unfreeze(layout: Layout) -> dict[str, Tensor]:
+    module = variant("untied").build()
+    module.configure_optimizers = lambda: Lamb([p for p in module.parameters() if p.dim() == 1])  # type: ignore[method-assign]
+    trainer = make_trainer(layout, max_epochs=2, callbacks=[Unfreezes()])
+    trainer.fit(module, train_loader(layout, 3))
+    return {name: value.clone() for name, value in trainer.strategy.lightning_module_state_dict().items()}
+
+
+@pytest.mark.parametrize("layout", [TP2, Layout(dp=2, zero=2)], ids=str)
+def test_a_coupled_optimizer_steps_whole_what_it_is_given_later(layout: Layout) -> None:
+    expected, found = (run_program(each, _unfreeze)[0] for each in (PLAIN, layout))
+    torch.testing.assert_close(found, expected, atol=1e-9, rtol=0)
+
+
+@pytest.mark.parametrize("layout", [TP2, Layout(dp=2, zero=1)], ids=str)
+def test_an_optimizer_that_couples_tensors_is_refused(layout: Layout) -> None:
+    with pytest.raises(RankError, match=r"LBFGS is not element-wise.* does not step each tensor by itself") as error:
+        run_program(layout, _fit, "LBFGS")
     assert len(error.value.failures) == 2, "every rank says so"
 
 
