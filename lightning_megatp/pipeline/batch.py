@@ -229,7 +229,8 @@ class BatchRun:
         if order[0] is None:
             return None
         detached = [_detached(result) for result in order]
-        return merge_outputs(detached, self.weights().tolist())
+        rows = [batch_size(microbatch) or 1 for microbatch in self.microbatches]
+        return merge_outputs(detached, self.weights().tolist(), rows)
 
     def _weight(self, counting: TargetCount | None, microbatch: int) -> Tensor | float:
         batch = self.microbatches[microbatch]

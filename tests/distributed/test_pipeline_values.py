@@ -168,9 +168,24 @@ class Turned(GPT):
         return self.norm(x_BLD)
 
 
-def _with_tables(layout: Layout, *lengths: int) -> tuple[list[float], dict[str, float]]:
+class Shifted(GPT):
+    """Its table is a buffer, beside a number that all stages learn, and only later stages than the first come to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.length = 0
+        self.register_buffer("shift_L1", None, persistent=False)
+
+    def trunk(self, tokens_BL: Tensor) -> Tensor:
+        x_BLD, length = self.blocks[1](self.blocks[0](self.tok(tokens_BL))), tokens_BL.shape[1]
+        if self.shift_L1 is None or self.length != length:
+            self.length, self.shift_L1 = length, torch.arange(length).div(length)[:, None]
+        return self.norm(x_BLD * self.shift_L1)
+
+
+def _with_tables(layout: Layout, kind: type[GPT], *lengths: int) -> tuple[list[float], dict[str, float]]:
     torch.manual_seed(3)
-    losses, module = Losses(), Turned()
+    losses, module = Losses(), kind()
     batches = [batch for length in lengths for batch in DataLoader(tokens(8, length=length), batch_size=4)]
     evaluated = DataLoader(tokens(4, length=lengths[0] if len({*lengths}) == 1 else 5, seed=4), batch_size=4)
     trainer = make_trainer(layout, max_epochs=2, callbacks=[losses])
@@ -179,17 +194,21 @@ def _with_tables(layout: Layout, *lengths: int) -> tuple[list[float], dict[str, 
 
 
 @pytest.mark.parametrize(
-    ("layout", "lengths"),
+    ("layout", "kind", "lengths"),
     [
-        (Layout(pp=2, microbatches=2), (4, 6, 4)),
-        (Layout(tp=2, pp=2, microbatches=2), (4, 6, 4)),
-        (Layout(pp=2, microbatches=2, schedule="interleaved"), (6, 6)),  # a rank runs the step for each of its stages
+        (Layout(pp=2, microbatches=2), Turned, (4, 6, 4)),
+        (Layout(tp=2, pp=2, microbatches=2), Turned, (4, 6, 4)),
+        (Layout(pp=2, microbatches=2, schedule="interleaved"), Turned, (6, 6)),  # a rank runs the step for each stage
+        (Layout(pp=2, microbatches=2), Shifted, (6, 6)),
+        (Layout(pp=2, microbatches=2), Shifted, (4, 6, 4)),
     ],
     ids=str,
 )
-def test_tables_beside_the_blocks_are_made_once_and_found_by_the_next(layout: Layout, lengths: tuple[int, ...]) -> None:
-    ((losses, metrics),) = run_program(PLAIN, _with_tables, *lengths)
-    for found, logged in run_program(layout, _with_tables, *lengths):
+def test_tables_beside_the_blocks_are_made_once_and_found_by_the_next(
+    layout: Layout, kind: type[GPT], lengths: tuple[int, ...]
+) -> None:
+    ((losses, metrics),) = run_program(PLAIN, _with_tables, kind, *lengths)
+    for found, logged in run_program(layout, _with_tables, kind, *lengths):
         assert found == pytest.approx(losses, abs=1e-9)
         assert logged == pytest.approx(metrics, abs=1e-9)
 

@@ -84,12 +84,33 @@ def test_merge() -> None:
         {"loss": torch.tensor(1.0), "y": torch.zeros(2, 3), "s": ["a"], "mean": 1.0, "n": 3, "pair": Pair(X, 1.0)},
         {"loss": torch.tensor(4.0), "y": torch.ones(1, 3), "s": ["b"], "mean": 4.0, "n": 4, "pair": Pair(X, 4.0)},
     ]
-    merged = merge_outputs(parts, [2.0, 1.0])
+    merged = merge_outputs(parts, [2.0, 1.0], [2, 1])
     assert (float(merged["loss"]), merged["mean"], merged["n"], merged["s"]) == (2.0, 2.0, 4, ["a", "b"])
     assert merged["y"].shape == (3, 3)
     assert merged["pair"].x.tolist() == [0, 1, 2, 0, 1, 2] and merged["pair"].rest == 2.0
-    record = merge_outputs([Record(X, ["a"]), Record(X, ["b"])], [1.0, 1.0])
+    record = merge_outputs([Record(X, ["a"]), Record(X, ["b"])], [1.0, 1.0], [3, 3])
     assert record.tags == ["a", "b"] and len(record.x) == 6
+
+
+@pytest.mark.parametrize(
+    ("shapes", "rows", "merged"),
+    [
+        ([(5, 2, 3), (5, 2, 3)], [2, 2], (5, 4, 3)),
+        ([(6, 2, 4), (6, 3, 4)], [2, 3], (6, 5, 4)),
+        ([(6, 4), (9, 4)], [2, 3], (15, 4)),
+        ([(2, 2), (2, 2)], [2, 2], (4, 2)),
+        ([(1, 1), (1, 1)], [1, 1], (2, 1)),
+        ([(2, 7, 7), (2, 5, 5)], [2, 2], None),
+    ],
+)
+def test_rows_are_found_where_they_are(shapes: list[Any], rows: list[int], merged: Any) -> None:
+    found = merge_outputs([torch.zeros(shape) for shape in shapes], [1.0, 1.0], rows)
+    assert [x.shape for x in found] == shapes if merged is None else found.shape == merged
+
+
+def test_rows_that_may_be_along_two_dims_are_said() -> None:
+    with pytest.warns(UserWarning, match=r"shape \(6, 2\) for 2 rows.* along dim 0. If its dim 1 are the rows"):
+        assert merge_outputs([torch.zeros(6, 2)] * 2, [1.0, 1.0], [2, 2]).shape == (12, 2)
 
 
 def test_targets_are_counted() -> None:

@@ -173,19 +173,19 @@ class Ownership:
     def buffers_aside(self) -> Iterator[None]:
         """Let the module run on copies of its buffers: without data those of units, real ones the others."""
         owners = self.of_units()
-        before: list[tuple[nn.Module, dict[str, Tensor | None]]] = []
+        before: list[tuple[dict[str, Any], dict[str, Any]]] = []
         copies: dict[int, Tensor] = {}
         for child in self._module.modules():
-            held: dict[str, Tensor | None] = child.__dict__["_buffers"]
-            if not held:
-                continue
-            before.append((child, held))
-            child.__dict__["_buffers"] = {name: self._aside(x, owners, copies) for name, x in held.items()}
+            held = child.__dict__["_buffers"]
+            if held:
+                before.append((held, dict(held)))
+                held.update({name: self._aside(x, owners, copies) for name, x in held.items()})
         try:
             yield
         finally:
-            for child, held in before:
-                child.__dict__["_buffers"] = held
+            for held, buffers in before:
+                held.clear()
+                held.update(buffers)
 
     def _aside(self, x: Tensor | None, owners: dict[int, set[int]], copies: dict[int, Tensor]) -> Any:
         if is_fake(x):  # freed: the module finds it under its own name, and there is nothing to protect

@@ -36,9 +36,9 @@ class Left:
 
     def __init__(self, module: nn.Module, snapshot: Snapshot, values: Iterable[Value], asks_batch: bool) -> None:
         left = {id(value.tensor): value for value in values if value.stage is None}
-        in_buffers = any(id(x) in left for child in module.modules() for x in child.__dict__["_buffers"].values())
         self.any = bool(left)
-        self._changes = None if in_buffers or not left else snapshot.changes()
+        self._changes = snapshot.changes() if left else None
+        self._buffers_of = {id(child.__dict__): child.__dict__["_buffers"] for child in module.modules()}
         self._entries = {plain: self._entries_with(left, plain) for plain in (False, True)}
         constant = all(value.constant and not value.tensor.requires_grad for value in left.values())
         complete = {id(entry.value) for entry in self.entries} == set(left)
@@ -53,10 +53,11 @@ class Left:
     def _entries_with(self, tensors: Collection[int], plain: bool) -> list[_Entry]:
         """With `plain` also the numbers and the like that changed beside them."""
         dicts = [(holder, new) for holder, new in self._changes or () if isinstance(holder, dict)]
+        having = {id(holder) for holder, new in dicts if any(id(x) in tensors for x in new.values())}
         return [
             _Entry(holder, key, x)
             for holder, new in dicts
-            if any(id(x) in tensors for x in new.values())
+            if id(holder) in having or id(self._buffers_of.get(id(holder))) in having
             for key, x in new.items()
             if id(x) in tensors or (plain and type(x) in PLAIN)
         ]
