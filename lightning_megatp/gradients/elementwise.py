@@ -259,7 +259,7 @@ def _construct(optimizer: Optimizer, options: dict[str, Any], parameters: list[t
     twin = type(optimizer)(parameters, **(chosen | _switched_off(chosen)))
     twin.__dict__.update(_attributes(optimizer))
     for group in twin.param_groups:
-        group.update({key: value for key, value in options.items() if key not in group})  # options of this group only
+        group.update(options | _switched_off(options))  # what a group has beside what the constructor takes
     return twin
 
 

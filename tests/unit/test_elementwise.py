@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import math
 import re
 import warnings
 from collections.abc import Callable
@@ -142,6 +143,15 @@ class GroupClipped(torch.optim.SGD):
                 if "limit" in group:
                     p.grad.mul_(min(1.0, group["limit"] / float(p.grad.norm())))
         super().step()
+
+
+class Flagged(GroupClipped):
+    """Its constructor takes groups alone, and sets what they don't say."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.1)
+        for group in self.param_groups:
+            group.setdefault("limit", math.inf)
 
 
 class Every8(torch.optim.SGD):
@@ -297,6 +307,8 @@ def test_each_group_is_tried_with_its_own_options() -> None:
     groups = [{"params": [_weight()]}, {"params": [_weight()], "limit": 0.1}]
     assert not _is_coupled(GroupClipped(groups[:1], lr=0.1))
     assert _is_coupled(GroupClipped(groups, lr=0.1))
+    assert not _is_coupled(Flagged(groups[:1]))
+    assert _is_coupled(Flagged(groups))
 
 
 def test_groups_without_shards_and_matrix_only_rules() -> None:
