@@ -48,7 +48,7 @@ from lightning_megatp.planner.live import predict_run
 from lightning_megatp.planner.measure import MemoryAccount, measure
 from lightning_megatp.planner.report import MemoryReport, RankMemory
 from lightning_megatp.plugin import ParallelismPlugin
-from lightning_megatp.randomness import synchronize_random_state
+from lightning_megatp.randomness import share_drawn, synchronize_random_state
 from lightning_megatp.recompute.blocks import recompute_blocks
 from lightning_megatp.recompute.options import RecomputeOptions
 from lightning_megatp.report import print_layout
@@ -276,6 +276,8 @@ class MegaTPStrategyBase(StepMethods, GradientMethods, BuildingMethods, WorldMet
             answer(self, trainer, self._example(trainer))
         mesh = self._mesh()
         synchronize_random_state(mesh)  # before loaders draw their seed
+        if self.parallelism.split_form(trainer.lightning_module) is None:
+            share_drawn(trainer.lightning_module, mesh)
         self._keep_unsplit(trainer)
         example = self._example(trainer)
         shadows = self._find_shadows()

@@ -11,8 +11,8 @@ import contextlib
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple, cast
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from lightning_megatp.gradients.turns import is_plain, own_attributes, plain, st
 STEPS = 12  # some preconditioners, and RAdam's rectification, only start after a few steps
 TOLERANCE = 1e-5  # of the largest update in the same half: float64 leaves 1e-15, a float32 inside the optimizer 1e-7
 GradientMaker = Callable[[Tensor], Tensor]
+Run = TypeVar("Run")
 
 
 def coupled_parameters(optimizer: Any, sharded: Iterable[Tensor] | None = None) -> dict[int, Tensor]:
@@ -75,9 +76,9 @@ def check_tensorwise(optimizer: Any, coupled: Iterable[Tensor]) -> None:
     for case in _cases(optimizer, coupled):
         try:
             with _apart():
-                together, apart = (_two_tensors(optimizer, case, in_turns) for in_turns in (False, True))
+                together, apart = (_tensors(optimizer, case, (20, 21), in_turns=turns) for turns in (False, True))
             why = "it does not step each tensor by itself"
-            alike = all(_agree(a, b, 0) for a, b in zip(together, apart, strict=True))
+            alike = _all_agree(together, apart)
         except (_NoVerdict, RuntimeError) as error:
             why, alike = str(error), False
         if not alike:
@@ -86,6 +87,36 @@ def check_tensorwise(optimizer: Any, coupled: Iterable[Tensor]) -> None:
                 f" of which ranks hold parts, and it can't be given whole tensors in turn: {why}. Use an element-wise"
                 " optimizer such as AdamW, or keep this optimizer's parameters whole (tp=1 or their layers out of the"
                 " plan, and zero=0)."
+            )
+
+
+def check_by_tensor(optimizer: Any, pp: int) -> None:
+    """Raise if what an optimizer does to a tensor depends on others, of which each pipeline stage holds its own.
+
+    Raises:
+        ValueError: two tensors are stepped otherwise than each of them alone.
+
+    Warns:
+        UserWarning: that couldn't be tried, or its steps are random.
+    """
+    optimizer = unwrap(optimizer)
+    for case in _cases(optimizer, None):
+        try:
+            with _apart():
+                alike = _are_stepped_alone(optimizer, case)
+        except _NoVerdict as reason:
+            warnings.warn(
+                f"MegaTPStrategy: could not check whether {_name(optimizer)} steps each tensor by itself: {reason}. If"
+                " its update depends on all of them (a norm of the whole gradient, an estimate of the rate), it trains"
+                f" differently from one device, since each of pp={pp} stages holds its own.",
+                stacklevel=2,
+            )
+            break
+        if not alike:
+            raise ValueError(
+                f"MegaTPStrategy: {_name(optimizer)} does not step each tensor by itself: what it does to one depends"
+                f" on the others (a norm of the whole gradient, an estimate of the rate), and each of pp={pp} stages"
+                " holds its own. Use another optimizer, such as AdamW, or pp=1; to clip, take gradient_clip_val."
             )
 
 
@@ -139,15 +170,7 @@ def _cases(optimizer: Optimizer, sharded: Iterable[Tensor] | None) -> list[_Case
 
 def _coupled_dim(optimizer: Optimizer, options: dict[str, Any], shape: tuple[int, ...]) -> int | None:
     """The dim along which halves are stepped differently from the whole, None if there is none."""
-    errors = []
-    for make_gradient in (Tensor.clone, _sparse):
-        try:
-            whole = _trajectory(optimizer, options, shape, None, make_gradient)
-            break
-        except _NoVerdict as error:
-            errors.append(str(error))
-    else:
-        raise _NoVerdict("; with sparse gradients: ".join(errors))
+    make_gradient, whole = _dense_or_sparse(lambda make: _trajectory(optimizer, options, shape, None, make))
     if not whole.diff(dim=0).any():
         raise _NoVerdict("the steps of a small twin changed nothing")
     for dim in range(len(shape)):
@@ -158,6 +181,28 @@ def _coupled_dim(optimizer: Optimizer, options: dict[str, Any], shape: tuple[int
                 raise _NoVerdict("its steps draw random numbers")
             return dim
     return None
+
+
+def _are_stepped_alone(optimizer: Optimizer, case: _Case) -> bool:
+    """Whether two tensors take the steps that each takes alone."""
+    make_gradient, together = _dense_or_sparse(lambda make: _tensors(optimizer, case, (20, 21), make))
+    alone = [_tensors(optimizer, case, (seed,), make_gradient)[0] for seed in (20, 21)]
+    if _all_agree(together, alone):
+        return True
+    if not _all_agree(together, _tensors(optimizer, case, (20, 21), make_gradient)):
+        raise _NoVerdict("its steps draw random numbers")
+    return False
+
+
+def _dense_or_sparse(run: Callable[[GradientMaker], Run]) -> tuple[GradientMaker, Run]:
+    """What an optimizer can be given."""
+    errors = []
+    for make_gradient in (Tensor.clone, _sparse):
+        try:
+            return make_gradient, run(make_gradient)
+        except _NoVerdict as error:
+            errors.append(str(error))
+    raise _NoVerdict("; with sparse gradients: ".join(errors))
 
 
 def _trajectory(
@@ -179,26 +224,30 @@ def _trajectory(
         for twin, parameter, piece in zip(
             twins, parameters, [gradient] if dim is None else gradient.chunk(2, dim), strict=True
         ):
-            parameter.grad = make_gradient(piece)
-            _step(twin)
+            _step(twin, _backward([parameter], [piece], make_gradient))
         values = [parameter.detach() for parameter in parameters]
         states.append(values[0].clone() if dim is None else torch.cat(values, dim))
     return torch.stack(states)
 
 
-def _two_tensors(optimizer: Optimizer, case: _Case, in_turns: bool) -> list[Tensor]:
-    """Of each of two (steps + 1, *shape), stepped together, or in turns."""
-    starts, gradients = zip(*(_drawn(case.shape, seed) for seed in (20, 21)), strict=True)
+def _tensors(
+    optimizer: Optimizer,
+    case: _Case,
+    seeds: Sequence[int],
+    make_gradient: GradientMaker = Tensor.clone,
+    in_turns: bool = False,
+) -> list[Tensor]:
+    """Of a tensor for each seed (steps + 1, *shape), stepped together, or in turns."""
+    starts, gradients = zip(*(_drawn(case.shape, seed) for seed in seeds), strict=True)
     parameters = [torch.nn.Parameter(start.clone()) for start in starts]
     twin = _twin(optimizer, case.options, parameters)
     states = [[start] for start in starts]
     for step in range(STEPS):
-        for parameter, of_parameter in zip(parameters, gradients, strict=True):
-            parameter.grad = of_parameter[step].clone()
+        again = _backward(parameters, [of_parameter[step] for of_parameter in gradients], make_gradient)
         if in_turns:
             step_in_turns(twin, functools.partial(_step, twin), [([p], contextlib.nullcontext) for p in parameters])
         else:
-            _step(twin)
+            _step(twin, again)
         for parameter, of_parameter in zip(parameters, states, strict=True):
             of_parameter.append(parameter.detach().clone())
     return [torch.stack(of_parameter) for of_parameter in states]
@@ -239,6 +288,10 @@ def _agree(whole: Tensor, halves: Tensor, dim: int) -> bool:
     return True
 
 
+def _all_agree(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    return all(_agree(a, b, 0) for a, b in zip(some, others, strict=True))
+
+
 def _twin(optimizer: Optimizer, options: dict[str, Any], parameters: list[torch.nn.Parameter]) -> Optimizer:
     """An optimizer of the same class and options, of one group; by its constructor, else by its attributes."""
     errors = []
@@ -259,7 +312,7 @@ def _construct(optimizer: Optimizer, options: dict[str, Any], parameters: list[t
     twin = type(optimizer)(parameters, **(chosen | _switched_off(chosen)))
     twin.__dict__.update(_attributes(optimizer))
     for group in twin.param_groups:
-        group.update({key: value for key, value in options.items() if key not in group})  # options of this group only
+        group.update(options | _switched_off(options))  # what a group has beside what the constructor takes
     return twin
 
 
@@ -273,15 +326,45 @@ def _copy(optimizer: Optimizer, options: dict[str, Any], parameters: list[torch.
     return twin
 
 
-def _step(twin: Optimizer) -> None:
+def _step(twin: Optimizer, backward: Callable[[], None] | None = None) -> None:
+    """Args:
+    backward: for a closure, as Lightning gives one to each step.
+    """
+
+    def closure() -> Tensor:
+        if backward is not None:
+            backward()
+        return torch.zeros(())
+
     try:
-        closure = inspect.signature(type(twin).step).parameters.get("closure")
-        if closure is not None and closure.default is inspect.Parameter.empty:
-            twin.step(lambda: 0.0)  # the gradients are there
+        argument = inspect.signature(type(twin).step).parameters.get("closure")
+        needed = argument is not None and argument.default is inspect.Parameter.empty
+        if needed or (argument is not None and backward is not None):
+            twin.step(closure)  # type: ignore[arg-type]
         else:
             twin.step()
     except Exception as error:
         raise _NoVerdict(f"a step of a small twin failed ({type(error).__name__}: {error})") from error
+
+
+def _backward(
+    parameters: Sequence[Tensor], drawn: Sequence[Tensor], make_gradient: GradientMaker
+) -> Callable[[], None]:
+    """Gives parameters their gradients. Called again, as by a closure, it does so where the optimizer has cleared them
+    or gone elsewhere, where gradients are others. What it has clipped it may find again: a closure may do nothing."""
+    before = [parameter.detach().clone() for parameter in parameters]
+
+    def again() -> None:
+        for parameter, gradient, start in zip(parameters, drawn, before, strict=True):
+            moved = parameter.detach() - start
+            cleared = parameter.grad is None or not (parameter.grad.is_sparse or parameter.grad.any())
+            if cleared or moved.any():
+                parameter.grad = make_gradient(gradient + moved)
+
+    for parameter in parameters:
+        parameter.grad = None
+    again()
+    return again
 
 
 def _switched_off(options: dict[str, Any]) -> dict[str, Any]:

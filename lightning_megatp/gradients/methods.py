@@ -15,6 +15,7 @@ from lightning_megatp.commands import Done, requested
 from lightning_megatp.copies import CopyMethods
 from lightning_megatp.gradients.accumulated import AccumulatedGradients
 from lightning_megatp.gradients.buckets import GradientBuckets
+from lightning_megatp.gradients.elementwise import check_by_tensor
 from lightning_megatp.gradients.groups import Groups
 from lightning_megatp.gradients.whole_norms import is_users
 from lightning_megatp.gradients.whole_steps import WholeSteps
@@ -66,11 +67,8 @@ class GradientMethods(CopyMethods):
         with self._groups.whole(), self.among_copies():
             super().setup_optimizers(trainer)
             self._give_new_parameters()
-        if self.pp > 1 and any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in self.optimizers):
-            raise ValueError(
-                f"MegaTPStrategy: LBFGS calls the step again and couples all parameters, of which pp={self.pp} stages"
-                " hold their own. Use another optimizer, or pp=1."
-            )
+        for optimizer in self.optimizers if self.pp > 1 else ():
+            check_by_tensor(optimizer, self.pp)
 
     def _remember_parameters(self, module: nn.Module) -> None:
         """Before they are split: an optimizer may have been made of them, as LightningCLI does. Weakly, since most are

@@ -154,7 +154,9 @@ class ZeroSharding:
     def step(self, function: Callable[[], Any]) -> Any:
         """Run a user's step, or a pipeline stage's part of it; units are gathered as they run."""
         with_graph = torch.is_grad_enabled()  # leaving inference mode would set it
-        watching = WriteWatch(self.parameters) if self.watches else contextlib.nullcontext()
+        watching: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        if self.watches:
+            watching = WriteWatch(self.parameters, lambda: self.parallel.context.user_code)
         with torch.inference_mode(False), torch.set_grad_enabled(with_graph), watching:  # what is gathered is trained
             self._stepping = True
             try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -23,12 +23,18 @@ def lost_change(name: str) -> str:
 
 class WriteWatch(TorchFunctionMode):
     """Active around a user's step: raises where it writes to a gathered parameter, or reads its gradient. Costs Python
-    time at every operation, so it is for single steps."""
+    time at every operation, so it is for single steps.
 
-    def __init__(self, parameters: Sequence[DividedParameter]) -> None:
+    Args:
+        parameters: those that are divided.
+        of_user: whether the step's own code runs, and not a hook inside of it, which finds rows.
+    """
+
+    def __init__(self, parameters: Sequence[DividedParameter], of_user: Callable[[], bool]) -> None:
         super().__init__()
+        self._of_user = of_user
         self._names = {storage_id(p.whole): p.name for p in parameters}
-        self._parameters = {id(p.whole): p.name for p in parameters}  # hooks inside of a step find their rows
+        self._parameters = {id(x): p.name for p in parameters for x in (p.whole, p.sharded)}
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -37,7 +43,8 @@ class WriteWatch(TorchFunctionMode):
             name = self._names.get(storage_id(args[0]))
             if name is not None and operation_name(func) != "requires_grad_":
                 raise RuntimeError(lost_change(name))
-        if asks_gradient(func, args) and (name := self._parameters.get(id(args[0]))) is not None:
+        name = self._parameters.get(id(args[0])) if asks_gradient(func, args) and self._of_user() else None
+        if name is not None:
             why = "With zero > 0 gradients lie with the rows that each rank trains, where no step finds them."
             raise RuntimeError(f"MegaTPStrategy: {gradient_in_step(f'`{name}`', why)}")
         return func(*args, **(kwargs or {}))

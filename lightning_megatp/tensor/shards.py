@@ -51,7 +51,7 @@ class GatheredView(torch.Tensor):
         if changes(cls, name, args, kwargs):
             raise RuntimeError(cls.refusal(name))
         result = func(*tree_map(unsealed, args), **tree_map(unsealed, kwargs))
-        return seal(result, cls) if name in VIEWS else result
+        return seal(result, cls) if name in _SAME_MEMORY else of_whole(name, result, cls)
 
 
 def seal(result: Any, kind: type[GatheredView]) -> Any:
@@ -159,6 +159,7 @@ CHANGE_VALUES = operation_names(
     " __setitem__"
 )
 """Operations in place that change values of the first operand, and nothing else."""
+_SAME_MEMORY = operation_names("data detach")
 VIEWS = operation_names(
     """
     __getitem__ select narrow view view_as transpose permute split split_with_sizes tensor_split chunk unbind squeeze

@@ -44,6 +44,15 @@ class Lit(LightningModule):
         elif self.reads == "clip":
             torch.nn.utils.clip_grad_norm_(self.parameters(), 0.1)
             gradients = []
+        elif self.reads == "data" and (gradient := self.blocks[0][0].weight.grad) is not None:
+            gradients = [gradient.data.mul_(0.5)]
+        elif self.reads == "detach" and (gradient := self.blocks[0][0].weight.grad) is not None:
+            gradients = [gradient.detach().clamp_(-0.1, 0.1)]
+        elif self.reads == "numpy" and (gradient := self.blocks[0][0].weight.grad) is not None:
+            gradient.numpy()[:] = 0
+            gradients = []
+        elif self.reads == "a block's":
+            gradients = [p.grad for p in self.blocks[1].parameters() if p.grad is not None]
         elif self.reads == "zero_grad":
             self.zero_grad()
             gradients = []
@@ -78,7 +87,7 @@ def train_one(reads: str) -> list[float]:
 
 
 @pytest.mark.parametrize("layout", ["pp2", "zero1", "zero3"])
-@pytest.mark.parametrize("reads", ["grad", "after a value"])
+@pytest.mark.parametrize("reads", ["grad", "after a value", "a block's"])
 def test_a_step_that_reads_gradients_is_refused_before_training(reads: str, layout: str) -> None:
     with pytest.raises(RankError, match=r"the step (reads the gradient|uses `grad`).*on_before_optimizer_step"):
         run_ranks(2, train, reads, LAYOUTS[layout])
@@ -95,6 +104,17 @@ def test_gradients_that_a_step_of_tensor_ranks_reads(reads: str) -> None:
 def test_a_gradient_that_a_step_of_tensor_ranks_changes() -> None:
     with pytest.raises(RankError, match=r"the step changes a gradient in place \(`mul_`\)"):
         run_ranks(2, train, "clip", LAYOUTS["tp2"])
+
+
+@pytest.mark.parametrize("way", ["data", "detach"])
+def test_a_gradient_that_is_changed_through_another_tensor(way: str) -> None:
+    with pytest.raises(RankError, match="the step changes a gradient in place"):
+        run_ranks(2, train, way, LAYOUTS["tp2"])
+
+
+def test_a_gradient_that_is_changed_through_an_array() -> None:
+    with pytest.raises(RankError, match="read-only"):
+        run_ranks(2, train, "numpy", LAYOUTS["tp2"])
 
 
 @pytest.mark.parametrize("layout", ["tp2", "zero1", "zero3"])

@@ -850,11 +850,21 @@ class Refused(GPT):
     def configure_optimizers(self) -> Any:
         if self.what == "lbfgs":
             return torch.optim.LBFGS(self.parameters())
+        if self.what == "by_whole_norm":
+            return ByWholeNorm(self.parameters(), lr=0.1)
         return super().configure_optimizers()
 
     def split_batch(self, batch: Any, microbatches: int) -> list[Any]:
         parts = zip(*(x.split(1) for x in batch), strict=True)
         return [] if self.what == "split" else [*parts]
+
+
+class ByWholeNorm(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        loss = None if closure is None else closure()
+        torch.nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 0.1)
+        super().step()
+        return loss
 
 
 class OwnBackward(Refused):
@@ -890,7 +900,8 @@ def _refused(layout: Layout, what: str, strategy: dict[str, Any]) -> None:
         ("barrier", {}, ["`strategy.barrier` waits for all ranks", "in a hook"], 2),
         ("forward", {}, ["is called outside of a step", "on another pipeline stage"], 2),
         ("clip", {}, ["scales the gradient of", "gradient_clip_val"], 2),
-        ("lbfgs", {}, ["LBFGS calls the step again", "pp=1"], 2),
+        ("lbfgs", {}, ["LBFGS does not step each tensor by itself", "pp=1"], 2),
+        ("by_whole_norm", {}, ["ByWholeNorm does not step each tensor by itself", "pp=1"], 2),
         ("compiled", {}, ["`Refused` is compiled as a whole", "block.compile()"], 2),
         ("mixed", {}, ["loss_weight(self, batch)"], 1),
         ("", {"pp": 8}, ["8"], 2),

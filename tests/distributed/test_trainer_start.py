@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import random
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -109,3 +112,41 @@ def test_a_plugin_and_a_subclass_of_it(kind: str, qkv: tuple[int, int]) -> None:
     for loss, shapes in run_program(TP2, _with_plugin, kind):
         assert loss == pytest.approx(expected, abs=1e-9)
         assert shapes == [qkv, (16, 16)]
+
+
+DRAWS: dict[str, tuple[Callable[[int], Any], Callable[[Any], Any]]] = {
+    "tensor": (lambda seed: torch.randperm(32, generator=torch.Generator().manual_seed(seed)), lambda x: x),
+    "in a list": (lambda seed: [{"order": DRAWS["tensor"][0](seed)}], lambda x: x[0]["order"]),
+    "array": (lambda seed: np.random.default_rng(seed).permutation(32), torch.from_numpy),
+    "torch": (lambda seed: torch.Generator().manual_seed(seed), lambda x: torch.randperm(32, generator=x)),
+    "numpy": (lambda seed: np.random.default_rng(seed), lambda x: torch.from_numpy(x.permutation(32))),
+    "old numpy": (lambda seed: np.random.RandomState(seed), lambda x: torch.from_numpy(x.permutation(32))),
+    "python": (lambda seed: random.Random(seed), lambda x: torch.tensor(x.sample(range(32), 32))),
+}
+"""What a module may make in `__init__`, in a process with a seed of its own, and the order of words it makes of it."""
+
+
+def _drawn_by_each_process(layout: Layout, kind: str) -> dict[str, Tensor]:
+    make, order = DRAWS[kind]
+    module = variant("untied").build()
+    module.held, step = make(int(os.environ.get("RANK", "0"))), module.training_step
+
+    def training_step(batch: Any, batch_idx: int) -> Any:
+        tokens, targets = batch
+        return step((tokens, order(module.held)[targets]), batch_idx)
+
+    module.training_step = training_step  # type: ignore[method-assign]
+    trainer = make_trainer(layout)
+    trainer.fit(module, train_loader(layout, 3))
+    return {name: value.clone() for name, value in trainer.strategy.lightning_module_state_dict().items()}
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [*((kind, TP2) for kind in DRAWS), ("tensor", Layout(tp=2, pp=2))],
+    ids=str,
+)
+def test_what_a_module_drew_before_ranks_were_seeded_alike(kind: str, layout: Layout) -> None:
+    expected, found = (run_program(each, _drawn_by_each_process, kind)[0] for each in (PLAIN, layout))
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, atol=1e-9, rtol=0, msg=lambda text, name=name: f"{name}: {text}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import math
 import re
 import warnings
 from collections.abc import Callable
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_megatp.gradients.elementwise import check_tensorwise, coupled_parameters
+from lightning_megatp.gradients.elementwise import check_by_tensor, check_tensorwise, coupled_parameters
 
 COUPLED = {"Adafactor", "LBFGS", "Muon"}
 OPTIMIZERS = sorted(
@@ -142,6 +143,15 @@ class GroupClipped(torch.optim.SGD):
                 if "limit" in group:
                     p.grad.mul_(min(1.0, group["limit"] / float(p.grad.norm())))
         super().step()
+
+
+class Flagged(GroupClipped):
+    """Its constructor takes groups alone, and sets what they don't say."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.1)
+        for group in self.param_groups:
+            group.setdefault("limit", math.inf)
 
 
 class Every8(torch.optim.SGD):
@@ -293,10 +303,69 @@ def test_tensors_that_depend_on_each_other(make: Callable[..., Optimizer], why: 
         check_tensorwise(optimizer, coupled_parameters(optimizer).values())
 
 
+class Ascending(Optimizer):
+    """Sharpness-aware: steps from where the whole gradient, made a unit, leads (Foret et al. 2021)."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        assert closure is not None, "it goes twice over a batch"
+        loss = torch.enable_grad()(closure)()
+        held = [p for group in self.param_groups for p in group["params"]]
+        norm = torch.stack([p.grad.norm() for p in held]).norm()
+        ways = [0.05 * p.grad / norm for p in held]
+        torch._foreach_add_(held, ways)
+        self.zero_grad()
+        torch.enable_grad()(closure)()
+        torch._foreach_sub_(held, ways)
+        torch._foreach_add_(held, [0.1 * p.grad + way for p, way in zip(held, ways, strict=True)], alpha=-1)
+        return loss
+
+
+class ByWholeNorm(torch.optim.SGD):
+    """Clips by the norm of all its gradients."""
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        torch.nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 0.1)
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "LBFGS"])
+def test_stages_can_step_every_optimizer_of_torch(name: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_by_tensor(getattr(torch.optim, name)([_weight(), _weight()]), 2)
+
+
+@pytest.mark.parametrize("make", [Lamb, Centralized, Counting, Every8])
+def test_stages_can_step_what_looks_at_one_tensor(make: Callable[..., Optimizer]) -> None:
+    check_by_tensor(make([_weight(), _weight(6)], lr=0.1), 2)
+
+
+@pytest.mark.parametrize("make", [Shared, ByWholeNorm, Ascending, torch.optim.LBFGS])
+def test_stages_cannot_step_what_looks_at_all_tensors(make: Callable[..., Optimizer]) -> None:
+    optimizer = make([_weight(), _weight()], **({} if make is Ascending else {"lr": 0.1}))
+    with pytest.raises(ValueError, match=f"{make.__name__} does not step each tensor by itself.*pp=2 stages"):
+        check_by_tensor(optimizer, 2)
+
+
+def test_stages_and_steps_that_draw() -> None:
+    with pytest.warns(UserWarning, match="could not check whether Noisy .* random numbers"):
+        check_by_tensor(Noisy([_weight(), _weight()], lr=0.1), 2)
+
+
+def test_an_optimizer_that_calls_its_closure_twice() -> None:
+    assert _is_coupled(Ascending([_weight()]))
+
+
 def test_each_group_is_tried_with_its_own_options() -> None:
     groups = [{"params": [_weight()]}, {"params": [_weight()], "limit": 0.1}]
     assert not _is_coupled(GroupClipped(groups[:1], lr=0.1))
     assert _is_coupled(GroupClipped(groups, lr=0.1))
+    assert not _is_coupled(Flagged(groups[:1]))
+    assert _is_coupled(Flagged(groups))
 
 
 def test_groups_without_shards_and_matrix_only_rules() -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import random
-import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from types import FunctionType, ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
@@ -83,6 +83,16 @@ def kept_by(modules: Iterable[nn.Module]) -> list[Tensor]:
     return [x for holder in _holders(modules) for x in _tensors(holder)]
 
 
+def drawn_by(modules: Iterable[nn.Module]) -> list[Any]:
+    """Tensors and arrays that hang on modules, without parameters and buffers, and generators of random numbers."""
+    modules = list(modules)
+    registered = {id(x) for m in modules for x in (*m.parameters(recurse=False), *m.buffers(recurse=False))}
+    holders = _holders(modules)
+    values = [x for holder in holders for x in _entries(holder) if isinstance(x, Tensor | np.ndarray)]
+    found = {id(x): x for x in (*values, *filter(_is_generator, holders)) if id(x) not in registered}
+    return list(found.values())
+
+
 def modules_on(owner: Any) -> list[nn.Module]:
     """What hangs on an object, in lists, dicts and the user's own objects too, where a module doesn't register it."""
     submodules = list(owner.modules()) if isinstance(owner, nn.Module) else []
@@ -94,15 +104,13 @@ def modules_on(owner: Any) -> list[nn.Module]:
 def random_state_kept() -> Iterator[None]:
     """Leave the generators of torch (CPU and the current accelerator), Python and NumPy as they were found."""
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() and torch.cuda.is_initialized() else []
-    python, numpy = random.getstate(), sys.modules.get("numpy")
-    of_numpy = numpy.random.get_state() if numpy is not None else None
+    python, of_numpy = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices):
         try:
             yield
         finally:
             random.setstate(python)
-            if numpy is not None:
-                numpy.random.set_state(of_numpy)
+            np.random.set_state(of_numpy)
 
 
 def _holders(owners: Iterable[Any]) -> list[Any]:
