@@ -15,7 +15,7 @@ from lightning_megatp.messages import warn_once_per_run
 from lightning_megatp.module import ParallelModule
 from lightning_megatp.pipeline.detour import Detour
 from lightning_megatp.shim.lightning import draws_graph, finetuning_callbacks, summaries, throughputs
-from lightning_megatp.tensor.in_hooks import WeightWatch
+from lightning_megatp.tensor.in_hooks import WeightWatch, part_written
 
 _HOOKS = (
     *("on_fit_start", "on_train_start", "on_train_epoch_start", "on_train_batch_start", "on_before_zero_grad"),
@@ -86,6 +86,9 @@ def watching_weights(trainer: Any, parallel: ParallelModule) -> Iterator[Detour]
                     " `with self.trainer.strategy.whole_parameters():`, on all ranks."
                 )
 
+        def written(weight: str) -> None:
+            warn_once_per_run(part_written(hook, weight))
+
         def explain(operation: str, weight: str, part: Tensor) -> RuntimeError:
             spec = parallel.spec_of(weight)
             whole = "" if spec is None else f" of {tuple(spec.shape)}"
@@ -98,15 +101,15 @@ def watching_weights(trainer: Any, parallel: ParallelModule) -> Iterator[Detour]
             )
 
         split = ((name, p) for name, p in parallel.names.items() if parallel.spec(parallel.held(p)) is not None)
-        return WeightWatch(split, say, explain)
+        return WeightWatch(split, say, written, explain)
 
     def run(hook: str, left: Iterator[int], call: Callable[[], Any]) -> Any:
         if next(left, None) is None:
             return call()
         with watch(hook) as watching, contextlib.ExitStack() as ends:
+            ends.callback(Detour(trainer, "save_checkpoint", watching.pause).end)
             if hook == "optimizer_step":  # what `super()` does is the step, its backward and the optimizer's own work
-                own = Detour(trainer.strategy, hook, watching.pause)
-                ends.callback(own.end)
+                ends.callback(Detour(trainer.strategy, hook, watching.pause).end)
             return call()
 
     for watched in (parallel.module, *trainer.callbacks):

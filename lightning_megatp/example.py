@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_megatp.messages import warn_once_per_run
 from lightning_megatp.pipeline.slicing.plan import tensors_in
-from lightning_megatp.pipeline.slicing.snapshot import Snapshot, random_state_kept
+from lightning_megatp.pipeline.slicing.snapshot import FirstValues, Snapshot, random_state_kept
 from lightning_megatp.pipeline.split import batch_size, is_ragged, split_batch
 from lightning_megatp.plan.auto.blocks import without_logging
 from lightning_megatp.shim.compiler import uncompiled
@@ -154,25 +154,29 @@ def indices(step: Callable[..., Any]) -> list[int]:
 
 @contextlib.contextmanager
 def untouched(module: nn.Module) -> Iterator[None]:
-    """Leave a module as it was found: attributes, buffers, gradients, what is frozen, generators of its own. Of
-    parameters that were changed in place there is no copy: that is said."""
+    """Leave a module as it was found: attributes, and the values of tensors among them, parameters, buffers, gradients,
+    what is frozen, generators of its own."""
     snapshot = Snapshot(module)
     buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
     gradients = [(p, p.grad, p.requires_grad, tensor_version(p)) for p in module.parameters()]
+    values = FirstValues(snapshot.tensors.values())
     try:
-        yield
+        with values:
+            yield
     finally:
+        changed = [p for p, _, _, version in gradients if tensor_version(p) != version and not values.copied(p)]
         snapshot.restore()
+        values.restore()
         with torch.no_grad():
             for buffer, before in buffers:
                 buffer.copy_(before)
         for parameter, grad, trained, _ in gradients:
             parameter.grad = grad
             parameter.requires_grad_(trained)
-        if any(tensor_version(parameter) != version for parameter, _, _, version in gradients):
+        if changed:
             warn_once_per_run(
-                "the step changes parameters in place (an averaged copy of the model?), and it was called once more, to"
-                " find a plan. Give a plan, or plan=None, for the very numbers of one device."
+                "the step changes parameters in place where Python can't see it, and it was called once more, to find a"
+                " plan. Give a plan, or plan=None, for the very numbers of one device."
             )
 
 

@@ -26,24 +26,35 @@ from lightning_megatp.shim.torch import tree_map
 def gather_metrics_over(owners: Iterable[Any], group: dist.ProcessGroup) -> None:
     """Let every metric synchronise over a group, unless its user chose how.
 
-    Set as `dist_sync_fn`, a plain function: `process_group` would make metrics impossible to copy (`metric.clone()`).
+    Set as `dist_sync_fn`: `process_group` would make metrics impossible to copy (`metric.clone()`).
 
     Args:
         owners: the LightningModule, and callbacks.
     """
-    sync = _gather_over(group)
+    sync = _GatherOver(group)
     for metric in (x for owner in owners for x in modules_on(owner)):
         ours = getattr(metric, "dist_sync_fn", None)
         if isinstance(metric, Metric) and metric.process_group is None and (ours is None or hasattr(ours, "megatp")):
             metric.dist_sync_fn = sync
 
 
-def _gather_over(group: dist.ProcessGroup) -> Callable[..., list[Tensor]]:
-    def gather(tensor: Tensor, group: Any = None, own: dist.ProcessGroup = group) -> list[Tensor]:
-        return gather_all_tensors(tensor, own)
+class _GatherOver:
+    """Gathers over a group. Copies of a metric have the same one; a pickled metric, as among the hyperparameters of a
+    checkpoint, has none: there `dist_sync_fn` is None, as it was."""
 
-    gather.megatp = True  # type: ignore[attr-defined]
-    return gather
+    megatp = True
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+
+    def __call__(self, tensor: Tensor, group: Any = None) -> list[Tensor]:
+        return gather_all_tensors(tensor, self._group)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _GatherOver:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
 
 
 class LastStageMetrics:

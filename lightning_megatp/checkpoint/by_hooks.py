@@ -27,7 +27,7 @@ from lightning_megatp.pipeline.detour import Detour
 from lightning_megatp.shadows.shadows import owners_of
 from lightning_megatp.shim.torch import is_fake, tree_leaves
 from lightning_megatp.tensor.functions import operation_name, operation_names
-from lightning_megatp.tensor.in_hooks import own_part
+from lightning_megatp.tensor.in_hooks import own_part, part_written, writes
 
 _COPIES = operation_names("data detach clone to cpu cuda float half bfloat16 double contiguous type requires_grad_")
 """Operations of which the result is the same weight."""
@@ -66,6 +66,8 @@ def watch_saving(
             before_state = dict(state)
             with followed:
                 call()
+            if followed.written is not None:
+                warn_once_per_run(part_written(hook, followed.written))
         added = {key: x for key, x in checkpoint.items() if before.get(key) is not x}
         changed = {key: x for key, x in state.items() if before_state.get(key) is not x}
         completed = complete({"added": added, "changed": changed}, everywhere)
@@ -95,6 +97,7 @@ class _Followed(TorchFunctionMode):
 
     def __init__(self, parallel: ParallelModule) -> None:
         super().__init__()
+        self._parallel = parallel
         persistent = frozenset(parallel.order)  # where pipeline stages hold parts of them
         buffers = parallel.module.named_buffers(remove_duplicate=False)
         self._of: dict[int, str] = {id(x): name for name, x in buffers if name in persistent}
@@ -104,10 +107,15 @@ class _Followed(TorchFunctionMode):
         self._copies: Any = WeakIdKeyDictionary()
         self.made_of: Any = WeakIdKeyDictionary()
         """Tensor -> name of a weight that it was computed of."""
+        self.written: str | None = None
+        """The first weight, not whole here, that went to a file meanwhile."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if self.written is None and args and writes(operation_name(func)):
+            name = self.name(args[0])
+            self.written = name if name is not None and self._parallel.is_cut(name) else None
         result = func(*args, **(kwargs or {}))
         if not isinstance(result, Tensor):
             return result

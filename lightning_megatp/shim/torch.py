@@ -29,6 +29,8 @@ from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
+from lightning_megatp.shim.autograd import untransformed
+
 # torch.utils._pytree is what torch's own containers go through (torch.func, export, FSDP2); the public alternative
 # (torch.utils.pytree) does not exist before 2.14. DisableTorchFunctionSubclass is documented in "Extending PyTorch" but
 # has no public home, nor has DisableTorchFunction, which ends modes too. FakeTensorMode (what torch.compile and
@@ -180,8 +182,9 @@ def _fake_kind(kind: type[Tensor]) -> type[Tensor]:
 
 
 def storage_id(x: Tensor) -> int:
-    """The same for tensors that share memory. Storages of fake tensors have no address to compare (2.13), and sparse
-    tensors have no storage."""
+    """The same for tensors that share memory. Storages of fake tensors have no address to compare (2.13), sparse
+    tensors have no storage, and torch.func hides that of what it maps over."""
+    x = untransformed(x)
     return int(x.untyped_storage()._cdata) if x.layout == torch.strided else id(x)
 
 

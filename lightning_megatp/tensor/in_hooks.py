@@ -33,6 +33,28 @@ _FOLLOWED = POINTWISE | operation_names(
     "data T mT t transpose view reshape flatten ravel squeeze unsqueeze to cpu cuda"
 )
 """Operations of which the result is still about the weight."""
+_WRITES = "untyped_storage"
+"""What torch.save and safetensors ask a tensor for; copying a weight, or loading into it, does not."""
+
+
+def writes(operation: str) -> bool:
+    """Whether an operation is what files are written with."""
+    return operation == _WRITES
+
+
+def part_written(hook: str, weight: str) -> str:
+    """What is said of a hook that writes a part of a weight to a file.
+
+    Args:
+        hook: its name.
+        weight: the parameter's.
+    """
+    return (
+        f"`{hook}` writes `{weight}`, of which each rank holds a part, to a file by itself: the file has the part of"
+        " the rank that writes it. `trainer.save_checkpoint(path, weights_only=True)`, on all ranks, writes the whole"
+        " model (`megatp convert` makes safetensors of it). With tp and dp alone a hook may also write inside of `with"
+        " self.trainer.strategy.whole_parameters():`, entered on all ranks."
+    )
 
 
 class WeightWatch(TorchFunctionMode):
@@ -41,6 +63,7 @@ class WeightWatch(TorchFunctionMode):
     Args:
         parameters: the split ones, by name.
         say: is told operation and parameter.
+        written: is told a parameter that is written to a file.
         explain: makes an error of operation, parameter and what this rank has of it, for an operation that failed.
     """
 
@@ -48,13 +71,14 @@ class WeightWatch(TorchFunctionMode):
         self,
         parameters: Iterable[tuple[str, Tensor]],
         say: Callable[[str, str], None],
+        written: Callable[[str], None],
         explain: Callable[[str, str, Tensor], Exception],
     ) -> None:
         super().__init__()
         self._parameters = parameters
         self._by_address: dict[int, str] | None = None
         self._made: Any = WeakIdKeyDictionary()
-        self._say, self._explain = say, explain
+        self._say, self._written, self._explain = say, written, explain
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -62,10 +86,12 @@ class WeightWatch(TorchFunctionMode):
         kwargs = kwargs or {}
         operation = operation_name(func).removeprefix("linalg_").removeprefix("_foreach_")
         weight = None
-        if operation in _COUPLING or operation in _FOLLOWED:
+        if operation in _COUPLING or operation in _FOLLOWED or writes(operation):
             weight = next((name for x in (*args, *kwargs.values()) if (name := self._name(x)) is not None), None)
         if weight is not None and operation in _COUPLING:
             self._say(operation, weight)
+        elif weight is not None and writes(operation):
+            self._written(weight)
         try:
             result = func(*args, **kwargs)
         except RuntimeError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import tempfile
 import warnings
 from collections import namedtuple
@@ -67,6 +68,8 @@ class Lit(LightningModule):
             checkpoint["turned"] = self.blocks[0][0].weight.detach().t()  # type: ignore[index]
         elif self.habit == "adapters alone":
             checkpoint["state_dict"] = {name: x for name, x in self.state_dict().items() if "blocks.3" in name}
+        elif self.habit == "writes" and self.trainer.is_global_zero:
+            torch.save(self.blocks.state_dict(), io.BytesIO())
         elif self.habit == "rank zero" and self.trainer.is_global_zero:
             checkpoint["module"] = self.state_dict()
 
@@ -185,6 +188,12 @@ def test_weights_in_a_folder_are_whole(tmp_path: Path) -> None:
 def test_what_one_rank_alone_saves_is_said(tmp_path: Path) -> None:
     said = run_ranks(2, save, "rank zero", LAYOUTS["tp2"], str(tmp_path))
     assert "on some ranks only" in said[0]
+
+
+@pytest.mark.parametrize("layout", ["tp2", "zero3"])
+def test_what_a_hook_writes_to_a_file_of_its_own_is_said(layout: str, tmp_path: Path) -> None:
+    said = run_ranks(2, save, "writes", LAYOUTS[layout], str(tmp_path))
+    assert "`on_save_checkpoint` writes `blocks.0.0.weight`, of which each rank holds a part" in said[0]
 
 
 def test_one_rank_may_call_hooks_or_have_callbacks_of_its_own(tmp_path: Path) -> None:

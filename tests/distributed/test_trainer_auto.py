@@ -442,3 +442,77 @@ def test_a_step_that_asks_for_optimizers_is_looked_at() -> None:
         assert found["losses"] == pytest.approx(expected["losses"], rel=1e-9)
         assert found["split"] < 0.6 * expected["split"]
         assert not found["frozen"]
+
+
+class Grown(nn.Module):
+    """A block that changes its own weights in its first forward, by what they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)
+        self.scale = nn.Parameter(torch.linspace(1, 2, 8))
+        self.register_buffer("ready", torch.tensor(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.ready.item() == 0:
+            with torch.no_grad():
+                self.scale.mul_(0.5)
+            self.ready = self.ready + 1
+        return x + self.down(torch.relu(self.up(x))) * self.scale
+
+
+class ChangesInPlace(LightningModule):
+    """Its step is another one when it is called again: averages, a count, and weights that a block scales once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.student = nn.Sequential(Grown(), Grown()), nn.Parameter(torch.linspace(-1, 1, 8))
+        self.teacher, self.older = (nn.Parameter(torch.ones(8), requires_grad=False) for _ in range(2))
+        self.seen, self.losses = torch.zeros(()), []  # type: ignore[var-annotated]
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.seen += len(batch)
+        self.teacher.data.mul_(0.9).add_(self.student.data, alpha=0.1)
+        self.older.data = 0.5 * self.older.data + 0.5 * self.teacher.data
+        difference = self.blocks(batch) + self.student - self.teacher - self.older
+        loss = difference.square().mean() + self.seen
+        self.losses.append(float(loss))
+        return loss
+
+    def train_dataloader(self) -> DataLoader[Tensor]:
+        return DataLoader(torch.randn(12, 8, generator=torch.Generator().manual_seed(3)), batch_size=4)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fit_in_place(rank: int, world_size: int) -> dict[str, Any]:
+    strategy: Any = "auto"
+    if world_size > 1:
+        from lightning_megatp import MegaTPStrategy
+
+        strategy = MegaTPStrategy(tp=world_size, summary=False)
+    torch.manual_seed(0)
+    module = ChangesInPlace()
+    Trainer(accelerator="cpu", devices=world_size, strategy=strategy, precision="64-true", max_epochs=1, **QUIET).fit(
+        module
+    )
+    kept = [module.seen, module.teacher, module.older, *(block.scale for block in module.blocks)]
+    return {
+        "losses": module.losses,
+        "kept": [x.tolist() for x in kept],
+        "split": sum(p.numel() for p in module.parameters()),
+    }
+
+
+def fit_in_place_on_one() -> dict[str, Any]:
+    return fit_in_place(0, 1)
+
+
+def test_what_a_step_changes_in_place_is_put_back_after_looking() -> None:
+    expected = run_reference(fit_in_place_on_one)
+    for found in run_ranks(2, fit_in_place):
+        assert found["losses"] == pytest.approx(expected["losses"], rel=1e-9)
+        for mine, theirs in zip(found["kept"], expected["kept"], strict=True):
+            assert mine == pytest.approx(theirs, rel=1e-9)
+        assert found["split"] < 0.6 * expected["split"]

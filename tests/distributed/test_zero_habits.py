@@ -210,10 +210,22 @@ class TrainsTheHeadAlone(Plain):
         return [torch.optim.AdamW(part.parameters(), lr=1e-2) for part in (self.blocks, self.head)]
 
 
+class ChangesUnderVmap(Plain):
+    """In place, in a function that torch.func maps over samples: what it gets has no memory to ask for."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return torch.vmap(self._of_sample)(self(batch)).mean()
+
+    def _of_sample(self, x: Tensor) -> Tensor:
+        doubled = 2 * x
+        doubled += 1
+        return doubled.square().sum()
+
+
 HABITS: list[type[Plain]] = [
     Plain, ChangesAList, *([BranchesByData] if REDUCES_UNUSED else []), ClearsByModule, ClearsInManual, ScalesInManual,
     ReplacesGradients, ProbesBeforeTheStep, PenalisesGradients, PenalisesBesideUnused, NamesGroups, Thaws,
-    EndsEpochsEarly, AveragesInEveryBatch, TrainsTheHeadAlone,
+    EndsEpochsEarly, AveragesInEveryBatch, TrainsTheHeadAlone, ChangesUnderVmap,
 ]  # fmt: skip
 
 

@@ -27,7 +27,7 @@ from lightning_megatp.pipeline.slicing.plan import Key, Relay, SliceError, Slice
 from lightning_megatp.pipeline.slicing.planning import make_plan
 from lightning_megatp.pipeline.slicing.running import Rehearsal, StageMode
 from lightning_megatp.pipeline.slicing.signature import leaves_out, modes_of, signature_of, tensors_of
-from lightning_megatp.pipeline.slicing.snapshot import Snapshot, random_state_kept
+from lightning_megatp.pipeline.slicing.snapshot import FirstValues, Snapshot, random_state_kept
 from lightning_megatp.pipeline.slicing.tables import Left, Tables
 from lightning_megatp.pipeline.slicing.tracing import Tracer
 from lightning_megatp.pipeline.slicing.values import Values
@@ -158,13 +158,15 @@ class Slicer:
             snapshot = Snapshot(self.module)
             tracer = self._tracer(snapshot, in_batch)
             tracer.varies = varies
+            values_before = FirstValues(snapshot.tensors.values())
             try:
-                with owned.lists_noted() as lists:
+                with owned.lists_noted() as lists, values_before:
                     self._trace(tracer, step, batch)
                 values = tracer.consume_left(snapshot)
                 left = Left(self.module, snapshot, values, tracer.asks_batch)
             finally:
                 snapshot.restore()
+                values_before.restore()
             changes_batch = before != [(tensor_version(x), x.requires_grad) for x in in_batch]
             left_early = any(value.stage not in (None, self.n_stages - 1) for value in values)
             plan = make_plan(tracer, owned.names, self.n_stages, changes_batch, left_early, lists.any)
@@ -325,7 +327,7 @@ class Slicer:
         glue = {tensor_id: name for tensor_id, name in names.items() if tensor_id not in owners}
         buffers = {id(x): name for name, x in self.module.named_buffers()}
         others = dict.fromkeys(snapshot.tensors, "a tensor of the module")
-        values = Values(self._fake_mode, {**others, **buffers, **names})
+        values = Values(self._fake_mode, {**others, **buffers, **names}, self.n_stages)
         return Tracer(owners, glue, values, self._fake_mode, self.n_stages, self._place, batch)
 
     def _trace(self, tracer: Tracer, step: Step, batch: Any) -> None:

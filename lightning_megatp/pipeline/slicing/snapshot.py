@@ -13,9 +13,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.data import Dataset
 
-from lightning_megatp.shim.torch import is_fake
+from lightning_megatp.shim.torch import is_fake, storage_id
+from lightning_megatp.tensor.functions import is_in_place, operation_name
 
 _LARGE = 10_000
 """Containers with more entries (data sets, vocabularies) are restored as they were, but not searched."""
@@ -76,6 +78,43 @@ class Snapshot:
 
     def _found(self) -> list[Any]:
         return _holders(x for y in self._owners for x in (y.modules() if isinstance(y, nn.Module) else (y,)))
+
+
+class FirstValues(TorchFunctionMode):
+    """Active during a dry run: copies what a tensor holds before the first operation that changes it in place. Most are
+    never changed, so most are never copied.
+
+    Args:
+        tensors: whose values are to be put back.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        super().__init__()
+        plain = [x for x in tensors if type(x) in (Tensor, nn.Parameter) and x.layout == torch.strided]
+        self._of_storage = {storage_id(x): x.untyped_storage() for x in plain if not (x.is_meta or is_fake(x))}
+        self._shown = [(x, x.data) for x in plain]
+        self._copies: dict[int, Any] = {}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        changed = args[0] if args and is_in_place(operation_name(func)) else (kwargs or {}).get("out")
+        for x in changed if isinstance(changed, (list, tuple)) else (changed,):
+            if isinstance(x, Tensor) and (key := storage_id(x)) in self._of_storage and key not in self._copies:
+                self._copies[key] = self._of_storage[key].clone()
+        return func(*args, **(kwargs or {}))
+
+    def copied(self, x: Tensor) -> bool:
+        """Whether a tensor's values are put back."""
+        return storage_id(x) in self._copies
+
+    def restore(self) -> None:
+        """Put values back, and memory that `.data` was pointed away from."""
+        for key, copy in self._copies.items():
+            self._of_storage[key].copy_(copy)
+        for x, data in self._shown:
+            if storage_id(x) != storage_id(data):
+                x.data = data
 
 
 def kept_by(modules: Iterable[nn.Module]) -> list[Tensor]:

@@ -60,10 +60,11 @@ class Values:
     Args:
         fake_mode: makes stand-ins.
         persistent: id() -> name of the tensors that outlive the step: parameters, buffers.
+        n_stages: how many stages run the step.
     """
 
-    def __init__(self, fake_mode: FakeTensorMode, persistent: dict[int, str]) -> None:
-        self._fake_mode, self._persistent = fake_mode, persistent
+    def __init__(self, fake_mode: FakeTensorMode, persistent: dict[int, str], n_stages: int) -> None:
+        self._fake_mode, self._persistent, self._n_stages = fake_mode, persistent, n_stages
         self._known: dict[int, Value] = {}
         self._in_memory: dict[int, list[Value]] = {}
         self.by_key: dict[Key, Value] = {}
@@ -200,6 +201,8 @@ class Values:
         return {storage_id(x) for x in (value.tensor, value.fake) if x is not None}
 
     def _change_persistent(self, value: Value, stage: int | None, by: str) -> None:
+        if self._n_stages == 1:
+            return
         name = self._persistent[id(value.tensor)]
         if stage is None:
             raise SliceError(
