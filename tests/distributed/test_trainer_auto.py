@@ -305,14 +305,42 @@ class Gate(nn.Module):
         return y
 
 
+class Perceptron(LightningModule):
+    """Drops out behind layers that read the batch itself, which has no gradient."""
+
+    share = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        drop = nn.Dropout(self.share)
+        self.net = nn.Sequential(
+            nn.Linear(6, 48), nn.ReLU(), drop, nn.Linear(48, 48), nn.ReLU(), drop, nn.Linear(48, 8)
+        )
+        self.losses: list[float] = []
+
+    def training_step(self, ids: Tensor, batch_idx: int) -> Tensor:
+        return nn.functional.cross_entropy(self.net(ids / 40), ids[:, 0] % 8)
+
+    on_train_batch_end = Factorized.on_train_batch_end
+    configure_optimizers = Adapted.configure_optimizers
+
+
+class HalfPerceptron(Perceptron):
+    share = 0.5
+
+
 def fit_losses(
-    rank: int, world_size: int, kind: type[Factorized | Adapted | Averaging], sequence: bool = True
+    rank: int,
+    world_size: int,
+    kind: type[Factorized | Adapted | Averaging | Perceptron],
+    sequence: bool = True,
+    plan: Any = "auto",
 ) -> list[float]:
     strategy: Any = "auto"
     if world_size > 1:
         from lightning_megatp import MegaTPStrategy
 
-        strategy = MegaTPStrategy(tp=world_size, sequence_parallel=sequence, summary=False)
+        strategy = MegaTPStrategy(tp=world_size, sequence_parallel=sequence, summary=False, plan=plan)
     torch.manual_seed(0)
     module = kind()
     options: dict[str, Any] = {"accelerator": "cpu", "precision": "64-true", "max_epochs": 1, **QUIET}
@@ -325,7 +353,7 @@ def fit_losses(
     return module.losses
 
 
-def fit_losses_alone(kind: type[Factorized | Adapted | Averaging]) -> list[float]:
+def fit_losses_alone(kind: type[Factorized | Adapted | Averaging | Perceptron]) -> list[float]:
     return fit_losses(0, 1, kind)
 
 
@@ -333,6 +361,15 @@ def test_features_gathered_on_demand_enter_sequence_regions() -> None:
     expected = run_reference(fit_losses_alone, Factorized)
     for losses in run_ranks(2, fit_losses, Factorized):
         assert losses == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("plan", ["auto", {"net.0": "column", "net.3": "row"}], ids=["auto", "by hand"])
+def test_dropout_behind_layers_that_read_the_batch(plan: Any) -> None:
+    expected = run_reference(fit_losses_alone, Perceptron)
+    for losses in run_ranks(2, fit_losses, Perceptron, True, plan):
+        assert losses == pytest.approx(expected, rel=1e-9), "nothing is left, on all devices"
+    first, second = run_ranks(2, fit_losses, HalfPerceptron, True, plan)
+    assert first == pytest.approx(second, abs=1e-12) and first != pytest.approx(expected, rel=1e-3)
 
 
 def test_adapters_in_a_region_drop_out_the_same_on_all_ranks() -> None:
