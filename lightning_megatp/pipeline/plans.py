@@ -8,6 +8,7 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 from lightning_megatp.mesh import ParallelMesh
+from lightning_megatp.messages import warn_once_per_run
 from lightning_megatp.module import ParallelModule, take_gradients
 from lightning_megatp.pipeline.batch import Step, returning_a_loss
 from lightning_megatp.pipeline.loans import Loans
@@ -40,6 +41,8 @@ class Plans:
         self._loans, self._shared = loans, shared
         self._made: dict[tuple[str, Hashable], list[SlicePlan]] = {}
         self._trained = Trained(parallel, slicer, mesh)
+        self._changed: set[str] = set()
+        """What steps change and was said."""
 
     def of(self, kind: str, step: Step, microbatches: Sequence[Any], seed: int) -> list[SlicePlan]:
         """One per microbatch.
@@ -58,7 +61,19 @@ class Plans:
         signatures = self._slicer.signatures(microbatches)
         pairs = enumerate(zip(signatures, microbatches, strict=True))
         with self._slicer.rehearsing():
-            return [self._plan((kind, signature), step, x, mixed(seed, i), i == 0) for i, (signature, x) in pairs]
+            plans = [self._plan((kind, signature), step, x, mixed(seed, i), i == 0) for i, (signature, x) in pairs]
+        if kind == "train" and len(plans) > 1:
+            self._warn_of_changes(plans)
+        return plans
+
+    def _warn_of_changes(self, plans: Sequence[SlicePlan]) -> None:
+        for name in [name for plan in plans for name in plan.changed if name not in self._changed][:1]:
+            self._changed.add(name)
+            warn_once_per_run(
+                f"the step changes `{name}` in place. With pp > 1 it is called for each microbatch, here {len(plans)}"
+                f" times a batch: an average of weights moves {len(plans)} times as often as on one device. Do that in"
+                " `on_train_batch_start`, or use microbatches=1."
+            )
 
     def agree_on_trained(self) -> None:
         """At the start of an epoch: let all stages know what hooks have frozen and unfrozen.

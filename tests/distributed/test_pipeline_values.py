@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import warnings
 from typing import Any
 
 import pytest
 import torch
+import torchmetrics
 from lightning.pytorch import Callback, LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -137,6 +139,38 @@ def test_states_of_samples_that_meet_other_samples_are_warned_of(kept: str, bloc
     assert not any(run_program(Layout(pp=2, microbatches=1), _remembering_samples, kept, block))
 
 
+class Momentum(GPT):
+    """Moves an average of a weight on in each step."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.average, self.how = copy.deepcopy(self.head).requires_grad_(False), how
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.how == "data":
+            self.average.weight.data.mul_(0.5).add_(self.head.weight.data, alpha=0.5)
+        elif self.how == "no_grad":
+            with torch.no_grad():
+                self.average.weight.lerp_(self.head.weight, 0.5)
+        x_BLD = self.trunk(batch[0])
+        loss = nn.functional.cross_entropy(self.head(x_BLD).flatten(0, 1), batch[1].flatten())
+        return loss + self.average(x_BLD).square().mean()
+
+
+def _moving(layout: Layout, how: str) -> list[str]:
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        make_trainer(layout, max_epochs=1).fit(Momentum(how), DataLoader(tokens(8), batch_size=4))
+    return [str(x.message) for x in said if "moves 2 times as often" in str(x.message)]
+
+
+@pytest.mark.parametrize("how", ["data", "no_grad", "not"])
+def test_averages_that_move_on_in_each_microbatch_are_warned_of(how: str) -> None:
+    last, first = run_program(Layout(pp=2, microbatches=2), _moving, how)
+    assert len(last) == (how != "not") and all("`average.weight`" in text for text in last) and not first
+    assert not any(run_program(Layout(pp=2, microbatches=1), _moving, how))
+
+
 class Rotary(nn.Module):
     """Cosines of positions, made anew for another length, and extended for a longer one: both habits are common."""
 
@@ -223,6 +257,44 @@ class LogsNumbers(GPT):
         losses = {"loss": predicted + 0.1 * spread, "predicted": predicted.detach(), "spread": -spread.detach()}
         self.log_dict({name: value.item() for name, value in losses.items()}, on_step=False, on_epoch=True)
         return losses["loss"]
+
+
+class LearnsByMetric(GPT):
+    """Its loss is a metric's value of the batch. The loss has nothing of another, which is of an early block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.error = torchmetrics.MeanSquaredError().set_dtype(torch.float64)
+        self.early = torchmetrics.MeanAbsoluteError().set_dtype(torch.float64)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        early_BLD = self.blocks[0](self.tok(batch[0]))
+        self.early(early_BLD, torch.zeros_like(early_BLD))
+        logits_BLV = self(batch[0])
+        loss: Tensor = self.error(
+            logits_BLV.softmax(-1), nn.functional.one_hot(batch[1], logits_BLV.shape[-1]).double()
+        )
+        self.log("error", loss, on_step=False, on_epoch=True)
+        self.log("early", self.early, on_step=False, on_epoch=True)
+        return loss
+
+
+def _learning_by_a_metric(layout: Layout) -> tuple[list[float], dict[str, Tensor], dict[str, float]]:
+    torch.manual_seed(3)
+    losses, module = Losses(), LearnsByMetric()
+    trainer = make_trainer(layout, callbacks=[losses])
+    trainer.fit(module, DataLoader(tokens(8), batch_size=4))
+    state = trainer.strategy.lightning_module_state_dict()
+    return losses.seen, state, {name: float(x) for name, x in trainer.callback_metrics.items()}
+
+
+def test_a_metric_may_be_the_loss() -> None:
+    ((losses, state, metrics),) = run_program(PLAIN, _learning_by_a_metric)
+    for found, weights, logged in run_program(Layout(pp=2, microbatches=2), _learning_by_a_metric):
+        assert found == pytest.approx(losses, abs=1e-9)
+        assert logged == pytest.approx(metrics, abs=1e-9)
+        for name, value in weights.items():
+            torch.testing.assert_close(value, state[name], atol=1e-9, rtol=0)
 
 
 def _logging_numbers(layout: Layout) -> tuple[list[float], dict[str, float]]:

@@ -144,15 +144,19 @@ class Tracer(TorchFunctionMode):
             return with_collected(trace, apply)
 
     def metric(self, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A call of a metric, or of one of its methods: it happens on the last stage, and is not tried here."""
+        """A call of a metric, or of one of its methods: it happens on the last stage, and is not tried here. It may be
+        the loss; torchmetrics' `update` and `compute`, which it wraps, give no gradient."""
+        metric = getattr(function, "__self__", None)
+        learns = torch.is_grad_enabled() and metric is not None and metric.is_differentiable is not False
 
         def guess(*args: Any, **kwargs: Any) -> Tensor:
             tensors = tensors_in(args, kwargs)
-            return torch.zeros((), device=tensors[0].device if tensors else "cpu")
+            made = torch.zeros((), device=tensors[0].device if tensors else "cpu")
+            return sum((0 * x.sum() for x in tensors if x.requires_grad), start=made) if learns else made
 
         self.guessed = True
         with WithoutMode(self):
-            return self._trace(Call(name, name, guess, args, kwargs, unit_stage=self.last_stage, gradient=False))
+            return self._trace(Call(name, name, guess, args, kwargs, unit_stage=self.last_stage, gradient=learns))
 
     def log(self, _: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         """Stands for `self.log` and `self.log_dict`."""

@@ -67,6 +67,8 @@ class Values:
         self._fake_mode, self._persistent, self._n_stages = fake_mode, persistent, n_stages
         self._known: dict[int, Value] = {}
         self._in_memory: dict[int, list[Value]] = {}
+        self._lasting: dict[int, Value] = {}
+        """storage_id() -> the persistent tensor that lies there, or in whose place a fake does."""
         self.by_key: dict[Key, Value] = {}
         self.uses: dict[int, set[int | None]] = {}
         """id(persistent tensor) -> stages that use it, or what replicated operations make of it; None: all."""
@@ -91,6 +93,8 @@ class Values:
             return self._fake_mode.from_tensor(tensor)
         if known.fake is None:
             known.fake = self._fake_mode.from_tensor(tensor)
+            if self.is_persistent(tensor):
+                self._lasting[storage_id(known.fake)] = known
         return known.fake
 
     def add(
@@ -113,6 +117,8 @@ class Values:
             value.ghost = fake.detach().requires_grad_(fake.requires_grad)
         for storage in self._storages(value):
             self._in_memory.setdefault(storage, []).append(value)
+            if self.is_persistent(tensor):
+                self._lasting[storage] = value
         return value
 
     def use(self, value: Value, stage: int | None, by: str, made: Sequence[Value | None] = ()) -> None:
@@ -140,8 +146,11 @@ class Values:
         Raises:
             SliceError: another stage would not see the change, or sees it though it should not.
         """
-        if id(value.tensor) in self._persistent:
+        if self.is_persistent(value.tensor):
             self._change_persistent(value, stage, by)
+        elif stage is not None:
+            for viewed in filter(None, map(self._lasting.get, self._storages(value))):
+                self._change_persistent(viewed, stage, by)
         if value.stage is not None and value.stage != stage and value.key is not None:
             self.clones.add(value.key)
         sharing = {id(other): other for storage in self._storages(value) for other in self._in_memory.get(storage, ())}
