@@ -949,6 +949,19 @@ def test_a_stage_without_work_is_refused() -> None:
         Slicer(module, {"blocks.3": 0, "tokens": 1, "head": 1}, 2).plan(module.training_step, tokens())
 
 
+def test_a_stage_may_be_without_work_where_no_gradients_are_wanted() -> None:
+    module, batch = GPT(), tokens()
+    module.middle = lambda x: model_middle(module, x)
+    slicer = Slicer(module, {"blocks.3": 0, "tokens": 1, "head": 1}, 2)
+    with torch.no_grad():
+        plan = slicer.plan(module.training_step, batch)
+        sent = slicer.run(plan, 0, module.training_step, batch, ()).sent
+        run = slicer.run(plan, 1, module.training_step, batch, sent)
+        slicer.close()
+        torch.testing.assert_close(run.result, module.training_step(batch))
+    assert not sent
+
+
 def model_middle(model: GPT, x: Tensor) -> Tensor:
     return model.blocks[0](x)
 
