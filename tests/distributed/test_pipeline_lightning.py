@@ -449,6 +449,54 @@ def test_all_stages_are_those_of_one_device(layout: Layout, model: str) -> None:
             assert predictions == [None, None], "predictions are on the last stage"
 
 
+class Halves(LightningModule):
+    """Trains an encoder and a decoder; tests the one, predicts with the other, and validates without either."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+        self.decoder = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.encoder(x)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        return F.mse_loss(self.decoder(self(batch[0] / 32)), batch[0] / 32)
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self.log("val_mean", batch[0].double().mean())
+
+    def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self.log("test_mean", self.decoder(batch[0][:, :4] / 32).mean())
+
+    def predict_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        return self(batch[0] / 32)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), lr=1e-2)
+
+
+def _halves(layout: Layout) -> dict[str, Any]:
+    torch.manual_seed(4)
+    module, loader = Halves(), DataLoader(tokens(8, length=8), batch_size=4)
+    trainer = make_trainer(layout, strategy={"plan": "auto"})
+    trainer.fit(module, loader, loader)
+    found: dict[str, Any] = {name: float(x) for name, x in trainer.callback_metrics.items()}
+    found |= trainer.test(module, loader, verbose=False)[0]
+    return {**found, "predictions": trainer.predict(module, loader)}
+
+
+@pytest.mark.parametrize("layout", [PP2, Layout(pp=2, schedule="zb_v")], ids=str)
+def test_evaluations_may_leave_stages_without_work(layout: Layout) -> None:
+    expected = run_program(PLAIN, _halves)[0]
+    for rank, found in enumerate(run_program(layout, _halves)):
+        predictions = found.pop("predictions")
+        assert found == approx({name: expected[name] for name in found})
+        assert found.keys() == {"val_mean", "test_mean"}
+        if rank == 0:
+            torch.testing.assert_close(predictions, expected["predictions"], atol=1e-9, rtol=0)
+
+
 # ---------------------------------------------------------------- batches
 
 

@@ -29,6 +29,7 @@ from tests.pipeline_models import (
     VOCAB,
     Asking,
     Block,
+    Classifier,
     Hooked,
     Keeping,
     Leaking,
@@ -947,6 +948,39 @@ def test_a_stage_without_work_is_refused() -> None:
     module.middle = lambda x: model_middle(module, x)
     with pytest.raises(SliceError, match="pipeline stage 0 of 2 has nothing to do"):
         Slicer(module, {"blocks.3": 0, "tokens": 1, "head": 1}, 2).plan(module.training_step, tokens())
+
+
+def test_a_stage_may_be_without_work_where_no_gradients_are_wanted() -> None:
+    module, batch = GPT(), tokens()
+    module.middle = lambda x: model_middle(module, x)
+    slicer = Slicer(module, {"blocks.3": 0, "tokens": 1, "head": 1}, 2)
+    with torch.no_grad():
+        plan = slicer.plan(module.training_step, batch)
+        sent = slicer.run(plan, 0, module.training_step, batch, ()).sent
+        run = slicer.run(plan, 1, module.training_step, batch, sent)
+        slicer.close()
+        torch.testing.assert_close(run.result, module.training_step(batch))
+    assert not sent
+
+
+def test_padding_masks_of_torchs_encoder_in_evaluation() -> None:
+    class Padded(Classifier):
+        def training_step(self, batch: Any, batch_idx: int = 0) -> Any:
+            padding = batch[0] % 7 == 0
+            x = self.encoder(self.embedding(batch[0]), src_key_padding_mask=padding)
+            return F.cross_entropy(self.head((x * ~padding[..., None]).sum(1)), batch[1])
+
+    module = Padded().eval()
+    module.encoder.use_nested_tensor = True  # torch's default
+    ids = 1 + (torch.arange(8)[:, None] + torch.arange(4)) % 6
+    left_aligned = torch.where(torch.arange(4) < 3, ids, 7), torch.arange(8) % 2
+    with torch.no_grad():
+        pipe = pipeline(module, left_aligned, 2)
+        torch.testing.assert_close(forward(pipe, left_aligned)[-1][1].result, module.training_step(left_aligned))
+        for each, slicer in zip(pipe.modules, pipe.slicers, strict=True):
+            assert not each.encoder.use_nested_tensor
+            slicer.close()
+            assert each.encoder.use_nested_tensor
 
 
 def model_middle(model: GPT, x: Tensor) -> Tensor:

@@ -129,6 +129,9 @@ class Interception:
                 for method in _METRIC_METHODS:
                     function = getattr(child, method)
                     self._replace(child, method, Intercepted(switch, f"{name}.{method}", None, function))
+            if isinstance(child, nn.TransformerEncoder) and any(parent is child for parent, _, _ in self._places):
+                # Between units no nested tensors, which it makes in evaluation where the values of a mask allow it.
+                self._replace(child, "use_nested_tensor", False)
 
     def check_places(self) -> None:
         """Nobody may have put other modules in the places of units: of these, no stage knows.
@@ -153,9 +156,9 @@ class Interception:
             _put(module, name, before)
         self._before.clear()
 
-    def _replace(self, module: nn.Module, name: str, method: Intercepted) -> None:
+    def _replace(self, module: nn.Module, name: str, value: Any) -> None:
         self._before.append((module, name, module.__dict__.get(name)))
-        module.__dict__[name] = method
+        module.__dict__[name] = value
 
 
 def loggers_in(module: nn.Module) -> list[nn.Module]:

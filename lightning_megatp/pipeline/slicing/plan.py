@@ -235,7 +235,7 @@ class Script:
         awaited = [key.operation for key in received]
         return cls(
             instructions=instructions,
-            last=len(plan.operations) if is_last else own[-1],
+            last=len(plan.operations) if is_last else max(own, default=-1),
             free_after=max(awaited, default=-1),
         )
 

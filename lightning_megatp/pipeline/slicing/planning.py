@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
+
 from lightning_megatp.pipeline.slicing.plan import Key, Relay, SliceError, SlicePlan
 from lightning_megatp.pipeline.slicing.tracing import Tracer
 from lightning_megatp.pipeline.slicing.values import Value
@@ -28,7 +30,7 @@ def make_plan(
         lists_parameters: whether it goes through those of modules.
 
     Raises:
-        SliceError: a stage has nothing to do, or a stage changes what others use.
+        SliceError: a stage has nothing to do where gradients are wanted, or a stage changes what others use.
     """
     changed = tracer.values.changed_for_good(tracer.owners)
     tracer.values.find_gradients(n_stages - 1)
@@ -39,6 +41,8 @@ def make_plan(
                     f"{tracer.misled}. What comes after it can't be planned. Let that module return one tensor like the"
                     " hidden states it takes, or keep it on the last stage by `stages=[[...], ...]`."
                 )
+            if not torch.is_grad_enabled():  # of a model that is trained whole, predictions may need an encoder alone
+                continue
             raise SliceError(
                 f"pipeline stage {stage} of {n_stages} has nothing to do in this step: none of its modules is called."
                 " Use fewer stages, or spread the modules that are by `stages=[[...], ...]`."
