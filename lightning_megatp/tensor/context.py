@@ -98,7 +98,7 @@ class TensorContext:
 
     def enter(self, x: Tensor, bring: Callable[[Tensor], T], region: Region | None, training: bool) -> T:
         """Bring a value into a tensor region: one collective per input tensor, shared by all column layers reading it.
-        What entered is known until something enters another region; in a dry run it isn't, where the next layer may be on
+        What entered is known until something enters another region. In a dry run it isn't: the next layer may be on
         another pipeline stage.
 
         Args:
