@@ -301,7 +301,8 @@ def begin_all_gather(
     def finish() -> Tensor:
         parts = received.view(ways, *sent.shape)
         if min(sizes) == most:
-            return parts.movedim(0, dim).reshape(*x.shape[:dim], ways * most, *x.shape[dim + 1 :])
+            whole = parts.movedim(0, dim).reshape(*x.shape[:dim], ways * most, *x.shape[dim + 1 :])
+            return whole.contiguous()  # a view, where each rank has one: `view` of it would fail
         return torch.cat([part.narrow(dim, 0, n) for part, n in zip(parts.unbind(0), sizes, strict=True)], dim)
 
     return Pending(received, all_gather_single(received, sent, group=group, async_op=async_op), finish)

@@ -98,7 +98,8 @@ class TensorContext:
 
     def enter(self, x: Tensor, bring: Callable[[Tensor], T], region: Region | None, training: bool) -> T:
         """Bring a value into a tensor region: one collective per input tensor, shared by all column layers reading it.
-        What entered is known until something enters another region.
+        What entered is known until something enters another region. In a dry run it isn't: the next layer may be on
+        another pipeline stage.
 
         Args:
             x: (..., h) whole, or a SequenceShard.
@@ -115,7 +116,8 @@ class TensorContext:
             if region is None or region is not self.open_region:
                 self._entered.clear()
             entered = bring(x)
-            self._entered.put(x, entered)
+            if not self.is_dry(x):
+                self._entered.put(x, entered)
         self.open_region = region
         if region is not None and region.random and training and not is_fake(x):
             self.stream.enter(x.device)

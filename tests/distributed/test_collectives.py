@@ -325,6 +325,20 @@ def test_the_plain_collectives_take_any_dtype_stride_and_size(world_size: int) -
     run_ranks(world_size, _plain)
 
 
+def _single_features(rank: int, world_size: int) -> None:
+    group = dist.group.WORLD
+    assert group is not None
+    for shape in ((8, 1), (3, 4, 1), (3, 1, 4)):
+        dim = shape.index(1)
+        whole = c.all_gather(torch.full(shape, float(rank)), group, dim, [1] * world_size)
+        assert whole.is_contiguous(), "or `view` fails, and `randn_like` draws other numbers"
+        assert torch.equal(whole.select(dim, 1), torch.ones_like(whole.select(dim, 1)))
+
+
+def test_what_is_gathered_lies_as_on_one_device() -> None:
+    run_ranks(2, _single_features)
+
+
 def _shards(rank: int, world_size: int) -> None:
     for dim, even, unit in itertools.product([0, 1], [True, False], [1, 2]):
         spec = _spec(world_size, True, dim, unit) if unit == 2 else _spec(world_size, even, dim)

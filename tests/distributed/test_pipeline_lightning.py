@@ -497,6 +497,42 @@ def test_evaluations_may_leave_stages_without_work(layout: Layout) -> None:
             torch.testing.assert_close(predictions, expected["predictions"], atol=1e-9, rtol=0)
 
 
+class TwoHeads(LightningModule):
+    """Two layers that read one value, each on a stage of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.mean, self.spread = nn.Linear(8, 16), nn.Linear(16, 8), nn.Linear(16, 8)
+        self.losses: list[float] = []
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        x = torch.tanh(self.body(batch[0] / 32))
+        loss = F.mse_loss(self.mean(x), batch[0] / 32) + self.spread(x).pow(2).mean()
+        self.log("loss", loss)
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        self.losses.append(float(self.trainer.callback_metrics["loss"]))
+
+    configure_optimizers = Halves.configure_optimizers
+
+
+def _two_heads(layout: Layout) -> list[float]:
+    torch.manual_seed(4)
+    module, plan = TwoHeads(), {"mean": "column_gather", "spread": "column_gather"}
+    stages = [["body", "mean"], ["spread"]]
+    options = {"plan": plan, "stages": stages, "microbatches": 2, "schedule": "1f1b"} if layout.pp > 1 else {}
+    trainer = make_trainer(layout, strategy=options, max_epochs=3)
+    trainer.fit(module, DataLoader(tokens(8, length=8), batch_size=8))
+    return module.losses
+
+
+def test_layers_of_several_stages_read_one_value() -> None:
+    expected = run_program(PLAIN, _two_heads)[0]
+    for losses in run_program(TP2_PP2, _two_heads):
+        assert losses == approx(expected)
+
+
 # ---------------------------------------------------------------- batches
 
 

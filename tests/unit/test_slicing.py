@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_megatp.pipeline.slicing import place
 from lightning_megatp.pipeline.slicing.order import units_of_step
 from lightning_megatp.pipeline.slicing.plan import SliceError, SlicePlan
 from lightning_megatp.pipeline.slicing.slicer import Slicer, StageRun
@@ -1265,3 +1267,10 @@ def test_a_freed_module_can_be_copied() -> None:
     copied = copy.deepcopy(pipe.modules[0])
     assert {name for name, _ in copied.named_parameters()} == {name for name, _ in pipe.modules[0].named_parameters()}
     assert copied.blocks[3].up.weight.shape == (2 * HIDDEN, HIDDEN)
+
+
+def test_places_are_lines_of_the_users() -> None:
+    package = Path(place.__file__).parents[2]
+    names: dict[str, Any] = {}
+    exec(compile("def call(function): return function()", str(package / "tensor" / "watch.py"), "exec"), names)
+    assert names["call"](place.Place(nn.Linear(2, 2)).here).startswith("test_slicing.py:")

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-_PASSED_OVER = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+_PASSED_OVER = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))
 
 
 class Place:
