@@ -197,7 +197,7 @@ def _with_twins(
     """Unit -> stage, in the order of the units; averaged copies beside what they are copies of. None if there are none:
     frozen units of the same shapes may also be what the trained ones read, and then data would flow backward."""
     units = step.order
-    twins = frozen_twins(parallel.module, units, parallel.whole_shape)
+    twins = frozen_twins(parallel.module, units, step.untrained, parallel.whole_shape)
     leaders = [unit for unit in units if unit not in twins]
     if not twins or len(leaders) < n_stages:
         return None

@@ -171,6 +171,50 @@ def test_averages_that_move_on_in_each_microbatch_are_warned_of(how: str) -> Non
     assert not any(run_program(Layout(pp=2, microbatches=1), _moving, how))
 
 
+class Target(LightningModule):
+    """A network that learns from a later copy of itself, which is not frozen: nothing but `no_grad` says so."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        layers = (nn.Linear(6, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 4))
+        self.net, self.how = nn.Sequential(*layers), how
+        self.target = copy.deepcopy(self.net)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x_BF = batch[0] / 32.0
+        with torch.no_grad():
+            later_B = self.target(x_BF.roll(1, 1)).amax(1)
+        return nn.functional.mse_loss(self.net(x_BF)[:, 0], x_BF.sum(1) + 0.9 * later_B)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if self.how == "loaded":
+            self.target.load_state_dict(self.net.state_dict())
+            return
+        for own, target in zip(self.net.parameters(), self.target.parameters(), strict=True):
+            target.data.mul_(0.5).add_(own.data, alpha=0.5)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.net.parameters(), lr=0.1)
+
+
+def _following(layout: Layout, how: str) -> tuple[list[float], dict[str, Tensor]]:
+    torch.manual_seed(3)
+    losses, module = Losses(), Target(how)
+    trainer = make_trainer(layout, strategy={"plan": None}, max_epochs=2, callbacks=[losses])
+    trainer.fit(module, DataLoader(tokens(12), batch_size=4))
+    return losses.seen, dict(trainer.strategy.lightning_module_state_dict())
+
+
+@pytest.mark.parametrize("how", ["moved", "loaded"])
+def test_a_target_network_shares_the_stages_of_the_trained_one(how: str) -> None:
+    ((losses, state),) = run_program(PLAIN, _following, how)
+    results = run_program(Layout(pp=2, microbatches=2), _following, how)
+    for found, _ in results:
+        assert found == pytest.approx(losses, abs=1e-9)
+    for name, value in state.items():
+        torch.testing.assert_close(results[0][1][name], value, atol=1e-9, rtol=0, msg=name)
+
+
 class Rotary(nn.Module):
     """Cosines of positions, made anew for another length, and extended for a longer one: both habits are common."""
 

@@ -260,6 +260,10 @@ def test_averaged_copies_are_known() -> None:
     model.frozen = nn.Sequential(nn.Linear(3, 5)).requires_grad_(False)
     units = find_units(model)
     assert frozen_twins(model, units) == {"teacher.0": "student.0", "teacher.1": "student.1"}
+    model.teacher.requires_grad_(True)
+    assert frozen_twins(model, units) == {}
+    untrained = {"teacher.0", "teacher.1"}
+    assert frozen_twins(model, units, untrained) == {"teacher.0": "student.0", "teacher.1": "student.1"}
 
 
 def test_averaged_copies_of_parts_are_known() -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from lightning_megatp.pipeline.slicing.ownership import Sizes
-from lightning_megatp.pipeline.slicing.plan import SlicePlan
+from lightning_megatp.pipeline.slicing.plan import SlicePlan, tensors_in
 from lightning_megatp.pipeline.slicing.slicer import Slicer, Step
 from lightning_megatp.pipeline.slicing.units import children_of
 
@@ -27,6 +27,8 @@ class UnitsOfStep:
     """Those that never are."""
     touched: set[str] = field(default_factory=set)
     """Names of their parameters that the step uses beside them."""
+    untrained: set[str] = field(default_factory=set)
+    """Those whose results never need a gradient: frozen ones, and what is called under `torch.no_grad()` alone."""
     together: list[tuple[str, str]] = field(default_factory=list)
     """Pairs that need one stage, and all in between with them: the first, called once more, takes what the second has
     made, or one operation calls both."""
@@ -59,7 +61,9 @@ def units_of_step(
     for before, unit in zip(["", *units], units, strict=False):
         if unit not in used:
             order.insert(order.index(before) + 1 if before in order else 0, unit)
-    return UnitsOfStep(order, set(order) - set(called), set(plan.touched), _together(plan, list(called)))
+    return UnitsOfStep(
+        order, set(order) - set(called), set(plan.touched), _untrained(plan), _together(plan, list(called))
+    )
 
 
 def _whole_plan(module: nn.Module, units: Sequence[str], step: Step, batch: Any, *options: Any) -> SlicePlan:
@@ -78,6 +82,11 @@ def _calls(plan: SlicePlan) -> dict[str, int]:
         for unit in operation.units:
             calls.setdefault(unit, i)
     return calls
+
+
+def _untrained(plan: SlicePlan) -> set[str]:
+    trained = [op.units for op in plan.operations if any(x.requires_grad for x in tensors_in(op.ghosts))]
+    return {unit for op in plan.operations for unit in op.units}.difference(*trained)
 
 
 def _uses_beside(plan: SlicePlan, units: Sequence[str]) -> dict[str, int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from itertools import accumulate, takewhile
 
@@ -91,7 +91,10 @@ def _runs(units: Sequence[str], together: Sequence[tuple[str, str]]) -> list[lis
 
 
 def frozen_twins(
-    module: nn.Module, units: Sequence[str], shape: Callable[[Tensor], torch.Size] = Tensor.size
+    module: nn.Module,
+    units: Sequence[str],
+    untrained: Collection[str] = (),
+    shape: Callable[[Tensor], torch.Size] = Tensor.size,
 ) -> dict[str, str]:
     """Units of averaged copies (a teacher, a target network) -> the trained units that they are copies of.
 
@@ -101,6 +104,7 @@ def frozen_twins(
     over the parameters of both networks meet the same pairs on every stage, if each pair is on one.
 
     Args:
+        untrained: units of which a step needs no gradient, if that is known.
         shape: of a parameter. All ranks have to find the same, and their parts may be uneven.
     """
     parts = {unit: module.get_submodule(unit) for unit in units}
@@ -108,7 +112,7 @@ def frozen_twins(
         unit: (type(part), [(name, tuple(shape(p))) for name, p in part.named_parameters()])
         for unit, part in parts.items()
     }
-    frozen = [unit for unit in units if not any(p.requires_grad for p in parts[unit].parameters())]
+    frozen = [u for u in units if u in untrained or not any(p.requires_grad for p in parts[u].parameters())]
     twins = {}
     for unit in frozen:
         alike = [other for other in units if other not in frozen and kinds[other] == kinds[unit]]
