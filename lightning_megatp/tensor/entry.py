@@ -389,9 +389,9 @@ class _Column(OwnFunction):
         call: _Call,
     ) -> Tensor:
         ctx.call, ctx.dtype, ctx.gathers = call, x.dtype, own is not None
-        ctx.region_above = ctx.region_below = "tensor"  # an input without a gradient, as a batch, leaves no `_Enter`
+        ctx.is_inside = True  # also where the input has no gradient, as a batch, and left no `_Enter`
         if ctx.gathers:  # the tokens have not entered
-            ctx.region_below, ctx.crossing_input = "sequence", 1
+            ctx.region_above, ctx.region_below, ctx.crossing_input = "tensor", "sequence", 1
         needs_x, _, needs_weight, *_ = ctx.needs_input_grad
         kept = x if own is None else own
         ctx.save_for_backward(kept if needs_weight else None, weight if needs_x else None)

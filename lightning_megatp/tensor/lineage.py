@@ -115,13 +115,13 @@ def _kind(node: Any) -> str:
 
 def enters_region(x: Tensor) -> bool:
     """Whether a value was computed inside the tensor region it is used in: some path of its graph comes from an entry,
-    before it meets the exit of another region."""
+    or from a layer that reads what entered (`is_inside`), before it meets the exit of another region."""
     todo: list[Any] = [x.grad_fn]
     seen = set(todo)
     while todo:
         node = todo.pop()
         above = getattr(node, "region_above", None)
-        if above == "tensor":
+        if above == "tensor" or hasattr(node, "is_inside"):
             return True
         if above is None:
             new = {parent for parent, _ in node.next_functions if parent is not None} - seen

@@ -109,7 +109,7 @@ def test_rows_are_found_where_they_are(shapes: list[Any], rows: list[int], merge
 
 
 def test_rows_that_may_be_along_two_dims_are_said() -> None:
-    with pytest.warns(UserWarning, match=r"shape \(6, 2\) for 2 rows.* along dim 0. If its dim 1 are the rows"):
+    with pytest.warns(UserWarning, match=r"shape \(6, 2\) for 2 rows.* along dim 0\. If dim 1 are the rows"):
         assert merge_outputs([torch.zeros(6, 2)] * 2, [1.0, 1.0], [2, 2]).shape == (12, 2)
 
 
