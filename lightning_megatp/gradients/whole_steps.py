@@ -67,7 +67,7 @@ class WholeSteps:
         check_tensorwise(optimizer, coupled.values())
         if optimizer not in self._replaced:
             self._replaced.add(optimizer)
-            replace_step(optimizer, functools.partial(self._step, weakref.ref(optimizer)))
+            replace_step(optimizer, functools.partial(self._step, optimizer))
         self._parallel.stepped_whole.update(coupled)
         axes = sorted({axis for p in coupled.values() for axis in _axes(self._parallel, p)}, reverse=True)
         rank_zero_info(
@@ -76,14 +76,7 @@ class WholeSteps:
             f" states are gathered over {' and '.join(axes)}."
         )
 
-    def _step(
-        self,
-        reference: weakref.ref[Optimizer],
-        once: Callable[[], Any],
-        closure: Callable[[], Any] | None,
-    ) -> Any:
-        optimizer = reference()
-        assert optimizer is not None
+    def _step(self, optimizer: Optimizer, once: Callable[[], Any], closure: Callable[[], Any] | None) -> Any:
         with torch.enable_grad():
             loss = None if closure is None else closure()
         step_in_turns(optimizer, once, _turns(optimizer, self._parallel))
