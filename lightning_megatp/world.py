@@ -163,7 +163,7 @@ class WorldMethods(CopyMethods):
             if not isinstance(reduce_op, str)
             else getattr(dist.ReduceOp, "SUM" if mean else reduce_op.upper())
         )
-        total = tensor.clone()
+        total = tensor.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, op=op, group=group)
         return total / group.size() if mean else total
 

@@ -15,6 +15,7 @@ import argparse
 import atexit
 import contextlib
 import dataclasses
+import functools
 import os
 import pickle
 import random
@@ -253,8 +254,10 @@ def _serve(connection: Connection, forbidden: str, simulated: Path | None) -> No
     if simulated is not None:
         cuda.start(simulated)
 
-    import lightning.pytorch  # noqa: F401
     import torch
+
+    _check_what_is_sent()
+    import lightning.pytorch  # noqa: F401
 
     torch.set_num_threads(1)
     gc.collect()
@@ -278,6 +281,28 @@ def _serve(connection: Connection, forbidden: str, simulated: Path | None) -> No
             failure = Failure(rank, type(error).__name__, str(error), traceback.format_exc(), at)
             answer = pickle.dumps((False, failure))
         connection.send_bytes(answer)
+
+
+def _check_what_is_sent() -> None:
+    """Refuse tensors that are not contiguous where gloo would send, and overwrite, as many bytes as they have from
+    where they begin: other elements, or memory that is not theirs. (NCCL refuses them itself.)"""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed import distributed_c10d
+
+    def checked(send: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(send)
+        def send_checked(*args: Any, **kwargs: Any) -> Any:
+            for x in (*args, *kwargs.values()):
+                if type(x) in (torch.Tensor, torch.nn.Parameter) and not x.is_contiguous():
+                    raise AssertionError(f"{send.__name__} of a tensor {tuple(x.shape)} with strides {x.stride()}")
+            return send(*args, **kwargs)
+
+        return send_checked
+
+    for name in ("all_reduce", "broadcast", "reduce", "send", "recv", "isend", "irecv", "all_to_all_single"):
+        for module in (distributed_c10d, dist):
+            setattr(module, name, checked(getattr(module, name)))
 
 
 def _join_store() -> Any:
@@ -327,6 +352,7 @@ def _main() -> None:
     parser.add_argument("--forbidden", default="")
     parser.add_argument("--simulated", type=Path)
     arguments = parser.parse_args()
+    faulthandler.enable()  # a rank that dies of a signal writes where it was
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     _serve(Connection(arguments.fd), arguments.forbidden, arguments.simulated)
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lightning_megatp.plan.shard import ShardedTensorSpec
 from lightning_megatp.shim.autograd import Engine, current_backward_node
+from lightning_megatp.tensor.collectives import all_reduce
 from lightning_megatp.tensor.lineage import Lineage, region_of, trace_regions
 from lightning_megatp.tensor.outside import WholeParameter, check_undivided
 from lightning_megatp.tensor.parameters import gather_shards
@@ -127,7 +128,7 @@ class PartialGradients:
             if "whole" in lineage.regions.get(parameter_id, ()) and not context.pipelined:
                 gradient = self._parallel.held(self._partial.pop(parameter_id)).grad
                 if gradient is not None:
-                    dist.all_reduce(gradient, group=context.group)
+                    gradient.copy_(all_reduce(gradient, context.group))
                 self._full.add(parameter_id)
         for parameter_id, nodes in lineage.uses.items():
             whole = parameter_id in self._full or "whole" in lineage.regions.get(parameter_id, ())
@@ -184,8 +185,7 @@ class PartialGradients:
         if spec is not None:
             gradient, part = gradient.new_zeros(spec.shape), gradient
             spec.spec(self._parallel.context.rank).put(gradient, part)
-        dist.all_reduce(gradient, group=group)
-        return gradient
+        return all_reduce(gradient, group)
 
     def forget(self) -> None:
         """Gradients are complete: the next backward starts a new account of what is partial."""

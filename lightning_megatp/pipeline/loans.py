@@ -108,5 +108,6 @@ class Loans:
         held = self._parallel.names.get(name)
         like = self._slicer.stand_in(name)
         value = torch.empty(like.shape, dtype=like.dtype, device=self._mesh.device) if held is None else held.detach()
-        dist.broadcast(value, src=self._homes[name][-1], group=self._mesh.group("pp"))
-        return value
+        sent = value.contiguous()  # gloo would send the memory as it lies
+        dist.broadcast(sent, src=self._homes[name][-1], group=self._mesh.group("pp"))
+        return value if sent is value else value.copy_(sent)

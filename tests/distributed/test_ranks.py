@@ -45,6 +45,21 @@ def _nothing() -> int:
     return os.getpid()
 
 
+def _send_columns(rank: int, world_size: int, how: str) -> None:
+    columns = torch.zeros(4, 6)[:, :3]
+    if how == "isend" and rank == 0:
+        dist.isend(columns, 1)
+    elif how == "all_reduce":
+        dist.all_reduce(columns)
+    dist.barrier()
+
+
+@pytest.mark.parametrize("how", ["all_reduce", "isend"])
+def test_what_is_not_contiguous_is_not_sent(how: str) -> None:
+    with pytest.raises(RankError, match=how + r" of a tensor \(4, 3\) with strides \(6, 1\)"):
+        run_ranks(2, _send_columns, how)
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_results_come_back_by_rank(world_size: int) -> None:
     expected = world_size * (world_size - 1) / 2 + 0.5 * world_size

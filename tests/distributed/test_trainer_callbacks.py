@@ -156,7 +156,11 @@ class AsksPeers(GPT):
         rank = self.trainer.global_rank
         decisions = [self.trainer.strategy.reduce_boolean_decision(rank == 0, all=all_) for all_ in (False, True)]
         reduced = self.trainer.strategy.reduce(torch.tensor(float(rank)), reduce_op="sum")
-        self.gathered = [self.all_gather(torch.tensor(rank)), self.trainer.strategy.broadcast(rank), decisions, reduced]
+        matrix = torch.arange(6.0).view(2, 3) * rank
+        of_columns = matrix.t().contiguous().t()  # the same, in another order in memory
+        matrix = self.trainer.strategy.reduce(matrix if rank else of_columns, reduce_op="sum")
+        gathered, broadcast = self.all_gather(torch.tensor(rank)), self.trainer.strategy.broadcast(rank)
+        self.gathered = [gathered, broadcast, decisions, reduced, matrix.tolist()]
 
 
 def _ask(layout: Layout) -> list[Any]:
@@ -168,10 +172,11 @@ def _ask(layout: Layout) -> list[Any]:
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_reduce_and_gather_run_over_dp_and_broadcast_and_decisions_over_all(layout: Layout) -> None:
-    for rank, (gathered, broadcast, decisions, reduced) in enumerate(run_program(layout, _ask)):
+    for rank, (gathered, broadcast, decisions, reduced, matrix) in enumerate(run_program(layout, _ask)):
         peers = [rank % layout.tp + layout.tp * index for index in range(layout.dp)]
         assert gathered.flatten().tolist() == (peers if layout.dp > 1 else [rank])
         assert float(reduced) == sum(peers)
+        assert matrix == (torch.arange(6.0).view(2, 3) * sum(peers)).tolist()
         assert broadcast == 0
         assert decisions == [True, False]
 
