@@ -1,6 +1,6 @@
 """`docs/compatibility.md` from sweeps.
 
-python -m tests.compat.report --tp2 A.json --tp4 B.json --pp2 C.json > docs/compatibility.md
+python -m tests.compat.report --tp2 A.json --tp4 B.json --pp2 C.json --tp2pp2 D.json > docs/compatibility.md
 """
 
 from __future__ import annotations
@@ -29,7 +29,12 @@ couples samples (contrastive losses, BatchNorm) or sums them is compared with on
 | | verified | of them with at least 40 % off each rank | refused or failed | wrong |
 |---|---|---|---|---|
 """
-COLUMNS = {"tp2": "tp=2, sequence regions", "tp4": "tp=4, whole sequences", "pp2": "pp=2"}
+COLUMNS = {
+    "tp2": "tp=2, sequence regions",
+    "tp4": "tp=4, whole sequences",
+    "pp2": "pp=2",
+    "tp2pp2": "tp=2 and pp=2, sequence regions",
+}
 
 
 def main() -> None:

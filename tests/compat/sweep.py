@@ -1,6 +1,6 @@
 """Every family of `tests.compat.families`, split without a plan on real ranks and compared with one device.
 
-    python -m tests.compat.sweep [--tp 2] [--pp 1] [--sequence] [--only NAME ...] [--json FILE]
+    python -m tests.compat.sweep [--tp N] [--pp N] [--sequence] [--only NAME ...] [--json FILE]
 
 A family is *verified* if its own training step, in float64, with and without a padding mask, in training and in
 evaluation, gives the loss of the unsplit model and every gradient; the share is that of the blocks' parameters which is
@@ -166,9 +166,9 @@ class _Gradients(Callback):
         self.loss = float(outputs["loss"])
 
 
-def check_stages(rank: int, world_size: int, name: str, sequence: bool) -> Result:
-    """One family cut into as many pipeline stages as there are ranks, two microbatches, under a Trainer. A loss that
-    couples samples (contrastive, BatchNorm), or sums them, is that of one device over the same microbatches."""
+def check_stages(rank: int, world_size: int, name: str, sequence: bool, tp: int) -> Result:
+    """One family cut into pipeline stages, each split over `tp` of the ranks, two microbatches, under a Trainer. A loss
+    that couples samples (contrastive, BatchNorm), or sums them, is that of one device over the same microbatches."""
     torch.set_num_threads(1)
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     family, dtype = FAMILIES[name], torch.float32 if name in FLOAT32 else torch.float64
@@ -190,8 +190,10 @@ def check_stages(rank: int, world_size: int, name: str, sequence: bool) -> Resul
             warnings.simplefilter("ignore")
             trainer = Trainer(
                 accelerator="cpu", devices=world_size, max_steps=1, logger=False, enable_checkpointing=False,
-                strategy=MegaTPStrategy(pp=world_size, microbatches=2, summary=False), callbacks=[seen],
-                enable_progress_bar=False, enable_model_summary=False,
+                strategy=MegaTPStrategy(
+                    tp=tp, pp=world_size // tp, microbatches=2, sequence_parallel=sequence, summary=False
+                ),
+                callbacks=[seen], enable_progress_bar=False, enable_model_summary=False,
             )  # fmt: skip
             trainer.fit(module, DataLoader([copy.deepcopy(batch)], batch_size=None))
         whole = sum(p.numel() for p in reference.parameters())
@@ -243,10 +245,12 @@ def _share(parallel: ParallelModule, reference: nn.Module) -> float:
 
 def sweep(names: list[str], tp: int, pp: int, sequence: bool) -> Iterator[Result]:
     """Check families one after another; a failing one ends in its own result."""
-    ranks, function = (pp, check_stages) if pp > 1 else (tp, check)
     for name in names:
         try:
-            yield run_ranks(ranks, function, name, sequence, timeout=100)[0]
+            if pp > 1:
+                yield run_ranks(tp * pp, check_stages, name, sequence, tp, timeout=100)[0]
+            else:
+                yield run_ranks(tp, check, name, sequence, timeout=100)[0]
         except RankError as error:
             first = error.failures[0] if error.failures else None
             text = f"{first.type_name}: {first.message}" if first else str(error)
@@ -256,14 +260,15 @@ def sweep(names: list[str], tp: int, pp: int, sequence: bool) -> Iterator[Result
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tp", type=int, default=2)
-    parser.add_argument("--pp", type=int, default=1, help="pipeline stages instead of tensor ranks")
+    parser.add_argument("--tp", type=int, help="tensor ranks; 2 without stages, else 1")
+    parser.add_argument("--pp", type=int, default=1, help="pipeline stages")
     parser.add_argument("--sequence", action="store_true")
     parser.add_argument("--only", nargs="+")
     parser.add_argument("--json")
     options = parser.parse_args()
     results = []
-    for result in sweep(options.only or list(FAMILIES), options.tp, options.pp, options.sequence):
+    tp = options.tp or (2 if options.pp == 1 else 1)
+    for result in sweep(options.only or list(FAMILIES), tp, options.pp, options.sequence):
         results.append(result)
         print(
             f"{result.name:28s} {result.kind:16s} {result.status:9s} {result.share:5.0%} loss {result.loss:.0e}"

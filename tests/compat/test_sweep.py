@@ -41,8 +41,15 @@ def test_four_ranks_without_sequence_regions(name: str) -> None:
 @pytest.mark.parametrize("name", ["opt", "mixtral", "t5"])
 def test_stages(name: str) -> None:
     """opt defines its last norm before its layers; the shapes inside of mixtral's experts depend on values."""
-    result = run_ranks(2, check_stages, name, False)[0]
+    result = run_ranks(2, check_stages, name, False, 1)[0]
     assert result.status == "verified", result.why
+
+
+@pytest.mark.parametrize("name", ["hubert", "t5"])
+def test_split_stages(name: str) -> None:
+    result = run_ranks(4, check_stages, name, True, 2)[0]
+    assert result.status == "verified", result.why
+    assert result.share >= 0.65
 
 
 @pytest.mark.extended

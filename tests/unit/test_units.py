@@ -88,6 +88,18 @@ def test_a_model_without_lists_is_opened() -> None:
     assert find_units(module) == ["net.first", "net.second"]
 
 
+def test_a_layer_with_a_parametrization_is_one_unit() -> None:
+    """And no list of what its weight is computed by: the positions of wav2vec2."""
+    module, encoder, positions = nn.Module(), nn.Module(), nn.Module()
+    positions.conv = nn.utils.parametrizations.weight_norm(nn.Conv1d(8, 8, 3))
+    positions.forward = positions.conv.forward
+    encoder.positions, encoder.head = positions, nn.utils.parametrizations.orthogonal(nn.Linear(8, 8, bias=False))
+    module.encoder = encoder
+    assert find_units(module) == ["encoder.positions.conv", "encoder.head"]
+    encoder.layers = nn.ModuleList([nn.Linear(8, 8)])
+    assert find_units(module) == ["encoder.positions.conv", "encoder.head", "encoder.layers.0"]
+
+
 def test_a_compiled_model_is_one_unit() -> None:
     module = nn.Module()
     module.model = torch.compile(GPT(), backend="eager")

@@ -8,6 +8,7 @@ from itertools import accumulate, takewhile
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 _PARAMETERS = (nn.ParameterList, nn.ParameterDict)
@@ -19,7 +20,8 @@ def find_units(module: nn.Module, names: Sequence[str] | None = None) -> list[st
     What a ModuleList, Sequential or ModuleDict holds are units; lists in lists are opened, and so is what has no
     forward; blocks are not, whatever they hold. Outside of lists, a module that has such lists somewhere in it is
     opened, and any other module with parameters is a unit: an embedding, a norm, a head. A model without any list is
-    opened down to its layers. Only modules with parameters count, and no layer is in two units.
+    opened down to its layers; one with a parametrization (weight_norm) is a layer. Only modules with parameters count,
+    and no layer is in two units.
 
     Args:
         module: the whole, a LightningModule.
@@ -147,7 +149,7 @@ def _units(name: str, module: nn.Module, open_all: bool, in_list: bool) -> Itera
     bare = not _has_forward(module)
     opened = is_list or is_root or bare or (not in_list and _has_lists(module))
     opened |= open_all and not _own_parameters(module)
-    if is_compiled(module) or not opened or not inner:
+    if is_compiled(module) or _is_parametrized_layer(module) or not opened or not inner:
         if _is_callable(module) and not is_root:
             yield name
         return
@@ -183,7 +185,15 @@ def _blocks(container: nn.Module) -> list[nn.Module]:
 
 
 def _has_lists(module: nn.Module) -> bool:
-    return not is_compiled(module) and any(_is_list(child) and _blocks(child) for child in module.modules())
+    modules = list(module.modules())
+    parametrizations = {id(child.parametrizations) for child in modules if is_parametrized(child)}
+    lists = (child for child in modules if _is_list(child) and id(child) not in parametrizations)
+    return not is_compiled(module) and any(map(_blocks, lists))
+
+
+def _is_parametrized_layer(module: nn.Module) -> bool:
+    """A layer whose weight is computed from others (weight_norm), and which holds nothing else."""
+    return is_parametrized(module) and len(module._modules) == 1
 
 
 def _is_callable(module: nn.Module) -> bool:
