@@ -243,7 +243,7 @@ class MegaTPStrategyBase(StepMethods, GradientMethods, BuildingMethods, WorldMet
         self._launcher = self.namespace.launcher(environment, self.num_processes, self.num_nodes)
 
     def setup_environment(self) -> None:
-        check_precision(self.precision_plugin)
+        check_precision(self.precision_plugin, self.pp)
         super().setup_environment()
         environment = self.cluster_environment
         assert environment is not None

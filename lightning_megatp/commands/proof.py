@@ -44,14 +44,15 @@ def prepare(strategy: Any, trainer: Any, building: Building | None) -> None:
             print(f"megatp verify --layers {layers}: `{name}` keeps the first of each kind of its {had} layers.")
     if building is not None:  # every weight is changed, and the whole is compared
         building.materialize(module, lambda parameter: None, torch.device("cpu"))
-    _make_proof(trainer, module)
+    _make_proof(trainer, module, strategy.namespace.silent_logger)
 
 
-def _make_proof(trainer: Any, module: nn.Module) -> None:
+def _make_proof(trainer: Any, module: nn.Module, silent_logger: type) -> None:
     """Make the first batch a proof: an error in queries or keys hardly shows at initial weights, whose attention is
     nearly uniform, nor behind dropout, nor beside rounding."""
     trainer.callbacks = [x for x in trainer.callbacks if not hasattr(x, "best_model_path")]
-    trainer.loggers, trainer.num_sanity_val_steps, trainer.accumulate_grad_batches = [], 0, 1
+    trainer.loggers = [silent_logger() for _ in trainer.loggers]  # callbacks and steps may need one
+    trainer.num_sanity_val_steps, trainer.accumulate_grad_batches = 0, 1
     generator = torch.Generator().manual_seed(0)
     module.double()
     with torch.no_grad():

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
@@ -60,6 +61,8 @@ class Groups:
                     self._names = {id(optimizer): self._keep_own(optimizer) for optimizer in self._optimizers()}
                 if self._sharding is not None:
                     self._sharding.give_to(self._optimizers())
+        for optimizer in self._optimizers():
+            self._cut_states(optimizer)
 
     def _shapes(self) -> dict[int, Sequence[int]]:
         """id(parameter) -> the whole one's shape, where tensor ranks hold parts."""
@@ -76,6 +79,16 @@ class Groups:
             group["params"] = [self._pipeline.slicer.stand_in(name) for name in names]
             if "param_names" in group:
                 group["param_names"] = list(names)
+
+    def _cut_states(self, optimizer: Optimizer) -> None:
+        """Of states that an optimizer makes when it is built (Adagrad), of the whole parameters' size, keep this rank's
+        part."""
+        parallel = self._parallel
+        for p in (p for group in optimizer.param_groups for p in group["params"]):
+            shape = parallel.whole_shape(p)
+            for key, x in optimizer.state.get(p, {}).items() if shape != p.shape else ():
+                if isinstance(x, Tensor) and x.shape == shape:
+                    optimizer.state[p][key] = parallel.part_of(p, x).clone()
 
     def _keep_own(self, optimizer: Optimizer) -> list[list[str]]:
         assert self._pipeline is not None

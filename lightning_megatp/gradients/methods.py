@@ -17,6 +17,7 @@ from lightning_megatp.gradients.accumulated import AccumulatedGradients
 from lightning_megatp.gradients.buckets import GradientBuckets
 from lightning_megatp.gradients.elementwise import check_by_tensor
 from lightning_megatp.gradients.groups import Groups
+from lightning_megatp.gradients.rows import replace_parameters
 from lightning_megatp.gradients.whole_norms import is_users
 from lightning_megatp.gradients.whole_steps import WholeSteps
 from lightning_megatp.gradients.wide import narrow, widen
@@ -82,8 +83,8 @@ class GradientMethods(CopyMethods):
         known = {id(parameter) for parameter in now.values()}
         alive = ((reference(), name) for reference, name in self._before_split)
         new = {id(parameter): now[name] for parameter, name in alive if id(parameter) not in known and name in now}
-        for group in (group for optimizer in self.optimizers for group in optimizer.param_groups):
-            group["params"] = [new.get(id(parameter), parameter) for parameter in group["params"]]
+        for optimizer in self.optimizers:
+            replace_parameters(optimizer, lambda parameter: new.get(id(parameter), parameter))
         self._before_split = []
 
     def _prepare_optimizers(self, trainer: Any) -> None:

@@ -21,7 +21,11 @@ _OTHERS = {"FSDPPrecision", "DeepSpeedPrecision", "XLAPrecision"}
 """What only other strategies can carry out."""
 
 
-def check_precision(plugin: Any) -> None:
+_LIGHTNINGS = tuple(f"{name}.plugins." for name in ("lightning.pytorch", "lightning.fabric", "pytorch_lightning"))
+"""Modules whose precision plugins do nothing around a backward but scaling the loss and calling hooks."""
+
+
+def check_precision(plugin: Any, pp: int) -> None:
     """Raises:
     ValueError: a precision plugin that would do a part of what it says, or nothing.
     """
@@ -30,6 +34,13 @@ def check_precision(plugin: Any) -> None:
             f"MegaTPStrategy: the precision plugin {type(plugin).__name__} works with its own strategy only. Use"
             f" Trainer(precision={plugin.precision!r}) instead."
         )
+    for method in ("pre_backward", "backward") if pp > 1 else ():
+        if not getattr(type(plugin), method).__module__.startswith(_LIGHTNINGS):
+            raise ValueError(
+                f"MegaTPStrategy: the precision plugin {type(plugin).__name__} has its own `{method}`, which would not"
+                f" be called: with pp={pp} the pipeline's schedule runs the backward of each microbatch. Do it in"
+                " training_step (a factor of the loss) or in on_before_optimizer_step, or use pp=1."
+            )
 
 
 def agree_on_precision(

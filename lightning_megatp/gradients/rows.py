@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Size, Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from lightning_megatp.shim.torch import with_local
 
@@ -73,6 +74,21 @@ class DividedParameter:
     def __deepcopy__(self, memo: dict[int, object]) -> DividedParameter:
         """What a copy of the module holds is not what is trained here."""
         return self
+
+
+def replace_parameters(optimizer: Optimizer, new: Callable[[Tensor], Tensor]) -> None:
+    """Let an optimizer step others than it was given.
+
+    Args:
+        new: what to step in place of a parameter. States that are there already (Adagrad makes them when it is built)
+            become those of the new one, of which a DTensor's are this rank's rows.
+    """
+    for group in optimizer.param_groups:
+        before, group["params"] = group["params"], [new(p) for p in group["params"]]
+        for old, p in zip(before, group["params"], strict=True):
+            if p is not old and (made := optimizer.state.pop(old, None)) and p not in optimizer.state:
+                rows = {key: x.to_local().to(p.device) for key, x in made.items() if isinstance(x, DTensor)}
+                optimizer.state[p] = {**made, **rows}
 
 
 def load_rows(parameters: Iterable[DividedParameter]) -> None:

@@ -64,6 +64,18 @@ def refuse_hooks(module: nn.Module) -> None:
             )
 
 
+def refuse_sparse(module: nn.Module) -> None:
+    """Raises:
+    ValueError: an embedding gives sparse gradients.
+    """
+    for name, layer in module.named_modules():
+        if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.sparse and layer.weight.requires_grad:
+            raise ValueError(
+                f"MegaTPStrategy: the embedding `{name}` has sparse gradients, which zero > 0 can't divide. Build it"
+                " with sparse=False."
+            )
+
+
 def main_dtype(module: nn.Module) -> torch.dtype:
     """That of most trained parameters, over all stages. FSDP2 reduces the gradients of a group in one dtype.
 

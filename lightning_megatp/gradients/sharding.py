@@ -26,8 +26,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_megatp.gradients.holders import REDUCES_UNUSED, Group, Holder, Root, Sharder
-from lightning_megatp.gradients.rows import DividedParameter, finds_rows, load_rows, rows_of
-from lightning_megatp.gradients.settle import main_dtype, refuse_hooks, settle
+from lightning_megatp.gradients.rows import DividedParameter, finds_rows, load_rows, replace_parameters, rows_of
+from lightning_megatp.gradients.settle import main_dtype, refuse_hooks, refuse_sparse, settle
 from lightning_megatp.gradients.units import in_several, large_units
 from lightning_megatp.gradients.writes import WriteWatch, lost_change
 from lightning_megatp.gradients.zero_options import ZeroOptions
@@ -75,6 +75,7 @@ class ZeroSharding:
             if p.dim() == 0 or not p.is_floating_point() or (p.requires_grad and p.dtype != dtype)
         }
         refuse_hooks(module)
+        refuse_sparse(module)
         attributes = {name: dict(vars(p)) for name, p in module.named_parameters()}
         self.whole = [name for name, p in module.named_parameters() if id(p) in whole]
         """Parameters that are not divided: numbers without a dim, and trained ones of another dtype than most."""
@@ -402,9 +403,7 @@ class ZeroSharding:
     def give_to(self, optimizers: Iterable[Optimizer]) -> None:
         """Let optimizers step the plain rows instead of the module's parameters, also those that a callback added."""
         for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                if any(isinstance(p, DTensor) for p in group["params"]):
-                    group["params"] = [self.parallel.held(p) for p in group["params"]]
+            replace_parameters(optimizer, self.parallel.held)
 
     def take_from(self, optimizer: Optimizer) -> None:
         """Let an optimizer have the module's parameters in place of the rows, until `give_to`."""

@@ -37,6 +37,8 @@ class Namespace:
     """The float64 precision plugin."""
     checkpoint_io: Any
     """`TorchCheckpointIO`: checkpoints in one file."""
+    silent_logger: type
+    """`DummyLogger`, which takes all and writes nothing, as in a fast_dev_run."""
     registry: Any
     """`StrategyRegistry`, for `Trainer(strategy="megatp")`."""
     sigterm: type[BaseException]
@@ -56,6 +58,7 @@ class Namespace:
             precision=importlib.import_module(f"{name}.plugins.precision").Precision,
             double=importlib.import_module(f"{name}.plugins.precision").DoublePrecision,
             checkpoint_io=importlib.import_module(f"{name}.plugins.io").TorchCheckpointIO,
+            silent_logger=importlib.import_module(f"{name}.loggers.logger").DummyLogger,
             registry=strategies.StrategyRegistry,
             sigterm=importlib.import_module(f"{name}.utilities.exceptions").SIGTERMException,
         )

@@ -75,6 +75,21 @@ def test_verify_compares_every_gradient(tmp_path: Path) -> None:
     assert "all 14 agree" in ended.stdout and "trained" not in ended.stdout
 
 
+def test_verify_with_what_needs_a_logger(tmp_path: Path) -> None:
+    """LearningRateMonitor raises without a logger."""
+    path = Path(script(tmp_path, "Gated"))
+    text = path.read_text().replace("logger=False", "logger=CSVLogger('logs'), callbacks=[LearningRateMonitor()]")
+    imports = (
+        "from lightning.pytorch.callbacks import LearningRateMonitor\nfrom lightning.pytorch.loggers import CSVLogger\n"
+    )
+    scheduled = "o = torch.optim.AdamW(self.parameters()); return [o], [torch.optim.lr_scheduler.StepLR(o, 1)]"
+    old = "return torch.optim.AdamW"
+    path.write_text(imports + text.replace(old, f"{scheduled}\n        {old}"))
+    ended = megatp(tmp_path, "verify", str(path), "2")
+    assert ended.returncode == 0, ended.stderr
+    assert "all 14 agree" in ended.stdout
+
+
 def test_verify_with_fewer_layers(tmp_path: Path) -> None:
     """What the model's list has in all, and gradients of one layer instead of two."""
     ended = megatp(tmp_path, "verify", "--layers", "1", script(tmp_path, "Gated"), "2")

@@ -582,3 +582,62 @@ def test_tensor_ranks_with_uneven_parts_have_the_same_stages() -> None:
     (expected,) = run_program(PLAIN, _uneven)
     for found in run_program(Layout(tp=2, pp=2, microbatches=2), _uneven):
         assert found == pytest.approx(expected, abs=1e-12)
+
+
+class Codebook(nn.Module):
+    """Vectors in buffers, which move towards what they stand for (van den Oord et al. 2017, appendix A.1)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(1)
+        self.register_buffer("codes", torch.randn(5, 4, generator=generator))
+        self.register_buffer("counts", torch.ones(5))
+
+    def forward(self, x_BD: Tensor) -> tuple[Tensor, Tensor]:
+        nearest = torch.cdist(x_BD, self.codes).argmin(1)
+        taken = self.codes[nearest]
+        if self.training:
+            chosen = nn.functional.one_hot(nearest, len(self.codes)).to(x_BD)
+            self.counts.data.mul_(0.9).add_(chosen.sum(0), alpha=0.1)
+            self.codes.data.lerp_(chosen.T @ x_BD.detach() / chosen.sum(0).clamp(min=1)[:, None], 0.1)
+        return x_BD + (taken - x_BD).detach(), (taken.detach() - x_BD).square().mean()
+
+
+class Quantised(LightningModule):
+    """Modules without parameters that change their buffers, in a list and beside others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm = nn.BatchNorm1d(8, affine=False)
+        self.encoder = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4), nn.BatchNorm1d(4, affine=False))
+        self.codebook = Codebook()
+        self.decoder = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 8))
+
+    def training_step(self, batch: Tensor, batch_idx: int = 0) -> Tensor:
+        x_BD, apart = self.codebook(self.encoder(self.norm(batch)))
+        loss: Tensor = (self.decoder(x_BD) - batch).square().mean() + apart
+        self.log("loss", loss, on_step=False, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("val_loss", self.training_step(batch))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+def _quantised(layout: Layout) -> tuple[dict[str, Tensor], float]:
+    module = Quantised().double()
+    rows = torch.randn(32, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    loader = DataLoader(rows, batch_size=8)  # type: ignore[arg-type]
+    trainer = make_trainer(layout, strategy={"plan": None})
+    trainer.fit(module, loader, loader)
+    trainer.validate(module, loader, verbose=False)
+    return dict(trainer.strategy.lightning_module_state_dict()), float(trainer.callback_metrics["val_loss"])
+
+
+@pytest.mark.parametrize("layout", ONE_BY_ONE, ids=str)
+def test_buffers_that_modules_without_parameters_change(layout: Layout) -> None:
+    (expected,), (found, *_) = (run_program(each, _quantised) for each in (PLAIN, layout))
+    torch.testing.assert_close(found, expected, atol=1e-9, rtol=0)

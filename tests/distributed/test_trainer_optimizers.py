@@ -110,6 +110,33 @@ def test_sizes_are_those_of_whole_parameters(layout: Layout) -> None:
         assert found == expected
 
 
+def _fit_states(layout: Layout, made: str, root: str) -> dict[str, Any]:
+    """A checkpoint after some steps of an optimizer that has its states from the start: a sum that begins at 0.5."""
+    module = variant("untied").build().double()
+
+    def make() -> Optimizer:
+        optimizer = torch.optim.Adagrad(list(module.parameters()), lr=1e-2, initial_accumulator_value=0.5)
+        for p in optimizer.param_groups[0]["params"] if made == "by shape" else ():
+            optimizer.state[p]["sum"] = torch.full(p.shape, 0.25, dtype=p.dtype)
+        return optimizer
+
+    optimizer = make() if made == "before the split" else None
+    module.configure_optimizers = lambda: optimizer or make()  # type: ignore[method-assign]
+    trainer = make_trainer(layout)
+    trainer.fit(module, train_loader(layout, 4))
+    path = shared_directory(layout, made, root) / "saved"
+    trainer.save_checkpoint(path)
+    saved = torch.load(path, weights_only=False)
+    return {"weights": saved["state_dict"], "states": saved["optimizer_states"][0]["state"]}
+
+
+@pytest.mark.parametrize("layout", [TP2, PP2, Layout(dp=2, zero=1), Layout(tp=2, dp=2, zero=3)], ids=str)
+@pytest.mark.parametrize("made", ["as usual", "by shape", "before the split"])
+def test_an_optimizer_that_makes_its_states_at_once(made: str, layout: Layout, tmp_path: Path) -> None:
+    expected, found = (run_program(each, _fit_states, made, str(tmp_path))[0] for each in (PLAIN, layout))
+    torch.testing.assert_close(found, expected, atol=1e-9, rtol=0)
+
+
 WHOLE_STEPS = [
     TP2,
     Layout(tp=2, dp=2),

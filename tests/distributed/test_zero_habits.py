@@ -343,6 +343,12 @@ class Hooked(Plain):
         self.head.weight.register_hook(lambda grad: 2 * grad)
 
 
+class Sparse(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(16, 8, sparse=True)
+
+
 class TrainsCopies(Plain):
     def __init__(self) -> None:
         super().__init__()
@@ -363,10 +369,11 @@ def _refused(layout: Layout, kind: type[Plain]) -> None:
         (WritesWhileGathered, "`head.weight` was changed in place while it was gathered"),
         (Teaches, "`teacher.weight` was changed in place while it was gathered"),
         (Hooked, "`head.weight` has a gradient hook"),
+        (Sparse, "the embedding `table` has sparse gradients"),
         (TrainsCopies, "not the module's"),
         (Toggles, "`toggle_optimizer` freezes"),
     ],
-    ids=["writes", "teaches", "hooked", "copies", "toggles"],
+    ids=["writes", "teaches", "hooked", "sparse", "copies", "toggles"],
 )
 def test_what_would_be_lost_is_refused(kind: type[Plain], text: str) -> None:
     with pytest.raises(RankError, match=text):

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from lightning.pytorch import Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
-from lightning.pytorch.plugins.precision import DeepSpeedPrecision, FSDPPrecision
+from lightning.pytorch.plugins.precision import DeepSpeedPrecision, FSDPPrecision, Precision
 
 from lightning_megatp import MegaTPStrategy
 
@@ -46,4 +46,18 @@ def test_precision_plugins_of_other_strategies(plugin: Any) -> None:
         accelerator="cpu", devices=1, strategy=MegaTPStrategy(), plugins=[plugin("bf16-mixed")], max_steps=1
     )
     with pytest.raises(ValueError, match=rf"{plugin.__name__} works with .* Use Trainer\(precision='bf16-mixed'\)"):
+        trainer.fit(BoringModel())
+
+
+class Doubles(Precision):
+    """A loss scale of one's own."""
+
+    def pre_backward(self, tensor: Any, module: Any) -> Any:
+        return super().pre_backward(2 * tensor, module)
+
+
+def test_precision_plugins_with_a_backward_of_their_own() -> None:
+    """At pp > 1 the loss would not be scaled, without a word."""
+    trainer = Trainer(accelerator="cpu", devices=1, strategy=MegaTPStrategy(pp=2), plugins=[Doubles()], max_steps=1)
+    with pytest.raises(ValueError, match="the precision plugin Doubles has its own `pre_backward`, which would not be"):
         trainer.fit(BoringModel())

@@ -291,3 +291,25 @@ def test_averaged_copies_of_parts_are_known() -> None:
         "teacher.head": "head",
         "ema_head": "head",
     }
+
+
+class Keepers(nn.Module):
+    """Modules without parameters that change buffers, and one that only has some."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.table = nn.BatchNorm1d(4, affine=False), Called()
+        self.table.register_buffer("waves", torch.zeros(4))
+        self.net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, affine=False), nn.Linear(4, 4))
+
+    def step(self, batch: torch.Tensor) -> torch.Tensor:
+        return self.net(self.table(self.norm(batch))).sum()
+
+
+def test_what_changes_its_buffers_is_a_unit() -> None:
+    module = Keepers()
+    assert find_units(module) == ["net.0", "net.2"]
+    found = units_of_step(module, find_units(module), module.step, torch.randn(3, 4))
+    assert found.order == ["norm", "net.0", "net.1", "net.2"]
+    module.eval()
+    assert units_of_step(module, find_units(module), module.step, torch.randn(3, 4)).order == ["net.0", "net.2"]

@@ -13,7 +13,7 @@ from torch import nn
 from lightning_megatp.pipeline.slicing.ownership import Sizes
 from lightning_megatp.pipeline.slicing.plan import SlicePlan, tensors_in
 from lightning_megatp.pipeline.slicing.slicer import Slicer, Step
-from lightning_megatp.pipeline.slicing.units import children_of
+from lightning_megatp.pipeline.slicing.units import children_of, in_definition_order, keepers_of
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,8 @@ def units_of_step(
     sizes: Sizes | None = None,
     device: torch.device | None = None,
 ) -> UnitsOfStep:
-    """Dry-run a step between units. One that is never called because the model calls its parts is replaced by these.
+    """Dry-run a step between units. One that is never called because the model calls its parts is replaced by these. A
+    module without parameters, between units, that changes its buffers (a batch norm with affine=False) becomes one.
 
     Raises:
         SliceError: see `Slicer.plan`.
@@ -56,6 +57,12 @@ def units_of_step(
         split = [part for unit in units for part in _used(unit, parts, called_parts)]
         if split != list(units):
             return units_of_step(module, split, step, batch, sizes, device)
+    keepers = keepers_of(module, units, plan.changed)
+    with_keepers = in_definition_order(module, {*units, *keepers})
+    kept = _calls(_whole_plan(module, with_keepers, step, batch, sizes, device)) if keepers else {}
+    if any(keeper in kept for keeper in keepers):
+        with_keepers = [unit for unit in with_keepers if unit in units or unit in kept]
+        return units_of_step(module, with_keepers, step, batch, sizes, device)
     used = called | _uses_beside(plan, [unit for unit in units if unit not in called])
     order = sorted(used, key=used.__getitem__)
     for before, unit in zip(["", *units], units, strict=False):

@@ -136,6 +136,24 @@ def children_of(module: nn.Module, unit: str) -> list[str]:
     return [part for name, child in inner for part in _units(name, child, open_all=False, in_list=True)]
 
 
+def keepers_of(module: nn.Module, units: Sequence[str], changed: Iterable[str]) -> set[str]:
+    """Modules without parameters, in no unit and with none inside, that can be called and own some of these buffers."""
+    buffers = dict(module.named_buffers(remove_duplicate=False))
+    found = {name.rpartition(".")[0] for name in changed if name in buffers}
+    return {
+        name
+        for name in found - {""}
+        if _has_forward(keeper := module.get_submodule(name))
+        and next(keeper.parameters(), None) is None
+        and not any(f"{name}.".startswith(f"{unit}.") or unit.startswith(f"{name}.") for unit in units)
+    }
+
+
+def in_definition_order(module: nn.Module, units: Collection[str]) -> list[str]:
+    """As the module names them."""
+    return [name for name, _ in module.named_modules(remove_duplicate=False) if name in units]
+
+
 def is_in_list(module: nn.Module, unit: str) -> bool:
     """Whether a unit is one of many, such as a block, and no embedding, norm or head beside them."""
     return _is_list(module.get_submodule(unit.rpartition(".")[0]))

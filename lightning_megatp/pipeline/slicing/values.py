@@ -210,9 +210,9 @@ class Values:
         return {storage_id(x) for x in (value.tensor, value.fake) if x is not None}
 
     def _change_persistent(self, value: Value, stage: int | None, by: str) -> None:
-        if self._n_stages == 1:
-            return
         name = self._persistent[id(value.tensor)]
+        if self._n_stages == 1:
+            stage = 0
         if stage is None:
             raise SliceError(
                 f"{by} changes `{name}`, which outlives the step, between the pipeline's units: stages that end"
@@ -224,7 +224,7 @@ class Values:
     def _check_change(self, value: Value, stage: int | None, by: str) -> None:
         assert value.changed_elsewhere is not None
         changed_on, change = value.changed_elsewhere
-        if value.stage != changed_on or stage != changed_on:
+        if self._n_stages > 1 and (value.stage != changed_on or stage != changed_on):
             raise SliceError(
                 f"{by} uses what {value.maker} made, and {change} changed its memory in place under another name (a"
                 " view). Pipeline stages don't share memory, so one of them would see old values. Use the operation"
