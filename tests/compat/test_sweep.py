@@ -45,7 +45,7 @@ def test_stages(name: str) -> None:
     assert result.status == "verified", result.why
 
 
-@pytest.mark.parametrize("name", ["hubert", "t5"])
+@pytest.mark.parametrize("name", ["hubert", "mobilebert", "t5"])
 def test_split_stages(name: str) -> None:
     result = run_ranks(4, check_stages, name, True, 2)[0]
     assert result.status == "verified", result.why

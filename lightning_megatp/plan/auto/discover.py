@@ -263,6 +263,8 @@ def _agree_on_ties(plan: ParallelPlan, model: nn.Module, tp: int) -> None:
         if all(styles.values()) and all(plan.layers[name].style.style in ("vocab", "column_gather") for name in split):
             rows = _even(modules[names[0]].weight.shape[0], tp)
             for name in names:
+                if name not in split:  # the block that holds it was run with it whole
+                    plan.proven = [block for block in plan.proven if not name.startswith(f"{block}.")]
                 _add(plan, name, str(styles[name]), rows, "tied", head=True)
         elif len(split) < len(names) or len({_of_weight(plan.layers[n], modules[n]) for n in split}) > 1:
             for name in split:
