@@ -30,6 +30,7 @@ from lightning_megatp.pipeline.executor import Executor
 from lightning_megatp.pipeline.hooks import Hook, cleared_unseen, hooks_after_steps
 from lightning_megatp.pipeline.loans import Loans
 from lightning_megatp.pipeline.logs import Call, Logs, merge
+from lightning_megatp.pipeline.outputs import Outputs
 from lightning_megatp.pipeline.plans import Plans
 from lightning_megatp.pipeline.schedules.schedule import Schedule
 from lightning_megatp.pipeline.seeds import shared_seed
@@ -101,6 +102,7 @@ class Pipeline:
         self.loans = loans
         self.shared = SharedParameters(parallel, mesh, loans, shared)
         self.plans = Plans(parallel, slicer, mesh, loans, self.shared)
+        self.outputs = Outputs(mesh)
         self.stage_of_unit, self.compiled = stage_of_unit, compiled
         self.stage_parameters, self.touched = stage_parameters, touched
         self.factor = 1.0
@@ -164,11 +166,15 @@ class Pipeline:
         self._schedules.clear()
 
     def open(self) -> None:
-        """Stand in for those methods of the module that mean something else on several stages, until `close`."""
+        """Stand in for those methods of the module that mean something else on several stages, until `close`.
+
+        Communication: see `Outputs.look_at`.
+        """
         self.close()
         module = self.parallel.module
         self.logs.open()
         self.metrics.open()
+        self.outputs.look_at(self._trainer)
         after = list(hooks_after_steps(module))
         self._hooks = [Detour(module, hook.name, functools.partial(self._run_hook, hook)) for hook in after]
 
@@ -190,7 +196,8 @@ class Pipeline:
             batch: the same on all ranks of one copy of the model.
 
         Returns:
-            What the step returned for the batch: all of it on the last stage, the loss alone on the others.
+            What the step returned for the batch: all of it on the last stage, the loss alone on the others, unless a
+            callback asks for it.
         """
         if self.sharding is not None:
             self.sharding.begin()
@@ -210,17 +217,17 @@ class Pipeline:
             parameter.grad = gradient
         if self.sharding is not None:
             self.sharding.park()
-        if not run.returns_mappings:
-            return loss
-        return {**(run.merged_results() if run.returns_more else {}), "loss": loss}
+        more = self.outputs.sent("train", run.merged_results() if self.is_last else None) if self._returned else None
+        return {**(more or {}), "loss": loss} if more or run.returns_mappings else loss
 
     def evaluate(self, kind: str, step: Step, batch: Any) -> Any:
-        """Run the forward of a batch. What the step returned, on the last stage; None on the others."""
+        """Run the forward of a batch. What the step returned, on the last stage; on the others None, unless a callback
+        asks for it."""
         with contextlib.nullcontext() if self.sharding is None else self.sharding.evaluating():
             run = self._prepared(kind, step, batch, None)
             self._execute(run)
         self._conclude(run)
-        return run.merged_results() if self.is_last else None
+        return self.outputs.sent(kind, run.merged_results() if self.is_last else None) if self._returned else None
 
     def release(self, except_for: Collection[int] = ()) -> None:
         """Give the gradients of the last batch back to the parameters, in addition to what was accumulated before.

@@ -52,6 +52,66 @@ def approx(expected: Any, tolerance: float = 1e-9) -> Any:
     return pytest.approx(expected, abs=tolerance, rel=tolerance)
 
 
+# ---------------------------------------------------------------- callbacks that look
+
+
+class KeepsOutputs(Callback):
+    """Takes what steps return, as callbacks that log predictions do."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self.kept: dict[str, list[float]] = defaultdict(list)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.names.append(outputs["name"])
+        self._keep("train", outputs["loss"], outputs["hits"])
+
+    def on_validation_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *_: Any) -> None:
+        self._keep("validation", *outputs)
+
+    def on_predict_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *_: Any) -> None:
+        self._keep("predict", outputs.logits)
+
+    def _keep(self, kind: str, *values: Tensor) -> None:
+        self.kept[kind] += [float(x) for value in values for x in value.flatten()]
+
+
+@dataclasses.dataclass
+class Prediction:
+    logits: Tensor
+
+
+class ReturnsMore(GPT):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        hits = (self(batch[0]).argmax(-1) == batch[1]).any(1)
+        return {"loss": super().training_step(batch, batch_idx), "hits": hits, "name": f"batch {batch_idx}"}
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        return self(batch[0]), batch[1]
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return Prediction(self(batch[0]))
+
+
+def _kept(layout: Layout) -> tuple[list[str], dict[str, list[float]]]:
+    torch.manual_seed(3)
+    module, callback = ReturnsMore(GPTConfig(tied=False)), KeepsOutputs()
+    trainer = make_trainer(layout, callbacks=[callback])
+    trainer.fit(module, train_loader(layout, 2), eval_loader(layout, 2))
+    trainer.predict(module, eval_loader(layout, 2))
+    return callback.names, dict(callback.kept)
+
+
+@pytest.mark.parametrize("layout", [PP2, TP2_PP2], ids=str)
+def test_callbacks_get_outputs_on_all_stages(layout: Layout) -> None:
+    names, expected = run_program(PLAIN, _kept)[0]
+    assert names == ["batch 0", "batch 1"] and expected.keys() == {"train", "validation", "predict"}
+    for found_names, found in run_program(layout, _kept):
+        assert found_names == names and found.keys() == expected.keys()
+        for kind, values in expected.items():
+            assert found[kind] == approx(values), kind
+
+
 # ---------------------------------------------------------------- callbacks that decide
 
 

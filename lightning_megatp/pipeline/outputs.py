@@ -1,0 +1,64 @@
+"""What a step returned exists on the last stage. Callbacks that ask for it get it on the others, too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_megatp.data import SameBatch
+from lightning_megatp.gradients.whole_norms import is_users
+from lightning_megatp.mesh import ParallelMesh
+from lightning_megatp.messages import warn_once_per_run
+
+_HOOKS = {
+    "train": "on_train_batch_end",
+    "validate": "on_validation_batch_end",
+    "test": "on_test_batch_end",
+    "predict": "on_predict_batch_end",
+}
+
+
+class Outputs:
+    """Sends what steps returned to all stages, if some callback of the user's takes it in a hook.
+
+    Args:
+        mesh: pp > 1.
+    """
+
+    def __init__(self, mesh: ParallelMesh) -> None:
+        self._mesh = mesh
+        self._same = SameBatch(mesh.group("pp"), mesh.device, mesh.hosts("pp"))
+        self._same.checked = True  # the others come with nothing
+        self._asked: set[str] = set()
+
+    def look_at(self, trainer: Any) -> None:
+        """Find out which kinds of steps callbacks ask for. Every rank of the pipeline has to call it.
+
+        Communication: an all-reduce of four numbers over pp: some rank may have a callback of its own.
+        """
+        counts = torch.tensor([sum(is_users(x, hook) for x in trainer.callbacks) for hook in _HOOKS.values()])
+        dist.all_reduce(counts, op=dist.ReduceOp.MAX, group=self._mesh.hosts("pp"))
+        self._asked = {kind for kind, count in zip(_HOOKS, counts.tolist(), strict=True) if count}
+
+    def sent(self, kind: str, outputs: Any) -> Any:
+        """The last stage's outputs, on the others None if nobody asks.
+
+        Args:
+            kind: of step: train, validate, test or predict.
+            outputs: of the last stage; None on the others.
+
+        Communication: if a callback asks, that of `SameBatch` over pp: all bytes of the outputs.
+        """
+        if kind not in self._asked:
+            return outputs
+        try:
+            return self._same(outputs)
+        except TypeError:  # on all of them
+            warn_once_per_run(
+                f"what the step returns to `{_HOOKS[kind]}` of callbacks can't be pickled, and so not be sent: on other"
+                " pipeline stages than the last they get None, or the loss alone. Return tensors in dicts, tuples or"
+                " dataclasses."
+            )
+            return outputs
