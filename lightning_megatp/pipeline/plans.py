@@ -87,7 +87,7 @@ class Plans:
         """The plan of a kind of step, a signature, and the values that the step branches by."""
         checked = returning_a_loss(step) if key[0] == "train" else step
         made = self._made.setdefault(key, [])
-        plan = next((plan for plan in made if self._slicer.fits(plan, checked, microbatch, seed)), None)
+        plan = self._slicer.fitting(made, checked, microbatch, seed)
         if plan is None:
             new = self._new(key[0], checked, microbatch, is_first)
             made += new

@@ -504,6 +504,30 @@ def test_steps_that_branch_by_values_of_the_batch(layout: Layout) -> None:
         assert found == pytest.approx(losses, abs=1e-9)
 
 
+class Trims(GPT):
+    """Gets texts, and makes rows of them that are as long as the longest."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        rows = [torch.tensor([ord(letter) % 16 for letter in text]) for text in batch["text"]]
+        tokens_BL = nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=-100)
+        return nn.functional.cross_entropy(self(tokens_BL.clamp(0)).transpose(1, 2), tokens_BL)
+
+
+def _trimming(layout: Layout) -> list[float]:
+    torch.manual_seed(3)
+    losses = Losses()
+    texts = [{"text": "abcdefgh"[: 2 + 5 * i % 7], "row": i} for i in range(12)]
+    make_trainer(layout, max_epochs=1, callbacks=[losses]).fit(Trims(), DataLoader(texts, batch_size=4))
+    return losses.seen
+
+
+@pytest.mark.parametrize("layout", [Layout(pp=2, microbatches=4), Layout(tp=2, pp=2)], ids=str)
+def test_texts_of_different_lengths(layout: Layout) -> None:
+    (losses,) = run_program(PLAIN, _trimming)
+    for found in run_program(layout, _trimming):
+        assert found == pytest.approx(losses, abs=1e-9)
+
+
 class Detaches(GPT):
     """Trains its head alone, and a probe on the first block's output."""
 

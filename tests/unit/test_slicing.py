@@ -515,6 +515,43 @@ def test_a_step_may_branch_by_the_texts_of_rows() -> None:
     assert fits == [[True, False, True], [False, True, False]]
 
 
+def _of_lengths(module: GPT, batch: Any, how: str) -> Tensor:
+    """A loss of as many tokens as its values tell."""
+    ids, targets, *texts = batch
+    if how == "texts":
+        length = len(max(texts[0], key=len))
+    elif how == "number":
+        length = int(ids.max())
+    elif how == "slice":
+        return GPT.training_step(module, (ids[:, : ids.max()], targets[:, : ids.max()]))
+    elif how == "mask":
+        columns = (ids > 0).any(0)
+        return GPT.training_step(module, (ids[:, columns], targets[:, columns]))
+    else:
+        columns = torch.arange(ids.max())
+        return GPT.training_step(module, (ids[:, columns], targets[:, columns]))
+    return GPT.training_step(module, (ids[:, :length], targets[:, :length]))
+
+
+@pytest.mark.parametrize("how", ["texts", "number", "slice", "mask", "table"])
+def test_lengths_may_depend_on_values(how: str) -> None:
+    class Trimmed(GPT):
+        def training_step(self, batch: Any) -> Tensor:
+            return _of_lengths(self, batch, how)
+
+    module, (_, targets) = Trimmed(), tokens()
+    slicer = Slicer(module, assign(find_units(module), 2, {}, STAGES), 2)
+    counted = torch.arange(1, targets.shape[1] + 1).repeat(len(targets), 1)
+    batches: list[Any] = [(ids, targets) for ids in (counted, torch.where(counted > 3, 0, counted), counted)]
+    if how == "texts":
+        batches = [(*batch, ["a" * int(batch[0].max()), "b"]) for batch in batches]
+    assert len(set(slicer.signatures(batches))) == 1
+    plans = [slicer.plan(module.training_step, batch) for batch in batches[:2]]
+    with slicer.rehearsing():
+        fits = [[slicer.fits(plan, module.training_step, batch) for batch in batches] for plan in plans]
+    assert fits == [[True, False, True], [False, True, False]]
+
+
 # What can't be done is said.
 
 

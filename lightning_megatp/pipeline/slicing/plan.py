@@ -96,6 +96,8 @@ class Operation:
     """It reads nothing but shape and dtype of its tensors (`zeros_like`)."""
     recipe: str = ""
     """What it does to what: its plain arguments, and where its tensors come from. See `recipe_of`."""
+    given: tuple[Any, ...] = ()
+    """Shape and dtype of the tensors among its arguments; None for those that are no replicated values."""
 
 
 @dataclass(frozen=True)
@@ -201,7 +203,8 @@ class Instruction:
     targets: tuple[tuple[int, int], ...]
     """Not computed, and it returns what it would have changed in place: positions in its result and its arguments."""
     shared: bool
-    """Not computed, and its ghosts are returned as they are: nothing is received, nobody can change the structure."""
+    """Not computed, and its ghosts are returned as they are: nothing is received, nobody can change the structure, nor
+    asks what was given."""
     became: tuple[tuple[int, Key], ...]
     """Not computed, and changed what are relayed values since, by position among the tensors of its arguments."""
     kept: tuple[tuple[int, Key], ...]
@@ -265,7 +268,7 @@ def _instruct(op: Operation, stage: int | None, received: set[Key], sent: set[Ke
         special=needs_stand_ins or op.random or op.shape_only,
         received=returned,
         targets=() if computed else targets,
-        shared=not (computed or returned or targets) and _is_immutable(op.ghosts),
+        shared=not (computed or returned or targets or stage is None) and _is_immutable(op.ghosts),
         became=() if computed else chosen(op.changed, received),
         kept=chosen(enumerate(op.outputs), sent) if computed else (),
         kept_changed=chosen(op.changed, sent) if computed else (),

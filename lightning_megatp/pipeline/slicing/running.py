@@ -339,6 +339,8 @@ class Rehearsal(StageMode):
         super().__init__(plan, None, {}, seed, place)
         self._expected = [] if to_the_end else list(reversed(plan.early_reads))
         self.same_answers = False
+        self.found: tuple[int, Any] | None = None
+        """Which operation was given tensors of other shapes than planned, and of which."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -352,6 +354,25 @@ class Rehearsal(StageMode):
                 self.done = self.same_answers = True
                 raise StepEnded
         return out
+
+    def _compute(
+        self, instruction: Instruction, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        self._compare(instruction.operation, args, kwargs)
+        return super()._compute(instruction, function, args, kwargs)
+
+    def _skip(self, instruction: Instruction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._compare(instruction.operation, args, kwargs)
+        return super()._skip(instruction, args, kwargs)
+
+    def _compare(self, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """What is replicated has other shapes where they depend on values: other stages' results would, too."""
+        pairs = zip(tensors_in(args, kwargs), operation.given, strict=False)
+        given = tuple(None if planned is None else (tuple(x.shape), x.dtype) for x, planned in pairs)
+        if given != operation.given[: len(given)]:
+            self.found = self._index, given
+            self._error = SliceError(f"`{operation.name}` ({operation.where}) takes other shapes than planned.")
+            raise self._error
 
     def check(self, skipped: bool) -> None:
         """After the step, unless it saw the same."""

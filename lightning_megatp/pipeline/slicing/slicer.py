@@ -221,18 +221,34 @@ class Slicer:
         return StageRun((), result)
 
     def fits(self, plan: SlicePlan, step: Step, batch: Any, seed: int = 0) -> bool:
-        """Whether a plan of a batch's signature is that of its values, too: of a mask that hides nothing the step may
-        make none. So may it of texts, which are no part of a signature where each row has its own; and a table (cosines
-        of positions) it makes in one microbatch, and finds in the next. Found out by doing what is replicated, one
-        microbatch after the other; `rehearsing` removes the traces.
+        """Whether a plan of a batch's signature is that of its values, too: see `fitting`."""
+        return self.fitting([plan], step, batch, seed) is not None
+
+    def fitting(self, plans: Sequence[SlicePlan], step: Step, batch: Any, seed: int = 0) -> SlicePlan | None:
+        """The first plan of a batch's signature that is that of its values, too: of a mask that hides nothing the step
+        may make none, and by lengths it may cut its rows. So it may by texts, which are no part of a signature where
+        each row has its own; and a table (cosines of positions) it makes in one microbatch, and finds in the next.
+        Found out by doing what is replicated, one microbatch after the other; `rehearsing` removes the traces.
 
         Args:
             seed: as for `run`.
         """
-        to_the_end = plan.varies or self._follows or not self._tables.are_those_of(plan)
-        if not (plan.early_reads or to_the_end):
+        found: list[tuple[int, Any]] = []
+        for plan in plans:
+            if any(index >= len(plan.operations) or plan.operations[index].given != given for index, given in found):
+                continue  # up to there the step did what an earlier plan says
+            mode = Rehearsal(plan, seed, self._place, self._is_rehearsed_to_the_end(plan))
+            if self._fits(plan, mode, step, batch):
+                return plan
+            found += [mode.found] if mode.found is not None else []
+        return None
+
+    def _is_rehearsed_to_the_end(self, plan: SlicePlan) -> bool:
+        return plan.varies or self._follows or not self._tables.are_those_of(plan)
+
+    def _fits(self, plan: SlicePlan, mode: Rehearsal, step: Step, batch: Any) -> bool:
+        if not (plan.early_reads or self._is_rehearsed_to_the_end(plan)):
             return True
-        mode = Rehearsal(plan, seed, self._place, to_the_end)
         batch = copy.deepcopy(batch) if plan.changes_batch else batch
         before = Snapshot(self.module)
         self._before_rehearsals = self._before_rehearsals or before

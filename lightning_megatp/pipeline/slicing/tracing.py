@@ -28,6 +28,7 @@ from lightning_megatp.pipeline.slicing.operations import (
     NeedsValues,
     StepEnded,
     is_bookkeeping,
+    is_sized_by_values,
     random_states,
     sets_requires_grad,
     with_memory,
@@ -293,6 +294,7 @@ class Tracer(TorchFunctionMode):
         if functorch_is_active():
             return self._transformed(call)
         call.inputs = [self.find(x, call.by) for x in tensors_in(call.args, call.kwargs)]
+        call.given = tuple(self._given(value) for value in call.inputs)
         refuse_setting(call, lambda x: self.values.is_persistent(x) or id(x) in self.owners)
         if call.is_unit or call.opaque or any(self._is_without_data(value.tensor) for value in call.inputs):
             for value in call.inputs:
@@ -312,12 +314,20 @@ class Tracer(TorchFunctionMode):
                     self.values.use_origins(value, None)
             return out
         call.random = stage is None and random_states(call) != random_before
+        if stage is None and is_sized_by_values(call) and any(not value.constant for value in call.inputs):
+            self.reads.append(Read(len(self.operations), None))
         refuse_backwards(call, stage)
         self._regions.add(call, stage)
         if checkpoint_region() is not None:
             for value in call.inputs:
                 self.refuse_stand_in(value, stage, f"a tensor that {call.by} takes in an activation checkpoint")
         return self._record(call, stage, out, changed)
+
+    def _given(self, value: Value) -> Any:
+        """What an operation is to be given where stages depend on it: shape and dtype of a replicated value."""
+        x = value.tensor
+        apart = value.stage is not None or self.values.is_persistent(x) or id(x) in self.owners
+        return None if apart else (tuple(x.shape), x.dtype)
 
     def _transformed(self, call: Call) -> Any:
         """An operation under torch.func (`vmap`), of which the plan says nothing: each stage computes what it has all
@@ -453,6 +463,7 @@ class Tracer(TorchFunctionMode):
                 random=call.random,
                 shape_only=call.shape_only,
                 recipe=recipe,
+                given=call.given,
             )
         )
         return out
