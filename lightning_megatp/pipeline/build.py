@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -238,9 +239,19 @@ def used_beside(module: nn.Module, units: Sequence[str], example: Example | None
     device = next(tensors, torch.device("cpu"))
     for cut in (list(units), find_units(module)):  # blocks that can't be passed over, may be by parts
         found = _looked_at(module, cut, example, device) if cut else None
-        if found is not None:
-            return found.touched
+        if found is not None:  # of a step that ends by a value (a router's choice) the rest was not seen
+            return _with_siblings(module, found.touched) if found.idle else found.touched
     return set()
+
+
+def _with_siblings(module: nn.Module, names: Collection[str]) -> set[str]:
+    """Parameters, and those of the same name in other entries of their lists (`layers.0.gate`, `layers.1.gate`)."""
+
+    def pattern(name: str) -> str:
+        return re.sub(r"\.\d+\.", ".*.", name)
+
+    patterns = set(map(pattern, names))
+    return {name for name, _ in module.named_parameters() if pattern(name) in patterns}
 
 
 def _in_order(

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import copy
 import itertools
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
+from lightning_megatp.pipeline.build import used_beside
 from lightning_megatp.pipeline.slicing.order import units_of_step
 from lightning_megatp.pipeline.slicing.units import assign, find_units, frozen_twins
 from tests.pipeline_models import CASES, GPT, Block, tokens
@@ -146,6 +150,27 @@ def test_a_unit_of_which_only_a_parameter_is_used_is_where_that_is() -> None:
     found = units_of_step(module, find_units(module), module.training_step, tokens())
     assert found.order == ["tokens", "places", *(f"blocks.{i}" for i in range(4)), "norm", "head"]
     assert found.idle == {"places"}
+
+
+def test_weights_used_beside_their_layers_after_the_step_has_read_a_value_are_those_of_the_first_entry() -> None:
+    """Routers of mixtures of experts, whose choice the step goes on by."""
+
+    class Routed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.ModuleDict({"gate": nn.Linear(4, 4), "up": nn.Linear(4, 4)}) for _ in "ab")
+            self.head = nn.Linear(4, 4)
+
+        def step(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                choice = F.linear(x, layer["gate"].weight).argmax(-1)
+                x = layer["up"](x) * float(choice[0])
+            return self.head(x).sum()
+
+    module = Routed()
+    example: Any = SimpleNamespace(batch=torch.randn(2, 4), bare_step=module.step)
+    layers = [name for name, child in module.named_modules() if isinstance(child, nn.Linear)]
+    assert used_beside(module, layers, example) == {"layers.0.gate.weight", "layers.1.gate.weight"}
 
 
 def test_units_that_are_never_called_are_opened_where_their_parts_are() -> None:
