@@ -403,7 +403,8 @@ class ZeroSharding:
     def give_to(self, optimizers: Iterable[Optimizer]) -> None:
         """Let optimizers step the plain rows instead of the module's parameters, also those that a callback added."""
         for optimizer in optimizers:
-            replace_parameters(optimizer, self.parallel.held)
+            if any(isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"]):
+                replace_parameters(optimizer, self.parallel.held)
 
     def take_from(self, optimizer: Optimizer) -> None:
         """Let an optimizer have the module's parameters in place of the rows, until `give_to`."""
