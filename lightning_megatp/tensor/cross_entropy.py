@@ -51,8 +51,8 @@ def vocab_parallel_cross_entropy(
     Returns:
         What `F.cross_entropy` returns, the same on every tp rank: a scalar, or (...) with `reduction="none"`.
 
-    Communication: an all-gather of 3 N + 2 numbers of every rank (4 N + 2 with label smoothing), forward; none,
-        backward.
+    Communication: an all-gather of 3 N + 1 numbers of every rank (N more with label smoothing, one more with weights),
+        forward; none, backward.
     Source: Shoeybi et al. 2019, section 3; sums of exponentials beside each rank's own largest logit, put together
         afterwards, as Milakov and Gimelshein 2018 ("Online normalizer calculation for softmax") do for blocks; label
         smoothing as ATen's `cross_entropy_loss_label_smoothing`.
@@ -141,51 +141,60 @@ class _VocabParallelLoss(OwnFunction):
         n, v = logits_Nv.shape
         weight_V = None if weight_V is None else weight_V.to(dtype)
         weight_v = None if weight_V is None else _slice(weight_V, out_range)
-        column_N, owned_N = _columns(target_N, out_range)
+        column_N, elsewhere_N = _columns(target_N, out_range)
 
         # Each rank has its own largest: one message then does for all. It is finite where all of a slice is masked out.
         least = torch.finfo(dtype).min
         max_N = logits_Nv.amax(-1).to(dtype).clamp_(min=least) if v else logits_Nv.new_full((n,), least, dtype=dtype)
         shifted_Nv = logits_Nv - max_N[:, None]  # a new tensor, and promoted to float32 in the same kernel
-        picked_N = max_N.new_full((n,), _ELSEWHERE)
         if v:
-            picked_N = shifted_Nv.gather(1, column_N[:, None])[:, 0].masked_fill_(~owned_N, _ELSEWHERE)
+            picked_N = shifted_Nv.gather(1, column_N[:, None])[:, 0].masked_fill_(elsewhere_N, _ELSEWHERE)
+        else:
+            picked_N = max_N.new_full((n,), _ELSEWHERE)
         smooth_N = []
         if smoothing:
             smooth_N.append(shifted_Nv.sum(-1) if weight_v is None else shifted_Nv @ weight_v)
         exp_Nv = shifted_Nv.exp_()
         # The vocabulary's size travels along: no rank alone knows it, and float32 counts exactly to 16 million.
-        size = max_N.new_full((1,), v)
-        share = size if weight_v is None else weight_v.sum()[None]
-        found = _of_all(torch.cat([size, share, max_N, exp_Nv.sum(-1), picked_N, *smooth_N]), group)
-        max_rN, sum_rN, picked_rN, *smooth_rN = found[:, 2:].tensor_split(3 + len(smooth_N), 1)
-        vocab, total = found[:, :2].sum(0)
+        counts = [max_N.new_full((1,), v)]
+        if weight_v is not None:
+            counts.append(weight_v.sum()[None])
+        found = _of_all(torch.cat([max_N, exp_Nv.sum(-1), picked_N, *smooth_N, *counts]), group)
+        sizes = [n] * (3 + len(smooth_N)) + [1] * len(counts)
+        max_rN, sum_rN, picked_rN, *rest = found.split_with_sizes(sizes, 1)
+        vocab, total_r1 = rest[len(smooth_N)].sum(), rest[-1]
         below_rN = max_rN - max_rN.amax(0)
-        denominator_N = (sum_rN * below_rN.exp()).sum(0)
-        picked_N = (picked_rN + below_rN).where(picked_rN < _ELSEWHERE, 0).sum(0)
+        scale_rN = below_rN.exp()
+        denominator_N = (sum_rN * scale_rN).sum(0)
         log_denominator_N = denominator_N.log()
+        picked_N = (picked_rN + below_rN).where(picked_rN != _ELSEWHERE, 0).sum(0)
 
         kept_N = target_N != ignore_index
         legal_N = (target_N >= 0) & (target_N < vocab)
         if weight_V is not None:
             legal_N &= vocab == len(weight_V)
-        _check_classes(target_N, kept_N & ~legal_N, vocab, weight_V)
+        illegal_N = kept_N & ~legal_N
+        checked = _check_classes(target_N, illegal_N, vocab, weight_V)
         row_weight_N = kept_N.to(dtype)
         if weight_V is not None:
             row_weight_N = weight_V[target_N.where(kept_N & legal_N, 0)] * row_weight_N
 
-        loss_N = (1 - smoothing) * row_weight_N * (log_denominator_N - picked_N)
-        slope_N = (1 - smoothing) * row_weight_N  # of the loss in the log of the denominator
+        slope_N = (1 - smoothing) * row_weight_N if smoothing else row_weight_N  # of the loss in what is picked
+        loss_N = slope_N * (log_denominator_N - picked_N)
+        factor_N = slope_N  # of the loss in the log of the denominator
         if smoothing:
-            sum_N = (smooth_rN[0] + found[:, 1:2] * below_rN).sum(0)
+            total = total_r1.sum()
+            sum_N = (rest[0] + total_r1 * below_rN).sum(0)
             loss_N = loss_N + smoothing / vocab * (total * log_denominator_N - sum_N)
-            slope_N = slope_N + smoothing / vocab * total * kept_N
-        loss_N = loss_N.masked_fill(~kept_N, 0).masked_fill(kept_N & ~legal_N, torch.nan)
+            factor_N = slope_N + smoothing / vocab * total * kept_N
+        loss_N = loss_N.where(kept_N, 0)
+        if not checked:
+            loss_N = loss_N.masked_fill_(illegal_N, torch.nan)
 
         # The softmax is exp_Nv * rest_N. Backward multiplies each row by something anyway: no pass over all of it here.
-        rest_N = below_rN[group.rank()].exp() / denominator_N
+        rest_N = scale_rN[group.rank()] / denominator_N
         ctx.save_for_backward(
-            exp_Nv, slope_N * rest_N, (1 - smoothing) * row_weight_N * owned_N, column_N, kept_N, vocab, weight_v
+            exp_Nv, factor_N * rest_N, slope_N.masked_fill(elsewhere_N, 0), column_N, kept_N, vocab, weight_v
         )
         ctx.smoothing, ctx.dtype = smoothing, logits_Nv.dtype
         ctx.mark_non_differentiable(row_weight_N)
@@ -198,10 +207,10 @@ class _VocabParallelLoss(OwnFunction):
         if grad_N is None:
             return (None,) * 7
         exp_Nv, factor_N, picked_N, column_N, kept_N, vocab, weight_v = ctx.saved_tensors
-        grad_N = grad_N.masked_fill(~kept_N, 0)  # all ignored: the mean's gradient is inf, and theirs is still 0
+        grad_N = grad_N.where(kept_N, 0)  # all ignored: the mean's gradient is inf, and theirs is still 0
         grad_Nv = exp_Nv * (grad_N * factor_N)[:, None]  # new: the graph may be walked twice
         if grad_Nv.shape[1]:
-            grad_Nv.scatter_add_(1, column_N[:, None], -(grad_N * picked_N)[:, None])
+            grad_Nv.scatter_add_(1, column_N[:, None], (grad_N * picked_N).neg_()[:, None])
         if ctx.smoothing:
             smooth_N = grad_N * (ctx.smoothing / vocab)
             grad_Nv -= smooth_N[:, None] if weight_v is None else torch.outer(smooth_N, weight_v)
@@ -209,16 +218,20 @@ class _VocabParallelLoss(OwnFunction):
 
 
 def _columns(target_N: Tensor, out_range: Ranges) -> tuple[Tensor, Tensor]:
-    """The column of each target in this rank's slice (0 where another rank holds it), and whether it is held here."""
-    column_N = torch.zeros_like(target_N)
-    owned_N = torch.zeros_like(target_N, dtype=torch.bool)
+    """The column of each target in this rank's slice (any, where another rank holds it), and whether one does."""
+    column_N, elsewhere_N = torch.zeros_like(target_N), None
     offset = 0
     for start, stop in out_range:
-        inside_N = (target_N >= start) & (target_N < stop)
-        column_N = torch.where(inside_N, target_N - start + offset, column_N)
-        owned_N |= inside_N
-        offset += stop - start
-    return column_N, owned_N
+        if stop > start:
+            inside_N = target_N - (start - offset)
+            nearest_N = inside_N.clamp(offset, offset + stop - start - 1)
+            outside_N = inside_N != nearest_N
+            if elsewhere_N is None:
+                column_N, elsewhere_N = nearest_N, outside_N
+            else:
+                column_N, elsewhere_N = column_N.where(outside_N, nearest_N), elsewhere_N & outside_N
+            offset += stop - start
+    return column_N, torch.ones_like(target_N, dtype=torch.bool) if elsewhere_N is None else elsewhere_N
 
 
 def _slice(weight_V: Tensor, out_range: Ranges) -> Tensor:
@@ -249,14 +262,16 @@ def _check(logits: Tensor, target: Tensor, reduction: str, smoothing: float) -> 
         raise ValueError(f"vocab_parallel_cross_entropy: label_smoothing is {smoothing}. It must be between 0 and 1.")
 
 
-def _check_classes(target_N: Tensor, illegal_N: Tensor, vocab: Tensor, weight_V: Tensor | None) -> None:
+def _check_classes(target_N: Tensor, illegal_N: Tensor, vocab: Tensor, weight_V: Tensor | None) -> bool:
+    """Whether the host could look."""
     if target_N.device.type != "cpu" or is_fake(target_N):
-        return
+        return False
     if weight_V is not None and weight_V.shape != (int(vocab),):
         raise ValueError(
-            f"vocab_parallel_cross_entropy: weight has shape {tuple(weight_V.shape)}, the vocabulary {int(vocab)} "
-            "classes. Give one weight per class, all of them on every rank."
+            f"vocab_parallel_cross_entropy: weight has shape {tuple(weight_V.shape)}, the vocabulary"
+            f" {int(vocab)} classes. Give one weight per class, all of them on every rank."
         )
     if illegal_N.any():
         value = int(target_N[illegal_N][0])
         raise IndexError(f"vocab_parallel_cross_entropy: target {value} is out of bounds for {int(vocab)} classes.")
+    return True

@@ -273,13 +273,13 @@ class VocabParallelEmbedding(ParallelLayer, nn.Embedding):
     def _compute(self, x: Tensor) -> Tensor:
         rows = self.rows
         own = x - self.first
-        elsewhere = own != own.clamp(0, rows - 1)
-        # Ids of other ranks look up row 0 and are zeroed below; ids outside the vocabulary stay out of range here too,
-        # so that the lookup itself complains, as on one device.
+        index = own.clamp(0, rows - 1)
+        elsewhere = own != index
+        # Ids of other ranks look up some row and are zeroed below; ids outside the vocabulary stay out of range here
+        # too, so that the lookup itself complains, as on one device.
         unknown = x != x.clamp(0, self.num_embeddings - 1)
-        index = own.masked_fill(elsewhere, 0).masked_fill(unknown, rows)
-        y = F.embedding(index, self._own("weight", 0), self.local_padding)
-        return reduce_from_region(y.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.group, spend=True)
+        y = F.embedding(index.masked_fill_(unknown, rows), self._own("weight", 0), self.local_padding)
+        return reduce_from_region(y.masked_fill_(elsewhere.unsqueeze(-1), 0.0), self.group, spend=True)
 
 
 class HiddenParallelEmbedding(ParallelLayer, nn.Embedding):

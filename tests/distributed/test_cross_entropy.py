@@ -81,7 +81,7 @@ def test_inputs_untouched_graph_walkable_twice_and_attributes_set() -> None:
 def test_collectives() -> None:
     """One small all-gather forward, none backward, whatever the options."""
     for counts in run_ranks(2, _count_collectives):
-        numbers = {"plain": 6 * 3 + 2, "smoothed": 6 * 4 + 2, "no rows": 2}  # of each of two ranks
+        numbers = {"weighted": 6 * 3 + 2, "smoothed": 6 * 4 + 1, "no rows": 1}  # of each of two ranks
         assert counts == {"backward": {}} | {name: {"all-gather": 2 * 4 * n} for name, n in numbers.items()}
 
 
@@ -261,7 +261,7 @@ def _count_collectives(rank: int, world_size: int) -> dict[str, dict[str, int]]:
     head = _head(rank, [6, 5])
     logits, target = torch.randn(2, 3, VOCAB), torch.randint(VOCAB, (2, 3))
     mine = _slice(logits, head).requires_grad_()
-    with CollectiveCounter() as plain:
+    with CollectiveCounter() as weighted:
         vocab_parallel_cross_entropy(mine, target, head, weight=torch.rand(VOCAB))
     with CollectiveCounter() as smoothed:
         loss = vocab_parallel_cross_entropy(mine, target, head, label_smoothing=0.1)
@@ -270,7 +270,7 @@ def _count_collectives(rank: int, world_size: int) -> dict[str, dict[str, int]]:
     with CollectiveCounter() as no_rows:
         empty = vocab_parallel_cross_entropy(mine[:0], target[:0], head)
     assert empty.isnan()  # as F.cross_entropy
-    counters = {"plain": plain, "smoothed": smoothed, "backward": backward, "no rows": no_rows}
+    counters = {"weighted": weighted, "smoothed": smoothed, "backward": backward, "no rows": no_rows}
     assert all(counter.calls.keys() == counter.bytes.keys() for counter in counters.values())
     assert all(count == 1 for counter in counters.values() for count in counter.calls.values())
     return {name: dict(counter.bytes) for name, counter in counters.items()}
