@@ -24,6 +24,8 @@ STEPS = 12  # some preconditioners, and RAdam's rectification, only start after 
 TOLERANCE = 1e-5  # of the largest update in the same half: float64 leaves 1e-15, a float32 inside the optimizer 1e-7
 GradientMaker = Callable[[Tensor], Tensor]
 Run = TypeVar("Run")
+_Group = tuple[list[torch.nn.Parameter], dict[str, Any]]
+"""Of an optimizer: its parameters, and options."""
 
 
 def coupled_parameters(optimizer: Any, sharded: Iterable[Tensor] | None = None) -> dict[int, Tensor]:
@@ -49,7 +51,7 @@ def coupled_parameters(optimizer: Any, sharded: Iterable[Tensor] | None = None) 
     for case in _cases(optimizer, sharded):
         try:
             with _apart():
-                dim = _coupled_dim(optimizer, case.options, case.shape)
+                dim = _by_a_twin(functools.partial(_coupled_dim, optimizer), case)
         except _NoVerdict as reason:
             warnings.warn(
                 f"MegaTPStrategy: could not check whether {_name(optimizer)} is an element-wise optimizer: {reason}. If"
@@ -76,9 +78,8 @@ def check_tensorwise(optimizer: Any, coupled: Iterable[Tensor]) -> None:
     for case in _cases(optimizer, coupled):
         try:
             with _apart():
-                together, apart = (_tensors(optimizer, case, (20, 21), in_turns=turns) for turns in (False, True))
+                alike = _by_a_twin(functools.partial(_are_stepped_in_turns, optimizer), case)
             why = "it does not step each tensor by itself"
-            alike = _all_agree(together, apart)
         except (_NoVerdict, RuntimeError) as error:
             why, alike = str(error), False
         if not alike:
@@ -103,7 +104,7 @@ def check_by_tensor(optimizer: Any, pp: int) -> None:
     for case in _cases(optimizer, None):
         try:
             with _apart():
-                alike = _are_stepped_alone(optimizer, case)
+                alike = _by_a_twin(functools.partial(_are_stepped_alone, optimizer), case)
         except _NoVerdict as reason:
             warnings.warn(
                 f"MegaTPStrategy: could not check whether {_name(optimizer)} steps each tensor by itself: {reason}. If"
@@ -149,6 +150,8 @@ class _Case(NamedTuple):
     shape: tuple[int, ...]
     options: dict[str, Any]
     parameters: list[Tensor]
+    full: bool = False
+    """Whether its twin has as many groups and parameters as the optimizer, the others without a gradient."""
 
 
 def _cases(optimizer: Optimizer, sharded: Iterable[Tensor] | None) -> list[_Case]:
@@ -157,10 +160,7 @@ def _cases(optimizer: Optimizer, sharded: Iterable[Tensor] | None) -> list[_Case
     wanted = None if sharded is None else {id(parameter) for parameter in sharded}
     for group in optimizer.param_groups:
         parameters = [p for p in group["params"] if wanted is None or id(p) in wanted]
-        options = {key: plain(value) for key, value in group.items() if key not in ("params", "param_names")}
-        if options.get("lr") is not None:
-            # A warm-up may start at a learning rate of 0, where every optimizer is element-wise.
-            options["lr"] = max(options["lr"], options.get("initial_lr") or 0.0, 1e-3)
+        options = _options(group)
         for dims in sorted({min(p.dim(), 2) for p in parameters} - {0}, reverse=True):
             shape = (4, 6) if dims == 2 else (24,)
             case = cases.setdefault(f"{shape} {sorted(options.items())}", _Case(shape, options, []))
@@ -168,15 +168,35 @@ def _cases(optimizer: Optimizer, sharded: Iterable[Tensor] | None) -> list[_Case
     return list(cases.values())
 
 
-def _coupled_dim(optimizer: Optimizer, options: dict[str, Any], shape: tuple[int, ...]) -> int | None:
+def _options(group: dict[str, Any]) -> dict[str, Any]:
+    options = {key: plain(value) for key, value in group.items() if key not in ("params", "param_names")}
+    if options.get("lr") is not None:
+        # A warm-up may start at a learning rate of 0, where every optimizer is element-wise.
+        options["lr"] = max(options["lr"], options.get("initial_lr") or 0.0, 1e-3)
+    return options
+
+
+def _by_a_twin(verdict: Callable[[_Case], Run], case: _Case) -> Run:
+    """A verdict by twins of the parameters tried alone. Some optimizers keep something for each of their parameters
+    (a list of names) and fail with fewer: if there is none, by twins that have as many."""
+    try:
+        return verdict(case)
+    except _NoVerdict as reason:
+        try:
+            return verdict(case._replace(full=True))
+        except _NoVerdict:
+            raise reason from None
+
+
+def _coupled_dim(optimizer: Optimizer, case: _Case) -> int | None:
     """The dim along which halves are stepped differently from the whole, None if there is none."""
-    make_gradient, whole = _dense_or_sparse(lambda make: _trajectory(optimizer, options, shape, None, make))
+    make_gradient, whole = _dense_or_sparse(lambda make: _trajectory(optimizer, case, None, make))
     if not whole.diff(dim=0).any():
         raise _NoVerdict("the steps of a small twin changed nothing")
-    for dim in range(len(shape)):
-        halves = _trajectory(optimizer, options, shape, dim, make_gradient)
+    for dim in range(len(case.shape)):
+        halves = _trajectory(optimizer, case, dim, make_gradient)
         if not _agree(whole, halves, dim):
-            again = _trajectory(optimizer, options, shape, None, make_gradient, seed=1)
+            again = _trajectory(optimizer, case, None, make_gradient, seed=1)
             if not _agree(whole, again, dim):
                 raise _NoVerdict("its steps draw random numbers")
             return dim
@@ -194,6 +214,12 @@ def _are_stepped_alone(optimizer: Optimizer, case: _Case) -> bool:
     return False
 
 
+def _are_stepped_in_turns(optimizer: Optimizer, case: _Case) -> bool:
+    """Whether two tensors take the same steps in turns as together."""
+    together, apart = (_tensors(optimizer, case, (20, 21), in_turns=turns) for turns in (False, True))
+    return _all_agree(together, apart)
+
+
 def _dense_or_sparse(run: Callable[[GradientMaker], Run]) -> tuple[GradientMaker, Run]:
     """What an optimizer can be given."""
     errors = []
@@ -207,18 +233,17 @@ def _dense_or_sparse(run: Callable[[GradientMaker], Run]) -> tuple[GradientMaker
 
 def _trajectory(
     optimizer: Optimizer,
-    options: dict[str, Any],
-    shape: tuple[int, ...],
+    case: _Case,
     dim: int | None,
     make_gradient: GradientMaker,
     seed: int = 0,
 ) -> Tensor:
     """(steps + 1, *shape): a parameter as it is stepped whole (`dim` None), or as two halves along `dim`."""
-    start, gradients = _drawn(shape, 20)
+    start, gradients = _drawn(case.shape, 20)
     torch.default_generator.manual_seed(seed)  # torch.manual_seed would reseed the devices, too
     pieces = [start] if dim is None else list(start.chunk(2, dim))
     parameters = [torch.nn.Parameter(piece.clone()) for piece in pieces]
-    twins = [_twin(optimizer, options, [parameter]) for parameter in parameters]
+    twins = [_twin(optimizer, case, [parameter]) for parameter in parameters]
     states = [start]
     for gradient in gradients:
         for twin, parameter, piece in zip(
@@ -240,7 +265,7 @@ def _tensors(
     """Of a tensor for each seed (steps + 1, *shape), stepped together, or in turns."""
     starts, gradients = zip(*(_drawn(case.shape, seed) for seed in seeds), strict=True)
     parameters = [torch.nn.Parameter(start.clone()) for start in starts]
-    twin = _twin(optimizer, case.options, parameters)
+    twin = _twin(optimizer, case, parameters)
     states = [[start] for start in starts]
     for step in range(STEPS):
         again = _backward(parameters, [of_parameter[step] for of_parameter in gradients], make_gradient)
@@ -292,37 +317,55 @@ def _all_agree(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
     return all(_agree(a, b, 0) for a, b in zip(some, others, strict=True))
 
 
-def _twin(optimizer: Optimizer, options: dict[str, Any], parameters: list[torch.nn.Parameter]) -> Optimizer:
-    """An optimizer of the same class and options, of one group; by its constructor, else by its attributes."""
+def _twin(optimizer: Optimizer, case: _Case, parameters: list[torch.nn.Parameter]) -> Optimizer:
+    """An optimizer of the same class and options; by its constructor, else by its attributes."""
     errors = []
     for build in (_construct, _copy):
         try:
-            return build(optimizer, options, parameters)
+            return build(optimizer, _groups(optimizer, case, parameters))
         except Exception as error:  # any class of any library: whatever it raises is the reason
             errors.append(f"{type(error).__name__}: {error}")
     raise _NoVerdict(f"no small twin of it could be built ({'; '.join(errors)})")
 
 
-def _construct(optimizer: Optimizer, options: dict[str, Any], parameters: list[torch.nn.Parameter]) -> Optimizer:
+def _groups(optimizer: Optimizer, case: _Case, parameters: list[torch.nn.Parameter]) -> list[_Group]:
+    """Of a twin, the one with `parameters` among them: members, and options."""
+    if not case.full:
+        return [(parameters, case.options)]
+    groups = []
+    for group in optimizer.param_groups:
+        members = parameters if any(p is case.parameters[0] for p in group["params"]) else []
+        others = range(len(group["params"]) - len(members))
+        fillers = [torch.nn.Parameter(torch.zeros(1, dtype=torch.float64)) for _ in others]
+        groups.append(([*members, *fillers], _options(group)))
+    return groups
+
+
+def _construct(optimizer: Optimizer, groups: list[_Group]) -> Optimizer:
     signature = inspect.signature(type(optimizer)).parameters
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in signature.values())
     # An argument is kept in the group or, by convention, as an attribute of the same name.
-    known = {**_attributes(optimizer), **options}
+    known = {**_attributes(optimizer), **groups[0][1]}
     chosen = {k: v for k, v in known.items() if k in signature or (takes_any and k in optimizer.defaults)}
-    twin = type(optimizer)(parameters, **(chosen | _switched_off(chosen)))
+    members = groups[0][0] if len(groups) == 1 else [{"params": own} for own, _ in groups]
+    twin = type(optimizer)(members, **(chosen | _switched_off(chosen)))
     twin.__dict__.update(_attributes(optimizer))
-    for group in twin.param_groups:
+    for group, (_, options) in zip(twin.param_groups, groups, strict=True):
         group.update(options | _switched_off(options))  # what a group has beside what the constructor takes
     return twin
 
 
-def _copy(optimizer: Optimizer, options: dict[str, Any], parameters: list[torch.nn.Parameter]) -> Optimizer:
+def _copy(optimizer: Optimizer, groups: list[_Group]) -> Optimizer:
     twin: Optimizer = object.__new__(type(optimizer))
     strange = [key for key, value in own_attributes(optimizer).items() if not is_plain(value)]
     if strange:
         raise TypeError(f"its attributes {strange} can't be copied")
     twin.__dict__.update(_attributes(optimizer))
-    Optimizer.__init__(twin, [{"params": parameters, **options, **_switched_off(options)}], dict(optimizer.defaults))
+    Optimizer.__init__(
+        twin,
+        [{"params": own, **options, **_switched_off(options)} for own, options in groups],
+        dict(optimizer.defaults),
+    )
     return twin
 
 

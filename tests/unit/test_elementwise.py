@@ -281,6 +281,41 @@ class Estimating(Shared):
                 p.sub_(group["lr"] * p.grad / p.grad.norm())
 
 
+class Named(Lamb):
+    """Keeps a name for each of its parameters, and steps them stacked."""
+
+    def __init__(self, params: Any, names: list[list[str]], by_norm: bool, lr: float = 0.1) -> None:
+        super().__init__(params, lr=lr)
+        self.names, self.by_norm = names, by_norm
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group, names in zip(self.param_groups, self.names, strict=True):
+            assert len(group["params"]) == len(names)
+            for shape in {p.shape for p in group["params"]}:
+                alike = [p for p in group["params"] if p.shape == shape]
+                gradient = torch.stack([torch.zeros_like(p) if p.grad is None else p.grad for p in alike])
+                size = torch.stack([p.norm() for p in alike]) if self.by_norm else torch.ones(len(alike))
+                for p, g, factor in zip(alike, gradient, size, strict=True):
+                    p.sub_(group["lr"] * factor * g.sign())
+
+
+@pytest.mark.parametrize("by_norm", [False, True])
+def test_something_kept_for_each_parameter(by_norm: bool) -> None:
+    weights = [_weight(), _weight(), _weight(6), _weight(4, 6), _weight()]
+    groups = [{"params": weights[:3]}, {"params": weights[3:], "lr": 0.2}]
+    optimizer = Named(groups, [["a", "b", "c"], ["d", "e"]], by_norm)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert len(coupled_parameters(optimizer)) == 5 * by_norm
+        check_by_tensor(optimizer, 2)
+    if by_norm:
+        with pytest.raises(
+            ValueError, match=r"Named is not element-wise.*whole tensors in turn: a step of a small twin"
+        ):
+            check_tensorwise(optimizer, weights)
+
+
 @pytest.mark.parametrize("make", [Lamb, torch.optim.Adafactor, torch.optim.Muon, Counting])
 def test_tensors_can_be_stepped_in_turns(make: Callable[..., Optimizer]) -> None:
     optimizer = make([_weight(), _weight(4, 6)])
