@@ -515,6 +515,18 @@ def test_a_step_may_branch_by_the_texts_of_rows() -> None:
     assert fits == [[True, False, True], [False, True, False]]
 
 
+_COLUMNS: dict[str, Callable[[Tensor], Tensor]] = {
+    "mask": lambda ids: (ids > 0).any(0),
+    "table": lambda ids: torch.arange(ids.max()),
+    "part of a table": lambda ids: torch.arange(99)[: ids.max()],
+    "new": lambda ids: ids.new_ones(ids.max()).cumsum(0) - 1,
+    "expanded": lambda ids: torch.ones(1, dtype=torch.int64).expand(ids.max()).cumsum(0) - 1,
+    "counts": lambda ids: ids.flatten().bincount()[1:].clamp(1, 1).cumsum(0) - 1,
+    "classes": lambda ids: F.one_hot(ids)[0, 0, 1:].clamp(1, 1).cumsum(0) - 1,
+}
+"""Of ids, as many as the largest of them."""
+
+
 def _of_lengths(module: GPT, batch: Any, how: str) -> Tensor:
     """A loss of as many tokens as its values tell."""
     ids, targets, *texts = batch
@@ -524,16 +536,13 @@ def _of_lengths(module: GPT, batch: Any, how: str) -> Tensor:
         length = int(ids.max())
     elif how == "slice":
         return GPT.training_step(module, (ids[:, : ids.max()], targets[:, : ids.max()]))
-    elif how == "mask":
-        columns = (ids > 0).any(0)
-        return GPT.training_step(module, (ids[:, columns], targets[:, columns]))
     else:
-        columns = torch.arange(ids.max())
+        columns = _COLUMNS[how](ids)
         return GPT.training_step(module, (ids[:, columns], targets[:, columns]))
     return GPT.training_step(module, (ids[:, :length], targets[:, :length]))
 
 
-@pytest.mark.parametrize("how", ["texts", "number", "slice", "mask", "table"])
+@pytest.mark.parametrize("how", ["texts", "number", "slice", *_COLUMNS])
 def test_lengths_may_depend_on_values(how: str) -> None:
     class Trimmed(GPT):
         def training_step(self, batch: Any) -> Tensor:

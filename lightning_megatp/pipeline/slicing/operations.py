@@ -94,25 +94,6 @@ def random_states(call: Call) -> list[bytes]:
     return [bytes(g.get_state().numpy()) for g in generators_of(call.args, call.kwargs)]
 
 
-def is_sized_by_values(call: Call) -> bool:
-    """Whether the shape of what an operation returns depends on values of its tensors, which nobody sees it read."""
-    if call.name == "__getitem__":
-        index = call.args[1] if isinstance(call.args[1], tuple) else (call.args[1],)
-        return any(tensors_in(x.start, x.stop) if isinstance(x, slice) else _is_mask(x) for x in index)
-    if call.name in ("where", "repeat_interleave"):
-        return len(call.args) + len(call.kwargs) == 1 or (call.name != "where" and len(call.inputs) > 1)
-    return call.name in _SIZED_BY_VALUES
-
-
-def _is_mask(x: Any) -> bool:
-    return isinstance(x, torch.Tensor) and x.dtype in (torch.bool, torch.uint8)
-
-
-_SIZED_BY_VALUES = operation_names(
-    "nonzero argwhere masked_select unique unique_consecutive arange zeros ones empty rand randn randint narrow"
-)
-"""Those that make tensors take sizes that are tensors, too."""
-
 EFFECTS = operation_names("register_hook retain_grad register_post_accumulate_grad_hook")
 """They return no tensor, but do something for good."""
 

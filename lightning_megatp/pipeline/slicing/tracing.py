@@ -28,7 +28,6 @@ from lightning_megatp.pipeline.slicing.operations import (
     NeedsValues,
     StepEnded,
     is_bookkeeping,
-    is_sized_by_values,
     random_states,
     sets_requires_grad,
     with_memory,
@@ -263,6 +262,9 @@ class Tracer(TorchFunctionMode):
         if name in HOST_READS:
             raise NeedsValues("it reads a value on the host")
         args, kwargs = tree_map(lambda x: self.values.fake(x) if isinstance(x, Tensor) else x, (args, kwargs))
+        return self._on_fakes(name, function, args, kwargs)
+
+    def _on_fakes(self, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
             with self.fake_mode:
                 return function(*args, **kwargs)
@@ -314,7 +316,7 @@ class Tracer(TorchFunctionMode):
                     self.values.use_origins(value, None)
             return out
         call.random = stage is None and random_states(call) != random_before
-        if stage is None and is_sized_by_values(call) and any(not value.constant for value in call.inputs):
+        if stage is None and not call.opaque and tensors_in(out) and self._is_sized_by_values(call):
             self.reads.append(Read(len(self.operations), None))
         refuse_backwards(call, stage)
         self._regions.add(call, stage)
@@ -403,6 +405,24 @@ class Tracer(TorchFunctionMode):
         if call.name in SHAPE_ONLY:
             return []
         return call.inputs[:1] if call.name in LIKE_ANOTHER and isinstance(call.args[0], Tensor) else call.inputs
+
+    def _is_sized_by_values(self, call: Call) -> bool:
+        """Whether the shape of what a replicated operation returns may depend on values of the batch, which nobody sees
+        it read (a mask as index, a tensor as bound or size): it can't be done on tensors without data."""
+        leaves = tree_leaves((call.args, call.kwargs))
+        bounds = [b for x in leaves if isinstance(x, slice) for b in tensors_in(x.start, x.stop)]
+        if all(value.constant for value in [*call.inputs, *(self.find(x, call.by) for x in bounds)]):
+            return False
+        try:
+            with self.fake_mode, torch.no_grad():
+                args, kwargs = tree_map(lambda x: _empty(x) if isinstance(x, Tensor) else x, (call.args, call.kwargs))
+            with torch.no_grad():
+                self._on_fakes(call.name, call.function, args, kwargs)
+        except NeedsValues:
+            return True
+        except Exception:
+            return False  # these share no memory, and may have other shapes by now: it was done on the real ones
+        return False
 
     def _look_inside(self, call: Call, stage: int | None) -> tuple[int | None, Any]:
         self._inside = inside = Inside(self, call)
@@ -515,3 +535,7 @@ class Tracer(TorchFunctionMode):
         if stage is not None and id(value.tensor) in self.owners and value.key is None:
             self.owners[id(value.tensor)].add(stage)
             self.touched.setdefault(id(value.tensor), len(self.operations))
+
+
+def _empty(x: Tensor) -> Tensor:
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
