@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torchmetrics import Metric
 
+from lightning_megatp.shim.torch import is_fake
 from lightning_megatp.shim.torchmetrics import batch_value, set_batch_value
 
 
@@ -86,6 +87,13 @@ class Logs:
 
     def __call__(self, name: str, value: Any, *args: Any, **options: Any) -> None:
         options |= dict(zip(_POSITIONAL, args, strict=False))
+        if isinstance(value, Tensor) and is_fake(value):
+            raise RuntimeError(
+                f"MegaTPStrategy: self.log({name!r}, ...) was given a value without data: it is made of parameters or"
+                " buffers of another pipeline stage, which this rank does not have. Outside of steps a rank reads those"
+                " of its own stages; log it in the step (`training_step`, `validation_step`), which is given the"
+                " others', too."
+            )
         if self._calls is None or not _loggable(value):
             self._log(name, value, **options)  # what can't be logged is refused in Lightning's own words
             return

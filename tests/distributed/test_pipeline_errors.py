@@ -340,6 +340,16 @@ ERRORS: dict[str, tuple[type[Base], list[str]]] = {
 }
 
 
+class LogsOthers(GPT):
+    """Logs a weight's norm in a hook, which all stages run."""
+
+    def __init__(self) -> None:
+        super().__init__(GPTConfig(tied=False, layers=4))
+
+    def on_train_epoch_end(self) -> None:
+        self.log("norm", self.tok.weight.norm())
+
+
 def _fit(rank: int, world_size: int, name: str) -> None:
     kind = {
         "leaves": LeavesThePlan,
@@ -350,6 +360,7 @@ def _fit(rank: int, world_size: int, name: str) -> None:
         "freezes": Freezes,
         "unfreezes": Unfreezes,
         "finds nothing": FindsNothing,
+        "logs others": LogsOthers,
     }.get(name) or ERRORS[name][0]
     from lightning_megatp import MegaTPStrategy
 
@@ -385,6 +396,7 @@ def test_what_can_not_be_done_raises_on_every_rank(name: str) -> None:
         ("unfreezes", "frozen or unfrozen since"),
         ("no loss", "instead of a loss"),
         ("finds nothing", "StopIteration"),
+        ("logs others", "self.log('norm', ...) was given a value without data"),
         ("penalty", "`abs`"),
         ("penalty later", "`abs`"),
     ],
