@@ -858,21 +858,61 @@ def test_values_may_decide_what_is_taken_of_an_early_one() -> None:
             forward(pipe, batch, batch_idx=batch_idx)
 
 
-def test_shapes_inside_of_an_early_unit_may_depend_on_values() -> None:
-    """It is taken to return what blocks return, hidden states; the run holds it to that."""
+class Selecting(Block):
+    """Reads values inside, for what it returns or for its shape."""
 
-    class Selecting(Block):
-        rows = 3
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
 
-        def forward(self, x_BLD: Tensor) -> Tensor:
-            return self.up(x_BLD[x_BLD.sum(-1) > 0].mean(0)).sum(-1) * x_BLD[: self.rows]
+    def forward(self, x_BLD: Tensor) -> Any:
+        chosen_BL = x_BLD.sum(-1) > 0
+        if self.how == "fewer":
+            return self.up(x_BLD[chosen_BL].mean(0)).sum(-1) * x_BLD[:2]
+        if self.how == "those":
+            return self.up(x_BLD[chosen_BL].mean(0)).sum(-1) * x_BLD[:, chosen_BL.all(0)]
+        if self.how == "a number":
+            return super().forward(x_BLD) * float(x_BLD[chosen_BL].mean())
+        out_BLD = torch.zeros_like(x_BLD)
+        for mask_BL in (chosen_BL, ~chosen_BL):
+            if mask_BL.any():
+                out_BLD[mask_BL] += super().forward(x_BLD[mask_BL])
+        if self.how == "changed in place":
+            return out_BLD
+        rows, columns = torch.where(chosen_BL)
+        return out_BLD.index_put((rows, columns), x_BLD[rows, columns]), self.up(x_BLD[rows, columns]).pow(2).mean()
 
+
+class Routed(GPT):
+    """The first block is a mixture of experts; what it returns beside hidden states is part of the loss."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.blocks[0] = Selecting(how)
+
+    def training_step(self, batch: Any, batch_idx: int = 0) -> Any:
+        x, *aux = out if isinstance(out := self.blocks[0](self.embed(batch[0])), tuple) else (out,)
+        for block in list(self.blocks)[1:]:
+            x = block(x)
+        return self.head(self.norm(x)).pow(2).mean() + sum(aux)
+
+
+@pytest.mark.parametrize("how", ["a pair", "changed in place", "fewer", "a number"])
+def test_values_may_be_read_inside_of_an_early_unit(how: str) -> None:
+    """What it returns is found out with made-up ones, or taken to be hidden states; the run holds it to that."""
     torch.manual_seed(0)
-    module, batch = GPT().double(), tokens()
-    module.blocks[0] = Selecting().double()
-    pipe = pipeline(module, batch, 2)
-    torch.testing.assert_close(forward(pipe, batch)[-1][1].result, module.training_step(batch))
-    Selecting.rows = 2
+    module, batch = Routed(how).double(), tokens()
+    pipe, whole = pipeline(module, batch, 2), copy.deepcopy(module)
+    loss = whole.training_step(batch)
+    loss.backward()
+    runs = forward(pipe, batch)
+    backward(pipe, runs)
+    assert_same(whole, pipe, runs[-1][1].result, loss)
+
+
+def test_shapes_of_what_an_early_unit_returns_may_not_depend_on_values() -> None:
+    torch.manual_seed(0)
+    module, batch = Routed("those").double(), tokens()
     with pytest.raises(SliceError, match=r"`blocks.[01]`.*on pipeline stage 0 made .*; planned was"):
         forward(pipeline(module, batch, 2), batch)
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from lightning_megatp.pipeline.slicing.operations import Call
+from lightning_megatp.pipeline.slicing.operations import HOST_READS, Call, NeedsValues
 from lightning_megatp.pipeline.slicing.plan import SliceError, tensors_in
 from lightning_megatp.pipeline.slicing.values import Value
-from lightning_megatp.shim.torch import tensor_version
+from lightning_megatp.shim.torch import tensor_version, tree_map
 from lightning_megatp.tensor.functions import operation_name
 
 if TYPE_CHECKING:
@@ -33,6 +34,9 @@ class Inside(TorchFunctionMode):
         self._stages: set[int] = set()
         self.made: dict[int, Tensor] = {}
         """What the operations inside returned: kept, so that no other tensor gets the id."""
+        self.missed: NeedsValues | None = None
+        """Why results inside had to be made up."""
+        self._answers = 0
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -43,7 +47,13 @@ class Inside(TorchFunctionMode):
         name = operation_name(func)
         shown = [x for x in tensors if not self._is_own(x)]
         before = [self._version(x) for x in shown]
-        out = self._tracer.evaluate(name, func, args, kwargs or {})
+        try:
+            out = self._tracer.evaluate(name, func, args, kwargs or {})
+        except NeedsValues as error:
+            if not self._call.is_unit or self._call.collects:
+                raise
+            self.missed = self.missed or error
+            out = self._made_up(name, func, args, kwargs or {})
         if [self._version(x) for x in shown] != before:
             raise SliceError(
                 f"`{name}` in {self._call.by} changes a tensor in place that is neither the module's own nor an"
@@ -78,6 +88,41 @@ class Inside(TorchFunctionMode):
         read = [value.stage for value in self._call.inputs if value.stage is not None]
         return max([*self._stages, *read], default=stage)
 
+    def _made_up(self, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A result where values are needed (which tokens an expert gets): that of ones. What a unit returns rarely
+        depends on it, and the run compares.
+
+        Raises:
+            NeedsValues: a number is read; or a loop waits for another answer.
+        """
+        assert self.missed is not None
+        self._answers += 1
+        if (name in HOST_READS and name != "__bool__") or self._answers > _MOST_ANSWERS:
+            raise self.missed
+        if name == "__bool__":
+            return True
+        ones = {id(x): torch.ones(x.shape, dtype=x.dtype, device=x.device) for x in tensors_in(args, kwargs)}
+        with torch.no_grad():
+            given = tree_map(lambda x: ones[id(x)] if isinstance(x, Tensor) else x, (args, kwargs))
+            out = function(*given[0], **given[1])
+        learning = [x for x in tensors_in(args, kwargs) if x.requires_grad and torch.is_grad_enabled()]
+        became = {}
+        for x in tensors_in(args, kwargs):
+            if tensor_version(ones[id(x)]):
+                became[id(ones[id(x)])] = self._change(self._tracer.values.fake(x), learning)
+        return tree_map(lambda y: became.get(id(y), self._like(y, learning)) if isinstance(y, Tensor) else y, out)
+
+    def _like(self, x: Tensor, learning: Sequence[Tensor]) -> Tensor:
+        with self._tracer.fake_mode:
+            made = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+            learns = bool(learning) and (made.is_floating_point() or made.is_complex())
+            return made.requires_grad_().clone() if learns else made  # no leaf: it may be changed in place
+
+    def _change(self, x: Tensor, learning: Sequence[Tensor]) -> Tensor:
+        """In place, by values that learn."""
+        with self._tracer.fake_mode:
+            return x.add_(sum(0 * self._tracer.values.fake(y).sum() for y in learning)) if learning else x.zero_()
+
     def _is_own(self, x: Tensor) -> bool:
         return self._tracer.owners.get(id(x)) == {self._call.unit_stage}
 
@@ -105,3 +150,7 @@ class Inside(TorchFunctionMode):
     def _add_input(self, value: Value) -> None:
         self._call.inputs.append(value)
         self._inputs.add(id(value.tensor))
+
+
+_MOST_ANSWERS = 1000
+"""Of made-up ones in one unit: `while mask.any()` would not end."""

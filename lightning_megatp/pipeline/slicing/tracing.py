@@ -377,8 +377,7 @@ class Tracer(TorchFunctionMode):
                 return stage, self.evaluate(call.name, call.function, call.args, call.kwargs)
         except NeedsValues as error:
             if call.is_unit and (guess := self._guess(call)) is not None:
-                self.guessed = True
-                self.misled = self.misled or f"{call.by} has shapes that depend on values, so its result was guessed"
+                self._say_guessed(call)
                 return stage, guess
             if stage == self.last_stage:
                 for value in dict.fromkeys([*call.inputs, *self.values.early_numbers(stage)]):
@@ -429,15 +428,25 @@ class Tracer(TorchFunctionMode):
         try:
             with inside, modules_convert_without_data():
                 out = call.function(*call.args, **call.kwargs)
+        except Exception as error:
+            if inside.missed is None or isinstance(error, SliceError):
+                raise
+            raise inside.missed from error  # made-up results led it astray
         finally:
             self._inside = None
+        if inside.missed is not None:
+            self._say_guessed(call)
         stage = inside.find_stage(stage)
         self._inner.update((key, (x, stage, call.by)) for key, x in inside.made.items())
         return stage, out
 
+    def _say_guessed(self, call: Call) -> None:
+        self.guessed = True
+        self.misled = self.misled or f"{call.by} has shapes that depend on values, so its result was guessed"
+
     def _guess(self, call: Call) -> Tensor | None:
-        """The result of a unit inside of which shapes depend on values (a mixture of experts): what blocks return,
-        hidden states like those they take. The run compares it with what the unit really returns."""
+        """The result of a unit inside of which values are read (a mixture of experts): what blocks return, hidden
+        states like those they take. The run compares it with what the unit really returns."""
         if call.collects:
             return None
         hidden = next((value.fake for value in call.inputs if value.tensor.is_floating_point()), None)
