@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 
 from lightning_megatp.pipeline.slicing.operations import HOST_READS, Call, NeedsValues
@@ -50,8 +51,9 @@ class Inside(TorchFunctionMode):
         try:
             out = self._tracer.evaluate(name, func, args, kwargs or {})
         except NeedsValues as error:
-            if not self._call.is_unit or self._call.collects:
-                raise
+            packed = name == "_pack_padded_sequence" or any(isinstance(x, PackedSequence) for x in self._call.args)
+            if not self._call.is_unit or self._call.collects or packed:
+                raise  # lengths of one would tell another length of what is padded again
             self.missed = self.missed or error
             out = self._made_up(name, func, args, kwargs or {})
         if [self._version(x) for x in shown] != before:
