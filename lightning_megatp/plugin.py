@@ -33,8 +33,9 @@ from lightning_megatp.tensor.conv1d import column_kind, row_kind
 from lightning_megatp.tensor.convolution import convolution_kind
 from lightning_megatp.tensor.experts import expert_kind
 from lightning_megatp.tensor.layers import HiddenParallelEmbedding, ParallelLayer, VocabParallelEmbedding
+from lightning_megatp.tensor.loading import load_whole_values
 from lightning_megatp.tensor.outside import LayerParameters
-from lightning_megatp.tensor.parameters import load_whole_values, shard_
+from lightning_megatp.tensor.parameters import shard_
 from lightning_megatp.tensor.sequence import SequenceLayout, SequenceShard
 from lightning_megatp.tensor.shards import Shard, gathered
 

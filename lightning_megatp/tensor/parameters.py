@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from lightning_megatp.plan.ranges import Ranges
-from lightning_megatp.plan.shard import ShardedTensorSpec, ShardSpec
+from lightning_megatp.plan.shard import ShardedTensorSpec
 from lightning_megatp.tensor.collectives import gather_ranges, take_ranges
 from lightning_megatp.tensor.functions import OwnFunction
 
@@ -51,44 +50,6 @@ def whole_values(split: Sequence[tuple[Tensor, ShardedTensorSpec]], group: dist.
         for (parameter, spec), shard in zip(split, shards, strict=True):
             shard.copy_(spec.spec(group.rank()).take(parameter.data))
             parameter.data = shard
-
-
-def load_whole_values(module: nn.Module, own_spec: Callable[[Tensor], ShardSpec | None]) -> None:
-    """Let `load_state_dict` of a split module, and of its parts, take whole values too: of these, this rank's.
-
-    Args:
-        own_spec: parameter -> what this rank owns of it; None for all of it.
-    """
-    for child in module.modules():
-        parameters = child.named_parameters(recurse=False)
-        specs = {leaf: spec for leaf, parameter in parameters if (spec := own_spec(parameter)) is not None}
-        if specs:
-            child.register_load_state_dict_pre_hook(functools.partial(_take_loaded, specs))
-
-
-def _take_loaded(
-    specs: Mapping[str, ShardSpec],
-    module: nn.Module,
-    state_dict: dict[str, Any],
-    prefix: str,
-    metadata: Any,
-    strict: bool,
-    missing: list[str],
-    unexpected: Sequence[str],
-    errors: list[str],
-) -> None:
-    for leaf, parameter in module.named_parameters(recurse=False):
-        name, spec = prefix + leaf, specs.get(leaf)
-        given = state_dict.get(name)
-        if spec is None or parameter.shape != spec.local_shape or not isinstance(given, Tensor):
-            continue
-        if given.shape == spec.shape:
-            state_dict[name] = spec.take(given)
-        elif given.shape != spec.local_shape:
-            errors.append(
-                f"size mismatch for {name}: {tuple(given.shape)} was given, the whole model has {spec.shape}."
-            )
-            state_dict[name] = parameter.detach()  # torch would compare with the shape of this rank's part
 
 
 def gather_parameter(parameter: Tensor, spec: ShardedTensorSpec, group: dist.ProcessGroup) -> Tensor:

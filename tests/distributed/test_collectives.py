@@ -21,6 +21,7 @@ from lightning_megatp.plan.ranges import length, shard_ranges, split_evenly
 from lightning_megatp.plan.shard import ShardedTensorSpec
 from lightning_megatp.tensor import collectives as c
 from lightning_megatp.tensor import parameters
+from lightning_megatp.tensor.loading import load_whole_values
 from tests.ranks import run_ranks
 
 Group = dist.ProcessGroup
@@ -356,7 +357,7 @@ def _shards(rank: int, world_size: int) -> None:
         assert torch.equal(c.gather_ranges(parameter.detach(), dist.group.WORLD, dim, spec.by_rank), full)
 
         module = nn.ParameterDict({"w": parameter})
-        parameters.load_whole_values(module, {parameter: spec.spec(rank)}.get)
+        load_whole_values(module, {parameter: spec.spec(rank)}.get)
         module.load_state_dict({"w": 2 * full})
         assert torch.equal(parameter, spec.spec(rank).take(2 * full)), "of whole values, this rank's"
         module.load_state_dict({"w": 3 * spec.spec(rank).take(full)})
@@ -438,7 +439,7 @@ def test_no_function_is_left_out() -> None:
     }
     tested = {name.split()[0] for name in CASES} | {
         "all_reduce", "all_gather", "reduce_scatter", "take_ranges", "gather_ranges", "canonical_order",
-        "sequence_sizes", "shard_", "gather_shards", "whole_values", "load_whole_values", "take_own", "from_host",
+        "sequence_sizes", "shard_", "gather_shards", "whole_values", "take_own", "from_host",
         "Pending", "begin_all_reduce", "begin_all_gather", "begin_reduce_scatter",  # by way of those above
     }  # fmt: skip
     assert public <= tested

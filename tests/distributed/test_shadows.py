@@ -281,6 +281,36 @@ class Normalizes(Lit):
         self.log("val", self.loss(ids) + head.sum() + up.abs().sum())
 
 
+class Loads(Lit):
+    """Loads an average, kept as a state dict, when the first batch is validated, and what was there in a hook."""
+
+    def __init__(self) -> None:
+        super().__init__("list")
+        self.kept: dict[str, Tensor] | None = None
+
+    def on_fit_start(self) -> None:
+        self.average = {name: x.detach().clone() for name, x in self.net.state_dict().items()}
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        super().on_train_batch_end(*args)
+        for name, x in self.net.state_dict().items():
+            self.average[name].lerp_(x, 0.1)
+
+    def on_validation_epoch_start(self) -> None:
+        pass
+
+    def validation_step(self, ids: Tensor, batch_idx: int) -> None:
+        if self.kept is None:
+            self.kept = {name: x.detach().clone() for name, x in self.net.state_dict().items()}
+            self.net.load_state_dict(self.average)
+        self.log("val", self.loss(ids))
+
+    def on_validation_epoch_end(self) -> None:
+        assert self.kept is not None
+        self.net.load_state_dict(self.kept)
+        self.kept = None
+
+
 class Factors(LightningModule):
     """Of users and films, of which the first few have data: some ranks' rows never change."""
 
@@ -536,13 +566,18 @@ def test_hooks_of_the_optimization_find_parts(hook: str, layout: str, tmp_path: 
     assert_same(found["state_dict"], expected["state_dict"])
 
 
-def fit_normalizing(rank: int, world_size: int, layout: dict[str, Any], folder: str) -> tuple[list[float], float]:
+IN_STEPS: dict[str, Any] = {"changes copies": lambda: Normalizes("list"), "loads": Loads}
+
+
+def fit_in_steps(rank: int, world_size: int, habit: str, layout: dict[str, Any], folder: str) -> Any:
     torch.manual_seed(0)
-    return fit(rank, world_size, "list", layout, folder, False, Normalizes("list"))
+    return fit(rank, world_size, "list", layout, folder, False, IN_STEPS[habit]())
 
 
-def test_a_step_may_change_copies_of_weights(tmp_path: Path) -> None:
-    losses, val = run_reference(fit_normalizing, 0, 1, {}, str(tmp_path))
-    for found, found_val in run_ranks(2, fit_normalizing, LAYOUTS["tp2"], str(tmp_path)):
+@pytest.mark.parametrize("habit", IN_STEPS)
+def test_what_validation_steps_do_with_weights(habit: str, tmp_path: Path) -> None:
+    """They change copies of them; they load an average, and a hook what was there before."""
+    losses, val = run_reference(fit_in_steps, 0, 1, habit, {}, str(tmp_path))
+    for found, found_val in run_ranks(2, fit_in_steps, habit, LAYOUTS["tp2"], str(tmp_path)):
         assert found == pytest.approx(losses, rel=1e-9)
         assert found_val == pytest.approx(val, rel=1e-9)
