@@ -10,7 +10,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_megatp.gradients.rows import DividedParameter
 from lightning_megatp.shim.torch import storage_id
-from lightning_megatp.tensor.functions import asks_gradient, gradient_in_step, is_in_place, operation_name
+from lightning_megatp.tensor.functions import asks_gradient, check_caller, gradient_in_step, is_in_place, operation_name
 
 
 def lost_change(name: str) -> str:
@@ -39,6 +39,7 @@ class WriteWatch(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        check_caller(func)
         if args and type(args[0]) in (Tensor, nn.Parameter) and is_in_place(operation_name(func)):
             name = self._names.get(storage_id(args[0]))
             if name is not None and operation_name(func) != "requires_grad_":

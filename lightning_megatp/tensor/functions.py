@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
+from torch.overrides import handle_torch_function
 
 from lightning_megatp.shim.autograd import DirectFunction
 
@@ -41,6 +42,28 @@ def asks_gradient(func: Callable[..., Any], args: Sequence[Any]) -> bool:
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(_THIS_PACKAGE):
         frame = frame.f_back
     return not frame.f_globals.get("__name__", "").startswith(_READ_GRADIENTS)
+
+
+def check_caller(func: Callable[..., Any]) -> None:
+    """Called first of all by a `__torch_function__` that looks at a user's operations. A function copied from torch
+    under another name hands over to torch's own where somebody looks, and only there.
+
+    Raises:
+        RuntimeError: that is how `func` comes to be called.
+    """
+    handing = sys._getframe(2)
+    caller = handing.f_back
+    if handing.f_code is not handle_torch_function.__code__ or caller is None:
+        return
+    own = (getattr(func, "__module__", None) or "torch", caller.f_globals.get("__name__", ""))
+    if own[0].split(".")[0] != "torch" or own[1].split(".")[0] in ("torch", _THIS_PACKAGE):
+        return
+    name, code = operation_name(func), caller.f_code
+    raise RuntimeError(
+        f"MegaTPStrategy: `{code.co_name}` ({code.co_filename}:{caller.f_lineno}) gives `handle_torch_function` torch's"
+        f" `{name}`, which would take its place here; on one device it computes by itself. Delete its lines with"
+        " `has_torch_function`, or give its own name there."
+    )
 
 
 def gradient_in_step(name: str, why: str) -> str:

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_megatp.shim.torch import is_fake, tree_leaves
 from lightning_megatp.tensor.context import TensorContext
-from lightning_megatp.tensor.functions import operation_name, operation_names
+from lightning_megatp.tensor.functions import check_caller, operation_name, operation_names
 from lightning_megatp.tensor.lineage import enters_region
 
 
@@ -33,6 +33,7 @@ class RandomWatch(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        check_caller(func)
         kwargs = kwargs or {}
         context = self.context
         if context.open_region is not None and not context.open_region.tracked and context.user_code:

@@ -14,7 +14,7 @@ from lightning_megatp.pipeline.slicing.operations import HOST_READS, Call, Needs
 from lightning_megatp.pipeline.slicing.plan import SliceError, tensors_in
 from lightning_megatp.pipeline.slicing.values import Value
 from lightning_megatp.shim.torch import tensor_version, tree_map
-from lightning_megatp.tensor.functions import operation_name
+from lightning_megatp.tensor.functions import check_caller, operation_name
 
 if TYPE_CHECKING:
     from lightning_megatp.pipeline.slicing.tracing import Tracer
@@ -42,6 +42,7 @@ class Inside(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        check_caller(func)
         tensors = [x for x in tensors_in(args, kwargs) if id(x) not in self._inputs and id(x) not in self.made]
         for x in tensors:
             self._read_besides(x)

@@ -50,7 +50,7 @@ from lightning_megatp.shim.torch import (
     tree_leaves,
     tree_map,
 )
-from lightning_megatp.tensor.functions import operation_name
+from lightning_megatp.tensor.functions import check_caller, operation_name
 
 
 class Tracer(TorchFunctionMode):
@@ -111,6 +111,7 @@ class Tracer(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        check_caller(func)
         if func is torch.Tensor.__iter__:
             return iter(self.__torch_function__(torch.Tensor.unbind, types, args))
         return self._trace(Call(func, operation_name(func), func, args, kwargs or {}))
