@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.ranks import RankError, pools, run_ranks, run_reference
+from tests.ranks import NOT_CONNECTED, RankError, pools, run_ranks, run_reference
 
 
 def _sum(rank: int, world_size: int, offset: float) -> float:
@@ -34,6 +35,15 @@ def _die_on(rank: int, world_size: int, culprit: int) -> None:
 def _hang_on(rank: int, world_size: int, culprit: int) -> None:
     if rank == culprit:
         threading.Event().wait()
+
+
+def _not_connected(rank: int, world_size: int, seen: str, times: int) -> int:
+    if rank == 1:
+        Path(seen).write_text(Path(seen).read_text() + "x")
+        if len(Path(seen).read_text()) <= times:
+            raise RuntimeError(f"{NOT_CONNECTED} with [...] Connection closed by peer")
+    dist.barrier()
+    return os.getpid()
 
 
 def _import_package() -> None:
@@ -84,6 +94,16 @@ def test_a_rank_that_never_ends_is_stopped() -> None:
         run_ranks(2, _hang_on, 1, timeout=1.0)
     assert "_hang_on" in error.value.failures[0].traceback, "the place where it hangs"
     assert run_ranks(2, _sum, 0.0) == [1.0, 1.0]
+
+
+def test_where_gloo_does_not_connect_ranks_others_try_once_more(tmp_path: Path) -> None:
+    (tmp_path / "seen").write_text("")
+    before = run_ranks(2, _not_connected, str(tmp_path / "seen"), 0)
+    with pytest.warns(UserWarning, match=f"{NOT_CONNECTED}.*; once more"):
+        assert set(run_ranks(2, _not_connected, str(tmp_path / "seen"), 2)).isdisjoint(before)
+    (tmp_path / "seen").write_text("")
+    with pytest.warns(UserWarning, match="once more"), pytest.raises(RankError, match=NOT_CONNECTED):
+        run_ranks(2, _not_connected, str(tmp_path / "seen"), 2)
 
 
 def test_the_reference_process_refuses_the_package() -> None:
