@@ -162,7 +162,7 @@ class _VocabParallelLoss(OwnFunction):
         found = _of_all(torch.cat([max_N, exp_Nv.sum(-1), picked_N, *smooth_N, *counts]), group)
         sizes = [n] * (3 + len(smooth_N)) + [1] * len(counts)
         max_rN, sum_rN, picked_rN, *rest = found.split_with_sizes(sizes, 1)
-        vocab, total_r1 = rest[len(smooth_N)].sum(), rest[-1]
+        vocab, total_r1 = rest[len(smooth_N)].sum(), rest[-1]  # without weights each class counts 1
         below_rN = max_rN - max_rN.amax(0)
         scale_rN = below_rN.exp()
         denominator_N = (sum_rN * scale_rN).sum(0)
@@ -189,7 +189,7 @@ class _VocabParallelLoss(OwnFunction):
             factor_N = slope_N + smoothing / vocab * total * kept_N
         loss_N = loss_N.where(kept_N, 0)
         if not checked:
-            loss_N = loss_N.masked_fill_(illegal_N, torch.nan)
+            loss_N.masked_fill_(illegal_N, torch.nan)
 
         # The softmax is exp_Nv * rest_N. Backward multiplies each row by something anyway: no pass over all of it here.
         rest_N = scale_rN[group.rank()] / denominator_N
@@ -219,19 +219,18 @@ class _VocabParallelLoss(OwnFunction):
 
 def _columns(target_N: Tensor, out_range: Ranges) -> tuple[Tensor, Tensor]:
     """The column of each target in this rank's slice (any, where another rank holds it), and whether one does."""
-    column_N, elsewhere_N = torch.zeros_like(target_N), None
-    offset = 0
+    found, offset = None, 0
     for start, stop in out_range:
-        if stop > start:
-            inside_N = target_N - (start - offset)
-            nearest_N = inside_N.clamp(offset, offset + stop - start - 1)
-            outside_N = inside_N != nearest_N
-            if elsewhere_N is None:
-                column_N, elsewhere_N = nearest_N, outside_N
-            else:
-                column_N, elsewhere_N = column_N.where(outside_N, nearest_N), elsewhere_N & outside_N
-            offset += stop - start
-    return column_N, torch.ones_like(target_N, dtype=torch.bool) if elsewhere_N is None else elsewhere_N
+        if stop == start:
+            continue
+        own_N = target_N - (start - offset)
+        column_N = own_N.clamp(offset, offset + stop - start - 1)
+        elsewhere_N = own_N != column_N
+        if found is not None:
+            column_N, elsewhere_N = found[0].where(elsewhere_N, column_N), found[1] & elsewhere_N
+        found = column_N, elsewhere_N
+        offset += stop - start
+    return found or (torch.zeros_like(target_N), torch.ones_like(target_N, dtype=torch.bool))
 
 
 def _slice(weight_V: Tensor, out_range: Ranges) -> Tensor:
