@@ -314,8 +314,9 @@ def _check_what_is_sent() -> None:
         return send_checked
 
     for name in ("all_reduce", "broadcast", "reduce", "send", "recv", "isend", "irecv", "all_to_all_single"):
-        for module in (distributed_c10d, dist):
-            setattr(module, name, checked(getattr(module, name)))
+        send = checked(getattr(dist, name))
+        for module in (distributed_c10d, dist):  # the same in both: `dist.P2POp` asks whether it is
+            setattr(module, name, send)
 
 
 def _join_store() -> Any:
