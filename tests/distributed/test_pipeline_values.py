@@ -507,24 +507,47 @@ def test_steps_that_branch_by_values_of_the_batch(layout: Layout) -> None:
 class Trims(GPT):
     """Gets texts, and makes rows of them that are as long as the longest."""
 
+    stages: Any = None
+
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         rows = [torch.tensor([ord(letter) % 16 for letter in text]) for text in batch["text"]]
         tokens_BL = nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=-100)
         return nn.functional.cross_entropy(self(tokens_BL.clamp(0)).transpose(1, 2), tokens_BL)
 
 
-def _trimming(layout: Layout) -> list[float]:
+class CutsLater(Trims):
+    """The same of rows that are all as long, behind the first block."""
+
+    stages = (("tok", "pos", "blocks.0"), ("blocks.[1-9]", "norm", "head"))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        tokens_BL = torch.full((len(batch["text"]), 8), -100)
+        for row_L, text in zip(tokens_BL, batch["text"], strict=True):
+            row_L[: len(text)] = torch.tensor([ord(letter) % 16 for letter in text])
+        most = (tokens_BL >= 0).sum(1).max()
+        x_BLD = self.blocks[0](self.tok(tokens_BL.clamp(0)))[:, :most]
+        for block in self.blocks[1:]:
+            x_BLD = block(x_BLD)
+        return nn.functional.cross_entropy(self.head(self.norm(x_BLD)).transpose(1, 2), tokens_BL[:, :most])
+
+
+def _trimming(layout: Layout, kind: type[Trims]) -> list[float]:
     torch.manual_seed(3)
     losses = Losses()
     texts = [{"text": "abcdefgh"[: 2 + 5 * i % 7], "row": i} for i in range(12)]
-    make_trainer(layout, max_epochs=1, callbacks=[losses]).fit(Trims(), DataLoader(texts, batch_size=4))
+    trainer = make_trainer(layout, max_epochs=1, callbacks=[losses], strategy={"stages": kind.stages})
+    trainer.fit(kind(), DataLoader(texts, batch_size=4))
     return losses.seen
 
 
-@pytest.mark.parametrize("layout", [Layout(pp=2, microbatches=4), Layout(tp=2, pp=2)], ids=str)
-def test_texts_of_different_lengths(layout: Layout) -> None:
-    (losses,) = run_program(PLAIN, _trimming)
-    for found in run_program(layout, _trimming):
+@pytest.mark.parametrize(
+    ("layout", "kind"),
+    [(Layout(pp=2, microbatches=4), Trims), (Layout(tp=2, pp=2), Trims), (Layout(pp=2, microbatches=4), CutsLater)],
+    ids=str,
+)
+def test_texts_of_different_lengths(layout: Layout, kind: type[Trims]) -> None:
+    (losses,) = run_program(PLAIN, _trimming, kind)
+    for found in run_program(layout, _trimming, kind):
         assert found == pytest.approx(losses, abs=1e-9)
 
 

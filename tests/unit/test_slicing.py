@@ -536,13 +536,19 @@ def _of_lengths(module: GPT, batch: Any, how: str) -> Tensor:
         length = int(ids.max())
     elif how == "slice":
         return GPT.training_step(module, (ids[:, : ids.max()], targets[:, : ids.max()]))
+    elif "hidden" in how:
+        x = module.blocks[1](module.blocks[0](module.tokens(ids)))
+        most = ids.max()
+        x = x + x[:, most - 1, None] if how == "one hidden" else x[:, : most if how == "hidden" else int(most)]
+        x = module.head(module.norm(module.blocks[3](module.blocks[2](x))))
+        return F.cross_entropy(x.flatten(0, 1), targets[:, : x.shape[1]].flatten())
     else:
         columns = _COLUMNS[how](ids)
         return GPT.training_step(module, (ids[:, columns], targets[:, columns]))
     return GPT.training_step(module, (ids[:, :length], targets[:, :length]))
 
 
-@pytest.mark.parametrize("how", ["texts", "number", "slice", *_COLUMNS])
+@pytest.mark.parametrize("how", ["texts", "number", "slice", "hidden", "number of hidden", *_COLUMNS])
 def test_lengths_may_depend_on_values(how: str) -> None:
     class Trimmed(GPT):
         def training_step(self, batch: Any) -> Tensor:
@@ -556,9 +562,23 @@ def test_lengths_may_depend_on_values(how: str) -> None:
         batches = [(*batch, ["a" * int(batch[0].max()), "b"]) for batch in batches]
     assert len(set(slicer.signatures(batches))) == 1
     plans = [slicer.plan(module.training_step, batch) for batch in batches[:2]]
+    assert not any(plan.ended for plan in plans)
     with slicer.rehearsing():
         fits = [[slicer.fits(plan, module.training_step, batch) for batch in batches] for plan in plans]
     assert fits == [[True, False, True], [False, True, False]]
+
+
+@pytest.mark.parametrize("how", ["hidden", "number of hidden", "one hidden"])
+def test_an_earlier_stages_value_may_be_cut_by_a_tensor(how: str) -> None:
+    class Trimmed(GPT):
+        def training_step(self, batch: Any) -> Tensor:
+            return _of_lengths(self, batch, how)
+
+    module, (ids, targets) = Trimmed(), tokens()
+    batch = ids.clamp(max=5), targets
+    pipe = pipeline(module, batch, 2)
+    assert pipe.stages["blocks.1"] == 0 and pipe.stages["blocks.2"] == 1
+    check(pipe, module, batch)
 
 
 # What can't be done is said.

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from lightning_megatp.pipeline.slicing.plan import tensors_in
 from lightning_megatp.pipeline.slicing.values import Value
@@ -80,6 +81,32 @@ def with_memory(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) if is_fake(x) else x
 
     return tree_map(allocate, (args, kwargs))
+
+
+def cut_by_numbers(
+    function: Callable[..., Any], args: tuple[Any, ...], read: Callable[[Tensor], int]
+) -> tuple[Any, ...]:
+    """The arguments of an index into a ghost, with numbers in place of the replicated tensors that are read as such
+    (`h[:, :n]`): without data it can't be done otherwise.
+
+    Args:
+        read: gives the number, and sees to it that this counts as a look at values.
+    """
+    if function not in _INDEXING or not is_fake(args[0]):
+        return args
+
+    def number(x: Any) -> Any:
+        if type(x) is slice:
+            return slice(number(x.start), number(x.stop), number(x.step))
+        is_number = isinstance(x, Tensor) and x.dim() == 0 and x.dtype in _INTEGERS and not is_fake(x)
+        return read(x) if is_number else x
+
+    first, index, *rest = args
+    return first, tuple(map(number, index)) if type(index) is tuple else number(index), *rest
+
+
+_INDEXING = frozenset([Tensor.__getitem__, Tensor.__setitem__])
+_INTEGERS = frozenset([torch.int8, torch.int16, torch.int32, torch.int64])
 
 
 def generators_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Generator]:

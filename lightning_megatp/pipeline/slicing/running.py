@@ -21,6 +21,7 @@ from lightning_megatp.pipeline.slicing.collected import with_collected
 from lightning_megatp.pipeline.slicing.operations import (
     HOST_READS,
     StepEnded,
+    cut_by_numbers,
     generators_of,
     is_bookkeeping,
     with_memory,
@@ -30,7 +31,7 @@ from lightning_megatp.pipeline.slicing.plan import Instruction, Key, Operation, 
 from lightning_megatp.pipeline.slicing.refusals import gradient_read
 from lightning_megatp.pipeline.slicing.weights import TargetCount
 from lightning_megatp.shim.autograd import functorch_is_active
-from lightning_megatp.shim.torch import WithoutMode, is_fake, tensor_version, tree_map
+from lightning_megatp.shim.torch import WithoutMode, is_fake, tensor_version, tree_leaves, tree_map
 from lightning_megatp.tensor.deferred import DeferredWeights
 from lightning_megatp.tensor.functions import asks_gradient, operation_name
 
@@ -345,6 +346,7 @@ class Rehearsal(StageMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        args = cut_by_numbers(func, args, lambda x: self.__torch_function__(torch.Tensor.__index__, types, (x,)))
         out = super().__torch_function__(func, types, args, kwargs)
         if self._expected and func in self._not_operations and operation_name(func) in HOST_READS:
             expected = self._expected.pop()
@@ -363,7 +365,23 @@ class Rehearsal(StageMode):
 
     def _skip(self, instruction: Instruction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._compare(instruction.operation, args, kwargs)
+        self._compare_made(instruction.operation, args, kwargs)
         return super()._skip(instruction, args, kwargs)
+
+    def _compare_made(self, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Numbers may tell the shape of what another stage makes of its values (`h[:, :n]`)."""
+        ghosts, own = tensors_in(operation.ghosts), isinstance(operation.what, (str, type)) or operation.changed
+        if own or not ghosts or not any(isinstance(x, (int, slice)) for x in tree_leaves((args, kwargs))):
+            return
+        fake = ghosts[0].fake_mode.from_tensor  # type: ignore[attr-defined]
+        args, kwargs = tree_map(lambda x: fake(x) if isinstance(x, Tensor) and not is_fake(x) else x, (args, kwargs))
+        try:
+            made = tensors_in(operation.what(*args, **kwargs))
+        except Exception:
+            return  # where it runs it will fail, too
+        if [x.shape for x in made] != [x.shape for x in ghosts]:
+            self._error = SliceError(f"`{operation.name}` ({operation.where}) makes other shapes than planned.")
+            raise self._error
 
     def _compare(self, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """What is replicated has other shapes where they depend on values: other stages' results would, too."""

@@ -27,6 +27,7 @@ from lightning_megatp.pipeline.slicing.operations import (
     Call,
     NeedsValues,
     StepEnded,
+    cut_by_numbers,
     is_bookkeeping,
     random_states,
     sets_requires_grad,
@@ -114,6 +115,7 @@ class Tracer(TorchFunctionMode):
         check_caller(func)
         if func is torch.Tensor.__iter__:
             return iter(self.__torch_function__(torch.Tensor.unbind, types, args))
+        args = cut_by_numbers(func, args, lambda x: self.__torch_function__(torch.Tensor.__index__, types, (x,)))
         return self._trace(Call(func, operation_name(func), func, args, kwargs or {}))
 
     def unit(
