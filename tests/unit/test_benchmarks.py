@@ -9,6 +9,7 @@ import os
 import random
 import statistics
 from collections.abc import Callable
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -16,7 +17,7 @@ import torch
 from torch.autograd import DeviceType
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.benchmarks import alone, gpu
+from tests.benchmarks import alone, data, gpu, optimizer, pipeline, single, tensor
 from tests.benchmarks.layer import LayerSize, Ours, Plain
 from tests.benchmarks.models import Size
 from tests.benchmarks.ratios import OURS, Figure, Ratio, Row, check_losses, compare, interval
@@ -117,6 +118,24 @@ def _gradients(rank: int, world_size: int, sequence: bool, poison: bool) -> list
         y = ours.forward()
         ours.backward(y)
         return [y.detach(), *(x.grad.clone() for x in (ours.x, *ours.model.parameters()))]
+
+
+TINY = Size("small", d=16, ffn=32, heads=4, layers=2, rows=2, length=4, rounds=1, steps=1)
+COMPARISONS: dict[str, tuple[int, Callable[..., Any], tuple[Any, ...]]] = {
+    "tensor": (2, tensor.measure, (TINY, True)),
+    "pipeline": (2, pipeline.measure, (TINY, 2)),
+    "zero=0": (2, data.measure, (TINY, 0)),
+    "zero=3": (2, data.measure, (TINY, 3)),
+    "single": (1, single.measure, (TINY,)),
+    **{f"optimizer {kind}": (2, optimizer.measure, (4, 8, kind, 1)) for kind in optimizer.KINDS},
+}
+
+
+@pytest.mark.parametrize("what", COMPARISONS)
+def test_all_that_is_compared_runs(what: str) -> None:
+    ranks, measure, args = COMPARISONS[what]
+    for taken in run_ranks(ranks, measure, *args):
+        assert len(taken) > 1 and all(len(each.seconds) == 1 for each in taken.values())
 
 
 @pytest.mark.parametrize("sequence", [True, False])
