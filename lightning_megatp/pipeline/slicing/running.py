@@ -374,9 +374,12 @@ class Rehearsal(StageMode):
         if own or not ghosts or not any(isinstance(x, (int, slice)) for x in tree_leaves((args, kwargs))):
             return
         fake = ghosts[0].fake_mode.from_tensor  # type: ignore[attr-defined]
-        args, kwargs = tree_map(lambda x: fake(x) if isinstance(x, Tensor) and not is_fake(x) else x, (args, kwargs))
         try:
-            made = tensors_in(operation.what(*args, **kwargs))
+            with torch.no_grad():
+                given = tree_map(
+                    lambda x: x if not isinstance(x, Tensor) else x.detach() if is_fake(x) else fake(x), (args, kwargs)
+                )
+                made = tensors_in(operation.what(*given[0], **given[1]))
         except Exception:
             return  # where it runs it will fail, too
         if [x.shape for x in made] != [x.shape for x in ghosts]:
