@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar, cast
@@ -387,7 +388,8 @@ def _step(twin: Optimizer, backward: Callable[[], None] | None = None) -> None:
         else:
             twin.step()
     except Exception as error:
-        raise _NoVerdict(f"a step of a small twin failed ({type(error).__name__}: {error})") from error
+        why = str(error) or traceback.extract_tb(error.__traceback__)[-1].line  # of an `assert`, itself
+        raise _NoVerdict(f"a step of a small twin failed ({type(error).__name__}: {why})") from error
 
 
 def _backward(

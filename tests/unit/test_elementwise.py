@@ -201,6 +201,11 @@ def _by_norm(gradient: Tensor) -> Tensor:
     return gradient / gradient.norm()
 
 
+class Silent(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        raise NotImplementedError
+
+
 class Failing(torch.optim.SGD):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         raise RuntimeError("only on a full moon")
@@ -455,6 +460,10 @@ def test_a_patched_step_and_hooks_stay_out_of_a_copied_twin() -> None:
     [
         (lambda: NeedsModel(nn.Linear(2, 2)), r"no small twin of it could be built .*its attributes \['model'\]"),
         (lambda: Failing([_weight()]), "a step of a small twin failed .*RuntimeError: only on a full moon"),
+        (
+            lambda: Silent([_weight()]),
+            r"a step of a small twin failed \(NotImplementedError: raise NotImplementedError\)",
+        ),
         (lambda: Noisy([_weight()]), "its steps draw random numbers"),
         (lambda: torch.optim.SGD([_weight()], lr=0.1, weight_decay=0.0), None),
     ],
