@@ -144,6 +144,13 @@ def is_fake(x: object) -> bool:
     return isinstance(x, FakeTensor)
 
 
+def fake_beside(ghost: Tensor, x: Tensor) -> Tensor:
+    """A tensor without data like x, that operations may take together with a ghost: `FakeTensor.fake_mode`, torch 2.11
+    to 2.13, made it."""
+    made: Tensor = x.detach() if is_fake(x) else ghost.fake_mode.from_tensor(x)  # type: ignore[attr-defined]
+    return made
+
+
 def is_parameter_view(x: Tensor) -> bool:
     """Whether this is a view of a leaf that collects a gradient; views have no public way to their base (2.11-2.13)."""
     base = x._base

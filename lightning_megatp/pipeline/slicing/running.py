@@ -31,7 +31,7 @@ from lightning_megatp.pipeline.slicing.plan import Instruction, Key, Operation, 
 from lightning_megatp.pipeline.slicing.refusals import gradient_read
 from lightning_megatp.pipeline.slicing.weights import TargetCount
 from lightning_megatp.shim.autograd import functorch_is_active
-from lightning_megatp.shim.torch import WithoutMode, is_fake, tensor_version, tree_leaves, tree_map
+from lightning_megatp.shim.torch import WithoutMode, fake_beside, is_fake, tensor_version, tree_leaves, tree_map
 from lightning_megatp.tensor.deferred import DeferredWeights
 from lightning_megatp.tensor.functions import asks_gradient, operation_name
 
@@ -370,15 +370,13 @@ class Rehearsal(StageMode):
 
     def _compare_made(self, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Numbers may tell the shape of what another stage makes of its values (`h[:, :n]`)."""
-        ghosts, own = tensors_in(operation.ghosts), isinstance(operation.what, (str, type)) or operation.changed
-        if own or not ghosts or not any(isinstance(x, (int, slice)) for x in tree_leaves((args, kwargs))):
+        ghosts, opaque = tensors_in(operation.ghosts), isinstance(operation.what, (str, type))
+        numbers = any(isinstance(x, (int, slice)) for x in tree_leaves((args, kwargs)))
+        if opaque or operation.changed or not ghosts or not numbers:
             return
-        fake = ghosts[0].fake_mode.from_tensor  # type: ignore[attr-defined]
         try:
             with torch.no_grad():
-                given = tree_map(
-                    lambda x: x if not isinstance(x, Tensor) else x.detach() if is_fake(x) else fake(x), (args, kwargs)
-                )
+                given = tree_map(lambda x: fake_beside(ghosts[0], x) if isinstance(x, Tensor) else x, (args, kwargs))
                 made = tensors_in(operation.what(*given[0], **given[1]))
         except Exception:
             return  # where it runs it will fail, too
