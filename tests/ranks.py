@@ -32,6 +32,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from tests.memory import ALLOCATOR
 from tests.simulated import cuda
 from tests.simulated.building import library
 
@@ -83,7 +84,8 @@ class RankPool:
         for rank in range(world_size):
             ours, theirs = socket.socketpair()
             inherited = {name: value for name, value in os.environ.items() if name != "PL_GLOBAL_SEED"}  # a test's
-            environment = {**inherited, "OMP_NUM_THREADS": "1", "PYTHONPATH": _python_path(), "PYTHONUNBUFFERED": "1"}
+            environment = {**inherited, **ALLOCATOR, "OMP_NUM_THREADS": "1", "PYTHONPATH": _python_path()}
+            environment["PYTHONUNBUFFERED"] = "1"
             environment["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "")
             if distributed:
                 environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "NODE_RANK": "0"}

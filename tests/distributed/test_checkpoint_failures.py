@@ -14,6 +14,7 @@ import torch
 from lightning.pytorch import Callback
 
 from tests.distributed.training import TP2, WEIGHTS_ONLY, Layout, make_trainer, run_program, train_loader
+from tests.memory import TELLS, peak_mib
 from tests.parity.variants import variant
 
 
@@ -131,8 +132,6 @@ def test_a_background_save_that_fails_and_folders_that_do_not_fit(tmp_path: Path
 
 def _memory(layout: Layout, root: str) -> tuple[float, float, float]:
     """Of a model of 32 MiB on each rank: how far memory rises while it is saved and loaded, in MiB."""
-    import gc
-
     from lightning_megatp.checkpoint.chunks import Chunks
     from lightning_megatp.checkpoint.folder import Folder, save_folder, to_bytes
     from lightning_megatp.plan.shard import ShardedTensorSpec
@@ -144,24 +143,13 @@ def _memory(layout: Layout, root: str) -> tuple[float, float, float]:
     held = {name: torch.full(spec.local_shape, float(i)) for i, (name, spec) in enumerate(specs.items())}
     chunks = {name: Chunks.to_write(x, specs[name], True) for name, x in held.items()}
     save_folder(Path(root) / "warm.ckpt", chunks, to_bytes({}))
-    gc.collect()
-
-    def peak(run: Any) -> float:
-        Path("/proc/self/clear_refs").write_text("5")
-        before = _status("VmRSS")
-        run()
-        return (_status("VmHWM") - before) / 1024
-
-    saved = peak(lambda: save_folder(Path(root) / "x.ckpt", chunks, to_bytes({})))
+    saved = peak_mib(lambda: save_folder(Path(root) / "x.ckpt", chunks, to_bytes({})))
     folder = Folder(Path(root) / "x.ckpt")
     targets = {name: Chunks.to_read(x, specs[name]) for name, x in held.items()}
-    return sum(x.nbytes for x in held.values()) / 2**20, saved, peak(lambda: folder.read(targets))
+    return sum(x.nbytes for x in held.values()) / 2**20, saved, peak_mib(lambda: folder.read(targets))
 
 
-def _status(key: str) -> int:
-    return next(int(line.split()[1]) for line in Path("/proc/self/status").read_text().splitlines() if key in line)
-
-
+@pytest.mark.skipif(not TELLS, reason="only Linux tells")
 def test_memory_beside_the_shard(tmp_path: Path) -> None:
     for held, saved, loaded in run_program(TP2, _memory, str(tmp_path)):
         print(f"a shard of {held:.0f} MiB in chunks of 2 MiB: +{saved:.1f} MiB to save, +{loaded:.1f} MiB to load")

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.training import PLAIN, Layout
+from tests.memory import TELLS
 from tests.ranks import REPOSITORY, free_port
 
 LAYOUT = Layout(tp=2, pp=2, dp=2, microbatches=2, zero=3)
@@ -65,7 +66,7 @@ def _losses(printed: str) -> list[float]:
 
 
 @pytest.mark.extended
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="only Linux limits and tells")
+@pytest.mark.skipif(not TELLS, reason="only Linux limits and tells")
 def test_a_model_of_four_times_the_limit(tmp_path: Path) -> None:
     """The full size is that of the parameters, gradients and optimizer's state of the whole model, in float32 with
     AdamW. The limit, on RLIMIT_DATA, is a quarter of it, beyond what a rank has after it has trained a tiny model.
@@ -84,7 +85,7 @@ def test_a_model_of_four_times_the_limit(tmp_path: Path) -> None:
 
 
 @pytest.mark.extended
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="only Linux limits and tells")
+@pytest.mark.skipif(not TELLS, reason="only Linux limits and tells")
 def test_without_zero_it_does_not_fit(tmp_path: Path) -> None:
     status, printed = _run(dataclasses.replace(LAYOUT, zero=0), tmp_path, share=1 / 4)
     assert all(status)

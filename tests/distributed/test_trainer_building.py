@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from tests.distributed.training import (
     train_loader,
 )
 from tests.late_models import Late, llama
+from tests.memory import peak_mib
 
 EXTENDED = pytest.mark.extended
 _BLOCKS = "model.model.layers.*"
@@ -198,14 +198,9 @@ def _peak(layout: Layout) -> tuple[float, float]:
     """MiB that a rank had at most while a model was built, and what it holds of it."""
     _with(layout, "tied", {})  # what is imported, and allocated once, is there
     module = Late("large")
-    resident, peak = [re.compile(rf"{name}:\s*(\d+)") for name in ("VmRSS", "VmHWM")]
-    status = Path("/proc/self/status")
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-    before = int(resident.findall(status.read_text())[0])
     trainer = make_trainer(layout, strategy={"plan": LARGE_PLAN}, precision="32-true", max_epochs=0)
-    trainer.fit(module, train_loader(layout, 1))
-    after = int(peak.findall(status.read_text())[0])
-    return (after - before) / 2**10, sum(p.numel() * p.element_size() for p in module.parameters()) / 2**20
+    peak = peak_mib(lambda: trainer.fit(module, train_loader(layout, 1)))
+    return peak, sum(p.numel() * p.element_size() for p in module.parameters()) / 2**20
 
 
 @EXTENDED

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import os
-import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,6 +17,7 @@ from lightning_megatp.plan.auto.discover import discover, look
 from lightning_megatp.plan.resolve import resolve
 from lightning_megatp.plan.shard import ShardSpec
 from tests.late_models import MODELS, Late, llama_config
+from tests.memory import TELLS, peak_mib, printed_alone
 
 CPU = torch.device("cpu")
 EXTENDED = pytest.mark.extended
@@ -258,34 +255,27 @@ def test_pretrained_weights_and_new_heads(head: str, dtype: torch.dtype, tmp_pat
 
 def _print_memory() -> None:
     """MiB that building takes at its peak: 16 layers of 8 MiB, of every second one of which half is made."""
-    status = Path("/proc/self/status")
 
     def build(width: int = 1024) -> nn.Module:
         return nn.Sequential(*(nn.Linear(width, 2 * width, bias=False) for _ in range(16)))
 
-    def memory(what: str) -> float:
-        return int(re.findall(rf"{what}:\s*(\d+)", status.read_text())[0]) / 2**10
-
     module, building = recorded(lambda: build(8))  # what torch imports at its first use
     building.materialize(module, lambda parameter: None, CPU)
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-    before = memory("VmRSS")
-    module, building = recorded(build)
-    spec = ShardSpec("", (2048, 1024), (((0, 1024),), ((0, 1024),)))
-    for layer in list(module.children())[::2]:
-        building.materialize(layer, lambda parameter: spec, CPU)
-    print(memory("VmHWM") - before)
+    kept = []
+
+    def run() -> None:
+        module, building = recorded(build)
+        kept.append(module)
+        spec = ShardSpec("", (2048, 1024), (((0, 1024),), ((0, 1024),)))
+        for layer in list(module.children())[::2]:
+            building.materialize(layer, lambda parameter: spec, CPU)
+
+    print(peak_mib(run))
 
 
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="only Linux tells")
+@pytest.mark.skipif(not TELLS, reason="only Linux tells")
 def test_memory_is_that_of_what_is_made() -> None:
-    """In a process of its own, that gives freed tensors back at once: the allocator's holes are not asked for."""
-    command = [sys.executable, "-W", "ignore", "-c", f"from {__name__} import _print_memory; _print_memory()"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": str(2**20)}
-    done = subprocess.run(
-        command, cwd=Path(__file__).parents[2], env=environment, capture_output=True, text=True, check=True
-    )
-    assert float(done.stdout) < 8 * 4 + 2 * 8 + 16
+    assert float(printed_alone(_print_memory)) < 8 * 4 + 2 * 8 + 16
 
 
 def test_a_copy_can_be_filled() -> None:
