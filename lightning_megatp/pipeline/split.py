@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
@@ -21,7 +21,8 @@ def split_batch(batch: Any, microbatches: int) -> list[Any]:
     The rule: the batch size is the size of dim 0 of the first tensor that has one. Tensors with as many rows are split
     along dim 0, and so are lists in the batch of as many entries, one per row (strings, numbers, dicts, lists of them,
     tensors of other lengths), unless they hold tensors of as many rows, as default collation makes of tuples. It makes
-    tuples of strings: these are split like lists.
+    tuples of strings: these are split like lists, and so are those of dicts, which `zip(*samples)` makes, inside of a
+    batch.
     Everything else (scalars, tables of another size, None) is given to every microbatch as it is. If that is not what a
     batch means, define `split_batch(self, batch, microbatches)` on the LightningModule, and return a list.
 
@@ -50,8 +51,8 @@ def split_batch(batch: Any, microbatches: int) -> list[Any]:
             " LightningModule, or use microbatches=1."
         )
     parts = split_evenly(rows, min(microbatches, rows))
-    if isinstance(batch, list):  # of columns, however many there are
-        return [[_take(x, rows, start, stop) for x in batch] for start, stop in parts]
+    if type(batch) in (list, tuple):  # of columns, however many there are
+        return [type(batch)(_take(x, rows, start, stop) for x in batch) for start, stop in parts]
     return [_take(batch, rows, start, stop) for start, stop in parts]
 
 
@@ -105,16 +106,28 @@ def _take(batch: Any, rows: int, start: int, stop: int) -> Any:
         if isinstance(x, Tensor):
             return x[start:stop] if x.dim() > 0 and len(x) == rows else x
         if isinstance(x, tuple):
-            if len(x) == rows and all(isinstance(y, (str, bytes)) for y in x):
+            if len(x) == rows and not hasattr(x, "_fields") and _one_per_row(x, rows):
                 return x[start:stop]
             items = [_take(y, rows, start, stop) for y in x]
             return type(x)(*items) if hasattr(x, "_fields") else type(x)(items)
-        held = list(_in_lists(x))
-        if len(x) == rows and not (held and all(y.dim() > 0 and len(y) == rows for y in held)):
+        if len(x) == rows and not _have_rows(_in_lists(x), rows):
             return x[start:stop]
         return [_take(item, rows, start, stop) for item in x]
 
     return apply_to_collection(batch, (Tensor, list, tuple), part)
+
+
+def _one_per_row(x: tuple[Any, ...], rows: int) -> bool:
+    """Whether a tuple of as many entries as rows holds samples: strings, or dicts that are no columns."""
+    if all(isinstance(y, (str, bytes)) for y in x):
+        return True
+    return all(isinstance(y, Mapping) for y in x) and not _have_rows(tensors_of(x), rows)
+
+
+def _have_rows(tensors: Iterable[Tensor], rows: int) -> bool:
+    """Whether there are tensors, and all are columns of the batch."""
+    tensors = list(tensors)
+    return bool(tensors) and all(x.dim() > 0 and len(x) == rows for x in tensors)
 
 
 def _in_lists(x: Any) -> Iterator[Tensor]:
