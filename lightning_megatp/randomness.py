@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_megatp.mesh import ParallelMesh
-from lightning_megatp.pipeline.slicing.snapshot import drawn_by
+from lightning_megatp.pipeline.slicing.snapshot import drawn_by, generator_state, set_generator_state
 from lightning_megatp.shim.torch import is_fake, tree_leaves
 
 _MIX = 0xD1B54A32D192ED03  # an odd 64-bit constant: neighbouring dp ranks get unrelated seeds
@@ -91,11 +91,7 @@ def _mark(x: Any) -> tuple[Any, int]:
 def _value(x: Any) -> Any:
     if isinstance(x, Tensor):
         return x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-    if isinstance(x, np.ndarray):
-        return x
-    if isinstance(x, random.Random):
-        return x.getstate()
-    return x.get_state() if hasattr(x, "get_state") else x.bit_generator.state
+    return x if isinstance(x, np.ndarray) else generator_state(x)
 
 
 def _put(x: Any, value: Any) -> None:
@@ -104,12 +100,8 @@ def _put(x: Any, value: Any) -> None:
             x.copy_(torch.frombuffer(bytearray(value), dtype=x.dtype).view(x.shape))
     elif isinstance(x, np.ndarray):
         x[...] = value
-    elif isinstance(x, random.Random):
-        x.setstate(value)
-    elif hasattr(x, "set_state"):
-        x.set_state(value)
     else:
-        x.bit_generator.state = value
+        set_generator_state(x, value)
 
 
 def gather_random_states(mesh: ParallelMesh) -> list[dict[str, Any]] | None:

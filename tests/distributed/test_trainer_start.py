@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.quasirandom import SobolEngine
 
 from tests.distributed.training import PLAIN, QUIET, TP2, Layout, make_trainer, run_program, train_loader
 from tests.parity.variants import variant
@@ -121,6 +122,7 @@ DRAWS: dict[str, tuple[Callable[[int], Any], Callable[[Any], Any]]] = {
     "torch": (lambda seed: torch.Generator().manual_seed(seed), lambda x: torch.randperm(32, generator=x)),
     "numpy": (lambda seed: np.random.default_rng(seed), lambda x: torch.from_numpy(x.permutation(32))),
     "old numpy": (lambda seed: np.random.RandomState(seed), lambda x: torch.from_numpy(x.permutation(32))),
+    "sobol": (lambda seed: SobolEngine(1, scramble=True, seed=seed), lambda x: x.draw(32).view(-1).argsort()),
     "python": (lambda seed: random.Random(seed), lambda x: torch.tensor(x.sample(range(32), 32))),
 }
 """What a module may make in `__init__`, in a process with a seed of its own, and the order of words it makes of it."""

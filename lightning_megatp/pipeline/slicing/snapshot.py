@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.quasirandom import SobolEngine
 from torch.utils.data import Dataset
 
 from lightning_megatp.shim.torch import is_fake, storage_id
@@ -222,17 +223,34 @@ def _is_generator(x: Any) -> bool:
         return not isinstance(x, random.SystemRandom)
     if type(x).__module__.startswith("numpy.random"):
         return hasattr(x, "set_state") or hasattr(x, "bit_generator")
-    return isinstance(x, torch.Generator)
+    return isinstance(x, (torch.Generator, SobolEngine))
 
 
-def _way_back(generator: Any) -> Callable[[], Any]:
-    """What puts a generator back where it is now."""
+def generator_state(generator: Any) -> Any:
+    """Where a generator is; the same generator elsewhere has the same there."""
     if isinstance(generator, random.Random):
-        return functools.partial(generator.setstate, generator.getstate())
-    if hasattr(generator, "set_state"):
-        return functools.partial(generator.set_state, generator.get_state())
-    bits = generator.bit_generator
-    return functools.partial(setattr, bits, "state", bits.state)
+        return generator.getstate()
+    if isinstance(generator, SobolEngine):
+        return {name: x.numpy().copy() if isinstance(x, Tensor) else x for name, x in vars(generator).items()}
+    return generator.get_state() if hasattr(generator, "get_state") else generator.bit_generator.state
+
+
+def set_generator_state(generator: Any, state: Any) -> None:
+    """Put a generator where one was."""
+    if isinstance(generator, random.Random):
+        generator.setstate(state)
+    elif isinstance(generator, SobolEngine):
+        arrays = {name: torch.from_numpy(x.copy()) for name, x in state.items() if isinstance(x, np.ndarray)}
+        vars(generator).update(state | arrays)
+    elif hasattr(generator, "set_state"):
+        generator.set_state(state)
+    else:
+        generator.bit_generator.state = state
+
+
+def _way_back(generator: Any) -> Callable[[], None]:
+    """What puts a generator back where it is now."""
+    return functools.partial(set_generator_state, generator, generator_state(generator))
 
 
 def _tensors(holder: Any) -> list[Tensor]:
