@@ -17,7 +17,7 @@ from lightning_megatp.gradients.sharding import ZeroSharding
 from lightning_megatp.module import ParallelModule
 from lightning_megatp.pipeline.pipeline import Pipeline
 from lightning_megatp.shim.torch import is_fake
-from lightning_megatp.tensor.functions import operation_name
+from lightning_megatp.tensor.functions import operation_name, operation_names
 from lightning_megatp.tensor.outside import SIZES, size_of
 
 
@@ -117,6 +117,13 @@ class _Whole(TorchFunctionMode):
     ) -> Any:
         if func is torch.equal and any(is_fake(x) or isinstance(x, DTensor) for x in args):
             return args[0] is args[1]
-        if args and operation_name(func) in SIZES and (shape := self._shapes.get(id(args[0]))) is not None:
+        if args and operation_name(func) in _ASKS and (shape := self._shape(args[0])) is not None:
             return size_of(shape, func, *args[1:], **(kwargs or {}))
         return func(*args, **(kwargs or {}))
+
+    def _shape(self, x: Any) -> Sequence[int] | None:
+        return self._shapes.get(id(x), x.shape if isinstance(x, DTensor) else None)
+
+
+_ASKS = SIZES | operation_names("squeeze")
+"""`len(p.squeeze().shape) > 1` tells weights, which decay, from biases of shape (1, 1, width)."""

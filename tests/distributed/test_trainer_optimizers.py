@@ -80,8 +80,10 @@ def test_an_elementwise_optimizer_steps_shards_like_whole_parameters(kind: str) 
 
 
 def _rates_by_size(layout: Layout) -> list[tuple[str, float, float]]:
-    """The rate of each parameter by its width, as with muP, and its decay by its share of the model."""
+    """The rate of each parameter by its width, as with muP, and its decay by its share of the model, and none where it
+    is a vector."""
     module = variant("untied").build()
+    module.register_parameter("gain", torch.nn.Parameter(torch.ones(1, 1, 8)))
 
     def configure() -> Optimizer:
         total = sum(p.numel() for p in module.parameters())
@@ -90,7 +92,7 @@ def _rates_by_size(layout: Layout) -> list[tuple[str, float, float]]:
                 "params": [p],
                 "name": name,
                 "lr": 0.1 / p.shape[-1],
-                "weight_decay": len(p) * p.size(0) * p.numel() / total,
+                "weight_decay": len(p) * p.size(0) * p.numel() / total if len(p.squeeze().shape) > 1 else 0.0,
             }
             for name, p in module.named_parameters()
         ]
