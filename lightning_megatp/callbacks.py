@@ -67,6 +67,24 @@ def with_whole_groups(trainer: Any, whole: Callable[[], contextlib.AbstractConte
         yield from (Detour(callback, hook, run) for hook in ("on_fit_start", "on_train_epoch_start"))
 
 
+def finding_divided(trainer: Any, divided: Callable[[], contextlib.AbstractContextManager[None]]) -> Iterator[Detour]:
+    """Let hooks between a step's forward and its backward, where some parameters are gathered and others are not, find
+    all of them divided, as every other hook does.
+
+    Args:
+        trainer: about to fit.
+        divided: a context in which all are.
+    """
+
+    def run(call: Callable[[], Any]) -> Any:
+        with divided():
+            return call()
+
+    for owner in (trainer.lightning_module, *trainer.callbacks):
+        if is_users(owner, "on_before_zero_grad"):
+            yield Detour(owner, "on_before_zero_grad", run)
+
+
 def watching_weights(trainer: Any, parallel: ParallelModule) -> Iterator[Detour]:
     """Say what the user's hooks make of weights of which a tensor rank holds a part, in their first calls.
 

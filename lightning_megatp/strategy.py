@@ -16,6 +16,7 @@ from lightning_megatp.building.methods import BuildingMethods
 from lightning_megatp.callbacks import (
     check_callbacks,
     count_replicas,
+    finding_divided,
     watching_weights,
     with_whole_groups,
     without_examples,
@@ -310,6 +311,8 @@ class MegaTPStrategyBase(StepMethods, GradientMethods, BuildingMethods, WorldMet
             self._detours += with_whole_groups(trainer, self._as_on_one_device)
             if mesh.size("tp") > 1:
                 self._detours += watching_weights(trainer, parallel)
+            if self.sharding is not None:
+                self._detours += finding_divided(trainer, self.sharding.as_divided)
         self.setup_precision_plugin()
         agree_on_precision(self.precision_plugin, parallel, mesh, self.optimizers)
         watch_hooks(self.precision_plugin, trainer, parallel, mesh)

@@ -187,13 +187,20 @@ class ZeroSharding:
         finally:
             self.end()
 
-    @contextlib.contextmanager
-    def as_rows(self) -> Iterator[None]:
+    def as_rows(self) -> contextlib.AbstractContextManager[None]:
         """Meanwhile the module's parameters are this rank's plain rows."""
-        places = [(owner._parameters, leaf, p.local) for p in self.parameters for owner, leaf in p.owners]
+        return self._showing(lambda p: p.local)
+
+    def as_divided(self) -> contextlib.AbstractContextManager[None]:
+        """Meanwhile they are what they are between steps."""
+        return self._showing(lambda p: p.sharded)
+
+    @contextlib.contextmanager
+    def _showing(self, form: Callable[[DividedParameter], Any]) -> Iterator[None]:
+        places = [(owner._parameters, leaf, form(p)) for p in self.parameters for owner, leaf in p.owners]
         before = [(held, leaf, held[leaf]) for held, leaf, _ in places]
-        for held, leaf, rows in places:
-            held[leaf] = rows
+        for held, leaf, parameter in places:
+            held[leaf] = parameter
         try:
             yield
         finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -222,10 +223,22 @@ class ChangesUnderVmap(Plain):
         return doubled.square().sum()
 
 
+class AveragesBeforeClearing(Plain):
+    """Between a step's forward and its backward; the copy is in no step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.average = copy.deepcopy(self.blocks).requires_grad_(False)
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        for average, parameter in zip(self.average.parameters(), self.blocks.parameters(), strict=True):
+            average.data.lerp_(parameter.data, 0.3)
+
+
 HABITS: list[type[Plain]] = [
     Plain, ChangesAList, *([BranchesByData] if REDUCES_UNUSED else []), ClearsByModule, ClearsInManual, ScalesInManual,
     ReplacesGradients, ProbesBeforeTheStep, PenalisesGradients, PenalisesBesideUnused, NamesGroups, Thaws,
-    EndsEpochsEarly, AveragesInEveryBatch, TrainsTheHeadAlone, ChangesUnderVmap,
+    EndsEpochsEarly, AveragesInEveryBatch, TrainsTheHeadAlone, ChangesUnderVmap, AveragesBeforeClearing,
 ]  # fmt: skip
 
 
