@@ -111,13 +111,15 @@ class Example:
         with contextlib.ExitStack() as stack:
             for context in (random_state_kept(), untouched(self.module), without_logging(self.module), self.weights()):
                 stack.enter_context(context)
-            if self.trainer.state.fn == "fit":
-                stack.enter_context(idle_optimizers(self.trainer))
             return self.bare_step(batch)
 
     def bare_step(self, batch: Any) -> Any:
         """The same, for who puts back by itself what a step leaves."""
-        with self.trainer.strategy.counting_copies(), self.precision.forward_context(), uncompiled():
+        fits = self.trainer.state.fn == "fit"
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(idle_optimizers(self.trainer) if fits else contextlib.nullcontext())
+            for context in (self.trainer.strategy.counting_copies, self.precision.forward_context, uncompiled):
+                stack.enter_context(context())
             return self._step(batch, *indices(self._step))
 
     def calls(self) -> list[Callable[[], Any]]:

@@ -591,6 +591,33 @@ def test_layers_of_several_stages_read_one_value() -> None:
         assert losses == approx(expected)
 
 
+class LogsItsRate(TwoHeads):
+    """Its layers are defined the other way round than they are called, and its step reads the optimizer's rate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = self._modules.pop("body")
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("rate", self.trainer.optimizers[0].param_groups[0]["lr"])
+        return loss
+
+
+def _logged_rate(layout: Layout) -> tuple[list[float], float]:
+    torch.manual_seed(4)
+    module = LogsItsRate()
+    trainer = make_trainer(layout, strategy={"plan": None}, max_epochs=3)
+    trainer.fit(module, DataLoader(tokens(8, length=8), batch_size=8))
+    return module.losses, float(trainer.callback_metrics["rate"])
+
+
+def test_the_order_of_units_is_found_where_a_step_reads_the_rate() -> None:
+    losses, rate = run_program(PLAIN, _logged_rate)[0]
+    for found in run_program(PP2, _logged_rate):
+        assert found[0] == approx(losses) and found[1] == rate
+
+
 # ---------------------------------------------------------------- batches
 
 
