@@ -52,6 +52,7 @@ __all__ = [
     "as_subclass",
     "attributes_of_fakes",
     "collectives_begun",
+    "conversions_around",
     "distributions_not_validated",
     "flatten",
     "foreach_norm",
@@ -294,6 +295,24 @@ def modules_convert_without_data() -> Iterator[None]:
                 for name in list(held):
                     held[name] = None if held[name] is None else _converted(held[name], fn)
         return self
+
+    nn.Module._apply = apply  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module._apply = original  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def conversions_around(context: Callable[[], contextlib.AbstractContextManager[None]]) -> Iterator[None]:
+    """Let `module.to(...)`, `.float()` and the like run in a context, and leave a module as it is if all of it has the
+    dtype and the device that they ask for: the contents of fakes can't be swapped, see above."""
+    original = nn.Module._apply
+
+    def apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        with context():
+            held = [*self.parameters(recurse), *self.buffers(recurse)]
+            return self if all(_converted(x, fn) is x for x in held) else original(self, fn, recurse)
 
     nn.Module._apply = apply  # type: ignore[method-assign]
     try:

@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.quasirandom import SobolEngine
 
 from lightning_megatp.pipeline.slicing import place
 from lightning_megatp.pipeline.slicing.order import units_of_step
@@ -226,20 +227,21 @@ def test_what_is_logged_and_left_behind_is_on_the_last_stage() -> None:
 
 def test_a_dry_run_leaves_no_trace() -> None:
     module, batch = Watched(), tokens()
-    module.norm = nn.BatchNorm1d(6)
+    module.norm, module.engine = nn.BatchNorm1d(6), SobolEngine(1)
     slicer = Slicer(module, assign(find_units(module), 2, {}, STAGES), 2)
     before = {name: value for name, value in module.__dict__.items() if not name.startswith("_")}
     buffers = {name: x.clone() for name, x in module.named_buffers()}
     generator, ids = torch.get_rng_state(), batch[0].clone()
 
     def step(batch: Any) -> Tensor:
-        torch.rand(3)
+        torch.rand(3), module.engine.draw(2), module.engine.fast_forward(3)
         batch[0].clamp_(max=VOCAB - 2)
         module.counter = 1
         return module.training_step(batch)
 
     slicer.plan(step, batch)
     assert torch.equal(torch.get_rng_state(), generator) and torch.equal(batch[0], ids)
+    assert torch.equal(module.engine.draw(2), SobolEngine(1).draw(2))
     assert {name: value for name, value in module.__dict__.items() if not name.startswith("_")} == before
     assert module.outputs == [] and module.logged == {} and module.accuracy.update_count == 0
     assert all(torch.equal(x, buffers[name]) for name, x in module.named_buffers())
@@ -1001,6 +1003,30 @@ def test_units_that_convert_their_layers() -> None:
     for length in (6, 5):  # other stages' layers are without values by now
         check_with_plans_of(pipe, module, tokens(length))
         assert module.blocks[1].down.weight.dtype == torch.float64
+
+
+class Moving(GPT):
+    """Moves parts of itself to where they are, a frozen one too, as who does not trust their Trainer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = nn.Linear(HIDDEN, HIDDEN).requires_grad_(False)
+
+    def training_step(self, batch: Any, **kwargs: Any) -> Any:
+        self.teacher.to(self.head.weight.device)
+        with torch.no_grad():
+            known = self.teacher.double().eval()(F.one_hot(batch[0] % HIDDEN, HIDDEN).double())
+        loss = super().training_step(batch, **kwargs)
+        self.to(known)
+        return loss + (self.norm.to(known.dtype)(known) * 0.1).square().mean()
+
+
+def test_modules_that_are_moved_to_where_they_are_between_units() -> None:
+    torch.manual_seed(0)
+    module, batch = Moving().double(), tokens()
+    pipe = pipeline(module, batch, 2)
+    for length in (6, 5):  # other stages' parameters are without values by now
+        check_with_plans_of(pipe, module, tokens(length))
 
 
 def test_logging_inside_an_early_unit_is_refused() -> None:

@@ -129,6 +129,8 @@ class SlicePlan:
     """The step leaves values on the module that stages before the last know as ghosts."""
     uses_functions: bool
     """Some operation between units is an autograd function, which no mode sees."""
+    converts: bool
+    """The step calls a module's `to(...)` or its like."""
     clones: frozenset[Key] = frozenset()
     """Relayed values that a later stage changes in place."""
     reads: tuple[Read, ...] = ()

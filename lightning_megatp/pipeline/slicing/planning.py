@@ -61,6 +61,7 @@ def make_plan(
         changes_batch=changes_batch,
         leaves_ghosts=leaves_ghosts,
         uses_functions=tracer.uses_functions,
+        converts=tracer.converts,
         changed=changed,
         clones=frozenset(tracer.values.clones),
         reads=tuple(tracer.reads),

@@ -127,6 +127,10 @@ class StageMode(TorchFunctionMode):
         """Around what computes the Trainer's metrics, which the plan says nothing of."""
         return contextlib.nullcontext() if self.inside else self._outside()
 
+    def converting(self) -> contextlib.AbstractContextManager[None]:
+        """Around a module's `to(...)` and its like."""
+        return self.reading_metrics()
+
     def stood_in(self, values: Any) -> Any:
         """Nested values, with what was received for those that other stages changed in place."""
         if not self._stand_ins:

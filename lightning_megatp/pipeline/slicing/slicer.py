@@ -34,7 +34,13 @@ from lightning_megatp.pipeline.slicing.values import Values
 from lightning_megatp.pipeline.slicing.weights import TargetCount
 from lightning_megatp.shim.autograd import checkpoints_ended, handle_functions
 from lightning_megatp.shim.compiler import uncompiled
-from lightning_megatp.shim.torch import FakeTensorMode, distributions_not_validated, is_fake, tensor_version
+from lightning_megatp.shim.torch import (
+    FakeTensorMode,
+    conversions_around,
+    distributions_not_validated,
+    is_fake,
+    tensor_version,
+)
 
 Step = Callable[[Any], Any]
 """A user's step on one batch, in the contexts it runs in (autocast)."""
@@ -292,6 +298,8 @@ class Slicer:
                 stack.enter_context(self._ownership.present())
             if plan.uses_functions:
                 stack.enter_context(handle_functions(mode.function))
+            if plan.converts:
+                stack.enter_context(conversions_around(mode.converting))
             yield
 
     def planned_by(
@@ -353,6 +361,7 @@ class Slicer:
             handle_functions(tracer.function),
             logging_replaced(self._loggers, tracer.log),
             metrics_apart(self._loggers, tracer.reading_metrics),
+            conversions_around(tracer.converting),
         ):
             result = None
             try:

@@ -88,6 +88,8 @@ class Tracer(TorchFunctionMode):
         self.touched: dict[int, int] = {}
         """id() of the units' parameters and buffers that operations between units take -> the first of these."""
         self.uses_functions = False
+        self.converts = False
+        """The step calls a module's `to(...)` or its like."""
         self.guessed = False
         """A metric's result was made up: from there on the step may fail for that."""
         self.misled = ""
@@ -179,7 +181,12 @@ class Tracer(TorchFunctionMode):
     def reading_metrics(self) -> contextlib.AbstractContextManager[None]:
         """Around what computes the Trainer's metrics: the same on all stages, and no operations of the step's."""
         self.varies = True
-        return contextlib.nullcontext() if self._inside is not None else WithoutMode(self)
+        return self._aside()
+
+    def converting(self) -> contextlib.AbstractContextManager[None]:
+        """Around a module's `to(...)` and its like: no operations of the step's."""
+        self.converts = True
+        return self._aside()
 
     def consume(self, value: Any, gradient: bool, by: str) -> None:
         """The last stage needs a value: it is logged or returned."""
@@ -285,6 +292,9 @@ class Tracer(TorchFunctionMode):
     def _is_without_data(self, x: Tensor) -> bool:
         known = self.values.get(x)
         return is_fake(x) or id(x) in self.owners or (known is not None and known.stage is not None)
+
+    def _aside(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self._inside is not None else WithoutMode(self)
 
     def _trace(self, call: Call) -> Any:
         try:
