@@ -66,11 +66,18 @@ def check_rows(batches: Mapping[int, Any]) -> None:
         ValueError: with as many samples as rows, something else of the batch grows than its first tensor.
     """
     firsts = {samples: _first(batch) for samples, batch in batches.items()}
-    if any(not isinstance(first, Tensor) or not len(first) for first in firsts.values()):
-        return
-    if all(len(first) == samples for samples, first in firsts.items() if first is not None):
+    if not firsts or any(not isinstance(first, Tensor) or not len(first) for first in firsts.values()):
         return
     samples, batch = max(batches.items())
+    if all(len(first) == samples for samples, first in firsts.items() if first is not None):
+        *_, hidden = shapes = [[tuple(x.shape) for x in _hidden(b)] for b in batches.values()]
+        if any(other != hidden for other in shapes):
+            raise ValueError(
+                f"MegaTPStrategy: a batch ({type(batch).__name__}) holds tensors that grow with its samples inside of"
+                f" an object, here of shape {hidden[0] if hidden else ()}, which would be given to every microbatch as"
+                f" it is. To split it, {_REMEDY}"
+            )
+        return
     shape = tuple(firsts[samples].shape)  # type: ignore[union-attr]
     others = zip(*([len(x) for x in tensors_of(b) if x.dim() > 0] for b in batches.values()), strict=False)
     if all(isinstance(b, list) and len(b) == n for n, b in batches.items()):
@@ -84,9 +91,23 @@ def check_rows(batches: Mapping[int, Any]) -> None:
     raise ValueError(
         f"MegaTPStrategy: microbatches are made of the rows (dim 0) of a batch's first tensor, and in a batch"
         f" ({type(batch).__name__}) of {samples} samples {where}. Put samples in the rows of the first tensor, or"
-        " define `split_batch(self, batch, microbatches)` on the LightningModule, which returns a list, or use"
-        " microbatches=1."
+        f" {_REMEDY}"
     )
+
+
+_REMEDY = (
+    "define `split_batch(self, batch, microbatches)` on the LightningModule, which returns a list, or use"
+    " microbatches=1."
+)
+
+
+def _hidden(batch: Any) -> list[Tensor]:
+    """The tensors of objects in a batch that the rule does not look into, and gives to each microbatch."""
+    first, *_, last = split_batch(batch, batch_size(batch) or 1)
+    given = {id(x) for x in tensors_of(first)} & {id(x) for x in tensors_of(last)}
+    seen: set[int] = set()
+    apply_to_collection(batch, Tensor, lambda x: seen.add(id(x)))
+    return [x for x in tensors_of(batch) if id(x) in given - seen]
 
 
 def batch_size(batch: Any) -> int | None:

@@ -34,6 +34,21 @@ def packed(samples: list[Tensor]) -> dict[str, Tensor]:
     return {"tokens": torch.cat(rows), "cu_seqlens": lengths.cumsum(0)}
 
 
+class Held:
+    """A graph, say: nothing that default collation makes."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+
+def with_an_object(samples: list[Tensor]) -> dict[str, Any]:
+    return {"tokens": torch.stack(samples), "graph": Held(torch.cat(samples))}
+
+
+def with_a_table(samples: list[Tensor]) -> dict[str, Any]:
+    return {"tokens": torch.stack(samples), "table": Held(torch.arange(10))}
+
+
 def two_views(samples: list[Tensor]) -> Tensor:
     return torch.stack([view for sample in samples for view in (sample, sample.flip(0))])
 
@@ -51,7 +66,7 @@ class Lit(LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         tokens = batch["tokens"] if isinstance(batch, dict) else torch.stack(batch) if type(batch) is list else batch
         tokens = tokens.t() if self.collate is time_first else tokens
-        weights = batch["weights"] if isinstance(batch, dict) else None
+        weights = batch.get("weights") if isinstance(batch, dict) else None
         x = self.tok(tokens)
         for block in self.blocks:
             x, _ = block(x)
@@ -90,8 +105,9 @@ def _fit(layout: Layout, collate: Callable[[list[Tensor]], Any], kind: type[Lit]
         (list, ["list", "as many entries as samples"]),
         (weights_first, ["another tensor", "10 rows"]),
         (packed, ["another tensor", "where each begins"]),
+        (with_an_object, ["inside of an object", "(18,)"]),
     ],
-    ids=["time first", "a list of samples", "class weights first", "packed"],
+    ids=["time first", "a list of samples", "class weights first", "packed", "in an object"],
 )
 def test_samples_elsewhere_than_in_rows_are_refused(collate: Any, texts: list[str]) -> None:
     with pytest.raises(RankError) as error:
@@ -107,7 +123,7 @@ def test_a_split_of_its_own_is_not_doubted() -> None:
         assert losses == pytest.approx(expected, rel=1e-9)
 
 
-@pytest.mark.parametrize("collate", [torch.stack, two_views])
+@pytest.mark.parametrize("collate", [torch.stack, two_views, with_a_table])
 def test_rows_that_are_samples_or_views_of_them(collate: Any) -> None:
     (expected,) = run_program(Layout(plain=True), _fit, collate)
     for losses in run_program(PP2, _fit, collate):
