@@ -21,8 +21,6 @@ _MOST = 0.95
 """Of what all convolutions hold: the largest that hold so much are split."""
 _SMALL_PART = 0.02
 """Where convolutions are a smaller part of a model, they aren't worth their collectives."""
-LENGTH, DIRECTION = "parametrizations.weight.original0", "parametrizations.weight.original1"
-"""Of a weight g v / |v| that is weight-normed: g and v."""
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
@@ -34,14 +32,16 @@ def is_convolution(module: nn.Module) -> bool:
 
 
 def is_weight_normed(module: nn.Module) -> bool:
-    """Whether this is such a convolution whose weight torch's `parametrizations.weight_norm` computes."""
+    """Whether this is such a convolution whose weight one of torch's two `weight_norm` computes."""
     return runs_own_convolution(module) and weight_norm_of(module) is not None
 
 
 def weights(module: nn.Module) -> int:
     """How many weights a convolution holds; 0 for anything else."""
-    leaf = "weight" if is_convolution(module) else DIRECTION if is_weight_normed(module) else ""
-    return module.get_parameter(leaf).numel() if leaf else 0
+    if is_convolution(module):
+        return module.get_parameter("weight").numel()
+    normed = weight_norm_of(module) if runs_own_convolution(module) else None
+    return 0 if normed is None else module.get_parameter(normed.direction).numel()
 
 
 def convolution_plan(name: str, style: Style, module: Any, tp: int) -> LayerPlan:
@@ -67,9 +67,9 @@ def convolution_plan(name: str, style: Style, module: Any, tp: int) -> LayerPlan
     if isinstance(module, _TRANSPOSED):  # weight: (in, out of a group, ...)
         dim, ranges = (1, by_rank) if groups == 1 else (0, input_ranges(module, by_rank) or ())
     splits = [Split("weight", dim, ranges)]
-    if is_weight_normed(module):
-        splits = [Split(DIRECTION, dim, ranges)]
-        splits += [Split(LENGTH, dim, ranges)] if weight_norm_of(module).dim == dim else []
+    if (normed := weight_norm_of(module)) is not None:
+        splits = [Split(normed.direction, dim, ranges)]
+        splits += [Split(normed.length, dim, ranges)] if normed.dim == dim else []
     splits += [] if module.bias is None else [Split("bias", 0, by_rank)]
     return LayerPlan(name, style, by_rank, outputs // pieces, splits=tuple(splits))
 

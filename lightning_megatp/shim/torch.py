@@ -6,7 +6,7 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,7 @@ from torch._utils import _unflatten_dense_tensors as unflatten
 from torch.distributed.tensor import DTensor
 from torch.distributions import Distribution
 from torch.nn.utils.parametrizations import _WeightNorm
+from torch.nn.utils.weight_norm import WeightNorm
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
@@ -47,11 +48,13 @@ __all__ = [
     "FakeTensorMode",
     "TorchDispatchMode",
     "UnsupportedOperatorException",
+    "WeightNormed",
     "WithoutMode",
     "all_gather_single",
     "as_subclass",
     "attributes_of_fakes",
     "collectives_begun",
+    "compute_weight",
     "conversions_around",
     "distributions_not_validated",
     "flatten",
@@ -342,12 +345,44 @@ def runs_own_convolution(module: nn.Module) -> bool:
     return kind is not None and all(getattr(type(module), m, None) is getattr(kind, m, None) for m in methods)
 
 
-def weight_norm_of(module: nn.Module) -> Any:
-    """The module by which `torch.nn.utils.parametrizations.weight_norm` computes a module's weight, if nothing else
-    does: it has a `dim`, and takes g and v. Its class has no public name (2.11 and 2.13)."""
+class WeightNormed(NamedTuple):
+    """How torch computes a module's weight g v / |v|."""
+
+    norm: Any
+    """What does: a parametrization that takes g and v, or a hook before the forward."""
+    length: str
+    """Name of g, behind the module's."""
+    direction: str
+    """Of v."""
+
+    @property
+    def dim(self) -> int:
+        """The one that |v| is not taken over; -1 for none."""
+        return int(self.norm.dim)
+
+    @property
+    def is_hook(self) -> bool:
+        """Whether the weight is an attribute, computed before each forward."""
+        return isinstance(self.norm, WeightNorm)
+
+
+def weight_norm_of(module: nn.Module) -> WeightNormed | None:
+    """What `torch.nn.utils.parametrizations.weight_norm`, or the older `torch.nn.utils.weight_norm`, made of a
+    module's weight, if nothing else computes it. The parametrization's class has no public name, nor has a module's
+    list of hooks (2.11 and 2.13)."""
     held = getattr(module, "parametrizations", {})
     found = list(held["weight"]) if list(held) == ["weight"] else []
-    return found[0] if len(found) == 1 and type(found[0]) is _WeightNorm else None
+    if len(found) == 1 and type(found[0]) is _WeightNorm:
+        return WeightNormed(found[0], "parametrizations.weight.original0", "parametrizations.weight.original1")
+    hooks = [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, WeightNorm)]
+    if not held and len(hooks) == 1 and hooks[0].name == "weight":
+        return WeightNormed(hooks[0], "weight_g", "weight_v")
+    return None
+
+
+def compute_weight(g: torch.Tensor, v: torch.Tensor, dim: int) -> torch.Tensor:
+    """g v / |v|, as both of torch's weight norms compute it; the operation has no public name (2.11 and 2.13)."""
+    return torch._weight_norm(v, g, dim)
 
 
 def collectives_begun(group: Any) -> int:

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_megatp.plan.convolutions import DIRECTION, channel_dim, input_ranges, own_groups
+from lightning_megatp.plan.convolutions import channel_dim, input_ranges, own_groups
 from lightning_megatp.plan.ranges import Ranges
 from lightning_megatp.shim.torch import weight_norm_of
 from lightning_megatp.tensor.features.shard import FeatureShard
 from lightning_megatp.tensor.layers import ParallelLayer
 from lightning_megatp.tensor.sequence import SequenceShard
-from lightning_megatp.tensor.weight_norm import split_weight_norm
+from lightning_megatp.tensor.weight_norm import ComputesWeight, SplitWeightNorm, split_weight_norm
 
 
 class ColumnParallelConvolution(ParallelLayer):
@@ -36,8 +36,8 @@ class ColumnParallelConvolution(ParallelLayer):
         self._dim = channel_dim(self)
         self._inputs = input_ranges(self, self.by_rank)
         self._own_groups = own_groups(self, self.ranges)
-        if DIRECTION in self.splits:
-            split_weight_norm(weight_norm_of(self), self.context, self.splits[DIRECTION])
+        if (normed := weight_norm_of(self)) is not None:
+            split_weight_norm(self, normed, SplitWeightNorm(self.context, normed.dim, self.splits[normed.direction]))
 
     @torch.compiler.disable
     def forward(self, input: Tensor, *output_size: Any, **options: Any) -> Tensor:
@@ -92,10 +92,13 @@ def _is_channels_last(x: Tensor, dim: int) -> bool:
 
 def convolution_kind(layer: nn.Module) -> type[ColumnParallelConvolution]:
     """The parallel class for one of torch's convolutions."""
-    kind: type[ColumnParallelConvolution] = _combined(type(layer))  # type: ignore[arg-type]
+    normed = weight_norm_of(layer)
+    computes = (ComputesWeight,) if normed is not None and normed.is_hook else ()
+    kind: type[ColumnParallelConvolution] = _combined(type(layer), computes)  # type: ignore[arg-type]
     return kind
 
 
 @functools.cache
-def _combined(original: Any) -> Any:
-    return type(f"ColumnParallel{original.__name__}", (ColumnParallelConvolution, original), {"__module__": __name__})
+def _combined(original: Any, more: tuple[type, ...]) -> Any:
+    bases = (*more, ColumnParallelConvolution, original)
+    return type(f"ColumnParallel{original.__name__}", bases, {"__module__": __name__})

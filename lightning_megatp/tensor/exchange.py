@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_megatp.plan.ranges import ByRank, Ranges, everything, gathered_runs, length, owned_once, owner_counts
 from lightning_megatp.shim.torch import is_fake
-from lightning_megatp.tensor.collectives import all_gather, all_reduce, copy_to_region, take_ranges
+from lightning_megatp.tensor.collectives import all_gather, all_reduce, copy_to_region, reduce_from_region, take_ranges
 from lightning_megatp.tensor.cross_entropy import cross_entropy_of_slices
 from lightning_megatp.tensor.functions import OwnFunction
 
@@ -37,6 +37,13 @@ class GroupExchange:
         Communication: none forward; an all-reduce of the gradient backward.
         """
         return copy_to_region(x, self.group)
+
+    def reduce(self, x: Tensor) -> Tensor:
+        """The sum of what all ranks have, any shape.
+
+        Communication: an all-reduce forward; none backward.
+        """
+        return reduce_from_region(x, self.group)
 
     def scatter(self, x: Tensor, dim: int, by_rank: ByRank) -> Tensor:
         """This rank's ranges of a dim of a whole value.

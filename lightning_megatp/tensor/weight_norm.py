@@ -1,20 +1,25 @@
-"""torch's weight norm of a layer whose weight is split."""
+"""torch's weight norms of a layer whose weight is split."""
 
 from __future__ import annotations
 
-import functools
+from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_megatp.plan.ranges import Ranges
-from lightning_megatp.tensor.collectives import copy_to_region, reduce_from_region
+from lightning_megatp.shim.torch import WeightNormed, compute_weight
 from lightning_megatp.tensor.context import TensorContext
 from lightning_megatp.tensor.parameters import slice_whole
 
 
-class ParallelWeightNorm(nn.Module):
-    """w = g v / |v| for this rank's part of v; made from torch's own parametrization, in place.
+@dataclass(frozen=True)
+class SplitWeightNorm:
+    """w = g v / |v| for this rank's part of v.
+
+    Args:
+        dim: the dim that the norm is not taken over; -1 for none.
+        split: the dim of v that is split, and the ranges of every rank.
 
     Communication: none where the norm is taken within what is split (`dim` is the split dim); else one all-reduce of as
     many numbers as g has, each way.
@@ -22,42 +27,56 @@ class ParallelWeightNorm(nn.Module):
 
     context: TensorContext
     dim: int
-    """The dim that the norm is not taken over; -1 for none."""
     split: tuple[int, tuple[Ranges, ...]]
-    """The dim of v that is split, and the ranges of every rank."""
-    size: int
-    """Of that dim of the whole v."""
 
-    def forward(self, g: Tensor, v: Tensor) -> Tensor:
-        if self.context.user_code and v.shape[self.split[0]] == self.size:  # the whole weight, outside of its layer
-            return self._whole(g, v)
-        g, v = self._own(g), self._own(v)
-        if self.dim == self.split[0]:
-            return self._whole(g, v)
-        group, dims = self.context.group, [dim for dim in range(v.dim()) if dim != self.dim]
-        squares = reduce_from_region(v.square().sum(dims, keepdim=True), group)
-        return v * copy_to_region(g / squares.sqrt(), group)
-
-    def _whole(self, g: Tensor, v: Tensor) -> Tensor:
-        result: Tensor = super().forward(g, v)
-        return result
+    def __call__(self, g: Tensor, v: Tensor) -> Tensor:
+        if self.context.user_code and self._is_whole(v):  # the whole weight, outside of its layer
+            return compute_weight(g, v, self.dim)
+        return weight_of_parts(self._own(g), self._own(v), self.dim, self.split[0], self.context.exchange)
 
     def _own(self, x: Tensor) -> Tensor:
         """This rank's part of what the step made whole, by using it outside of its layer."""
+        return slice_whole(x, self.context.group, *self.split) if self._is_whole(x) else x
+
+    def _is_whole(self, x: Tensor) -> bool:
         dim, by_rank = self.split
-        whole = x.dim() > dim and x.shape[dim] == self.size > 1
-        return slice_whole(x, self.context.group, dim, by_rank) if whole else x
+        size = max(stop for ranges in by_rank for _, stop in ranges)
+        return x.dim() > dim and x.shape[dim] == size > 1
 
 
-def split_weight_norm(norm: Any, context: TensorContext, split: tuple[int, tuple[Ranges, ...]]) -> ParallelWeightNorm:
-    """Let torch's parametrization take norms over all ranks' parts."""
-    norm.__class__ = _combined(type(norm))  # type: ignore[arg-type]
-    norm.context, norm.split = context, split
-    norm.size = max(stop for ranges in split[1] for _, stop in ranges)
-    found: ParallelWeightNorm = norm
-    return found
+def weight_of_parts(g: Tensor, v: Tensor, dim: int, split_dim: int, exchange: Any) -> Tensor:
+    """g v / |v| where each rank has a part of v, and of g if the norm is not taken over the split dim.
+
+    Args:
+        exchange: a `GroupExchange`, or a simulated one.
+    """
+    if dim == split_dim:
+        return compute_weight(g, v, dim)
+    squares = exchange.reduce(v.square().sum([other for other in range(v.dim()) if other != dim], keepdim=True))
+    weight: Tensor = v * exchange.copy(g / squares.sqrt())
+    return weight
 
 
-@functools.cache
-def _combined(original: Any) -> Any:
-    return type("ParallelWeightNorm", (ParallelWeightNorm, original), {"__module__": __name__})
+class ComputesWeight:
+    """A layer under the older `torch.nn.utils.weight_norm`. Its hook would leave this rank's part of the weight where
+    users find it: it is computed at each use, as the parametrization does."""
+
+    weight_norm: SplitWeightNorm
+    weight_g: Tensor
+    weight_v: Tensor
+
+    @property
+    def weight(self) -> Tensor:
+        return self.weight_norm(self.weight_g, self.weight_v)
+
+
+def split_weight_norm(layer: Any, normed: WeightNormed, norm: SplitWeightNorm) -> None:
+    """Let a layer's norms be taken over all ranks' parts; with the older weight norm it is a `ComputesWeight`."""
+    if not normed.is_hook:
+        normed.norm.forward = norm
+        return
+    layer.weight_norm = norm
+    layer.__dict__.pop("weight", None)
+    for key, hook in list(layer._forward_pre_hooks.items()):
+        if hook is normed.norm:
+            del layer._forward_pre_hooks[key]

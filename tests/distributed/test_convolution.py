@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.parametrizations import weight_norm
+from torch.nn.utils import parametrizations
 
 from lightning_megatp.checkpoint.full import full_state_dict
 from lightning_megatp.module import ParallelModule
@@ -18,7 +19,7 @@ from tests.ranks import run_ranks
 class Sound(nn.Module):
     """(batch, 6, time): uneven channels, string padding, groups, depthwise, back up by a transposed one."""
 
-    def __init__(self) -> None:
+    def __init__(self, weight_norm: Callable[..., Any] = parametrizations.weight_norm) -> None:
         super().__init__()
         self.dense = nn.Conv1d(6, 12, 3, padding="same", dilation=2, padding_mode="reflect")
         self.grouped = nn.Conv1d(12, 16, 4, stride=2, padding=1, groups=4, bias=False)
@@ -27,11 +28,20 @@ class Sound(nn.Module):
         self.by_place = weight_norm(nn.Conv1d(32, 32, 3, padding=1, groups=4), dim=2)
         self.pointwise = nn.Conv1d(32, 9, 1)
         self.up = nn.ConvTranspose1d(9, 7, 3, stride=2, padding=1)
+        self.normed_up = weight_norm(nn.ConvTranspose1d(7, 6, 3, padding=1))
+        self.of_all = weight_norm(nn.Conv1d(6, 4, 3, padding=1), dim=None)
 
     def forward(self, x: Tensor) -> Tensor:
         y = torch.tanh(self.grouped(torch.tanh(self.dense(x))))
         y = self.by_place(torch.tanh(self.by_output(self.depthwise(y))))
-        return self.up(torch.tanh(self.pointwise(y)), output_size=[x.shape[-1]])
+        y = torch.tanh(self.up(torch.tanh(self.pointwise(y)), output_size=[x.shape[-1]]))
+        return self.of_all(self.normed_up(y))
+
+
+def older() -> Sound:
+    """By the hook that keeps the weight as an attribute."""
+    with pytest.warns(FutureWarning, match="weight_norm"), torch.no_grad():  # deepcopy refuses a weight with a graph
+        return Sound(nn.utils.weight_norm)
 
 
 class Image(nn.Module):
@@ -50,16 +60,17 @@ class Image(nn.Module):
         return self.up_volume(torch.tanh(self.volume(y.unsqueeze(2))))
 
 
-PLAN = dict.fromkeys(["dense", "grouped", "depthwise", "by_*", "pointwise", "up"], "column_gather")
+PLAN = dict.fromkeys(["dense", "grouped", "depthwise", "by_*", "pointwise", "*up", "of_all"], "column_gather")
 IMAGE_PLAN = dict.fromkeys(["left", "right", "up", "volume", "up_volume"], "column_gather")
 
 
 def _run(rank: int, world_size: int) -> None:
     generator = torch.Generator().manual_seed(2)
     sound, image = (torch.randn(*shape, generator=generator).double() for shape in ((2, 6, 12), (2, 3, 6, 5)))
+    compare(older, PLAN, [sound], _call)
     found: ParallelModule = compare(Sound, PLAN, [sound], _call)
     layers = found.module
-    assert len(found.sharded) == 14 and isinstance(layers.up, nn.ConvTranspose1d)
+    assert len(found.sharded) == 18 and isinstance(layers.up, nn.ConvTranspose1d)
     assert (layers.grouped.groups, layers.grouped.in_channels, layers.grouped.out_channels) == (4, 12, 16)
     if world_size == 2:
         shapes = [tuple(p.shape) for p in (layers.grouped.weight, layers.up.weight, layers.up.bias)]
@@ -84,7 +95,7 @@ def _call(model: nn.Module, inputs: list[Tensor]) -> Any:
     return model(*inputs)
 
 
-def _outside(rank: int, world_size: int) -> None:
+def _outside(rank: int, world_size: int, kind: Callable[[], Sound]) -> None:
     """Penalties on split weights, computed ones too: gathered in that step, and whole from the next one on."""
 
     def call(model: nn.Module, inputs: list[Tensor]) -> Any:
@@ -92,17 +103,18 @@ def _outside(rank: int, world_size: int) -> None:
         return model(*inputs), *((layer.weight**2).sum() for layer in layers)
 
     x = torch.randn(2, 6, 12, generator=torch.Generator().manual_seed(2)).double()
-    found = compare(Sound, PLAN, [x], call)
+    found = compare(kind, PLAN, [x], call)
     found.keep_whole_where_used_outside()
     with found.user_code():
         assert found.module.dense.weight.shape == (12, 6, 3) and found.module.by_place.weight.shape == (32, 8, 3)
-    whole = Sound().double()
+    whole = kind().double()
     whole.load_state_dict(full_state_dict(found.module.state_dict(), found, keep=True))
     torch.testing.assert_close(found.module(x), whole(x))
 
 
-def test_weights_that_the_step_also_uses_outside_their_layers() -> None:
-    run_ranks(2, _outside)
+@pytest.mark.parametrize("kind", [Sound, older])
+def test_weights_that_the_step_also_uses_outside_their_layers(kind: Callable[[], Sound]) -> None:
+    run_ranks(2, _outside, kind)
 
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.extended)])

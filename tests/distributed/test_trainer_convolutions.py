@@ -40,6 +40,8 @@ class Images(LightningModule):
         self.stem, self.head = nn.Conv2d(3, 8, 3), nn.Linear(8, 5)
         self.blocks = nn.Sequential(Residual(8), Residual(8, 2), Residual(8))
         nn.utils.parametrizations.weight_norm(self.blocks[1].one)
+        with pytest.warns(FutureWarning, match="weight_norm"):
+            nn.utils.weight_norm(self.blocks[2].one)
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         if self.parts == 1:
@@ -66,7 +68,8 @@ def fit(layout: Layout, parts: int, apart: bool, strategy: dict[str, Any], preci
     trainer.fit(module, DataLoader(data, batch_size=ROWS // layout.dp, sampler=sampler))
     if layout.plain:
         return module.state_dict()
-    assert {"blocks.0.one.weight", "blocks.2.two.weight"} <= set(trainer.strategy.parallel.plan.parameters)
+    normed = {"blocks.1.one.parametrizations.weight.original1", "blocks.2.one.weight_g", "blocks.2.one.weight_v"}
+    assert {"blocks.0.one.weight", "blocks.2.two.weight", *normed} <= set(trainer.strategy.parallel.plan.parameters)
     state: dict[str, Tensor] = trainer.strategy.lightning_module_state_dict()
     return state
 

@@ -470,6 +470,23 @@ def test_convolutions_are_split_where_they_are_worth_it(tp: int) -> None:
     assert [len(features) for features in owned(found, "mix")] == ([12, 12] if tp == 2 else [5, 5, 5, 5, 4])
 
 
+@pytest.mark.parametrize("older", [False, True])
+@pytest.mark.parametrize("dim", [0, 1, None])
+def test_weight_normed_convolutions_inside_of_blocks(older: bool, dim: int | None) -> None:
+    class Normed(Convolved):
+        def __init__(self) -> None:
+            super().__init__()
+            if older:
+                with pytest.warns(FutureWarning, match="weight_norm"):
+                    nn.utils.weight_norm(self.mix, dim=dim)
+            else:
+                weight_norm(self.mix, dim=dim)
+
+    found = plan_block(Kind(Block(Normed()), ["block"], [Call((X,), {})]), 2, least_convolution=100)
+    assert found.problem is None and styles(found)["mix"] == "column_gather"
+    assert found.how["body.mix"] == "gathered: a convolution"
+
+
 def test_a_convolution_of_what_every_rank_of_a_region_has() -> None:
     """gMLP: the half of an MLP's features that goes through a norm is needed whole by all ranks."""
 

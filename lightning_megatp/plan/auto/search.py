@@ -16,7 +16,7 @@ from lightning_megatp.plan.auto.influence import Candidate, deal, find_candidate
 from lightning_megatp.plan.auto.simulate import BlockPlan, NotFinite, Outcome, Reference
 from lightning_megatp.plan.auto.thin import ThinLinear, copy_of, thin_copy
 from lightning_megatp.plan.auto.tokens import sequence_dim, used_twice
-from lightning_megatp.plan.convolutions import convolution_plan, fits, is_convolution
+from lightning_megatp.plan.convolutions import convolution_plan, fits, weights
 from lightning_megatp.plan.layer import LayerPlan
 from lightning_megatp.plan.parallel_plan import AttributePlan
 from lightning_megatp.plan.ranges import length
@@ -83,7 +83,7 @@ def plan_block(
     convolutions = {
         name: convolution_plan(name, Style(name, "column_gather"), child, tp)
         for name, child in block.module.named_modules()
-        if is_convolution(child) and child.get_parameter("weight").numel() >= least_convolution and fits(child, tp)
+        if weights(child) >= max(least_convolution, 1) and fits(child, tp)
     }
     result = BlockResult(block)
     if not block.calls:

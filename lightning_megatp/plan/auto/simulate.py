@@ -25,12 +25,13 @@ from lightning_megatp.plan.convolutions import channel_dim, input_ranges, own_gr
 from lightning_megatp.plan.layer import LayerPlan
 from lightning_megatp.plan.parallel_plan import AttributePlan
 from lightning_megatp.plan.ranges import Ranges, everything, length
-from lightning_megatp.shim.torch import tree_leaves
+from lightning_megatp.shim.torch import tree_leaves, weight_norm_of
 from lightning_megatp.tensor.collectives import take_ranges
 from lightning_megatp.tensor.features.layout import FeatureLayout
 from lightning_megatp.tensor.features.shard import FeatureShard, own_features
 from lightning_megatp.tensor.lineage import enters_region, trace_regions
 from lightning_megatp.tensor.user_functions import functions_take_whole
+from lightning_megatp.tensor.weight_norm import weight_of_parts
 
 TOLERANCE = 1e-9
 """Of a float64 result, relative to the largest entry; sums in another order differ by 1e-13 or less."""
@@ -326,8 +327,9 @@ class _Rank:
     def _cut_convolution(self, name: str, child: Any, layer: LayerPlan) -> None:
         forward = _Convolution(child, layer, self.context.exchange)  # knows the numbers of the whole
         for split in layer.splits:
-            ranges, parameter = split.by_rank[self.rank], child._parameters[split.leaf]
-            child._parameters[split.leaf] = nn.Parameter(take_ranges(parameter.detach(), split.dim, ranges).clone())
+            ranges, whole = split.by_rank[self.rank], child.get_parameter(split.leaf)
+            holder, leaf = _owner(child, split.leaf), split.leaf.rpartition(".")[2]
+            holder._parameters[leaf] = nn.Parameter(take_ranges(whole.detach(), split.dim, ranges).clone())
             self.cuts[f"{name}.{split.leaf}"] = split.dim, ranges
         child.__dict__["forward"] = forward
 
@@ -378,12 +380,24 @@ class _Convolution:
         self.module, self.layer, self.exchange = module, layer, exchange
         self.dim, self.inputs = channel_dim(module), input_ranges(module, layer.by_rank)
         module.groups = own_groups(module, layer.by_rank[exchange.rank])
+        self.normed, splits = weight_norm_of(module), {split.leaf: split for split in layer.splits}
+        if self.normed is not None:
+            self.direction = splits[self.normed.direction]
+            setattr(self.normed.norm, "compute_weight" if self.normed.is_hook else "forward", self._of_parts)
 
     def __call__(self, x: Tensor, *output_size: Any, **options: Any) -> Tensor:
         x = x.whole("convolution") if isinstance(x, FeatureShard) else x
         x = self.exchange.copy(x) if self.inputs is None else self.exchange.scatter(x, self.dim, self.inputs)
         y = type(self.module).forward(self.module, x, *output_size, **options)
+        if self.normed is not None and self.normed.is_hook:  # left behind; real ranks compute it when asked
+            self.module.weight = self.exchange.gather(self.module.weight, self.direction.dim, self.direction.by_rank)
         return self.exchange.gather(y, self.dim, self.layer.by_rank)
+
+    def _of_parts(self, *given: Any) -> Tensor:
+        """Of g and v, or of the module that holds them."""
+        g, v = given if len(given) == 2 else (given[0].weight_g, given[0].weight_v)
+        assert self.normed is not None
+        return weight_of_parts(g, v, self.normed.dim, self.direction.dim, self.exchange)
 
 
 _SPLITS: dict[str, Callable[[LayerPlan, SimulatedContext], Any]] = {
