@@ -119,9 +119,11 @@ class WholeParameter(torch.Tensor):
         if first is not None and name == "grad" and func.__name__ == "__get__" and not first.context.pipelined:
             return first._gradient()
         if first is not None and (name in _REFUSED or is_in_place(name)):
-            rest = tree_leaves((args[1:], kwargs))
-            if name in _ELEMENTWISE_IN_PLACE and not any(isinstance(x, Tensor) for x in rest):
-                func(first.shard, *args[1:], **kwargs)
+            others = [x for x in tree_leaves((args[1:], kwargs)) if isinstance(x, Tensor) and x.dim() > 0]
+            parts = {id(x): first._own(x) for x in others} if name in _ELEMENTWISE_IN_PLACE else {}
+            if name in _ELEMENTWISE_IN_PLACE and all(part is not None for part in parts.values()):
+                rest, kwargs = tree_map(lambda x: parts.get(id(x), x), (args[1:], kwargs))
+                func(first.shard, *rest, **kwargs)
                 return first
             if first.apart and name not in _REFUSED:
                 (whole, *rest), kwargs = tree_map(lambda x: used_whole(x, name), (args, kwargs))
@@ -151,7 +153,7 @@ class WholeParameter(torch.Tensor):
     def _own(self, value: Any) -> Tensor | None:
         """This rank's part of a value for all of the parameter, which may be a part already; None if it is neither."""
         if isinstance(value, WholeParameter):
-            return value.shard if value.spec == self.spec else None
+            return value.shard if value.spec.renamed(self.spec.name) == self.spec else None
         if type(value) is Tensor and not isinstance(self.shard, DTensor) and tuple(value.shape) == self.spec.shape:
             return self.spec.spec(self.context.rank).take(value)
         return value if isinstance(value, Tensor) and value.shape == self.shard.shape else None
@@ -218,5 +220,5 @@ SIZES = operation_names("shape size numel nelement __len__ stride is_contiguous"
 _REFUSED = operation_names("grad retain_grad set_ __setstate__ swap")
 _ELEMENTWISE_IN_PLACE = operation_names(
     "clamp_ clamp_min_ clamp_max_ clip_ mul_ div_ add_ sub_ zero_ fill_ neg_ abs_ nan_to_num_ __imul__ __itruediv__"
-    " __iadd__ __isub__"
+    " __iadd__ __isub__ lerp_ addcmul_ addcdiv_"
 )

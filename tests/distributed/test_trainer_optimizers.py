@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback
-from torch import Tensor
+from lightning.pytorch import Callback, LightningModule
+from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader, TensorDataset
 
 from tests.distributed.training import (
     PLAIN,
@@ -262,3 +263,46 @@ def test_no_optimizer_steps_nothing(layout: Layout, checkpoint: str, tmp_path: P
         assert state.keys() == expected.keys()
         for name, value in state.items():
             torch.testing.assert_close(value, expected[name].double(), atol=0, rtol=0)
+
+
+class AveragesLater(LightningModule):
+    """A teacher that its step averages from the second batch on, which set-up's look at a step does not see."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student, self.teacher = (nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6)) for _ in range(2))
+        self.teacher.requires_grad_(False)
+        self.losses: list[float] = []
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        pairs = list(zip(self.teacher.parameters(), self.student.parameters(), strict=True))
+        for average, parameter in pairs if batch_idx > 0 else ():
+            if batch_idx == 1:
+                average.data.copy_(parameter.data)
+            average.data.lerp_(parameter.data, 0.3)
+            average.data.mul_(0.9).add_(parameter.detach(), alpha=0.1)
+        y = self.student(batch[0])
+        loss = (y - self.teacher(batch[0])).square().mean() + (y - 1).square().mean()
+        self.losses.append(float(loss))
+        return loss
+
+    def configure_optimizers(self) -> Optimizer:
+        return torch.optim.SGD(self.student.parameters(), lr=0.1)
+
+
+def _averages(layout: Layout) -> tuple[list[float], dict[str, Tensor]]:
+    torch.manual_seed(3)
+    module = AveragesLater()
+    columns = {f"{name}.{i}": "column_gather" for name in ("student", "teacher") for i in (0, 2)}
+    trainer = make_trainer(layout, strategy={"plan": columns})
+    trainer.fit(module, DataLoader(TensorDataset(torch.randn(16, 6, dtype=torch.float64)), batch_size=4))
+    assert layout.plain or len(trainer.strategy.parallel.sharded) == 8
+    return module.losses, {name: x.clone() for name, x in trainer.strategy.lightning_module_state_dict().items()}
+
+
+def test_a_step_averages_split_weights() -> None:
+    losses, state = run_program(PLAIN, _averages)[0]
+    for found in run_program(TP2, _averages):
+        assert found[0] == pytest.approx(losses, rel=1e-12)
+    for name, value in run_program(TP2, _averages)[0][1].items():
+        torch.testing.assert_close(value, state[name], rtol=1e-12, atol=1e-12)
