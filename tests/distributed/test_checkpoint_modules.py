@@ -27,7 +27,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.norm, self.down = nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Linear(16, 6)
+        # No bias before BatchNorm: its gradient is zero but for rounding, which AdamW turns into steps of any sign.
+        self.up, self.norm, self.down = nn.Linear(6, 16, bias=False), nn.BatchNorm1d(16), nn.Linear(16, 6)
         self.head = nn.Linear(6, 6, bias=False)
         self.head.weight.requires_grad = False
         self.tied = self.head
