@@ -39,6 +39,14 @@ class DividedParameter:
         """On this tensor rank, before it was divided."""
         return self.sharded.shape
 
+    @property
+    def is_trained(self) -> bool:
+        """What was last said of it to the module, which shows `sharded`, or `whole` while it is gathered."""
+        owner, leaf = self.owners[0]
+        shown = owner._parameters[leaf]  # in a step `getattr` of a split layer would hand out a `WholeParameter`
+        assert shown is not None
+        return shown.requires_grad
+
     def gather(self, rows: Tensor) -> Tensor:
         """The whole of something of which this rank has rows, on this tensor rank.
 

@@ -133,7 +133,8 @@ class ZeroSharding:
         self._stepping = False
         self._forward = Detour(module, "forward", self._explain_outside)
         self._zero_grad = Detour(module, "zero_grad", self._clear_gradients)
-        self._toggle = Detour(module, "toggle_optimizer", self._refuse_toggle)
+        for name in ("toggle_optimizer", "untoggle_optimizer"):
+            Detour(module, name, self._freeze_rows)
         parallel.adopt_divided(self.parameters, self.group, roles)
         load_rows(self.parameters)
 
@@ -266,7 +267,7 @@ class ZeroSharding:
     def _refuse_frozen(self) -> None:
         for p in self.parameters:
             frozen = not (p.sharded.requires_grad and p.whole.requires_grad and p.local.requires_grad)
-            if frozen and (p.name in self._used or p.local.grad is not None):
+            if frozen and p.name in self._used:
                 raise RuntimeError(
                     f"MegaTPStrategy: `{p.name}` was frozen between two accumulated batches, and FSDP2 (zero > 0) would"
                     " lose the gradient that it has of the first. Freeze it before or after all of them, or use zero=0."
@@ -376,13 +377,15 @@ class ZeroSharding:
             parameter.local.grad = None
         return zero_grad()
 
-    def _refuse_toggle(self, toggle: Callable[[], Any]) -> Any:
-        raise RuntimeError(
-            f"MegaTPStrategy: `toggle_optimizer` freezes what the other optimizers hold, and with"
-            f" zero={self.options.level} that is this rank's rows, not what the step computes with: they would collect"
-            " gradients all the same. Leave it out and call `zero_grad()` of all optimizers before each"
-            " `manual_backward`, or use zero=0."
-        )
+    def _freeze_rows(self, toggle: Callable[[], Any]) -> Any:
+        """`toggle_optimizer` and `untoggle_optimizer` freeze, and thaw, what the optimizers hold: rows. What the module
+        computes with follows."""
+        for parameter in self.parameters:
+            parameter.local.requires_grad_(parameter.is_trained)
+        toggle()
+        for parameter in self.parameters:
+            parameter.sharded.requires_grad_(parameter.local.requires_grad)
+            parameter.whole.requires_grad_(parameter.local.requires_grad)
 
     def _check_unchanged(self) -> None:
         """Raises:

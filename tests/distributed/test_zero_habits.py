@@ -97,9 +97,38 @@ class ClearsInManual(Plain):
         self.optimizers().step()  # type: ignore[union-attr]
 
 
-class Toggles(ClearsInManual):
+class Toggles(Plain):
+    """Adversaries, each frozen while the other is trained: the blocks' loss leaves the head no gradient. What is frozen
+    besides stays so, and what is thawed later is trained."""
+
+    automatic_optimization, clears_late = False, True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.bias.requires_grad_(False)
+
+    def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
+        self.blocks[1].a.bias.requires_grad_(batch_idx > 3)  # type: ignore[union-attr]
+
     def training_step(self, batch: Tensor, batch_idx: int) -> None:
-        self.toggle_optimizer(self.optimizers())  # type: ignore[arg-type]
+        for optimizer, sign in zip(self.optimizers(), (1, -1), strict=True):  # type: ignore[arg-type]
+            with self.toggled_optimizer(optimizer):
+                loss = sign * self(batch).square().mean()
+                if not self.clears_late:
+                    optimizer.zero_grad()
+                self.manual_backward(loss)
+                optimizer.step()
+                if self.clears_late:
+                    optimizer.zero_grad()
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.AdamW(part.parameters(), lr=1e-2) for part in (self.blocks, self.head)]
+
+
+class TogglesWithOldGradients(Toggles):
+    """What is frozen has the gradient of its own last step."""
+
+    clears_late = False
 
 
 class ScalesInManual(ClearsInManual):
@@ -239,6 +268,7 @@ HABITS: list[type[Plain]] = [
     Plain, ChangesAList, *([BranchesByData] if REDUCES_UNUSED else []), ClearsByModule, ClearsInManual, ScalesInManual,
     ReplacesGradients, ProbesBeforeTheStep, PenalisesGradients, PenalisesBesideUnused, NamesGroups, Thaws,
     EndsEpochsEarly, AveragesInEveryBatch, TrainsTheHeadAlone, ChangesUnderVmap, AveragesBeforeClearing,
+    Toggles, TogglesWithOldGradients,
 ]  # fmt: skip
 
 
@@ -266,6 +296,31 @@ def test_habits() -> None:
                 torch.testing.assert_close(
                     found[habit][name], value, atol=1e-9, rtol=0, msg=f"zero={zero} {habit} {name}"
                 )
+
+
+class FreezesInWindow(Plain):
+    """Between two accumulated batches: what the first has left is stepped all the same."""
+
+    accumulate = 2
+
+    def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
+        self.blocks.requires_grad_(batch_idx % 4 != 1)
+
+
+def _frozen_in_window(layout: Layout) -> dict[str, Tensor]:
+    module, trainer = FreezesInWindow(), make_trainer(layout, "untied", {"plan": None}, accumulate_grad_batches=2)
+    trainer.fit(module, DataLoader(_data(), batch_size=2))  # type: ignore[arg-type]
+    state: dict[str, Tensor] = trainer.strategy.lightning_module_state_dict()
+    return state
+
+
+def test_freezing_between_accumulated_batches_keeps_the_gradients_that_are_reduced() -> None:
+    """At zero=1 they are not, and freezing is refused (test_trainer_gradients)."""
+    expected = run_program(Layout(dp=2), _frozen_in_window)[0]
+    for zero in (2, 3):
+        found = run_program(Layout(dp=2, zero=zero), _frozen_in_window)[0]
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, atol=1e-9, rtol=0, msg=f"zero={zero} {name}")
 
 
 class EditsGradients(GPT):
@@ -384,9 +439,8 @@ def _refused(layout: Layout, kind: type[Plain]) -> None:
         (Hooked, "`head.weight` has a gradient hook"),
         (Sparse, "the embedding `table` has sparse gradients"),
         (TrainsCopies, "not the module's"),
-        (Toggles, "`toggle_optimizer` freezes"),
     ],
-    ids=["writes", "teaches", "hooked", "sparse", "copies", "toggles"],
+    ids=["writes", "teaches", "hooked", "sparse", "copies"],
 )
 def test_what_would_be_lost_is_refused(kind: type[Plain], text: str) -> None:
     with pytest.raises(RankError, match=text):
