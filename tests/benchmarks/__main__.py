@@ -35,6 +35,9 @@ def parts(quick: bool) -> dict[str, Callable[[], Iterator[Any]]]:
 
     t, p, o = settings["tensor"], settings["pipeline"], settings["optimizer"]
     rounds = 1 if quick else None
+    small = Size(**p["python"])
+    if quick:
+        small = dataclasses.replace(small, rounds=1, steps=5)
     g = settings["gpu"]
     bench = gpu.Bench(**{**g, "layer": LayerSize(**g["layer"]), "model": Size(**g["model"])})
     if quick:
@@ -42,7 +45,7 @@ def parts(quick: bool) -> dict[str, Callable[[], Iterator[Any]]]:
     return {
         "tensor": lambda: tensor.rows(sizes("tensor"), t["sequence"], t["tp"]),
         "alone": lambda: alone.rows(sizes("tensor"), t["sequence"], t["tp"]),
-        "pipeline": lambda: pipeline.rows(sizes("pipeline"), p["microbatches"], p["pp"]),
+        "pipeline": lambda: pipeline.rows(sizes("pipeline"), p["microbatches"], p["pp"], small),
         "data": lambda: data.rows(sizes("data"), settings["data"]["dp"]),
         "single": lambda: single.rows(sizes("single")),
         "optimizer": lambda: optimizer.rows(o["parameters"], o["width"], o["tp"], rounds or o["rounds"], o["steps"]),

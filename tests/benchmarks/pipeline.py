@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -192,6 +192,12 @@ def measure(rank: int, world_size: int, size: Size, microbatches: int) -> dict[s
     return alternate({name: make() for name, make in made.items()}, steps, warm_up=2, profiled=4)
 
 
+def measure_processor(rank: int, world_size: int, size: Size, microbatches: int) -> dict[str, Taken]:
+    """The same of ours and the stage by hand alone."""
+    made = programs(size, rank, world_size, microbatches)
+    return alternate({name: made[name]() for name in (OURS, HAND)}, size.steps, profiled=0)
+
+
 def peak(rank: int, world_size: int, size: Size, microbatches: int, name: str) -> int:
     """Bytes of resident memory that the third to fifth step of one program take above what it has once it is set up:
     gradients, optimizer state, activations, buffers. What torch loads at the first use is loaded before."""
@@ -216,7 +222,7 @@ def _use_once(size: Size) -> None:
     optimizer.step()
 
 
-def rows(sizes: list[Size], counts: list[int], pp: int) -> Iterator[Row | Figure]:
+def rows(sizes: list[Size], counts: list[int], pp: int, small: Size) -> Iterator[Row | Figure]:
     for size in sizes:
         above: dict[int, float] = {}
         for microbatches in counts:
@@ -226,9 +232,34 @@ def rows(sizes: list[Size], counts: list[int], pp: int) -> Iterator[Row | Figure
             above[microbatches] = python(rounds, OURS) - python(rounds, HAND)
             yield from _figures(what, rounds, above[microbatches], microbatches, pp)
             yield from _memories(what, size, microbatches, pp)
-        (few, least), *_, (many, most) = sorted(above.items())
         title = f"pp={pp}, {size} a microbatch: Python that one more microbatch adds, above the stage by hand"
-        yield Figure("pipeline", title, (most - least) / (many - few) / 1e3, "ms", 1.0)
+        yield Figure("pipeline", title, _slope(above) / 1e3, "ms", 1.0)
+    yield from _processor(small, counts, pp)
+
+
+def _processor(size: Size, counts: list[int], pp: int) -> Iterator[Figure]:
+    """What Python takes without a profiler, which slows it down: by the processor time of the busier stage's thread."""
+    above: dict[int, float] = {}
+    for microbatches in counts:
+        rounds = [run_ranks(pp, measure_processor, size, microbatches, timeout=600) for _ in range(size.rounds)]
+        ranks = zip(*rounds, strict=True)
+        above[microbatches] = 1e3 * max(map(_above, ranks))
+        what = f"pp={pp}, m={microbatches}, {size} a microbatch: processor time per microbatch above the stage by hand"
+        yield Figure("pipeline", what, above[microbatches] / microbatches, "ms", 1.0)
+    what = f"pp={pp}, {size} a microbatch: processor time that one more microbatch adds, above the stage by hand"
+    yield Figure("pipeline", what, _slope(above), "ms", 1.0)
+
+
+def _above(rounds: Sequence[Mapping[str, Taken]]) -> float:
+    """The median of what one rank's steps of ours take above their neighbours by hand."""
+    pairs = (zip(taken[OURS].processor, taken[HAND].processor, strict=True) for taken in rounds)
+    return interval([ours - hand for each in pairs for ours, hand in each]).median
+
+
+def _slope(above: Mapping[int, float]) -> float:
+    """From the least number of microbatches to the most."""
+    (few, least), *_, (many, most) = sorted(above.items())
+    return (most - least) / (many - few)
 
 
 def _figures(what: str, rounds: list[Any], above: float, microbatches: int, pp: int) -> Iterator[Figure]:

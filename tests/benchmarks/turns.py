@@ -27,6 +27,8 @@ class Taken:
 
     seconds: list[float] = field(default_factory=list)
     """Of each timed step."""
+    processor: list[float] = field(default_factory=list)
+    """Processor seconds of the same steps in the program's thread: its kernels and its Python, without waits."""
     python: list[float] = field(default_factory=list)
     """Seconds of a profiled step outside of torch's operations and of waiting for collectives."""
     loss: float = float("nan")
@@ -47,11 +49,13 @@ class Program:
         self.parts: Mapping[str, float] = {}
         """Seconds of what the last step did; for a program to set."""
         self.stopped = self.profiled = False
+        self.processor = 0.0
+        """Processor seconds of the last step."""
         self._losses: list[float] = []
         self._go, self._done = threading.Semaphore(0), threading.Semaphore(0)
         self._error: BaseException | None = None
         self._profile: profile | None = None
-        self._start = 0.0
+        self._start = self._busy = 0.0
         self._thread = threading.Thread(target=self._run, args=(body,), daemon=True)
         self._thread.start()
         self._wait()
@@ -71,6 +75,7 @@ class Program:
 
     def pause(self, loss: torch.Tensor | None = None) -> None:
         """To be called by the program."""
+        self.processor = time.thread_time() - self._busy
         if self._profile is not None:
             self._finish_profile(self._profile)
         if loss is not None and self.taken.loss != self.taken.loss:
@@ -83,6 +88,7 @@ class Program:
             self._profile = profile(activities=[ProfilerActivity.CPU])
             self._profile.start()
             self._start = time.perf_counter()
+        self._busy = time.thread_time()
 
     def _run(self, body: Callable[[Program], None]) -> None:
         try:
@@ -166,6 +172,7 @@ def alternate(
             seconds = time.perf_counter() - start
             if turn >= warm_up:
                 running[name].taken.seconds.append(seconds)
+                running[name].taken.processor.append(running[name].processor)
                 running[name].taken.parts.append(running[name].parts)
     with _waits_are_seen():
         for program in running.values():

@@ -124,6 +124,7 @@ TINY = Size("small", d=16, ffn=32, heads=4, layers=2, rows=2, length=4, rounds=1
 COMPARISONS: dict[str, tuple[int, Callable[..., Any], tuple[Any, ...]]] = {
     "tensor": (2, tensor.measure, (TINY, True)),
     "pipeline": (2, pipeline.measure, (TINY, 2)),
+    "pipeline, processor": (2, pipeline.measure_processor, (TINY, 2)),
     "zero=0": (2, data.measure, (TINY, 0)),
     "zero=3": (2, data.measure, (TINY, 3)),
     "single": (1, single.measure, (TINY,)),
@@ -136,6 +137,7 @@ def test_all_that_is_compared_runs(what: str) -> None:
     ranks, measure, args = COMPARISONS[what]
     for taken in run_ranks(ranks, measure, *args):
         assert len(taken) > 1 and all(len(each.seconds) == 1 for each in taken.values())
+        assert all(0 < each.processor[0] <= each.seconds[0] for each in taken.values())
 
 
 @pytest.mark.parametrize("sequence", [True, False])
