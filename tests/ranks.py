@@ -11,7 +11,6 @@ strategy=...)` works. A rank runs in a temporary directory of its pool, not in t
 
 from __future__ import annotations
 
-import argparse
 import atexit
 import contextlib
 import dataclasses
@@ -21,22 +20,19 @@ import pickle
 import random
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from tests.memory import ALLOCATOR
+from tests.fork_server import Forked, ForkServer, ServerEnded, inherited
 from tests.simulated import cuda
-from tests.simulated.building import library
 
-REPOSITORY = Path(__file__).resolve().parent.parent
 COLLECTIVE_TIMEOUT_S = 60
 CALL_TIMEOUT_S = 120.0
 GRACE_S = 15.0  # how long the other ranks may go on after one has raised
@@ -72,35 +68,42 @@ class RankPool:
             process is what a user's plain one-device program is.
         forbidden: no module of this name may be imported in these processes.
         simulated: give them a simulated CUDA device, and make groups for its tensors instead of the CPU's.
+        servers: which fork the processes; without them the pool starts its own.
     """
 
-    def __init__(self, world_size: int, distributed: bool = True, forbidden: str = "", simulated: bool = False) -> None:
+    def __init__(
+        self,
+        world_size: int,
+        distributed: bool = True,
+        forbidden: str = "",
+        simulated: bool = False,
+        servers: Sequence[ForkServer] = (),
+    ) -> None:
         self.world_size = world_size
         self.calls = 0
         self.directory = tempfile.TemporaryDirectory(prefix=f"ranks{world_size}_")
         port = free_port()
+        self.own_servers = [] if servers else [ForkServer(simulated=simulated) for _ in range(servers_for(world_size))]
+        self.servers = servers or self.own_servers
         self.connections: list[Connection] = []
-        self.processes: list[subprocess.Popen[bytes]] = []
+        self.processes: list[Forked] = []
         for rank in range(world_size):
             ours, theirs = socket.socketpair()
-            inherited = {name: value for name, value in os.environ.items() if name != "PL_GLOBAL_SEED"}  # a test's
-            environment = {**inherited, **ALLOCATOR, "OMP_NUM_THREADS": "1", "PYTHONPATH": _python_path()}
-            environment["PYTHONUNBUFFERED"] = "1"
-            environment["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+            environment = inherited()
             if distributed:
                 environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "NODE_RANK": "0"}
                 environment |= {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-            command = [sys.executable, "-m", "tests.ranks", "--fd", str(theirs.fileno()), "--forbidden", forbidden]
-            if simulated:
-                command += ["--simulated", str(library())]
-            with self._log(rank).open("wb") as log:
-                process = subprocess.Popen(
-                    command, env=environment, cwd=self.directory.name, pass_fds=[theirs.fileno()],
-                    start_new_session=True, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
-                )  # fmt: skip
-            theirs.close()
+            # Neighbours in any dim of a mesh of twos come from different servers: with other hash seeds and addresses,
+            # as processes that are executed have, their sets are in different orders.
+            server = self.servers[rank.bit_count() % 2]
             self.connections.append(Connection(ours.detach()))
-            self.processes.append(process)
+            self.processes.append(
+                server.start(
+                    _serve, forbidden, simulated,
+                    connection=theirs.fileno(), environment=environment, cwd=self.directory.name, log=self._log(rank),
+                )
+            )  # fmt: skip
+            theirs.close()
 
     def run(self, fn: Callable[..., Any], *args: Any, timeout: float = CALL_TIMEOUT_S) -> list[Any]:
         """`fn(rank, world_size, *args)` on every rank; the results by rank.
@@ -128,13 +131,18 @@ class RankPool:
         for process in self.processes:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        self.connections, self.processes = [], []
+            with contextlib.suppress(ServerEnded):
+                process.wait()
+        for server in self.own_servers:
+            server.close()
+        self.connections, self.processes, self.own_servers = [], [], []
         self.directory.cleanup()
 
     @property
     def usable(self) -> bool:
-        return bool(self.processes) and all(process.poll() is None for process in self.processes)
+        if not self.processes or not all(server.usable for server in self.servers):
+            return False
+        return all(process.poll() is None for process in self.processes)
 
     def _collect(self, name: str, timeout: float) -> tuple[dict[int, Any], list[Failure]]:
         results: dict[int, Any] = {}
@@ -180,27 +188,49 @@ class RankPool:
 
 
 class RankPools:
-    """The session's pools, started when first used and restarted when broken."""
+    """The session's pools and their servers, started when first used and restarted when broken."""
 
     def __init__(self) -> None:
         self.pools: dict[str, RankPool] = {}
+        self.servers: dict[str, list[ForkServer]] = {"": [], "simulated": []}
         atexit.register(self.close)
 
     def get(self, world_size: int) -> RankPool:
-        return self._usable(f"{world_size}", lambda: RankPool(world_size))
+        return self._usable(f"{world_size}", lambda: RankPool(world_size, servers=self._servers(world_size)))
 
     def simulated(self, world_size: int) -> RankPool:
         """Ranks that have a simulated CUDA device."""
-        return self._usable(f"simulated {world_size}", lambda: RankPool(world_size, simulated=True))
+
+        def make() -> RankPool:
+            return RankPool(world_size, simulated=True, servers=self._servers(world_size, "simulated"))
+
+        return self._usable(f"simulated {world_size}", make)
 
     def reference(self) -> RankPool:
         """One process that knows nothing of this package."""
-        return self._usable("reference", lambda: RankPool(1, distributed=False, forbidden="lightning_megatp"))
+
+        def make() -> RankPool:
+            return RankPool(1, distributed=False, forbidden="lightning_megatp", servers=self._servers(1))
+
+        return self._usable("reference", make)
 
     def close(self) -> None:
         for pool in self.pools.values():
             pool.close()
         self.pools.clear()
+        for servers in self.servers.values():
+            for server in servers:
+                server.close()
+            servers.clear()
+
+    def _servers(self, world_size: int, kind: str = "") -> list[ForkServer]:
+        servers = self.servers[kind]
+        for ended in [server for server in servers if not server.usable]:
+            ended.close()
+            servers.remove(ended)
+        while len(servers) < servers_for(world_size):
+            servers.append(ForkServer(simulated=kind == "simulated"))
+        return list(servers)
 
     def _usable(self, name: str, make: Callable[[], RankPool]) -> RankPool:
         if name in self.pools and not self.pools[name].usable:
@@ -243,8 +273,8 @@ def _without_rank(rank: int, world_size: int, fn: Callable[..., Any], args: tupl
     return fn(*args)
 
 
-def _python_path() -> str:
-    return os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]))
+def servers_for(world_size: int) -> int:
+    return min(world_size, 2)
 
 
 def free_port() -> int:
@@ -263,20 +293,12 @@ def free_port() -> int:
 # What follows runs in the rank.
 
 
-def _serve(connection: Connection, forbidden: str, simulated: Path | None) -> None:
-    import gc
-
-    if simulated is not None:
-        cuda.start(simulated)
-
+def _serve(connection: Connection, forbidden: str, simulated: bool) -> None:
     import torch
 
-    _check_what_is_sent()
-    import lightning.pytorch  # noqa: F401
-
     torch.set_num_threads(1)
-    gc.collect()
-    gc.freeze()  # what is imported stays: collecting after each call is then cheap
+    _check_what_is_sent()
+    _tell_rank()
     environment = dict(os.environ)
     store = _join_store() if "RANK" in os.environ else None
     while True:
@@ -288,7 +310,7 @@ def _serve(connection: Connection, forbidden: str, simulated: Path | None) -> No
         os.environ.update(environment)  # Lightning's teardown removes WORLD_SIZE
         try:
             call, fn, args = pickle.loads(request)
-            backend = "gloo" if simulated is None else cuda.BACKEND
+            backend = cuda.BACKEND if simulated else "gloo"
             answer = pickle.dumps((True, _call(call, store, backend, fn, args, forbidden)))
         except BaseException as error:
             rank = int(os.environ.get("RANK", "0"))
@@ -296,6 +318,15 @@ def _serve(connection: Connection, forbidden: str, simulated: Path | None) -> No
             failure = Failure(rank, type(error).__name__, str(error), traceback.format_exc(), at)
             answer = pickle.dumps((False, failure))
         connection.send_bytes(answer)
+
+
+def _tell_rank() -> None:
+    """Give Lightning and torchmetrics the rank, which they read from the environment when they are imported."""
+    import lightning_utilities.core.rank_zero
+    import torchmetrics.utilities.prints
+
+    for module in (lightning_utilities.core.rank_zero, torchmetrics.utilities.prints):
+        module.rank_zero_only.rank = int(os.environ.get("RANK", "0"))
 
 
 def _check_what_is_sent() -> None:
@@ -358,23 +389,3 @@ def _call(number: int, store: Any, backend: str, fn: Callable[..., Any], args: t
     if found:
         raise AssertionError(f"a process that must not know {forbidden} imported {found}")
     return result
-
-
-def _main() -> None:
-    import faulthandler
-
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--fd", type=int, required=True)
-    parser.add_argument("--forbidden", default="")
-    parser.add_argument("--simulated", type=Path)
-    arguments = parser.parse_args()
-    faulthandler.enable()  # a rank that dies of a signal writes where it was
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
-    _serve(Connection(arguments.fd), arguments.forbidden, arguments.simulated)
-
-
-if __name__ == "__main__":
-    # Answers are pickled by module path: serve from `tests.ranks`, whose classes the parent knows, not from `__main__`.
-    from tests import ranks
-
-    ranks._main()

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import threading
 from pathlib import Path
 
+import lightning_utilities.core.rank_zero
 import pytest
 import torch
 import torch.distributed as dist
+import torchmetrics.utilities.prints
 
-from tests.ranks import NOT_CONNECTED, RankError, pools, run_ranks, run_reference
+from tests import ranks
+from tests.fork_server import ForkServer
+from tests.ranks import NOT_CONNECTED, RankError, RankPools, pools, run_ranks, run_reference
 
 
 def _sum(rank: int, world_size: int, offset: float) -> float:
@@ -30,6 +35,20 @@ def _die_on(rank: int, world_size: int, culprit: int) -> None:
     if rank == culprit:
         os._exit(7)
     dist.barrier()
+
+
+def _die_of(rank: int, world_size: int, culprit: int, number: int) -> None:
+    if rank == culprit:
+        os.kill(os.getpid(), number)
+    dist.barrier()
+
+
+def _order(rank: int, world_size: int) -> tuple[int, list[str], list[int]]:
+    """Of a set, and what Lightning and torchmetrics think is their rank."""
+    told = [
+        module.rank_zero_only.rank for module in (lightning_utilities.core.rank_zero, torchmetrics.utilities.prints)
+    ]
+    return hash("a word"), list({f"word {i}" for i in range(20)}), told
 
 
 def _hang_on(rank: int, world_size: int, culprit: int) -> None:
@@ -87,6 +106,52 @@ def test_a_dead_rank_is_named_and_the_pool_starts_again() -> None:
     with pytest.raises(RankError, match="ended with status 7"):
         run_ranks(2, _die_on, 1)
     assert run_ranks(2, _sum, 0.0) == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
+def test_a_rank_that_dies_of_a_signal_is_named_and_so_is_the_signal(number: int) -> None:
+    with pytest.raises(RankError, match=f"ended with status -{number:d} in ") as error:
+        run_ranks(2, _die_of, 1, number)
+    (death,) = (failure for failure in error.value.failures if failure.type_name == "Died")
+    assert death.rank == 1
+    if number == signal.SIGSEGV:
+        assert "in _die_of" in death.traceback, "where it was"
+    assert run_ranks(2, _sum, 0.0) == [1.0, 1.0]
+
+
+def test_neighbours_have_their_sets_in_different_orders_and_know_their_rank() -> None:
+    seeds, orders, told = zip(*run_ranks(4, _order), strict=True)
+    assert told == tuple([rank, rank] for rank in range(4))
+    for rank, neighbour in ((0, 1), (0, 2), (1, 3), (2, 3)):
+        assert seeds[rank] != seeds[neighbour] and orders[rank] != orders[neighbour]
+
+
+def test_a_closed_pool_leaves_no_process_and_no_folder() -> None:
+    run_ranks(2, _sum, 0.0)
+    pool = pools.get(2)
+    pids, folder = [process.pid for process in pool.processes], Path(pool.directory.name)
+    assert folder.exists()
+    pool.close()
+    assert not folder.exists() and not pool.usable
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):  # not even a status that nobody asked for
+            os.kill(pid, 0)
+
+
+def test_a_server_that_ended_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "ForkServer", lambda simulated: ForkServer(imports=(), simulated=simulated))
+    own = RankPools()
+    try:
+        first, second = own.get(2).servers
+        before = own.get(2)
+        first._process.kill()
+        first._process.wait()
+        assert not before.usable
+        after = own.get(2)
+        assert after.usable and first not in after.servers and second in after.servers
+    finally:
+        own.close()
+    assert not any(server.usable for server in (first, *after.servers))
 
 
 def test_a_rank_that_never_ends_is_stopped() -> None:

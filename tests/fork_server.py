@@ -1,0 +1,199 @@
+"""Processes that begin with torch and Lightning imported: forked from a server that has imported them once.
+
+The imports take seconds, more than most tests; a fork takes milliseconds. The server has one thread, which imports and
+forks; it runs nothing of a test. Only what a process reads when it is executed is the server's: Python's hash seed, its
+addresses, and the variables that glibc reads. A forked process has a session, a folder, an output and variables of its
+own. When the program that started the server is gone, however it ended, so are the server and what it forked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import faulthandler
+import functools
+import gc
+import importlib
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from multiprocessing import reduction
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from tests.memory import ALLOCATOR
+from tests.simulated import cuda
+from tests.simulated.building import library
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+IMPORTS = ("lightning.pytorch", "torch.distributed.checkpoint", "torch.utils.tensorboard", "pytest")
+"""What most ranks import sooner or later. Not this package: the reference process must not know it."""
+
+
+class ServerEnded(RuntimeError):
+    """A fork server is gone, and with it what it knew of the processes that it had forked."""
+
+
+class ForkServer:
+    """A process that forks others, which run `target(connection, *args)`.
+
+    Args:
+        imports: the modules it imports.
+        simulated: give them a simulated CUDA device.
+    """
+
+    def __init__(self, imports: Sequence[str] = IMPORTS, simulated: bool = False) -> None:
+        ours, theirs = socket.socketpair()
+        command = [sys.executable, "-m", "tests.fork_server", "--fd", str(theirs.fileno()), *imports]
+        if simulated:
+            command += ["--simulated", str(library())]
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115  # as long as the server
+        self._process = subprocess.Popen(
+            command, env=inherited(), cwd=REPOSITORY, pass_fds=[theirs.fileno()], start_new_session=True,
+            stdin=subprocess.DEVNULL, stdout=self._output, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        theirs.close()
+        self._connection = Connection(ours.detach())
+
+    def start(
+        self, target: Callable[..., None], *args: Any, connection: int, environment: dict[str, str], cwd: str, log: Path
+    ) -> Forked:
+        """A new process that runs `target(Connection, *args)`; `connection` is the descriptor of its end of a pair."""
+        request = pickle.dumps((target, args, environment, cwd, str(log)))
+        return Forked(self, self._ask("start", request, descriptor=connection))
+
+    def close(self) -> None:
+        """End the server and everything that it forked."""
+        with contextlib.suppress(OSError):  # it has ended already
+            self._connection.send(("close", None))
+        self._connection.close()
+        self._process.wait()
+        self._output.close()
+
+    @property
+    def usable(self) -> bool:
+        return self._process.poll() is None
+
+    def _ask(self, what: str, value: Any, descriptor: int | None = None) -> Any:
+        try:
+            self._connection.send((what, value))
+            if descriptor is not None:
+                reduction.send_handle(self._connection, descriptor, self._process.pid)
+            return self._connection.recv()
+        except (EOFError, OSError) as error:
+            status = self._process.wait()
+            self._output.seek(0)
+            printed = self._output.read().decode(errors="replace")
+            raise ServerEnded(f"a fork server ended with status {status}:\n{printed}") from error
+
+
+class Forked:
+    """A process that a server has forked, with what of `subprocess.Popen` the pools need."""
+
+    def __init__(self, server: ForkServer, pid: int) -> None:
+        self._server, self.pid = server, pid
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        return self._status(os.WNOHANG)
+
+    def wait(self) -> int:
+        status = self._status(0)
+        assert status is not None
+        return status
+
+    def _status(self, options: int) -> int | None:
+        if self.returncode is None:
+            self.returncode = self._server._ask("status", (self.pid, options))
+        return self.returncode
+
+
+def inherited() -> dict[str, str]:
+    """The variables of a process that a test starts."""
+    environment = {name: value for name, value in os.environ.items() if name != "PL_GLOBAL_SEED"}  # a test's
+    environment |= {**ALLOCATOR, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]))
+    environment["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    return environment
+
+
+# What follows runs in the server.
+
+
+def _serve(connection: Connection) -> Callable[[], None] | None:
+    """Answer requests until nobody is left to send one. In a forked process: what it shall run."""
+    children: set[int] = set()
+    while True:
+        try:
+            what, value = connection.recv()
+        except (EOFError, OSError):
+            return _kill(children)
+        if what == "start":
+            descriptor = reduction.recv_handle(connection)
+            pid = os.fork()
+            if pid == 0:
+                connection.close()
+                return functools.partial(_forked, Connection(descriptor), value)
+            os.close(descriptor)
+            children.add(pid)
+            connection.send(pid)
+        elif what == "status":
+            pid, status = os.waitpid(*value)
+            children.discard(pid)
+            connection.send(os.waitstatus_to_exitcode(status) if pid else None)
+        else:
+            return _kill(children)
+
+
+def _kill(children: set[int]) -> None:
+    for pid in children:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
+
+
+def _forked(connection: Connection, request: bytes) -> None:
+    os.setsid()
+    target, args, environment, cwd, log = pickle.loads(request)
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.close(output)
+    faulthandler.enable()  # a process that dies of a signal writes where it was
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(environment)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()  # Python's random numbers begin anew in a fork; numpy's go on, alike in all
+    target(connection, *args)
+
+
+def _main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--fd", type=int, required=True)
+    parser.add_argument("--simulated", type=Path)
+    parser.add_argument("imports", nargs="*")
+    arguments = parser.parse_args()
+    if arguments.simulated is not None:
+        cuda.start(arguments.simulated)
+    for name in arguments.imports:
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # what is imported stays: collecting in a forked process is then cheap, and leaves these pages shared
+    threads = len(os.listdir("/proc/self/task")) if Path("/proc/self/task").exists() else 1
+    assert threads == 1, f"{threads} threads: a fork has one of them, and the locks of all"
+    run = _serve(Connection(arguments.fd))
+    if run is not None:
+        run()
+
+
+if __name__ == "__main__":
+    from tests import fork_server  # the one that others import, not a second of the name `__main__`
+
+    fork_server._main()
