@@ -1,9 +1,10 @@
 """Processes that begin with torch and Lightning imported: forked from a server that has imported them once.
 
 The imports take seconds, more than most tests; a fork takes milliseconds. The server has one thread, which imports and
-forks; it runs nothing of a test. Only what a process reads when it is executed is the server's: Python's hash seed, its
-addresses, and the variables that glibc reads. A forked process has a session, a folder, an output and variables of its
-own. When the program that started the server is gone, however it ended, so are the server and what it forked.
+forks; it runs nothing of a test. A server that imports more can itself be forked from one. Only what a process reads
+when it is executed is the server's: Python's hash seed, its addresses, and the variables that glibc reads. A forked
+process has a session, a folder, an output and variables of its own. When the program that started the server is gone,
+however it ended, so are the server and what it forked.
 """
 
 from __future__ import annotations
@@ -32,8 +33,10 @@ from tests.simulated import cuda
 from tests.simulated.building import library
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-IMPORTS = ("lightning.pytorch", "torch.distributed.checkpoint", "torch.utils.tensorboard", "pytest")
-"""What most ranks import sooner or later. Not this package: the reference process must not know it."""
+LIGHTNING = ("lightning.pytorch", "torch.distributed.checkpoint", "torch.utils.tensorboard", "pytest")
+"""What most processes import sooner or later. Not this package: the reference process must not know it."""
+PACKAGE = ("lightning_megatp", "tests.distributed.training", "tests.parity.parallel")
+"""What ranks import besides."""
 
 
 class ServerEnded(RuntimeError):
@@ -46,19 +49,20 @@ class ForkServer:
     Args:
         imports: the modules it imports.
         simulated: give them a simulated CUDA device.
+        base: a server to fork this one from; it has that one's imports too.
     """
 
-    def __init__(self, imports: Sequence[str] = IMPORTS, simulated: bool = False) -> None:
+    def __init__(self, imports: Sequence[str], simulated: bool = False, base: ForkServer | None = None) -> None:
         ours, theirs = socket.socketpair()
-        command = [sys.executable, "-m", "tests.fork_server", "--fd", str(theirs.fileno()), *imports]
-        if simulated:
-            command += ["--simulated", str(library())]
-        self._output = tempfile.TemporaryFile()  # noqa: SIM115  # as long as the server
-        self._process = subprocess.Popen(
-            command, env=inherited(), cwd=REPOSITORY, pass_fds=[theirs.fileno()], start_new_session=True,
-            stdin=subprocess.DEVNULL, stdout=self._output, stderr=subprocess.STDOUT,
-        )  # fmt: skip
-        theirs.close()
+        self._output = tempfile.NamedTemporaryFile()  # noqa: SIM115  # as long as the server
+        self.base = base
+        self._process: subprocess.Popen[bytes] | Forked
+        with theirs:
+            if base is None:
+                self._process = _execute(theirs.fileno(), imports, simulated, self._output)
+            else:
+                request = pickle.dumps((_become, (imports,), inherited(), str(REPOSITORY), self._output.name))
+                self._process = Forked(base, base._ask("server", request, theirs.fileno()))
         self._connection = Connection(ours.detach())
 
     def start(
@@ -73,12 +77,13 @@ class ForkServer:
         with contextlib.suppress(OSError):  # it has ended already
             self._connection.send(("close", None))
         self._connection.close()
-        self._process.wait()
+        with contextlib.suppress(ServerEnded):  # the one it was forked from
+            self._process.wait()
         self._output.close()
 
     @property
     def usable(self) -> bool:
-        return self._process.poll() is None
+        return (self.base is None or self.base.usable) and self._process.poll() is None
 
     def _ask(self, what: str, value: Any, descriptor: int | None = None) -> Any:
         try:
@@ -123,7 +128,29 @@ def inherited() -> dict[str, str]:
     return environment
 
 
+def _execute(descriptor: int, imports: Sequence[str], simulated: bool, output: Any) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "tests.fork_server", "--fd", str(descriptor), *imports]
+    if simulated:
+        command += ["--simulated", str(library())]
+    return subprocess.Popen(
+        command, env=inherited(), cwd=REPOSITORY, pass_fds=[descriptor], start_new_session=True,
+        stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+
+
 # What follows runs in the server.
+
+
+def _become(connection: Connection, imports: Sequence[str]) -> None:
+    for name in imports:
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # what is imported stays: collecting in a forked process is then cheap, and leaves these pages shared
+    threads = len(os.listdir("/proc/self/task")) if Path("/proc/self/task").exists() else 1
+    assert threads == 1, f"{threads} threads: a fork has one of them, and the locks of all"
+    run = _serve(connection)
+    if run is not None:
+        run()
 
 
 def _serve(connection: Connection) -> Callable[[], None] | None:
@@ -134,14 +161,15 @@ def _serve(connection: Connection) -> Callable[[], None] | None:
             what, value = connection.recv()
         except (EOFError, OSError):
             return _kill(children)
-        if what == "start":
+        if what in ("start", "server"):
             descriptor = reduction.recv_handle(connection)
             pid = os.fork()
             if pid == 0:
                 connection.close()
                 return functools.partial(_forked, Connection(descriptor), value)
             os.close(descriptor)
-            children.add(pid)
+            if what == "start":  # a server ends as this one does, when it has ended what it forked
+                children.add(pid)
             connection.send(pid)
         elif what == "status":
             pid, status = os.waitpid(*value)
@@ -182,15 +210,7 @@ def _main() -> None:
     arguments = parser.parse_args()
     if arguments.simulated is not None:
         cuda.start(arguments.simulated)
-    for name in arguments.imports:
-        importlib.import_module(name)
-    gc.collect()
-    gc.freeze()  # what is imported stays: collecting in a forked process is then cheap, and leaves these pages shared
-    threads = len(os.listdir("/proc/self/task")) if Path("/proc/self/task").exists() else 1
-    assert threads == 1, f"{threads} threads: a fork has one of them, and the locks of all"
-    run = _serve(Connection(arguments.fd))
-    if run is not None:
-        run()
+    _become(Connection(arguments.fd), arguments.imports)
 
 
 if __name__ == "__main__":

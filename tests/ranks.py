@@ -30,7 +30,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from tests.fork_server import Forked, ForkServer, ServerEnded, inherited
+from tests.fork_server import LIGHTNING, PACKAGE, Forked, ForkServer, ServerEnded, inherited
 from tests.simulated import cuda
 
 COLLECTIVE_TIMEOUT_S = 60
@@ -83,7 +83,8 @@ class RankPool:
         self.calls = 0
         self.directory = tempfile.TemporaryDirectory(prefix=f"ranks{world_size}_")
         port = free_port()
-        self.own_servers = [] if servers else [ForkServer(simulated=simulated) for _ in range(servers_for(world_size))]
+        count = 0 if servers else servers_for(world_size)
+        self.own_servers = [ForkServer(LIGHTNING, simulated) for _ in range(count)]
         self.servers = servers or self.own_servers
         self.connections: list[Connection] = []
         self.processes: list[Forked] = []
@@ -192,17 +193,17 @@ class RankPools:
 
     def __init__(self) -> None:
         self.pools: dict[str, RankPool] = {}
-        self.servers: dict[str, list[ForkServer]] = {"": [], "simulated": []}
+        self.servers: dict[tuple[str, int], ForkServer] = {}
         atexit.register(self.close)
 
     def get(self, world_size: int) -> RankPool:
-        return self._usable(f"{world_size}", lambda: RankPool(world_size, servers=self._servers(world_size)))
+        return self._usable(f"{world_size}", lambda: RankPool(world_size, servers=self._servers("ranks", world_size)))
 
     def simulated(self, world_size: int) -> RankPool:
         """Ranks that have a simulated CUDA device."""
 
         def make() -> RankPool:
-            return RankPool(world_size, simulated=True, servers=self._servers(world_size, "simulated"))
+            return RankPool(world_size, simulated=True, servers=self._servers("simulated", world_size))
 
         return self._usable(f"simulated {world_size}", make)
 
@@ -210,7 +211,7 @@ class RankPools:
         """One process that knows nothing of this package."""
 
         def make() -> RankPool:
-            return RankPool(1, distributed=False, forbidden="lightning_megatp", servers=self._servers(1))
+            return RankPool(1, distributed=False, forbidden="lightning_megatp", servers=self._servers("plain", 1))
 
         return self._usable("reference", make)
 
@@ -218,19 +219,23 @@ class RankPools:
         for pool in self.pools.values():
             pool.close()
         self.pools.clear()
-        for servers in self.servers.values():
-            for server in servers:
-                server.close()
-            servers.clear()
+        for server in reversed(self.servers.values()):  # before the one it was forked from
+            server.close()
+        self.servers.clear()
 
-    def _servers(self, world_size: int, kind: str = "") -> list[ForkServer]:
-        servers = self.servers[kind]
-        for ended in [server for server in servers if not server.usable]:
-            ended.close()
-            servers.remove(ended)
-        while len(servers) < servers_for(world_size):
-            servers.append(ForkServer(simulated=kind == "simulated"))
-        return list(servers)
+    def _servers(self, kind: str, world_size: int) -> list[ForkServer]:
+        if kind == "ranks":
+            self._servers("plain", world_size)  # they import side by side
+        return [self._server(kind, index) for index in range(servers_for(world_size))]
+
+    def _server(self, kind: str, index: int) -> ForkServer:
+        if (kind, index) in self.servers and not self.servers[kind, index].usable:
+            self.servers.pop((kind, index)).close()
+        if (kind, index) not in self.servers:
+            imports = {"plain": LIGHTNING, "ranks": PACKAGE, "simulated": (*LIGHTNING, *PACKAGE)}[kind]
+            base = self._server("plain", index) if kind == "ranks" else None
+            self.servers[kind, index] = ForkServer(imports, kind == "simulated", base)
+        return self.servers[kind, index]
 
     def _usable(self, name: str, make: Callable[[], RankPool]) -> RankPool:
         if name in self.pools and not self.pools[name].usable:

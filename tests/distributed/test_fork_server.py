@@ -25,11 +25,12 @@ from pathlib import Path
 from tests.distributed.test_fork_server import _start_another
 from tests.fork_server import ForkServer, inherited
 
-server = ForkServer(imports=())
+base = ForkServer(imports=())
+server = ForkServer(imports=(), base=base)
 ours, theirs = socket.socketpair()
 options = {"environment": inherited(), "cwd": "/", "log": Path("/dev/null")}
 child = server.start(_start_another, connection=theirs.fileno(), **options)
-print(server._process.pid, child.pid, Connection(ours.detach()).recv(), flush=True)
+print(base._process.pid, server._process.pid, child.pid, Connection(ours.detach()).recv(), flush=True)
 time.sleep(1000)
 """
 
@@ -41,7 +42,7 @@ def _report(connection: Connection, word: str) -> None:
     connection.recv()
 
 
-def _wait(connection: Connection) -> None:
+def _wait(connection: Connection, *args: Any) -> None:
     connection.recv()
 
 
@@ -52,6 +53,10 @@ def _end(connection: Connection, how: str) -> None:
         raise ValueError("the last words")
     if how == "status":
         sys.exit(7)
+
+
+def _imported(connection: Connection) -> None:
+    connection.send(list(sys.modules))
 
 
 def _start_another(connection: Connection) -> None:
@@ -156,11 +161,27 @@ def test_a_closed_server_leaves_nothing(start: Start, server: ForkServer) -> Non
     assert _all_end(*pids)
 
 
+def test_a_server_is_forked_from_another(server: ForkServer, tmp_path: Path) -> None:
+    further = ForkServer(("fractions",), base=server)
+    names = []
+    for other in (further, server):
+        ours, theirs = socket.socketpair()
+        with theirs, Connection(ours.detach()) as connection:
+            forked = other.start(
+                _imported, connection=theirs.fileno(), environment=inherited(), cwd="/", log=tmp_path / "log"
+            )
+            names.append(connection.recv())
+            assert forked.wait() == 0
+    assert "fractions" in names[0] and "fractions" not in names[1]
+    further.close()
+    assert server.usable and not further.usable
+
+
 def test_nothing_is_left_when_the_program_is_killed() -> None:
     program = subprocess.Popen([sys.executable, "-c", PROGRAM], env=inherited(), stdout=subprocess.PIPE, text=True)
     assert program.stdout is not None
     pids = [int(pid) for pid in program.stdout.readline().split()]
-    assert len(pids) == 3 and all(map(_running, pids))
+    assert len(pids) == 4 and all(map(_running, pids))
     program.kill()
     program.communicate()
     assert _all_end(*pids)
@@ -168,7 +189,7 @@ def test_nothing_is_left_when_the_program_is_killed() -> None:
 
 def test_a_server_that_ended_says_how(start: Start, server: ForkServer) -> None:
     forked, _ = start(_wait)
-    server._process.kill()
+    os.kill(server._process.pid, signal.SIGKILL)
     server._process.wait()
     assert not server.usable
     with pytest.raises(ServerEnded, match="a fork server ended with status -9"):

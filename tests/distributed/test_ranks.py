@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torchmetrics.utilities.prints
 
 from tests import ranks
+from tests.distributed import test_fork_server
 from tests.fork_server import ForkServer
 from tests.ranks import NOT_CONNECTED, RankError, RankPools, pools, run_ranks, run_reference
 
@@ -139,12 +140,13 @@ def test_a_closed_pool_leaves_no_process_and_no_folder() -> None:
 
 
 def test_a_server_that_ended_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranks, "ForkServer", lambda simulated: ForkServer(imports=(), simulated=simulated))
+    monkeypatch.setattr(ranks, "ForkServer", lambda imports, simulated, base: ForkServer((), simulated, base))
+    monkeypatch.setattr(ranks, "_serve", test_fork_server._wait)  # it imports nothing either
     own = RankPools()
     try:
         first, second = own.get(2).servers
         before = own.get(2)
-        first._process.kill()
+        os.kill(first._process.pid, signal.SIGKILL)
         first._process.wait()
         assert not before.usable
         after = own.get(2)
