@@ -86,7 +86,8 @@ def pairwise(models: Sequence[str], seed: int = 2, among: dict[str, Sequence[obj
     wanted = {pair for case in every_case(models, among) for pair in _pairs(case)}
     cases: list[Case] = []
     while wanted:
-        tries = [_grow(generator, names, factors, wanted) for _ in range(12)]
+        ordered = sorted(wanted, key=repr)
+        tries = [_grow(generator, names, factors, wanted, generator.choice(ordered)) for _ in range(12)]
         best = max(tries, key=lambda case: len(_pairs(case) & wanted) - _cost(vars(case)))
         wanted -= _pairs(best)
         cases.append(best)
@@ -102,8 +103,10 @@ def _cost(values: dict[str, object]) -> float:
 Pair = tuple[tuple[str, object], tuple[str, object]]
 
 
-def _grow(generator: random.Random, names: list[str], factors: dict[str, Sequence[object]], wanted: set[Pair]) -> Case:
-    chosen = dict(generator.choice(sorted(wanted, key=repr)))
+def _grow(
+    generator: random.Random, names: list[str], factors: dict[str, Sequence[object]], wanted: set[Pair], around: Pair
+) -> Case:
+    chosen = dict(around)
     for name in sorted((name for name in names if name not in chosen), key=lambda _: generator.random()):
 
         def gain(value: object, name: str = name) -> float:
@@ -120,11 +123,11 @@ def _pair(a: tuple[str, object], b: tuple[str, object]) -> Pair:
 
 
 def _pairs(case: Case) -> set[Pair]:
-    return {_pair(a, b) for a, b in itertools.combinations(dataclasses.asdict(case).items(), 2)}
+    return {_pair(a, b) for a, b in itertools.combinations(vars(case).items(), 2)}
 
 
 def _possible(case: Case) -> bool:
-    return _possible_values(dataclasses.asdict(case))
+    return _possible_values(vars(case))
 
 
 def _possible_values(values: dict[str, object]) -> bool:
