@@ -354,11 +354,8 @@ class WeightNormed(NamedTuple):
     """Name of g, behind the module's."""
     direction: str
     """Of v."""
-
-    @property
-    def dim(self) -> int:
-        """The one that |v| is not taken over; -1 for none."""
-        return int(self.norm.dim)
+    dim: int
+    """The one that |v| is not taken over, counted from the first; -1 for none."""
 
     @property
     def is_hook(self) -> bool:
@@ -373,11 +370,19 @@ def weight_norm_of(module: nn.Module) -> WeightNormed | None:
     held = getattr(module, "parametrizations", {})
     found = list(held["weight"]) if list(held) == ["weight"] else []
     if len(found) == 1 and type(found[0]) is _WeightNorm:
-        return WeightNormed(found[0], "parametrizations.weight.original0", "parametrizations.weight.original1")
+        return _weight_normed(
+            module, found[0], "parametrizations.weight.original0", "parametrizations.weight.original1"
+        )
     hooks = [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, WeightNorm)]
     if not held and len(hooks) == 1 and hooks[0].name == "weight":
-        return WeightNormed(hooks[0], "weight_g", "weight_v")
+        return _weight_normed(module, hooks[0], "weight_g", "weight_v")
     return None
+
+
+def _weight_normed(module: nn.Module, norm: Any, length: str, direction: str) -> WeightNormed:
+    """-1 is no dim to torch, and -2 the last but one."""
+    dim = int(norm.dim)
+    return WeightNormed(norm, length, direction, dim if dim >= -1 else dim + module.get_parameter(direction).dim())
 
 
 def compute_weight(g: torch.Tensor, v: torch.Tensor, dim: int) -> torch.Tensor:

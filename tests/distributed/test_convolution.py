@@ -24,11 +24,11 @@ class Sound(nn.Module):
         self.dense = nn.Conv1d(6, 12, 3, padding="same", dilation=2, padding_mode="reflect")
         self.grouped = nn.Conv1d(12, 16, 4, stride=2, padding=1, groups=4, bias=False)
         self.depthwise = nn.Conv1d(16, 32, 3, padding=1, groups=16)
-        self.by_output = weight_norm(nn.Conv1d(32, 32, 3, padding=1, groups=4))
+        self.by_output = weight_norm(nn.Conv1d(32, 32, 3, padding=1, groups=4), dim=-3)
         self.by_place = weight_norm(nn.Conv1d(32, 32, 3, padding=1, groups=4), dim=2)
         self.pointwise = nn.Conv1d(32, 9, 1)
         self.up = nn.ConvTranspose1d(9, 7, 3, stride=2, padding=1)
-        self.normed_up = weight_norm(nn.ConvTranspose1d(7, 6, 3, padding=1))
+        self.normed_up = weight_norm(nn.ConvTranspose1d(7, 6, 3, padding=1), dim=-3)
         self.of_all = weight_norm(nn.Conv1d(6, 4, 3, padding=1), dim=None)
 
     def forward(self, x: Tensor) -> Tensor:
