@@ -180,7 +180,8 @@ def used_whole(x: Any, operation: str) -> Any:
     check_undivided(x, operation)
     if x.context.pipelined:
         raise RuntimeError(f"MegaTPStrategy: {used_outside(x.spec.name)}")
-    x.context.outside.setdefault(id(x.parameter), (x.parameter, operation))
+    if id(x.parameter) in x.context.sharded:  # not a copy that is left of one which is whole by now
+        x.context.outside.setdefault(id(x.parameter), (x.parameter, operation))
     return gather_parameter(x.shard, x.spec, x.context.group)
 
 

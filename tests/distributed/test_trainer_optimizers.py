@@ -290,19 +290,38 @@ class AveragesLater(LightningModule):
         return torch.optim.SGD(self.student.parameters(), lr=0.1)
 
 
-def _averages(layout: Layout) -> tuple[list[float], dict[str, Tensor]]:
+class PutsBack(AveragesLater):
+    """Its step goes half the way back to copies that an earlier one has made, also of a weight that was used outside of
+    its layer in between, and is whole since then."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        with torch.no_grad():
+            if batch_idx == 0:
+                self.kept = [p.clone() for p in self.student.parameters()]
+            for p, kept in zip(self.student.parameters(), self.kept, strict=True) if batch_idx > 1 else ():
+                p.lerp_(kept, 0.5)
+        loss = (self.student(batch[0]) - 1).square().mean()
+        if batch_idx == 1:
+            loss = loss + self.student[0].weight.norm()
+        self.losses.append(float(loss))
+        return loss
+
+
+def _averages(layout: Layout, kind: type[AveragesLater]) -> tuple[list[float], dict[str, Tensor]]:
     torch.manual_seed(3)
-    module = AveragesLater()
+    module = kind()
     columns = {f"{name}.{i}": "column_gather" for name in ("student", "teacher") for i in (0, 2)}
     trainer = make_trainer(layout, strategy={"plan": columns})
     trainer.fit(module, DataLoader(TensorDataset(torch.randn(16, 6, dtype=torch.float64)), batch_size=4))
-    assert layout.plain or len(trainer.strategy.parallel.sharded) == 8
+    assert layout.plain or len(trainer.strategy.parallel.sharded) == (7 if kind is PutsBack else 8)
     return module.losses, {name: x.clone() for name, x in trainer.strategy.lightning_module_state_dict().items()}
 
 
-def test_a_step_averages_split_weights() -> None:
-    losses, state = run_program(PLAIN, _averages)[0]
-    for found in run_program(TP2, _averages):
+@pytest.mark.parametrize("kind", [AveragesLater, PutsBack])
+def test_a_step_averages_split_weights(kind: type[AveragesLater]) -> None:
+    losses, state = run_program(PLAIN, _averages, kind)[0]
+    ranks = run_program(TP2, _averages, kind)
+    for found in ranks:
         assert found[0] == pytest.approx(losses, rel=1e-12)
-    for name, value in run_program(TP2, _averages)[0][1].items():
+    for name, value in ranks[0][1].items():
         torch.testing.assert_close(value, state[name], rtol=1e-12, atol=1e-12)
