@@ -11,7 +11,7 @@ import functools
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,16 @@ import torch.distributed as dist
 _NAMES = (
     "all_gather", "all_gather_coalesced", "all_gather_into_tensor", "all_gather_object", "all_gather_single",
     "all_reduce", "all_reduce_coalesced", "all_to_all", "all_to_all_single", "barrier", "broadcast",
-    "broadcast_object_list", "gather", "gather_object", "get_rank", "get_world_size", "reduce", "reduce_scatter",
-    "reduce_scatter_single", "reduce_scatter_tensor", "scatter", "scatter_object_list",
+    "broadcast_object_list", "gather", "gather_object", "get_rank", "get_world_size", "irecv", "isend",
+    "monitored_barrier", "P2POp", "recv", "recv_object_list", "reduce", "reduce_scatter", "reduce_scatter_single",
+    "reduce_scatter_tensor", "scatter", "scatter_object_list", "send", "send_object_list",
 )  # fmt: skip
-_ROOTS = ("src", "dst")
+_PEERS = ("src", "dst", "peer")
+_FROM_FIRST = {
+    "broadcast_object_list": "src", "gather": "dst", "gather_object": "dst", "scatter": "src",
+    "scatter_object_list": "src",
+}  # fmt: skip
+"""Where a peer that is not given is the group's first rank; torch would take the first of all."""
 _PACKAGE = os.path.join(Path(__file__).parent, "")
 
 
@@ -38,7 +44,10 @@ class DefaultGroup:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
         found = {name: getattr(dist, name) for name in _NAMES if hasattr(dist, name)}
-        self._functions = {name: (function, self._with_default(function)) for name, function in found.items()}
+        self._functions = {name: (function, self._with_default(name, function)) for name, function in found.items()}
+        self._originals = {replaced: function for function, replaced in self._functions.values()}
+        self._places = [(vars(dist), name, *both) for name, both in self._functions.items()]
+        self._places += [(names, name, *self._functions[of]) for names, name, of in _imported(found)]
 
     @contextlib.contextmanager
     def used(self) -> Iterator[None]:
@@ -46,19 +55,19 @@ class DefaultGroup:
         if dist.get_rank is self._functions["get_rank"][1]:  # a backward within a step
             yield
             return
-        for name, (_, replaced) in self._functions.items():
-            setattr(dist, name, replaced)
+        for names, name, _, replaced in self._places:
+            names[name] = replaced
         try:
             yield
         finally:
-            for name, (function, _) in self._functions.items():
-                setattr(dist, name, function)
+            for names, name, function, _ in self._places:
+                names[name] = function
 
-    def _with_default(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _with_default(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         signature = inspect.signature(function)
-        roots = {name: signature.parameters[name].default for name in _ROOTS if name in signature.parameters}
+        peers = {peer: signature.parameters[peer].default for peer in _PEERS if peer in signature.parameters}
 
-        @functools.wraps(function)
+        @functools.wraps(function, updated=())
         def replaced(*args: Any, **kwargs: Any) -> Any:
             if sys._getframe(1).f_code.co_filename.startswith(_PACKAGE):
                 return function(*args, **kwargs)
@@ -66,10 +75,24 @@ class DefaultGroup:
             if given.arguments.get("group") not in (None, dist.group.WORLD):
                 return function(*args, **kwargs)
             given.arguments["group"] = self._group
-            for root, default in roots.items():
-                rank = given.arguments.get(root, default)
+            for peer, default in peers.items():
+                rank = given.arguments.get(peer, default)
+                if rank is None and _FROM_FIRST.get(name) == peer and given.arguments.get(f"group_{peer}") is None:
+                    rank = 0
                 if rank is not None:
-                    given.arguments[root] = dist.get_global_rank(self._group, rank)
-            return function(*given.args, **given.kwargs)
+                    given.arguments[peer] = dist.get_global_rank(self._group, rank)
+            if name == "P2POp":  # is told what to do by one of torch's own functions
+                given.arguments["op"] = self._originals.get(given.arguments["op"], given.arguments["op"])
+            found = function(*given.args, **given.kwargs)
+            return dist.get_group_rank(self._group, found) if name == "recv" and found >= 0 else found
 
         return replaced
+
+
+def _imported(functions: Mapping[str, Callable[..., Any]]) -> Iterator[tuple[dict[str, Any], str, str]]:
+    """Where modules of others have these by names of their own (`from torch.distributed import all_gather`)."""
+    known = {id(function): name for name, function in functions.items()}
+    for module in list(sys.modules.values()):
+        if getattr(module, "__name__", "torch").split(".")[0] not in ("torch", __name__.split(".")[0]):
+            names = vars(module)
+            yield from ((names, name, known[id(x)]) for name, x in list(names.items()) if id(x) in known)

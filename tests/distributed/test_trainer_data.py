@@ -17,6 +17,8 @@ import torch.distributed.nn.functional
 import torch.nn.functional as F
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from torch import Tensor
+from torch.distributed import all_gather as gather_all
+from torch.distributed import get_world_size
 from torch.utils.data import (
     DataLoader,
     Dataset,
@@ -338,7 +340,35 @@ class ManualContrastive(Contrastive):
         return loss
 
 
-def _contrastive(layout: Layout, kind: type[Contrastive]) -> list[float]:
+class Ring(ByRank):
+    """Sends to its neighbours, calls torch's functions by names of its own, and names no first rank."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        own = F.normalize(self.trunk(batch[0]).mean(1), dim=-1)
+        size, rank = (get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+        other = torch.zeros_like(own) if size > 1 else own.detach()
+        if size > 1:
+            after, before = (rank + 1) % size, (rank - 1) % size
+            if batch_idx % 2:
+                sends, receives = dist.P2POp(dist.isend, own.detach(), after), dist.P2POp(dist.irecv, other, before)
+                for work in dist.batch_isend_irecv([sends, receives]):
+                    work.wait()
+            else:
+                sending = dist.isend(own.detach(), after)
+                assert dist.recv(other, before) == before
+                sending.wait()
+            every = [torch.empty_like(own) for _ in range(size)]
+            gather_all(every, own.detach())
+            assert torch.equal(every[before], other)
+            told = [rank]
+            dist.broadcast_object_list(told)
+            assert told == [0]
+            dist.gather(own.detach(), every if rank == 0 else None)
+            assert rank or torch.equal(every[before], other)
+        return (own - other.flip(0)).square().mean()
+
+
+def _contrastive(layout: Layout, kind: type[ByRank]) -> list[float]:
     trainer, module = make_trainer(layout, max_steps=4), kind()
     trainer.fit(module)
     return module.losses
@@ -350,14 +380,14 @@ def _contrastive(layout: Layout, kind: type[Contrastive]) -> list[float]:
         (TP2, PLAIN, Contrastive),
         (TP2_DP2, DP2, Contrastive),
         (TP2_DP2, DP2, ManualContrastive),
+        (TP2, PLAIN, Ring),
+        (TP2_DP2, DP2, Ring),
         (Layout(pp=2, microbatches=1), PLAIN, Contrastive),
         (Layout(pp=2, dp=2, microbatches=1), DP2, Contrastive),
     ],
     ids=str,
 )
-def test_messages_of_a_step_go_between_copies_of_the_model(
-    layout: Layout, like: Layout, kind: type[Contrastive]
-) -> None:
+def test_messages_of_a_step_go_between_copies_of_the_model(layout: Layout, like: Layout, kind: type[ByRank]) -> None:
     expected = run_program(like, _contrastive, kind)
     for rank, losses in enumerate(run_program(layout, _contrastive, kind)):
         assert losses == pytest.approx(expected[rank // layout.tp % layout.dp], abs=1e-9)
