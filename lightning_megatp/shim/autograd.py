@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._functorch import apis, eager_transforms
 from torch.autograd import forward_ad
 
 
@@ -66,14 +67,24 @@ def current_backward_node() -> object:
 
 class DirectFunction(torch.autograd.Function):
     """A `torch.autograd.Function` whose `apply` goes straight to the engine, without the look at every argument that
-    torch.func needs, unless one of its transforms is active. For those without `setup_context` and without keyword
-    arguments (2.11-2.13)."""
+    torch.func needs, and which is refused inside of its transforms. For those without `setup_context` and without
+    keyword arguments (2.11-2.13)."""
 
     @classmethod
     def apply(cls, *args: Any) -> Any:
-        """Call it."""
+        """Call it.
+
+        Raises:
+            RuntimeError: a transform is active.
+        """
         replaced = _function_base.__dict__.get("apply")
-        if torch._C._are_functorch_transforms_active() or not (replaced is None or replaced.__func__.others_only):
+        if torch._C._are_functorch_transforms_active():
+            raise RuntimeError(
+                "MegaTPStrategy: a layer that the plan splits, or a tensor of which each tensor rank holds a part, is"
+                " used under torch.func (vmap, grad, jvp, ...), which can't follow what the ranks send each other."
+                " Leave the layers that it runs out of the plan."
+            )
+        if not (replaced is None or replaced.__func__.others_only):
             return super().apply(*args)
         return _function_apply(None, cls)(*args)
 
@@ -239,6 +250,37 @@ def without_checkpoints() -> Iterator[None]:
 def functorch_is_active() -> bool:
     """Whether this is inside torch.func's grad, vmap, jvp, ...; no public name (2.13)."""
     return bool(torch._C._are_functorch_transforms_active())
+
+
+@contextlib.contextmanager
+def handle_transforms(
+    handle: Callable[[str, Callable[..., Any], Any], tuple[Callable[..., Any], Any]],
+) -> Iterator[None]:
+    """Let torch.func's transforms (vmap, grad, vjp, jvp, and what is made of them) take the function and the arguments
+    that `handle(name, function, arguments)` returns. They look into tensors below `__torch_function__`, which is not
+    asked, and the functions that do it have no public names (2.11-2.13)."""
+    places = (
+        (apis, "vmap_impl"),
+        (eager_transforms, "grad_and_value_impl"),
+        (eager_transforms, "_vjp_with_argnums"),
+        (eager_transforms, "_jvp_with_argnums"),
+    )
+    originals = [getattr(module, name) for module, name in places]
+
+    def replaced(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            function, (args, kwargs) = handle(name, function, (args, kwargs))
+            return original(function, *args, **kwargs)
+
+        return call
+
+    for (module, name), original in zip(places, originals, strict=True):
+        setattr(module, name, replaced(name.split("_")[0] or name.split("_")[1], original))
+    try:
+        yield
+    finally:
+        for (module, name), original in zip(places, originals, strict=True):
+            setattr(module, name, original)
 
 
 def untransformed(x: Tensor) -> Tensor:

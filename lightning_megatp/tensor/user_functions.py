@@ -1,25 +1,33 @@
-"""The user's `torch.autograd.Function`s and torch.jit functions. Neither ask `__torch_function__`, and what they save
-and compute can't know of parts, so they get whole tensors."""
+"""The user's `torch.autograd.Function`s, torch.jit functions, and torch.func's transforms. None of them asks
+`__torch_function__`, and what they save and compute can't know of parts, so they get whole tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_megatp.recompute.reentrant import not_reentrant
-from lightning_megatp.shim.autograd import function_name, handle_functions, is_scripted
-from lightning_megatp.shim.torch import tensor_version, tree_map
+from lightning_megatp.shim.autograd import (
+    function_name,
+    functorch_is_active,
+    handle_functions,
+    handle_transforms,
+    is_scripted,
+)
+from lightning_megatp.shim.torch import tensor_version, tree_leaves, tree_map
 from lightning_megatp.tensor.context import TensorContext
 from lightning_megatp.tensor.functions import OwnFunction
 from lightning_megatp.tensor.outside import WholeParameter, used_whole
 from lightning_megatp.tensor.shards import Shard, is_flat
 
 
-def functions_take_whole(context: TensorContext | None = None) -> AbstractContextManager[None]:
+@contextlib.contextmanager
+def functions_take_whole(context: TensorContext | None = None) -> Iterator[None]:
     """Around a user's code. Reentrant activation checkpoints, which are functions, too, are run as the others.
 
     Args:
@@ -34,7 +42,40 @@ def functions_take_whole(context: TensorContext | None = None) -> AbstractContex
 
         return not_reentrant(function, on_whole, args, kwargs)
 
-    return handle_functions(handle, others_only=True)
+    with handle_functions(handle, others_only=True), handle_transforms(_transform_whole):
+        yield
+
+
+def _transform_whole(name: str, function: Callable[..., Any], arguments: Any) -> tuple[Callable[..., Any], Any]:
+    """What a transform of torch.func is to take.
+
+    Raises:
+        RuntimeError: within another one, where nothing can be gathered; or, when it is called, the function returns a
+            part: of a tensor that it did not get as an argument.
+    """
+
+    def take(x: Any) -> Any:
+        if not isinstance(x, (Shard, WholeParameter)):
+            return x
+        if functorch_is_active():
+            raise RuntimeError(_in_transform(name, "is given, inside of another transform"))
+        return used_whole(x, name) if isinstance(x, WholeParameter) else x.whole(name)
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        result = function(*args, **kwargs)
+        if any(isinstance(x, Shard) for x in tree_leaves(result)):
+            raise RuntimeError(_in_transform(name, "maps a function that returns what it makes of"))
+        return result
+
+    return functools.wraps(function, updated=())(called), tree_map(take, arguments)
+
+
+def _in_transform(name: str, how: str) -> str:
+    return (
+        f"MegaTPStrategy: `torch.func.{name}` {how} a tensor of which each tensor rank holds a part. Give that tensor"
+        " to the outermost transform as an argument, or leave the layers around it out of the plan (of tokens: take"
+        " the style `sequence` from their block, or use sequence_parallel=False)."
+    )
 
 
 def _apply(
