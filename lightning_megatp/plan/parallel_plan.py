@@ -45,6 +45,8 @@ class ParallelPlan:
     """Patterns of what is left to be planned automatically."""
     read_outside: set[str] = field(default_factory=set)
     """Names of numbers that the step reads outside of blocks, too, so that `auto` does not divide them."""
+    transformed: set[str] = field(default_factory=set)
+    """Names of modules that the step calls under torch.func, of which `auto` splits none."""
     compiled: bool = False
     """Whether the model has compiled modules, which can't take shards that report whole sizes."""
     how: dict[str, str] = field(default_factory=dict)

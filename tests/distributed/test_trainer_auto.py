@@ -329,6 +329,32 @@ class HalfPerceptron(Perceptron):
     share = 0.5
 
 
+class Tangents(Perceptron):
+    """Its step differentiates blocks forward, as flows of averages do, maps a function over tokens, and trains another
+    list of blocks as usual."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside, self.usual = (
+            nn.ModuleList(nn.Sequential(nn.Linear(16, 32), kind(), nn.Linear(32, 16)) for _ in range(2))
+            for kind in (nn.Tanh, nn.GELU)
+        )
+        self.start, self.end = nn.Linear(6, 16), nn.Linear(16, 8)
+
+    def training_step(self, ids: Tensor, batch_idx: int) -> Tensor:
+        def flow(x: Tensor) -> Tensor:
+            for block in self.inside:
+                x = block(x)
+            return self.end(x)
+
+        x = self.start(ids / 40)
+        for block in self.usual:
+            x = block(x)
+        x = x + torch.vmap(lambda row: row.softmax(0))(x)
+        y, speed = torch.func.jvp(flow, (x,), (torch.ones_like(x),))
+        return nn.functional.cross_entropy(y, ids[:, 0] % 8) + speed.square().mean()
+
+
 def fit_losses(
     rank: int,
     world_size: int,
@@ -378,6 +404,14 @@ def test_adapters_in_a_region_drop_out_the_same_on_all_ranks() -> None:
         assert losses == pytest.approx(expected, rel=1e-9), "the masks of one device"
     first, second = run_ranks(2, fit_losses, Adapted, True)
     assert first == pytest.approx(second, abs=1e-12), "of tokens, each rank its own"
+
+
+def test_what_torch_func_runs_stays_whole() -> None:
+    expected = run_reference(fit_losses_alone, Tangents)
+    for losses in run_ranks(2, fit_losses, Tangents):
+        assert losses == pytest.approx(expected, rel=1e-12)
+    with pytest.raises(RankError, match=r"MegaTPStrategy: a layer that the plan splits, .* under torch\.func"):
+        run_ranks(2, fit_losses, Tangents, True, {"inside.*.0": "column", "inside.*.2": "row"})
 
 
 def test_blocks_that_communicate_are_probed_alone() -> None:

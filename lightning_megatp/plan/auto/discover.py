@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from lightning_megatp.plan.auto.blocks import Block, capture_calls, find_blocks, is_linear, kinds_of_blocks
 from lightning_megatp.plan.auto.huggingface import own_plan, plan_of_block
@@ -20,6 +22,7 @@ from lightning_megatp.plan.ranges import Ranges, split_evenly
 from lightning_megatp.plan.resolve import whole_modules
 from lightning_megatp.plan.specs import parameter_specs
 from lightning_megatp.plan.styles import Style, matches
+from lightning_megatp.shim.autograd import functorch_is_active
 from lightning_megatp.shim.compiler import is_compiled
 from lightning_megatp.shim.transformers import is_conv1d
 
@@ -51,10 +54,35 @@ def look(model: nn.Module, plan: ParallelPlan, steps: Sequence[Callable[[], Any]
     kinds = kinds_of_blocks(model, names)
     if not steps:
         return kinds, []
-    errors = [capture_calls(model, kinds, step) for step in steps]
+    with called_in_transforms(model) as plan.transformed:
+        errors = [capture_calls(model, kinds, step) for step in steps]
     if errors[0] is not None and not all(kind.calls for kind in kinds):
         return kinds, [f"the step that was tried out raised {type(errors[0]).__name__}: {errors[0]}"]
     return kinds, []
+
+
+_TRANSFORMED = "torch.func runs it, which can't follow what ranks send each other"
+
+
+@contextlib.contextmanager
+def called_in_transforms(model: nn.Module) -> Iterator[set[str]]:
+    """Note which modules torch.func's transforms (jvp, grad, vmap) run.
+
+    Returns:
+        Their names, filled meanwhile.
+    """
+    names = {id(child): plain_name(name) for name, child in model.named_modules()}
+    found: set[str] = set()
+
+    def note(module: nn.Module, args: Any) -> None:
+        if functorch_is_active() and id(module) in names:
+            found.add(names[id(module)])
+
+    handle = register_module_forward_pre_hook(note)
+    try:
+        yield found
+    finally:
+        handle.remove()
 
 
 def discover(model: nn.Module, tp: int, kinds: Sequence[Block], plan: ParallelPlan) -> Discovery:
@@ -73,6 +101,9 @@ def discover(model: nn.Module, tp: int, kinds: Sequence[Block], plan: ParallelPl
     least = math.inf if plan.compiled else least_size(model)
     found.problems += [problem] if problem else []
     for kind in kinds:
+        if plan.transformed.intersection(map(plain_name, kind.names)):
+            found.results.append(BlockResult(kind, problem=_TRANSFORMED))
+            continue
         trusted = plan_of_block(own, kind.names[0], kind.module, tp) if own else None
         read = {
             n.removeprefix(f"{name}.") for n in plan.read_outside for name in kind.names if n.startswith(f"{name}.")
@@ -85,6 +116,7 @@ def discover(model: nn.Module, tp: int, kinds: Sequence[Block], plan: ParallelPl
     _plan_tables(plan, model, tp)
     _plan_convolutions(plan, model, tp, least)
     _agree_on_ties(plan, model, tp)
+    _keep_transformed_whole(plan, model, kinds)
     plan.parameters = parameter_specs(plan, model)
     found.problems += _what_stays_whole(found.results)
     return found
@@ -105,6 +137,21 @@ def keep_whole(plan: ParallelPlan, model: nn.Module, used: Iterable[str]) -> Non
         if name in plan.layers:
             _drop_region(plan, name, "the step uses its weight beside it")
     plan.parameters = parameter_specs(plan, model)
+
+
+def _keep_transformed_whole(plan: ParallelPlan, model: nn.Module, kinds: Sequence[Block]) -> None:
+    """Drop what was found of the layers that torch.func runs. Of the blocks of a kind one was seen; what is outside of
+    blocks was not, and is dropped where it runs a block."""
+    names = set(plan.transformed)
+    for kind in kinds:
+        blocks = [plain_name(name) for name in kind.names]
+        parts = {name[len(block) :] for block in blocks for name in plan.transformed if _inside(name, [block])}
+        names |= {block + part for block in blocks for part in parts}
+    blocks = [plain_name(name) for name in find_blocks(model)]
+    runs_blocks = not names.isdisjoint(blocks)
+    for name in [name for name in plan.layers if name in plan.how]:
+        if name in plan.layers and (name in names or (runs_blocks and not _inside(name, blocks))):
+            _drop_region(plan, name, _TRANSFORMED)
 
 
 def suit_stages(plan: ParallelPlan, model: nn.Module, units: Iterable[str]) -> None:
