@@ -95,6 +95,8 @@ class BatchRun:
     """The Python values that it set."""
     _weights: dict[int, Tensor | float] = field(default_factory=dict)
     _counted: set[bool] = field(default_factory=set)
+    _means: dict[int, list[Tensor]] = field(default_factory=dict)
+    """By microbatch, what was averaged over targets."""
     _with_losses: set[str] | None = None
     """The units inside of which the first microbatch that averaged losses did; None until one does. In later ones of
     the batch the others are not looked at: a loss in another unit that only some microbatches compute is missed."""
@@ -134,6 +136,7 @@ class BatchRun:
         losses = [*counting.means, *([loss] if isinstance(loss, Tensor) else [])]
         self.logged.append([call.beside(losses) for call in calls])
         self._weights[microbatch] = self._weight(counting, microbatch)
+        self._means[microbatch] = counting.means
         if self.backward is None:
             return []
         return [self._root(_loss_of(done.result), microbatch, received)]
@@ -207,8 +210,33 @@ class BatchRun:
         if self.backward is None:
             return torch.full((), torch.nan, device=self.device)
         losses = torch.stack([_loss_of(self.results[i]).detach() for i in range(len(self.microbatches))])
+        if self.carried is not None and self._counted == {True}:
+            self._look_for_addends(losses, weights)
         total: Tensor = (losses.double() * weights).sum() / weights.sum()
         return total.to(losses.dtype)
+
+    def _look_for_addends(self, losses: Tensor, weights: Tensor) -> None:
+        """In the first batch, whose microbatches weigh by their targets: whether a loss is one cross-entropy, but for a
+        factor or a number that is the same for all (a norm of weights).
+
+        Warns:
+            UserWarning: it is not, and microbatches hold different numbers of targets per sample.
+        """
+        means = [self._means[i] for i in range(len(self.microbatches))]
+        if any(len(found) != 1 for found in means):
+            return
+        rows = torch.tensor([float(batch_size(microbatch) or 1) for microbatch in self.microbatches])
+        found, by_targets = losses.double().cpu(), torch.stack([mean for (mean,) in means]).double().cpu()
+        rest = found - by_targets
+        same_rest = float(rest.max() - rest.min()) <= _ALIKE * float(found.abs().max())
+        if same_rest or min(_spread(weights.cpu() / rows), _spread(found / by_targets)) <= _ALIKE:
+            return
+        warn_once_per_run(
+            "the step adds something of its samples to a cross-entropy, and its microbatches, which hold different"
+            " numbers of targets per sample, weigh by these: so does what is added, which on one device may be a mean"
+            " over samples. If it is, use microbatches=1, or let `loss_weight(self, batch)` on the LightningModule tell"
+            " what a microbatch counts in all of the loss."
+        )
 
     @property
     def returns_mappings(self) -> bool:
@@ -266,6 +294,14 @@ class BatchRun:
         self.parallel.partial.trace([loss], received)
         weight = scalar(self._weights[microbatch], self.device)
         return self.backward.scale(loss * (weight / self.provisional_total).to(loss))
+
+
+_ALIKE = 1e-2
+"""Of numbers that may be 16 bits wide: how far apart they may be, relative to the largest."""
+
+
+def _spread(x: Tensor) -> float:
+    return float((x.max() - x.min()) / x.abs().max().clamp(min=1e-12))
 
 
 def _loss_of(result: Any) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch.nn.functional as F
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 from tests.distributed.training import PP2, Layout, make_trainer, run_program
 from tests.ranks import RankError
@@ -128,3 +129,39 @@ def test_rows_that_are_samples_or_views_of_them(collate: Any) -> None:
     (expected,) = run_program(Layout(plain=True), _fit, collate)
     for losses in run_program(PP2, _fit, collate):
         assert losses == pytest.approx(expected, rel=1e-9)
+
+
+class Addends(LightningModule):
+    """A cross-entropy of marked positions, and something besides."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.what = what
+        self.net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        x, targets = batch
+        y = self.net(x)
+        loss = F.cross_entropy(y.flatten(0, 1), targets.flatten())
+        if self.what == "of samples":
+            return loss + (y.sum((1, 2)) - x.sum((1, 2))).square().mean()
+        return 0.5 * loss if self.what == "a factor" else loss + self.net[4].weight.norm()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def _addends(layout: Layout, what: str) -> list[str]:
+    x, targets = torch.randn(8, 5, 4, dtype=torch.float64), torch.randint(0, 3, (8, 5))
+    targets[:2, 1:] = targets[4:6, 2:] = -100
+    trainer = make_trainer(layout, strategy={"plan": None, "microbatches": 2})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(Addends(what), DataLoader(TensorDataset(x, targets), batch_size=4))
+    return [str(w.message) for w in caught if "adds something of its samples" in str(w.message)]
+
+
+@pytest.mark.parametrize(("what", "warned"), [("of samples", True), ("a factor", False), ("of weights", False)])
+def test_what_is_added_to_a_loss_of_targets_is_warned_of(what: str, warned: bool) -> None:
+    assert any(run_program(PP2, _addends, what)) is warned
