@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
 
+from lightning_megatp.gradients.rows import DividedParameter
 from lightning_megatp.gradients.whole_norms import is_users
+from lightning_megatp.gradients.writes import DataWatch
 from lightning_megatp.mesh import ParallelMesh
 from lightning_megatp.messages import warn_once_per_run
 from lightning_megatp.module import ParallelModule
 from lightning_megatp.pipeline.detour import Detour
+from lightning_megatp.shadows.shadows import HOOKS
 from lightning_megatp.shim.lightning import draws_graph, finetuning_callbacks, summaries, throughputs
 from lightning_megatp.tensor.in_hooks import WeightWatch, part_written
 
@@ -83,6 +86,26 @@ def finding_divided(trainer: Any, divided: Callable[[], contextlib.AbstractConte
     for owner in (trainer.lightning_module, *trainer.callbacks):
         if is_users(owner, "on_before_zero_grad"):
             yield Detour(owner, "on_before_zero_grad", run)
+
+
+def keeping_data(trainer: Any, parameters: Sequence[DividedParameter]) -> Iterator[Detour]:
+    """Let hooks set the `.data` of divided parameters.
+
+    Args:
+        trainer: about to fit.
+        parameters: those.
+    """
+
+    def run(hook: str, call: Callable[[], Any]) -> Any:
+        with DataWatch(parameters) as watching, contextlib.ExitStack() as ends:
+            if hook == "optimizer_step":  # what `super()` does has the step in it
+                ends.callback(Detour(trainer.strategy, hook, watching.pause).end)
+            return call()
+
+    for owner in (trainer.lightning_module, *trainer.callbacks):
+        for hook in HOOKS:
+            if is_users(owner, hook):
+                yield Detour(owner, hook, functools.partial(run, hook))
 
 
 def watching_weights(trainer: Any, parallel: ParallelModule) -> Iterator[Detour]:

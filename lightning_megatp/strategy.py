@@ -17,6 +17,7 @@ from lightning_megatp.callbacks import (
     check_callbacks,
     count_replicas,
     finding_divided,
+    keeping_data,
     watching_weights,
     with_whole_groups,
     without_examples,
@@ -312,6 +313,7 @@ class MegaTPStrategyBase(StepMethods, GradientMethods, BuildingMethods, WorldMet
             if mesh.size("tp") > 1:
                 self._detours += watching_weights(trainer, parallel)
             if self.sharding is not None:
+                self._detours += keeping_data(trainer, self.sharding.parameters)
                 self._detours += finding_divided(trainer, self.sharding.as_divided)
         self.setup_precision_plugin()
         agree_on_precision(self.precision_plugin, parallel, mesh, self.optimizers)

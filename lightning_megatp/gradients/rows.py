@@ -79,6 +79,20 @@ class DividedParameter:
         """This rank's rows of something of the whole's shape."""
         return whole[slice(*self.rows)].clone()
 
+    def put(self, values: Tensor) -> None:
+        """Take other values.
+
+        Args:
+            values: the whole's, or a DTensor of them.
+        """
+        held = self.sharded.data
+        assert isinstance(held, DTensor)
+        if isinstance(values, DTensor):
+            rows = values.redistribute(placements=held.placements).to_local()
+        else:
+            rows = self.take(values)
+        self.local.data.copy_(rows)
+
     def __deepcopy__(self, memo: dict[int, object]) -> DividedParameter:
         """What a copy of the module holds is not what is trained here."""
         return self

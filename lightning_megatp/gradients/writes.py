@@ -1,16 +1,23 @@
-"""What a step does with gathered parameters (zero > 0) that would be lost, or not be found."""
+"""What steps and hooks do with divided parameters (zero > 0) that would be lost, or not be found."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_megatp.gradients.rows import DividedParameter
-from lightning_megatp.shim.torch import storage_id
-from lightning_megatp.tensor.functions import asks_gradient, check_caller, gradient_in_step, is_in_place, operation_name
+from lightning_megatp.shim.torch import DisableTorchFunction, WithoutMode, storage_id
+from lightning_megatp.tensor.functions import (
+    asks_gradient,
+    check_caller,
+    gradient_in_step,
+    is_in_place,
+    operation_name,
+    sets_data,
+)
 
 
 def lost_change(name: str) -> str:
@@ -40,7 +47,8 @@ class WriteWatch(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         check_caller(func)
-        if args and type(args[0]) in (Tensor, nn.Parameter) and is_in_place(operation_name(func)):
+        changes = is_in_place(operation_name(func)) or sets_data(func)
+        if changes and args and type(args[0]) in (Tensor, nn.Parameter):
             name = self._names.get(storage_id(args[0]))
             if name is not None and operation_name(func) != "requires_grad_":
                 raise RuntimeError(lost_change(name))
@@ -49,3 +57,31 @@ class WriteWatch(TorchFunctionMode):
             why = "With zero > 0 gradients lie with the rows that each rank trains, where no step finds them."
             raise RuntimeError(f"MegaTPStrategy: {gradient_in_step(f'`{name}`', why)}")
         return func(*args, **(kwargs or {}))
+
+
+class DataWatch(TorchFunctionMode):
+    """Active around a user's hooks, which find rows as DTensors: `p.data = values` changes nothing but a DTensor's shell,
+    without an error (torch 2.11 to 2.13). Here the rows take the values.
+
+    Args:
+        parameters: those that are divided.
+    """
+
+    def __init__(self, parameters: Iterable[DividedParameter]) -> None:
+        super().__init__()
+        self._parameters = {id(p.sharded): p for p in parameters}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        parameter = self._parameters.get(id(args[0])) if sets_data(func) else None
+        if parameter is None:
+            return func(*args, **(kwargs or {}))
+        with DisableTorchFunction():
+            parameter.put(args[1])
+        return None
+
+    def pause(self, call: Callable[[], Any]) -> Any:
+        """Call something that is no hook."""
+        with WithoutMode(self):
+            return call()

@@ -27,7 +27,7 @@ from lightning_megatp.pipeline.detour import Detour
 from lightning_megatp.shadows.finding import Found, Weights, find_shadows
 from lightning_megatp.shadows.shadow import Shadow
 
-_HOOKS = (
+HOOKS = (
     *("on_fit_start", "on_fit_end", "on_sanity_check_start", "on_sanity_check_end"),
     *("on_before_backward", "on_after_backward", "on_before_optimizer_step", "on_before_zero_grad"),
     *("optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping", "lr_scheduler_step"),
@@ -75,7 +75,7 @@ class Shadows:
                 return call()
 
         for owner in (self._parallel.module, *trainer.callbacks) if self._kept else ():
-            for hook in _HOOKS:
+            for hook in HOOKS:
                 if is_users(owner, hook):
                     yield Detour(owner, hook, functools.partial(run, hook))
 

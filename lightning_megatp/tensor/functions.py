@@ -34,6 +34,11 @@ def operation_names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
+def sets_data(func: Callable[..., Any]) -> bool:
+    """Whether it is the assignment `tensor.data = values`."""
+    return getattr(func, "__name__", "") == "__set__" and operation_name(func) == "data"
+
+
 def asks_gradient(func: Callable[..., Any], args: Sequence[Any]) -> bool:
     """Whether the user's code reads the gradient of a parameter. Backward, optimizers and `zero_grad` do, too."""
     if len(args) != 1 or not isinstance(args[0], nn.Parameter) or operation_name(func) != "grad":

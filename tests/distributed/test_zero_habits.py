@@ -218,6 +218,20 @@ class AveragesInEveryBatch(Plain):
             mine.data.mul_(0.5).add_(theirs.data, alpha=0.5)
 
 
+class AveragesByAssigning(AveragesInEveryBatch):
+    """A new tensor in the place of `.data`; also that of a trained parameter, in other hooks."""
+
+    accumulate = 1
+
+    def on_train_batch_end(self, outputs: Any, batch: Tensor, batch_idx: int) -> None:
+        for mine, theirs in zip(self.average.parameters(), self.blocks.parameters(), strict=True):
+            mine.data = 0.5 * mine.data + 0.5 * theirs.data
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        super().optimizer_step(*args, **kwargs)
+        self.head.weight.data = self.head.weight.data.clamp(-0.1, 0.1)
+
+
 class TrainsTheHeadAlone(Plain):
     """Backwards that come to some parameters only, before the step is over."""
 
@@ -267,8 +281,8 @@ class AveragesBeforeClearing(Plain):
 HABITS: list[type[Plain]] = [
     Plain, ChangesAList, *([BranchesByData] if REDUCES_UNUSED else []), ClearsByModule, ClearsInManual, ScalesInManual,
     ReplacesGradients, ProbesBeforeTheStep, PenalisesGradients, PenalisesBesideUnused, NamesGroups, Thaws,
-    EndsEpochsEarly, AveragesInEveryBatch, TrainsTheHeadAlone, ChangesUnderVmap, AveragesBeforeClearing,
-    Toggles, TogglesWithOldGradients,
+    EndsEpochsEarly, AveragesInEveryBatch, AveragesByAssigning, TrainsTheHeadAlone, ChangesUnderVmap,
+    AveragesBeforeClearing, Toggles, TogglesWithOldGradients,
 ]  # fmt: skip
 
 
