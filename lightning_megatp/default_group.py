@@ -92,7 +92,7 @@ class DefaultGroup:
 def _imported(functions: Mapping[str, Callable[..., Any]]) -> Iterator[tuple[dict[str, Any], str, str]]:
     """Where modules of others have these by names of their own (`from torch.distributed import all_gather`)."""
     known = {id(function): name for name, function in functions.items()}
-    for module in list(sys.modules.values()):
-        if getattr(module, "__name__", "torch").split(".")[0] not in ("torch", __name__.split(".")[0]):
-            names = vars(module)
+    for path, module in list(sys.modules.items()):
+        names = getattr(module, "__dict__", None)
+        if isinstance(names, dict) and path.split(".")[0] not in ("torch", __name__.split(".")[0]):
             yield from ((names, name, known[id(x)]) for name, x in list(names.items()) if id(x) in known)
