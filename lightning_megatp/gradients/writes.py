@@ -60,7 +60,7 @@ class WriteWatch(TorchFunctionMode):
 
 
 class DataWatch(TorchFunctionMode):
-    """Active around a user's hooks, which find rows as DTensors: `p.data = values` changes nothing but a DTensor's shell,
+    """Active around hooks of the user, which find rows as DTensors: of these, `p.data = values` sets the shell alone,
     without an error (torch 2.11 to 2.13). Here the rows take the values.
 
     Args:

@@ -27,6 +27,7 @@ from lightning_megatp.pipeline.batch import Backward, BatchRun, Step, generators
 from lightning_megatp.pipeline.carried import CarriedState, warn_of_counters
 from lightning_megatp.pipeline.detour import Detour
 from lightning_megatp.pipeline.executor import Executor
+from lightning_megatp.pipeline.held_tensors import Change, HeldTensors, adopt, modules_outside
 from lightning_megatp.pipeline.hooks import Hook, cleared_unseen, hooks_after_steps
 from lightning_megatp.pipeline.loans import Loans
 from lightning_megatp.pipeline.logs import Call, Logs, merge
@@ -118,6 +119,7 @@ class Pipeline:
         self._schedules: dict[tuple[bool, int], Schedule] = {}
         self._parked: list[tuple[Tensor, Tensor]] = []
         self._opened = _opened(parallel.module, stage_of_unit)
+        self._outside = modules_outside(parallel.module, stage_of_unit)
 
     @property
     def sharding(self) -> ZeroSharding | None:
@@ -317,6 +319,7 @@ class Pipeline:
             self._adopt(int(size))
             return None
         before, norms, plain = Attributes(self.parallel.module), self._norms(), PlainValues(self._opened)
+        held = HeldTensors(self._outside)
         drawing = seeded(seed, generators_on(self.mesh.device))
         with self.metrics.apart(counts_resets=True), self.logs.recording() as calls, drawing:
             result = call()
@@ -329,7 +332,7 @@ class Pipeline:
             )
         self.stateful = self.stateful or Attributes(self.parallel.module).differ_from(before)
         merged = merge([calls], torch.ones(1, dtype=torch.float64, device=self.mesh.device))
-        pickled = _pickled(PlainValues(self._opened).changes(plain))
+        pickled = _pickled(PlainValues(self._opened).changes(plain), HeldTensors(self._outside).changes(held))
         stop = float(self._trainer.should_stop)
         self._share(merged, [float(self.stateful), float(len(pickled)), stop, *self.metrics.resets])
         self._send_values(pickled)
@@ -409,7 +412,9 @@ class Pipeline:
             return []
         row = torch.empty(size, dtype=torch.uint8)
         dist.broadcast(row, src=self.mesh.ranks("pp")[0], group=self.mesh.hosts("pp"))
-        return PlainValues(self._opened).adopt(pickle.loads(row.numpy().tobytes()))
+        values, tensors = pickle.loads(row.numpy().tobytes())
+        adopt(self._outside, tensors, self.mesh.device)
+        return PlainValues(self._opened).adopt(values)
 
     def _share(self, calls: Sequence[Call], facts: Sequence[float | Tensor]) -> list[float]:
         """Log everywhere what the last stage logged, and return its facts.
@@ -451,5 +456,5 @@ def _opened(module: nn.Module, units: Iterable[str]) -> dict[str, nn.Module]:
     return {name: module.get_submodule(name) for name in modules_around(units)}
 
 
-def _pickled(values: Mapping[Any, bytes]) -> bytes:
-    return pickle.dumps(values) if values else b""
+def _pickled(values: Mapping[Any, bytes], tensors: Mapping[Any, Change] | None = None) -> bytes:
+    return pickle.dumps((values, tensors or {})) if values or tensors else b""

@@ -462,6 +462,77 @@ def test_hooks_of_the_last_stage_beside_zero(zero: int) -> None:
         run_program(layout, _collected, True)
 
 
+class Schedule(nn.Module):
+    """In no unit: a buffer, and no parameters."""
+
+    level: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("level", torch.ones((), dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.level
+
+
+class Limits:
+    def __init__(self) -> None:
+        self.low = torch.zeros(8, dtype=torch.float64)
+
+
+class SetsTensors(LightningModule):
+    """Finds out at the end of an epoch what the first stage needs afterwards, of what steps have left."""
+
+    factor: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)))
+        self.schedule, self.limits = Schedule(), Limits()
+        self.register_buffer("factor", torch.ones((), dtype=torch.float64))
+        self.offset = torch.zeros((), dtype=torch.float64)
+        self.losses: list[Tensor] = []
+
+    def _loss(self, x: Tensor) -> Tensor:
+        x = self.schedule(x) * self.factor + self.offset + self.limits.low
+        return (self.blocks(x) - 1).square().mean()
+
+    def training_step(self, batch: tuple[Tensor], batch_idx: int) -> Tensor:
+        return self._loss(batch[0])
+
+    def validation_step(self, batch: tuple[Tensor], batch_idx: int) -> None:
+        self.losses.append(self._loss(batch[0]))
+
+    def on_validation_epoch_end(self) -> None:
+        loss = torch.stack(self.losses).mean()
+        self.losses.clear()
+        self.schedule.level.fill_(1 + loss)
+        self.factor = self.factor * (1 + loss)
+        self.offset = self.offset + loss
+        self.limits.low[2:] += loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+def _sets_tensors(layout: Layout) -> dict[str, Tensor]:
+    torch.manual_seed(3)
+    module = SetsTensors()
+    rows = torch.randn(16, 8, dtype=torch.float64)
+    loader = DataLoader(TensorDataset(rows), batch_size=4)
+    trainer = make_trainer(layout, strategy={"plan": None}, max_epochs=2, val_check_interval=2)
+    trainer.fit(module, loader, loader)
+    held = {"low": module.limits.low, "offset": module.offset}
+    return {**trainer.strategy.lightning_module_state_dict(), **held}
+
+
+def test_tensors_that_hooks_of_the_last_stage_set_are_known_on_all() -> None:
+    expected = run_program(PLAIN, _sets_tensors)[0]
+    for found in run_program(dataclasses.replace(PP2, microbatches=2), _sets_tensors):
+        for name in found.keys() & expected.keys():
+            torch.testing.assert_close(found[name], expected[name], atol=1e-9, rtol=0, msg=name)
+
+
 # ---------------------------------------------------------------- the stages of a Trainer
 
 
