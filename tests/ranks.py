@@ -3,7 +3,7 @@
 `run_ranks(2, fn, *args)` runs `fn(rank, world_size, *args)` on two processes and returns the results by rank. `fn` must
 be a module-level function of an importable module; arguments and results are pickled. Each call gets a fresh default
 process group (a prefix of the pool's store), so one test's groups, keys and half-done collectives never meet the next
-test's.
+test's. The processes are forked from servers that have the imports done (tests/fork_server.py).
 
 Lightning in a rank finds LOCAL_RANK and starts no process: `Trainer(devices=world_size, accelerator="cpu",
 strategy=...)` works. A rank runs in a temporary directory of its pool, not in the repository.
