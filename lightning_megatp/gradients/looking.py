@@ -55,6 +55,8 @@ class Part:
     parted: bool
     """Over any ranks."""
     is_gradient: bool = False
+    parameter: str = ""
+    """Its name."""
     norm: Tensor | None = None
     """Of the whole tensor, where that was summed."""
     source: Tensor | None = None
@@ -84,8 +86,12 @@ class Judge(Protocol):
     def reduced(self, name: str, part: Part) -> None:
         """A hook is about to reduce a part over the dim that tensor ranks divide, to several numbers."""
 
-    def check_scaling(self, part: Part) -> None:
+    def check_scaling(self, part: Part, made_of: frozenset[str]) -> None:
         """A hook is about to multiply a part by a number in a tensor.
+
+        Args:
+            part: what is multiplied.
+            made_of: the parameters of whose whole values or gradients the number was made, as far as is known.
 
         Raises:
             RuntimeError: each stage, or each rank, would take its own.
@@ -112,6 +118,8 @@ class Looking(TorchFunctionMode):
         self._judge = judge
         self._made: Any = WeakIdKeyDictionary()
         """Tensor -> the part of which it was made, element by element; also what has no address, since it is empty."""
+        self._numbers: Any = WeakIdKeyDictionary()
+        """Number in a tensor -> the parameters of which it was made, if this rank has all that it was made of."""
         self.show(parts)
 
     def show(self, parts: Callable[[], Iterable[tuple[Tensor, Part]]]) -> None:
@@ -141,12 +149,14 @@ class Looking(TorchFunctionMode):
             self._ask(self._not_asked)
         parts = [part for x in given if (part := self._part(x)) is not None]
         if not parts:
-            return func(*args, **kwargs)
+            return self._of_numbers(given, func(*args, **kwargs))
         part = next((part for part in parts if part.parted), parts[0])
         name = operation_name(func)
         if (name in _SCALES or name == "copy_") and len(args) > 1 and isinstance(args[1], Tensor):
-            check = self._judge.check_scaling if name in _SCALES and args[1].numel() == 1 else self._judge.check_change
-            check(part)
+            if name in _SCALES and args[1].numel() == 1:
+                self._judge.check_scaling(part, self._numbers.get(args[1], frozenset()))
+            else:
+                self._judge.check_change(part)
         if name in _REDUCTIONS and _divides(part, name, args, kwargs):
             self._judge.reduced(name, part)
         if (order := _order(func, args, kwargs)) is not None:
@@ -175,7 +185,18 @@ class Looking(TorchFunctionMode):
             if norm is None and part is not None:
                 self._judge.computed("norm", part)
             results.append(own if norm is None else norm.to(own_part(x).device, x.dtype, copy=True))
+            if part is not None and (norm is not None or not part.parted):
+                self._numbers[results[-1]] = frozenset([part.parameter])
         return results if several else results[0]
+
+    def _of_numbers(self, given: Sequence[Any], result: Any) -> Any:
+        """What was made of numbers alone is one of all that these were made of; of a number of unknown origin, too."""
+        tensors = [x for x in given if isinstance(x, Tensor)]
+        known = [self._numbers[x] for x in tensors if x in self._numbers]
+        if known and isinstance(result, Tensor):
+            made_of = known if len(known) == len(tensors) else [*known, frozenset([""])]
+            self._numbers[result] = frozenset().union(*made_of)
+        return result
 
     def _part(self, x: Any) -> Part | None:
         if not isinstance(x, Tensor):
@@ -210,6 +231,8 @@ class Looking(TorchFunctionMode):
             pass  # it knows of the other ranks' rows
         elif numel == 1 < part.numel:
             self._judge.computed(name, part)
+            if not part.parted:
+                self._numbers[result] = frozenset([part.parameter])
         elif numel <= part.numel or part.split or isinstance(first, list | tuple):  # else gathered from other ranks
             self._made[result] = replace(part, numel=numel, norm=None)
 

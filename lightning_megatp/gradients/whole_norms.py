@@ -50,13 +50,14 @@ class WholeNorms:
     Args:
         parallel: the split module.
         mesh: where it is.
+        complete: whether gradients that stages share are summed whenever hooks run: batches that only accumulate don't.
 
     Communication: before each call of hooks that a user has defined, one all-reduce over tp of two numbers per
         parameter, and with zero > 0 one over the ranks that divide them.
     """
 
-    def __init__(self, parallel: ParallelModule, mesh: ParallelMesh) -> None:
-        self._parallel, self._mesh = parallel, mesh
+    def __init__(self, parallel: ParallelModule, mesh: ParallelMesh, complete: bool = True) -> None:
+        self._parallel, self._mesh, self._complete = parallel, mesh, complete
         self._hooks = ""
         self._said: set[str] = set()
         self._now: Looking | None = None
@@ -135,13 +136,14 @@ class WholeNorms:
                 " one device; or leave its layer out of the plan."
             )
 
-    def check_scaling(self, part: Part) -> None:
+    def check_scaling(self, part: Part, made_of: frozenset[str]) -> None:
         """A hook is about to multiply gradients by a number in a tensor.
 
         Raises:
             RuntimeError: each stage, or each rank, would take its own.
         """
-        if self._mesh.size("pp") > 1:
+        by_itself = made_of == {part.parameter} and self._complete
+        if self._mesh.size("pp") > 1 and not by_itself:
             why = "each pipeline stage computes of its own gradients"
         elif self._unknown:
             norm = f"the norm of {min(self._unknown)}, as the hook changed it or asked for it"
@@ -224,7 +226,7 @@ class WholeNorms:
                 of_grad, of_value = sums.get(id(held), (None, None))
                 part = Part(
                     f"`{name}`", held.numel(), spec is not None, spec is not None or divided,
-                    shape=tuple(held.shape), dim=None if spec is None else spec.dim,
+                    parameter=name, shape=tuple(held.shape), dim=None if spec is None else spec.dim,
                 )  # fmt: skip
                 value = part if of_value is None else known(part, held, of_value)
                 found += [(held, value), (parameter, value)]
@@ -261,7 +263,8 @@ def watch_hooks(plugin: Any, trainer: Any, parallel: ParallelModule, mesh: Paral
 
     Communication: one all-reduce of two numbers over the world.
     """
-    watched, norms = (parallel.module, *trainer.callbacks), WholeNorms(parallel, mesh)
+    watched = (parallel.module, *trainer.callbacks)
+    norms = WholeNorms(parallel, mesh, complete=trainer.accumulate_grad_batches == 1)
     users = [sum(is_users(x, name) for x in watched for name in names) for names in HOOKS.values()]
     counts = torch.tensor(users, device=mesh.device)
     if not (whole := mesh.size("tp") == mesh.size("pp") == 1 and not parallel.divided):

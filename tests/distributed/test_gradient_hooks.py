@@ -82,6 +82,16 @@ class OneByOne(GPT):
             clip_grad_norm_(parameter, CLIP / 10)
 
 
+class EachByItsOwn(GPT):
+    """As in DINO."""
+
+    def on_after_backward(self) -> None:
+        for parameter in self.parameters():
+            factor = CLIP / 10 / (parameter.grad.data.norm(2) + 1e-6)  # type: ignore[union-attr]
+            if factor < 1:
+                parameter.grad.data.mul_(factor)  # type: ignore[union-attr]
+
+
 class UnitWise(GPT):
     """Likewise, by those of the rows: as in timm."""
 
@@ -342,3 +352,12 @@ def test_norms_of_a_stage_are_said_to_be() -> None:
     for kind in (Clipped, ClippedAsConfigured):
         with pytest.raises(RankError, match="that each pipeline stage computes"):
             run_program(PP2, _fit, kind, CONFIGS["fused"])
+
+
+def test_stages_clip_each_parameter_by_its_own_norm() -> None:
+    both = Layout(tp=2, pp=2, microbatches=2)
+    for kind, layout in ((EachByItsOwn, PP2), (OneByOne, PP2), (Adaptive, PP2), (EachByItsOwn, both)):
+        [(_, whole, _)] = run_program(PLAIN, _fit, kind, CONFIGS["fused"])
+        for _, state, _ in run_program(layout, _fit, kind, CONFIGS["fused"]):
+            for name, value in state.items():
+                torch.testing.assert_close(value, whole[name], rtol=1e-9, atol=1e-9, msg=f"{kind} {layout} {name}")
