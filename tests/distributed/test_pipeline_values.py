@@ -688,3 +688,44 @@ def _quantised(layout: Layout) -> tuple[dict[str, Tensor], float]:
 def test_buffers_that_modules_without_parameters_change(layout: Layout) -> None:
     (expected,), (found, *_) = (run_program(each, _quantised) for each in (PLAIN, layout))
     torch.testing.assert_close(found, expected, atol=1e-9, rtol=0)
+
+
+class Projects(LightningModule):
+    """Draws from generators that it makes in its step: a projection, a permutation in a second one beside it, and what
+    is drawn where only the last stage goes on. Drawing from the default one in between changes none of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        generator, order = torch.Generator().manual_seed(7), torch.Generator().manual_seed(batch_idx)
+        x = batch @ torch.randn(8, 8, generator=generator, dtype=batch.dtype)
+        torch.rand(3)
+        x = self.blocks(x)[:, torch.randperm(8, generator=order)]
+        target = torch.randn(8, generator=generator, dtype=batch.dtype)
+        loss = (x - target).square().mean()
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("val_loss", self.training_step(batch, 5))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+def _projects(layout: Layout) -> tuple[list[float], dict[str, Tensor], float]:
+    rows, losses = torch.randn(16, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(2)), Losses()
+    loader = DataLoader(rows, batch_size=4)  # type: ignore[arg-type]
+    trainer = make_trainer(layout, strategy={"plan": None}, callbacks=[losses])
+    trainer.fit(Projects(), loader, loader)
+    state = dict(trainer.strategy.lightning_module_state_dict())
+    return losses.seen, state, float(trainer.callback_metrics["val_loss"])
+
+
+@pytest.mark.parametrize("layout", ONE_BY_ONE, ids=str)
+def test_generators_that_a_step_makes_draw_what_they_draw_on_one_device(layout: Layout) -> None:
+    (expected,), (found, *_) = (run_program(each, _projects) for each in (PLAIN, layout))
+    torch.testing.assert_close(found, expected, atol=1e-9, rtol=0)

@@ -109,10 +109,15 @@ _INDEXING = frozenset([Tensor.__getitem__, Tensor.__setitem__])
 _INTEGERS = frozenset([torch.int8, torch.int16, torch.int32, torch.int64])
 
 
+def generators_given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Generator]:
+    """The generators among an operation's arguments."""
+    return [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Generator)]
+
+
 def generators_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Generator]:
     """The generators that an operation may draw from."""
-    given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Generator)]
     devices = {x.device for x in tensors_in(args, kwargs)} | {torch.device(kwargs.get("device") or "cpu")}
+    given = generators_given(args, kwargs)
     return given + [default_generator(device) for device in sorted(devices, key=str) if device.type in ("cpu", "cuda")]
 
 

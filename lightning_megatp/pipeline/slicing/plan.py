@@ -92,6 +92,8 @@ class Operation:
     """What it changed in place: position among the tensors of its arguments, and the value that became."""
     random: bool = False
     """It draws random numbers, and is replicated: every stage has to draw the same."""
+    own_generator: bool = False
+    """It draws them from a generator that the step makes for itself, on every stage alike."""
     shape_only: bool = False
     """It reads nothing but shape and dtype of its tensors (`zeros_like`)."""
     recipe: str = ""

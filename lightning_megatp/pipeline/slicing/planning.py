@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 
-from lightning_megatp.pipeline.slicing.plan import Key, Relay, SliceError, SlicePlan
+from lightning_megatp.pipeline.slicing.plan import Key, Operation, Relay, SliceError, SlicePlan
 from lightning_megatp.pipeline.slicing.tracing import Tracer
 from lightning_megatp.pipeline.slicing.values import Value
 
@@ -51,7 +52,7 @@ def make_plan(
     glue = {name: _stages(tracer.values.uses.get(i, set()), n_stages) for i, name in tracer.glue.items()}
     return SlicePlan(
         n_stages=n_stages,
-        operations=tuple(tracer.operations),
+        operations=_operations(tracer),
         relays=tuple(_relays(tracer.values.by_key, stage) for stage in range(n_stages)),
         shared={**shared, **{name: stages for name, stages in glue.items() if len(stages) > 1}},
         glue=glue,
@@ -68,6 +69,14 @@ def make_plan(
         varies=tracer.varies,
         ended=tracer.ended,
     )
+
+
+def _operations(tracer: Tracer) -> tuple[Operation, ...]:
+    operations = list(tracer.operations)
+    for i, seed in tracer.generators.seeds():
+        drawn = operations[i]
+        operations[i] = replace(drawn, own_generator=True, recipe=f"{drawn.recipe} {seed}")
+    return tuple(operations)
 
 
 def _stages(users: set[int | None], n_stages: int) -> tuple[int, ...]:

@@ -241,7 +241,7 @@ class StageMode(TorchFunctionMode):
         if operation.shape_only:
             args, kwargs = with_memory(args, kwargs)
         args, kwargs = self.stood_in((args, kwargs))
-        if not operation.random:
+        if not operation.random or operation.own_generator:
             return function(*args, **kwargs)
         with seeded(hash((self._seed, self._index)), generators_of(args, kwargs)):
             return function(*args, **kwargs)

@@ -37,6 +37,7 @@ from lightning_megatp.pipeline.slicing.place import Place
 from lightning_megatp.pipeline.slicing.plan import Key, Operation, Read, SliceError, recipe_of, tensors_in
 from lightning_megatp.pipeline.slicing.refusals import CheckpointRegions, refuse_backwards, refuse_kind, refuse_setting
 from lightning_megatp.pipeline.slicing.snapshot import Snapshot
+from lightning_megatp.pipeline.slicing.step_generators import StepGenerators
 from lightning_megatp.pipeline.slicing.values import Value, Values, versions
 from lightning_megatp.shim.autograd import checkpoint_region, function_name, functorch_is_active, untransformed
 from lightning_megatp.shim.torch import (
@@ -107,6 +108,7 @@ class Tracer(TorchFunctionMode):
         """An operation under torch.func runs, which may lift the transforms for its parts."""
         self._inner: dict[int, tuple[Tensor, int | None, str]] = {}
         """What was made inside of units, of which stage, and by which."""
+        self.generators = StepGenerators()
         self._regions = CheckpointRegions()
         self._changed: set[Key] = set()
         """Values that came about by a change in place."""
@@ -329,6 +331,7 @@ class Tracer(TorchFunctionMode):
                     self.values.use_origins(value, None)
             return out
         call.random = stage is None and random_states(call) != random_before
+        self.generators.note(call, stage, len(self.operations))
         if stage is None and not call.opaque and tensors_in(out) and self._is_sized_by_values(call):
             self.reads.append(Read(len(self.operations), None))
         refuse_backwards(call, stage)
