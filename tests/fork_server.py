@@ -72,6 +72,10 @@ class ForkServer:
         request = pickle.dumps((target, args, environment, cwd, str(log)))
         return Forked(self, self._ask("start", request, descriptor=connection))
 
+    def ready(self) -> None:
+        """Return when it has imported."""
+        self._ask("ready", None)
+
     def close(self) -> None:
         """End the server and everything that it forked."""
         with contextlib.suppress(OSError):  # it has ended already
@@ -171,6 +175,8 @@ def _serve(connection: Connection) -> Callable[[], None] | None:
             if what == "start":  # a server ends as this one does, when it has ended what it forked
                 children.add(pid)
             connection.send(pid)
+        elif what == "ready":
+            connection.send(None)
         elif what == "status":
             pid, status = os.waitpid(*value)
             children.discard(pid)

@@ -88,6 +88,8 @@ class RankPool:
         self.servers = servers or self.own_servers
         self.connections: list[Connection] = []
         self.processes: list[Forked] = []
+        for server in self.servers:
+            server.ready()  # a rank waits a minute for the others, and imports of a busy machine may take longer
         for rank in range(world_size):
             ours, theirs = socket.socketpair()
             environment = inherited()

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.ranks import REPOSITORY, run_ranks
+from tests.fork_server import REPOSITORY
+from tests.ranks import run_ranks
 
 EXAMPLE = REPOSITORY / "examples" / "hf_finetune"
 STEPS = 12

@@ -187,6 +187,15 @@ def test_nothing_is_left_when_the_program_is_killed() -> None:
     assert _all_end(*pids)
 
 
+def test_a_server_is_ready_when_it_has_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "takes_time.py").write_text(f"import time; time.sleep(1); open({str(tmp_path / 'done')!r}, 'w')")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    server = ForkServer(("takes_time",))
+    server.ready()
+    assert (tmp_path / "done").exists()
+    server.close()
+
+
 def test_a_server_that_ended_says_how(start: Start, server: ForkServer) -> None:
     forked, _ = start(_wait)
     os.kill(server._process.pid, signal.SIGKILL)

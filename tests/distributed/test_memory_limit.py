@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.training import PLAIN, Layout
+from tests.fork_server import REPOSITORY
 from tests.memory import TELLS
-from tests.ranks import REPOSITORY, free_port
+from tests.ranks import free_port
 
 LAYOUT = Layout(tp=2, pp=2, dp=2, microbatches=2, zero=3)
 CONFIG = {"layers": 38, "hidden": 384}
