@@ -27,14 +27,14 @@ class Taken:
 
     seconds: list[float] = field(default_factory=list)
     """Of each timed step."""
-    processor: list[float] = field(default_factory=list)
-    """Processor seconds of the same steps in the program's thread: its kernels and its Python, without waits."""
     python: list[float] = field(default_factory=list)
     """Seconds of a profiled step outside of torch's operations and of waiting for collectives."""
     loss: float = float("nan")
     """Of the first step: programs that are compared compute the same."""
     parts: list[Mapping[str, float]] = field(default_factory=list)
     """Seconds of what each timed step did, by name, where the program tells."""
+    processor: list[float] = field(default_factory=list)
+    """Processor seconds of each timed step in the program's thread: its kernels and its Python, without waits."""
 
 
 class Program:
