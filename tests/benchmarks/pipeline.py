@@ -238,7 +238,7 @@ def rows(sizes: list[Size], counts: list[int], pp: int, small: Size) -> Iterator
 
 
 def _processor(size: Size, counts: list[int], pp: int) -> Iterator[Figure]:
-    """What Python takes without a profiler, which slows it down: by the processor time of the busier stage's thread."""
+    """The same without a profiler: by the processor time of the busier stage's thread."""
     above: dict[int, float] = {}
     for microbatches in counts:
         rounds = [run_ranks(pp, measure_processor, size, microbatches, timeout=600) for _ in range(size.rounds)]
