@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_megatp.shim.torch import unrecorded
+
 
 class Stopping:
     """A rank that is told to stop (SIGTERM) notes it; the ranks agree where all of them come by.
@@ -56,7 +58,8 @@ class Stopping:
 
     def _send(self) -> tuple[Tensor, dist.Work]:
         note = torch.tensor(int(self.noted))
-        return note, dist.all_reduce(note, op=dist.ReduceOp.MAX, group=self._hosts, async_op=True)
+        with unrecorded():
+            return note, dist.all_reduce(note, op=dist.ReduceOp.MAX, group=self._hosts, async_op=True)
 
 
 def _wait(note: Tensor, work: dist.Work) -> bool:

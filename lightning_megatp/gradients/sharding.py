@@ -35,7 +35,7 @@ from lightning_megatp.mesh import ParallelMesh
 from lightning_megatp.module import ParallelModule
 from lightning_megatp.pipeline.detour import Detour
 from lightning_megatp.pipeline.slicing.calls import around_calls
-from lightning_megatp.shim.torch import FakeTensorMode, storage_id, tensor_version
+from lightning_megatp.shim.torch import FakeTensorMode, storage_id, tensor_version, unrecorded
 from lightning_megatp.tensor.functions import OwnHook
 
 
@@ -323,7 +323,8 @@ class ZeroSharding:
         self._wait_for_flags()
         used = [p.name in self._used for p in self.parameters]
         flags = torch.tensor(used, dtype=torch.uint8)
-        self._telling = dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.mesh.hosts("dp"), async_op=True)
+        with unrecorded():
+            self._telling = dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.mesh.hosts("dp"), async_op=True)
         if all(p.name in self._used for p, _ in reduced) and (REDUCES_UNUSED or all(used)):
             return reduced
         self._wait_for_flags()

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from lightning_megatp.shim.torch import is_fake
+from lightning_megatp.shim.torch import is_fake, unrecorded
 from lightning_megatp.shim.torchmetrics import batch_value, set_batch_value
 
 
@@ -255,7 +255,8 @@ def _send_sized(row: Tensor, group: dist.ProcessGroup, source: int) -> list[dist
     first[0] = len(row)
     first[1 : 1 + len(row)] = row[: _ROW - 1]
     pieces = [first] if len(row) < _ROW else [first, row[_ROW - 1 :].clone()]
-    works = [dist.broadcast(piece, src=source, group=group, async_op=True) for piece in pieces]
+    with unrecorded():
+        works = [dist.broadcast(piece, src=source, group=group, async_op=True) for piece in pieces]
     return [work for work in works if work is not None]
 
 

@@ -77,6 +77,7 @@ __all__ = [
     "tree_map",
     "tree_unflatten",
     "unflatten",
+    "unrecorded",
     "unscale_before_step",
     "weight_norm_of",
     "weights_of_recurrent_layers_renewed",
@@ -394,6 +395,19 @@ def collectives_begun(group: Any) -> int:
     """How many collectives this rank has begun in a group. Ranks that differ would meet each other's in the next one.
     torch's own debugging of desynchronised ranks compares it; there is no public name (2.11-2.13)."""
     return int(group._get_sequence_number_for_group())
+
+
+@contextlib.contextmanager
+def unrecorded() -> Iterator[None]:
+    """Profilers record nothing of what begins here, on this thread. For collectives that may end after the batch, and
+    so after the profiler that was there when they began: the thread they end on writes when, to memory that is freed
+    by then (seen: `malloc(): unsorted double linked list corrupted`). Always allowed again at the end, since it can't
+    be asked whether it was before. No public name (2.11-2.13)."""
+    torch.autograd._enable_record_function(False)
+    try:
+        yield
+    finally:
+        torch.autograd._enable_record_function(True)
 
 
 def unscale_before_step(optimizer: Any) -> None:

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import csv
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 import torchmetrics
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, EarlyStopping, LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from tests.distributed.training import (
     DP2,
     PLAIN,
+    PP2,
     TP2,
     TP2_DP2,
     Layout,
@@ -281,3 +287,71 @@ def test_what_each_tensor_rank_has_a_part_of_is_sent_whole(layout: Layout) -> No
             torch.testing.assert_close(values[name], sent[name], rtol=1e-9, atol=1e-9)
         for name in ("strategy", "torch reduced"):
             torch.testing.assert_close(values[name], values["sum of module"], rtol=1e-9, atol=1e-9)
+
+
+class ProfilesBatches(Callback):
+    """A profiler for each batch, which ends before what the batch has begun ends on ranks that are late."""
+
+    def __init__(self) -> None:
+        self.begun: dict[str, dist.Work] = {}
+        """Since the profiler began, by a name that is recorded if they are."""
+        self.outlasted = 0
+        """How many were under way when their profiler ended."""
+        self.recorded: list[str] = []
+        """Those of them that it had recorded."""
+        self.trains = False
+
+    def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
+        self.trains = True
+        self._start()
+
+    def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *args: Any) -> None:
+        under_way = {name for name, work in self.begun.items() if not work.is_completed()}
+        self.profile.stop()
+        self.outlasted += len(under_way)
+        self.recorded += under_way & {event.name for event in self.profile.events() or ()}
+        self._start()
+
+    def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
+        self.profile.stop()
+
+    def begins(self, collective: Callable[..., Any]) -> Callable[..., Any]:
+        """Note what it begins and does not wait for. One rank comes late to all of it."""
+
+        def begin(*args: Any, async_op: bool = False, **kwargs: Any) -> Any:
+            if self.trains and dist.get_rank() == dist.get_world_size() - 1:
+                time.sleep(0.02)
+            work = collective(*args, async_op=async_op, **kwargs)
+            if async_op:
+                name = f"{collective.__name__} {len(self.begun)}"
+                with record_function(name):
+                    self.begun[name] = work
+            return work
+
+        return begin
+
+    def _start(self) -> None:
+        self.begun.clear()
+        self.profile = profile(activities=[ProfilerActivity.CPU])
+        self.profile.start()
+
+
+def _profiled(layout: Layout, accumulate: int) -> tuple[int, list[str]]:
+    watch = ProfilesBatches()
+    with (
+        mock.patch.object(dist, "broadcast", watch.begins(dist.broadcast)),
+        mock.patch.object(dist, "all_reduce", watch.begins(dist.all_reduce)),
+    ):
+        trainer = make_trainer(layout, callbacks=[watch], accumulate_grad_batches=accumulate)
+        trainer.fit(GPT(GPTConfig(tied=False)), train_loader(layout, 12))
+    return watch.outlasted, watch.recorded
+
+
+@pytest.mark.parametrize(("layout", "accumulate"), [(PP2, 1), (DP2, 2)], ids=str)
+def test_what_ranks_tell_each_other_beyond_a_batch_is_not_recorded_by_profilers(
+    layout: Layout, accumulate: int
+) -> None:
+    """A collective that ends after its profiler writes to memory that is no longer the profiler's."""
+    found = run_program(layout, _profiled, accumulate)
+    assert sum(outlasted for outlasted, _ in found) > 0
+    assert [recorded for _, recorded in found] == [[], []]
