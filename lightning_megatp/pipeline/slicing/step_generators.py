@@ -3,7 +3,7 @@ stays the same). Every stage makes them alike, and they draw what they do on one
 
 from __future__ import annotations
 
-import weakref
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -16,7 +16,7 @@ from lightning_megatp.pipeline.slicing.operations import Call, generators_given
 class _Drawn:
     """What a dry run drew from one generator."""
 
-    generator: weakref.ref[torch.Generator]
+    generator: torch.Generator
     seed: int
     operations: list[int] = field(default_factory=list)
     replicated: bool = True
@@ -36,9 +36,9 @@ class StepGenerators:
         operation: its index.
         """
         for generator in generators_given(call.args, call.kwargs):
-            drawn = next((drawn for drawn in self._drawn if drawn.generator() is generator), None)
+            drawn = next((drawn for drawn in self._drawn if drawn.generator is generator), None)
             if drawn is None:
-                drawn = _Drawn(weakref.ref(generator), generator.initial_seed())
+                drawn = _Drawn(generator, generator.initial_seed())
                 self._drawn.append(drawn)
             drawn.operations.append(operation)
             drawn.replicated &= stage is None
@@ -47,5 +47,11 @@ class StepGenerators:
         """After the dry run: the operations that drew from generators which are gone since, as the step that made them
         is over, and how those were seeded."""
         for drawn in self._drawn:
-            if drawn.generator() is None and drawn.replicated:
+            gone = sys.getrefcount(drawn.generator) <= _OWN_REFERENCES
+            if gone and drawn.replicated:
                 yield from ((operation, drawn.seed) for operation in drawn.operations)
+
+
+_OWN_REFERENCES = 2
+"""To a generator that nobody else has: the attribute, and the argument of the function that counts. (A weak reference
+would tell, too, but torch 2.11's generators have none.)"""
