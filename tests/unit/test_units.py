@@ -194,6 +194,31 @@ def test_units_that_are_never_called_are_opened_where_their_parts_are() -> None:
     assert order[:4] == ["tokens", "holder.first", "holder.second", "blocks.0"]
 
 
+def test_a_unit_that_reads_a_number_is_opened_and_those_after_it_are_not() -> None:
+    """A table of all items, of as many features as they have, before the blocks."""
+
+    class Items(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.features = nn.Embedding(9, 8)
+            self.register_buffer("lengths", torch.tensor([1, 3, 2]))
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return self.features(torch.arange(int(self.lengths.max()))).mean(0).expand(*ids.shape, -1)
+
+    class Recommender(GPT):
+        def __init__(self) -> None:
+            super().__init__()
+            self.items = nn.ModuleList([Items()])
+
+        def embed(self, ids: torch.Tensor) -> torch.Tensor:
+            return super().embed(ids) + self.items[0](ids)
+
+    module = Recommender()
+    order = units_of_step(module, find_units(module), module.training_step, tokens()).order
+    assert order == ["tokens", "items.0.features", *(f"blocks.{i}" for i in range(4)), "norm", "head"]
+
+
 def test_lists_in_a_level_of_a_network_are_opened() -> None:
     """A bare nn.Module that holds the parts of one resolution, in a list of them, and one in the middle: the encoders
     of VQGAN and of latent diffusion."""

@@ -42,21 +42,24 @@ def units_of_step(
     sizes: Sizes | None = None,
     device: torch.device | None = None,
 ) -> UnitsOfStep:
-    """Dry-run a step between units. One that is never called because the model calls its parts is replaced by these. A
-    module without parameters, between units, that changes its buffers (a batch norm with affine=False) becomes one.
+    """Dry-run a step between units. One that is never called because the model calls its parts is replaced by these,
+    and so is one that reads values, where the step can be followed between its parts. A module without parameters,
+    between units, that changes its buffers (a batch norm with affine=False) becomes one.
 
     Raises:
         SliceError: see `Slicer.plan`.
     """
     plan = _whole_plan(module, units, step, batch, sizes, device)
     called = _calls(plan)
-    parts = {unit: children_of(module, unit) for unit in units if unit not in called}
-    split = [part for unit in units for part in parts.get(unit) or [unit]]
-    if split != list(units):
-        called_parts = _calls(_whole_plan(module, split, step, batch, sizes, device))
-        split = [part for unit in units for part in _used(unit, parts, called_parts)]
+    # Those that come after the one that stopped the run were not called either, and need not be opened for that.
+    for closed in (plan.ended_in, [unit for unit in units if unit not in called]):
+        parts = {unit: children_of(module, unit) for unit in closed}
+        split = [part for unit in units for part in parts.get(unit) or [unit]]
         if split != list(units):
-            return units_of_step(module, split, step, batch, sizes, device)
+            called_parts = _calls(_whole_plan(module, split, step, batch, sizes, device))
+            split = [part for unit in units for part in _used(unit, parts, called_parts)]
+            if split != list(units):
+                return units_of_step(module, split, step, batch, sizes, device)
     keepers = keepers_of(module, units, plan.changed)
     with_keepers = in_definition_order(module, {*units, *keepers})
     kept = _calls(_whole_plan(module, with_keepers, step, batch, sizes, device)) if keepers else {}

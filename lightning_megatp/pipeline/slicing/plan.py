@@ -141,6 +141,8 @@ class SlicePlan:
     """Batches of the same signature have other texts, arrays or logged values, by which the step may branch unseen."""
     ended: str = ""
     """Where, on the last stage, the step could not be followed any more, and why."""
+    ended_in: tuple[str, ...] = ()
+    """The unit whose call that was; none for an operation between units."""
     _scripts: dict[int | None, Script] = field(default_factory=dict, compare=False, repr=False)
 
     def script(self, stage: int | None) -> Script:

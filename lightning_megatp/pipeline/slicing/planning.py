@@ -68,6 +68,7 @@ def make_plan(
         reads=tuple(tracer.reads),
         varies=tracer.varies,
         ended=tracer.ended,
+        ended_in=tracer.ended_in,
     )
 
 

@@ -99,6 +99,8 @@ class Tracer(TorchFunctionMode):
         """The first, which the user's code may have caught."""
         self.ended = ""
         """Where on the last stage the run ended before the step did, and why."""
+        self.ended_in: tuple[str, ...] = ()
+        """The unit whose call that was."""
         self.asks_batch = False
         """The step's code reads values of the batch."""
         self.varies = False
@@ -398,7 +400,7 @@ class Tracer(TorchFunctionMode):
             if stage == self.last_stage:
                 for value in dict.fromkeys([*call.inputs, *self.values.early_numbers(stage)]):
                     self._use(value, stage, call.by, [])
-                self.ended = f"{call.by}, since {error}"
+                self.ended, self.ended_in = f"{call.by}, since {error}", tuple(call.units)
                 raise StepEnded from error
             raise SliceError(
                 f"{call.by} can't be planned on pipeline stage {stage}: {error}. Values are known on the last stage"
