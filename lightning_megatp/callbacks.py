@@ -178,6 +178,30 @@ def without_predictions(trainer: Any) -> Iterator[Detour]:
             yield Detour(callback, hook, _write_nothing)
 
 
+def without_early_ends(trainer: Any) -> Iterator[Detour]:
+    """Let hooks in which some `next(part.parameters())` finds nothing, since these are on other stages, raise an error:
+    Lightning would take StopIteration for the end of the data, and that rank would leave the others waiting.
+
+    Args:
+        trainer: about to run a module that is cut into stages.
+    """
+
+    def run(hook: str, call: Callable[[], Any]) -> Any:
+        try:
+            return call()
+        except StopIteration as error:
+            raise RuntimeError(
+                f"MegaTPStrategy: `{hook}` raised StopIteration: some `next(...)` found nothing. With pp > 1 a part of"
+                " the model has its parameters on its own pipeline stage only. For where and what they are take"
+                " `self.device` and `self.dtype`."
+            ) from error
+
+    for owner in (trainer.lightning_module, *trainer.callbacks):
+        for hook in HOOKS:
+            if is_users(owner, hook):
+                yield Detour(owner, hook, functools.partial(run, hook))
+
+
 def _write_nothing(call: Callable[[], Any]) -> None:
     pass
 

@@ -20,6 +20,7 @@ from lightning_megatp.callbacks import (
     keeping_data,
     watching_weights,
     with_whole_groups,
+    without_early_ends,
     without_examples,
     without_predictions,
 )
@@ -299,6 +300,8 @@ class MegaTPStrategyBase(StepMethods, GradientMethods, BuildingMethods, WorldMet
             without_sync_advice()
         if not self._undivided:
             self._detours += without_examples(trainer, whole_forward=self.pipeline is None and self.sharding is None)
+        if self.pipeline is not None:
+            self._detours += without_early_ends(trainer)
         if self.pipeline is not None and not self.pipeline.is_last:
             self._detours += without_predictions(trainer)
         self._watch_sigterm(trainer, example)

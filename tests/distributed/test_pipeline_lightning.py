@@ -1082,6 +1082,8 @@ class Refused(GPT):
     def on_train_start(self) -> None:
         if self.what == "forward":
             self(torch.zeros(1, 6, dtype=torch.int64))
+        if self.what == "device":
+            self.seen.append(torch.zeros(1, device=next(self.head.parameters()).device))
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         if self.what == "clip":
@@ -1139,6 +1141,7 @@ def _refused(layout: Layout, what: str, strategy: dict[str, Any]) -> None:
         pytest.param("hook_saves", {}, ["a checkpoint needs all ranks", "callback"], 1, marks=pytest.mark.extended),
         ("barrier", {}, ["`strategy.barrier` waits for all ranks", "in a hook"], 2),
         ("forward", {}, ["is called outside of a step", "on another pipeline stage"], 2),
+        ("device", {}, ["`on_train_start` raised StopIteration", "`self.device`"], 1),
         ("clip", {}, ["scales the gradient of", "gradient_clip_val"], 2),
         ("lbfgs", {}, ["LBFGS does not step each tensor by itself", "pp=1"], 2),
         ("by_whole_norm", {}, ["ByWholeNorm does not step each tensor by itself", "pp=1"], 2),
