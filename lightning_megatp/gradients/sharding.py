@@ -72,13 +72,17 @@ class ZeroSharding:
         whole = {
             id(p)
             for p in module.parameters()
-            if p.dim() == 0 or not p.is_floating_point() or (p.requires_grad and p.dtype != dtype)
+            if p.dim() == 0
+            or not parallel.whole_size(p)
+            or not p.is_floating_point()
+            or (p.requires_grad and p.dtype != dtype)
         }
         refuse_hooks(module)
         refuse_sparse(module)
         attributes = {name: dict(vars(p)) for name, p in module.named_parameters()}
         self.whole = [name for name, p in module.named_parameters() if id(p) in whole]
-        """Parameters that are not divided: numbers without a dim, and trained ones of another dtype than most."""
+        """Parameters that are not divided: numbers without a dim, those without elements, and trained ones of another
+        dtype than most."""
         apart = {id(parallel.names[name]) for name in together if name in parallel.names}
         apart |= in_several(module, units) | whole
         parallel.names.clear()  # or all that is divided would be held until the end

@@ -12,7 +12,7 @@ from lightning.pytorch import Callback
 from torch.distributed.fsdp import FSDPModule
 
 from tests.distributed.test_collective_counts import CollectiveCounter
-from tests.distributed.training import Layout, eval_loader, make_trainer, run_program, train_loader
+from tests.distributed.training import PLAIN, Layout, eval_loader, make_trainer, run_program, train_loader
 from tests.parity.models import GPT, GPTConfig
 from tests.ranks import RankError
 
@@ -221,6 +221,35 @@ def _walked(layout: Layout) -> int:
 def test_a_step_may_walk_over_divided_shards() -> None:
     """As long as it does not compute with them."""
     assert run_program(Layout(tp=2, dp=2), _walked) == [2] * 4
+
+
+class PredictsNothing(GPT):
+    """Besides tokens it has a head for labels, of which there are none (graphs without global features)."""
+
+    def __init__(self) -> None:
+        super().__init__(CONFIG)
+        self.labels = torch.nn.Linear(CONFIG.hidden, 0)
+
+    def loss(self, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        return super().loss(batch) + self.labels(self.trunk(batch[0])).sum()
+
+
+def _predicts_nothing(layout: Layout) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    module = PredictsNothing()
+    trainer = make_trainer(layout, "untied")
+    trainer.fit(module, train_loader(layout, 2))
+    trainer.save_checkpoint("nothing.ckpt", weights_only=True)
+    state: dict[str, torch.Tensor] = torch.load("nothing.ckpt")["state_dict"]
+    return state
+
+
+@pytest.mark.parametrize("layout", [Layout(dp=2, zero=1), Layout(dp=2, zero=3)], ids=str)
+def test_parameters_without_elements_stay_whole(layout: Layout) -> None:
+    (expected,) = run_program(PLAIN, _predicts_nothing)
+    found = run_program(layout, _predicts_nothing)[0]
+    assert found["labels.weight"].shape == (0, CONFIG.hidden)
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
 
 
 REFUSED = [
