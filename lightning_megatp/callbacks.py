@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_megatp.gradients.rows import DividedParameter
+from lightning_megatp.gradients.rows import DividedParameter, finds_rows
 from lightning_megatp.gradients.whole_norms import is_users
 from lightning_megatp.gradients.writes import DataWatch
 from lightning_megatp.mesh import ParallelMesh
@@ -89,7 +89,7 @@ def finding_divided(trainer: Any, divided: Callable[[], contextlib.AbstractConte
 
 
 def keeping_data(trainer: Any, parameters: Sequence[DividedParameter]) -> Iterator[Detour]:
-    """Let hooks set the `.data` of divided parameters.
+    """Let hooks set the `.data` of divided parameters, and explain what fails where they compute with these.
 
     Args:
         trainer: about to fit.
@@ -100,7 +100,16 @@ def keeping_data(trainer: Any, parameters: Sequence[DividedParameter]) -> Iterat
         with DataWatch(parameters) as watching, contextlib.ExitStack() as ends:
             if hook == "optimizer_step":  # what `super()` does has the step in it
                 ends.callback(Detour(trainer.strategy, hook, watching.pause).end)
-            return call()
+            try:
+                return call()
+            except RuntimeError as error:
+                if not finds_rows(error):
+                    raise
+                raise RuntimeError(
+                    f"MegaTPStrategy: `{hook}` computes with parameters, or calls a module, that are divided outside of"
+                    f" steps (zero={trainer.strategy.zero.level}). Only training, validation, test and predict steps"
+                    " gather them: do it in one of these, take `.full_tensor()` of a parameter, or zero=0."
+                ) from error
 
     for owner in (trainer.lightning_module, *trainer.callbacks):
         for hook in HOOKS:

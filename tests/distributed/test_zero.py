@@ -272,6 +272,25 @@ def test_what_does_not_go_together(options: dict[str, Any], texts: list[str]) ->
     assert all(text in str(error.value) for text in texts)
 
 
+class CallsEmbedding(GPT):
+    """Makes a table for the validation that begins (of all items that can be recommended)."""
+
+    def on_validation_start(self) -> None:
+        self.table = self.tok(torch.arange(4))
+
+
+def _calls_embedding(layout: Layout) -> None:
+    trainer = make_trainer(layout, "untied", num_sanity_val_steps=0)
+    trainer.fit(CallsEmbedding(CONFIG), train_loader(layout, 1), eval_loader(layout, 1))
+
+
+def test_a_hook_that_calls_a_divided_module_is_told_so() -> None:
+    with pytest.raises(RankError) as error:
+        run_program(Layout(dp=2, zero=3), _calls_embedding)
+    texts = ["`on_validation_start`", "divided outside of steps (zero=3)", "`.full_tensor()`"]
+    assert all(text in failure.message for failure in error.value.failures for text in texts)
+
+
 def _uneven_copies(layout: Layout) -> None:
     make_trainer(layout, "untied", {"zero": 1, "dp_replicate": 2}).fit(GPT(CONFIG), train_loader(layout, 1))
 
