@@ -242,17 +242,17 @@ def _processor(size: Size, counts: list[int], pp: int) -> Iterator[Figure]:
     above: dict[int, float] = {}
     for microbatches in counts:
         rounds = [run_ranks(pp, measure_processor, size, microbatches, timeout=600) for _ in range(size.rounds)]
-        ranks = zip(*rounds, strict=True)
-        above[microbatches] = 1e3 * max(map(_above, ranks))
+        above[microbatches] = 1e3 * max(_above(rounds, rank) for rank in range(pp))
         what = f"pp={pp}, m={microbatches}, {size} a microbatch: processor time per microbatch above the stage by hand"
         yield Figure("pipeline", what, above[microbatches] / microbatches, "ms", 1.0)
     what = f"pp={pp}, {size} a microbatch: processor time that one more microbatch adds, above the stage by hand"
     yield Figure("pipeline", what, _slope(above), "ms", 1.0)
 
 
-def _above(rounds: Sequence[Mapping[str, Taken]]) -> float:
-    """The median of what one rank's steps of ours take above their neighbours by hand."""
-    pairs = (zip(taken[OURS].processor, taken[HAND].processor, strict=True) for taken in rounds)
+def _above(rounds: Sequence[Sequence[Mapping[str, Taken]]], rank: int) -> float:
+    """The median of what the steps of ours take on one rank above their neighbours of the same stage by hand, whose
+    stages lie the other way round: our last stage is on rank 0."""
+    pairs = (zip(by[rank][OURS].processor, by[-1 - rank][HAND].processor, strict=True) for by in rounds)
     return interval([ours - hand for each in pairs for ours, hand in each]).median
 
 
