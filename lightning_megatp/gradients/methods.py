@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 
 from lightning_megatp.commands import Done, requested
@@ -25,6 +26,7 @@ from lightning_megatp.pipeline.batch import Backward
 from lightning_megatp.pipeline.pipeline import Pipeline
 from lightning_megatp.pipeline.schedules.trace import StepTrace
 from lightning_megatp.shim.torch import DisableTorchFunction
+from lightning_megatp.tensor.layers import ParallelLayer
 from lightning_megatp.tensor.parameters import whole_values
 
 _BETWEEN_BATCHES = ("on_train_batch_end", "on_train_batch_start", "on_validation_start", "on_validation_epoch_start")
@@ -387,10 +389,11 @@ class GradientMethods(CopyMethods):
     def whole_parameters(self) -> Iterator[None]:
         """Meanwhile the parameters that tensor ranks divide have the values and shapes of one device, and may be
         changed: for hooks that project weights, prune them or draw them anew. All tensor ranks have to do the same,
-        and call no layers meanwhile. Of a pipeline they are those of this rank's stages.
+        and call no layers of theirs meanwhile. Of a pipeline they are those of this rank's stages.
 
         Raises:
-            RuntimeError: inside of a step; with zero > 0, where other ranks have rows of them.
+            RuntimeError: inside of a step; with zero > 0, where other ranks have rows of them; meanwhile, where a layer
+                is called that the plan has split.
 
         Communication: one all-gather over tp for each.
         """
@@ -400,8 +403,28 @@ class GradientMethods(CopyMethods):
             raise RuntimeError(f"MegaTPStrategy: `whole_parameters` can't be used {where}: use it in hooks, at zero=0.")
         split = {id(p): (p, spec) for p in parallel.names.values() if (spec := parallel.spec(p)) is not None}
         whole = whole_values(list(split.values()), parallel.context.group)
-        with parallel.parts_expected(), DisableTorchFunction(), whole:
+        with parallel.parts_expected(), DisableTorchFunction(), whole, _without_layers(parallel.module):
             yield
+
+
+@contextlib.contextmanager
+def _without_layers(module: nn.Module) -> Iterator[None]:
+    """Meanwhile a split layer that is called raises an error: it would take whole weights for this rank's part."""
+
+    def refuse(called: nn.Module, args: Any) -> None:
+        if isinstance(called, ParallelLayer):
+            name = next((name for name, child in module.named_modules() if child is called), type(called).__name__)
+            raise RuntimeError(
+                f"MegaTPStrategy: `{name}` is called inside of `whole_parameters()`. The plan has split it, and it"
+                " would take whole weights for this rank's part of them. Call modules outside: there they compute what"
+                " they do on one device."
+            )
+
+    handle = register_module_forward_pre_hook(refuse)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def _parameters_of(optimizer: Optimizer) -> list[Tensor]:

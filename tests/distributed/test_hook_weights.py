@@ -71,6 +71,9 @@ class Lit(LightningModule):
 
     def on_train_batch_end(self, *args: Any) -> None:
         self.losses.append(float(self.trainer.callback_metrics["loss"]))
+        if self.habit == "calling":
+            with self.weights():
+                self.tok(torch.arange(11))
         for early, weight in zip(self.copies, self.parameters(), strict=False):
             early.lerp_(weight.data, 0.1)
         with self.weights(), torch.no_grad():
@@ -141,6 +144,14 @@ def test_whole_parameters_are_those_of_one_device(habit: str, layout: dict[str, 
         assert found == pytest.approx(losses, rel=1e-9)
         assert found_norm == pytest.approx(norm, rel=1e-9) or "pp" in layout
         assert not said
+
+
+def test_layers_of_parts_are_not_called_on_whole_parameters() -> None:
+    """They would look for this rank's rows in a table of all rows."""
+    run_reference(fit_one, "calling")
+    with pytest.raises(RankError) as raised:
+        run_ranks(2, fit, "calling", True, {"tp": 2})
+    assert ["`tok` is called inside of `whole_parameters()`" in x.message for x in raised.value.failures] == [True] * 2
 
 
 def test_whole_parameters_may_be_written() -> None:
