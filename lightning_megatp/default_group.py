@@ -94,5 +94,7 @@ def _imported(functions: Mapping[str, Callable[..., Any]]) -> Iterator[tuple[dic
     known = {id(function): name for name, function in functions.items()}
     for path, module in list(sys.modules.items()):
         names = getattr(module, "__dict__", None)
-        if isinstance(names, dict) and path.split(".")[0] not in ("torch", __name__.split(".")[0]):
+        if not isinstance(names, dict) or path.partition(".")[0] in ("torch", __name__.partition(".")[0]):
+            continue
+        if not known.keys().isdisjoint(map(id, list(names.values()))):  # few of the thousands of modules have any
             yield from ((names, name, known[id(x)]) for name, x in list(names.items()) if id(x) in known)
