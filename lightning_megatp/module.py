@@ -341,27 +341,38 @@ class ParallelModule:
         Raises:
             RuntimeError: on every rank, naming a parameter that differs.
 
-        Memory: 16 bytes per element of a parameter, of `_PIECE` elements at most.
-        Communication: two all-reduces of two numbers per whole parameter; once per epoch and checkpoint.
+        Communication: see `differing`; once per epoch and checkpoint.
         """
-        whole = [(name, p) for name, p in self.named_held() if id(p) not in self.sharded]
-        if group.size() == 1 or not whole:
-            return
-        sums = torch.stack([self.to_send(_sums(p.detach())) for _, p in whole])  # some may be offloaded, others not
-        low, high = sums.clone(), sums.clone()
+        for name in self.differing({name: p for name, p in self.named_held() if id(p) not in self.sharded}, group):
+            raise RuntimeError(
+                f"MegaTPStrategy: `{name}` should be the same on all ranks of a group, and is not. Something"
+                " changed gradients or parameters on each rank by what that rank alone knows: clipping with"
+                " torch.nn.utils.clip_grad_norm_ (use self.clip_gradients), loss.backward() (use"
+                " self.manual_backward), random numbers or data that differ from rank to rank."
+            )
+
+    def differing(self, tensors: Mapping[str, Tensor | None], group: dist.ProcessGroup) -> list[str]:
+        """Which of some tensors are not the same on all ranks of a group that have them.
+
+        Args:
+            tensors: by name, the same names on all of these ranks; None where a rank has none.
+
+        Memory: 16 bytes per element of a tensor, of `_PIECE` elements at most.
+        Communication: two all-reduces of two float64 per tensor.
+        """
+        if group.size() == 1 or not tensors:
+            return []
+        # Some may be offloaded, others not.
+        sums = [None if x is None else self.to_send(_sums(x.detach())) for x in tensors.values()]
+        nothing = self.to_send(torch.full((2,), torch.inf, dtype=torch.float64))
+        low = torch.stack([nothing if x is None else x for x in sums])
+        high = torch.stack([-nothing if x is None else x for x in sums])
         dist.all_reduce(low, op=dist.ReduceOp.MIN, group=group)
         dist.all_reduce(high, op=dist.ReduceOp.MAX, group=group)
         # Atomic additions on GPUs round differently from rank to rank; what is looked for here is far larger.
-        tolerance = 0.0 if sums.device.type == "cpu" else 1e-4
+        tolerance = 0.0 if high.device.type == "cpu" else 1e-4
         differs = ((high - low) > tolerance * high[:, 1:].abs()).any(1).tolist()
-        for (name, _), wrong in zip(whole, differs, strict=True):
-            if wrong:
-                raise RuntimeError(
-                    f"MegaTPStrategy: `{name}` should be the same on all ranks of a group, and is not. Something"
-                    " changed gradients or parameters on each rank by what that rank alone knows: clipping with"
-                    " torch.nn.utils.clip_grad_norm_ (use self.clip_gradients), loss.backward() (use"
-                    " self.manual_backward), random numbers or data that differ from rank to rank."
-                )
+        return [name for name, wrong in zip(tensors, differs, strict=True) if wrong]
 
     def keep_whole_where_used_outside(self, optimizers: Iterable[Optimizer] = ()) -> None:
         """Gather the parameters that this step used outside their layers; they stay whole from now on.

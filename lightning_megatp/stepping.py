@@ -73,6 +73,7 @@ class StepMethods(GradientMethods):
             axes = ("dp", "tp") if self.sharding is None else ("tp",)
             self._parallel().check_replicas(self._mesh().group(*axes))
             if self.pipeline is not None:
+                self.pipeline.shared.check_alike()
                 self.pipeline.plans.agree_on_trained()
         self._steps += 1
         if self.pipeline is None:

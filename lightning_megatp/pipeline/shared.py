@@ -46,6 +46,23 @@ class SharedParameters:
         """One more; on all stages."""
         self._shared.setdefault(shared.name, shared)
 
+    def check_alike(self) -> None:
+        """Compare what several stages have, which must be the same. What is lent follows its own stage.
+
+        Raises:
+            RuntimeError: on every stage, naming a parameter that differs.
+
+        Communication: see `ParallelModule.differing`; once per epoch.
+        """
+        own = {name: None if self._loans.is_lent(name) else self._held(name) for name in self._shared}
+        for name in self._parallel.differing(own, self._mesh.group("pp")):
+            raise RuntimeError(
+                f"MegaTPStrategy: several pipeline stages have `{name}`, and not with the same values. A hook has"
+                " changed it on each by what that stage alone has: weights that are drawn anew in a hook"
+                " (`reset_parameters`, `nn.init`) are drawn for each stage's own parameters, so that the random numbers"
+                " part. Draw them in `__init__` or `configure_model`, or each from a generator that is seeded for it."
+            )
+
     def sum_gradients(self) -> None:
         """Sum over the stages the gradients of parameters that several of them hold.
 

@@ -1041,7 +1041,7 @@ class Refused(GPT):
     """Asks for what a pipeline can't do."""
 
     def __init__(self, what: str) -> None:
-        super().__init__(GPTConfig(tied=False))
+        super().__init__(GPTConfig(tied=what == "drawn"))
         self.what = what
         self.seen: list[Tensor] = []
         self.automatic_optimization = what != "manual"
@@ -1082,6 +1082,9 @@ class Refused(GPT):
     def on_train_start(self) -> None:
         if self.what == "forward":
             self(torch.zeros(1, 6, dtype=torch.int64))
+        if self.what == "drawn":  # each stage what it has, and both the embedding, which is the head's weight
+            for weight in self.parameters():
+                torch.nn.init.normal_(weight.data)
         if self.what == "device":
             self.seen.append(torch.zeros(1, device=next(self.head.parameters()).device))
 
@@ -1141,6 +1144,7 @@ def _refused(layout: Layout, what: str, strategy: dict[str, Any]) -> None:
         pytest.param("hook_saves", {}, ["a checkpoint needs all ranks", "callback"], 1, marks=pytest.mark.extended),
         ("barrier", {}, ["`strategy.barrier` waits for all ranks", "in a hook"], 2),
         ("forward", {}, ["is called outside of a step", "on another pipeline stage"], 2),
+        ("drawn", {}, ["several pipeline stages have `tok.weight`", "drawn anew in a hook"], 2),
         ("device", {}, ["`on_train_start` raised StopIteration", "`self.device`"], 1),
         ("clip", {}, ["scales the gradient of", "gradient_clip_val"], 2),
         ("lbfgs", {}, ["LBFGS does not step each tensor by itself", "pp=1"], 2),
