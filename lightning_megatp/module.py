@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +24,7 @@ from lightning_megatp.plan.ranges import length
 from lightning_megatp.plan.shard import ShardedTensorSpec, ShardSpec
 from lightning_megatp.shim.autograd import handle_checkpoints, handle_grad
 from lightning_megatp.shim.compiler import uncompiled
-from lightning_megatp.shim.torch import tree_map
+from lightning_megatp.shim.torch import modules_in, tree_map
 from lightning_megatp.tensor.context import Region, TensorContext
 from lightning_megatp.tensor.layers import ParallelLayer
 from lightning_megatp.tensor.outside import WholeParameter
@@ -127,7 +128,9 @@ class ParallelModule:
 
     def undivided(self) -> list[Tensor]:
         """The parameters whose gradients lie in the module: those of divided ones are collected later."""
-        return [p for p in self.module.parameters() if id(p) not in self.divided]
+        held = (child._parameters.values() for child in modules_in(self.module))
+        found = {id(p): p for p in itertools.chain.from_iterable(held) if p is not None}
+        return [p for key, p in found.items() if key not in self.divided]
 
     @torch.no_grad()
     def load_rows(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -308,7 +311,7 @@ class ParallelModule:
         """Around the user's code: a step, and what activation checkpointing runs of it again in backward."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.context.running(user_code=True))
-            if self.default_group is not None:
+            if self.default_group is not None and not self.default_group.is_used:
                 stack.enter_context(self.default_group.used())
             if self.uncompiled:
                 stack.enter_context(uncompiled())

@@ -282,7 +282,7 @@ class BatchRun:
                 " `loss_weight(self, batch)` on the LightningModule. A loss that is a sum has to be divided by the"
                 " step."
             )
-        return counting.weight(batch_size(batch) or 1)
+        return counting.weight(lambda: batch_size(batch) or 1)
 
     def _root(self, loss: Tensor, microbatch: int, received: Sequence[Tensor]) -> Tensor:
         assert self.backward is not None

@@ -288,7 +288,13 @@ class Pipeline:
 
     def _execute(self, run: BatchRun) -> None:
         schedule = self._schedule(run.backward is not None, len(run.microbatches))
-        with self.metrics.apart(), self._noticing(run):
+        group = self.parallel.default_group
+        with (
+            self.metrics.apart(),
+            self._noticing(run),
+            self.slicer.batch(),
+            contextlib.nullcontext() if group is None else group.used(),  # the step's, once for all microbatches
+        ):
             self.executor.run(schedule, run)
 
     @contextlib.contextmanager

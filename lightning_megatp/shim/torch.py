@@ -66,6 +66,7 @@ __all__ = [
     "is_view",
     "missed_data",
     "modules_convert_without_data",
+    "modules_in",
     "reduce_scatter_single",
     "replace_step",
     "runs_own_convolution",
@@ -141,6 +142,19 @@ class WithoutMode:
         _push_mode(self._mode)
         for other in reversed(self._above):
             _push_mode(other)
+
+
+def modules_in(module: nn.Module) -> list[nn.Module]:
+    """What `module.modules()` gives, in its order, a few times faster: that asks a generator per level for each of
+    them, to name it. `_modules` are the children (2.11-2.13)."""
+    found: dict[nn.Module, None] = {}
+    waiting = [module]
+    while waiting:
+        child = waiting.pop()
+        if child not in found:
+            found[child] = None
+            waiting += [x for x in reversed(child._modules.values()) if x is not None]
+    return list(found)
 
 
 def is_fake(x: object) -> bool:

@@ -145,7 +145,7 @@ def _defer(name: str, module: nn.Module, deferred: DeferredWeights, compiled: li
 
 def _forward(module: nn.Linear, deferred: DeferredWeights, input: Tensor) -> Tensor:
     """Stands in for the forward of an `nn.Linear`, whose class stays what users ask for (`type(m) is nn.Linear`)."""
-    if torch.compiler.is_compiling() or not deferred.active:
+    if not deferred.active or torch.compiler.is_compiling():
         return type(module).forward(module, input)
     return deferred.linear(input, module.weight, module.bias)
 

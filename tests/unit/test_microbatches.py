@@ -124,21 +124,21 @@ def test_targets_are_counted() -> None:
     logits, targets = torch.randn(4, 5, requires_grad=True), torch.tensor([1, -100, 3, -100])
     with TargetCount() as twice:
         loss = F.cross_entropy(logits, targets) + nn.CrossEntropyLoss()(logits, targets)
-    assert twice.weight(4) == 2.0, "the same targets count once"
+    assert twice.weight(lambda: 4) == 2.0, "the same targets count once"
     torch.testing.assert_close(loss, 2 * F.cross_entropy(logits, targets))
     with TargetCount() as two:
         F.cross_entropy(logits, targets)
         F.nll_loss(logits, targets.clone().clamp(min=0))
-    assert two.weight(4) == 4.0, "of different losses nobody knows: samples"
+    assert two.weight(lambda: 4) == 4.0, "of different losses nobody knows: samples"
     with TargetCount() as none:
         F.cross_entropy(logits, torch.full((4,), -100)).backward()
-    assert none.weight(4) == 0.0 and logits.grad is not None and not logits.grad.any(), "no nan"
+    assert none.weight(lambda: 4) == 0.0 and logits.grad is not None and not logits.grad.any(), "no nan"
     with TargetCount() as weighted:
         F.cross_entropy(logits, targets, weight=torch.arange(5.0))
-    assert weighted.weight(4) == 4.0
+    assert weighted.weight(lambda: 4) == 4.0
     with TargetCount() as own:
         F.cross_entropy(logits, targets, reduction="none")
-    assert own.weight(4) == 4.0 and own.own_reduction == "none"
+    assert own.weight(lambda: 4) == 4.0 and own.own_reduction == "none"
 
 
 def test_targets_inside_of_units_are_counted_where_there_are_some() -> None:
@@ -148,13 +148,13 @@ def test_targets_inside_of_units_are_counted_where_there_are_some() -> None:
             logits.exp()
         with everywhere.inside("head"):
             F.cross_entropy(logits, targets)
-    assert everywhere.with_losses == {"head"} and everywhere.weight(4) == 2.0
+    assert everywhere.with_losses == {"head"} and everywhere.weight(lambda: 4) == 2.0
     with TargetCount(everywhere.with_losses) as again:
         with again.inside("block"):
             F.cross_entropy(logits, targets.clone())  # not looked for
         with again.inside("head"):
             F.cross_entropy(logits, targets)
-    assert again.weight(4) == 2.0
+    assert again.weight(lambda: 4) == 2.0
 
 
 def test_microbatches_that_weigh_alike_leave_nothing_to_correct() -> None:

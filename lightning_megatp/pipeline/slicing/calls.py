@@ -38,6 +38,17 @@ class Switch:
         finally:
             self.mode = None
 
+    def log(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        """A call of `self.log` or `self.log_dict`."""
+        if self.mode is None:
+            original(*args, **kwargs)
+        else:
+            self.mode.log(original, *args, **kwargs)
+
+    def reading_metrics(self) -> contextlib.AbstractContextManager[None]:
+        """Around what computes the Trainer's metrics."""
+        return contextlib.nullcontext() if self.mode is None else self.mode.reading_metrics()
+
 
 class Intercepted:
     """A method of one module that asks first.
@@ -167,26 +178,19 @@ def loggers_in(module: nn.Module) -> list[nn.Module]:
 
 
 @contextlib.contextmanager
-def logging_replaced(loggers: Sequence[nn.Module], log: Callable[..., None]) -> Iterator[None]:
-    """Let `log(original, *args, **kwargs)` stand for `self.log(...)` and `self.log_dict(...)`."""
+def logging_by(switch: Switch, loggers: Sequence[nn.Module]) -> Iterator[None]:
+    """Let a switch decide about `self.log(...)` and `self.log_dict(...)` of modules, and about the metrics that a step
+    reads of their Trainer."""
     before = [(child, name, child.__dict__.get(name)) for child in loggers for name in _LOGGING]
+    trainer = next(filter(None, map(trainer_of, loggers)), None)
     for child, name, _ in before:
-        child.__dict__[name] = functools.partial(log, getattr(child, name))
+        child.__dict__[name] = functools.partial(switch.log, getattr(child, name))
     try:
-        yield
+        with contextlib.nullcontext() if trainer is None else around_metrics(trainer, switch.reading_metrics):
+            yield
     finally:
         for child, name, value in before:
             _put(child, name, value)
-
-
-@contextlib.contextmanager
-def metrics_apart(
-    loggers: Sequence[nn.Module], reading: Callable[[], contextlib.AbstractContextManager[None]]
-) -> Iterator[None]:
-    """Let the Trainer of modules compute the metrics that a step reads of it in a context."""
-    trainer = next(filter(None, map(trainer_of, loggers)), None)
-    with contextlib.nullcontext() if trainer is None else around_metrics(trainer, reading):
-        yield
 
 
 def _entries(unit: nn.Module) -> dict[str, Callable[..., Any]]:

@@ -15,16 +15,17 @@ from lightning_megatp.shim.transformers import collecting
 from lightning_megatp.tensor.shards import gathered
 
 
-def with_collected(carry_out: Callable[[Callable[..., Any]], Any], function: Callable[..., Any]) -> Any:
+def with_collected(carry_out: Callable[..., Any], function: Callable[..., Any], *told: Any) -> Any:
     """The result of a call.
 
     Args:
         carry_out: makes the result of a function of the call's arguments, by whatever means.
         function: what is called.
+        told: what else `carry_out` is given.
     """
     lists = collecting()
     if not lists:
-        return carry_out(function)
+        return carry_out(function, *told)
 
     def with_added(*args: Any, **kwargs: Any) -> Any:
         lengths = {name: len(entries) for name, entries in lists.items()}
@@ -34,7 +35,7 @@ def with_collected(carry_out: Callable[[Callable[..., Any]], Any], function: Cal
             del entries[lengths[name] :]
         return out, tree_map(gathered, added)
 
-    out, added = carry_out(with_added)
+    out, added = carry_out(with_added, *told)
     for name, entries in added.items():
         lists[name] += entries
     return out

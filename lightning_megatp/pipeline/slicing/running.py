@@ -99,19 +99,19 @@ class StageMode(TorchFunctionMode):
             return function(*args, **kwargs)
         if self.done:
             raise StepEnded
-        return with_collected(lambda called: self._opaque(name, stage == self._stage, called, args, kwargs), function)
+        return with_collected(self._opaque, function, name, stage == self._stage, args, kwargs)
 
     def metric(self, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call of a metric's method: the last stage's."""
         if self.inside or self.done:
             return function(*args, **kwargs) if self._is_last else None
-        return self._opaque(name, self._is_last, function, args, kwargs)
+        return self._opaque(function, name, self._is_last, args, kwargs)
 
     def function(self, function: Any, apply: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call of an autograd function, or of one of torch.jit's."""
         if self.inside or self.done or is_bookkeeping(function) or functorch_is_active():
             return apply(*args, **kwargs)
-        return with_collected(lambda called: self._opaque(function, True, called, args, kwargs), apply)
+        return with_collected(self._opaque, apply, function, True, args, kwargs)
 
     def log(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         """`self.log` and `self.log_dict`: the last stage's."""
@@ -155,7 +155,7 @@ class StageMode(TorchFunctionMode):
             self.inside = False
 
     def _opaque(
-        self, what: Any, is_own: bool, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, function: Callable[..., Any], what: Any, is_own: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         instruction = self._next(what)
         if instruction is not None and instruction.shared and not instruction.became:

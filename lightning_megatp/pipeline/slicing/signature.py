@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from lightning_megatp.pipeline.slicing.leftovers import is_own_object
+from lightning_megatp.shim.torch import modules_in
 
 
 def modes_of(module: nn.Module) -> Hashable:
     """The modes of a module, of its parts and of autograd."""
-    training = tuple(child.training for child in module.modules())
+    training = tuple(child.training for child in modules_in(module))
     return training if len(set(training)) > 1 else training[:1], torch.is_grad_enabled()
 
 

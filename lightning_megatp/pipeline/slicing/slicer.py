@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_megatp.pipeline.slicing.calls import Interception, Switch, loggers_in, logging_replaced, metrics_apart
+from lightning_megatp.pipeline.slicing.calls import Interception, Switch, loggers_in, logging_by
 from lightning_megatp.pipeline.slicing.operations import StepEnded
 from lightning_megatp.pipeline.slicing.ownership import Ownership, Sizes
 from lightning_megatp.pipeline.slicing.place import Place
@@ -82,6 +82,7 @@ class Slicer:
         self._loggers = loggers_in(module)
         self._switch = Switch()
         self._interception = Interception(module, dict(stage_of_unit), self._switch)
+        self._in_batch = False
         self._before_rehearsals: Snapshot | None = None
         self._tables = Tables()
         self._follows = False
@@ -282,6 +283,17 @@ class Slicer:
                 self._before_rehearsals = None
 
     @contextlib.contextmanager
+    def batch(self) -> Iterator[None]:
+        """Around the steps on the microbatches of a batch: what else each of them would put in place for itself.
+        Between them it does nothing."""
+        self._in_batch = True
+        try:
+            with distributions_not_validated(), logging_by(self._switch, self._loggers):
+                yield
+        finally:
+            self._in_batch = False
+
+    @contextlib.contextmanager
     def _by(self, mode: StageMode, plan: SlicePlan, listing: bool = False) -> Iterator[None]:
         """Let a mode decide what happens between units.
 
@@ -290,10 +302,9 @@ class Slicer:
                 do what no plan has seen.
         """
         with contextlib.ExitStack() as stack:
+            if not self._in_batch:
+                stack.enter_context(self.batch())
             stack.enter_context(self._switch.to(mode))
-            stack.enter_context(distributions_not_validated())
-            stack.enter_context(logging_replaced(self._loggers, mode.log))
-            stack.enter_context(metrics_apart(self._loggers, mode.reading_metrics))
             if listing or plan.lists_parameters:
                 stack.enter_context(self._ownership.present())
             if plan.uses_functions:
@@ -359,8 +370,7 @@ class Slicer:
             self._switch.to(tracer),
             distributions_not_validated(),
             handle_functions(tracer.function),
-            logging_replaced(self._loggers, tracer.log),
-            metrics_apart(self._loggers, tracer.reading_metrics),
+            logging_by(self._switch, self._loggers),
             conversions_around(tracer.converting),
         ):
             result = None

@@ -91,10 +91,10 @@ class TargetCount(TorchFunctionMode):
         self.means.append(mean.detach())
         return mean
 
-    def weight(self, samples: int) -> Tensor | float:
+    def weight(self, samples: Callable[[], int]) -> Tensor | float:
         """The weight of the microbatch.
 
         Args:
             samples: its rows, for steps whose losses are averaged over nothing that was seen, or over different things.
         """
-        return self.counts[0] if len(self.counts) == 1 else float(samples)
+        return self.counts[0] if len(self.counts) == 1 else float(samples())
