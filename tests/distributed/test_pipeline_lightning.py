@@ -1083,7 +1083,7 @@ class Refused(GPT):
         if self.what == "forward":
             self(torch.zeros(1, 6, dtype=torch.int64))
         if self.what == "drawn":  # each stage what it has, and both the embedding, which is the head's weight
-            for weight in self.parameters():
+            for weight in reversed(list(self.parameters())):
                 torch.nn.init.normal_(weight.data)
         if self.what == "device":
             self.seen.append(torch.zeros(1, device=next(self.head.parameters()).device))
