@@ -346,7 +346,9 @@ class ParallelModule:
 
         Communication: see `differing`; once per epoch and checkpoint.
         """
-        for name in self.differing({name: p for name, p in self.named_held() if id(p) not in self.sharded}, group):
+        whole = {name: p for name, p in self.named_held() if id(p) not in self.sharded}
+        # Atomic additions on GPUs round differently from rank to rank; what is looked for here is far larger.
+        for name in self.differing(whole, group, tolerance=1e-4 if self.device and self.device.type != "cpu" else 0.0):
             raise RuntimeError(
                 f"MegaTPStrategy: `{name}` should be the same on all ranks of a group, and is not. Something"
                 " changed gradients or parameters on each rank by what that rank alone knows: clipping with"
@@ -354,11 +356,13 @@ class ParallelModule:
                 " self.manual_backward), random numbers or data that differ from rank to rank."
             )
 
-    def differing(self, tensors: Mapping[str, Tensor | None], group: dist.ProcessGroup) -> list[str]:
+    def differing(self, tensors: Mapping[str, Tensor | None], group: dist.ProcessGroup, tolerance: float) -> list[str]:
         """Which of some tensors are not the same on all ranks of a group that have them.
 
         Args:
             tensors: by name, the same names on all of these ranks; None where a rank has none.
+            group: the ranks.
+            tolerance: by how much their sums may differ, as a share of the sum of their absolute values.
 
         Memory: 16 bytes per element of a tensor, of `_PIECE` elements at most.
         Communication: two all-reduces of two float64 per tensor.
@@ -372,8 +376,6 @@ class ParallelModule:
         high = torch.stack([-nothing if x is None else x for x in sums])
         dist.all_reduce(low, op=dist.ReduceOp.MIN, group=group)
         dist.all_reduce(high, op=dist.ReduceOp.MAX, group=group)
-        # Atomic additions on GPUs round differently from rank to rank; what is looked for here is far larger.
-        tolerance = 0.0 if high.device.type == "cpu" else 1e-4
         differs = ((high - low) > tolerance * high[:, 1:].abs()).any(1).tolist()
         return [name for name, wrong in zip(tensors, differs, strict=True) if wrong]
 

@@ -30,6 +30,7 @@ def global_norm(parameters: Iterable[Tensor], parallel: ParallelModule, mesh: Pa
     found: dict[tuple[bool, bool], list[Tensor]] = {
         (rows, split): [] for rows in (True, False) for split in (True, False)
     }
+    parameters = list(parameters)
     sharded, all_divided, elsewhere = parallel.sharded, parallel.divided, parallel.counted_elsewhere
     for parameter in parameters:  # there may be thousands
         grad, key = parameter.grad, id(parameter)
@@ -40,8 +41,8 @@ def global_norm(parameters: Iterable[Tensor], parallel: ParallelModule, mesh: Pa
         found[divided is not None, spec is not None] += own_elements(grad, spec, mesh.rank("tp"), p, rows)
     if mesh.size("tp") == mesh.size("pp") == 1 and not all_divided:
         return get_total_norm(found[False, False] + found[False, True], p)
-    everything = [grad for parts in found.values() for grad in parts]
-    like = everything[0] if everything else torch.zeros(())
+    # Of one that is counted elsewhere, too: copies of a tied weight are clipped by the same number on all stages.
+    like = next((parameter.grad for parameter in parameters if parameter.grad is not None), torch.zeros(()))
     dtype = torch.promote_types(like.dtype, torch.float32)
     # Sent is float64: a stage may have another dtype than the next, or no gradient at all.
     if p == torch.inf:

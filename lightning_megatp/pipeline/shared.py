@@ -55,7 +55,7 @@ class SharedParameters:
         Communication: see `ParallelModule.differing`; once per epoch.
         """
         own = {name: None if self._loans.is_lent(name) else self._held(name) for name in self._shared}
-        for name in self._parallel.differing(own, self._mesh.group("pp")):
+        for name in self._parallel.differing(own, self._mesh.group("pp"), tolerance=_ROUNDING):
             raise RuntimeError(
                 f"MegaTPStrategy: several pipeline stages have `{name}`, and not with the same values. A hook has"
                 " changed it on each by what that stage alone has: weights that are drawn anew in a hook"
@@ -101,3 +101,7 @@ class SharedParameters:
         """Of a parameter, on this rank or one beside it on the pp axis, which has the same rows."""
         sharding = self._parallel.sharding
         return shared.shape if sharding is None else sharding.shape_of_rows(shared.name, shared.shape)
+
+
+_ROUNDING = 1e-6
+"""Far more than stages differ whose copies get the same gradient; sums of n elements drawn anew do by 1 / sqrt(n)."""

@@ -148,6 +148,20 @@ def test_a_stage_without_anything_to_train(layout: Layout, name: str, tmp_path: 
         torch.testing.assert_close(results[0][1][key], value, atol=1e-9, rtol=0, msg=key)
 
 
+def _tied(layout: Layout) -> Tensor:
+    torch.manual_seed(3)
+    trainer = make_trainer(layout, gradient_clip_val=0.1)
+    trainer.fit(MODELS["frozen but for a tied weight"](), train_loader(layout, 3))
+    weight: Tensor = trainer.strategy.parallel.names["tok.weight"].detach()  # type: ignore[attr-defined]
+    return weight
+
+
+def test_copies_of_a_tied_weight_are_clipped_by_the_same_number() -> None:
+    """The first stage has no other gradient, and this one counts on the last."""
+    first, second = run_program(Layout(pp=2), _tied)
+    assert torch.equal(first, second)
+
+
 FINETUNING = {
     "hook": (Unfreezes, lambda: []),
     "callback": (Finetuned, lambda: [Finetuning()]),

@@ -149,7 +149,7 @@ def _wrong_gradients(rank: int, world_size: int, case: Case, kind: str) -> Run:
     from lightning_megatp.pipeline.executor import _Batch
     from lightning_megatp.pipeline.shared import SharedParameters
 
-    send, summed = _Batch._send, SharedParameters.sum_gradients
+    send, summed, check = _Batch._send, SharedParameters.sum_gradients, SharedParameters.check_alike
 
     def corrupt(self: Any, action: Any, relays: Any) -> None:
         if str(action) == kind:
@@ -159,10 +159,12 @@ def _wrong_gradients(rank: int, world_size: int, case: Case, kind: str) -> Run:
     _Batch._send = corrupt  # type: ignore[method-assign]
     if kind == "shared":
         SharedParameters.sum_gradients = lambda self: None  # type: ignore[method-assign]
+        SharedParameters.check_alike = lambda self: None  # type: ignore[method-assign]  # the strategy would stop
     try:
         return fit_pipeline(rank, world_size, case, {})
     finally:
-        _Batch._send, SharedParameters.sum_gradients = send, summed  # type: ignore[method-assign]
+        _Batch._send = send  # type: ignore[method-assign]
+        SharedParameters.sum_gradients, SharedParameters.check_alike = summed, check  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("kind", ["SF0.1", "SB1.0", "shared"])
