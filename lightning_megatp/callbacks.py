@@ -111,10 +111,7 @@ def keeping_data(trainer: Any, parameters: Sequence[DividedParameter]) -> Iterat
                     " gather them: do it in one of these, take `.full_tensor()` of a parameter, or zero=0."
                 ) from error
 
-    for owner in (trainer.lightning_module, *trainer.callbacks):
-        for hook in HOOKS:
-            if is_users(owner, hook):
-                yield Detour(owner, hook, functools.partial(run, hook))
+    yield from _around_hooks(trainer, run)
 
 
 def watching_weights(trainer: Any, parallel: ParallelModule) -> Iterator[Detour]:
@@ -205,6 +202,11 @@ def without_early_ends(trainer: Any) -> Iterator[Detour]:
                 " `self.device` and `self.dtype`."
             ) from error
 
+    yield from _around_hooks(trainer, run)
+
+
+def _around_hooks(trainer: Any, run: Callable[[str, Callable[[], Any]], Any]) -> Iterator[Detour]:
+    """Let `run(hook, call)` call the hooks that users have written, of the module and of callbacks."""
     for owner in (trainer.lightning_module, *trainer.callbacks):
         for hook in HOOKS:
             if is_users(owner, hook):

@@ -49,16 +49,11 @@ class DefaultGroup:
         self._places = [(vars(dist), name, *both) for name, both in self._functions.items()]
         self._places += [(names, name, *self._functions[of]) for names, name, of in _imported(found)]
 
-    @property
-    def is_used(self) -> bool:
-        """Whether it is right now."""
-        return dist.get_rank is self._functions["get_rank"][1]
-
     @contextlib.contextmanager
     def used(self) -> Iterator[None]:
         """Around the user's code. This package names its groups. Python forgets what it had learned of the modules
         whose names change, so a pipeline does this once for a batch."""
-        if self.is_used:  # a step within its batch
+        if dist.get_rank is self._functions["get_rank"][1]:  # a step within its batch, a backward within a step
             yield
             return
         for names, name, _, replaced in self._places:

@@ -22,6 +22,7 @@ from lightning_megatp.pipeline.averaged import Versions
 from lightning_megatp.plan.parallel_plan import ParallelPlan
 from lightning_megatp.plan.ranges import length
 from lightning_megatp.plan.shard import ShardedTensorSpec, ShardSpec
+from lightning_megatp.replicas import differing
 from lightning_megatp.shim.autograd import handle_checkpoints, handle_grad
 from lightning_megatp.shim.compiler import uncompiled
 from lightning_megatp.shim.torch import modules_in, tree_map
@@ -311,7 +312,7 @@ class ParallelModule:
         """Around the user's code: a step, and what activation checkpointing runs of it again in backward."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.context.running(user_code=True))
-            if self.default_group is not None and not self.default_group.is_used:
+            if self.default_group is not None:
                 stack.enter_context(self.default_group.used())
             if self.uncompiled:
                 stack.enter_context(uncompiled())
@@ -348,36 +349,14 @@ class ParallelModule:
         """
         whole = {name: p for name, p in self.named_held() if id(p) not in self.sharded}
         # Atomic additions on GPUs round differently from rank to rank; what is looked for here is far larger.
-        for name in self.differing(whole, group, tolerance=1e-4 if self.device and self.device.type != "cpu" else 0.0):
+        tolerance = 1e-4 if self.device and self.device.type != "cpu" else 0.0
+        for name in differing(whole, group, self.device, tolerance):
             raise RuntimeError(
                 f"MegaTPStrategy: `{name}` should be the same on all ranks of a group, and is not. Something"
                 " changed gradients or parameters on each rank by what that rank alone knows: clipping with"
                 " torch.nn.utils.clip_grad_norm_ (use self.clip_gradients), loss.backward() (use"
                 " self.manual_backward), random numbers or data that differ from rank to rank."
             )
-
-    def differing(self, tensors: Mapping[str, Tensor | None], group: dist.ProcessGroup, tolerance: float) -> list[str]:
-        """Which of some tensors are not the same on all ranks of a group that have them.
-
-        Args:
-            tensors: by name, the same names on all of these ranks; None where a rank has none.
-            group: the ranks.
-            tolerance: by how much their sums may differ, as a share of the sum of their absolute values.
-
-        Memory: 16 bytes per element of a tensor, of `_PIECE` elements at most.
-        Communication: two all-reduces of two float64 per tensor.
-        """
-        if group.size() == 1 or not tensors:
-            return []
-        # Some may be offloaded, others not.
-        sums = [None if x is None else self.to_send(_sums(x.detach())) for x in tensors.values()]
-        nothing = self.to_send(torch.full((2,), torch.inf, dtype=torch.float64))
-        low = torch.stack([nothing if x is None else x for x in sums])
-        high = torch.stack([-nothing if x is None else x for x in sums])
-        dist.all_reduce(low, op=dist.ReduceOp.MIN, group=group)
-        dist.all_reduce(high, op=dist.ReduceOp.MAX, group=group)
-        differs = ((high - low) > tolerance * high[:, 1:].abs()).any(1).tolist()
-        return [name for name, wrong in zip(tensors, differs, strict=True) if wrong]
 
     def keep_whole_where_used_outside(self, optimizers: Iterable[Optimizer] = ()) -> None:
         """Gather the parameters that this step used outside their layers; they stay whole from now on.
@@ -443,16 +422,6 @@ class ParallelModule:
             f" {error}. If that code counts heads or features, give their attribute the style `divide`; if a layer"
             " needs all features, give the column layer `column_gather`; if a layer takes split ones, make it `row`."
         )
-
-
-_PIECE = 2**22
-"""Elements that are summed in float64 at a time: an embedding may have a billion of them."""
-
-
-def _sums(x: Tensor) -> Tensor:
-    """(2,) float64: of the elements, and of their absolute values."""
-    pieces = (piece.double() for piece in x.reshape(-1).split(_PIECE))
-    return torch.stack([torch.stack([piece.sum(), piece.abs().sum()]) for piece in pieces]).sum(0)
 
 
 def take_gradients(parameters: Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:

@@ -12,6 +12,7 @@ from torch import Tensor
 from lightning_megatp.mesh import ParallelMesh
 from lightning_megatp.module import ParallelModule
 from lightning_megatp.pipeline.loans import Loans
+from lightning_megatp.replicas import differing
 
 
 @dataclass(frozen=True)
@@ -52,10 +53,10 @@ class SharedParameters:
         Raises:
             RuntimeError: on every stage, naming a parameter that differs.
 
-        Communication: see `ParallelModule.differing`; once per epoch.
+        Communication: see `differing`; once per epoch.
         """
         own = {name: None if self._loans.is_lent(name) else self._held(name) for name in self._shared}
-        for name in self._parallel.differing(own, self._mesh.group("pp"), tolerance=_ROUNDING):
+        for name in differing(own, self._mesh.group("pp"), self._parallel.device, _ROUNDING):
             raise RuntimeError(
                 f"MegaTPStrategy: several pipeline stages have `{name}`, and not with the same values. A hook has"
                 " changed it on each by what that stage alone has: weights that are drawn anew in a hook"

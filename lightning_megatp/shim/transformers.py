@@ -31,10 +31,7 @@ def without_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[
 def collecting() -> dict[str, list[Any]]:
     """The lists to which hooks of a model's layers append what it was asked for (`output_hidden_states=True`), by name.
     A context variable without a public name holds them while the model runs (5.23)."""
-    capturing = sys.modules.get("transformers.utils.output_capturing")
-    if capturing is None:  # asked for each unit of a pipeline
-        return {}
-    variable = getattr(capturing, "_active_collector", None)
+    variable = getattr(sys.modules.get("transformers.utils.output_capturing"), "_active_collector", None)
     held = None if variable is None else variable.get()
     return {name: entries for name, entries in held.items() if isinstance(entries, list)} if held else {}
 

@@ -320,7 +320,7 @@ class ProfilesBatches(Callback):
 
         def begin(*args: Any, async_op: bool = False, **kwargs: Any) -> Any:
             if self.trains and dist.get_rank() == dist.get_world_size() - 1:
-                time.sleep(0.02)
+                time.sleep(0.05)
             work = collective(*args, async_op=async_op, **kwargs)
             if async_op:
                 name = f"{collective.__name__} {len(self.begun)}"

@@ -15,6 +15,7 @@ from torch import nn
 from lightning_megatp.pipeline.build import used_beside
 from lightning_megatp.pipeline.slicing.order import units_of_step
 from lightning_megatp.pipeline.slicing.units import assign, find_units, frozen_twins
+from lightning_megatp.shim.torch import modules_in
 from tests.pipeline_models import CASES, GPT, Block, tokens
 
 FOUND = {
@@ -363,3 +364,12 @@ def test_what_changes_its_buffers_is_a_unit() -> None:
     assert found.order == ["norm", "net.0", "net.1", "net.2"]
     module.eval()
     assert units_of_step(module, find_units(module), module.step, torch.randn(3, 4)).order == ["net.0", "net.2"]
+
+
+def test_modules_are_found_in_torchs_order() -> None:
+    """Also one that is in two places, one that is None, and a module in itself."""
+    module = GPT()
+    module.again = module.blocks[1]
+    module.register_module("empty", None)
+    module.blocks[2].add_module("whole", module)
+    assert modules_in(module) == list(module.modules())

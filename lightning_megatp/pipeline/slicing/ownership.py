@@ -123,20 +123,19 @@ class Ownership:
     @contextlib.contextmanager
     def present(self) -> Iterator[None]:
         """Put what stands for freed tensors where `module.parameters()` finds it, as it would on one device."""
-        places = [(emptied.module.__dict__, emptied) for emptied in self._emptied]
-        before = [(names, emptied.kind, names[emptied.kind]) for names, emptied in places]
+        before = [(emptied, emptied.module.__dict__[emptied.kind]) for emptied in self._emptied]
         with contextlib.ExitStack() as stack:
-            for (names, emptied), (_, kind, held) in zip(places, before, strict=True):
+            for emptied, held in before:
                 if held:  # changed in place: those of split layers are no plain dicts
                     stack.callback(_fill, held, dict(dict.items(held)))
                     _fill(held, {name: dict.get(held, name, emptied.fakes.get(name)) for name in emptied.order})
                 else:
-                    names[kind] = emptied.fakes
+                    emptied.module.__dict__[emptied.kind] = emptied.fakes
             try:
                 yield
             finally:
-                for names, kind, held in before:
-                    names[kind] = held
+                for emptied, held in before:
+                    emptied.module.__dict__[emptied.kind] = held
 
     @contextlib.contextmanager
     def lists_noted(self) -> Iterator[ListsNoted]:

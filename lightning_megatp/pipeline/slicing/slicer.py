@@ -367,10 +367,9 @@ class Slicer:
 
     def _trace(self, tracer: Tracer, step: Step, batch: Any) -> None:
         with (
+            self.batch(),
             self._switch.to(tracer),
-            distributions_not_validated(),
             handle_functions(tracer.function),
-            logging_by(self._switch, self._loggers),
             conversions_around(tracer.converting),
         ):
             result = None
