@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 _PIECE = 2**22
+"""Elements that are summed in float64 at a time: an embedding may have a billion of them."""
 
 
 def differing(
