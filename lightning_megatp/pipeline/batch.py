@@ -20,9 +20,10 @@ from lightning_megatp.messages import warn_once_per_run
 from lightning_megatp.module import ParallelModule
 from lightning_megatp.pipeline.carried import CarriedState
 from lightning_megatp.pipeline.logs import Call, Logs, scalar
+from lightning_megatp.pipeline.remote.calls import RemoteCalls
 from lightning_megatp.pipeline.seeds import mixed
 from lightning_megatp.pipeline.slicing.leftovers import Path, PlainValues
-from lightning_megatp.pipeline.slicing.plan import Relay, SlicePlan
+from lightning_megatp.pipeline.slicing.plan import BeyondPlan, Relay, SlicePlan
 from lightning_megatp.pipeline.slicing.running import seeded
 from lightning_megatp.pipeline.slicing.slicer import Slicer, StageRun
 from lightning_megatp.pipeline.slicing.weights import TargetCount
@@ -69,6 +70,8 @@ class BatchRun:
         stage_of_unit: unit name -> stage.
         loss_units: the units inside of which steps were seen to average losses, in any batch; kept up.
         carried: looks at what one microbatch leaves for the next; None after the first batch.
+        remote: with it the last stage runs the steps, and calls the other stages' units; there are no plans then, or
+            those that the steps may leave.
     """
 
     parallel: ParallelModule
@@ -86,9 +89,12 @@ class BatchRun:
     stage_of_unit: Mapping[str, int]
     loss_units: set[str]
     carried: CarriedState | None = None
+    remote: RemoteCalls | None = None
     results: dict[int, Any] = field(default_factory=dict)
     logged: list[list[Call]] = field(default_factory=list)
     """By microbatch, which the last stage runs in order."""
+    beyond: BeyondPlan | None = None
+    """What kept the last stage from the end of a step of evaluation."""
     left_state: bool = False
     """Whether the last stage left something on the module."""
     set_values: dict[Path, bytes] = field(default_factory=dict)
@@ -107,8 +113,9 @@ class BatchRun:
         return self.plans[microbatch].relays[boundary]
 
     def forward(self, stage: int, microbatch: int, received: list[Tensor]) -> list[Tensor]:
-        plan = self.plans[microbatch]
-        last = stage == plan.n_stages - 1
+        last = stage == self.slicer.n_stages - 1
+        if last and self.beyond is not None:
+            return []  # what the other stages still send is received, and no more
         seed = mixed(self.seed, microbatch)
         counting = TargetCount(self._with_losses, self._is_closed) if last else None
         with contextlib.ExitStack() as stack:
@@ -121,13 +128,18 @@ class BatchRun:
             calls = stack.enter_context(self.logs.recording()) if last else []
             if stage != max(self.stages):
                 stack.callback(PlainValues(self.opened).put_back)
-            run = functools.partial(
-                self.slicer.run, plan, stage, self.step, self.microbatches[microbatch], received, seed, counting
-            )
-            done = run() if self.sharding is None else self._gathered(run)
+            run = functools.partial(self._run, stage, microbatch, received, seed, counting)
+            try:
+                done = run() if self.sharding is None else self._gathered(run)
+            except BeyondPlan as error:
+                if self.backward is not None:
+                    raise
+                self.beyond = error
+                return []
         if not last:
             if self.backward is not None:
-                needed = [x for x, r in zip(done.sent, plan.relays[stage + 1], strict=True) if r.requires_grad]
+                relays = self.relays(stage + 1, microbatch)
+                needed = [x for x, r in zip(done.sent, relays, strict=True) if r.requires_grad]
                 self.parallel.partial.trace(needed, received)
             return list(done.sent)
         self.results[microbatch] = done.result
@@ -140,6 +152,32 @@ class BatchRun:
         if self.backward is None:
             return []
         return [self._root(_loss_of(done.result), microbatch, received)]
+
+    def run_uncut(self) -> None:
+        """Run the steps on the last stage, with `remote`; the others answer its calls."""
+        for microbatch in range(len(self.microbatches)):
+            self.forward(max(self.stages), microbatch, [])
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the last stage, which ran the steps by itself, called more units of other stages than plans say."""
+        if self.remote is None or not self.plans:
+            return self.remote is not None
+        early = [op for plan in self.plans for op in plan.operations if op.stage != plan.n_stages - 1]
+        planned = sum(len(op.units) for op in early)
+        return self.remote.calls * len(self.plans) > planned * len(self.microbatches)
+
+    def _run(
+        self, stage: int, microbatch: int, received: list[Tensor], seed: int, counting: TargetCount | None
+    ) -> StageRun:
+        batch = self.microbatches[microbatch]
+        if self.remote is None:
+            return self.slicer.run(self.plans[microbatch], stage, self.step, batch, received, seed, counting)
+        step = functools.partial(self.step, batch)
+        if counting is not None:
+            return StageRun((), self.remote.drive(self.slicer.decided_by, step, counting))
+        self.remote.serve(self.slicer.decided_by, step)
+        return StageRun(())
 
     def _is_closed(self, unit: str) -> bool:
         """Whether a unit is compiled code, inside of which no step that was watched averaged a loss."""

@@ -40,7 +40,7 @@ class Loans:
     ) -> None:
         self._slicer, self._parallel, self._mesh = slicer, parallel, mesh
         self._homes = {name: list(ranks) for name, ranks in homes.items()}
-        self._rank_of_stage = rank_of_stage
+        self.rank_of_stage = rank_of_stage
         self._lent: dict[str, set[int]] = {}
         """Name -> global ranks that have a copy."""
 
@@ -91,7 +91,7 @@ class Loans:
         """Parameter name -> global ranks that use it and don't have it yet."""
         found = {}
         for name in sorted(uses):
-            users = {self._rank_of_stage[stage] for stage in uses[name]}
+            users = {self.rank_of_stage[stage] for stage in uses[name]}
             found[name] = users - set(self._homes[name]) - self._lent.get(name, set())
         return {name: ranks for name, ranks in found.items() if ranks}
 

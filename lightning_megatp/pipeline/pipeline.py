@@ -33,16 +33,21 @@ from lightning_megatp.pipeline.loans import Loans
 from lightning_megatp.pipeline.logs import Call, Logs, merge
 from lightning_megatp.pipeline.outputs import Outputs
 from lightning_megatp.pipeline.plans import Plans
+from lightning_megatp.pipeline.remote.calls import RemoteCalls
+from lightning_megatp.pipeline.remote.ways import Way, Ways
 from lightning_megatp.pipeline.schedules.schedule import Schedule
 from lightning_megatp.pipeline.seeds import shared_seed
 from lightning_megatp.pipeline.shared import Shared, SharedParameters
 from lightning_megatp.pipeline.slicing.leftovers import Attributes, PlainValues
+from lightning_megatp.pipeline.slicing.plan import SlicePlan
 from lightning_megatp.pipeline.slicing.running import seeded
 from lightning_megatp.pipeline.slicing.slicer import Slicer
+from lightning_megatp.pipeline.slicing.snapshot import FirstValues, Snapshot
 from lightning_megatp.pipeline.slicing.units import modules_around
 from lightning_megatp.pipeline.split import split_batch
 from lightning_megatp.shim.compiler import is_compiled
 from lightning_megatp.shim.torch import DisableTorchFunction
+from lightning_megatp.shim.transformers import is_pretrained
 from lightning_megatp.tensor.in_hooks import own_part
 
 
@@ -112,6 +117,9 @@ class Pipeline:
         """Whether a step left something on the module, which then exists on the last stage only."""
         self._looks_for_carried = True
         self._looked_for_counters = False
+        self._ways: dict[str, Ways] = {}
+        self._went_on = False
+        """Whether the last batch, which the last stage ran by itself, could not have been cut."""
         self._returned = False
         """Whether the last step returned something that exists on the last stage only."""
         self._loss_units: set[str] = set()
@@ -211,7 +219,9 @@ class Pipeline:
         cleared = set(map(id, cleared_unseen(self.parallel.module.trainer)))
         held = [(p, gradient) for p, gradient in take_gradients(parameters) if id(p) not in cleared]
         self._execute(run)
-        loss, self.factor = self._conclude(run)
+        concluded = self._conclude(run)
+        assert concluded is not None, "of training, a batch is run once"
+        loss, self.factor = concluded
         self._parked = take_gradients(parameters)
         if self.factor != 1.0 and self._parked:
             torch._foreach_mul_([gradient for _, gradient in self._parked], self.factor)
@@ -227,8 +237,18 @@ class Pipeline:
         asks for it."""
         with contextlib.nullcontext() if self.sharding is None else self.sharding.evaluating():
             run = self._prepared(kind, step, batch, None)
-            self._execute(run)
-        self._conclude(run)
+            ways = self._ways.setdefault(kind, Ways())
+            ways.enter((self._trainer.current_epoch, self._trainer.global_step, self._trainer.sanity_checking))
+            way = ways.of_batch(bool(run.plans))
+            run = run if way is Way.CUT else self._uncut(run, way, kind, batch)
+            with self._undone_beyond_plan(run):
+                self._execute(run)
+            if self._conclude(run) is None:
+                way = ways.instead
+                run = self._uncut(run, way, kind, batch)
+                self._execute(run)
+                self._conclude(run)
+        ways.ran(way, self._went_on)
         return self.outputs.sent(kind, run.merged_results() if self.is_last else None) if self._returned else None
 
     def release(self, except_for: Collection[int] = ()) -> None:
@@ -262,6 +282,14 @@ class Pipeline:
         self.metrics.next_batch()
         with self.metrics.apart():
             plans = self.plans.of(kind, step, microbatches, seed)
+        run = self._run(step, microbatches, plans or [], seed, backward)
+        if kind == "train" and len(microbatches) > 1:
+            run.carried = self._carried_state()
+        return run
+
+    def _run(
+        self, step: Step, microbatches: Sequence[Any], plans: Sequence[SlicePlan], seed: int, backward: Backward | None
+    ) -> BatchRun:
         return BatchRun(
             self.parallel,
             self.slicer,
@@ -277,8 +305,30 @@ class Pipeline:
             self.sharding,
             self.stage_of_unit,
             self._loss_units,
-            self._carried_state() if kind == "train" and len(microbatches) > 1 else None,
         )
+
+    def _uncut(self, run: BatchRun, way: Way, kind: str, batch: Any) -> BatchRun:
+        """The same batch, for the last stage to run its steps."""
+        uncut = self._run(run.step, [batch] if way is Way.WHOLE else run.microbatches, run.plans, run.seed, None)
+        uncut.remote = RemoteCalls(self.parallel.module, self.mesh, self.loans.rank_of_stage, kind)
+        return uncut
+
+    @contextlib.contextmanager
+    def _undone_beyond_plan(self, run: BatchRun) -> Iterator[None]:
+        """On the last stage put back what steps of evaluation, and metrics, did to the module beside its units, if the
+        batch has to be run once more."""
+        if not self.is_last or run.remote is not None:
+            yield
+            return
+        units = tuple(f"{unit}." for unit in self.stage_of_unit)
+        modules = self.parallel.module.named_modules()
+        beside = [x for name, x in modules if not (f"{name}.".startswith(units) or is_pretrained(x))]
+        before = Snapshot(*beside, submodules=False)
+        with FirstValues(before.tensors.values()) as values:
+            yield
+        if run.beyond is not None:
+            before.restore()
+            values.restore()
 
     def _carried_state(self) -> CarriedState | None:
         """What looks for it in the first batch. Compiled code would be compiled twice, with it and without."""
@@ -295,7 +345,10 @@ class Pipeline:
             self.slicer.batch(),
             contextlib.nullcontext() if group is None else group.used(),  # the step's, once for all microbatches
         ):
-            self.executor.run(schedule, run)
+            if run.remote is not None:
+                run.run_uncut()
+            else:
+                self.executor.run(schedule, run)
 
     @contextlib.contextmanager
     def _noticing(self, run: BatchRun) -> Iterator[None]:
@@ -362,13 +415,16 @@ class Pipeline:
             self._schedules[key] = make(microbatches)
         return self._schedules[key]
 
-    def _conclude(self, run: BatchRun) -> tuple[Tensor, float]:
+    def _conclude(self, run: BatchRun) -> tuple[Tensor, float] | None:
         """Tell what only the last stage knows: the loss, the factor that makes the weights add up to 1, the logs, and
         whether more was left or returned there.
 
         Returns:
-            The loss of the batch, and the factor.
+            The loss of the batch, and the factor; None if the batch has to be run once more, `_uncut`.
         """
+        if run.beyond is not None:
+            self._share([], _Facts(again=1))
+            return None
         if self.is_last:
             weights = run.weights()
             total = run.loss(weights)
@@ -381,14 +437,18 @@ class Pipeline:
                 returns_more=run.returns_more,
                 set_values=len(pickled),
                 stop=self._trainer.should_stop,
+                goes_on=run.goes_on,
             )
             facts = _Facts(*self._share(merge(run.logged, weights), known))
             self._send_values(pickled)
         else:
             facts = _Facts(*self._share([], _Facts()))
+            if facts.again:
+                return None
             total = torch.full((), facts.loss, dtype=_DTYPES[int(facts.dtype)], device=self.mesh.device)
             self._say_late(self._adopt(int(facts.set_values)))
             self._stop_if(facts.stop)
+        self._went_on = bool(facts.goes_on)
         self.stateful, self._returned = self.stateful or bool(facts.left_state), bool(facts.returns_more)
         return total, facts.factor
 
@@ -451,6 +511,10 @@ class _Facts(NamedTuple):
     """Bytes of the Python values that it set."""
     stop: float = 0
     """Whether `trainer.should_stop` was set."""
+    goes_on: float = 0
+    """Whether its step needed the others after all that its plan says."""
+    again: float = 0
+    """Whether it did, and they are gone."""
 
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

@@ -14,10 +14,14 @@ from lightning_megatp.pipeline.batch import Step, returning_a_loss
 from lightning_megatp.pipeline.loans import Loans
 from lightning_megatp.pipeline.seeds import mixed
 from lightning_megatp.pipeline.shared import Shared, SharedParameters
-from lightning_megatp.pipeline.slicing.plan import SliceError, SlicePlan
+from lightning_megatp.pipeline.slicing.plan import KindError, SliceError, SlicePlan
 from lightning_megatp.pipeline.slicing.slicer import Slicer
 from lightning_megatp.pipeline.trained import Trained
 from lightning_megatp.tensor.outside import used_outside
+
+
+class _Uncut(SliceError):
+    """A step that has no plan."""
 
 
 class Plans:
@@ -41,11 +45,13 @@ class Plans:
         self._loans, self._shared = loans, shared
         self._made: dict[tuple[str, Hashable], list[SlicePlan]] = {}
         self._trained = Trained(parallel, slicer, mesh)
+        self._uncut: set[tuple[str, Hashable]] = set()
+        """Kinds of steps of evaluation, and signatures, that can't be cut."""
         self._changed: set[str] = set()
         """What steps change and was said."""
 
-    def of(self, kind: str, step: Step, microbatches: Sequence[Any], seed: int) -> list[SlicePlan]:
-        """One per microbatch.
+    def of(self, kind: str, step: Step, microbatches: Sequence[Any], seed: int) -> list[SlicePlan] | None:
+        """One per microbatch; None if it is a step of evaluation that can't be cut.
 
         Args:
             kind: of the step: train, validate, test or predict.
@@ -60,8 +66,13 @@ class Plans:
         """
         signatures = self._slicer.signatures(microbatches)
         pairs = enumerate(zip(signatures, microbatches, strict=True))
-        with self._slicer.rehearsing():
-            plans = [self._plan((kind, signature), step, x, mixed(seed, i), i == 0) for i, (signature, x) in pairs]
+        if any((kind, signature) in self._uncut for signature in signatures):
+            return None
+        try:
+            with self._slicer.rehearsing():
+                plans = [self._plan((kind, signature), step, x, mixed(seed, i), i == 0) for i, (signature, x) in pairs]
+        except _Uncut:
+            return None
         if kind == "train" and len(plans) > 1:
             self._warn_of_changes(plans)
         return plans
@@ -89,20 +100,31 @@ class Plans:
         made = self._made.setdefault(key, [])
         plan = self._slicer.fitting(made, checked, microbatch, seed)
         if plan is None:
-            new = self._new(key[0], checked, microbatch, is_first)
+            new = self._new(key, checked, microbatch, is_first)
             made += new
             plan = new[0]
             self._slicer.fits(plan, checked, microbatch, seed)  # for what it leaves to the microbatches behind
         return plan
 
-    def _new(self, kind: str, step: Step, microbatch: Any, is_first: bool) -> list[SlicePlan]:
+    def _new(self, key: tuple[str, Hashable], step: Step, microbatch: Any, is_first: bool) -> list[SlicePlan]:
         """Made without gradients on the parameters, which differ from stage to stage, and whose dtype may not be
         theirs."""
+        kind, _ = key
         sharding = self._parallel.sharding
         held = take_gradients(self._parallel.undivided())
         try:
             with self._slicer.planned_by(sharding.planning) if sharding else contextlib.nullcontext():
                 plans = self._slicer.plans(step, microbatch, is_first)
+        except SliceError as error:
+            if kind == "train" or isinstance(error, KindError):
+                raise
+            self._agree("it can't be cut")
+            self._uncut.add(key)
+            warn_once_per_run(
+                f"the {kind} step can't be cut into pipeline stages, so the last one runs it, and has the others run"
+                f" their modules for it: stages work in turn, not at the same time. Why: {_reason(error)}"
+            )
+            raise _Uncut(_reason(error)) from error
         except (RuntimeError, IndexError, ValueError, TypeError) as error:
             if str(error).startswith("MegaTPStrategy"):
                 raise
@@ -116,7 +138,7 @@ class Plans:
                 parameter.grad = gradient
         for plan in plans:
             self._check_touched(plan)
-            self._check_alike(plan)
+            self._agree(plan.digest())
             self._lend(plan)
         return plans
 
@@ -142,11 +164,15 @@ class Plans:
                 " to learn that. Its rows can't be gathered there: use zero=0."
             )
 
-    def _check_alike(self, plan: SlicePlan) -> None:
+    def _agree(self, digest: str) -> None:
         """All stages must have planned the same, or they would wait for messages that never come."""
-        if len(set(self._mesh.exchange(plan.digest(), "pp"))) > 1:
+        if len(set(self._mesh.exchange(digest, "pp"))) > 1:
             raise SliceError(
                 "the stages planned the same batch differently. What a step does between modules may not depend on the"
                 " rank, on Python's or NumPy's random numbers, or on the order of a set; nor may parameters be frozen"
                 " or unfrozen in the middle of an epoch."
             )
+
+
+def _reason(error: SliceError) -> str:
+    return str(error).removeprefix("MegaTPStrategy: ")

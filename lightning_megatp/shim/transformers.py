@@ -6,7 +6,7 @@ import contextlib
 import importlib
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch import nn
@@ -15,6 +15,11 @@ from torch import nn
 def is_conv1d(module: nn.Module) -> bool:
     """Whether this is a `transformers.pytorch_utils.Conv1D` itself, no subclass. Whoever has one has imported it."""
     return type(module) is getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", None)
+
+
+def is_pretrained(module: nn.Module) -> bool:
+    """Whether this is a model of theirs. One notes on itself what it has done to its layers (hooks that it made)."""
+    return isinstance(module, getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", ()))
 
 
 def without_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -31,9 +36,46 @@ def without_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[
 def collecting() -> dict[str, list[Any]]:
     """The lists to which hooks of a model's layers append what it was asked for (`output_hidden_states=True`), by name.
     A context variable without a public name holds them while the model runs (5.23)."""
-    variable = getattr(sys.modules.get("transformers.utils.output_capturing"), "_active_collector", None)
-    held = None if variable is None else variable.get()
+    held = _collector().get() if _collector() is not None else None
     return {name: entries for name, entries in held.items() if isinstance(entries, list)} if held else {}
+
+
+def asked_for(around: Sequence[nn.Module]) -> tuple[dict[str, Any], int]:
+    """What `collecting` is about, for `collected_for` in another process: lists without their entries, and which of the
+    modules around a layer made its hooks, and those of all its parts."""
+    held = _collector().get() if _collector() is not None else None
+    if not held:
+        return {}, 0
+    maker = next((i for i, module in enumerate(around) if vars(module).get("_output_capturing_hooks_installed")), 0)
+    return {name: [None] * len(x) if isinstance(x, list) else x for name, x in held.items()}, maker
+
+
+@contextlib.contextmanager
+def collected_for(asked: dict[str, Any], maker: int, around: Sequence[nn.Module]) -> Iterator[dict[str, list[Any]]]:
+    """Let hooks append, where layers run without the model around them, to the lists that this gives. A model makes the
+    hooks of its layers when it is first asked, which it was elsewhere.
+
+    Args:
+        asked, maker: `asked_for`.
+        around: the modules around the layer.
+    """
+    variable = _collector()
+    if not asked or variable is None:
+        yield {}
+        return
+    sys.modules["transformers.utils.output_capturing"].maybe_install_capturing_hooks(around[maker])
+    added: dict[str, list[Any]] = {}
+    held = {name: list(x) if isinstance(x, list) else x for name, x in asked.items()}
+    token = variable.set(held)
+    try:
+        yield added
+    finally:
+        variable.reset(token)
+        added.update({name: held[name][len(x) :] for name, x in asked.items() if isinstance(x, list)})
+
+
+def _collector() -> Any:
+    return getattr(sys.modules.get("transformers.utils.output_capturing"), "_active_collector", None)
 
 
 @contextlib.contextmanager

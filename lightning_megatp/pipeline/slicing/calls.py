@@ -7,13 +7,11 @@ import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from torch import nn
 
 from lightning_megatp.pipeline.slicing.plan import SliceError
-from lightning_megatp.pipeline.slicing.running import StageMode
-from lightning_megatp.pipeline.slicing.tracing import Tracer
 from lightning_megatp.shim.lightning import around_metrics, trainer_of
 
 Around = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
@@ -23,14 +21,33 @@ _LOGGING = ("log", "log_dict")
 _METRIC_METHODS = ("forward", "update", "compute", "reset")
 
 
+class Decides(Protocol):
+    """What decides about calls: the modes that plan a step (Tracer), run a stage's part of it (StageMode), or all of
+    it."""
+
+    def unit(
+        self, name: str, stage: int, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """A call of a unit."""
+
+    def metric(self, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call of a metric's method."""
+
+    def log(self, original: Callable[..., None], /, *args: Any, **kwargs: Any) -> None:
+        """`self.log` and `self.log_dict`."""
+
+    def reading_metrics(self) -> contextlib.AbstractContextManager[None]:
+        """Around what computes the Trainer's metrics."""
+
+
 @dataclass
 class Switch:
-    """The mode that decides about calls right now; None outside of steps."""
+    """Who decides about calls right now; None outside of steps."""
 
-    mode: Tracer | StageMode | None = None
+    mode: Decides | None = None
 
     @contextlib.contextmanager
-    def to(self, mode: Tracer | StageMode) -> Iterator[None]:
+    def to(self, mode: Decides) -> Iterator[None]:
         """Let a mode decide meanwhile."""
         self.mode = mode
         try:
@@ -63,6 +80,11 @@ class Intercepted:
     def __init__(self, switch: Switch, name: str, stage: int | None, function: Callable[..., Any]) -> None:
         self._switch, self._name, self._stage, self._function = switch, name, stage, function
         functools.update_wrapper(self, function, updated=())
+
+    @property
+    def function(self) -> Callable[..., Any]:
+        """The method."""
+        return self._function
 
     def put_around(self, around: Around) -> None:
         """Run the method inside of something else, whenever it is run."""

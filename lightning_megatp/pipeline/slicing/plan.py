@@ -28,6 +28,10 @@ class KindError(SliceError):
     """It does what can't be cut anywhere, however units are dealt out."""
 
 
+class BeyondPlan(SliceError):
+    """The last stage, after all that the plan says, needs another stage again."""
+
+
 class Read(NamedTuple):
     """A look at a value on the host."""
 

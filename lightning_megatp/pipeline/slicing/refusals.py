@@ -69,8 +69,8 @@ def refuse_backwards(call: Call, stage: int | None) -> None:
         raise SliceError(
             f"{call.by} is on pipeline stage {stage}, and takes what {late[0].maker} made on the later stage"
             f" {late[0].stage}. Data flows forward only: keep the modules in between on one stage, by"
-            " `stages=[[...], ...]`. A loop over the whole model (generating token by token) has no such place: leave"
-            " it out of this step, and run it from a checkpoint with pp=1."
+            " `stages=[[...], ...]`. A loop over the whole model (generating token by token) has no such place: do it"
+            " in `validation_step` or `predict_step`, which the last stage can run alone."
         )
 
 

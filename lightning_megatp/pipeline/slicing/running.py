@@ -27,7 +27,16 @@ from lightning_megatp.pipeline.slicing.operations import (
     with_memory,
 )
 from lightning_megatp.pipeline.slicing.place import Place
-from lightning_megatp.pipeline.slicing.plan import Instruction, Key, Operation, Read, SliceError, SlicePlan, tensors_in
+from lightning_megatp.pipeline.slicing.plan import (
+    BeyondPlan,
+    Instruction,
+    Key,
+    Operation,
+    Read,
+    SliceError,
+    SlicePlan,
+    tensors_in,
+)
 from lightning_megatp.pipeline.slicing.refusals import gradient_read
 from lightning_megatp.pipeline.slicing.weights import TargetCount
 from lightning_megatp.shim.autograd import functorch_is_active
@@ -277,7 +286,8 @@ class StageMode(TorchFunctionMode):
     def _explain(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception | None) -> None:
         """Turn an error about a ghost into one that says so."""
         if any(map(is_fake, tensors_in(args, kwargs))):
-            self._error = SliceError(
+            kind = BeyondPlan if self._is_last else SliceError
+            self._error = kind(
                 f"`{name}` ({self._place.here()}) on pipeline stage {self._stage} needs a value of another stage that"
                 f" was not sent to it: {self._plan.why_not_sent}"
             )
@@ -286,7 +296,7 @@ class StageMode(TorchFunctionMode):
     def _diverged(self, what: Any) -> None:
         name = what if isinstance(what, str) else operation_name(what)
         found = f"on pipeline stage {self._stage}: it does `{name}` ({self._place.here()}), and when it was planned it"
-        if self._index < len(self._instructions):
+        if self._index < len(self._instructions) and not self._free:
             operation = self._instructions[self._index].operation
             self._error = SliceError(
                 f"the step left its plan {found} did `{operation.name}` ({operation.where}). Until the last stage has"
@@ -294,10 +304,10 @@ class StageMode(TorchFunctionMode):
                 " on data, or on the step's number, into the forward of a module, or after the loss."
             )
         else:
-            self._error = SliceError(
-                f"the step goes on {found} ended there. A loop over the whole model that ends by a value (generating"
+            self._error = BeyondPlan(
+                f"the step goes on {found} did not. A loop over the whole model that ends by a value (generating"
                 " token by token, `model.generate`) would need on the first stage what the last one computes, and data"
-                " flows forward only: leave it out of this step, and run it from a checkpoint with pp=1."
+                " flows forward only: do it in `validation_step` or `predict_step`, which the last stage can run alone."
             )
         raise self._error
 

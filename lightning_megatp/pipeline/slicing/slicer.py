@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_megatp.pipeline.slicing.calls import Interception, Switch, loggers_in, logging_by
+from lightning_megatp.pipeline.slicing.calls import Decides, Interception, Switch, loggers_in, logging_by
 from lightning_megatp.pipeline.slicing.operations import StepEnded
 from lightning_megatp.pipeline.slicing.ownership import Ownership, Sizes
 from lightning_megatp.pipeline.slicing.place import Place
@@ -292,6 +292,16 @@ class Slicer:
                 yield
         finally:
             self._in_batch = False
+
+    @contextlib.contextmanager
+    def decided_by(self, mode: Decides) -> Iterator[None]:
+        """Let somebody else decide about the calls of a step, which has no plan."""
+        with contextlib.ExitStack() as stack:
+            if not self._in_batch:
+                stack.enter_context(self.batch())
+            stack.enter_context(self._switch.to(mode))
+            stack.enter_context(self._ownership.present())
+            yield
 
     @contextlib.contextmanager
     def _by(self, mode: StageMode, plan: SlicePlan, listing: bool = False) -> Iterator[None]:

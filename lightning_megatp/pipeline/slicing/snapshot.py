@@ -36,10 +36,11 @@ class Snapshot:
 
     Args:
         owners: modules, and objects of the user's.
+        submodules: look at those of the modules, too.
     """
 
-    def __init__(self, *owners: Any) -> None:
-        self._owners = owners
+    def __init__(self, *owners: Any, submodules: bool = True) -> None:
+        self._owners = [x for y in owners for x in (y.modules() if submodules and isinstance(y, nn.Module) else (y,))]
         self._holders = [(holder, _copy(holder)) for holder in self._found()]
 
     @functools.cached_property
@@ -78,7 +79,7 @@ class Snapshot:
         return [(key, x) for key, x, y in found if x is not y]
 
     def _found(self) -> list[Any]:
-        return _holders(x for y in self._owners for x in (y.modules() if isinstance(y, nn.Module) else (y,)))
+        return _holders(self._owners)
 
 
 class FirstValues(TorchFunctionMode):
@@ -179,7 +180,8 @@ def _held(entry: Any) -> Any:
     if isinstance(entry, Dataset):  # torch's own, too: a Subset holds the user's
         return entry.__dict__
     of = type(entry).__module__.partition(".")[0]
-    return None if of in _NOT_SEARCHED or of == "builtins" else getattr(entry, "__dict__", None)
+    held = None if of in _NOT_SEARCHED or of == "builtins" else getattr(entry, "__dict__", None)
+    return held if isinstance(held, dict) else None  # `list[int]` shows that of its class, which can't change
 
 
 def _entries(holder: Any) -> list[Any]:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
+from torchmetrics import MetricCollection
 
 from lightning_megatp.pipeline.slicing.collected import with_collected
 from lightning_megatp.pipeline.slicing.inside import Inside
@@ -156,7 +157,11 @@ class Tracer(TorchFunctionMode):
         """A call of a metric, or of one of its methods: it happens on the last stage, and is not tried here. It may be
         the loss; torchmetrics' `update` and `compute`, which it wraps, give no gradient."""
         metric = getattr(function, "__self__", None)
-        learns = torch.is_grad_enabled() and metric is not None and metric.is_differentiable is not False
+        if isinstance(metric, MetricCollection):
+            learns = any(part.is_differentiable is not False for part in metric.values())
+        else:
+            learns = metric is not None and metric.is_differentiable is not False
+        learns = learns and torch.is_grad_enabled()
 
         def guess(*args: Any, **kwargs: Any) -> Tensor:
             tensors = tensors_in(args, kwargs)

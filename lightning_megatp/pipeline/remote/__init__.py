@@ -1,0 +1,1 @@
+"""Calls of units that are on other stages, for steps that no schedule can follow."""
