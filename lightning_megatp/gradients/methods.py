@@ -126,6 +126,12 @@ class GradientMethods(CopyMethods):
         finally:
             self._accumulating = False
 
+    def _begins_window(self) -> bool:
+        """Whether this batch is the first of those whose gradients are accumulated."""
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        return trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0
+
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         parallel, module = self._parallel(), self.lightning_module
         assert module is not None
@@ -138,6 +144,8 @@ class GradientMethods(CopyMethods):
         with parallel.context.running(user_code=False):
             parallel.partial.trace([closure_loss])
             if self.sharding is not None:
+                if module.automatic_optimization and self._begins_window():
+                    self.sharding.forget_unreduced()  # of the step's own backwards: Lightning has cleared them since
                 self.sharding.drop_old()
             self._set_aside_summed()
             self._change_gradients(widen)

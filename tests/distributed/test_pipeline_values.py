@@ -304,16 +304,21 @@ class LogsNumbers(GPT):
 
 
 class LearnsByMetric(GPT):
-    """Its loss is a metric's value of the batch. The loss has nothing of another, which is of an early block."""
+    """Its loss is a metric's value of the batch. The loss has nothing of others, which are of an early block."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.kinds = {"sizes": list[int]}  # as torch_geometric's layers keep those of their arguments
+        both = {"mean": torchmetrics.MeanAbsoluteError(), "square": torchmetrics.MeanSquaredError()}
+        self.both = torchmetrics.MetricCollection(both).set_dtype(torch.float64)
         self.error = torchmetrics.MeanSquaredError().set_dtype(torch.float64)
         self.early = torchmetrics.MeanAbsoluteError().set_dtype(torch.float64)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         early_BLD = self.blocks[0](self.tok(batch[0]))
         self.early(early_BLD, torch.zeros_like(early_BLD))
+        self.both.update(early_BLD, torch.zeros_like(early_BLD))
+        self.log_dict(self.both, on_step=False, on_epoch=True)
         logits_BLV = self(batch[0])
         loss: Tensor = self.error(
             logits_BLV.softmax(-1), nn.functional.one_hot(batch[1], logits_BLV.shape[-1]).double()

@@ -278,11 +278,25 @@ class AveragesBeforeClearing(Plain):
             average.data.lerp_(parameter.data, 0.3)
 
 
+class BackwardInTheStep(Plain):
+    """Of a part of its loss, which Lightning then clears; in the second of two batches that are accumulated, not."""
+
+    accumulate = 2
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self(batch.tanh()).square().mean().backward()
+        return self(batch).square().mean()
+
+
+class ClearedBackwardInTheStep(BackwardInTheStep):
+    accumulate = 1
+
+
 HABITS: list[type[Plain]] = [
     Plain, ChangesAList, *([BranchesByData] if REDUCES_UNUSED else []), ClearsByModule, ClearsInManual, ScalesInManual,
     ReplacesGradients, ProbesBeforeTheStep, PenalisesGradients, PenalisesBesideUnused, NamesGroups, Thaws,
     EndsEpochsEarly, AveragesInEveryBatch, AveragesByAssigning, TrainsTheHeadAlone, ChangesUnderVmap,
-    AveragesBeforeClearing, Toggles, TogglesWithOldGradients,
+    AveragesBeforeClearing, Toggles, TogglesWithOldGradients, BackwardInTheStep, ClearedBackwardInTheStep,
 ]  # fmt: skip
 
 
