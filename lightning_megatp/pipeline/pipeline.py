@@ -33,7 +33,7 @@ from lightning_megatp.pipeline.loans import Loans
 from lightning_megatp.pipeline.logs import Call, Logs, merge
 from lightning_megatp.pipeline.outputs import Outputs
 from lightning_megatp.pipeline.plans import Plans
-from lightning_megatp.pipeline.remote.calls import RemoteCalls
+from lightning_megatp.pipeline.remote.calls import RemoteCalls, warn_of_turns
 from lightning_megatp.pipeline.remote.ways import Way, Ways
 from lightning_megatp.pipeline.schedules.schedule import Schedule
 from lightning_megatp.pipeline.seeds import shared_seed
@@ -244,6 +244,8 @@ class Pipeline:
             with self._undone_beyond_plan(run):
                 self._execute(run)
             if self._conclude(run) is None:
+                if run.beyond is not None:
+                    warn_of_turns(kind, run.beyond)
                 way = ways.instead
                 run = self._uncut(run, way, kind, batch)
                 self._execute(run)

@@ -12,6 +12,7 @@ from lightning_megatp.messages import warn_once_per_run
 from lightning_megatp.module import ParallelModule, take_gradients
 from lightning_megatp.pipeline.batch import Step, returning_a_loss
 from lightning_megatp.pipeline.loans import Loans
+from lightning_megatp.pipeline.remote.calls import warn_of_turns
 from lightning_megatp.pipeline.seeds import mixed
 from lightning_megatp.pipeline.shared import Shared, SharedParameters
 from lightning_megatp.pipeline.slicing.plan import KindError, SliceError, SlicePlan
@@ -120,11 +121,8 @@ class Plans:
                 raise
             self._agree("it can't be cut")
             self._uncut.add(key)
-            warn_once_per_run(
-                f"the {kind} step can't be cut into pipeline stages, so the last one runs it, and has the others run"
-                f" their modules for it: stages work in turn, not at the same time. Why: {_reason(error)}"
-            )
-            raise _Uncut(_reason(error)) from error
+            warn_of_turns(kind, error)
+            raise _Uncut("it has no plan") from error
         except (RuntimeError, IndexError, ValueError, TypeError) as error:
             if str(error).startswith("MegaTPStrategy"):
                 raise
@@ -172,7 +170,3 @@ class Plans:
                 " rank, on Python's or NumPy's random numbers, or on the order of a set; nor may parameters be frozen"
                 " or unfrozen in the middle of an epoch."
             )
-
-
-def _reason(error: SliceError) -> str:
-    return str(error).removeprefix("MegaTPStrategy: ")

@@ -3,6 +3,7 @@ the modules of other stages."""
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -189,10 +190,11 @@ class OfHuggingFace(LightningModule):
         if self.kind == "beams":
             options |= {"num_beams": 2}
         if self.kind == "static":
-            options |= {"cache_implementation": "static", "disable_compile": True}
+            options |= {"cache_implementation": "static", "disable_compile": True, "num_beams": 2}
         if self.kind == "states":
             options |= {"output_hidden_states": True, "return_dict_in_generate": True}
-        made = self.model.generate(batch[0], **options)
+        with torch.inference_mode(self.kind == "static"):  # as Lightning evaluates on GPUs
+            made = self.model.generate(batch[0], **options)
         if self.kind == "states":
             states = [state.mean() for step in made.hidden_states for state in step]
             self.log("states", torch.stack(states).mean())
@@ -238,6 +240,24 @@ def test_generation_of_hugging_face(kind: str, layout: Layout) -> None:
 
 def _unsplit(layout: Layout, kind: Any, *args: Any) -> dict[str, float]:
     return _validated(layout, kind, *args, strategy={"plan": "auto" if layout.tp > 1 else {}})
+
+
+def _warned(layout: Layout, kind: type[GPT]) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        _validated(layout, kind)
+    return [str(warning.message) for warning in caught if "work in turn" in str(warning.message)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [(Writes, "on the later stage 1."), (Stops, "and when it was planned it did not."), (GPT, "")],
+)
+def test_a_warning_says_why(kind: type[GPT], why: str) -> None:
+    first, *others = run_program(PP2, _warned, kind)
+    assert not any(others), "global rank 0 says it"
+    assert all(text.endswith(why) for text in first)
+    assert bool(first) == bool(why)
 
 
 def _predicted(layout: Layout, kind: type[GPT]) -> Any:

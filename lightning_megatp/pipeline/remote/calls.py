@@ -18,6 +18,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_megatp.mesh import ParallelMesh
+from lightning_megatp.messages import warn_once_per_run
 from lightning_megatp.pipeline.detour import Detour
 from lightning_megatp.pipeline.remote.messages import Contents, Table
 from lightning_megatp.pipeline.slicing.calls import Decides
@@ -34,6 +35,20 @@ STEPS = {"validate": "validation_step", "test": "test_step", "predict": "predict
 
 Deciding = Callable[[Decides], contextlib.AbstractContextManager[None]]
 """Lets somebody decide about the calls of units in a step: `Slicer.decided_by`."""
+
+
+def warn_of_turns(kind: str, error: SliceError) -> None:
+    """Say that steps are run so.
+
+    Args:
+        kind: of the step.
+        error: why it can't be cut.
+    """
+    why = str(error).removeprefix("MegaTPStrategy: ").partition(". ")[0]
+    warn_once_per_run(
+        f"the {kind} step can't be cut into pipeline stages, so the last one runs it, and has the others run their"
+        f" modules for it: stages work in turn, not at the same time. Why: {why}."
+    )
 
 
 class _Word(enum.Enum):
@@ -222,7 +237,9 @@ class Driving(TorchFunctionMode):
                 f"a step that can't be cut calls `{unit}`, of another pipeline stage, where gradients are recorded, and"
                 " its part of the graph would be missing. Do it under `torch.no_grad()`, or use pp=1."
             )
-        table = self._tables.setdefault(home, self._remote.table(keeps=False))
+        if home not in self._tables:
+            self._tables[home] = self._remote.table(keeps=False)
+        table = self._tables[home]
         given = Contents((args, kwargs))
         method = next(name for name, held in vars(module).items() if getattr(held, "function", None) == function)
         request = unit, method, args, kwargs, _settings(), asked_for(self._remote.around(unit)), given.kinds
@@ -266,9 +283,10 @@ def _settings() -> tuple[bool, list[tuple[str, bool, torch.dtype]]]:
 
 @contextlib.contextmanager
 def _set(settings: tuple[bool, Sequence[tuple[str, bool, torch.dtype]]]) -> Iterator[None]:
-    """Take over the settings of the caller."""
+    """Take over the settings of the caller, but for inference mode, whose tensors can't tell in-place changes."""
     grad, autocast = settings
     with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.set_grad_enabled(grad))
         for kind, enabled, dtype in autocast:
             if (enabled, dtype) != (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)):

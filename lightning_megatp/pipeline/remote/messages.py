@@ -165,7 +165,8 @@ class Table:
         return payload
 
     def _new(self, x: Tensor) -> int:
-        if (old := self._numbers.get(id(x))) is not None:  # of what it was before it changed
+        old = self._numbers.get(id(x))
+        if old is not None and not self._keeps:  # of what it was before it changed
             self._gone.append(old)
             self._forget(old)
         number, self._count = self._count, self._count + 1
