@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torchmetrics import Metric
 
 from lightning_megatp.gradients.sharding import ZeroSharding
 from lightning_megatp.mesh import ParallelMesh
@@ -128,6 +129,9 @@ class Pipeline:
         self._parked: list[tuple[Tensor, Tensor]] = []
         self._opened = _opened(parallel.module, stage_of_unit)
         self._outside = modules_outside(parallel.module, stage_of_unit)
+        beside = [*self._outside.values(), *(x for x in parallel.module.modules() if isinstance(x, Metric))]
+        self._beside = [x for x in beside if not is_pretrained(x)]
+        """What evaluation may change beside the units, metrics included."""
 
     @property
     def sharding(self) -> ZeroSharding | None:
@@ -322,10 +326,7 @@ class Pipeline:
         if not self.is_last or run.remote is not None:
             yield
             return
-        units = tuple(f"{unit}." for unit in self.stage_of_unit)
-        modules = self.parallel.module.named_modules()
-        beside = [x for name, x in modules if not (f"{name}.".startswith(units) or is_pretrained(x))]
-        before = Snapshot(*beside, submodules=False)
+        before = Snapshot(*self._beside, submodules=False)
         with FirstValues(before.tensors.values()) as values:
             yield
         if run.beyond is not None:

@@ -36,14 +36,14 @@ def without_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[
 def collecting() -> dict[str, list[Any]]:
     """The lists to which hooks of a model's layers append what it was asked for (`output_hidden_states=True`), by name.
     A context variable without a public name holds them while the model runs (5.23)."""
-    held = _collector().get() if _collector() is not None else None
+    held = _collected()  # asked for each unit of a pipeline
     return {name: entries for name, entries in held.items() if isinstance(entries, list)} if held else {}
 
 
 def asked_for(around: Sequence[nn.Module]) -> tuple[dict[str, Any], int]:
     """What `collecting` is about, for `collected_for` in another process: lists without their entries, and which of the
     modules around a layer made its hooks, and those of all its parts."""
-    held = _collector().get() if _collector() is not None else None
+    held = _collected()
     if not held:
         return {}, 0
     maker = next((i for i, module in enumerate(around) if vars(module).get("_output_capturing_hooks_installed")), 0)
@@ -72,6 +72,11 @@ def collected_for(asked: dict[str, Any], maker: int, around: Sequence[nn.Module]
     finally:
         variable.reset(token)
         added.update({name: held[name][len(x) :] for name, x in asked.items() if isinstance(x, list)})
+
+
+def _collected() -> dict[str, Any] | None:
+    variable = _collector()
+    return None if variable is None else variable.get()
 
 
 def _collector() -> Any:

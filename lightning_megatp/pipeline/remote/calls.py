@@ -8,7 +8,6 @@ message each way. The other stages wait for calls until the step is over. So sta
 from __future__ import annotations
 
 import contextlib
-import enum
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -32,7 +31,6 @@ from lightning_megatp.tensor.shards import gathered
 STEPS = {"validate": "validation_step", "test": "test_step", "predict": "predict_step"}
 """The kinds of steps that are run so, and the methods of the LightningModule."""
 
-
 Deciding = Callable[[Decides], contextlib.AbstractContextManager[None]]
 """Lets somebody decide about the calls of units in a step: `Slicer.decided_by`."""
 
@@ -49,12 +47,6 @@ def warn_of_turns(kind: str, error: SliceError) -> None:
         f"the {kind} step can't be cut into pipeline stages, so the last one runs it, and has the others run their"
         f" modules for it: stages work in turn, not at the same time. Why: {why}."
     )
-
-
-class _Word(enum.Enum):
-    """In place of a call."""
-
-    DONE = enum.auto()
 
 
 class RemoteCalls:
@@ -100,7 +92,7 @@ class RemoteCalls:
         self.calls += mode.calls
         if any(map(is_fake, tensors_in(result))):
             raise SliceError(_foreign("its result"))
-        packed = self.table(keeps=False).packed(_Word.DONE)
+        packed = self.table(keeps=False).packed(None)  # no more calls
         for rank in self.mesh.ranks("pp")[1:]:
             self.send(packed, rank)
         return result
@@ -121,7 +113,7 @@ class RemoteCalls:
 
     def _answer(self) -> None:
         table = self.table(keeps=True)
-        while (request := table.unpacked(self.receive(self._driver))) is not _Word.DONE:
+        while (request := table.unpacked(self.receive(self._driver))) is not None:
             unit, method, args, kwargs, settings, (asked, maker), kinds = request
             given = Contents((args, kwargs))
             if given.kinds != kinds:
