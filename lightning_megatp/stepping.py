@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
+from lightning_megatp.buffers import SentBuffers
 from lightning_megatp.data import SameBatch, refuse_lengths, warn_of_lengths
 from lightning_megatp.gradients.methods import GradientMethods
-from lightning_megatp.gradients.rows import finds_rows
+from lightning_megatp.gradients.rows import finds_rows, used_beside
 from lightning_megatp.gradients.wide import widen
 from lightning_megatp.planner.measure import MemoryAccount
 from lightning_megatp.recompute.offload import OffloadActivations
@@ -20,6 +21,7 @@ class StepMethods(GradientMethods):
     """What Lightning calls for a batch. With a pipeline, its whole schedule runs within `training_step`."""
 
     _same_batch: SameBatch | None
+    _sent_buffers: SentBuffers | None
     _memory_account: MemoryAccount | None
     _random_states: list[dict[str, Any]] | None
     _resume_random: Callable[[], None]
@@ -42,15 +44,20 @@ class StepMethods(GradientMethods):
 
     def on_validation_start(self) -> None:
         super().on_validation_start()
-        self._refuse_lengths("validation")
+        self._before_evaluation("validation")
 
     def on_test_start(self) -> None:
         super().on_test_start()
-        self._refuse_lengths("test")
+        self._before_evaluation("test")
 
     def on_predict_start(self) -> None:
         super().on_predict_start()
-        self._refuse_lengths("predict")
+        self._before_evaluation("predict")
+
+    def _before_evaluation(self, kind: str) -> None:
+        self._refuse_lengths(kind)
+        if self._sent_buffers is not None:
+            self._sent_buffers.before_evaluation()
 
     def _refuse_lengths(self, kind: str) -> None:
         if self.sharding is None:
@@ -76,6 +83,8 @@ class StepMethods(GradientMethods):
                 self.pipeline.shared.check_alike()
                 self.pipeline.plans.agree_on_trained()
         self._steps += 1
+        if self._sent_buffers is not None:
+            self._sent_buffers.before_training_step()
         if self.pipeline is None:
             if self.sharding is not None:
                 self._forget_abandoned()
@@ -89,6 +98,8 @@ class StepMethods(GradientMethods):
             step, batch = self._on_microbatch("train", super().training_step, args)
             self._change_gradients(widen)
             outputs = self.pipeline.train(step, batch, self._pipeline_backward())
+        if self._sent_buffers is not None:
+            self._sent_buffers.after_training_step(accumulated=self._accumulating)
         if self._first_batch is not None:
             with self.precision_plugin.train_step_context():
                 self._first_batch.run_and_compare_loss(outputs, args, self.root_device, self.pipeline)
@@ -135,14 +146,10 @@ class StepMethods(GradientMethods):
             try:
                 with self.counting_copies(), context, self._offloading(kind):
                     return parallel.outputs(step(*args, **kwargs))
-            except RuntimeError as error:
+            except (RuntimeError, AssertionError) as error:
                 if self.sharding is None or not finds_rows(error):
                     raise
-                raise RuntimeError(
-                    f"MegaTPStrategy: the {kind} step uses a parameter that zero={self.zero.level} has divided outside"
-                    " of the forward of its module, and the batch that was looked at before training did not show it."
-                    " Use it inside of a module's forward, or take zero=0."
-                ) from error
+                raise used_beside(kind, self.zero.level) from error
             except StopIteration as error:  # Lightning would take it for the end of the data, on this rank alone
                 raise RuntimeError(
                     f"MegaTPStrategy: the {kind} step raised StopIteration: some `next(...)` found nothing."

@@ -12,6 +12,7 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 
 from lightning_megatp.arguments import check_stages, check_types
 from lightning_megatp.batch_norm import BatchNormGroups
+from lightning_megatp.buffers import SentBuffers
 from lightning_megatp.building.methods import BuildingMethods
 from lightning_megatp.callbacks import (
     check_callbacks,
@@ -207,6 +208,7 @@ class MegaTPStrategyBase(StepMethods, GradientMethods, BuildingMethods, WorldMet
         self._stopping: Stopping | None = None
         self._failure_watch: FailureWatch | None = None
         self._batch_norms: BatchNormGroups | None = None
+        self._sent_buffers: SentBuffers | None = None
 
     # ---------------------------------------------------------------- the processes
 
@@ -309,6 +311,10 @@ class MegaTPStrategyBase(StepMethods, GradientMethods, BuildingMethods, WorldMet
         synchronize_random_state(mesh)
         gather_metrics_over((parallel.module, *trainer.callbacks), mesh.group("dp"))
         self._batch_norms = BatchNormGroups(parallel.module, mesh.group("dp"))
+        self._sent_buffers = None
+        if mesh.size("dp") > 1 and trainer.state.fn == "fit":
+            averages = () if parallel.shadows is None else parallel.shadows.modules
+            self._sent_buffers = SentBuffers(parallel.module, mesh, averages)
         fitting = trainer.state.fn == "fit"
         if fitting:
             self._prepare_optimizers(trainer)
@@ -409,6 +415,8 @@ class MegaTPStrategyBase(StepMethods, GradientMethods, BuildingMethods, WorldMet
 
     def on_train_end(self) -> None:
         super().on_train_end()
+        if self._sent_buffers is not None:
+            self._sent_buffers.before_evaluation()  # of `trainer.test`, which sets up anew
         if self._stopping is not None and self._stopping.meet(last=True):  # noted after the last batch had begun
             raise self.namespace.sigterm
 

@@ -38,6 +38,8 @@ class PartialGradients:
         """id(parameter) -> whole parameters whose gradient is partial on every tensor rank, in the backwards since the
         last optimizer step."""
         self._full: set[int] = set()
+        self.differentiable = False
+        """Whether the step that runs has made gradients with a graph of their own."""
 
     def __contains__(self, parameter_id: int) -> bool:
         return parameter_id in self._partial
@@ -160,6 +162,7 @@ class PartialGradients:
 
         Communication: an all-gather or all-reduce for each parameter of which tensor ranks have a part of the gradient.
         """
+        self.differentiable |= create_graph
         if not self._parallel.has_regions:
             return engine(inputs)
         for x in inputs:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from torch import Size, Tensor, nn
@@ -140,6 +142,19 @@ def rows_of(size: int, place: int, ranks: int) -> tuple[int, int]:
     return min(place * each, size), min((place + 1) * each, size)
 
 
-def finds_rows(error: RuntimeError) -> bool:
-    """Whether an operation failed on a divided parameter that nobody has gathered. torch 2.11 to 2.13 say it so."""
-    return "mixed torch.Tensor and DTensor" in str(error)
+def finds_rows(error: BaseException) -> bool:
+    """Whether an operation failed on a divided parameter that nobody has gathered. DTensor says so of most (torch 2.11
+    to 2.13); a bare assertion or a wrong shape comes from inside of it."""
+    if "mixed torch.Tensor and DTensor" in str(error):
+        return True
+    inside = str(Path("torch", "distributed", "tensor"))
+    return any(inside in frame.filename for frame in traceback.extract_tb(error.__traceback__))
+
+
+def used_beside(step: str, level: int) -> RuntimeError:
+    """The error for it, in a step ("train", "validate", ...)."""
+    return RuntimeError(
+        f"MegaTPStrategy: the {step} step uses a parameter that zero={level} has divided outside of the forward of its"
+        " module, and the batch that was looked at before training did not show it. Use it inside of a module's"
+        " forward, or take zero=0."
+    )

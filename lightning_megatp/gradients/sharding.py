@@ -26,7 +26,14 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_megatp.gradients.holders import REDUCES_UNUSED, Group, Holder, Root, Sharder
-from lightning_megatp.gradients.rows import DividedParameter, finds_rows, load_rows, replace_parameters, rows_of
+from lightning_megatp.gradients.rows import (
+    DividedParameter,
+    finds_rows,
+    load_rows,
+    replace_parameters,
+    rows_of,
+    used_beside,
+)
 from lightning_megatp.gradients.settle import main_dtype, refuse_hooks, refuse_sparse, settle
 from lightning_megatp.gradients.units import in_several, large_units
 from lightning_megatp.gradients.writes import WriteWatch, lost_change
@@ -121,6 +128,8 @@ class ZeroSharding:
         self._used: set[str] = set()
         """Names of what had a gradient on this rank since the last reduction."""
         self._reduces = True
+        self._keeps = False
+        """Whether units stay gathered for all of a backward."""
         self._telling: dist.Work | None = None
         """What tells the other ranks which parameters were used here."""
         self.watches = False
@@ -174,7 +183,7 @@ class ZeroSharding:
         """The LightningModule's forward, which hooks and scripts may call."""
         try:
             return forward()
-        except RuntimeError as error:
+        except (RuntimeError, AssertionError) as error:
             if self._stepping or not finds_rows(error):
                 raise
             raise RuntimeError(
@@ -247,6 +256,8 @@ class ZeroSharding:
     def from_step(self, loss: Tensor) -> Tensor:
         """A loss whose backward begins before the step is over. What leaves the root starts FSDP2's own end of a
         backward; without it, a backward that passes no unit would reduce nothing."""
+        if isinstance(loss, DTensor):  # of divided parameters alone: a backward would end in an error of torch's
+            raise used_beside("train", self.options.level)
         return self._root(lambda: loss) if self._stepping else loss
 
     def before_backward(self, last: bool, units: Collection[str] | None = None, last_of_all: bool = True) -> None:
@@ -259,13 +270,16 @@ class ZeroSharding:
             last_of_all: gradients are collected after it.
         """
         self._refuse_frozen()
+        # The graph of a gradient uses weights when FSDP2 takes the unit's backward for over: one that was called again
+        # on the gradient.
+        self._keeps = self.parallel.partial.differentiable
         for name, holder in self._holders.items():
             if units is None or name in units:
-                self._prepare(holder, last, self.options.level == 3)
+                self._prepare(holder, last, not self._keeps and (last or self.options.level == 3))
             else:
                 holder.skip()
         self._reduces = last and last_of_all if self.options.level == 1 else True
-        self._prepare(self._root, last and last_of_all, False)
+        self._prepare(self._root, last and last_of_all, last and last_of_all)
         self._root.tell_last(last_of_all)
 
     def _refuse_frozen(self) -> None:
@@ -280,7 +294,7 @@ class ZeroSharding:
     def _prepare(self, holder: Group, last: bool, frees: bool) -> None:
         if isinstance(holder, FSDPModule):
             holder.set_requires_gradient_sync(last or self.options.level > 1, recurse=False)
-            holder.set_reshard_after_backward(last or frees, recurse=False)
+            holder.set_reshard_after_backward(frees, recurse=False)
 
     def drop_old(self) -> None:
         """Before the first backward of a batch: what earlier ones left is in `local.grad`, or was cleared there."""
@@ -318,6 +332,10 @@ class ZeroSharding:
             parameter.local.grad = grad
         if self._reduces:
             self._used.clear()
+        if self._keeps:
+            self._keeps = self.parallel.partial.differentiable = False
+            for holder in self._holders.values():
+                holder.free()
 
     def _used_somewhere(self) -> list[tuple[DividedParameter, Tensor]]:
         """Those that have had a gradient on one of the ranks, and what was reduced of it. A rank that has used them all

@@ -178,6 +178,11 @@ class Shadows:
             for path in gathered
         }
 
+    @property
+    def modules(self) -> set[int]:
+        """id of `module.__dict__` of modules whose buffers are averages."""
+        return {shadow.slot[0] for shadow in self._kept if shadow.in_buffers}
+
     def tensors(self) -> list[Tensor]:
         """All that are there now."""
         return [x for kept in self._kept for x in kept.tensors()]

@@ -162,6 +162,27 @@ class PenalisesGradients(Plain):
         return loss + gradient.square().sum()
 
 
+class FollowsGradients(Plain):
+    """The units are called again on what is differentiated again: energies of forces."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        x = batch.clone().requires_grad_()
+        loss = self(x).square().mean()
+        (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+        return loss + self(gradient).square().mean()
+
+
+class FollowsInManual(FollowsGradients):
+    automatic_optimization = False
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:  # type: ignore[override]
+        optimizer = self.optimizers()
+        for _ in range(2):
+            self.manual_backward(super().training_step(batch, batch_idx))
+            optimizer.step()  # type: ignore[union-attr]
+            optimizer.zero_grad()  # type: ignore[union-attr]
+
+
 class PenalisesBesideUnused(PenalisesGradients):
     """The step's own gradients are none of a parameter that nothing uses: it doesn't decay."""
 
@@ -294,8 +315,9 @@ class ClearedBackwardInTheStep(BackwardInTheStep):
 
 HABITS: list[type[Plain]] = [
     Plain, ChangesAList, *([BranchesByData] if REDUCES_UNUSED else []), ClearsByModule, ClearsInManual, ScalesInManual,
-    ReplacesGradients, ProbesBeforeTheStep, PenalisesGradients, PenalisesBesideUnused, NamesGroups, Thaws,
-    EndsEpochsEarly, AveragesInEveryBatch, AveragesByAssigning, TrainsTheHeadAlone, ChangesUnderVmap,
+    ReplacesGradients, ProbesBeforeTheStep, PenalisesGradients, PenalisesBesideUnused, FollowsGradients,
+    FollowsInManual, NamesGroups, Thaws, EndsEpochsEarly, AveragesInEveryBatch, AveragesByAssigning,
+    TrainsTheHeadAlone, ChangesUnderVmap,
     AveragesBeforeClearing, Toggles, TogglesWithOldGradients, BackwardInTheStep, ClearedBackwardInTheStep,
 ]  # fmt: skip
 
@@ -324,6 +346,34 @@ def test_habits() -> None:
                 torch.testing.assert_close(
                     found[habit][name], value, atol=1e-9, rtol=0, msg=f"zero={zero} {habit} {name}"
                 )
+
+
+class WeighsUnseen(Toggles):
+    """Weights beside their layers, in a step that can't be looked at before training."""
+
+    alone = False
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        for optimizer in self.optimizers():  # type: ignore[union-attr]
+            with self.toggled_optimizer(optimizer):
+                penalty = self.blocks[0].a.weight.square().sum() + self.head.weight.square().sum()  # type: ignore[operator, union-attr]
+                self.manual_backward(penalty if self.alone else self(batch).square().mean() + penalty)
+
+
+class WeighsUnseenAlone(WeighsUnseen):
+    alone = True
+
+
+def _weighed(layout: Layout, module: type[Plain]) -> None:
+    make_trainer(layout, "untied", {"plan": None}).fit(module(), DataLoader(_data(), batch_size=2))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("module", [WeighsUnseen, WeighsUnseenAlone])
+def test_weights_beside_their_layers_that_were_not_seen(module: type[Plain]) -> None:
+    with pytest.raises(
+        RankError, match="uses a parameter that zero=3 has divided outside of the forward of its module"
+    ):
+        run_program(Layout(dp=2, zero=3), _weighed, module)
 
 
 class FreezesInWindow(Plain):

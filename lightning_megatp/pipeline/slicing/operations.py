@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_megatp.pipeline.slicing.plan import tensors_in
@@ -67,6 +68,28 @@ class Call:
 def sets_requires_grad(call: Call) -> bool:
     """`x.requires_grad = ...`, which returns no tensor, but does something for good."""
     return bool(call.what == torch.Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
+
+
+def changed_statistics(call: Call) -> list[Tensor]:
+    """The running mean and variance that a norm in training changes. Their versions don't tell."""
+    names = _STATISTICS.get(call.what)
+    if names is None:
+        return []
+    given = dict(zip(names.split(), call.args, strict=False)) | call.kwargs
+    if not given.get("training", given.get("use_input_stats", call.what is F.instance_norm)):
+        return []
+    return [x for name in ("running_mean", "running_var") if isinstance(x := given.get(name), Tensor)]
+
+
+_BUILT_IN = "input weight bias running_mean running_var"
+_STATISTICS: dict[Any, str] = {
+    F.batch_norm: "input running_mean running_var weight bias training",
+    F.instance_norm: "input running_mean running_var weight bias use_input_stats",
+    torch.batch_norm: f"{_BUILT_IN} training",
+    torch.native_batch_norm: f"{_BUILT_IN} training",
+    torch.instance_norm: f"{_BUILT_IN} use_input_stats",
+}
+"""Those norms, and how their arguments are called in turn."""
 
 
 def is_bookkeeping(function: Any) -> bool:

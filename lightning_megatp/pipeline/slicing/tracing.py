@@ -28,6 +28,7 @@ from lightning_megatp.pipeline.slicing.operations import (
     Call,
     NeedsValues,
     StepEnded,
+    changed_statistics,
     cut_by_numbers,
     is_bookkeeping,
     random_states,
@@ -326,7 +327,8 @@ class Tracer(TorchFunctionMode):
         before, random_before = versions(call.inputs), random_states(call)
         stage, out = self._carry_out(call)
         after = versions(call.inputs)
-        changed = [i for i, version in enumerate(before) if version != after[i]]
+        silently = {id(x) for x in changed_statistics(call)}
+        changed = [i for i, old in enumerate(before) if old != after[i] or id(call.inputs[i].tensor) in silently]
         for value in call.inputs if stage is None else ():
             value.follow()
         if not (call.is_unit or changed or tensors_in(out) or call.name in EFFECTS or sets_requires_grad(call)):
