@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import pickle
-import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torchmetrics import Metric
 
@@ -28,10 +25,10 @@ from lightning_megatp.pipeline.batch import Backward, BatchRun, Step, generators
 from lightning_megatp.pipeline.carried import CarriedState, warn_of_counters
 from lightning_megatp.pipeline.detour import Detour
 from lightning_megatp.pipeline.executor import Executor
-from lightning_megatp.pipeline.held_tensors import Change, HeldTensors, adopt, modules_outside
+from lightning_megatp.pipeline.held_tensors import HeldTensors, modules_outside
 from lightning_megatp.pipeline.hooks import Hook, cleared_unseen, hooks_after_steps
 from lightning_megatp.pipeline.loans import Loans
-from lightning_megatp.pipeline.logs import Call, Logs, merge
+from lightning_megatp.pipeline.logs import Logs, merge
 from lightning_megatp.pipeline.outputs import Outputs
 from lightning_megatp.pipeline.plans import Plans
 from lightning_megatp.pipeline.remote.calls import RemoteCalls, warn_of_turns
@@ -46,6 +43,7 @@ from lightning_megatp.pipeline.slicing.slicer import Slicer
 from lightning_megatp.pipeline.slicing.snapshot import FirstValues, Snapshot
 from lightning_megatp.pipeline.slicing.units import modules_around
 from lightning_megatp.pipeline.split import split_batch
+from lightning_megatp.pipeline.telling import Facts, Telling, dtype_index, pickled
 from lightning_megatp.shim.compiler import is_compiled
 from lightning_megatp.shim.torch import DisableTorchFunction
 from lightning_megatp.shim.transformers import is_pretrained
@@ -129,6 +127,7 @@ class Pipeline:
         self._parked: list[tuple[Tensor, Tensor]] = []
         self._opened = _opened(parallel.module, stage_of_unit)
         self._outside = modules_outside(parallel.module, stage_of_unit)
+        self._telling = Telling(mesh, logs, self._opened, self._outside)
         beside = [*self._outside.values(), *(x for x in parallel.module.modules() if isinstance(x, Metric))]
         self._beside = [x for x in beside if not is_pretrained(x)]
         """What evaluation may change beside the units, metrics included."""
@@ -375,10 +374,10 @@ class Pipeline:
             return call()
         seed = shared_seed(self._trainer, hook.name)
         if not self.is_last:
-            left, size, stop, *self.metrics.resets = self._share([], [0.0, 0.0, 0.0, *self.metrics.resets])
+            left, size, stop, *self.metrics.resets = self._telling.share([], [0.0, 0.0, 0.0, *self.metrics.resets])
             self.stateful = self.stateful or bool(left)
             self._stop_if(stop)
-            self._adopt(int(size))
+            self._telling.adopt(int(size))
             return None
         before, norms, plain = Attributes(self.parallel.module), self._norms(), PlainValues(self._opened)
         held = HeldTensors(self._outside)
@@ -394,10 +393,10 @@ class Pipeline:
             )
         self.stateful = self.stateful or Attributes(self.parallel.module).differ_from(before)
         merged = merge([calls], torch.ones(1, dtype=torch.float64, device=self.mesh.device))
-        pickled = _pickled(PlainValues(self._opened).changes(plain), HeldTensors(self._outside).changes(held))
+        values = pickled(PlainValues(self._opened).changes(plain), HeldTensors(self._outside).changes(held))
         stop = float(self._trainer.should_stop)
-        self._share(merged, [float(self.stateful), float(len(pickled)), stop, *self.metrics.resets])
-        self._send_values(pickled)
+        self._telling.share(merged, [float(self.stateful), float(len(values)), stop, *self.metrics.resets])
+        self._telling.send_values(values)
         return result
 
     @torch.no_grad()
@@ -426,30 +425,30 @@ class Pipeline:
             The loss of the batch, and the factor; None if the batch has to be run once more, `_uncut`.
         """
         if run.beyond is not None:
-            self._share([], _Facts(again=1))
+            self._telling.share([], Facts(again=1))
             return None
         if self.is_last:
             weights = run.weights()
             total = run.loss(weights)
-            pickled = _pickled(run.set_values)
-            known = _Facts(
+            values = pickled(run.set_values)
+            known = Facts(
                 loss=total.double(),
                 factor=run.provisional_total / weights.sum(),
-                dtype=_DTYPES.index(total.dtype) if total.dtype in _DTYPES else 0,
+                dtype=dtype_index(total),
                 left_state=run.left_state,
                 returns_more=run.returns_more,
-                set_values=len(pickled),
+                set_values=len(values),
                 stop=self._trainer.should_stop,
                 goes_on=run.goes_on,
             )
-            facts = _Facts(*self._share(merge(run.logged, weights), known))
-            self._send_values(pickled)
+            facts = Facts(*self._telling.share(merge(run.logged, weights), known))
+            self._telling.send_values(values)
         else:
-            facts = _Facts(*self._share([], _Facts()))
+            facts = Facts(*self._telling.share([], Facts()))
             if facts.again:
                 return None
-            total = torch.full((), facts.loss, dtype=_DTYPES[int(facts.dtype)], device=self.mesh.device)
-            self._say_late(self._adopt(int(facts.set_values)))
+            total = facts.loss_on(self.mesh.device)
+            self._telling.warn_late(self._telling.adopt(int(facts.set_values)))
             self._stop_if(facts.stop)
         self._went_on = bool(facts.goes_on)
         self.stateful, self._returned = self.stateful or bool(facts.left_state), bool(facts.returns_more)
@@ -460,74 +459,7 @@ class Pipeline:
         if stop:
             self._trainer.should_stop = True
 
-    def _say_late(self, names: Sequence[str]) -> None:
-        """By one of the ranks that notice: global rank 0, which says everything else, has the values in time."""
-        if [self.mesh.rank(axis) for axis in ("pp", "dp", "tp")] == [1, 0, 0]:
-            for name in names:
-                warnings.warn(
-                    f"MegaTPStrategy: the step sets `{name}`, which other pipeline stages than the last learn after the"
-                    " batch: in the microbatches of one batch, they find the value from before it.",
-                    stacklevel=2,
-                )
-
-    def _send_values(self, pickled: bytes) -> None:
-        if pickled:
-            row = torch.frombuffer(bytearray(pickled), dtype=torch.uint8)
-            dist.broadcast(row, src=self.mesh.ranks("pp")[0], group=self.mesh.hosts("pp"))
-
-    def _adopt(self, size: int) -> list[str]:
-        """The other end of `_send_values`. The names of numbers that were others here."""
-        if not size:
-            return []
-        row = torch.empty(size, dtype=torch.uint8)
-        dist.broadcast(row, src=self.mesh.ranks("pp")[0], group=self.mesh.hosts("pp"))
-        values, tensors = pickle.loads(row.numpy().tobytes())
-        adopt(self._outside, tensors, self.mesh.device)
-        return PlainValues(self._opened).adopt(values)
-
-    def _share(self, calls: Sequence[Call], facts: Sequence[float | Tensor]) -> list[float]:
-        """Log everywhere what the last stage logged, and return its facts.
-
-        Args:
-            calls: of the last stage.
-            facts: likewise; from the other stages their number counts.
-        """
-        hosts, source = self.mesh.hosts("pp"), self.mesh.ranks("pp")[0]
-        if not self.is_last:
-            return self.logs.receive(len(facts), hosts, source)
-        return self.logs.send(calls, facts, hosts, source)
-
-
-class _Facts(NamedTuple):
-    """What the last stage tells the others of a batch; they get numbers."""
-
-    loss: Any = 0.0
-    factor: Any = 1.0
-    """That makes the weights of the microbatches add up to 1."""
-    dtype: float = 0
-    """Of the loss, in `_DTYPES`."""
-    left_state: float = 0
-    """Whether the step left something on the module there."""
-    returns_more: float = 0
-    """Whether it returned more than a loss."""
-    set_values: float = 0
-    """Bytes of the Python values that it set."""
-    stop: float = 0
-    """Whether `trainer.should_stop` was set."""
-    goes_on: float = 0
-    """Whether its step needed the others after all that its plan says."""
-    again: float = 0
-    """Whether it did, and they are gone."""
-
-
-_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-"""Of losses."""
-
 
 def _opened(module: nn.Module, units: Iterable[str]) -> dict[str, nn.Module]:
     """The modules around the units, whose Python code runs on every stage, by name."""
     return {name: module.get_submodule(name) for name in modules_around(units)}
-
-
-def _pickled(values: Mapping[Any, bytes], tensors: Mapping[Any, Change] | None = None) -> bytes:
-    return pickle.dumps((values, tensors or {})) if values or tensors else b""

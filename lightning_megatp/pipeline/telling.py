@@ -1,0 +1,118 @@
+"""What the last pipeline stage tells the others after a batch or a hook: only there are losses, logs, and what a step
+leaves on the module."""
+
+from __future__ import annotations
+
+import pickle
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_megatp.mesh import ParallelMesh
+from lightning_megatp.pipeline.held_tensors import Change, adopt
+from lightning_megatp.pipeline.logs import Call, Logs
+from lightning_megatp.pipeline.slicing.leftovers import PlainValues
+
+
+class Facts(NamedTuple):
+    """What the last stage tells the others of a batch; they get numbers."""
+
+    loss: Any = 0.0
+    factor: Any = 1.0
+    """That makes the weights of the microbatches add up to 1."""
+    dtype: float = 0
+    """Of the loss, in `_DTYPES`."""
+    left_state: float = 0
+    """Whether the step left something on the module there."""
+    returns_more: float = 0
+    """Whether it returned more than a loss."""
+    set_values: float = 0
+    """Bytes of the Python values that it set."""
+    stop: float = 0
+    """Whether `trainer.should_stop` was set."""
+    goes_on: float = 0
+    """Whether its step needed the others after all that its plan says."""
+    again: float = 0
+    """Whether it did, and they are gone."""
+
+    def loss_on(self, device: torch.device) -> Tensor:
+        """The loss in its own dtype; shape ()."""
+        return torch.full((), self.loss, dtype=_DTYPES[int(self.dtype)], device=device)
+
+
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+"""Of losses."""
+
+
+def dtype_index(loss: Tensor) -> int:
+    """`Facts.dtype`."""
+    return _DTYPES.index(loss.dtype) if loss.dtype in _DTYPES else 0
+
+
+class Telling:
+    """From the last stage to the others of one copy of the model.
+
+    Args:
+        mesh: who is where.
+        logs: of the pipeline.
+        opened: the modules around the units, by name, whose Python values are told.
+        outside: the modules in no unit, by name, whose tensors are told.
+    """
+
+    def __init__(
+        self, mesh: ParallelMesh, logs: Logs, opened: Mapping[str, nn.Module], outside: Mapping[str, nn.Module]
+    ) -> None:
+        self._mesh, self._logs, self._opened, self._outside = mesh, logs, opened, outside
+
+    def share(self, calls: Sequence[Call], facts: Sequence[float | Tensor]) -> list[float]:
+        """Log everywhere what the last stage logged, and return its facts.
+
+        Args:
+            calls: of the last stage.
+            facts: likewise; from the other stages their number counts.
+
+        Communication: see `Logs.send`.
+        """
+        hosts, source = self._mesh.hosts("pp"), self._mesh.ranks("pp")[0]
+        if not self._mesh.is_last_stage:
+            return self._logs.receive(len(facts), hosts, source)
+        return self._logs.send(calls, facts, hosts, source)
+
+    def send_values(self, pickled: bytes) -> None:
+        """What `pickled` has made; the others were told its length, and `adopt` it.
+
+        Communication: one broadcast over pp between the hosts, unless it is empty.
+        """
+        if pickled:
+            row = torch.frombuffer(bytearray(pickled), dtype=torch.uint8)
+            dist.broadcast(row, src=self._mesh.ranks("pp")[0], group=self._mesh.hosts("pp"))
+
+    def adopt(self, size: int) -> list[str]:
+        """The other end of `send_values`. The names of numbers that were others here."""
+        if not size:
+            return []
+        row = torch.empty(size, dtype=torch.uint8)
+        dist.broadcast(row, src=self._mesh.ranks("pp")[0], group=self._mesh.hosts("pp"))
+        values, tensors = pickle.loads(row.numpy().tobytes())
+        adopt(self._outside, tensors, self._mesh.device)
+        return PlainValues(self._opened).adopt(values)
+
+    def warn_late(self, names: Sequence[str]) -> None:
+        """Of values that a step sets and others read. By one of the ranks that notice: global rank 0, which says
+        everything else, has the values in time."""
+        if [self._mesh.rank(axis) for axis in ("pp", "dp", "tp")] == [1, 0, 0]:
+            for name in names:
+                warnings.warn(
+                    f"MegaTPStrategy: the step sets `{name}`, which other pipeline stages than the last learn after the"
+                    " batch: in the microbatches of one batch, they find the value from before it.",
+                    stacklevel=2,
+                )
+
+
+def pickled(values: Mapping[Any, bytes], tensors: Mapping[Any, Change] | None = None) -> bytes:
+    """Python values and tensors that a step or a hook has set; empty if there are none."""
+    return pickle.dumps((values, tensors or {})) if values or tensors else b""
