@@ -10,11 +10,20 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 
-from lightning_megatp.pipeline.slicing.operations import HOST_READS, Call, NeedsValues
+from lightning_megatp.pipeline.slicing.operations import (
+    HOST_READS,
+    LIKE_ANOTHER,
+    SHAPE_ONLY,
+    Call,
+    NeedsValues,
+    random_states,
+)
 from lightning_megatp.pipeline.slicing.plan import SliceError, tensors_in
+from lightning_megatp.pipeline.slicing.stage_states import Constant
 from lightning_megatp.pipeline.slicing.values import Value
 from lightning_megatp.shim.torch import tensor_version, tree_map
-from lightning_megatp.tensor.functions import check_caller, operation_name
+from lightning_megatp.tensor.features.operation import DRAW
+from lightning_megatp.tensor.functions import check_caller, is_in_place, operation_name, operation_names
 
 if TYPE_CHECKING:
     from lightning_megatp.pipeline.slicing.tracing import Tracer
@@ -38,6 +47,8 @@ class Inside(TorchFunctionMode):
         self.missed: NeedsValues | None = None
         """Why results inside had to be made up."""
         self._answers = 0
+        self._by_values = False
+        """Whether what it makes may depend on values that were read."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -49,6 +60,8 @@ class Inside(TorchFunctionMode):
         name = operation_name(func)
         shown = [x for x in tensors if not self._is_own(x)]
         before = [self._version(x) for x in shown]
+        origins = self._origins(name, args, kwargs or {})
+        drawn = random_states(args, kwargs or {}) if origins is not None else []
         try:
             out = self._tracer.evaluate(name, func, args, kwargs or {})
         except NeedsValues as error:
@@ -57,14 +70,61 @@ class Inside(TorchFunctionMode):
                 raise  # lengths of one would tell another length of what is padded again
             self.missed = self.missed or error
             out = self._made_up(name, func, args, kwargs or {})
-        if [self._version(x) for x in shown] != before:
+        if origins is not None and drawn != random_states(args, kwargs or {}):
+            origins = None
+        changed = [x for x, version in zip(shown, before, strict=True) if self._version(x) != version]
+        if not all(self._may_overwrite(name, x, origins) for x in changed):
             raise SliceError(
                 f"`{name}` in {self._call.by} changes a tensor in place that is neither the module's own nor an"
                 " argument: other pipeline stages would not see it. Return what it becomes, or make it a buffer of the"
                 " module."
             )
-        self.made.update((id(x), x) for x in tensors_in(out))
+        self._note(name, args, kwargs or {}, out, origins)
         return out
+
+    def _origins(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> frozenset[int] | None:
+        """Of which tensors of the module an operation makes what every stage would make alike, if it reads nothing but
+        shapes, numbers and those; None for others. For one that overwrites its first, of the others."""
+        tensors = tensors_in(args, kwargs)
+        if name in DRAW:
+            return None
+        if name in SHAPE_ONLY or name in LIKE_ANOTHER:
+            tensors = [] if name in SHAPE_ONLY else tensors[:1]
+        elif name in _OVERWRITE and tensors[:1] and self._origins_of(tensors[0]) is not None:
+            tensors = tensors[1:]
+        origins = [self._origins_of(x) for x in tensors]
+        return None if None in origins else frozenset().union(*(x for x in origins if x is not None))
+
+    def _origins_of(self, x: Tensor) -> frozenset[int] | None:
+        if (known := self._tracer.inner_constants.get(id(x))) is not None:
+            return known.origins
+        value = self._tracer.values.get(x)
+        is_persistent = self._tracer.values.is_persistent(x)
+        is_constant = is_persistent if value is None else value.stage is None and value.constant
+        return frozenset([id(x)] if is_persistent else []) if is_constant and not x.requires_grad else None
+
+    def _note(
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, origins: frozenset[int] | None
+    ) -> None:
+        """What an operation has made."""
+        made, constants = tensors_in(out), self._tracer.inner_constants
+        self.made.update((id(x), x) for x in made)
+        if origins is not None and not self._by_values:
+            constants.update((id(x), Constant(x, origins)) for x in made)
+        elif origins is None:
+            changes = (is_in_place(name) and id(args[0]) in constants) or "out" in kwargs
+            self._by_values |= name in HOST_READS or changes
+            for key in self.made if changes else ():
+                constants.pop(key, None)
+
+    def _may_overwrite(self, name: str, x: Tensor, origins: frozenset[int] | None) -> bool:
+        """Whether each stage overwrites its own copy of a tensor, that units of several stages share, alike."""
+        alike = name in _OVERWRITE and origins is not None and id(x) not in origins and not self._by_values
+        if alike and self._call.unit_stage in self._tracer.owners.get(id(x), ()):
+            assert origins is not None
+            self._tracer.inner_constants[id(x)] = Constant(x, origins)
+            return True
+        return False
 
     def enter_unit(self, name: str, stage: int) -> None:
         """A unit inside of an autograd function (activation checkpointing with use_reentrant=True), or of a unit."""
@@ -155,5 +215,7 @@ class Inside(TorchFunctionMode):
         self._inputs.add(id(value.tensor))
 
 
+_OVERWRITE = operation_names("__setitem__ copy_ fill_ zero_")
+"""They read nothing of what they change."""
 _MOST_ANSWERS = 1000
 """Of made-up ones in one unit: `while mask.any()` would not end."""

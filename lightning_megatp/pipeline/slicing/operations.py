@@ -144,9 +144,9 @@ def generators_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.G
     return given + [default_generator(device) for device in sorted(devices, key=str) if device.type in ("cpu", "cuda")]
 
 
-def random_states(call: Call) -> list[bytes]:
-    """Changes when the operation has drawn."""
-    return [bytes(g.get_state().numpy()) for g in generators_of(call.args, call.kwargs)]
+def random_states(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[bytes]:
+    """Of an operation with these arguments; changes when it has drawn."""
+    return [bytes(g.get_state().numpy()) for g in generators_of(args, kwargs)]
 
 
 EFFECTS = operation_names("register_hook retain_grad register_post_accumulate_grad_hook")

@@ -39,6 +39,7 @@ from lightning_megatp.pipeline.slicing.place import Place
 from lightning_megatp.pipeline.slicing.plan import Key, Operation, Read, SliceError, recipe_of, tensors_in
 from lightning_megatp.pipeline.slicing.refusals import CheckpointRegions, refuse_backwards, refuse_kind, refuse_setting
 from lightning_megatp.pipeline.slicing.snapshot import Snapshot
+from lightning_megatp.pipeline.slicing.stage_states import Constant, SharedModules, StageStates
 from lightning_megatp.pipeline.slicing.step_generators import StepGenerators
 from lightning_megatp.pipeline.slicing.values import Value, Values, versions
 from lightning_megatp.shim.autograd import checkpoint_region, function_name, functorch_is_active, untransformed
@@ -69,6 +70,7 @@ class Tracer(TorchFunctionMode):
         n_stages: how many there are.
         place: names where an operation is.
         batch: its tensors.
+        shared: modules of which each stage has its own state.
     """
 
     def __init__(
@@ -79,9 +81,11 @@ class Tracer(TorchFunctionMode):
         fake_mode: FakeTensorMode,
         n_stages: int,
         place: Place,
-        batch: Iterable[Tensor] = (),
+        batch: Iterable[Tensor],
+        shared: SharedModules,
     ) -> None:
         super().__init__()
+        self._states = StageStates(shared)
         self.owners, self.glue, self.values, self.fake_mode, self.place = owners, glue, values, fake_mode, place
         self.last_stage = n_stages - 1
         self._batch = {id(x) for x in batch}
@@ -112,6 +116,8 @@ class Tracer(TorchFunctionMode):
         """An operation under torch.func runs, which may lift the transforms for its parts."""
         self._inner: dict[int, tuple[Tensor, int | None, str]] = {}
         """What was made inside of units, of which stage, and by which."""
+        self.inner_constants: dict[int, Constant] = {}
+        """Of that, what every stage would make alike."""
         self.generators = StepGenerators()
         self._regions = CheckpointRegions()
         self._changed: set[Key] = set()
@@ -130,6 +136,7 @@ class Tracer(TorchFunctionMode):
         self, name: str, stage: int, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """A call of a unit: one operation, whose stage is known."""
+        self._states.enter(name, stage, self.inner_constants)
         if self._inside is not None:
             self._inside.enter_unit(name, stage)
             return call(*args, **kwargs)
@@ -324,7 +331,7 @@ class Tracer(TorchFunctionMode):
         if call.is_unit or call.opaque or any(self._is_without_data(value.tensor) for value in call.inputs):
             for value in call.inputs:
                 value.fake = self.values.fake(value.tensor)
-        before, random_before = versions(call.inputs), random_states(call)
+        before, random_before = versions(call.inputs), random_states(call.args, call.kwargs)
         stage, out = self._carry_out(call)
         after = versions(call.inputs)
         silently = {id(x) for x in changed_statistics(call)}
@@ -339,7 +346,7 @@ class Tracer(TorchFunctionMode):
                 for value in call.inputs:
                     self.values.use_origins(value, None)
             return out
-        call.random = stage is None and random_states(call) != random_before
+        call.random = stage is None and random_states(call.args, call.kwargs) != random_before
         self.generators.note(call, stage, len(self.operations))
         if stage is None and not call.opaque and tensors_in(out) and self._is_sized_by_values(call):
             self.reads.append(Read(len(self.operations), None))
@@ -368,7 +375,7 @@ class Tracer(TorchFunctionMode):
         if any(self._is_without_data(x) or x.requires_grad for x in given):
             why = "takes a value that not every stage has, or one that learns"
         known = [self.find(x, call.by) for x in given if self.values.is_persistent(x) or self.values.get(x) is not None]
-        before, random_before = versions(known), random_states(call)
+        before, random_before = versions(known), random_states(call.args, call.kwargs)
         self._transforms = True
         try:
             out = None if why else call.function(*call.args, **call.kwargs)
@@ -376,7 +383,7 @@ class Tracer(TorchFunctionMode):
             self._transforms = False
         if versions(known) != before:
             why = "changes a tensor in place"
-        elif random_states(call) != random_before:
+        elif random_states(call.args, call.kwargs) != random_before:
             why = "draws random numbers"
         if why:
             raise SliceError(
