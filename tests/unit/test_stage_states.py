@@ -68,6 +68,51 @@ class Rotary(nn.Module):
         return self.table
 
 
+class Lengths:
+    """Of rows. The first block that asks makes the mask."""
+
+    def __init__(self, lengths: Tensor, how: str) -> None:
+        self.lengths, self.how = lengths, how
+        self.cached: Tensor | None = None
+
+    def mask(self, x: Tensor) -> Tensor:
+        if self.cached is None:
+            places = torch.arange(max(self.lengths.tolist()))
+            mask = (places < self.lengths[:, None]).to(x)[..., None]
+            if self.how == "hidden":
+                mask = mask * x.detach().mean()
+            elif self.how == "dropped":
+                mask = F.dropout(mask)
+            self.cached = mask
+        return self.cached
+
+
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, lengths: Lengths) -> Tensor:
+        return x + self.linear(x * lengths.mask(x)).tanh()
+
+
+class MaskedModel(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.embed = nn.Embedding(VOCAB, WIDTH)
+        self.blocks = nn.ModuleList(Masked() for _ in range(4))
+        self.head = nn.Linear(WIDTH, VOCAB)
+
+    def training_step(self, batch: Any) -> Tensor:
+        lengths = Lengths((batch > 2).sum(1).clamp(min=1), self.how)
+        batch = batch[:, : int(lengths.lengths.max())]
+        x = self.embed(batch)
+        for block in self.blocks:
+            x = block(x, lengths=lengths)
+        return F.cross_entropy(self.head(x).flatten(0, 1), batch.flatten())
+
+
 class Block(nn.Module):
     def __init__(self, rotary: nn.Module) -> None:
         super().__init__()
@@ -97,10 +142,10 @@ def batch(length: int) -> Tensor:
 
 
 @pytest.mark.parametrize("n", [2, 4])
-@pytest.mark.parametrize("how", ["attribute", "dict", "buffer", "in place"])
+@pytest.mark.parametrize("how", ["attribute", "dict", "buffer", "in place", "object"])
 def test_each_stage_makes_its_own_table(how: str, n: int) -> None:
     torch.manual_seed(0)
-    module = Model(how).double()
+    module = (MaskedModel(how) if how == "object" else Model(how)).double()
     pipe = pipeline(module, batch(5), n)
     whole = copy.deepcopy(module)
     for length in (5, 5, 7, 4, 7):
@@ -123,3 +168,9 @@ def test_each_stage_makes_its_own_table(how: str, n: int) -> None:
 def test_a_table_that_stages_would_make_otherwise_is_refused(how: str) -> None:
     with pytest.raises(SliceError, match=r"came out of `blocks.[012]`.* by a side door|neither the module's own"):
         pipeline(Model(how).double(), batch(5), 2)
+
+
+@pytest.mark.parametrize("how", ["hidden", "dropped"])
+def test_a_mask_that_stages_would_make_otherwise_is_refused(how: str) -> None:
+    with pytest.raises(SliceError, match=r"came out of `blocks.[012]`.* by a side door"):
+        pipeline(MaskedModel(how).double(), batch(5), 2)

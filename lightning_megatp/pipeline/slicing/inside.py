@@ -19,7 +19,7 @@ from lightning_megatp.pipeline.slicing.operations import (
     random_states,
 )
 from lightning_megatp.pipeline.slicing.plan import SliceError, tensors_in
-from lightning_megatp.pipeline.slicing.stage_states import Constant
+from lightning_megatp.pipeline.slicing.stage_states import Known, Lineage, joined
 from lightning_megatp.pipeline.slicing.values import Value
 from lightning_megatp.shim.torch import tensor_version, tree_map
 from lightning_megatp.tensor.features.operation import DRAW
@@ -48,7 +48,9 @@ class Inside(TorchFunctionMode):
         """Why results inside had to be made up."""
         self._answers = 0
         self._by_values = False
-        """Whether what it makes may depend on values that were read."""
+        """Whether what it makes may depend on values that were read, which not every stage has."""
+        self._by_batch = False
+        """The same of those which every stage has."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -60,8 +62,8 @@ class Inside(TorchFunctionMode):
         name = operation_name(func)
         shown = [x for x in tensors if not self._is_own(x)]
         before = [self._version(x) for x in shown]
-        origins = self._origins(name, args, kwargs or {})
-        drawn = random_states(args, kwargs or {}) if origins is not None else []
+        lineage = self._lineage(name, args, kwargs or {})
+        drawn = random_states(args, kwargs or {}) if lineage is not None else []
         try:
             out = self._tracer.evaluate(name, func, args, kwargs or {})
         except NeedsValues as error:
@@ -70,61 +72,69 @@ class Inside(TorchFunctionMode):
                 raise  # lengths of one would tell another length of what is padded again
             self.missed = self.missed or error
             out = self._made_up(name, func, args, kwargs or {})
-        if origins is not None and drawn != random_states(args, kwargs or {}):
-            origins = None
+        if lineage is not None and drawn != random_states(args, kwargs or {}):
+            lineage = None
         changed = [x for x, version in zip(shown, before, strict=True) if self._version(x) != version]
-        if not all(self._may_overwrite(name, x, origins) for x in changed):
+        if not all(self._may_overwrite(name, x, lineage) for x in changed):
             raise SliceError(
                 f"`{name}` in {self._call.by} changes a tensor in place that is neither the module's own nor an"
                 " argument: other pipeline stages would not see it. Return what it becomes, or make it a buffer of the"
                 " module."
             )
-        self._note(name, args, kwargs or {}, out, origins)
+        self._note(name, args, kwargs or {}, out, lineage)
         return out
 
-    def _origins(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> frozenset[int] | None:
-        """Of which tensors of the module an operation makes what every stage would make alike, if it reads nothing but
-        shapes, numbers and those; None for others. For one that overwrites its first, of the others."""
+    def _lineage(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Lineage | None:
+        """Of what an operation makes, if every stage would make it alike; of one that overwrites its first tensor, of
+        what it puts there."""
         tensors = tensors_in(args, kwargs)
-        if name in DRAW:
-            return None
-        if name in SHAPE_ONLY or name in LIKE_ANOTHER:
-            tensors = [] if name in SHAPE_ONLY else tensors[:1]
-        elif name in _OVERWRITE and tensors[:1] and self._origins_of(tensors[0]) is not None:
+        if name in SHAPE_ONLY:
+            tensors = []
+        elif name in LIKE_ANOTHER:
+            tensors = tensors[:1]
+        elif name in _OVERWRITE and tensors[:1] and self._lineage_of(tensors[0]) is not None:
             tensors = tensors[1:]
-        origins = [self._origins_of(x) for x in tensors]
-        return None if None in origins else frozenset().union(*(x for x in origins if x is not None))
+        found = [self._lineage_of(x) for x in tensors]
+        known = [lineage for lineage in found if lineage is not None]
+        return joined(known) if len(known) == len(found) and name not in DRAW else None
 
-    def _origins_of(self, x: Tensor) -> frozenset[int] | None:
-        if (known := self._tracer.inner_constants.get(id(x))) is not None:
-            return known.origins
-        value = self._tracer.values.get(x)
-        is_persistent = self._tracer.values.is_persistent(x)
-        is_constant = is_persistent if value is None else value.stage is None and value.constant
-        return frozenset([id(x)] if is_persistent else []) if is_constant and not x.requires_grad else None
+    def _lineage_of(self, x: Tensor) -> Lineage | None:
+        if (known := self._tracer.known_alike.get(id(x))) is not None:
+            return known.lineage
+        value, is_persistent = self._tracer.values.get(x), self._tracer.values.is_persistent(x)
+        if x.requires_grad or not (is_persistent if value is None else value.stage is None):
+            return None
+        of_batch = value is not None and not value.constant
+        return Lineage(frozenset([id(x)] if is_persistent else []), of_batch)
 
     def _note(
-        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, origins: frozenset[int] | None
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, lineage: Lineage | None
     ) -> None:
-        """What an operation has made."""
-        made, constants = tensors_in(out), self._tracer.inner_constants
+        """What an operation has made, or changed."""
+        made, known = tensors_in(out), self._tracer.known_alike
         self.made.update((id(x), x) for x in made)
-        if origins is not None and not self._by_values:
-            constants.update((id(x), Constant(x, origins)) for x in made)
-        elif origins is None:
-            changes = (is_in_place(name) and id(args[0]) in constants) or "out" in kwargs
+        changes = (is_in_place(name) and id(args[0]) in known) or "out" in kwargs
+        if lineage is None:
             self._by_values |= name in HOST_READS or changes
-            for key in self.made if changes else ():
-                constants.pop(key, None)
+        elif lineage.of_batch:
+            self._by_batch |= name in HOST_READS or changes
+        if changes and (lineage is None or lineage.of_batch):  # views of what is changed are among what was made
+            for key in self.made.keys() & known.keys():
+                x = known.pop(key)
+                if lineage is not None:
+                    known[key] = Known(x.tensor, x.lineage.with_batch())
+        if lineage is not None and not self._by_values:
+            lineage = lineage.with_batch() if self._by_batch else lineage
+            known.update((id(x), Known(x, lineage)) for x in made)
 
-    def _may_overwrite(self, name: str, x: Tensor, origins: frozenset[int] | None) -> bool:
+    def _may_overwrite(self, name: str, x: Tensor, lineage: Lineage | None) -> bool:
         """Whether each stage overwrites its own copy of a tensor, that units of several stages share, alike."""
-        alike = name in _OVERWRITE and origins is not None and id(x) not in origins and not self._by_values
-        if alike and self._call.unit_stage in self._tracer.owners.get(id(x), ()):
-            assert origins is not None
-            self._tracer.inner_constants[id(x)] = Constant(x, origins)
-            return True
-        return False
+        alike = name in _OVERWRITE and lineage is not None and not self._by_values and id(x) not in lineage.origins
+        if not (alike and self._call.unit_stage in self._tracer.owners.get(id(x), ())):
+            return False
+        assert lineage is not None
+        self._tracer.known_alike[id(x)] = Known(x, lineage.with_batch() if self._by_batch else lineage)
+        return True
 
     def enter_unit(self, name: str, stage: int) -> None:
         """A unit inside of an autograd function (activation checkpointing with use_reentrant=True), or of a unit."""

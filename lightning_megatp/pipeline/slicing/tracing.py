@@ -39,7 +39,7 @@ from lightning_megatp.pipeline.slicing.place import Place
 from lightning_megatp.pipeline.slicing.plan import Key, Operation, Read, SliceError, recipe_of, tensors_in
 from lightning_megatp.pipeline.slicing.refusals import CheckpointRegions, refuse_backwards, refuse_kind, refuse_setting
 from lightning_megatp.pipeline.slicing.snapshot import Snapshot
-from lightning_megatp.pipeline.slicing.stage_states import Constant, SharedModules, StageStates
+from lightning_megatp.pipeline.slicing.stage_states import Known, SharedModules, StageStates
 from lightning_megatp.pipeline.slicing.step_generators import StepGenerators
 from lightning_megatp.pipeline.slicing.values import Value, Values, versions
 from lightning_megatp.shim.autograd import checkpoint_region, function_name, functorch_is_active, untransformed
@@ -116,7 +116,7 @@ class Tracer(TorchFunctionMode):
         """An operation under torch.func runs, which may lift the transforms for its parts."""
         self._inner: dict[int, tuple[Tensor, int | None, str]] = {}
         """What was made inside of units, of which stage, and by which."""
-        self.inner_constants: dict[int, Constant] = {}
+        self.known_alike: dict[int, Known] = {}
         """Of that, what every stage would make alike."""
         self.generators = StepGenerators()
         self._regions = CheckpointRegions()
@@ -136,7 +136,7 @@ class Tracer(TorchFunctionMode):
         self, name: str, stage: int, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """A call of a unit: one operation, whose stage is known."""
-        self._states.enter(name, stage, self.inner_constants)
+        self._states.enter(name, stage, (args, kwargs), self.known_alike)
         if self._inside is not None:
             self._inside.enter_unit(name, stage)
             return call(*args, **kwargs)
