@@ -3,17 +3,38 @@
 from __future__ import annotations
 
 import copy
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_megatp.pipeline.slicing.plan import SliceError
 from tests.unit.test_slicing import assert_same, backward, forward, loss_of, pipeline
 
 WIDTH, VOCAB = 8, 11
+
+
+@functools.lru_cache(maxsize=8)
+def cached(length: int, dtype: torch.dtype) -> Tensor:
+    return (torch.arange(length, dtype=dtype)[:, None] * torch.arange(WIDTH)).cos()
+
+
+class Table:
+    """No module."""
+
+    def __init__(self) -> None:
+        self.tables: dict[int, Tensor] = {}
+
+    def __call__(self, x: Tensor) -> Tensor:
+        length = x.shape[1]
+        if length not in self.tables:
+            self.tables[length] = torch.arange(length).to(x)[:, None].sin().repeat(1, WIDTH)
+        return self.tables[length]
 
 
 class Rotary(nn.Module):
@@ -45,6 +66,8 @@ class Rotary(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         length = x.shape[1]
+        if self.how == "function":
+            return cached(length, x.dtype)
         if self.how == "dict":
             if length not in self.cache:
                 self.cache[length] = self.make(x), "made"
@@ -114,7 +137,7 @@ class MaskedModel(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, rotary: nn.Module) -> None:
+    def __init__(self, rotary: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
         self.rotary, self.linear = rotary, nn.Linear(WIDTH, WIDTH)
 
@@ -125,7 +148,8 @@ class Block(nn.Module):
 class Model(nn.Module):
     def __init__(self, how: str) -> None:
         super().__init__()
-        rotary = Rotary(how)
+        rotary = Table() if how == "kept object" else Rotary(how)
+        self.how = how
         self.embed = nn.Embedding(VOCAB, WIDTH)
         self.blocks = nn.ModuleList(Block(rotary) for _ in range(4))
         self.head = nn.Linear(WIDTH, VOCAB)
@@ -133,7 +157,7 @@ class Model(nn.Module):
     def training_step(self, batch: Any) -> Tensor:
         x = self.embed(batch)
         for block in self.blocks:
-            x = block(x)
+            x = checkpoint(block, x, use_reentrant=True) if self.how == "checkpointed" else block(x)
         return F.cross_entropy(self.head(x).flatten(0, 1), batch.flatten())
 
 
@@ -141,8 +165,11 @@ def batch(length: int) -> Tensor:
     return torch.randint(0, VOCAB, (2, length), generator=torch.Generator().manual_seed(length))
 
 
+TABLES = ["attribute", "dict", "buffer", "in place", "object", "kept object", "function", "checkpointed"]
+
+
 @pytest.mark.parametrize("n", [2, 4])
-@pytest.mark.parametrize("how", ["attribute", "dict", "buffer", "in place", "object"])
+@pytest.mark.parametrize("how", TABLES)
 def test_each_stage_makes_its_own_table(how: str, n: int) -> None:
     torch.manual_seed(0)
     module = (MaskedModel(how) if how == "object" else Model(how)).double()

@@ -21,7 +21,7 @@ from lightning_megatp.pipeline.slicing.operations import (
 from lightning_megatp.pipeline.slicing.plan import SliceError, tensors_in
 from lightning_megatp.pipeline.slicing.stage_states import Known, Lineage, joined
 from lightning_megatp.pipeline.slicing.values import Value
-from lightning_megatp.shim.torch import tensor_version, tree_map
+from lightning_megatp.shim.torch import is_fake, tensor_version, tree_map
 from lightning_megatp.tensor.features.operation import DRAW
 from lightning_megatp.tensor.functions import check_caller, is_in_place, operation_name, operation_names
 
@@ -130,7 +130,7 @@ class Inside(TorchFunctionMode):
     def _may_overwrite(self, name: str, x: Tensor, lineage: Lineage | None) -> bool:
         """Whether each stage overwrites its own copy of a tensor, that units of several stages share, alike."""
         alike = name in _OVERWRITE and lineage is not None and not self._by_values and id(x) not in lineage.origins
-        if not (alike and self._call.unit_stage in self._tracer.owners.get(id(x), ())):
+        if not (alike and self._stage in self._tracer.owners.get(id(x), ())):
             return False
         assert lineage is not None
         self._tracer.known_alike[id(x)] = Known(x, lineage.with_batch() if self._by_batch else lineage)
@@ -196,6 +196,11 @@ class Inside(TorchFunctionMode):
         with self._tracer.fake_mode:
             return x.add_(sum(0 * self._tracer.values.fake(y).sum() for y in learning)) if learning else x.zero_()
 
+    @property
+    def _stage(self) -> int | None:
+        """Of the unit that runs: the call itself, or one inside of it."""
+        return next(iter(self._stages)) if len(self._stages) == 1 else self._call.unit_stage
+
     def _is_own(self, x: Tensor) -> bool:
         return self._tracer.owners.get(id(x)) == {self._call.unit_stage}
 
@@ -205,7 +210,7 @@ class Inside(TorchFunctionMode):
     def _read_besides(self, x: Tensor) -> None:
         """A tensor from an attribute, a closure or a global. A value of the step, or a parameter that is not the unit's
         own, is an input like any other."""
-        stage = self._call.unit_stage
+        stage = self._stage
         value = self._tracer.values.get(x)
         if value is not None and value.stage is not None:
             self._tracer.refuse_stand_in(value, stage, f"a tensor that {self._call.by} takes from an attribute")
@@ -213,12 +218,20 @@ class Inside(TorchFunctionMode):
         elif self._tracer.values.is_persistent(x) and stage not in self._tracer.owners.get(id(x), ()):
             self._add_input(self._tracer.find(x, self._call.by))
         origin, of_stage = self._tracer.side_door(x)
-        if value is None and origin is not None and of_stage != stage:
+        if value is None and origin is not None and of_stage != stage and not self._is_cached_apart(x):
             raise SliceError(
                 f"{self._call.by} uses a tensor that came out of {origin} by a side door (an attribute, a cache), on"
                 f" another pipeline stage ({of_stage}). Pass it through the forwards of the modules, or keep both on"
                 " one stage, by `stages=[[...], ...]`."
             )
+
+    def _is_cached_apart(self, x: Tensor) -> bool:
+        """Whether it is a table in no module, but in a cache of functions (`functools.lru_cache`), of which each
+        process has its own: found there, or made anew, it is the same."""
+        known = self._tracer.known_alike.get(id(x))
+        if known is None or known.lineage.of_batch or is_fake(x):
+            return False
+        return not self._tracer.hangs_on_the_module(x)
 
     def _add_input(self, value: Value) -> None:
         self._call.inputs.append(value)

@@ -28,7 +28,7 @@ from lightning_megatp.pipeline.slicing.planning import make_plan
 from lightning_megatp.pipeline.slicing.running import Rehearsal, StageMode
 from lightning_megatp.pipeline.slicing.signature import leaves_out, modes_of, signature_of, tensors_of
 from lightning_megatp.pipeline.slicing.snapshot import FirstValues, Snapshot, random_state_kept
-from lightning_megatp.pipeline.slicing.stage_states import shared_modules
+from lightning_megatp.pipeline.slicing.stage_states import shared_parts
 from lightning_megatp.pipeline.slicing.tables import Left, Tables
 from lightning_megatp.pipeline.slicing.tracing import Tracer
 from lightning_megatp.pipeline.slicing.values import Values
@@ -86,7 +86,7 @@ class Slicer:
         self._in_batch = False
         self._before_rehearsals: Snapshot | None = None
         self._tables = Tables()
-        self._shared = shared_modules(module, stage_of_unit)
+        self._shared = shared_parts(module, stage_of_unit)
         self._follows = False
         """What steps leave on the module has to be followed from microbatch to microbatch."""
 
@@ -375,7 +375,17 @@ class Slicer:
         buffers = {id(x): name for name, x in self.module.named_buffers()}
         others = dict.fromkeys(snapshot.tensors, "a tensor of the module")
         values = Values(self._fake_mode, {**others, **buffers, **names}, self.n_stages)
-        return Tracer(owners, glue, values, self._fake_mode, self.n_stages, self._place, batch, self._shared)
+        return Tracer(
+            owners,
+            glue,
+            values,
+            self._fake_mode,
+            self.n_stages,
+            self._place,
+            batch,
+            self._shared,
+            snapshot.new_tensors,
+        )
 
     def _trace(self, tracer: Tracer, step: Step, batch: Any) -> None:
         with (

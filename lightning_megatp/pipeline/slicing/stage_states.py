@@ -18,8 +18,8 @@ from lightning_megatp.pipeline.slicing.leftovers import is_own_object
 from lightning_megatp.pipeline.slicing.snapshot import PLAIN, Snapshot
 from lightning_megatp.shim.torch import tree_leaves
 
-SharedModules = Mapping[str, Sequence[nn.Module]]
-"""Unit -> the modules in it that are in units of other stages, too."""
+SharedParts = Mapping[str, Sequence[Any]]
+"""Unit -> the modules in it, and the user's own objects on them, that are in units of other stages, too."""
 
 
 class Lineage(NamedTuple):
@@ -49,26 +49,33 @@ def joined(lineages: Iterable[Lineage]) -> Lineage:
     return Lineage(frozenset().union(*(x.origins for x in all_of_them)), any(x.of_batch for x in all_of_them))
 
 
-def shared_modules(module: nn.Module, stage_of_unit: Mapping[str, int]) -> SharedModules:
+def shared_parts(module: nn.Module, stage_of_unit: Mapping[str, int]) -> SharedParts:
     """Of a module, cut into stages by units."""
-    inside = {unit: list(module.get_submodule(unit).modules()) for unit in stage_of_unit}
-    stages: dict[nn.Module, set[int]] = {}
-    for unit, modules in inside.items():
-        for child in modules:
-            stages.setdefault(child, set()).add(stage_of_unit[unit])
-    found = {unit: [child for child in modules if len(stages[child]) > 1] for unit, modules in inside.items()}
+    inside = {unit: _parts(module.get_submodule(unit)) for unit in stage_of_unit}
+    stages: dict[int, set[int]] = {}
+    for unit, parts in inside.items():
+        for part in parts:
+            stages.setdefault(id(part), set()).add(stage_of_unit[unit])
+    found = {unit: [part for part in parts if len(stages[id(part)]) > 1] for unit, parts in inside.items()}
     return {unit: shared for unit, shared in found.items() if shared}
+
+
+def _parts(unit: nn.Module) -> list[Any]:
+    modules = list(unit.modules())
+    objects = {id(x): x for child in modules for x in vars(child).values() if is_own_object(x)}
+    return [*modules, *(x for x in objects.values() if not isinstance(x, nn.Module))]
 
 
 class StageStates:
     """The states of shared modules and objects on each stage, during one dry run.
 
     Args:
-        shared: those modules, which no unit has changed before the first `enter`.
+        shared: those which outlive the step. No unit has changed them before the first `enter`.
     """
 
-    def __init__(self, shared: SharedModules) -> None:
+    def __init__(self, shared: SharedParts) -> None:
         self._shared = shared
+        self._lasting = {id(part) for parts in shared.values() for part in parts}
         self._before: dict[int, tuple[Any, Snapshot]] = {}
         """id of a module or an object, and what was there before units ran."""
         self._left: dict[tuple[int, int], Snapshot] = {}
@@ -83,27 +90,25 @@ class StageStates:
             known: by id of the tensor, what units have made that every stage would make alike; also tensors of the
                 module that were overwritten by such.
         """
-        for owner in (*self._shared.get(unit, ()), *filter(is_own_object, tree_leaves(arguments))):
-            if isinstance(owner, nn.Module) and owner not in self._shared.get(unit, ()):
-                continue  # another's, given as an argument
+        given = [x for x in tree_leaves(arguments) if is_own_object(x) and not isinstance(x, nn.Module)]
+        for owner in (*self._shared.get(unit, ()), *given):
             _, before = self._before.setdefault(id(owner), (owner, Snapshot(owner, submodules=False)))
             last = self._at.get(id(owner), stage)
             if last != stage:
-                if not _has_tables_alone(owner, before, known):
+                if not _has_tables_alone(owner, before, known, lasts=id(owner) in self._lasting):
                     continue  # what the unit uses of it is refused
                 self._left[id(owner), last] = Snapshot(owner, submodules=False)
                 self._left.get((id(owner), stage), before).restore()
             self._at[id(owner)] = stage
 
 
-def _has_tables_alone(owner: Any, before: Snapshot, known: Mapping[int, Known]) -> bool:
+def _has_tables_alone(owner: Any, before: Snapshot, known: Mapping[int, Known], lasts: bool) -> bool:
     """Whether tensors were left on it, and they and plain values are all that was. What goes on from its own value
     before (a count of calls) is none: it would have been called less often."""
     new = [value for _, entries in before.changes() for value in tree_leaves(entries)]
     if not all(id(x) in known if isinstance(x, Tensor) else type(x) in PLAIN for x in new):
         return False
-    lasts = isinstance(owner, nn.Module)
-    own = owner.buffers(recurse=False) if lasts else ()
+    own = owner.buffers(recurse=False) if isinstance(owner, nn.Module) else ()
     left = [known[id(x)].lineage for x in (*new, *own) if id(x) in known]
     replaced = {id(x) for _, x in before.replaced_tensors()}
     return bool(left) and not any(replaced & lineage.origins or (lasts and lineage.of_batch) for lineage in left)

@@ -39,7 +39,7 @@ from lightning_megatp.pipeline.slicing.place import Place
 from lightning_megatp.pipeline.slicing.plan import Key, Operation, Read, SliceError, recipe_of, tensors_in
 from lightning_megatp.pipeline.slicing.refusals import CheckpointRegions, refuse_backwards, refuse_kind, refuse_setting
 from lightning_megatp.pipeline.slicing.snapshot import Snapshot
-from lightning_megatp.pipeline.slicing.stage_states import Known, SharedModules, StageStates
+from lightning_megatp.pipeline.slicing.stage_states import Known, SharedParts, StageStates
 from lightning_megatp.pipeline.slicing.step_generators import StepGenerators
 from lightning_megatp.pipeline.slicing.values import Value, Values, versions
 from lightning_megatp.shim.autograd import checkpoint_region, function_name, functorch_is_active, untransformed
@@ -70,7 +70,8 @@ class Tracer(TorchFunctionMode):
         n_stages: how many there are.
         place: names where an operation is.
         batch: its tensors.
-        shared: modules of which each stage has its own state.
+        shared: modules and objects of which each stage has its own state.
+        left: gives the tensors that the step has left on the module so far.
     """
 
     def __init__(
@@ -82,9 +83,11 @@ class Tracer(TorchFunctionMode):
         n_stages: int,
         place: Place,
         batch: Iterable[Tensor],
-        shared: SharedModules,
+        shared: SharedParts,
+        left: Callable[[], list[Tensor]],
     ) -> None:
         super().__init__()
+        self._left = left
         self._states = StageStates(shared)
         self.owners, self.glue, self.values, self.fake_mode, self.place = owners, glue, values, fake_mode, place
         self.last_stage = n_stages - 1
@@ -277,6 +280,10 @@ class Tracer(TorchFunctionMode):
         """For a tensor that was made inside of a unit: of which unit, and its stage."""
         _, stage, origin = self._inner.get(id(tensor), (None, None, None))
         return origin, stage
+
+    def hangs_on_the_module(self, tensor: Tensor) -> bool:
+        """Whether a tensor that was made in this step is there, or on what hangs there."""
+        return any(x is tensor for x in self._left())
 
     def evaluate(self, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Compute, on fakes if any of the tensors is one, or belongs to a unit.
