@@ -19,6 +19,7 @@ from lightning_megatp.gradients.sharding import ZeroSharding
 from lightning_megatp.messages import warn_once_per_run
 from lightning_megatp.module import ParallelModule
 from lightning_megatp.pipeline.carried import CarriedState
+from lightning_megatp.pipeline.held_tensors import Change
 from lightning_megatp.pipeline.logs import Call, Logs, scalar
 from lightning_megatp.pipeline.remote.calls import RemoteCalls
 from lightning_megatp.pipeline.seeds import mixed
@@ -99,6 +100,8 @@ class BatchRun:
     """Whether the last stage left something on the module."""
     set_values: dict[Path, bytes] = field(default_factory=dict)
     """The Python values that it set."""
+    set_tensors: dict[Path, Change] = field(default_factory=dict)
+    """Tensors of the user's own objects in which it set such values for the first time."""
     _weights: dict[int, Tensor | float] = field(default_factory=dict)
     _counted: set[bool] = field(default_factory=set)
     _means: dict[int, list[Tensor]] = field(default_factory=dict)

@@ -3,7 +3,7 @@ the next step (a clipped noise schedule, weights of classes, a threshold)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +47,12 @@ class HeldTensors:
             path: Change(on_cpu(x.detach()), replaced=x is not earlier._tensors.get(path))
             for path, x in self._tensors.items()
             if x is not earlier._tensors.get(path) or self._versions[path] != earlier._versions[path]
+        }
+
+    def of_objects(self, paths: Collection[Path]) -> dict[Path, Change]:
+        """All that lie on some of the user's own objects, which are at these paths."""
+        return {
+            path: Change(on_cpu(x.detach()), replaced=True) for path, x in self._tensors.items() if path[:-1] in paths
         }
 
     def _of(self, path: Path, holder: Mapping[str, Any], left_out: Iterable[str] = ()) -> Iterator[tuple[Path, Tensor]]:

@@ -36,7 +36,7 @@ from lightning_megatp.pipeline.remote.ways import Way, Ways
 from lightning_megatp.pipeline.schedules.schedule import Schedule
 from lightning_megatp.pipeline.seeds import shared_seed
 from lightning_megatp.pipeline.shared import Shared, SharedParameters
-from lightning_megatp.pipeline.slicing.leftovers import Attributes, PlainValues
+from lightning_megatp.pipeline.slicing.leftovers import Attributes, Path, PlainValues
 from lightning_megatp.pipeline.slicing.plan import SlicePlan
 from lightning_megatp.pipeline.slicing.running import seeded
 from lightning_megatp.pipeline.slicing.slicer import Slicer
@@ -114,6 +114,9 @@ class Pipeline:
         """By what the gradients of the last batch have to be multiplied, since its weights add up to something else."""
         self.stateful = False
         """Whether a step left something on the module, which then exists on the last stage only."""
+        self._told_objects = set[Path]()
+        """The user's own objects whose tensors the other stages were told, when a step first set a plain value there:
+        it may say that they are filled."""
         self._looks_for_carried = True
         self._looked_for_counters = False
         self._ways: dict[str, Ways] = {}
@@ -363,6 +366,10 @@ class Pipeline:
             return
         now = PlainValues(self._opened)
         run.set_values = now.changes(plain)
+        objects = {path[:-1] for path in run.set_values if len(path) > 2} - self._told_objects
+        if objects:
+            self._told_objects |= objects
+            run.set_tensors = HeldTensors(self._outside).of_objects(objects)
         if run.backward is not None and len(run.microbatches) > 1 and not self._looked_for_counters:
             self._looked_for_counters = True
             warn_of_counters(now, plain, run.microbatches)
@@ -430,7 +437,7 @@ class Pipeline:
         if self.is_last:
             weights = run.weights()
             total = run.loss(weights)
-            values = pickled(run.set_values)
+            values = pickled(run.set_values, run.set_tensors)
             known = Facts(
                 loss=total.double(),
                 factor=run.provisional_total / weights.sum(),

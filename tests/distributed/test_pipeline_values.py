@@ -734,3 +734,52 @@ def _projects(layout: Layout) -> tuple[list[float], dict[str, Tensor], float]:
 def test_generators_that_a_step_makes_draw_what_they_draw_on_one_device(layout: Layout) -> None:
     (expected,), (found, *_) = (run_program(each, _projects) for each in (PLAIN, layout))
     torch.testing.assert_close(found, expected, atol=1e-9, rtol=0)
+
+
+class Quantiles:
+    """Makes a tensor when it is first called, and remembers that it did."""
+
+    def __init__(self) -> None:
+        self.first, self.levels = True, torch.zeros(0)
+
+    def __call__(self, error: Tensor) -> Tensor:
+        if self.first:
+            self.levels, self.first = torch.tensor([0.1, 0.5, 0.9]).to(error), False
+        return torch.maximum((self.levels - 1) * error, self.levels * error).mean()
+
+
+class FilledLater(LightningModule):
+    """A value is read before the object of the loss is called: stages go by what it did in earlier steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)))
+        self.quantiles = Quantiles()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        x = self.blocks(batch)[:, :1]
+        if x.sum() > 1e9:
+            print("large")
+        return self.quantiles(x - batch[:, 1:2])
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("val_loss", self.training_step(batch, 0))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+def _fills_later(layout: Layout) -> tuple[list[float], float]:
+    rows, losses = torch.randn(16, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(2)), Losses()
+    loader = DataLoader(rows, batch_size=4)  # type: ignore[arg-type]
+    options = {"callbacks": [losses], "num_sanity_val_steps": 0, "max_epochs": 2}
+    trainer = make_trainer(layout, strategy={"plan": None}, **options)
+    trainer.fit(FilledLater(), loader, loader)
+    return losses.seen, float(trainer.callback_metrics["val_loss"])
+
+
+@pytest.mark.parametrize("layout", [Layout(pp=2, microbatches=2), *ONE_BY_ONE], ids=str)
+def test_objects_that_a_step_fills_are_filled_on_all_stages(layout: Layout) -> None:
+    (expected,), (found, *_) = (run_program(each, _fills_later) for each in (PLAIN, layout))
+    torch.testing.assert_close(found, expected, atol=1e-9, rtol=0)
