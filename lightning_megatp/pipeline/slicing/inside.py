@@ -21,7 +21,7 @@ from lightning_megatp.pipeline.slicing.operations import (
 from lightning_megatp.pipeline.slicing.plan import SliceError, tensors_in
 from lightning_megatp.pipeline.slicing.stage_states import Known, Lineage, joined
 from lightning_megatp.pipeline.slicing.values import Value
-from lightning_megatp.shim.torch import is_fake, tensor_version, tree_map
+from lightning_megatp.shim.torch import DisableTorchFunction, is_fake, tensor_version, tree_map
 from lightning_megatp.tensor.features.operation import DRAW
 from lightning_megatp.tensor.functions import check_caller, is_in_place, operation_name, operation_names
 
@@ -94,16 +94,24 @@ class Inside(TorchFunctionMode):
             tensors = tensors[:1]
         elif name in _OVERWRITE and tensors[:1] and self._lineage_of(tensors[0]) is not None:
             tensors = tensors[1:]
-        found = [self._lineage_of(x) for x in tensors]
-        known = [lineage for lineage in found if lineage is not None]
-        return joined(known) if len(known) == len(found) and name not in DRAW else None
+        if name in DRAW:
+            return None
+        found = []
+        for x in tensors:
+            if (lineage := self._lineage_of(x)) is None:
+                return None
+            found.append(lineage)
+        return joined(found)
 
     def _lineage_of(self, x: Tensor) -> Lineage | None:
         if (known := self._tracer.known_alike.get(id(x))) is not None:
             return known.lineage
         value, is_persistent = self._tracer.values.get(x), self._tracer.values.is_persistent(x)
-        if x.requires_grad or not (is_persistent if value is None else value.stage is None):
+        if not (is_persistent if value is None else value.stage is None):
             return None
+        with DisableTorchFunction():  # nobody has to see this
+            if x.requires_grad:
+                return None
         of_batch = value is not None and not value.constant
         return Lineage(frozenset([id(x)] if is_persistent else []), of_batch)
 
