@@ -47,6 +47,8 @@ class WriteWatch(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         check_caller(func)
+        if sets_data(func) and (name := self._parameters.get(id(args[0]))) is not None:
+            raise RuntimeError(lost_change(name))  # of a DTensor, the shell alone would be set
         changes = is_in_place(operation_name(func)) or sets_data(func)
         if changes and args and type(args[0]) in (Tensor, nn.Parameter):
             name = self._names.get(storage_id(args[0]))

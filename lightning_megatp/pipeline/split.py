@@ -106,7 +106,12 @@ def _hidden(batch: Any) -> list[Tensor]:
     first, *_, last = split_batch(batch, batch_size(batch) or 1)
     given = {id(x) for x in tensors_of(first)} & {id(x) for x in tensors_of(last)}
     seen: set[int] = set()
-    apply_to_collection(batch, Tensor, lambda x: seen.add(id(x)))
+
+    def note(x: Tensor) -> Tensor:
+        seen.add(id(x))
+        return x
+
+    apply_to_collection(batch, Tensor, note)
     return [x for x in tensors_of(batch) if id(x) in given - seen]
 
 
@@ -164,12 +169,13 @@ def _first(batch: Any) -> Tensor | list[Any] | None:
     """The first tensor that has a dim 0, or the list of different lengths that holds it."""
     found: list[Tensor | list[Any]] = []
 
-    def note(x: Any) -> None:
+    def note(x: Any) -> Any:
         if _different_lengths(x) or (isinstance(x, Tensor) and x.dim() > 0):
             found.append(x)
         elif isinstance(x, list):
             for item in x:
                 apply_to_collection(item, (Tensor, list), note)
+        return x  # a dataclass is made anew, and may check what it is given
 
     apply_to_collection(batch, (Tensor, list), note)
     return found[0] if found else None

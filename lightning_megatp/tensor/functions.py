@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.overrides import handle_torch_function
 
@@ -83,6 +84,40 @@ def gradient_in_step(name: str, why: str) -> str:
         " `on_before_optimizer_step`, where `p.grad.norm()` is known of all that a rank holds a part of, and"
         " `self.trainer.strategy.full_gradients()` gives the whole of all."
     )
+
+
+def call_one_by_one(
+    call: Callable[..., Any], func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> bool:
+    """Do what `torch._foreach_mul_(tensors, ...)` and its like do, by an operation on each tensor: ranks may hold some.
+
+    Args:
+        call: given each operation's function, arguments and keyword arguments.
+
+    Returns:
+        Whether it is such a function; of others nothing is done.
+    """
+    single = _FOREACH.get(func)
+    if single is None:
+        return False
+    tensors, *rest = args
+    for i, tensor in enumerate(tensors):
+        one = [x[i] if isinstance(x, (list, tuple)) else x for x in rest]
+        named = {name: x[i] if isinstance(x, (list, tuple)) else x for name, x in kwargs.items()}
+        call(single, (tensor, *one), named)
+    return True
+
+
+def _single(name: str) -> Any:
+    return getattr(Tensor, name.removeprefix("_foreach_"), None)
+
+
+_FOREACH: dict[Any, Any] = {
+    getattr(torch, name): _single(name)
+    for name in dir(torch)
+    if name.startswith("_foreach_") and name.endswith("_") and _single(name) is not None
+}
+"""Those that change lists of tensors in place -> what they do to each. torch gives them no public names (2.11-2.13)."""
 
 
 def is_in_place(name: str) -> bool:

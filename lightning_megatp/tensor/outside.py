@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from lightning_megatp.plan.shard import ShardedTensorSpec
 from lightning_megatp.shim.torch import DisableTorchFunction, tree_leaves, tree_map
 from lightning_megatp.tensor.context import TensorContext
-from lightning_megatp.tensor.functions import is_in_place, operation_name, operation_names
+from lightning_megatp.tensor.functions import call_one_by_one, is_in_place, operation_name, operation_names, sets_data
 from lightning_megatp.tensor.parameters import gather_parameter, gather_shards
 from lightning_megatp.tensor.shards import GatheredView, seal
 
@@ -113,6 +113,14 @@ class WholeParameter(torch.Tensor):
             made = cls.of(func(first.shard, **kwargs), first.parameter, first.spec, first.context)
             made.apart = first.apart or kept_apart
             return made
+        if first is not None and sets_data(func):
+            first._set_data(args[1])
+            return None
+        if call_one_by_one(lambda f, a, k: f(*a, **k), func, args, kwargs):
+            return None
+        if isinstance(out := kwargs.get("out"), WholeParameter):
+            del kwargs["out"]
+            return out.copy_(func(*args, **kwargs))
         if first is not None and name == "copy_" and (value := first._own(args[1])) is not None:
             func(first.shard, value, *args[2:], **kwargs)
             return first
@@ -125,18 +133,26 @@ class WholeParameter(torch.Tensor):
                 rest, kwargs = tree_map(lambda x: parts.get(id(x), x), (args[1:], kwargs))
                 func(first.shard, *rest, **kwargs)
                 return first
-            if first.apart and name not in _REFUSED:
+            if name not in _REFUSED:
                 (whole, *rest), kwargs = tree_map(lambda x: used_whole(x, name), (args, kwargs))
                 func(whole, *rest, **kwargs)
                 first.shard.copy_(first.spec.spec(first.context.rank).take(whole))
                 return None if name == "__setitem__" else first
-            raise RuntimeError(
-                f"MegaTPStrategy: the step uses `{name}` on `{first.spec.name}`, of which each rank holds a part."
-                " Inside a step clip with `self.clip_gradients(...)`, change gradients in `on_before_optimizer_step`,"
-                " or leave its layer out of the plan."
-            )
+            raise RuntimeError(_written(first, name))
+        written = [*(args[:1] if is_in_place(name) else ()), kwargs.get("out")]
+        if lost := [x for x in tree_leaves(written) if isinstance(x, WholeParameter)]:
+            raise RuntimeError(_written(lost[0], name))
         args, kwargs = tree_map(lambda x: used_whole(x, name), (args, kwargs))
         return func(*args, **kwargs)
+
+    def _set_data(self, value: Any) -> None:
+        """`p.data = value`: another tensor from now on, of which this rank has its part."""
+        check_undivided(self, "data")
+        own = self._own(value)
+        if own is None:
+            raise RuntimeError(_written(self, "data"))
+        with DisableTorchFunction():
+            self.shard.data = own.detach()
 
     def _gradient(self) -> Tensor | None:
         """What `.grad` is on one device, to look at; where the step begins, that of the batch before.
@@ -168,6 +184,14 @@ class _WholeGradient(GatheredView):
             f"MegaTPStrategy: the step changes a gradient in place (`{name}`), of which each tensor rank holds a part."
             " Inside a step clip with `self.clip_gradients(...)`; change gradients in `on_before_optimizer_step`."
         )
+
+
+def _written(x: WholeParameter, name: str) -> str:
+    return (
+        f"MegaTPStrategy: the step uses `{name}` on `{x.spec.name}`, of which each rank holds a part."
+        " Inside a step clip with `self.clip_gradients(...)`, change gradients in `on_before_optimizer_step`,"
+        " or leave its layer out of the plan."
+    )
 
 
 def used_whole(x: Any, operation: str) -> Any:

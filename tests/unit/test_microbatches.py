@@ -25,6 +25,19 @@ class Record:
     tags: list[str]
 
 
+@dataclasses.dataclass
+class Checked:
+    """As anomalib's batches."""
+
+    x: Tensor
+    tags: list[str]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not isinstance(value, (Tensor, list)):
+            raise TypeError(f"{name} is {value}")
+        super().__setattr__(name, value)
+
+
 def _plain(value: Any) -> Any:
     """Tensors as lists, to compare."""
     if isinstance(value, Tensor):
@@ -50,6 +63,7 @@ X = torch.arange(3)
         ((X, [{"b": X}, {"b": X[:1]}, {"b": X}]), [[0, 1], [{"b": [0, 1, 2]}, {"b": [0]}]], [[2], [{"b": [0, 1, 2]}]]),
         (Pair(X, (None, 7, "s", torch.tensor(5))), [[0, 1], [None, 7, "s", 5]], [[2], [None, 7, "s", 5]]),
         (Record(X, ["a", "b", "c"]), {"x": [0, 1], "tags": ["a", "b"]}, {"x": [2], "tags": ["c"]}),
+        (Checked(X, ["a", "b", "c"]), {"x": [0, 1], "tags": ["a", "b"]}, {"x": [2], "tags": ["c"]}),
         ([X, torch.zeros(2)], [[0, 1], [0, 0]], [[2], [0, 0]]),
         ({"x": X, "l": [X[:1], X, X[:2]]}, {"x": [0, 1], "l": [[0], [0, 1, 2]]}, {"x": [2], "l": [[0, 1]]}),
         ((X, list(X)), [[0, 1], [0, 1]], [[2], [2]]),

@@ -42,7 +42,7 @@ from lightning_megatp.pipeline.slicing.weights import TargetCount
 from lightning_megatp.shim.autograd import functorch_is_active
 from lightning_megatp.shim.torch import WithoutMode, fake_beside, is_fake, tensor_version, tree_leaves, tree_map
 from lightning_megatp.tensor.deferred import DeferredWeights
-from lightning_megatp.tensor.functions import asks_gradient, operation_name
+from lightning_megatp.tensor.functions import asks_gradient, call_one_by_one, operation_name
 
 
 class StageMode(TorchFunctionMode):
@@ -92,6 +92,8 @@ class StageMode(TorchFunctionMode):
             return self._transformed(func, args, kwargs or {})
         if func is torch.Tensor.__iter__:
             return iter(self.__torch_function__(torch.Tensor.unbind, types, args))
+        if call_one_by_one(lambda f, a, k: self.__torch_function__(f, types, a, k), func, args, kwargs or {}):
+            return None
         deferred = getattr(func, "__func__", None) is DeferredWeights.linear  # of a layer that a unit holds, too
         instruction = self._next(F.linear if deferred else func)
         if instruction is None:

@@ -55,7 +55,7 @@ from lightning_megatp.shim.torch import (
     tree_leaves,
     tree_map,
 )
-from lightning_megatp.tensor.functions import check_caller, operation_name
+from lightning_megatp.tensor.functions import call_one_by_one, check_caller, operation_name
 
 
 class Tracer(TorchFunctionMode):
@@ -132,6 +132,8 @@ class Tracer(TorchFunctionMode):
         check_caller(func)
         if func is torch.Tensor.__iter__:
             return iter(self.__torch_function__(torch.Tensor.unbind, types, args))
+        if call_one_by_one(lambda f, a, k: self.__torch_function__(f, types, a, k), func, args, kwargs or {}):
+            return None
         args = cut_by_numbers(func, args, lambda x: self.__torch_function__(torch.Tensor.__index__, types, (x,)))
         return self._trace(Call(func, operation_name(func), func, args, kwargs or {}))
 

@@ -1,0 +1,89 @@
+"""What a training step writes into weights, as momentum encoders do: by whatever operation, as on one device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from torch.utils.data import DataLoader
+
+from tests.distributed.training import PLAIN, Layout, make_trainer, run_program
+from tests.ranks import RankError
+
+PLAN = {f"{head}.{i}": style for head in ("head", "key_head") for i, style in ((0, "column"), (2, "row"))}
+WAYS = ["in place", "foreach", "data", "vector", "out", "index", "normalised"]
+
+
+def _head() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+
+
+class Momentum(LightningModule):
+    """The keys' weights are moved between the forwards of queries and keys."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.way = way
+        self.net, self.head, self.key_head = nn.Linear(8, 8), _head(), _head().requires_grad_(False)
+
+    @torch.no_grad()
+    def move(self) -> None:
+        queries, keys = list(self.head.parameters()), list(self.key_head.parameters())
+        if self.way == "foreach":
+            torch._foreach_mul_(keys, 0.9)
+            torch._foreach_add_(keys, queries, alpha=0.1)
+            return
+        if self.way == "vector":
+            vector_to_parameters(0.9 * parameters_to_vector(keys) + 0.1 * parameters_to_vector(queries), keys)
+            return
+        for p, q in zip(queries, keys, strict=True):
+            if self.way == "in place":
+                q.mul_(0.9).add_(p, alpha=0.1)
+            elif self.way == "data":
+                q.data = q.data * 0.9 + p.data * 0.1
+            elif self.way == "out":
+                torch.add(q * 0.9, p, alpha=0.1, out=q)
+            elif self.way == "index":
+                q.data[:] = q.data * 0.9 + p.data * 0.1
+            elif q.dim() == 2:
+                q.div_(q.norm(dim=1, keepdim=True))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        found = self.head(self.net(batch))
+        self.move()
+        with torch.no_grad():
+            wanted = self.key_head(self.net(batch))
+        return (found - wanted).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD([*self.net.parameters(), *self.head.parameters()], lr=0.1)
+
+
+def _moved(layout: Layout, way: str) -> dict[str, Tensor]:
+    rows = torch.randn(16, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    trainer = make_trainer(layout, strategy={"plan": PLAN if layout.tp > 1 else None})
+    trainer.fit(Momentum(way), DataLoader(rows, batch_size=4))  # type: ignore[arg-type]
+    state: dict[str, Any] = trainer.strategy.lightning_module_state_dict()
+    return {name: torch.as_tensor(x).clone() for name, x in state.items()}
+
+
+@pytest.mark.parametrize(
+    ("layout", "way"),
+    [*((Layout(tp=2), way) for way in WAYS), *((Layout(pp=2, microbatches=1), way) for way in ("in place", "foreach"))],
+    ids=str,
+)
+def test_as_on_one_device(layout: Layout, way: str) -> None:
+    (expected,), (found, *_) = (run_program(each, _moved, way) for each in (PLAIN, layout))
+    for name, x in expected.items():
+        torch.testing.assert_close(found[name], x, atol=1e-12, rtol=0, msg=f"{way} {name}")
+
+
+@pytest.mark.parametrize("way", ["data", "foreach", "in place"])
+def test_rows_that_a_step_would_lose_are_refused(way: str) -> None:
+    with pytest.raises(RankError, match="`key_head.0.weight` was changed in place while it was gathered"):
+        run_program(Layout(dp=2, zero=3), _moved, way)
