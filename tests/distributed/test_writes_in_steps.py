@@ -85,5 +85,5 @@ def test_as_on_one_device(layout: Layout, way: str) -> None:
 
 @pytest.mark.parametrize("way", ["data", "foreach", "in place"])
 def test_rows_that_a_step_would_lose_are_refused(way: str) -> None:
-    with pytest.raises(RankError, match="`key_head.0.weight` was changed in place while it was gathered"):
+    with pytest.raises(RankError, match=r"`key_head\.0\.weight` was changed in place while it was gathered"):
         run_program(Layout(dp=2, zero=3), _moved, way)
