@@ -40,6 +40,7 @@ from lightning_megatp.shim.autograd import untransformed
 # flatten and unflatten are torch.cat and split over any number of tensors in one call each, as DDP uses them; public
 # are only the loops over parameters of torch.nn.utils.
 __all__ = [
+    "FOREACH_IN_PLACE",
     "DataDependentOutputException",
     "DisableTorchFunction",
     "DisableTorchFunctionSubclass",
@@ -228,6 +229,18 @@ def written_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
             value = args[index] if index < len(args) and not argument.kwarg_only else kwargs.get(argument.name)
             found += [x for x in tree_leaves(value) if isinstance(x, Tensor)]
     return found
+
+
+def _single(name: str) -> Any:
+    of_one = name.removeprefix("_foreach_")
+    return getattr(Tensor, {"maximum_": "clamp_min_", "minimum_": "clamp_max_"}.get(of_one, of_one))
+
+
+FOREACH_IN_PLACE: dict[Any, Any] = {
+    getattr(torch, name): _single(name) for name in dir(torch) if name.startswith("_foreach_") and name.endswith("_")
+}
+"""Functions that change each tensor of a list in place -> the method that does it to one. torch gives them no public
+names (2.11-2.13)."""
 
 
 def replace_step(

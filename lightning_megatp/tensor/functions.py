@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.overrides import handle_torch_function
 
 from lightning_megatp.shim.autograd import DirectFunction
+from lightning_megatp.shim.torch import FOREACH_IN_PLACE
 
 _THIS_PACKAGE = __name__.split(".")[0]
 _READ_GRADIENTS = (
@@ -97,7 +97,7 @@ def call_one_by_one(
     Returns:
         Whether it is such a function; of others nothing is done.
     """
-    single = _FOREACH.get(func)
+    single = FOREACH_IN_PLACE.get(func)
     if single is None:
         return False
     tensors, *rest = args
@@ -106,18 +106,6 @@ def call_one_by_one(
         named = {name: x[i] if isinstance(x, (list, tuple)) else x for name, x in kwargs.items()}
         call(single, (tensor, *one), named)
     return True
-
-
-def _single(name: str) -> Any:
-    return getattr(Tensor, name.removeprefix("_foreach_"), None)
-
-
-_FOREACH: dict[Any, Any] = {
-    getattr(torch, name): _single(name)
-    for name in dir(torch)
-    if name.startswith("_foreach_") and name.endswith("_") and _single(name) is not None
-}
-"""Those that change lists of tensors in place -> what they do to each. torch gives them no public names (2.11-2.13)."""
 
 
 def is_in_place(name: str) -> bool:

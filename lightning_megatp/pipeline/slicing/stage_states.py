@@ -92,7 +92,9 @@ class StageStates:
         """
         given = [x for x in tree_leaves(arguments) if is_own_object(x) and not isinstance(x, nn.Module)]
         for owner in (*self._shared.get(unit, ()), *given):
-            _, before = self._before.setdefault(id(owner), (owner, Snapshot(owner, submodules=False)))
+            if id(owner) not in self._before:
+                self._before[id(owner)] = owner, Snapshot(owner, submodules=False)
+            _, before = self._before[id(owner)]
             last = self._at.get(id(owner), stage)
             if last != stage:
                 if not _has_tables_alone(owner, before, known, lasts=id(owner) in self._lasting):
