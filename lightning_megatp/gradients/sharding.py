@@ -125,6 +125,8 @@ class ZeroSharding:
         for group in groups:
             group.reduce_unused()
         self._versions = {p.name: tensor_version(p.whole) for p in self.parameters}
+        self._shells = [storage_id(p.sharded) for p in self.parameters]
+        """What a DTensor's `.data` is set to changes its shell alone."""
         self._used: set[str] = set()
         """Names of what had a gradient on this rank since the last reduction."""
         self._reduces = True
@@ -317,6 +319,9 @@ class ZeroSharding:
         parameter was not used. One that no rank has used keeps having no gradient.
         """
         self._check_unchanged()
+        for parameter, shell in zip(self.parameters, self._shells, strict=True):
+            if storage_id(parameter.sharded) != shell:
+                raise RuntimeError(lost_change(parameter.name))
         if self._parked:
             self.take_over()
             for parameter in self.parameters:

@@ -64,10 +64,10 @@ class Momentum(LightningModule):
         return torch.optim.SGD([*self.net.parameters(), *self.head.parameters()], lr=0.1)
 
 
-def _moved(layout: Layout, way: str) -> dict[str, Tensor]:
-    rows = torch.randn(16, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+def _moved(layout: Layout, way: str, kind: type[Momentum] = Momentum) -> dict[str, Tensor]:
+    rows = torch.randn(16 if layout.dp == 1 else 32, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     trainer = make_trainer(layout, strategy={"plan": PLAN if layout.tp > 1 else None})
-    trainer.fit(Momentum(way), DataLoader(rows, batch_size=4))  # type: ignore[arg-type]
+    trainer.fit(kind(way), DataLoader(rows, batch_size=4))  # type: ignore[arg-type]
     state: dict[str, Any] = trainer.strategy.lightning_module_state_dict()
     return {name: torch.as_tensor(x).clone() for name, x in state.items()}
 
@@ -83,7 +83,23 @@ def test_as_on_one_device(layout: Layout, way: str) -> None:
         torch.testing.assert_close(found[name], x, atol=1e-12, rtol=0, msg=f"{way} {name}")
 
 
+class Late(Momentum):
+    """After the steps that are watched."""
+
+    def move(self) -> None:
+        if self.trainer.global_step >= 2:
+            super().move()
+
+
 @pytest.mark.parametrize("way", ["data", "foreach", "in place"])
 def test_rows_that_a_step_would_lose_are_refused(way: str) -> None:
     with pytest.raises(RankError, match=r"`key_head\.0\.weight` was changed in place while it was gathered"):
         run_program(Layout(dp=2, zero=3), _moved, way)
+
+
+def test_so_are_those_of_later_steps() -> None:
+    with pytest.raises(RankError, match=r"`key_head\.0\.weight` was changed in place"):
+        run_program(Layout(dp=2, zero=3), _moved, "data", Late)
+    expected, found = (run_program(Layout(dp=2, zero=zero), _moved, "in place", Late)[0] for zero in (0, 3))
+    for name, x in expected.items():  # rows are changed, and not lost
+        torch.testing.assert_close(found[name], x, atol=1e-12, rtol=0, msg=name)
