@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,26 +86,18 @@ def gradient_in_step(name: str, why: str) -> str:
     )
 
 
-def call_one_by_one(
-    call: Callable[..., Any], func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> bool:
-    """Do what `torch._foreach_mul_(tensors, ...)` and its like do, by an operation on each tensor: ranks may hold some.
+def one_by_one(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Iterator[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]]:
+    """What a function of `FOREACH_IN_PLACE` (`torch._foreach_mul_`) does, as an operation on each of its tensors, of
+    which ranks may hold some: function, arguments and keyword arguments."""
 
-    Args:
-        call: given each operation's function, arguments and keyword arguments.
+    def of(i: int, given: Any) -> Any:
+        return given[i] if isinstance(given, (list, tuple)) else given
 
-    Returns:
-        Whether it is such a function; of others nothing is done.
-    """
-    single = FOREACH_IN_PLACE.get(func)
-    if single is None:
-        return False
     tensors, *rest = args
     for i, tensor in enumerate(tensors):
-        one = [x[i] if isinstance(x, (list, tuple)) else x for x in rest]
-        named = {name: x[i] if isinstance(x, (list, tuple)) else x for name, x in kwargs.items()}
-        call(single, (tensor, *one), named)
-    return True
+        yield FOREACH_IN_PLACE[func], (tensor, *(of(i, x) for x in rest)), {k: of(i, x) for k, x in kwargs.items()}
 
 
 def is_in_place(name: str) -> bool:

@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_megatp.plan.shard import ShardedTensorSpec
-from lightning_megatp.shim.torch import DisableTorchFunction, tree_leaves, tree_map
+from lightning_megatp.shim.torch import FOREACH_IN_PLACE, DisableTorchFunction, tree_leaves, tree_map
 from lightning_megatp.tensor.context import TensorContext
-from lightning_megatp.tensor.functions import call_one_by_one, is_in_place, operation_name, operation_names, sets_data
+from lightning_megatp.tensor.functions import is_in_place, one_by_one, operation_name, operation_names, sets_data
 from lightning_megatp.tensor.parameters import gather_parameter, gather_shards
 from lightning_megatp.tensor.shards import GatheredView, seal
 
@@ -116,7 +116,9 @@ class WholeParameter(torch.Tensor):
         if first is not None and sets_data(func):
             first._set_data(args[1])
             return None
-        if call_one_by_one(lambda f, a, k: f(*a, **k), func, args, kwargs):
+        if func in FOREACH_IN_PLACE:
+            for single, given, named in one_by_one(func, args, kwargs):
+                single(*given, **named)
             return None
         if isinstance(out := kwargs.get("out"), WholeParameter):
             del kwargs["out"]

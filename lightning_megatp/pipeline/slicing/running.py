@@ -40,9 +40,17 @@ from lightning_megatp.pipeline.slicing.plan import (
 from lightning_megatp.pipeline.slicing.refusals import gradient_read
 from lightning_megatp.pipeline.slicing.weights import TargetCount
 from lightning_megatp.shim.autograd import functorch_is_active
-from lightning_megatp.shim.torch import WithoutMode, fake_beside, is_fake, tensor_version, tree_leaves, tree_map
+from lightning_megatp.shim.torch import (
+    FOREACH_IN_PLACE,
+    WithoutMode,
+    fake_beside,
+    is_fake,
+    tensor_version,
+    tree_leaves,
+    tree_map,
+)
 from lightning_megatp.tensor.deferred import DeferredWeights
-from lightning_megatp.tensor.functions import asks_gradient, call_one_by_one, operation_name
+from lightning_megatp.tensor.functions import asks_gradient, one_by_one, operation_name
 
 
 class StageMode(TorchFunctionMode):
@@ -92,7 +100,9 @@ class StageMode(TorchFunctionMode):
             return self._transformed(func, args, kwargs or {})
         if func is torch.Tensor.__iter__:
             return iter(self.__torch_function__(torch.Tensor.unbind, types, args))
-        if call_one_by_one(lambda f, a, k: self.__torch_function__(f, types, a, k), func, args, kwargs or {}):
+        if func in FOREACH_IN_PLACE:
+            for single, given, named in one_by_one(func, args, kwargs or {}):
+                self.__torch_function__(single, types, given, named)
             return None
         deferred = getattr(func, "__func__", None) is DeferredWeights.linear  # of a layer that a unit holds, too
         instruction = self._next(F.linear if deferred else func)

@@ -44,6 +44,7 @@ from lightning_megatp.pipeline.slicing.step_generators import StepGenerators
 from lightning_megatp.pipeline.slicing.values import Value, Values, versions
 from lightning_megatp.shim.autograd import checkpoint_region, function_name, functorch_is_active, untransformed
 from lightning_megatp.shim.torch import (
+    FOREACH_IN_PLACE,
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensorMode,
@@ -55,7 +56,7 @@ from lightning_megatp.shim.torch import (
     tree_leaves,
     tree_map,
 )
-from lightning_megatp.tensor.functions import call_one_by_one, check_caller, operation_name
+from lightning_megatp.tensor.functions import check_caller, one_by_one, operation_name
 
 
 class Tracer(TorchFunctionMode):
@@ -132,7 +133,9 @@ class Tracer(TorchFunctionMode):
         check_caller(func)
         if func is torch.Tensor.__iter__:
             return iter(self.__torch_function__(torch.Tensor.unbind, types, args))
-        if call_one_by_one(lambda f, a, k: self.__torch_function__(f, types, a, k), func, args, kwargs or {}):
+        if func in FOREACH_IN_PLACE:
+            for single, given, named in one_by_one(func, args, kwargs or {}):
+                self.__torch_function__(single, types, given, named)
             return None
         args = cut_by_numbers(func, args, lambda x: self.__torch_function__(torch.Tensor.__index__, types, (x,)))
         return self._trace(Call(func, operation_name(func), func, args, kwargs or {}))
