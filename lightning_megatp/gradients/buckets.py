@@ -28,6 +28,16 @@ class _Bucket:
     """Which parameters had a gradient here when it started."""
     flat: Tensor | None = None
     work: dist.Work | None = None
+    memory: Tensor | None = None
+    """On CPUs: where `flat` always lies. Memory that is freed there goes back to the system, which takes milliseconds to
+    give it again, page by page; an allocator of GPUs keeps it."""
+
+    def flatten(self, grads: list[Tensor]) -> Tensor:
+        if self.memory is not None and self.memory.dtype == grads[0].dtype:
+            return torch.cat([grad.reshape(-1) for grad in grads], out=self.memory)
+        flat = flatten(grads)
+        self.memory = flat if flat.device.type == "cpu" else None
+        return flat
 
 
 class GradientBuckets:
@@ -134,7 +144,7 @@ class GradientBuckets:
         flags = grads[0].new_ones(len(grads))
         if not all(bucket.has):
             flags = from_host(bucket.has, flags.device).to(flags)
-        bucket.flat = flatten([*grads, flags])
+        bucket.flat = bucket.flatten([*grads, flags])
         bucket.work = dist.all_reduce(bucket.flat, group=self.group, async_op=True)
 
     def _collect(self, bucket: _Bucket, factor: float) -> None:
@@ -148,10 +158,28 @@ class GradientBuckets:
         for parameter, grad, want in zip(bucket.parameters, averaged, wanted, strict=True):
             if want:  # what the user kept of earlier batches is still there, if this batch's was on its way before
                 kept = parameter.grad if bucket.early else None
-                parameter.grad = grad if kept is None else kept + grad
+                if kept is not None:
+                    parameter.grad = kept + grad
+                else:
+                    _replace_gradient(parameter, grad, lasts=bucket.memory is None)
         bucket.flat = bucket.work = None
         bucket.early = False
         bucket.ready.clear()
+
+
+def _replace_gradient(parameter: Tensor, average: Tensor, lasts: bool) -> None:
+    """Let a parameter have the average.
+
+    Args:
+        lasts: whether the average's memory is nobody else's.
+    """
+    grad = parameter.grad
+    if lasts:
+        parameter.grad = average
+    elif grad is None or grad.requires_grad or not grad.is_contiguous():
+        parameter.grad = average.clone()
+    else:
+        grad.copy_(average)
 
 
 def _zeros(parameter: Tensor) -> Tensor:

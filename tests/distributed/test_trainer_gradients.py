@@ -80,6 +80,7 @@ class Conditional(GPT):
         super().__init__(GPTConfig(tied=False))
         self.sometimes, self.never = nn.Linear(16, 16), nn.Linear(16, 16)
         self.seen: dict[str, Tensor | None] = {}
+        self.kept: list[tuple[Tensor, Tensor]] = []
 
     def trunk(self, tokens_BL: Tensor) -> Tensor:
         x_BLD = super().trunk(tokens_BL)
@@ -90,6 +91,7 @@ class Conditional(GPT):
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         self.seen = {name: p.grad for name, p in self.named_parameters()}
+        self.kept += [(grad, grad.clone()) for grad in self.seen.values() if grad is not None]
 
 
 def _conditional(layout: Layout, bucket_mb: float) -> tuple[list[Tensor], bool, list[Tensor]]:
@@ -98,6 +100,7 @@ def _conditional(layout: Layout, bucket_mb: float) -> tuple[list[Tensor], bool, 
     plan = {"blocks.*.mlp.up": "column", "blocks.*.mlp.down": "row"}
     trainer = make_trainer(layout, strategy={"bucket_mb": bucket_mb, "plan": plan})
     trainer.fit(module, train_loader(layout, 3))
+    assert all(torch.equal(grad, then) for grad, then in module.kept), "a later batch has written into it"
     grads = [module.seen["sometimes.weight"], module.seen["head.weight"]]
     assert all(grad is not None for grad in grads)
     return grads, module.seen["never.weight"] is None, [p.detach() for p in module.parameters()]  # type: ignore[return-value]
