@@ -29,8 +29,8 @@ class _Bucket:
     flat: Tensor | None = None
     work: dist.Work | None = None
     memory: Tensor | None = None
-    """On CPUs: where `flat` always lies. Memory that is freed there goes back to the system, which takes milliseconds to
-    give it again, page by page; an allocator of GPUs keeps it."""
+    """On CPUs: where `flat` always lies. What is freed there goes back to the system, which takes milliseconds to give
+    it again, page by page; an allocator of GPUs keeps it."""
 
     def flatten(self, grads: list[Tensor]) -> Tensor:
         if self.memory is not None and self.memory.dtype == grads[0].dtype:

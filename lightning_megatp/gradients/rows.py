@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Size, Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -148,7 +149,9 @@ def finds_rows(error: BaseException) -> bool:
     if "mixed torch.Tensor and DTensor" in str(error):
         return True
     inside = str(Path("torch", "distributed", "tensor"))
-    return any(inside in frame.filename for frame in traceback.extract_tb(error.__traceback__))
+    return not isinstance(error, torch.OutOfMemoryError) and any(
+        inside in frame.filename for frame in traceback.extract_tb(error.__traceback__)
+    )
 
 
 def used_beside(step: str, level: int) -> RuntimeError:

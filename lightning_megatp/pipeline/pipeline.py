@@ -360,6 +360,7 @@ class Pipeline:
         """Find out whether anything is left on the module. Once something was, it is no question any more."""
         before = Attributes(self.parallel.module) if self.is_last and not self.stateful else None
         plain = PlainValues(self._opened) if self.is_last else None
+        held = HeldTensors(self._outside) if self.is_last and run.remote is not None else None
         yield
         run.left_state = before is not None and Attributes(self.parallel.module).differ_from(before)
         if plain is None:
@@ -370,6 +371,9 @@ class Pipeline:
         if objects:
             self._told_objects |= objects
             run.set_tensors = HeldTensors(self._outside).of_objects(objects)
+        if held is not None:  # other stages did not run the step
+            changes = HeldTensors(self._outside).changes(held)
+            run.set_tensors = {path: x for path, x in changes.items() if not x.replaced} | dict(run.set_tensors or {})
         if run.backward is not None and len(run.microbatches) > 1 and not self._looked_for_counters:
             self._looked_for_counters = True
             warn_of_counters(now, plain, run.microbatches)

@@ -15,6 +15,7 @@ from lightning_megatp.pipeline.loans import Loans
 from lightning_megatp.pipeline.remote.calls import warn_of_turns
 from lightning_megatp.pipeline.seeds import mixed
 from lightning_megatp.pipeline.shared import Shared, SharedParameters
+from lightning_megatp.pipeline.slicing.lasting import UNNAMED
 from lightning_megatp.pipeline.slicing.plan import KindError, SliceError, SlicePlan
 from lightning_megatp.pipeline.slicing.slicer import Slicer
 from lightning_megatp.pipeline.trained import Trained
@@ -50,6 +51,10 @@ class Plans:
         """Kinds of steps of evaluation, and signatures, that can't be cut."""
         self._changed: set[str] = set()
         """What steps change and was said."""
+        self._changed_on: dict[str, int] = {}
+        """What outlives steps and some step changes -> the only stage that does."""
+        self._used_on: dict[str, set[int]] = {}
+        """What outlives steps -> the stages that use it in training."""
 
     def of(self, kind: str, step: Step, microbatches: Sequence[Any], seed: int) -> list[SlicePlan] | None:
         """One per microbatch; None if it is a step of evaluation that can't be cut.
@@ -116,6 +121,8 @@ class Plans:
         try:
             with self._slicer.planned_by(sharding.planning) if sharding else contextlib.nullcontext():
                 plans = self._slicer.plans(step, microbatch, is_first)
+                for plan in plans:
+                    self._check_lasting(kind, plan)
         except SliceError as error:
             if kind == "train" or isinstance(error, KindError):
                 raise
@@ -139,6 +146,36 @@ class Plans:
             self._agree(plan.digest())
             self._lend(plan)
         return plans
+
+    def _check_lasting(self, kind: str, plan: SlicePlan) -> None:
+        """What a step changes on one stage, steps of other kinds and shapes may use there alone. A step of evaluation
+        that uses it elsewhere is run by the last stage, if that is where it is changed.
+
+        Raises:
+            SliceError: others would find old values; or stages that share a copy would each change it.
+        """
+        if plan.changed_alike and self._slicer.n_stages > self._mesh.size("pp"):
+            raise KindError(
+                f"the step changes `{plan.changed_alike[0]}` in place before its first block. Each stage does that on a"
+                " copy of its own, but here a rank has several stages and one copy. Take a schedule with one stage per"
+                " rank, or change it after the last block, or in a hook such as on_train_batch_start."
+            )
+        last = plan.n_stages - 1
+        used = {name: set(stages) for name, stages in plan.used.items()}
+        used.update((name, set(range(plan.n_stages))) for name in plan.changed_alike if name != UNNAMED)
+        changed = {**plan.changed, **self._changed_on}
+        for name in [name for name, stage in changed.items() if used.get(name, set()) - {stage}]:
+            error = SliceError if kind != "train" and changed[name] == last else KindError
+            raise error(_stale(name, changed[name], used[name]))
+        for name, stage in plan.changed.items():
+            if users := self._used_on.get(name, set()) - {stage}:
+                raise KindError(_stale(name, stage, users))
+        if not plan.changed.keys() <= self._changed_on.keys():
+            self._changed_on.update(plan.changed)
+            for key in [key for key in self._made if key[0] != "train"]:
+                del self._made[key]  # they may use it
+        for name, stages in used.items() if kind == "train" else ():
+            self._used_on.setdefault(name, set()).update(stages)
 
     def _lend(self, plan: SlicePlan) -> None:
         missing = self._loans.missing(plan.shared) if self._parallel.sharding is not None else {}
@@ -170,3 +207,11 @@ class Plans:
                 " rank, on Python's or NumPy's random numbers, or on the order of a set; nor may parameters be frozen"
                 " or unfrozen in the middle of an epoch."
             )
+
+
+def _stale(name: str, changed_on: int, used_on: set[int]) -> str:
+    return (
+        f"a step changes `{name}` in place on pipeline stage {changed_on}, and a step uses it on stage"
+        f" {min(used_on - {changed_on})}, which would not see the change. Keep what reads it and what changes it on one"
+        " stage, or change it in a hook such as on_train_batch_start."
+    )

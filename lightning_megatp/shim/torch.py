@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import re
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
@@ -73,6 +74,7 @@ __all__ = [
     "runs_own_convolution",
     "sdpa_is_fused",
     "storage_id",
+    "subclassed_fake",
     "tensor_version",
     "tree_flatten",
     "tree_leaves",
@@ -102,6 +104,15 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 def missed_data(error: RuntimeError) -> bool:
     """Whether a kernel failed since it reads the memory of a fake tensor; only torch's words tell (2.11-2.13)."""
     return "data is not allocated yet" in str(error) or "Cannot access data pointer of Tensor" in str(error)
+
+
+def subclassed_fake(error: Exception) -> str:
+    """The class that somebody tried to make a fake tensor of (`Tensor.as_subclass`), which no mode sees; only torch's
+    words tell (2.11-2.13)."""
+    found = re.search(
+        r"Creating a new Tensor subclass (\w+) but the raw .* python object of type FakeTensor", str(error)
+    )
+    return "" if found is None else found[1]
 
 
 def is_view(x: Tensor) -> bool:

@@ -783,3 +783,44 @@ def _fills_later(layout: Layout) -> tuple[list[float], float]:
 def test_objects_that_a_step_fills_are_filled_on_all_stages(layout: Layout) -> None:
     (expected,), (found, *_) = (run_program(each, _fills_later) for each in (PLAIN, layout))
     torch.testing.assert_close(found, expected, atol=1e-9, rtol=0)
+
+
+class Marked(torch.Tensor):
+    """A class of tensors, as torchvision has them."""
+
+    @staticmethod
+    def __new__(cls, data: Tensor) -> Marked:
+        return data.as_subclass(cls)
+
+
+class Marks(GPT):
+    """Makes one of what it computes; if `early`, also before its blocks."""
+
+    def __init__(self, early: bool) -> None:
+        super().__init__()
+        self.early, self.kept = early, None
+
+    def trunk(self, tokens_BL: Tensor) -> Tensor:
+        x_BLD = self.tok(tokens_BL) + self.pos(torch.arange(tokens_BL.shape[1]))
+        x_BLD = x_BLD * Marked(x_BLD.detach() > 0).as_subclass(Tensor) if self.early else x_BLD
+        for block in self.blocks:
+            x_BLD = block(x_BLD)
+        return self.norm(x_BLD)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        marked = Marked(self.head(self.trunk(batch[0])) > 0)
+        self.log("share", marked.as_subclass(Tensor).double().mean())
+        return {"marked": marked}
+
+
+def _marking(layout: Layout, early: bool) -> float:
+    torch.manual_seed(0)
+    trainer = make_trainer(layout, strategy={"plan": None})
+    trainer.fit(Marks(early), train_loader(layout, 2), train_loader(layout, 2))
+    return float(trainer.callback_metrics["share"])
+
+
+def test_classes_of_tensors_are_made_where_values_are() -> None:
+    assert run_program(Layout(pp=2), _marking, False) == pytest.approx(2 * run_program(PLAIN, _marking, False))
+    with pytest.raises(RankError, match=r"a value made into a `Marked`.*pipeline stage 1.*has not begun"):
+        run_program(Layout(pp=2), _marking, True)

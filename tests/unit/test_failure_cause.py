@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 from torch.distributed import DistBackendError
 
 from lightning_megatp.failure.cause import Evidence, Kind, evidence_of, first_cause, is_communication_error
 from lightning_megatp.failure.ending import say
 from lightning_megatp.failure.link import Address
 from lightning_megatp.failure.star import Hub, Spoke
+from lightning_megatp.gradients.rows import finds_rows
 
 GLOO = "[third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.1]:10972."
 
@@ -137,3 +141,16 @@ def test_a_screen_that_takes_nothing_holds_nobody_up(monkeypatch: pytest.MonkeyP
     say("the cause")
     assert time.monotonic() - start < 5
     never.set()
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [("RuntimeError('a wrong shape')", True), ("torch.OutOfMemoryError('CUDA out of memory')", False)],
+)
+def test_what_fails_inside_of_dtensor_uses_rows_unless_memory_is_out(error: str, told: bool) -> None:
+    names: dict[str, Any] = {"torch": torch}
+    file = str(Path("torch", "distributed", "tensor", "_dispatch.py"))
+    exec(compile(f"def dispatch():\n    raise {error}", file, "exec"), names)
+    with pytest.raises(RuntimeError) as raised:
+        names["dispatch"]()
+    assert finds_rows(raised.value) is told

@@ -1050,6 +1050,8 @@ def test_buffers_changed_between_units() -> None:
             self.register_buffer("count", torch.zeros(()))
 
         def training_step(self, batch: Any, batch_idx: int = 0) -> Any:
+            if self.at == "first of all":
+                self.count += 1
             x = self.middle(self.embed(batch[0]))
             if self.at == "replicated":
                 self.count += 1
@@ -1065,16 +1067,17 @@ def test_buffers_changed_between_units() -> None:
                 self.count += self.embed(batch[0]).detach().mean()
             return self.loss(self.head(self.norm(x)), batch[1])
 
-    for at in ("replicated", "elsewhere"):
-        with pytest.raises(SliceError, match="changes `count`"):
-            planned(Counting(at), tokens())
-    for at, stage in (("last", 1), ("used", 1), ("first", 0)):
+    with pytest.raises(SliceError, match="changes `count`"):
+        planned(Counting("elsewhere"), tokens())
+    for at, stage in (("last", 1), ("used", 1), ("first", 0), ("replicated", 1), ("first of all", None)):
         module, batch = Counting(at).double(), tokens()
         pipe = pipeline(module, batch, 2)
         torch.testing.assert_close(forward(pipe, batch)[-1][1].result, module.training_step(batch))
         assert module.count != 0
-        assert [torch.equal(each.count, module.count) for each in pipe.modules] == [s == stage for s in range(2)]
-        assert pipe.plans[0].changed == {"count": stage}
+        by_stage = [torch.equal(each.count, module.count) for each in pipe.modules]
+        assert by_stage == [stage in (None, s) for s in range(2)]
+        assert pipe.plans[0].changed == ({} if stage is None else {"count": stage})
+        assert pipe.plans[0].changed_alike == (("count",) if stage is None else ())
 
 
 def test_a_stage_without_work_is_refused() -> None:

@@ -104,6 +104,9 @@ class Operation:
     """What it does to what: its plain arguments, and where its tensors come from. See `recipe_of`."""
     given: tuple[Any, ...] = ()
     """Shape and dtype of the tensors among its arguments; None for those that are no replicated values."""
+    copied: tuple[int, ...] = ()
+    """Which tensors among its arguments it is given copies of: its backward may need what they hold now, and the next
+    microbatch changes it in place."""
 
 
 @dataclass(frozen=True)
@@ -137,6 +140,10 @@ class SlicePlan:
     """Some operation between units is an autograd function, which no mode sees."""
     converts: bool
     """The step calls a module's `to(...)` or its like."""
+    changed_alike: tuple[str, ...] = ()
+    """Likewise, but every stage does, on its own copy."""
+    used: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """What outlives the step and is in no unit, with the stages that depend on it."""
     clones: frozenset[Key] = frozenset()
     """Relayed values that a later stage changes in place."""
     reads: tuple[Read, ...] = ()
@@ -275,7 +282,7 @@ def _instruct(op: Operation, stage: int | None, received: set[Key], sent: set[Ke
         what=op.what,
         computed=computed,
         ghosts=op.ghosts,
-        special=needs_stand_ins or op.random or op.shape_only,
+        special=needs_stand_ins or op.random or op.shape_only or bool(op.copied),
         received=returned,
         targets=() if computed else targets,
         shared=not (computed or returned or targets or stage is None) and _is_immutable(op.ghosts),

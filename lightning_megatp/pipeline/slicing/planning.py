@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 import torch
@@ -33,7 +33,9 @@ def make_plan(
     Raises:
         SliceError: a stage has nothing to do where gradients are wanted, or a stage changes what others use.
     """
-    changed = tracer.values.changed_for_good(tracer.owners)
+    last_of = {operation.stage: i for i, operation in enumerate(tracer.operations)}
+    ends = [last_of.get(stage, -1) for stage in range(n_stages - 1)]
+    changed = tracer.values.changed_for_good(tracer.owners, ends)
     tracer.values.find_gradients(n_stages - 1)
     for stage in range(n_stages):
         if not any(operation.stage == stage for operation in tracer.operations):
@@ -52,7 +54,7 @@ def make_plan(
     glue = {name: _stages(tracer.values.uses.get(i, set()), n_stages) for i, name in tracer.glue.items()}
     return SlicePlan(
         n_stages=n_stages,
-        operations=_operations(tracer),
+        operations=_operations(tracer, changed.ids),
         relays=tuple(_relays(tracer.values.by_key, stage) for stage in range(n_stages)),
         shared={**shared, **{name: stages for name, stages in glue.items() if len(stages) > 1}},
         glue=glue,
@@ -63,7 +65,9 @@ def make_plan(
         leaves_ghosts=leaves_ghosts,
         uses_functions=tracer.uses_functions,
         converts=tracer.converts,
-        changed=changed,
+        changed=changed.by_stage,
+        changed_alike=changed.alike,
+        used=changed.used,
         clones=frozenset(tracer.values.clones),
         reads=tuple(tracer.reads),
         varies=tracer.varies,
@@ -72,8 +76,11 @@ def make_plan(
     )
 
 
-def _operations(tracer: Tracer) -> tuple[Operation, ...]:
+def _operations(tracer: Tracer, changed: Collection[int]) -> tuple[Operation, ...]:
     operations = list(tracer.operations)
+    for i, position, lasting in tracer.lasting_inputs:
+        if not lasting.isdisjoint(changed):
+            operations[i] = replace(operations[i], copied=(*operations[i].copied, position))
     for i, seed in tracer.generators.seeds():
         drawn = operations[i]
         operations[i] = replace(drawn, own_generator=True, recipe=f"{drawn.recipe} {seed}")

@@ -262,6 +262,10 @@ class StageMode(TorchFunctionMode):
         if operation.shape_only:
             args, kwargs = with_memory(args, kwargs)
         args, kwargs = self.stood_in((args, kwargs))
+        if operation.copied:
+            tensors = tensors_in(args, kwargs)
+            chosen = {id(tensors[position]) for position in operation.copied}
+            args, kwargs = tree_map(lambda x: x.clone() if id(x) in chosen else x, (args, kwargs))
         if not operation.random or operation.own_generator:
             return function(*args, **kwargs)
         with seeded(hash((self._seed, self._index)), generators_of(args, kwargs)):

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_megatp.pipeline.slicing.calls import Decides, Interception, Switch, loggers_in, logging_by
+from lightning_megatp.pipeline.slicing.lasting import UNNAMED
 from lightning_megatp.pipeline.slicing.operations import StepEnded
 from lightning_megatp.pipeline.slicing.ownership import Ownership, Sizes
 from lightning_megatp.pipeline.slicing.place import Place
@@ -40,6 +41,7 @@ from lightning_megatp.shim.torch import (
     conversions_around,
     distributions_not_validated,
     is_fake,
+    subclassed_fake,
     tensor_version,
 )
 
@@ -85,6 +87,8 @@ class Slicer:
         self._interception = Interception(module, dict(stage_of_unit), self._switch)
         self._in_batch = False
         self._before_rehearsals: Snapshot | None = None
+        self._values_before: list[FirstValues] = []
+        """Before rehearsals that changed tensors in place, of one batch."""
         self._tables = Tables()
         self._shared = shared_parts(module, stage_of_unit)
         self._follows = False
@@ -253,7 +257,8 @@ class Slicer:
         return None
 
     def _is_rehearsed_to_the_end(self, plan: SlicePlan) -> bool:
-        return plan.varies or self._follows or not self._tables.are_those_of(plan)
+        follows = self._follows or bool(plan.changed_alike and plan.early_reads)
+        return plan.varies or follows or not self._tables.are_those_of(plan)
 
     def _fits(self, plan: SlicePlan, mode: Rehearsal, step: Step, batch: Any) -> bool:
         if not (plan.early_reads or self._is_rehearsed_to_the_end(plan)):
@@ -261,12 +266,22 @@ class Slicer:
         batch = copy.deepcopy(batch) if plan.changes_batch else batch
         before = Snapshot(self.module)
         self._before_rehearsals = self._before_rehearsals or before
+        values = FirstValues(before.tensors.values() if plan.changed_alike else ())
+        self._values_before.append(values)
         try:
-            with random_state_kept(), checkpoints_ended(), self._by(mode, plan), contextlib.suppress(StepEnded), mode:
+            with (
+                random_state_kept(),
+                checkpoints_ended(),
+                self._by(mode, plan),
+                contextlib.suppress(StepEnded),
+                values if plan.changed_alike else contextlib.nullcontext(),
+                mode,
+            ):
                 step(batch)
             mode.check(skipped=False)
         except SliceError:
             before.restore()
+            self._values_before.pop().restore()
             return False
         except Exception:
             return True  # it will fail where it is run
@@ -283,6 +298,8 @@ class Slicer:
             if self._before_rehearsals is not None:
                 self._before_rehearsals.restore()
                 self._before_rehearsals = None
+            while self._values_before:
+                self._values_before.pop().restore()
 
     @contextlib.contextmanager
     def batch(self) -> Iterator[None]:
@@ -373,7 +390,7 @@ class Slicer:
         names = self._ownership.names
         glue = {tensor_id: name for tensor_id, name in names.items() if tensor_id not in owners}
         buffers = {id(x): name for name, x in self.module.named_buffers()}
-        others = dict.fromkeys(snapshot.tensors, "a tensor of the module")
+        others = dict.fromkeys(snapshot.tensors, UNNAMED)
         values = Values(self._fake_mode, {**others, **buffers, **names}, self.n_stages)
         return Tracer(
             owners,
@@ -403,11 +420,12 @@ class Slicer:
             except SliceError:
                 raise
             except Exception as error:
-                if not tracer.guessed:
+                if kind := subclassed_fake(error):
+                    tracer.end(f"a value made into a `{kind}` (a class of tensors)")
+                elif not tracer.guessed:
                     raise
-                tracer.misled += (
-                    f", and then the step failed ({type(error).__name__}: {error})" if tracer.misled else ""
-                )
+                elif tracer.misled:
+                    tracer.misled += f", and then the step failed ({type(error).__name__}: {error})"
         if tracer.error is not None:
             raise tracer.error
         loss = result.get("loss") if isinstance(result, Mapping) else result

@@ -124,6 +124,9 @@ class Tracer(TorchFunctionMode):
         """Of that, what every stage would make alike."""
         self.generators = StepGenerators()
         self._regions = CheckpointRegions()
+        self.lasting_inputs: list[tuple[int, int, set[int]]] = []
+        """Operations that gradients come back from, which tensor of their arguments, and id() of those that outlive the
+        step and lie there."""
         self._changed: set[Key] = set()
         """Values that came about by a change in place."""
 
@@ -248,6 +251,24 @@ class Tracer(TorchFunctionMode):
                 )
         return left
 
+    def end(self, why: str) -> None:
+        """The step can't be followed any further, at an operation that was not seen.
+
+        Args:
+            why: what is done there.
+
+        Raises:
+            SliceError: the last stage has not begun.
+        """
+        if not any(operation.stage == self.last_stage for operation in self.operations):
+            raise SliceError(
+                f"the step has {why}, and pipeline stage {self.last_stage}, where values are known, has not begun."
+                " Do it after the last block, or in the forward of a module."
+            )
+        for value in self.values.early_numbers(self.last_stage):
+            self._use(value, self.last_stage, why, [])
+        self.ended = self.ended or why
+
     def refuse_stand_in(self, value: Value, stage: int | None, what: str) -> None:
         """Raise where a stage would find the tensor that another stage changed in place, and not what it became.
 
@@ -356,7 +377,7 @@ class Tracer(TorchFunctionMode):
                 self.reads.append(Read.of(len(self.operations), out))
                 self.asks_batch |= any(not value.constant for value in call.inputs)
                 for value in call.inputs:
-                    self.values.use_origins(value, None)
+                    self.values.look_at(value, len(self.operations))
             return out
         call.random = stage is None and random_states(call.args, call.kwargs) != random_before
         self.generators.note(call, stage, len(self.operations))
@@ -403,7 +424,7 @@ class Tracer(TorchFunctionMode):
                 " a module."
             )
         for value in known:
-            self.values.use_origins(value, None)
+            self.values.look_at(value, len(self.operations))
         return out
 
     def _carry_out(self, call: Call) -> tuple[int | None, Any]:
@@ -507,12 +528,17 @@ class Tracer(TorchFunctionMode):
         became = {}
         for n, position in enumerate(changed):
             key = None if stage is None else Key(len(self.operations), n_outputs + n)
-            became[position] = self.values.change(call.inputs[position], stage, key, origins, call.by)
+            became[position] = self.values.change(
+                call.inputs[position], stage, key, origins, call.by, len(self.operations)
+            )
             self._changed.update([key] if key is not None else [])
         known = [*call.inputs, *became.values()]
         out = self._name_outputs(out, call, stage, known, origins)
         outputs = [value for value in map(self.values.get, tensors_in(out)) if value is not None]
         made = [v for v in [*outputs, *became.values()] if call.gradient and self.values.fake(v.tensor).requires_grad]
+        for position, value in enumerate(call.inputs if made else ()):
+            if position not in changed and (lasting := self.values.lasting_in(value)):
+                self.lasting_inputs.append((len(self.operations), position, lasting))
         for value in call.inputs:
             if value.stage is None or not call.shape_only:
                 self._use(value, stage, call.by, made)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from lightning_megatp.pipeline.slicing.lasting import Changed, LastingChanges
 from lightning_megatp.pipeline.slicing.plan import Key, SliceError
 from lightning_megatp.shim.torch import FakeTensorMode, is_fake, storage_id, tensor_version
 
@@ -72,8 +73,7 @@ class Values:
         self.by_key: dict[Key, Value] = {}
         self.uses: dict[int, set[int | None]] = {}
         """id(persistent tensor) -> stages that use it, or what replicated operations make of it; None: all."""
-        self.changed_persistent: dict[int, tuple[int, str]] = {}
-        """id(persistent tensor) -> the stage that changes it in place, and by what."""
+        self._lasting_changes = LastingChanges(persistent, n_stages)
         self.clones: set[Key] = set()
 
     def get(self, tensor: Tensor) -> Value | None:
@@ -136,21 +136,44 @@ class Values:
         for origin in value.origins:
             self.uses.setdefault(origin, set()).add(stage)
 
+    def lasting_in(self, value: Value) -> set[int]:
+        """id() of the persistent tensor that a value is, or a view of."""
+        if self.is_persistent(value.tensor):
+            return {id(value.tensor)}
+        found = map(self._lasting.get, self._storages(value))
+        return {id(lasting.tensor) for lasting in found if lasting is not None}
+
+    def look_at(self, value: Value, before: int) -> None:
+        """Each stage that comes so far depends on a replicated value.
+
+        Args:
+            before: which operation comes next.
+        """
+        self.use_origins(value, None)
+        for origin in value.origins:
+            self._lasting_changes.look(origin, before)
+
     def is_persistent(self, tensor: Tensor) -> bool:
         """Whether it was there before the step, and will be after."""
         return id(tensor) in self._persistent
 
-    def change(self, value: Value, stage: int | None, key: Key | None, origins: frozenset[int], by: str) -> Value:
-        """An operation of a stage changed a tensor in place: it is another value from now on.
+    def change(
+        self, value: Value, stage: int | None, key: Key | None, origins: frozenset[int], by: str, index: int
+    ) -> Value:
+        """An operation changed a tensor in place: it is another value from now on.
+
+        Args:
+            stage: the operation's; None if it is replicated.
+            key: of what the tensor becomes.
+            origins: of the same.
+            by: what the operation is, for messages.
+            index: its number in the step.
 
         Raises:
             SliceError: another stage would not see the change, or sees it though it should not.
         """
-        if self.is_persistent(value.tensor):
-            self._change_persistent(value, stage, by)
-        elif stage is not None:
-            for viewed in filter(None, map(self._lasting.get, self._storages(value))):
-                self._change_persistent(viewed, stage, by)
+        for tensor_id in self.lasting_in(value):
+            self._lasting_changes.note(tensor_id, stage, index, by)
         if value.stage is not None and value.stage != stage and value.key is not None:
             self.clones.add(value.key)
         sharing = {id(other): other for storage in self._storages(value) for other in self._in_memory.get(storage, ())}
@@ -187,39 +210,12 @@ class Values:
                 if not value.reaches_loss and value.has_gradient():
                     value.reaches_loss = found = True
 
-    def changed_for_good(self, owners: Mapping[int, set[int]]) -> dict[str, int]:
-        """At the end of the step: what outlives it and was changed in place, with the stage that did, its only user.
-
-        Args:
-            owners: id(parameter or buffer of a unit) -> the stages of its units.
-
-        Raises:
-            SliceError: other stages use it too.
-        """
-        for tensor_id, (stage, by) in self.changed_persistent.items():
-            others = (self.uses.get(tensor_id, set()) | owners.get(tensor_id, set())) - {stage}
-            if others:
-                raise SliceError(
-                    f"{by} changes `{self._persistent[tensor_id]}` on pipeline stage {stage}, and other stages use it"
-                    " too; they would not see the change. Keep the module that owns it and what reads it on one stage,"
-                    " or make it a part of a unit's forward."
-                )
-        return {self._persistent[tensor_id]: stage for tensor_id, (stage, _) in self.changed_persistent.items()}
+    def changed_for_good(self, owners: Mapping[int, set[int]], ends: Sequence[int]) -> Changed:
+        """At the end of the step: what outlives it and was changed in place. See `LastingChanges.settle`."""
+        return self._lasting_changes.settle(self.uses, owners, ends)
 
     def _storages(self, value: Value) -> set[int]:
         return {storage_id(x) for x in (value.tensor, value.fake) if x is not None}
-
-    def _change_persistent(self, value: Value, stage: int | None, by: str) -> None:
-        name = self._persistent[id(value.tensor)]
-        if self._n_stages == 1:
-            stage = 0
-        if stage is None:
-            raise SliceError(
-                f"{by} changes `{name}`, which outlives the step, between the pipeline's units: stages that end"
-                " their part of the step earlier would miss the change. Do it in the forward of a module that belongs"
-                " to a unit, or in a hook such as on_train_batch_end."
-            )
-        self.changed_persistent[id(value.tensor)] = (stage, by)
 
     def _check_change(self, value: Value, stage: int | None, by: str) -> None:
         assert value.changed_elsewhere is not None
