@@ -238,7 +238,7 @@ def scalar(number: Tensor | float, device: torch.device) -> Tensor:
     """() float64 on a device. A number is written there by the device itself: copied from the host, it would wait for
     all that was launched before."""
     if isinstance(number, Tensor):
-        return number.detach().to(device, torch.float64).reshape(())
+        return number.detach().to(device, torch.float64, copy=True).reshape(())  # it may be changed in place later
     return torch.full((), float(number), dtype=torch.float64, device=device)
 
 

@@ -13,6 +13,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import Metric
 
 from tests.distributed.training import PP2, Layout, make_trainer, run_program
 from tests.ranks import RankError
@@ -131,37 +132,80 @@ def test_rows_that_are_samples_or_views_of_them(collate: Any) -> None:
         assert losses == pytest.approx(expected, rel=1e-9)
 
 
+class Likelihood(Metric):
+    """Sums up, as metrics do, what a step may average."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("total", torch.zeros(()), dist_reduce_fx="sum")
+
+    def update(self, logits: Tensor, targets: Tensor) -> None:
+        self.total += F.cross_entropy(logits, targets, reduction="sum").detach() + F.cross_entropy(logits, targets)
+
+    def compute(self) -> Tensor:
+        return self.total
+
+
 class Addends(LightningModule):
     """A cross-entropy of marked positions, and something besides."""
 
     def __init__(self, what: str) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.what = what
+        self.what, self.logged = what, list[float]()
+        self.nll = Likelihood()
         self.net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         x, targets = batch
         y = self.net(x)
         loss = F.cross_entropy(y.flatten(0, 1), targets.flatten())
+        self.log("main", loss)
+        of_samples = (y.sum((1, 2)) - x.sum((1, 2))).square().mean()
+        if self.what == "in place":  # in what was logged
+            loss += of_samples
+            return loss
+        if self.what == "a metric":
+            self.nll(y.flatten(0, 1), targets.flatten().clamp(min=0))
+            return loss
         if self.what == "of samples":
-            return loss + (y.sum((1, 2)) - x.sum((1, 2))).square().mean()
+            return loss + of_samples
         return 0.5 * loss if self.what == "a factor" else loss + self.net[4].weight.norm()
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.logged.append(float(self.trainer.callback_metrics["main"]))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), 0.1)
 
 
-def _addends(layout: Layout, what: str) -> list[str]:
+def _addends(layout: Layout, what: str, aligned: bool = False) -> tuple[list[str], list[float], list[Tensor]]:
+    torch.manual_seed(2)
     x, targets = torch.randn(8, 5, 4, dtype=torch.float64), torch.randint(0, 3, (8, 5))
-    targets[:2, 1:] = targets[4:6, 2:] = -100
+    targets[:, 3:] = -100
+    if not aligned:
+        targets[:2, 1:] = targets[4:6, 2:] = -100
+    module = Addends(what)
     trainer = make_trainer(layout, strategy={"plan": None, "microbatches": 2})
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        trainer.fit(Addends(what), DataLoader(TensorDataset(x, targets), batch_size=4))
-    return [str(w.message) for w in caught if "adds something of its samples" in str(w.message)]
+        trainer.fit(module, DataLoader(TensorDataset(x, targets), batch_size=4))
+    said = [str(w.message) for w in caught if "cross-entrop" in str(w.message)]
+    return said, module.logged, [p.detach().clone() for p in module.parameters()]
 
 
-@pytest.mark.parametrize(("what", "warned"), [("of samples", True), ("a factor", False), ("of weights", False)])
+@pytest.mark.parametrize(
+    ("what", "warned"),
+    [("of samples", True), ("in place", True), ("a factor", False), ("of weights", False), ("a metric", False)],
+)
 def test_what_is_added_to_a_loss_of_targets_is_warned_of(what: str, warned: bool) -> None:
-    assert any(run_program(PP2, _addends, what)) is warned
+    said = [text for texts, *_ in run_program(PP2, _addends, what) for text in texts]
+    assert len(said) == warned and all("adds something of its samples" in text for text in said)
+
+
+@pytest.mark.parametrize(("what", "aligned"), [("in place", True), ("a metric", False)])
+def test_what_is_logged_is_what_it_was_then(what: str, aligned: bool) -> None:
+    ((_, logged, weights),) = run_program(Layout(plain=True), _addends, what, aligned)
+    for _, found, held in run_program(PP2, _addends, what, aligned):
+        assert found == pytest.approx(logged, abs=1e-12)
+        assert all(any(x.shape == w.shape and torch.allclose(x, w, atol=1e-12) for w in weights) for x in held)

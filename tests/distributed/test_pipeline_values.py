@@ -813,14 +813,21 @@ class Marks(GPT):
         return {"marked": marked}
 
 
-def _marking(layout: Layout, early: bool) -> float:
+def _marking(layout: Layout, early: bool, stages: list[list[str]] | None = None) -> float:
     torch.manual_seed(0)
-    trainer = make_trainer(layout, strategy={"plan": None})
+    trainer = make_trainer(layout, strategy={"plan": None, "stages": stages})
     trainer.fit(Marks(early), train_loader(layout, 2), train_loader(layout, 2))
     return float(trainer.callback_metrics["share"])
 
 
-def test_classes_of_tensors_are_made_where_values_are() -> None:
-    assert run_program(Layout(pp=2), _marking, False) == pytest.approx(2 * run_program(PLAIN, _marking, False))
+@pytest.mark.parametrize("early", [False, True])
+def test_classes_of_tensors_are_made_where_values_are(early: bool) -> None:
+    """Before the blocks, too: the units before them are then dealt out so that the last stage does it."""
+    (expected,) = run_program(PLAIN, _marking, early)
+    assert run_program(Layout(pp=2), _marking, early) == pytest.approx([expected] * 2)
+
+
+def test_classes_of_tensors_are_refused_where_no_values_are() -> None:
+    stages = [["tok", "pos", "blocks.0"], ["blocks.1", "norm", "head"]]
     with pytest.raises(RankError, match=r"a value made into a `Marked`.*pipeline stage 1.*has not begun"):
-        run_program(Layout(pp=2), _marking, True)
+        run_program(Layout(pp=2), _marking, True, stages)

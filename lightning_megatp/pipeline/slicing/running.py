@@ -124,9 +124,10 @@ class StageMode(TorchFunctionMode):
 
     def metric(self, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call of a metric's method: the last stage's."""
-        if self.inside or self.done:
-            return function(*args, **kwargs) if self._is_last else None
-        return self._opaque(function, name, self._is_last, args, kwargs)
+        with contextlib.nullcontext() if self._counting is None else self._counting.paused():
+            if self.inside or self.done:
+                return function(*args, **kwargs) if self._is_last else None
+            return self._opaque(function, name, self._is_last, args, kwargs)
 
     def function(self, function: Any, apply: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call of an autograd function, or of one of torch.jit's."""

@@ -536,7 +536,8 @@ class Tracer(TorchFunctionMode):
         out = self._name_outputs(out, call, stage, known, origins)
         outputs = [value for value in map(self.values.get, tensors_in(out)) if value is not None]
         made = [v for v in [*outputs, *became.values()] if call.gradient and self.values.fake(v.tensor).requires_grad]
-        for position, value in enumerate(call.inputs if made else ()):
+        given = call.inputs[: len(tensors_in(call.args, call.kwargs))]  # without what is found inside
+        for position, value in enumerate(given if made else ()):
             if position not in changed and (lasting := self.values.lasting_in(value)):
                 self.lasting_inputs.append((len(self.operations), position, lasting))
         for value in call.inputs:

@@ -37,6 +37,7 @@ class TargetCount(TorchFunctionMode):
         self.with_losses: set[str] = set()
         """The units inside of which there were some."""
         self._look_inside, self._closed, self._unit = look_inside, closed, ""
+        self._paused = False
         self.own_reduction: str | None = None
         """What the step asked for instead of a mean, to average by itself."""
         self.means: list[Tensor] = []
@@ -55,6 +56,15 @@ class TargetCount(TorchFunctionMode):
         return self._looking_inside(unit)
 
     @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Around a metric, whose averages are no losses."""
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
+
+    @contextlib.contextmanager
     def _looking_inside(self, unit: str) -> Iterator[None]:
         self._unit = unit
         try:
@@ -66,7 +76,7 @@ class TargetCount(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is F.cross_entropy or func is F.nll_loss:
+        if (func is F.cross_entropy or func is F.nll_loss) and not self._paused:
             self.with_losses.add(self._unit)
             return self._averaged(func, args, kwargs)
         return func(*args, **kwargs)
@@ -88,7 +98,7 @@ class TargetCount(TorchFunctionMode):
         self._by_target[by] = count, target  # kept alive, so that its address means it
         total = func(**{**given, "reduction": "sum"})
         mean: Tensor = total / torch.where(count > 0, count, torch.ones_like(count))
-        self.means.append(mean.detach())
+        self.means.append(mean.detach().clone())  # a step may add to it in place
         return mean
 
     def weight(self, samples: Callable[[], int]) -> Tensor | float:
