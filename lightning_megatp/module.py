@@ -269,6 +269,40 @@ class ParallelModule:
         for parameter_id in [i for i in self.sharded if i not in held]:
             del self.sharded[parameter_id]
 
+    def adopt_copies(self) -> None:
+        """Learn of copies of split layers that hooks have put on the module since set-up (an average of a network that
+        begins late): they are split as their originals. No communication.
+
+        Raises:
+            RuntimeError: what was copied is divided by zero > 0.
+        """
+        if self.pipeline is not None:  # which refuses them
+            return
+        found = dict(self.module.named_parameters(remove_duplicate=False))
+        new = {name: p for name, p in found.items() if self.names.get(name) is not p and id(p) not in self.divided}
+        if not new:
+            return
+        for name, parameter in new.items():
+            if isinstance(parameter, DTensor):
+                raise RuntimeError(
+                    f"MegaTPStrategy: `{name}` is a copy that was made after set-up, of a parameter that zero > 0 has"
+                    " divided: it holds rows, and nobody gathers them. Make the copy in `__init__`, or use zero=0."
+                )
+            if (before := self.names.get(name)) is not None and all(before is not p for p in found.values()):
+                self.sharded.pop(id(before), None)
+        copies = [
+            _without_common_end(path, layer.label)
+            for path, layer in self.module.named_modules(remove_duplicate=False)
+            if isinstance(layer, ParallelLayer) and any(f"{path}.{leaf}" in new for leaf in layer._parameters)
+        ]
+        for copy, original in dict.fromkeys(copies):
+            for name, parameter in new.items():
+                known = self.names.get(original + name.removeprefix(copy)) if name.startswith(f"{copy}.") else None
+                spec = None if known is None else self.spec(known)
+                if spec is not None and known is not None and known.shape == parameter.shape:
+                    self.sharded[id(parameter)] = spec
+        self.names.update(new)
+
     def spec(self, parameter: Tensor) -> ShardedTensorSpec | None:
         """The shards of a parameter; None where it is whole."""
         return self.sharded.get(id(parameter))
@@ -422,6 +456,15 @@ class ParallelModule:
             f" {error}. If that code counts heads or features, give their attribute the style `divide`; if a layer"
             " needs all features, give the column layer `column_gather`; if a layer takes split ones, make it `row`."
         )
+
+
+def _without_common_end(copy: str, original: str) -> tuple[str, str]:
+    """Of two paths, what is different: `ema.net.0` and `net.0` are of `ema.net` and `net`."""
+    ends = zip(reversed(copy.split(".")), reversed(original.split(".")), strict=False)
+    n = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], ends)))
+    n = min(n, copy.count("."), original.count("."))
+    of_copy, of_original = copy.split("."), original.split(".")
+    return ".".join(of_copy[: len(of_copy) - n]), ".".join(of_original[: len(of_original) - n])
 
 
 def take_gradients(parameters: Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:

@@ -78,6 +78,7 @@ class StepMethods(GradientMethods):
             return super().training_step(*args, **kwargs)
         if self._first("train") or self._steps == 1:  # after the first step, and once per epoch
             axes = ("dp", "tp") if self.sharding is None else ("tp",)
+            self._parallel().adopt_copies()
             self._parallel().check_replicas(self._mesh().group(*axes))
             if self.pipeline is not None:
                 self.pipeline.shared.check_alike()
@@ -135,6 +136,8 @@ class StepMethods(GradientMethods):
         """The user's step in its contexts. It is watched, with all its microbatches, if it is the first of its kind."""
         parallel, watch = self._parallel(), self._first(kind)
         parallel.uncompiled = watch
+        if watch:
+            parallel.adopt_copies()
         if kind == "train" and self._memory_account is not None:
             step = self._memory_account.watching(step, parallel)
         self._seen.add(self._moment(kind))

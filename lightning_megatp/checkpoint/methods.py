@@ -98,6 +98,7 @@ class CheckpointMethods(LoadingMethods):
         parallel, mesh = self._parallel(), self._mesh()
         if self._cannot_gather():
             return {}
+        parallel.adopt_copies()
         if not self._apart() and not self._is_copy():
             parallel.check_replicas(mesh.group("tp"))
         with contextlib.nullcontext() if parallel.shadows is None else parallel.shadows.buffers_as_whole():

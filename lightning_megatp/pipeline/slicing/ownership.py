@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_megatp.pipeline.slicing.loaded import load_own_stage
+from lightning_megatp.pipeline.slicing.plan import SliceError
 from lightning_megatp.pipeline.slicing.snapshot import kept_by
-from lightning_megatp.shim.torch import FakeTensorMode, is_fake
+from lightning_megatp.shim.torch import FakeTensorMode, is_fake, modules_in
 
 _KINDS = ("_parameters", "_buffers")
 
@@ -53,6 +54,8 @@ class Ownership:
         self._sizes, self._device = sizes, device
         self._emptied: list[_Emptied] = []
         self._uses: dict[str, set[int]] = {}
+        self._known: set[nn.Module] = set()
+        """The modules that were there when tensors were freed."""
 
     @property
     def names(self) -> dict[int, str]:
@@ -99,6 +102,25 @@ class Ownership:
                     self._empty(child, kind, path, foreign, freed)
                     gone.setdefault(path, {}).update((name, child.__dict__[name].shape) for name in foreign)
         load_own_stage(self._module, gone)
+        self._known = set(modules_in(self._module))
+
+    def refuse_copies(self) -> None:
+        """Nobody may have copied modules of which this rank holds a part, and put the copies beside them.
+
+        Raises:
+            SliceError: somebody has.
+        """
+        if len(modules := modules_in(self._module)) <= len(self._known):
+            return
+        for copy in set(modules) - self._known if self._known else ():
+            if any(is_fake(x) for x in vars(copy).values() if isinstance(x, Tensor)):
+                path = next(name for name, child in self._module.named_modules() if child is copy)
+                raise SliceError(
+                    f"`{path}` is a copy, made after set-up, of a module of another pipeline stage, whose values are"
+                    " not here. Make the copy in `__init__` (an average that begins later can start there, too), use"
+                    " Lightning's WeightAveraging, or pp=1."
+                )
+        self._known.update(modules)
 
     def stand_in(self, name: str) -> Tensor:
         """What is there under a parameter's name: itself, or what stands for a freed one."""

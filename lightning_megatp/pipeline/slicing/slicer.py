@@ -105,6 +105,7 @@ class Slicer:
             SliceError: the module has other parts than it had.
         """
         self._interception.check_places()
+        self._ownership.refuse_copies()
         modes = modes_of(self.module)
         return [(modes, signature_of(batch)) for batch in batches]
 
