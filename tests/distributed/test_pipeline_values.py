@@ -831,3 +831,37 @@ def test_classes_of_tensors_are_refused_where_no_values_are() -> None:
     stages = [["tok", "pos", "blocks.0"], ["blocks.1", "norm", "head"]]
     with pytest.raises(RankError, match=r"a value made into a `Marked`.*pipeline stage 1.*has not begun"):
         run_program(Layout(pp=2), _marking, True, stages)
+
+
+class TiedHead(nn.Module):
+    """Is given the embedding itself, and has a part of its own."""
+
+    def __init__(self, embedding: nn.Embedding) -> None:
+        super().__init__()
+        self.embedding, self.mix = embedding, nn.Linear(16, 16)
+
+    def forward(self, x_BLD: Tensor) -> Tensor:
+        return self.mix(x_BLD) @ self.embedding.weight.T
+
+
+class TiesModules(GPT):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = TiedHead(self.tok)
+
+
+def _tying(layout: Layout) -> tuple[list[float], dict[str, Tensor]]:
+    torch.manual_seed(3)
+    losses, module = Losses(), TiesModules()
+    trainer = make_trainer(layout, strategy={"plan": None}, max_epochs=2, callbacks=[losses])
+    trainer.fit(module, train_loader(layout, 2))
+    return losses.seen, dict(trainer.strategy.lightning_module_state_dict())
+
+
+@pytest.mark.parametrize("layout", [Layout(pp=2), Layout(pp=2, schedule="zb_v"), Layout(tp=2, pp=2)], ids=str)
+def test_a_head_may_hold_the_embedding(layout: Layout) -> None:
+    ((losses, state),) = run_program(PLAIN, _tying)
+    results = run_program(layout, _tying)
+    assert all(found == pytest.approx(losses, abs=1e-10) for found, _ in results)
+    for name, value in state.items():
+        torch.testing.assert_close(results[0][1][name], value, rtol=0, atol=1e-9)

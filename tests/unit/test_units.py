@@ -86,6 +86,23 @@ def test_nested_models() -> None:
     assert found == expected
 
 
+def test_what_holds_another_unit_is_opened() -> None:
+    class Head(nn.Module):
+        def __init__(self, embedding: nn.Module) -> None:
+            super().__init__()
+            self.embedding, self.mix = embedding, nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.mix(x) @ self.embedding.weight.T
+
+    module = nn.Module()
+    module.embedding, module.layers = nn.Embedding(5, 4), nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+    module.head = Head(module.embedding)
+    assert find_units(module) == ["embedding", "layers.0", "layers.1", "head.mix"]
+    module.layers.append(Head(module.embedding))  # blocks are never opened
+    assert find_units(module) == ["layers.0", "layers.1", "layers.2", "head.mix"]
+
+
 def test_a_model_without_lists_is_opened() -> None:
     module, net = nn.Module(), nn.Module()
     net.first, net.second, net.act = nn.Linear(2, 2), nn.LSTM(2, 2), nn.ReLU()

@@ -21,7 +21,8 @@ def find_units(module: nn.Module, names: Sequence[str] | None = None) -> list[st
     forward; blocks are not, whatever they hold. Outside of lists, a module that has such lists somewhere in it is
     opened, and any other module with parameters is a unit: an embedding, a norm, a head. A model without any list is
     opened down to its layers; one with a parametrization (weight_norm) is a layer. Only modules with parameters count,
-    and no layer is in two units.
+    and no layer is in two units: outside of lists, what holds another unit beside its own parts (a head that is given
+    the embedding) is opened.
 
     Args:
         module: the whole, a LightningModule.
@@ -32,11 +33,27 @@ def find_units(module: nn.Module, names: Sequence[str] | None = None) -> list[st
     """
     if names is not None:
         return _checked(module, names)
-    found = dict.fromkeys(_units("", module, open_all=not _has_lists(module), in_list=False))
+    found = list(_units("", module, open_all=not _has_lists(module), in_list=False))
+    while (opened := _without_holders(module, found)) != found:
+        found = opened
     modules = {name: module.get_submodule(name) for name in found}
     inner = {id(part) for unit in modules.values() for part in unit.modules() if part is not unit}
     first_names = {id(unit): name for name, unit in reversed(modules.items())}
     return [name for name, unit in modules.items() if id(unit) not in inner and first_names[id(unit)] == name]
+
+
+def _without_holders(module: nn.Module, units: Sequence[str]) -> list[str]:
+    """The same with the parts of units, outside of lists, that hold a unit which has another name."""
+    names: dict[int, str] = {}
+    for unit in units:
+        names.setdefault(id(module.get_submodule(unit)), unit)
+
+    def holds(unit: str) -> bool:
+        parts = [id(part) for part in module.get_submodule(unit).modules()][1:]
+        return any(part in names and not names[part].startswith(f"{unit}.") for part in parts)
+
+    opened = {unit: children_of(module, unit) for unit in units if not is_in_list(module, unit) and holds(unit)}
+    return list(dict.fromkeys(part for unit in units for part in opened.get(unit) or [unit]))
 
 
 def assign(
