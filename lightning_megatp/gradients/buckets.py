@@ -17,6 +17,9 @@ from lightning_megatp.tensor.collectives import from_host
 from lightning_megatp.tensor.functions import OwnHook
 
 
+_LARGE = 2**20
+
+
 @dataclass(eq=False)
 class _Bucket:
     parameters: list[Tensor]
@@ -29,14 +32,14 @@ class _Bucket:
     flat: Tensor | None = None
     work: dist.Work | None = None
     memory: Tensor | None = None
-    """On CPUs: where `flat` always lies. What is freed there goes back to the system, which takes milliseconds to give
-    it again, page by page; an allocator of GPUs keeps it."""
+    """On CPUs, of a large bucket: where `flat` always lies. What is freed there goes back to the system, which takes
+    milliseconds to give it again, page by page; an allocator of GPUs keeps it."""
 
     def flatten(self, grads: list[Tensor]) -> Tensor:
         if self.memory is not None and self.memory.dtype == grads[0].dtype:
             return torch.cat([grad.reshape(-1) for grad in grads], out=self.memory)
         flat = flatten(grads)
-        self.memory = flat if flat.device.type == "cpu" else None
+        self.memory = flat if flat.device.type == "cpu" and flat.nbytes >= _LARGE else None
         return flat
 
 
@@ -150,36 +153,27 @@ class GradientBuckets:
     def _collect(self, bucket: _Bucket, factor: float) -> None:
         assert bucket.flat is not None and bucket.work is not None
         bucket.work.wait()
-        *averaged, flags = unflatten(bucket.flat, [*bucket.parameters, bucket.flat[-len(bucket.parameters) :]])
+        *totals, flags = unflatten(bucket.flat, [*bucket.parameters, bucket.flat[-len(bucket.parameters) :]])
         # A flag is read (a synchronisation on GPUs) only where this rank had no gradient.
         wanted = bucket.has if all(bucket.has) else (flags > 0).tolist()
-        if any(wanted):
-            bucket.flat.div_(self.group.size() / factor)
-        for parameter, grad, want in zip(bucket.parameters, averaged, wanted, strict=True):
+        divisor = self.group.size() / factor
+        if bucket.memory is None and any(wanted):
+            bucket.flat.div_(divisor)
+        for parameter, total, want in zip(bucket.parameters, totals, wanted, strict=True):
             if want:  # what the user kept of earlier batches is still there, if this batch's was on its way before
-                kept = parameter.grad if bucket.early else None
-                if kept is not None:
-                    parameter.grad = kept + grad
-                else:
-                    _replace_gradient(parameter, grad, lasts=bucket.memory is None)
+                kept, mine = (parameter.grad, None) if bucket.early else (None, parameter.grad)
+                grad = total if bucket.memory is None else _quotient(total, divisor, into=mine)
+                parameter.grad = grad if kept is None else kept + grad
         bucket.flat = bucket.work = None
         bucket.early = False
         bucket.ready.clear()
 
 
-def _replace_gradient(parameter: Tensor, average: Tensor, lasts: bool) -> None:
-    """Let a parameter have the average.
-
-    Args:
-        lasts: whether the average's memory is nobody else's.
-    """
-    grad = parameter.grad
-    if lasts:
-        parameter.grad = average
-    elif grad is None or grad.requires_grad or not grad.is_contiguous():
-        parameter.grad = average.clone()
-    else:
-        grad.copy_(average)
+def _quotient(total: Tensor, divisor: float, into: Tensor | None) -> Tensor:
+    """A gradient in memory of its own: that of this rank's, if that can be overwritten."""
+    if into is None or into.requires_grad or not into.is_contiguous():
+        return total / divisor
+    return torch.div(total, divisor, out=into)
 
 
 def _zeros(parameter: Tensor) -> Tensor:
