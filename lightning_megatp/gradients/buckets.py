@@ -16,8 +16,8 @@ from lightning_megatp.shim.torch import flatten, unflatten
 from lightning_megatp.tensor.collectives import from_host
 from lightning_megatp.tensor.functions import OwnHook
 
-
 _LARGE = 2**20
+"""Bytes of such a bucket."""
 
 
 @dataclass(eq=False)
