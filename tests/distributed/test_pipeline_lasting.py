@@ -134,10 +134,14 @@ class Refused(Keeps):
             return x_BD - self.mean
         if self.habit == "looked_at":
             return x_BD if self.calls < 3 else x_BD * 2
+        if self.habit == "through_another":
+            x_BD = x_BD * self.table
+            self.table.copy_(self.mean)
+            return x_BD
         return x_BD - self.mean.lerp_(x_BD.mean(0), 0.1) if self.habit == "virtual" else x_BD
 
     def after(self, x_BD: Tensor, h_BD: Tensor, loss: Tensor) -> Tensor:
-        if self.habit == "changed_late":
+        if self.habit in ("changed_late", "through_another"):
             self.mean.lerp_(x_BD.mean(0), 0.1)
         if self.habit == "by_a_view":
             self.mean.view(2, -1).add_(1)
@@ -167,6 +171,7 @@ def _refused(layout: Layout, habit: str) -> None:
     ("habit", "layout", "why"),
     [
         ("changed_late", Layout(pp=2), r"`lerp_` .* changes `mean` on pipeline stage 1, and other stages use it"),
+        ("through_another", Layout(pp=2), r"`lerp_` .* changes `mean` on pipeline stage 1, and other stages use it"),
         ("by_a_view", Layout(pp=2), r"`add_` .* changes `mean` on pipeline stage 1, and other stages use it"),
         ("looked_at", Layout(pp=2), r"changes `calls` on pipeline stage 1, and other stages use it"),
         ("between", Layout(pp=3), r"changes `calls`, which outlives the step, between the pipeline's units"),

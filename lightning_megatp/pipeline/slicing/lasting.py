@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from lightning_megatp.pipeline.slicing.plan import SliceError
@@ -41,16 +41,21 @@ class LastingChanges:
         """id() -> the stage that changes it, and by what."""
         self._replicated: dict[int, list[tuple[int, str]]] = {}
         """id() -> before which operation it is changed, and by what."""
+        self._made_of: dict[int, set[int]] = {}
+        """id() -> of those that it becomes dependent on."""
         self._first_looks: dict[int, int] = {}
         """id() -> before which operation its value, or what was made of it, is looked at first."""
 
-    def note(self, tensor_id: int, stage: int | None, before: int, by: str) -> None:
+    def note(self, tensor_id: int, stage: int | None, before: int, by: str, origins: Collection[int]) -> None:
         """A tensor is changed.
 
         Args:
             stage: None if the change is replicated.
             before: which operation comes next.
+            by: what does it.
+            origins: id() of the tensors that it depends on from then on.
         """
+        self._made_of.setdefault(tensor_id, set()).update(origins)
         if stage is None and self._n_stages > 1:
             self._replicated.setdefault(tensor_id, []).append((before, by))
         else:
@@ -87,6 +92,8 @@ class LastingChanges:
                     " that belongs to a unit, or in a hook such as on_train_batch_end."
                 )
         used = {tensor_id: self._users(tensor_id, uses, max(ends, default=-1)) for tensor_id in uses}
+        for tensor_id in alike:
+            used.update((origin, set(range(self._n_stages))) for origin in self._made_of[tensor_id])
         for tensor_id, (stage, by) in self._by_stage.items():
             users = used.get(tensor_id, set()) | owners.get(tensor_id, set())
             if users - {stage} or tensor_id in alike:

@@ -173,7 +173,7 @@ class Values:
             SliceError: another stage would not see the change, or sees it though it should not.
         """
         for tensor_id in self.lasting_in(value):
-            self._lasting_changes.note(tensor_id, stage, index, by)
+            self._lasting_changes.note(tensor_id, stage, index, by, origins)
         if value.stage is not None and value.stage != stage and value.key is not None:
             self.clones.add(value.key)
         sharing = {id(other): other for storage in self._storages(value) for other in self._in_memory.get(storage, ())}
