@@ -49,6 +49,11 @@ class HeldTensors:
             if x is not earlier._tensors.get(path) or self._versions[path] != earlier._versions[path]
         }
 
+    def at(self, paths: Collection[Path]) -> dict[Path, Change]:
+        """Those at these paths, changed in place."""
+        found = {path: self._tensors[path] for path in paths if path in self._tensors}
+        return {path: Change(on_cpu(x.detach()), replaced=False) for path, x in found.items()}
+
     def of_objects(self, paths: Collection[Path]) -> dict[Path, Change]:
         """All that lie on some of the user's own objects, which are at these paths."""
         return {

@@ -36,6 +36,7 @@ from lightning_megatp.pipeline.remote.ways import Way, Ways
 from lightning_megatp.pipeline.schedules.schedule import Schedule
 from lightning_megatp.pipeline.seeds import shared_seed
 from lightning_megatp.pipeline.shared import Shared, SharedParameters
+from lightning_megatp.pipeline.slicing.lasting import UNNAMED
 from lightning_megatp.pipeline.slicing.leftovers import Attributes, Path, PlainValues
 from lightning_megatp.pipeline.slicing.plan import SlicePlan
 from lightning_megatp.pipeline.slicing.running import seeded
@@ -43,7 +44,7 @@ from lightning_megatp.pipeline.slicing.slicer import Slicer
 from lightning_megatp.pipeline.slicing.snapshot import FirstValues, Snapshot
 from lightning_megatp.pipeline.slicing.units import modules_around
 from lightning_megatp.pipeline.split import split_batch
-from lightning_megatp.pipeline.telling import Facts, Telling, dtype_index, pickled
+from lightning_megatp.pipeline.telling import Facts, Options, Telling, dtype_index, options_of, pickled
 from lightning_megatp.shim.compiler import is_compiled
 from lightning_megatp.shim.torch import DisableTorchFunction
 from lightning_megatp.shim.transformers import is_pretrained
@@ -130,7 +131,11 @@ class Pipeline:
         self._parked: list[tuple[Tensor, Tensor]] = []
         self._opened = _opened(parallel.module, stage_of_unit)
         self._outside = modules_outside(parallel.module, stage_of_unit)
-        self._telling = Telling(mesh, logs, self._opened, self._outside)
+        self._telling = Telling(mesh, logs, self._opened, self._outside, self._set_options)
+        self._changes_tensors = False
+        """Whether some step changes tensors outside of units in place, on one stage."""
+        self._untold: set[Path] = set()
+        """Large ones that the last stage has changed, and others have not been told of."""
         beside = [*self._outside.values(), *(x for x in parallel.module.modules() if isinstance(x, Metric))]
         self._beside = [x for x in beside if not is_pretrained(x)]
         """What evaluation may change beside the units, metrics included."""
@@ -290,6 +295,8 @@ class Pipeline:
         self.metrics.next_batch()
         with self.metrics.apart():
             plans = self.plans.of(kind, step, microbatches, seed)
+        for plan in plans or ():
+            self._changes_tensors |= any(n == UNNAMED or n.rpartition(".")[0] in self._outside for n in plan.changed)
         run = self._run(step, microbatches, plans or [], seed, backward)
         if kind == "train" and len(microbatches) > 1:
             run.carried = self._carried_state()
@@ -360,7 +367,7 @@ class Pipeline:
         """Find out whether anything is left on the module. Once something was, it is no question any more."""
         before = Attributes(self.parallel.module) if self.is_last and not self.stateful else None
         plain = PlainValues(self._opened) if self.is_last else None
-        held = HeldTensors(self._outside) if self.is_last and run.remote is not None else None
+        held = HeldTensors(self._outside) if self.is_last and (run.remote or self._changes_tensors) else None
         yield
         run.left_state = before is not None and Attributes(self.parallel.module).differ_from(before)
         if plain is None:
@@ -371,9 +378,11 @@ class Pipeline:
         if objects:
             self._told_objects |= objects
             run.set_tensors = HeldTensors(self._outside).of_objects(objects)
-        if held is not None:  # other stages did not run the step
-            changes = HeldTensors(self._outside).changes(held)
-            run.set_tensors = {path: x for path, x in changes.items() if not x.replaced} | dict(run.set_tensors or {})
+        if held is not None:  # other stages did not run the step, or not to its end
+            changes = {path: x for path, x in HeldTensors(self._outside).changes(held).items() if not x.replaced}
+            small = {path: x for path, x in changes.items() if x.value.nbytes <= _SMALL or run.remote is not None}
+            run.set_tensors = small | run.set_tensors
+            self._untold |= changes.keys() - small.keys()
         if run.backward is not None and len(run.microbatches) > 1 and not self._looked_for_counters:
             self._looked_for_counters = True
             warn_of_counters(now, plain, run.microbatches)
@@ -382,6 +391,8 @@ class Pipeline:
         """Run one of the user's hooks: on all stages, or if steps left or returned something that exists on the last
         stage, there alone. What it logs is logged everywhere."""
         if not (self.stateful or (hook.gets_outputs and self._returned)):
+            if self._changes_tensors:
+                self._tell_changed()
             return call()
         seed = shared_seed(self._trainer, hook.name)
         if not self.is_last:
@@ -391,7 +402,7 @@ class Pipeline:
             self._telling.adopt(int(size))
             return None
         before, norms, plain = Attributes(self.parallel.module), self._norms(), PlainValues(self._opened)
-        held = HeldTensors(self._outside)
+        held, options = HeldTensors(self._outside), options_of(self._trainer.optimizers)
         drawing = seeded(seed, generators_on(self.mesh.device))
         with self.metrics.apart(counts_resets=True), self.logs.recording() as calls, drawing:
             result = call()
@@ -404,11 +415,32 @@ class Pipeline:
             )
         self.stateful = self.stateful or Attributes(self.parallel.module).differ_from(before)
         merged = merge([calls], torch.ones(1, dtype=torch.float64, device=self.mesh.device))
-        values = pickled(PlainValues(self._opened).changes(plain), HeldTensors(self._outside).changes(held))
+        now = options_of(self._trainer.optimizers)
+        changes = PlainValues(self._opened).changes(plain), HeldTensors(self._outside).changes(held)
+        values = pickled(*changes, now if now != options else None)
         stop = float(self._trainer.should_stop)
         self._telling.share(merged, [float(self.stateful), float(len(values)), stop, *self.metrics.resets])
         self._telling.send_values(values)
         return result
+
+    def _tell_changed(self) -> None:
+        """Before a hook that runs on all stages: let it find large tensors as the last stage has them.
+
+        Communication: see `Telling.share` and `send_values`.
+        """
+        if self.is_last:
+            values = pickled({}, HeldTensors(self._outside).at(self._untold) if self._untold else None)
+            self._telling.share([], [float(len(values))])
+            self._telling.send_values(values)
+            self._untold.clear()
+        else:
+            (size,) = self._telling.share([], [0.0])
+            self._telling.adopt(int(size))
+
+    def _set_options(self, options: Options) -> None:
+        for optimizer, groups in zip(self._trainer.optimizers, options, strict=False):
+            for group, new in zip(optimizer.param_groups, groups, strict=False):
+                group.update(new)
 
     @torch.no_grad()
     def _norms(self) -> Tensor:
@@ -469,6 +501,10 @@ class Pipeline:
         """The step or a hook has set `trainer.should_stop` on the last stage."""
         if stop:
             self._trainer.should_stop = True
+
+
+_SMALL = 2**16
+"""Bytes of a tensor that is told after each batch in which a step has changed it."""
 
 
 def _opened(module: nn.Module, units: Iterable[str]) -> dict[str, nn.Module]:

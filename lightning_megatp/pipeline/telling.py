@@ -5,17 +5,22 @@ from __future__ import annotations
 
 import pickle
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lightning_megatp.mesh import ParallelMesh
 from lightning_megatp.pipeline.held_tensors import Change, adopt
 from lightning_megatp.pipeline.logs import Call, Logs
 from lightning_megatp.pipeline.slicing.leftovers import PlainValues
+
+Options = list[list[dict[str, Any]]]
+"""Of optimizers, group by group, without tensors and what belongs to parameters."""
+_PLAIN = (bool, int, float, str)
 
 
 class Facts(NamedTuple):
@@ -61,12 +66,19 @@ class Telling:
         logs: of the pipeline.
         opened: the modules around the units, by name, whose Python values are told.
         outside: the modules in no unit, by name, whose tensors are told.
+        set_options: takes those of the optimizers' groups.
     """
 
     def __init__(
-        self, mesh: ParallelMesh, logs: Logs, opened: Mapping[str, nn.Module], outside: Mapping[str, nn.Module]
+        self,
+        mesh: ParallelMesh,
+        logs: Logs,
+        opened: Mapping[str, nn.Module],
+        outside: Mapping[str, nn.Module],
+        set_options: Callable[[Options], None],
     ) -> None:
         self._mesh, self._logs, self._opened, self._outside = mesh, logs, opened, outside
+        self._set_options = set_options
 
     def share(self, calls: Sequence[Call], facts: Sequence[float | Tensor]) -> list[float]:
         """Log everywhere what the last stage logged, and return its facts.
@@ -97,7 +109,8 @@ class Telling:
             return []
         row = torch.empty(size, dtype=torch.uint8)
         dist.broadcast(row, src=self._mesh.ranks("pp")[0], group=self._mesh.hosts("pp"))
-        values, tensors = pickle.loads(row.numpy().tobytes())
+        values, tensors, options = pickle.loads(row.numpy().tobytes())
+        self._set_options(options)
         adopt(self._outside, tensors, self._mesh.device)
         return PlainValues(self._opened).adopt(values)
 
@@ -113,6 +126,16 @@ class Telling:
                 )
 
 
-def pickled(values: Mapping[Any, bytes], tensors: Mapping[Any, Change] | None = None) -> bytes:
-    """Python values and tensors that a step or a hook has set; empty if there are none."""
-    return pickle.dumps((values, tensors or {})) if values or tensors else b""
+def pickled(
+    values: Mapping[Any, bytes], tensors: Mapping[Any, Change] | None = None, options: Options | None = None
+) -> bytes:
+    """Python values, tensors, and options of optimizers that a step or a hook has set; empty if there are none."""
+    return pickle.dumps((values, tensors or {}, options or [])) if values or tensors or options else b""
+
+
+def options_of(optimizers: Iterable[Optimizer]) -> Options:
+    """What hooks may change: rates, momenta."""
+    return [
+        [{name: x for name, x in group.items() if isinstance(x, _PLAIN)} for group in optimizer.param_groups]
+        for optimizer in optimizers
+    ]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -112,13 +114,12 @@ LATE = ["counts_late", "reads_late", "weighs", "queue", "queue_of_samples"]
 @pytest.mark.parametrize("habit", [*EARLY, *LATE])
 def test_what_a_step_changes_in_place_is_what_it_is_on_one_device(layout: Layout, habit: str, tmp_path: Path) -> None:
     ((losses, state, buffers),) = run_program(PLAIN, _keeping, habit, str(tmp_path))
-    for rank, (found, saved, held) in enumerate(run_program(layout, _keeping, habit, str(tmp_path))):
+    for found, saved, held in run_program(layout, _keeping, habit, str(tmp_path)):
         assert found == pytest.approx(losses, abs=1e-12)
         for name, value in state.items():
             torch.testing.assert_close(saved[name], value, rtol=0, atol=1e-12)
-        if habit in EARLY or rank < layout.tp:  # the last stage is that of the first ranks
-            for name, value in buffers.items():
-                torch.testing.assert_close(held[name], value, rtol=0, atol=1e-12)
+        for name, value in buffers.items():
+            torch.testing.assert_close(held[name], value, rtol=0, atol=1e-12)
 
 
 def test_random_changes_are_alike_on_all_stages(tmp_path: Path) -> None:
@@ -223,3 +224,47 @@ def test_evaluation_finds_what_training_changed(habit: str) -> None:
         assert found == pytest.approx(losses, abs=1e-12)
         assert seen == pytest.approx(values, abs=1e-12)
         torch.testing.assert_close(held, mean, rtol=0, atol=1e-12)
+
+
+class Decides(Keeps):
+    """At the end of an epoch its hook decides by what steps have counted, and lowers the rate."""
+
+    def __init__(self, habit: str) -> None:
+        super().__init__(habit)
+        self.seen: list[int] = []
+
+    def after(self, x_BD: Tensor, h_BD: Tensor, loss: Tensor) -> Tensor:
+        if self.habit == "a list":  # then the hook runs on the last stage alone
+            self.seen.append(len(x_BD))
+        else:
+            self.calls += len(x_BD)
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        if self.calls + sum(self.seen) > ROWS:
+            for group in self.optimizers().param_groups:  # type: ignore[union-attr]
+                group["lr"] *= 0.1
+        self.calls.zero_()
+        self.seen.clear()
+
+
+def _deciding(layout: Layout, habit: str) -> tuple[list[float], float]:
+    torch.manual_seed(0)
+    losses, module = Losses(), Decides(habit)
+    apart = {"accumulate_grad_batches": layout.microbatches} if layout.plain else {}
+    trainer = make_trainer(layout, strategy={"plan": None}, max_epochs=3, callbacks=[losses], **apart)
+    large = mock.patch("lightning_megatp.pipeline.pipeline._SMALL", 0)
+    with large if habit == "a large buffer" else contextlib.nullcontext(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer.fit(module, _loader(ROWS // layout.microbatches if layout.plain else ROWS))
+    n = layout.microbatches if layout.plain else 1
+    rate = trainer.optimizers[0].param_groups[0]["lr"]
+    return [sum(losses.seen[i : i + n]) for i in range(0, len(losses.seen), n)], rate
+
+
+@pytest.mark.parametrize("habit", ["a buffer", "a large buffer", "a list"])
+def test_hooks_decide_alike_on_all_stages(habit: str) -> None:
+    ((losses, rate),) = run_program(PLAIN, _deciding, "a buffer" if habit == "a large buffer" else habit)
+    assert rate == pytest.approx(1e-4)
+    for found, of_stage in run_program(Layout(pp=2), _deciding, habit):
+        assert of_stage == pytest.approx(rate) and found == pytest.approx(losses, abs=1e-12)
