@@ -19,6 +19,7 @@ from lightning_megatp.gradients.partial import PartialGradients
 from lightning_megatp.gradients.rows import DividedParameter
 from lightning_megatp.messages import warn_once_per_run
 from lightning_megatp.pipeline.averaged import Versions
+from lightning_megatp.pipeline.slicing.units import common_end
 from lightning_megatp.plan.parallel_plan import ParallelPlan
 from lightning_megatp.plan.ranges import length
 from lightning_megatp.plan.shard import ShardedTensorSpec, ShardSpec
@@ -460,11 +461,9 @@ class ParallelModule:
 
 def _without_common_end(copy: str, original: str) -> tuple[str, str]:
     """Of two paths, what is different: `ema.net.0` and `net.0` are of `ema.net` and `net`."""
-    ends = zip(reversed(copy.split(".")), reversed(original.split(".")), strict=False)
-    n = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], ends)))
-    n = min(n, copy.count("."), original.count("."))
-    of_copy, of_original = copy.split("."), original.split(".")
-    return ".".join(of_copy[: len(of_copy) - n]), ".".join(of_original[: len(of_original) - n])
+    n = min(common_end(copy, original), copy.count("."), original.count("."))
+    of_copy, of_original = (path.rsplit(".", n)[0] for path in (copy, original))
+    return of_copy, of_original
 
 
 def take_gradients(parameters: Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:

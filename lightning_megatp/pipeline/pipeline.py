@@ -295,8 +295,7 @@ class Pipeline:
         self.metrics.next_batch()
         with self.metrics.apart():
             plans = self.plans.of(kind, step, microbatches, seed)
-        for plan in plans or ():
-            self._changes_tensors |= any(n == UNNAMED or n.rpartition(".")[0] in self._outside for n in plan.changed)
+        self._changes_tensors = self._changes_tensors or any(map(self._changes_outside, plans or ()))
         run = self._run(step, microbatches, plans or [], seed, backward)
         if kind == "train" and len(microbatches) > 1:
             run.carried = self._carried_state()
@@ -422,6 +421,9 @@ class Pipeline:
         self._telling.share(merged, [float(self.stateful), float(len(values)), stop, *self.metrics.resets])
         self._telling.send_values(values)
         return result
+
+    def _changes_outside(self, plan: SlicePlan) -> bool:
+        return any(name == UNNAMED or name.rpartition(".")[0] in self._outside for name in plan.changed)
 
     def _tell_changed(self) -> None:
         """Before a hook that runs on all stages: let it find large tensors as the last stage has them.

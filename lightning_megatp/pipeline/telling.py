@@ -20,7 +20,6 @@ from lightning_megatp.pipeline.slicing.leftovers import PlainValues
 
 Options = list[list[dict[str, Any]]]
 """Of optimizers, group by group, without tensors and what belongs to parameters."""
-_PLAIN = (bool, int, float, str)
 
 
 class Facts(NamedTuple):
@@ -134,8 +133,13 @@ def pickled(
 
 
 def options_of(optimizers: Iterable[Optimizer]) -> Options:
-    """What hooks may change: rates, momenta."""
+    """What hooks may change: rates, momenta, betas."""
     return [
-        [{name: x for name, x in group.items() if isinstance(x, _PLAIN)} for group in optimizer.param_groups]
+        [{name: x for name, x in group.items() if _is_plain(x)} for group in optimizer.param_groups]
         for optimizer in optimizers
     ]
+
+
+def _is_plain(x: Any) -> bool:
+    parts = x if isinstance(x, tuple) else (x,)
+    return all(isinstance(part, (bool, int, float, str)) for part in parts)

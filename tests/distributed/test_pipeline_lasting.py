@@ -268,3 +268,13 @@ def test_hooks_decide_alike_on_all_stages(habit: str) -> None:
     assert rate == pytest.approx(1e-4)
     for found, of_stage in run_program(Layout(pp=2), _deciding, habit):
         assert of_stage == pytest.approx(rate) and found == pytest.approx(losses, abs=1e-12)
+
+
+def test_options_of_optimizers_are_what_is_no_tensor() -> None:
+    from lightning_megatp.pipeline.telling import options_of
+
+    weight = nn.Parameter(torch.ones(2))
+    ((adam,),) = options_of([torch.optim.Adam([weight], lr=0.1, betas=(0.5, 0.9))])
+    assert (adam["lr"], adam["betas"], adam["amsgrad"]) == (0.1, (0.5, 0.9), False) and "params" not in adam
+    ((tensors,),) = options_of([torch.optim.Adam([weight], lr=torch.tensor(0.1), foreach=False)])
+    assert "lr" not in tensors

@@ -135,13 +135,13 @@ def frozen_twins(
     twins = {}
     for unit in frozen:
         alike = [other for other in units if other not in frozen and kinds[other] == kinds[unit]]
-        best = max(alike, key=lambda other: _common_end(unit, other), default=None)
-        if best is not None and (_common_end(unit, best) or ("." not in unit and len(alike) == 1)):
+        best = max(alike, key=lambda other: common_end(unit, other), default=None)
+        if best is not None and (common_end(unit, best) or ("." not in unit and len(alike) == 1)):
             twins[unit] = best
     return twins
 
 
-def _common_end(name: str, other: str) -> int:
+def common_end(name: str, other: str) -> int:
     """How many parts of two names are the same, counted from their ends."""
     pairs = zip(reversed(name.split(".")), reversed(other.split(".")), strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
