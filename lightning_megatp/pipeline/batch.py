@@ -21,6 +21,7 @@ from lightning_megatp.module import ParallelModule
 from lightning_megatp.pipeline.carried import CarriedState
 from lightning_megatp.pipeline.held_tensors import Change
 from lightning_megatp.pipeline.logs import Call, Logs, scalar
+from lightning_megatp.pipeline.own_values import OwnValues
 from lightning_megatp.pipeline.remote.calls import RemoteCalls
 from lightning_megatp.pipeline.seeds import mixed
 from lightning_megatp.pipeline.slicing.leftovers import Path, PlainValues
@@ -71,6 +72,7 @@ class BatchRun:
         stage_of_unit: unit name -> stage.
         loss_units: the units inside of which steps were seen to average losses, in any batch; kept up.
         carried: looks at what one microbatch leaves for the next; None after the first batch.
+        own_values: gives microbatches their own of what units change; None where there is one, or no backward.
         remote: with it the last stage runs the steps, and calls the other stages' units; there are no plans then, or
             those that the steps may leave.
     """
@@ -90,6 +92,7 @@ class BatchRun:
     stage_of_unit: Mapping[str, int]
     loss_units: set[str]
     carried: CarriedState | None = None
+    own_values: OwnValues | None = None
     remote: RemoteCalls | None = None
     results: dict[int, Any] = field(default_factory=dict)
     logged: list[list[Call]] = field(default_factory=list)
@@ -126,6 +129,8 @@ class BatchRun:
             stack.enter_context(torch.set_grad_enabled(self.backward is not None and torch.is_grad_enabled()))
             if counting is not None:
                 stack.enter_context(counting)
+            if self.own_values is not None:
+                stack.enter_context(self.own_values.forward(stage))
             if self.carried is not None:
                 stack.enter_context(self.carried.watching(microbatch, batch_size(self.microbatches[microbatch]) or 1))
             calls = stack.enter_context(self.logs.recording()) if last else []

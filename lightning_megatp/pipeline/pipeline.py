@@ -30,6 +30,7 @@ from lightning_megatp.pipeline.hooks import Hook, cleared_unseen, hooks_after_st
 from lightning_megatp.pipeline.loans import Loans
 from lightning_megatp.pipeline.logs import Logs, merge
 from lightning_megatp.pipeline.outputs import Outputs
+from lightning_megatp.pipeline.own_values import OwnValues
 from lightning_megatp.pipeline.plans import Plans
 from lightning_megatp.pipeline.remote.calls import RemoteCalls, warn_of_turns
 from lightning_megatp.pipeline.remote.ways import Way, Ways
@@ -155,6 +156,13 @@ class Pipeline:
     def own_stages(self) -> Sequence[int]:
         """The stages of this rank."""
         return self._schedule(True, 1).stages_of(self.executor.transport.rank)
+
+    @functools.cached_property
+    def _own_values(self) -> OwnValues:
+        units: dict[int, list[nn.Module]] = {stage: [] for stage in self.own_stages}
+        for unit in self.own_units:
+            units[self.stage_of_unit[unit]].append(self.parallel.module.get_submodule(unit))
+        return OwnValues(units)
 
     @property
     def own_units(self) -> list[str]:
@@ -298,7 +306,7 @@ class Pipeline:
         self._changes_tensors = self._changes_tensors or any(map(self._changes_outside, plans or ()))
         run = self._run(step, microbatches, plans or [], seed, backward)
         if kind == "train" and len(microbatches) > 1:
-            run.carried = self._carried_state()
+            run.carried, run.own_values = self._carried_state(), self._own_values
         return run
 
     def _run(
@@ -354,6 +362,7 @@ class Pipeline:
             self.metrics.apart(),
             self._noticing(run),
             self.slicer.batch(),
+            contextlib.nullcontext() if run.own_values is None else run.own_values.batch(),
             contextlib.nullcontext() if group is None else group.used(),  # the step's, once for all microbatches
         ):
             if run.remote is not None:

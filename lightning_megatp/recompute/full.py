@@ -19,8 +19,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_megatp.building.recording import default_dtype
 from lightning_megatp.messages import warn_once_per_run
+from lightning_megatp.places import Place, changeable, copy_of, is_same
 from lightning_megatp.plan.ranges import split_evenly
-from lightning_megatp.shim.torch import FakeTensor, tensor_version, tree_flatten, tree_unflatten
+from lightning_megatp.shim.torch import FakeTensor, is_fake, tensor_version, tree_flatten, tree_unflatten
 from lightning_megatp.shim.transformers import without_cache
 from lightning_megatp.tensor.collectives import all_gather
 from lightning_megatp.tensor.context import TensorContext
@@ -93,7 +94,7 @@ class FullRecompute:
     def __init__(self, block: nn.Module, shares: InputShares) -> None:
         self._name = type(block).__name__
         self._shares = shares
-        self._buffers = _Buffers(block)
+        self._changing = _Changing(block)
         self._inside: dict[int, bool] = {}
         """Which arguments are values of a tensor region, other ones on each rank; found out at the first call, by a
         walk of their graph."""
@@ -105,27 +106,27 @@ class FullRecompute:
         versions = [tensor_version(x) for x in tensors.values()]
         others = [None if i in tensors else x for i, x in enumerate(leaves)]
         given: list[dict[int, Tensor]] = [tensors]
-        buffers = self._buffers.copies()
+        before = self._changing.copies()
         function, dtype = call.func, torch.get_default_dtype()  # 64-true and bf16-true set it for the step alone
 
         def run(*kept: Tensor) -> Any:
             again = not given
             now = _restored(inputs, kept) if again else given.pop()
             args, kwargs = tree_unflatten([now.get(i, x) for i, x in enumerate(others)], structure)
-            with self._again(dtype, buffers) if again else contextlib.nullcontext():
+            with self._again(dtype, before) if again else contextlib.nullcontext():
                 return function(*args, **kwargs)
 
         result = checkpoint(run, *(x.kept for x in inputs.values()), use_reentrant=False)
         for x in inputs.values():
             del x.kept  # the checkpoint has them
         self._check_unchanged(tensors, versions)
-        self._buffers.learn(buffers)
+        self._changing.learn(before)
         tensors.clear()
         return result
 
     @contextlib.contextmanager
-    def _again(self, dtype: torch.dtype, buffers: dict[str, Tensor]) -> Iterator[None]:
-        with default_dtype(dtype), self._buffers.as_before(buffers):
+    def _again(self, dtype: torch.dtype, before: dict[Place, Tensor]) -> Iterator[None]:
+        with default_dtype(dtype), self._changing.as_before(before):
             yield
 
     def input(self, position: int, x: Tensor) -> Input:
@@ -150,53 +151,62 @@ def _restored(inputs: dict[int, Input], kept: tuple[Tensor, ...]) -> dict[int, T
     return {i: x.restore(saved) for (i, x), saved in zip(inputs.items(), kept, strict=True)}
 
 
-class _Buffers:
-    """Buffers that a block's own forward changes (running statistics): running it again must neither see nor change
+class _Changing:
+    """Tensors that a block's own forward changes (running statistics): running it again must neither see nor change
     their new values.
 
-    Which modules do so is learned from the first call, of which all buffers are copied.
+    Which modules do so is learned from the first call, of which all that are `changeable` are copied. Module by module,
+    since not every change shows in a tensor's version.
     """
 
     def __init__(self, block: nn.Module) -> None:
         self._block = block
-        self._changing: set[nn.Module] | None = None
-        self._versions: dict[str, tuple[int, int]] = {}
+        self._places: list[Place] | None = None
+        """As the first call finds them that has their values: set-up, dry runs and rehearsals may not."""
+        self._modules: set[nn.Module] | None = None
+        self._versions: dict[Place, tuple[int, int]] = {}
 
-    def copies(self) -> dict[str, Tensor]:
-        """Of the buffers that a call may change."""
-        named = dict(self._block.named_buffers())
-        self._versions = {name: (id(x), tensor_version(x)) for name, x in named.items()}
-        changing = self._changing
-        return {name: x.clone() for name, x in named.items() if changing is None or self._owner(name) in changing}
+    def copies(self) -> dict[Place, Tensor]:
+        """Of what a call may change."""
+        found = self._found()
+        self._versions = {place: (id(x), tensor_version(x)) for place, x in found.items()}
+        changing = self._modules
+        return {place: copy_of(x) for place, x in found.items() if changing is None or place.module in changing}
 
-    def learn(self, copies: dict[str, Tensor]) -> None:
+    def learn(self, copies: dict[Place, Tensor]) -> None:
         """After the call: forget the copies of what it did not change."""
-        named = dict(self._block.named_buffers())
-        if self._changing is None:  # by value: batch norm changes its statistics without telling their versions
-            changed = {name for name, x in named.items() if name not in copies or not torch.equal(x, copies[name])}
+        if self._places is None:
+            return
+        if self._modules is None:  # by value: batch norm changes its statistics without telling their versions
+            changed = {place for place, copy in copies.items() if not is_same(place.value, copy)}
         else:
-            changed = {name for name, x in named.items() if self._versions.get(name) != (id(x), tensor_version(x))}
-        for name in changed - copies.keys():
+            now = {place: (id(x), tensor_version(x)) for place, x in self._found().items()}
+            changed = {place for place, version in now.items() if self._versions.get(place) != version}
+        for place in changed - copies.keys():
             warn_once_per_run(
-                f"the buffer `{name}` of a {type(self._block).__name__} changes in its forward from now on. This once,"
+                f"`{place.leaf}` of a {type(place.module).__name__} changes in its forward from now on. This once,"
                 " the recomputation in backward sees the new value."
             )
-        self._changing = (self._changing or set()) | set(map(self._owner, changed))
-        for name in [name for name in copies if self._owner(name) not in self._changing]:
-            del copies[name]
+        self._modules = (self._modules or set()) | {place.module for place in changed}
+        for place in [place for place in copies if place.module not in self._modules]:
+            del copies[place]
+
+    def _found(self) -> dict[Place, Tensor]:
+        if self._places is None:
+            if any(map(is_fake, self._block.buffers())):
+                return {}
+            self._places = [place for module in self._block.modules() for place, _ in changeable(module)]
+        return {place: x for place in self._places if (x := place.value) is not None}
 
     @contextlib.contextmanager
-    def as_before(self, copies: dict[str, Tensor]) -> Iterator[None]:
+    def as_before(self, copies: dict[Place, Tensor]) -> Iterator[None]:
         """Run with the old values, and throw away what becomes of them."""
-        places = {name: (self._owner(name)._buffers, name.rpartition(".")[2]) for name in copies}
-        now = {name: buffers[key] for name, (buffers, key) in places.items()}
+        now = {place: place.value for place in copies}
         try:
-            for name, (buffers, key) in places.items():
-                buffers[key] = copies[name].clone()
+            for place, copy in copies.items():
+                place.put(copy_of(copy))
             yield
         finally:
-            for name, (buffers, key) in places.items():
-                buffers[key] = now[name]
-
-    def _owner(self, name: str) -> nn.Module:
-        return self._block.get_submodule(name.rpartition(".")[0])
+            for place, x in now.items():
+                if x is not None:
+                    place.put(x)

@@ -1,0 +1,102 @@
+"""Tensors that units change themselves in each forward (the vector of a spectral norm, a running scale) and use where
+backward needs their values.
+
+On one device the backward of a microbatch comes before the next forward, so it finds what its own forward left. In a
+pipeline other forwards come in between. Where a forward changes such a tensor, each microbatch gets its own: the module
+is given a copy before the next one's forward, and the graph of the last one keeps what it has.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torchmetrics import Metric
+
+from lightning_megatp.places import Place, changeable, copy_of, is_same
+from lightning_megatp.shim.compiler import is_compiled
+
+_NORMS: tuple[type[nn.Module], ...] = (
+    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
+    *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
+)
+
+
+class OwnValues:
+    """Gives each microbatch its own of the tensors that its stage's units change in place, from what the forwards of
+    batches 1, 2, 4, 8, ... did.
+
+    Batch norms of torch don't need it (in training, backward asks for the batch's statistics), and compiled units are
+    left alone.
+
+    Args:
+        units: of each of this rank's stages.
+
+    Memory: a copy of each such tensor per microbatch under way; in batches in which it looks, of all buffers.
+    """
+
+    def __init__(self, units: Mapping[int, Sequence[nn.Module]]) -> None:
+        modules = {stage: list(dict.fromkeys(_modules(own))) for stage, own in units.items()}
+        self._modules: Mapping[int, Sequence[nn.Module]] = modules
+        self._changing: dict[int, list[Place]] = {stage: [] for stage in units}
+        self._replaced: dict[Place, Tensor] = {}
+        """What was there before the batch."""
+        self._batches, self._looks = 0, False
+
+    @contextlib.contextmanager
+    def batch(self) -> Iterator[None]:
+        """Around the forwards and backwards of one batch of several microbatches. What a module had before, it has
+        afterwards, with the last values."""
+        self._batches += 1
+        self._looks = self._batches & (self._batches - 1) == 0
+        try:
+            yield
+        finally:
+            self._put_back()
+
+    @contextlib.contextmanager
+    def forward(self, stage: int) -> Iterator[None]:
+        """Around a stage's forward of a microbatch."""
+        self._renew(self._changing[stage])
+        before = dict(itertools.chain(*map(changeable, self._modules[stage]))) if self._looks else {}
+        copies = {id(x): copy_of(x) for x in before.values()}
+        yield
+        for place, x in before.items():
+            if place.value is x and place not in self._changing[stage] and not is_same(x, copies[id(x)]):
+                self._changing[stage].append(place)
+
+    def _renew(self, places: Sequence[Place]) -> None:
+        copies: dict[int, Tensor] = {}
+        """id -> copy, of which several places may have one."""
+        for place in places:
+            value = place.value
+            if value is None or value.requires_grad:
+                continue
+            if id(value) not in copies:
+                copies[id(value)] = copy_of(value)
+            self._replaced.setdefault(place, value)
+            place.put(copies[id(value)])
+
+    def _put_back(self) -> None:
+        for place, old in self._replaced.items():
+            now = place.value
+            if now is None or now.requires_grad or now.dtype != old.dtype:
+                continue
+            if now.shape == old.shape:
+                with torch.no_grad():
+                    old.copy_(now)
+            else:
+                old.data = now.detach()
+            place.put(old)
+        self._replaced.clear()
+
+
+def _modules(units: Sequence[nn.Module]) -> Iterator[nn.Module]:
+    plain = (unit for unit in units if not any(map(is_compiled, unit.modules())))
+    for module in itertools.chain.from_iterable(unit.modules() for unit in plain):
+        norm = isinstance(module, _NORMS) and type(module).forward.__module__.startswith("torch.")
+        if not norm and not isinstance(module, Metric):
+            yield module
