@@ -288,7 +288,9 @@ class GradientMethods(CopyMethods):
         by_hand = None if module.automatic_optimization else self.sharding
         of_step = context.user_code  # in manual optimization: a closure is the step's code, and hooks are not
 
-        def run() -> Any:
+        def run() -> Any:  # twice, for an optimizer that asks for the gradients elsewhere, too (SAM)
+            if self.sharding is not None:
+                self.sharding.take_back_rows()
             if by_hand is not None and not no_closure:
                 by_hand.begin()
             with context.running(of_step):
@@ -307,6 +309,7 @@ class GradientMethods(CopyMethods):
         if self.pipeline is not None:
             self.pipeline.loans.renew()
         if self.sharding is not None:
+            self.sharding.take_back_rows()
             self.sharding.end()  # what is gathered has the values from before
         if by_hand is not None:
             by_hand.begin()  # the step goes on

@@ -125,6 +125,8 @@ class ZeroSharding:
         for group in groups:
             group.reduce_unused()
         self._versions = {p.name: tensor_version(p.whole) for p in self.parameters}
+        self._rows = [p.local.detach() for p in self.parameters]
+        """In the memory that FSDP2 gathers from."""
         self._shells = [storage_id(p.sharded) for p in self.parameters]
         """What a DTensor's `.data` is set to changes its shell alone."""
         self._used: set[str] = set()
@@ -167,6 +169,14 @@ class ZeroSharding:
         self._check_unchanged()
         for holder in (*self._holders.values(), self._root):
             holder.free()
+
+    @torch.no_grad()
+    def take_back_rows(self) -> None:
+        """During and after an optimizer's step: one that says `p.data = values` has given its rows other memory."""
+        for parameter, rows in zip(self.parameters, self._rows, strict=True):
+            if parameter.local.data_ptr() != rows.data_ptr():
+                rows.copy_(parameter.local)
+                parameter.local.data = rows
 
     def step(self, function: Callable[[], Any]) -> Any:
         """Run a user's step, or a pipeline stage's part of it; units are gathered as they run."""

@@ -313,11 +313,37 @@ class ClearedBackwardInTheStep(BackwardInTheStep):
     accumulate = 1
 
 
+class Sharp(torch.optim.Optimizer):
+    """Sharpness-aware minimization, which sets weights to other tensors and asks for the gradients there, too."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        with torch.enable_grad():
+            loss = closure()
+        held = {p: p.data.clone() for group in self.param_groups for p in group["params"] if p.grad is not None}
+        for p in held:
+            p.data = p.data + 0.05 * p.grad  # type: ignore[operator]
+        self.zero_grad()
+        with torch.enable_grad():
+            closure()
+        for p, before in held.items():
+            p.data = before - 0.1 * p.grad  # type: ignore[operator]
+        return loss
+
+
+class StepsBySetting(Plain):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return Sharp(self.parameters())
+
+
 HABITS: list[type[Plain]] = [
     Plain, ChangesAList, *([BranchesByData] if REDUCES_UNUSED else []), ClearsByModule, ClearsInManual, ScalesInManual,
     ReplacesGradients, ProbesBeforeTheStep, PenalisesGradients, PenalisesBesideUnused, FollowsGradients,
     FollowsInManual, NamesGroups, Thaws, EndsEpochsEarly, AveragesInEveryBatch, AveragesByAssigning,
-    TrainsTheHeadAlone, ChangesUnderVmap,
+    TrainsTheHeadAlone, ChangesUnderVmap, StepsBySetting,
     AveragesBeforeClearing, Toggles, TogglesWithOldGradients, BackwardInTheStep, ClearedBackwardInTheStep,
 ]  # fmt: skip
 

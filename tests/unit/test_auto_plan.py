@@ -98,6 +98,33 @@ def test_masks_are_tried_and_left_out() -> None:
     assert set(styles(plan(Separate(), 2, mask=mask)).values()) == {"column", "row"}
 
 
+class _Masked(nn.Module):
+    """Attention by a number of heads, whose views infer a head's size, and by a float mask: 1 for tokens, or 0."""
+
+    def __init__(self, large: float) -> None:
+        super().__init__()
+        self.heads, self.large = 2, large
+        self.q, self.k, self.v, self.out = (nn.Linear(HIDDEN, HIDDEN, bias=False) for _ in range(4))
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        q, k, v = (f(x).view(*x.shape[:-1], self.heads, -1).transpose(-2, -3) for f in (self.q, self.k, self.v))
+        scores = q @ k.transpose(-1, -2) / 2.0 + self.large * (mask[:, None, None, :] - 1)
+        return self.out((scores.softmax(-1) @ v).transpose(-2, -3).flatten(-2))
+
+
+@pytest.mark.parametrize("tokens", [5, 4])
+def test_float_masks_decide_nothing_but_what_they_hide(tokens: int) -> None:
+    result = plan(_Masked(1e9), 2, mask=(torch.arange(5) < tokens).double().expand(2, 5))
+    assert {attribute.name for attribute in result.plan.attributes} == {"body.heads"}
+    assert set(styles(result).values()) == {"column", "row"}
+
+
+def test_what_makes_no_difference_proves_nothing() -> None:
+    """Weights of tokens that, so large, decide the softmax alone: heads cut at the wrong places compute the same."""
+    result = plan(_Masked(1e9), 2, mask=torch.linspace(0.1, 0.9, 5).expand(2, 5))
+    assert not result.plan.attributes and set(styles(result).values()) == {"column_gather"}
+
+
 class _Shifted(nn.Module):
     """Splits as `Separate` does, but the code knows which heads it has: nothing can be moved."""
 

@@ -225,8 +225,20 @@ class _Search:
                 outcome = reference.compare(plan, self.tp)
                 if not outcome.holds:
                     break
+            if outcome.holds and (unfelt := self._unfelt(plan)):
+                outcome = Outcome(f"`{unfelt[0]}` makes no difference to what is computed here, so nothing is proven")
             self._last = plan, outcome
         return self._last[1]
+
+    def _unfelt(self, plan: BlockPlan) -> list[str]:
+        """Layers inside of regions, or of what lies around them, that run, and on which no reference depends."""
+        regions = {layer.region for layer in plan.layers.values() if layer.region is not None}
+        return [n for n in self._unfelt_layers if any(f"{n}.".startswith(f"{r}.".lstrip(".")) for r in regions)]
+
+    @functools.cached_property
+    def _unfelt_layers(self) -> list[str]:
+        answers = {name: {reference.feels(name) for reference in self.references} for name in self.layers}
+        return [name for name, felt in answers.items() if False in felt and True not in felt]
 
     def accept(self, plan: BlockPlan, how: str) -> bool:
         """Add a plan to the block's if it is proven to hold."""

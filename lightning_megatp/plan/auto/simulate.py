@@ -36,6 +36,9 @@ from lightning_megatp.tensor.weight_norm import weight_of_parts
 TOLERANCE = 1e-9
 """Of a float64 result, relative to the largest entry; sums in another order differ by 1e-13 or less."""
 
+_FELT = 1e-6
+"""Of a gradient: how large its largest entry has to be, for a comparison to tell it from another."""
+
 
 @dataclass
 class BlockPlan:
@@ -112,6 +115,13 @@ class Reference:
         with reads_outside(whole, numbers, ()) as read, exact():
             whole(*own.args, **own.kwargs)
         return read
+
+    def feels(self, layer: str) -> bool | None:
+        """Whether its results depend on a layer's weights, as far as a comparison would tell: scores do nothing to a
+        softmax that a mask has decided. None of a layer that it does not run."""
+        held = [grad for name, grad in self.parameters.items() if name.rpartition(".")[0] == layer]
+        grads = [grad for grad in held if grad is not None and grad.numel()]
+        return any(float(grad.abs().max()) > _FELT for grad in grads) if grads else None
 
     def compare(self, plan: BlockPlan, tp: int) -> Outcome:
         """Run the shards of a plan, and compare outputs and every gradient."""

@@ -112,7 +112,8 @@ def concrete_call(call: Call, seed: int, noise: float = 0.0) -> Call:
     """A call's arguments on the CPU, floating ones in float64 with some noise, and fresh leaves.
 
     Those that needed a gradient do, and so does the first floating tensor: the hidden states, if embeddings are frozen.
-    Tensors on meta become random ones of their shape. Values that mean minus infinity stay as they are.
+    Tensors on meta become random ones of their shape. Values that mean minus infinity stay as they are, and so do zeros
+    and ones that may be a mask: multiplied by minus infinity, noise in them would decide everything.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -130,11 +131,15 @@ def concrete_call(call: Call, seed: int, noise: float = 0.0) -> Call:
         x = concrete(x.detach(), generator)
         if not x.is_floating_point():
             return x
-        if noise and x.numel() and bool((x > -1e4).all()) and bool(x.isfinite().all()):
+        if noise and x.numel() and bool((x > -1e4).all()) and bool(x.isfinite().all()) and not _is_mask(x):
             x = x + noise * torch.randn(x.shape, generator=generator, dtype=x.dtype)
         return x.clone().requires_grad_(needs)
 
     return Call(*tree_map(make, (call.args, call.kwargs)))
+
+
+def _is_mask(x: Tensor) -> bool:
+    return bool(((x == 0) | (x == 1)).all()) and bool(x.any())
 
 
 def concrete(x: Tensor, generator: torch.Generator) -> Tensor:
