@@ -42,6 +42,7 @@ from lightning_megatp.mesh import ParallelMesh
 from lightning_megatp.module import ParallelModule
 from lightning_megatp.pipeline.detour import Detour
 from lightning_megatp.pipeline.slicing.calls import around_calls
+from lightning_megatp.references import replace_held
 from lightning_megatp.shim.torch import FakeTensorMode, storage_id, tensor_version, unrecorded
 from lightning_megatp.tensor.functions import OwnHook
 
@@ -86,7 +87,8 @@ class ZeroSharding:
         }
         refuse_hooks(module)
         refuse_sparse(module)
-        attributes = {name: dict(vars(p)) for name, p in module.named_parameters()}
+        before = dict(module.named_parameters())
+        attributes = {name: dict(vars(p)) for name, p in before.items()}
         self.whole = [name for name, p in module.named_parameters() if id(p) in whole]
         """Parameters that are not divided: numbers without a dim, those without elements, and trained ones of another
         dtype than most."""
@@ -122,6 +124,8 @@ class ZeroSharding:
         for parameter in self.parameters:
             for tensor in (parameter.sharded, parameter.whole, parameter.local):
                 vars(tensor).update(attributes[parameter.name])
+        replace_held(module, {id(before[p.name]): p.sharded for p in self.parameters})
+        del before
         for group in groups:
             group.reduce_unused()
         self._versions = {p.name: tensor_version(p.whole) for p in self.parameters}

@@ -96,9 +96,15 @@ def _apply(
         copies.append((whole, tensor_version(whole)))
         return whole
 
+    def taken(value: Any) -> Any:
+        """A container without parts is the user's own: the function may fill it."""
+        return (
+            tree_map(take, value) if any(isinstance(x, (Shard, WholeParameter)) for x in tree_leaves(value)) else value
+        )
+
     values = [*args, *kwargs.values()]
     if not is_flat(values) or any(isinstance(x, (Shard, WholeParameter)) for x in values):
-        args, kwargs = tree_map(take, (args, kwargs))
+        args, kwargs = tuple(map(taken, args)), {key: taken(value) for key, value in kwargs.items()}
     before = None if context is None else context.entered
     result = apply(*args, **kwargs)
     if weights and before is not None and context.entered != before and torch.is_grad_enabled():

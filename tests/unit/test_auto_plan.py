@@ -281,6 +281,13 @@ def test_blocks_of_the_same_shapes_and_other_heads_are_of_another_kind() -> None
     assert found_for(Heads(4), Heads(5)).attributes != [] and found_for(Heads(2), Heads(3)).layers
 
 
+def test_a_copy_that_evaluates_is_of_the_same_kind() -> None:
+    """Nobody calls it, and what follows the trained blocks has to be split as they are."""
+    blocks = nn.ModuleDict({"average": nn.ModuleList([Block(Gated()).eval()]), "net": nn.ModuleList([Block(Gated())])})
+    (kind,) = kinds_of_blocks(blocks)
+    assert kind.names == ["average.0", "net.0"]
+
+
 def test_a_module_that_blocks_share_is_planned_once() -> None:
     shared = Gated()
     found = found_for(shared, shared)

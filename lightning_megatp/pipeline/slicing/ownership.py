@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lightning_megatp.pipeline.slicing.loaded import load_own_stage
 from lightning_megatp.pipeline.slicing.plan import SliceError
 from lightning_megatp.pipeline.slicing.snapshot import kept_by
+from lightning_megatp.references import replace_held
 from lightning_megatp.shim.torch import FakeTensorMode, is_fake, modules_in
 
 _KINDS = ("_parameters", "_buffers")
@@ -102,6 +103,7 @@ class Ownership:
                     self._empty(child, kind, path, foreign, freed)
                     gone.setdefault(path, {}).update((name, child.__dict__[name].shape) for name in foreign)
         load_own_stage(self._module, gone)
+        replace_held(self._module, {key: fake for key, (_, fake) in freed.items()})
         self._known = set(modules_in(self._module))
 
     def refuse_copies(self) -> None:

@@ -20,10 +20,10 @@ from torch.utils.data import Dataset
 from lightning_megatp.shim.torch import is_fake, storage_id
 from lightning_megatp.tensor.functions import is_in_place, operation_name
 
-_LARGE = 10_000
+LARGE = 10_000
 """Containers with more entries (data sets, vocabularies) are restored as they were, but not searched."""
 
-_CONTAINERS = (list, dict, set, deque)
+CONTAINERS = (list, dict, set, deque)
 PLAIN = frozenset({type(None), bool, int, float, str})
 
 _NOT_SEARCHED = ("torch", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_megatp", "numpy")
@@ -51,17 +51,17 @@ class Snapshot:
     def restore(self) -> None:
         """Put everything back, in place."""
         for holder, before in self._holders:
-            _fill(holder, before)
+            refill(holder, before)
 
     def drop_fakes(self) -> None:
         """Put back only what tensors without data were put into."""
         for holder, before in self._holders:
             if any(is_fake(x) and id(x) not in self.tensors for x in _tensors(holder)):
-                _fill(holder, before)
+                refill(holder, before)
 
     def changes(self) -> list[tuple[Any, Any]]:
         """What holds something else than before, with its new entries, or all it holds if it is no dict."""
-        pairs = [(holder, before) for holder, before in self._holders if isinstance(holder, _CONTAINERS)]
+        pairs = [(holder, before) for holder, before in self._holders if isinstance(holder, CONTAINERS)]
         found = [(holder, _entries_since(holder, before)) for holder, before in pairs]
         return [(holder, new) for holder, new in found if new]
 
@@ -79,7 +79,7 @@ class Snapshot:
         return [(key, x) for key, x, y in found if x is not y]
 
     def _found(self) -> list[Any]:
-        return _holders(self._owners)
+        return holders_of(self._owners)
 
 
 class FirstValues(TorchFunctionMode):
@@ -121,14 +121,14 @@ class FirstValues(TorchFunctionMode):
 
 def kept_by(modules: Iterable[nn.Module]) -> list[Tensor]:
     """What hangs on modules, without their submodules: parameters and buffers, and tables that they have made."""
-    return [x for holder in _holders(modules) for x in _tensors(holder)]
+    return [x for holder in holders_of(modules) for x in _tensors(holder)]
 
 
 def drawn_by(modules: Iterable[nn.Module]) -> list[Any]:
     """Tensors and arrays that hang on modules, without parameters and buffers, and generators of random numbers."""
     modules = list(modules)
     registered = {id(x) for m in modules for x in (*m.parameters(recurse=False), *m.buffers(recurse=False))}
-    holders = _holders(modules)
+    holders = holders_of(modules)
     values = [x for holder in holders for x in _entries(holder) if isinstance(x, Tensor | np.ndarray)]
     found = {id(x): x for x in (*values, *filter(_is_generator, holders)) if id(x) not in registered}
     return list(found.values())
@@ -137,7 +137,7 @@ def drawn_by(modules: Iterable[nn.Module]) -> list[Any]:
 def modules_on(owner: Any) -> list[nn.Module]:
     """What hangs on an object, in lists, dicts and the user's own objects too, where a module doesn't register it."""
     submodules = list(owner.modules()) if isinstance(owner, nn.Module) else []
-    hanging = [x for holder in _holders([owner, *submodules]) for x in _entries(holder) if isinstance(x, nn.Module)]
+    hanging = [x for holder in holders_of([owner, *submodules]) for x in _entries(holder) if isinstance(x, nn.Module)]
     return list(dict.fromkeys(x for module in [*submodules, *hanging] for x in module.modules()))
 
 
@@ -154,7 +154,7 @@ def random_state_kept() -> Iterator[None]:
             np.random.set_state(of_numpy)
 
 
-def _holders(owners: Iterable[Any]) -> list[Any]:
+def holders_of(owners: Iterable[Any], leaving_out: type | tuple[type, ...] = ()) -> list[Any]:
     """Everything under objects that can be changed in place, each once; modules and objects as their `__dict__`, and
     generators."""
     found: dict[int, Any] = {}
@@ -164,7 +164,7 @@ def _holders(owners: Iterable[Any]) -> list[Any]:
         if id(holder) in found:
             continue
         found[id(holder)] = holder
-        entries = (entry for entry in _entries(holder) if type(entry) not in PLAIN)  # most are
+        entries = (x for x in _entries(holder) if type(x) not in PLAIN and not isinstance(x, leaving_out))  # most are
         waiting.extend(part for part in map(_held, entries) if part is not None)
     return list(found.values())
 
@@ -173,7 +173,7 @@ def _held(entry: Any) -> Any:
     """What of an entry may change in place; None for plain values and what belongs to others."""
     if isinstance(entry, (Tensor, nn.Module, FunctionType, ModuleType, type)):
         return None
-    if isinstance(entry, _CONTAINERS) or _is_generator(entry):
+    if isinstance(entry, CONTAINERS) or _is_generator(entry):
         return entry
     if isinstance(entry, tuple):
         return list(entry)
@@ -186,7 +186,7 @@ def _held(entry: Any) -> Any:
 
 def _entries(holder: Any) -> list[Any]:
     """What is searched of it."""
-    if not isinstance(holder, _CONTAINERS) or len(holder) > _LARGE:
+    if not isinstance(holder, CONTAINERS) or len(holder) > LARGE:
         return []
     return list(holder.values()) if isinstance(holder, dict) else list(holder)
 
@@ -194,10 +194,11 @@ def _entries(holder: Any) -> list[Any]:
 def _copy(holder: Any) -> Any:
     if isinstance(holder, dict):
         return dict(holder)
-    return list(holder) if isinstance(holder, _CONTAINERS) else _way_back(holder)
+    return list(holder) if isinstance(holder, CONTAINERS) else _way_back(holder)
 
 
-def _fill(holder: Any, before: Any) -> None:
+def refill(holder: Any, before: Any) -> None:
+    """Let it hold other entries, in place."""
     if isinstance(holder, dict):
         if len(holder) != len(before) or any(holder.get(key) is not value for key, value in before.items()):
             holder.clear()

@@ -88,7 +88,8 @@ def find_blocks(module: nn.Module) -> list[str]:
 
 def kinds_of_blocks(module: nn.Module, names: Sequence[str] | None = None) -> list[Block]:
     """Blocks by kind: same classes, shapes and settings. What differs in every block (its index, its own name) makes
-    no kinds. A block of several names counts under the first.
+    no kinds, nor does training or evaluation: an averaged copy is split as what it follows. A block of several names
+    counts under the first.
 
     Args:
         names: of the blocks; None for all.
@@ -310,7 +311,7 @@ def _settings(block: nn.Module, place: str) -> dict[str, str]:
     itself = re.compile(rf"\b{re.escape(f'{held_by}.{own}')}\b") if held_by else None
     for name, child in block.named_modules():
         for key, value in vars(child).items():
-            if key == "_buffers" or not (key.startswith("_") and key in _INTERNAL):
+            if key == "_buffers" or key not in _INTERNAL:
                 text = _content(value, 0)
                 found[f"{name}.{key}"] = text if itself is None else itself.sub("<block>", text)
     return found
