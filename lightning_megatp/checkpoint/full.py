@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_megatp.module import ParallelModule
+from lightning_megatp.shim.torch import tree_map
 from lightning_megatp.tensor.parameters import gather_shards
 
 
@@ -109,8 +111,11 @@ def _map_state(
         for index, parameter in enumerate(parameters):
             partly = parallel.spec(parameter) is not None or id(parameter) in parallel.divided
             if partly and index in changed:
-                changed[index] = {
-                    key: change(value, parameter) if isinstance(value, Tensor) and value.dim() else value
-                    for key, value in changed[index].items()
-                }
+                one = functools.partial(_changed, parameter=parameter, change=change)
+                changed[index] = {key: tree_map(one, value) for key, value in changed[index].items()}
     return {**state, "state": changed}
+
+
+def _changed(value: Any, parameter: Tensor, change: Callable[[Tensor, Tensor], Tensor | None]) -> Any:
+    """Of a state, or of what it holds: AggMo has a tensor for each of its betas."""
+    return change(value, parameter) if isinstance(value, Tensor) and value.dim() else value

@@ -167,7 +167,10 @@ class CheckpointMethods(LoadingMethods):
         rows = contextlib.nullcontext() if parallel.sharding is None else parallel.sharding.as_rows()
         with parallel.parts_expected(), rows:
             state: dict[str, Any] = self.lightning_module.state_dict()
-        return state
+        if self.pipeline is None:
+            return state
+        others = tuple(f"{unit}." for unit in self.pipeline.stage_of_unit.keys() - set(self.pipeline.own_units))
+        return {k: x for k, x in state.items() if not (k.endswith("_extra_state") and k.startswith(others))}
 
     def _gathered(self, state: dict[str, Any]) -> dict[str, Any]:
         """The whole, on global rank 0, of what this rank has of a state dict: the module's, or a callback's copy's."""

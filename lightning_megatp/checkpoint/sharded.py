@@ -23,6 +23,7 @@ from lightning_megatp.checkpoint.contents import (
 from lightning_megatp.checkpoint.folder import Folder
 from lightning_megatp.mesh import ParallelMesh
 from lightning_megatp.module import ParallelModule
+from lightning_megatp.shim.torch import tree_leaves
 
 NOT_TENSORS = "not_tensors"
 """Key, in `meta.pt`, of what else a module's state dict holds."""
@@ -43,6 +44,9 @@ def sharded_state_dict(state: Mapping[str, Any], parallel: ParallelModule, mesh:
 def sharded_optimizer_state(optimizer: Optimizer, parallel: ParallelModule, mesh: ParallelMesh) -> dict[str, Any]:
     """An optimizer's state dict by names: this rank's Chunks; groups and what isn't a tensor from all stages.
 
+    Raises:
+        RuntimeError: a state holds parts of tensors in a dict or list.
+
     Communication: at pp > 1 one object all-gather of names and numbers, over pp.
     """
     names = group_names(optimizer, parallel)
@@ -53,6 +57,12 @@ def sharded_optimizer_state(optimizer: Optimizer, parallel: ParallelModule, mesh
         for key, value in optimizer.state.get(parameter, {}).items()
         if not isinstance(value, Tensor)
     }
+    for name, value in others.items():
+        if any(isinstance(x, Tensor) and x.dim() for x in tree_leaves(value)):
+            raise RuntimeError(
+                f"MegaTPStrategy: the optimizer's state `{name}` holds tensors in a {type(value).__name__}, which a"
+                ' checkpoint folder has no place for. Use checkpoint="file".'
+            )
     stages = _over_stages((names, others), mesh)
     groups = []
     for index, group in enumerate(optimizer.param_groups):

@@ -92,6 +92,21 @@ def check_tensorwise(optimizer: Any, coupled: Iterable[Tensor]) -> None:
             )
 
 
+def check_one_step(optimizer: Any) -> None:
+    """Raise if an optimizer is used by more than its `step`: of what it does there nothing can be tried.
+
+    Raises:
+        ValueError: it has `first_step` and `second_step`, as sharpness-aware minimization does.
+    """
+    optimizer = unwrap(optimizer)
+    if all(callable(getattr(optimizer, name, None)) for name in ("first_step", "second_step")):
+        raise ValueError(
+            f"MegaTPStrategy: {_name(optimizer)} moves weights in `first_step` by a norm of the whole gradient, of"
+            " which each rank holds a part: with tp > 1, pp > 1 or zero > 0 it would train differently from one device."
+            " Use copies of the whole model (dp alone, zero=0), or another optimizer."
+        )
+
+
 def check_by_tensor(optimizer: Any, pp: int) -> None:
     """Raise if what an optimizer does to a tensor depends on others, of which each pipeline stage holds its own.
 

@@ -16,7 +16,7 @@ from lightning_megatp.commands import Done, requested
 from lightning_megatp.copies import CopyMethods
 from lightning_megatp.gradients.accumulated import AccumulatedGradients
 from lightning_megatp.gradients.buckets import GradientBuckets
-from lightning_megatp.gradients.elementwise import check_by_tensor
+from lightning_megatp.gradients.elementwise import check_by_tensor, check_one_step
 from lightning_megatp.gradients.groups import Groups
 from lightning_megatp.gradients.rows import replace_parameters
 from lightning_megatp.gradients.whole_norms import is_users
@@ -105,8 +105,11 @@ class GradientMethods(CopyMethods):
         """Whether they can step what this rank holds, or have to be given more."""
         if self.sharding is not None:
             self.sharding.give_to(optimizers)
-        for optimizer in optimizers if self._parallel().sharded or self.sharding else ():
-            self._whole_steps.prepare(optimizer)
+        divided = self._parallel().sharded or self.sharding
+        for optimizer in optimizers if divided or self.pp > 1 else ():
+            check_one_step(optimizer)
+            if divided:
+                self._whole_steps.prepare(optimizer)
 
     @contextlib.contextmanager
     def _as_on_one_device(self) -> Iterator[None]:

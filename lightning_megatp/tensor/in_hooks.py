@@ -21,11 +21,14 @@ from lightning_megatp.tensor.functions import operation_name, operation_names
 
 _COUPLING = operation_names(
     """
-    norm vector_norm matrix_norm renorm normalize sum nansum mean nanmean std var prod amax amin aminmax max min argmax
-    argmin median nanmedian quantile nanquantile kthvalue topk sort argsort msort cumsum cumprod logsumexp softmax
-    log_softmax qr svd svdvals eig eigh eigvalsh cholesky inv pinv det slogdet matrix_power matrix_rank
-    kaiming_uniform_ kaiming_normal_ xavier_uniform_ xavier_normal_ trunc_normal_ orthogonal_ sparse_
-    normal_ uniform_ bernoulli_ exponential_ log_normal_ cauchy_ geometric_ random_ rand_like randn_like randint_like
+    norm vector_norm matrix_norm renorm renorm_ normalize dist cdist pdist cosine_similarity sum nansum mean nanmean
+    std var prod amax amin aminmax max min argmax argmin median nanmedian quantile nanquantile kthvalue topk sort
+    argsort msort cumsum cumprod logsumexp softmax log_softmax layer_norm group_norm instance_norm batch_norm rms_norm
+    std_mean var_mean trace count_nonzero histc unique numpy tolist flip roll fill_diagonal_ tril tril_ triu triu_ diag
+    diagonal matmul __matmul__ __rmatmul__ mm mv bmm dot inner outer einsum tensordot multi_dot matrix_exp logdet cond
+    qr svd svdvals eig eigh eigvalsh cholesky inv pinv det slogdet matrix_power matrix_rank kaiming_uniform_
+    kaiming_normal_ xavier_uniform_ xavier_normal_ trunc_normal_ orthogonal_ sparse_ normal_ uniform_ bernoulli_
+    exponential_ log_normal_ cauchy_ geometric_ random_ rand_like randn_like randint_like
     """
 )
 """Operations that look at several elements at once, or draw other numbers for a part than for the whole."""

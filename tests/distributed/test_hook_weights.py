@@ -80,6 +80,8 @@ class Lit(LightningModule):
             for layer in [layer for layer in self.blocks.modules() if isinstance(layer, nn.Linear)]:
                 if self.habit == "max norm":
                     layer.weight.copy_(layer.weight.renorm(2, 0, 0.5))
+                if self.habit == "product":
+                    self.kept.append(layer.weight @ layer.weight.t())
                 if self.habit == "writing":
                     torch.save({"weight": layer.weight}, io.BytesIO())
                 if self.habit == "pruning":
@@ -173,6 +175,7 @@ def test_a_hook_of_the_last_stage_that_leaves_weights_alone() -> None:
         ("pruning", "`on_train_batch_end` uses `kthvalue` on `blocks.0.0.weight`"),
         ("new values", "`on_fit_start` uses `"),
         ("norms", "`on_train_epoch_end` uses `norm` on `blocks.0.0.weight`"),
+        ("product", "`on_train_batch_end` uses `matmul` on `blocks.0.0.weight`"),
         ("writing", "`on_train_batch_end` writes `blocks.0.0.weight`, of which each rank holds a part"),
         ("values", ""),
     ],
