@@ -11,6 +11,7 @@ import torch
 from lightning_megatp.buffers import SentBuffers
 from lightning_megatp.data import SameBatch, refuse_lengths, warn_of_lengths
 from lightning_megatp.gradients.methods import GradientMethods
+from lightning_megatp.gradients.nested import with_inner
 from lightning_megatp.gradients.rows import finds_rows, used_beside
 from lightning_megatp.gradients.wide import widen
 from lightning_megatp.planner.measure import MemoryAccount
@@ -123,7 +124,7 @@ class StepMethods(GradientMethods):
                 outputs = self._watched(kind, step)(*args, **kwargs)
         else:
             outputs = self.pipeline.evaluate(kind, *self._on_microbatch(kind, step, args))
-        self._parallel().keep_whole_where_used_outside(self.optimizers)
+        self._parallel().keep_whole_where_used_outside(with_inner(self.optimizers))
         return outputs
 
     def _on_microbatch(self, kind: str, step: Callable[..., Any], args: Any) -> tuple[Callable[[Any], Any], Any]:

@@ -84,7 +84,7 @@ def full_optimizer_state(optimizer: Optimizer, parallel: ParallelModule, keep: b
         full = parallel.whole_value(parameter, value)
         return full.cpu() if keep else None
 
-    state = _map_state(optimizer.state_dict(), optimizer, parallel, gather)
+    state = _map_state(type(optimizer).state_dict(optimizer), optimizer, parallel, gather)
     return state if keep else {}
 
 

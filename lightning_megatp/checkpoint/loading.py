@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from torch.optim import Optimizer
+
 from lightning_megatp.checkpoint.agree import together
 from lightning_megatp.checkpoint.averages import Averages
 from lightning_megatp.checkpoint.files import check_zip
@@ -21,6 +23,7 @@ from lightning_megatp.checkpoint.sharded import (
     put_back,
 )
 from lightning_megatp.checkpoint.stages import load_own, own_optimizer_state
+from lightning_megatp.gradients.nested import inner_optimizers, method_replaced
 from lightning_megatp.module import ParallelModule
 from lightning_megatp.parts import Parts
 from lightning_megatp.randomness import set_random_state
@@ -143,14 +146,23 @@ class LoadingMethods(Parts):
             if self._folder is not None:
                 load_sharded_optimizer(self._folder, index, state, optimizer, parallel, mesh)
                 continue
-            if self.pp > 1:
-                state = own_optimizer_state(state, optimizer, self._groups.order(optimizer), parallel, mesh)
-            optimizer.load_state_dict(local_optimizer_state(state, optimizer, parallel))
+            with method_replaced(inner_optimizers(optimizer), "load_state_dict", self._load_own_state):
+                optimizer.load_state_dict(self._own_state(optimizer, state))
         self._folder = None
         if self._resumes:
             self._resume_random()  # the last thing restored before the first batch
             assert self.lightning_module is not None
             restart_loaders(self.lightning_module.trainer)
+
+    def _own_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
+        """What this rank has of an optimizer's whole state."""
+        parallel = self._parallel()
+        if self.pp > 1:
+            state = own_optimizer_state(state, optimizer, self._groups.order(optimizer), parallel, self._mesh())
+        return local_optimizer_state(state, optimizer, parallel)
+
+    def _load_own_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+        type(optimizer).load_state_dict(optimizer, self._own_state(optimizer, state))
 
     def _resume_random(self) -> None:
         """Go on with the random numbers of the checkpoint that was loaded."""

@@ -29,6 +29,8 @@ from lightning_megatp.checkpoint.sharded import (
 )
 from lightning_megatp.checkpoint.single import durable_checkpoint_io
 from lightning_megatp.checkpoint.stages import gather_optimizer_state, gather_state_dict
+from lightning_megatp.gradients.elementwise import unwrap
+from lightning_megatp.gradients.nested import inner_optimizers, method_replaced
 from lightning_megatp.mesh import TALKING
 from lightning_megatp.messages import warn_once_per_run
 from lightning_megatp.pipeline.averaged import agree_on_buffers, versions_of
@@ -118,11 +120,28 @@ class CheckpointMethods(LoadingMethods):
         parallel, mesh = self._parallel(), self._mesh()
         if self._cannot_gather() or self._is_copy():
             return {}
-        optimizer = getattr(optimizer, "optimizer", optimizer)
+        optimizer = unwrap(optimizer)
+        inner = inner_optimizers(optimizer)
         if self.checkpoint == "folder":
+            if inner:
+                raise RuntimeError(
+                    f"MegaTPStrategy: {type(optimizer).__name__} holds other optimizers, and a checkpoint folder has no"
+                    ' place for their states. Use checkpoint="file".'
+                )
             return sharded_optimizer_state(optimizer, parallel, mesh)
+        with method_replaced(inner, "state_dict", self._inner_state):
+            return self._whole_optimizer_state(optimizer)
+
+    def _inner_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """What another optimizer puts into its own: of the ranks that save nothing, something to look into."""
+        return self._whole_optimizer_state(optimizer) or {"state": {}, "param_groups": []}
+
+    def _whole_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        parallel, mesh = self._parallel(), self._mesh()
         if not optimizer.param_groups:
-            return optimizer.state_dict()  # Lightning's stand-in, where `configure_optimizers` returns None
+            return type(optimizer).state_dict(
+                optimizer
+            )  # Lightning's stand-in, where `configure_optimizers` returns None
         state = full_optimizer_state(optimizer, parallel, keep=mesh.rank("tp") == mesh.rank("dp") == 0)
         if self.pp == 1:
             return state

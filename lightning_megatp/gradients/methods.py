@@ -18,6 +18,7 @@ from lightning_megatp.gradients.accumulated import AccumulatedGradients
 from lightning_megatp.gradients.buckets import GradientBuckets
 from lightning_megatp.gradients.elementwise import check_by_tensor, check_one_step
 from lightning_megatp.gradients.groups import Groups
+from lightning_megatp.gradients.nested import inner_optimizers, with_inner
 from lightning_megatp.gradients.rows import replace_parameters
 from lightning_megatp.gradients.whole_norms import is_users
 from lightning_megatp.gradients.whole_steps import WholeSteps
@@ -66,12 +67,13 @@ class GradientMethods(CopyMethods):
     def setup_optimizers(self, trainer: Any) -> None:
         """Each pipeline stage optimizes what it holds, which may be nothing, though `configure_optimizers` finds the
         parameters of all."""
-        self._groups = Groups(self._parallel(), self.pipeline, self.sharding, lambda: self.optimizers)
+        self._groups = Groups(self._parallel(), self.pipeline, self.sharding, lambda: with_inner(self.optimizers))
         with self._groups.whole(), self.among_copies():
             super().setup_optimizers(trainer)
             self._give_new_parameters()
-        for optimizer in self.optimizers if self.pp > 1 else ():
-            check_by_tensor(optimizer, self.pp)
+        for optimizer in with_inner(self.optimizers) if self.pp > 1 else ():
+            if not inner_optimizers(optimizer):
+                check_by_tensor(optimizer, self.pp)
 
     def _remember_parameters(self, module: nn.Module) -> None:
         """Before they are split: an optimizer may have been made of them, as LightningCLI does. Weakly, since most are
@@ -85,7 +87,7 @@ class GradientMethods(CopyMethods):
         known = {id(parameter) for parameter in now.values()}
         alive = ((reference(), name) for reference, name in self._before_split)
         new = {id(parameter): now[name] for parameter, name in alive if id(parameter) not in known and name in now}
-        for optimizer in self.optimizers:
+        for optimizer in with_inner(self.optimizers):
             replace_parameters(optimizer, lambda parameter: new.get(id(parameter), parameter))
         self._before_split = []
 
@@ -103,12 +105,13 @@ class GradientMethods(CopyMethods):
 
     def _try_optimizers(self, optimizers: Iterable[Optimizer]) -> None:
         """Whether they can step what this rank holds, or have to be given more."""
+        optimizers = with_inner(optimizers)
         if self.sharding is not None:
             self.sharding.give_to(optimizers)
         divided = self._parallel().sharded or self.sharding
         for optimizer in optimizers if divided or self.pp > 1 else ():
             check_one_step(optimizer)
-            if divided:
+            if divided and not inner_optimizers(optimizer):
                 self._whole_steps.prepare(optimizer)
 
     @contextlib.contextmanager
@@ -164,7 +167,7 @@ class GradientMethods(CopyMethods):
                 self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
             if self.sharding is not None:
                 self.sharding.collect()
-                self.sharding.give_to(self.optimizers)
+                self.sharding.give_to(with_inner(self.optimizers))
                 if not module.automatic_optimization:
                     self.sharding.begin()  # the step goes on
                 elif self._accumulating and self._looked_at_between:
@@ -181,7 +184,7 @@ class GradientMethods(CopyMethods):
         if self.sharding is not None:
             self.sharding.show()
         self._verify_gradients()
-        self._parallel().keep_whole_where_used_outside(self.optimizers)
+        self._parallel().keep_whole_where_used_outside(with_inner(self.optimizers))
         shown: Tensor = self.precision_plugin.post_backward(closure_loss, self.lightning_module)
         return shown
 
@@ -229,7 +232,7 @@ class GradientMethods(CopyMethods):
         pipeline.release(() if self._buckets is None else self._buckets.early)
         if self.sharding is not None:
             self.sharding.collect(pipeline.factor)
-            self.sharding.give_to(self.optimizers)
+            self.sharding.give_to(with_inner(self.optimizers))
         if self._buckets is None or not (self._accumulating or self._buckets.began):
             self._refresh_buckets()
         with pipeline.executor.recorded("gradients"):
