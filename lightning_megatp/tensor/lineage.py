@@ -116,7 +116,7 @@ def _kind(node: Any) -> str:
 def enters_region(x: Tensor) -> bool:
     """Whether a value was computed inside the tensor region it is used in: some path of its graph comes from an entry,
     or from a layer that reads what entered (`is_inside`), before it meets the exit of another region."""
-    todo: list[Any] = [x.grad_fn]
+    todo: list[Any] = [] if x.grad_fn is None else [x.grad_fn]
     seen = set(todo)
     while todo:
         node = todo.pop()

@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torchmetrics import MetricCollection
 
 from lightning_megatp.pipeline.slicing.collected import with_collected
+from lightning_megatp.pipeline.slicing.guesses import guess
 from lightning_megatp.pipeline.slicing.inside import Inside
 from lightning_megatp.pipeline.slicing.operations import (
     EFFECTS,
@@ -441,9 +442,9 @@ class Tracer(TorchFunctionMode):
             if stage is not None:
                 return stage, self.evaluate(call.name, call.function, call.args, call.kwargs)
         except NeedsValues as error:
-            if call.is_unit and (guess := self._guess(call)) is not None:
+            if call.is_unit and (made_up := self._guess(call)) is not None:
                 self._say_guessed(call)
-                return stage, guess
+                return stage, made_up
             if stage == self.last_stage:
                 for value in dict.fromkeys([*call.inputs, *self.values.early_numbers(stage)]):
                     self._use(value, stage, call.by, [])
@@ -509,17 +510,15 @@ class Tracer(TorchFunctionMode):
         self.guessed = True
         self.misled = self.misled or f"{call.by} has shapes that depend on values, so its result was guessed"
 
-    def _guess(self, call: Call) -> Tensor | None:
-        """The result of a unit inside of which values are read (a mixture of experts): what blocks return, hidden
-        states like those they take. The run compares it with what the unit really returns."""
+    def _guess(self, call: Call) -> Any:
+        """The result of a unit inside of which values are read; None if there is nothing to go by."""
         if call.collects:
             return None
         hidden = next((value.fake for value in call.inputs if value.tensor.is_floating_point()), None)
         if hidden is None or hidden.dim() < 2 or any(isinstance(x, PackedSequence) for x in call.args):
             return None
         with self.fake_mode:
-            out = hidden.clone()
-        return out.requires_grad_() if torch.is_grad_enabled() and not out.requires_grad else out
+            return guess(call.function, hidden)
 
     def _record(self, call: Call, stage: int | None, out: Any, changed: list[int]) -> Any:
         """Add an operation to the plan, and give its result as the step gets it."""
