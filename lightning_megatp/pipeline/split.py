@@ -194,7 +194,8 @@ def merge_outputs(parts: Sequence[Any], weights: Sequence[float], rows: Sequence
 
     Floating scalars are averaged by weight, tensors with a dim are concatenated, lists joined, and what holds them
     (dicts, tuples, dataclasses) keeps its type; of other values the last one stays. Tensors are concatenated along dim
-    0, unless another dim alone has the microbatches' rows (what recurrent layers return, time first).
+    0, unless another dim alone has the microbatches' rows (what recurrent layers return, time first); those that can't
+    be of rows are averaged, too.
 
     Args:
         parts: one per microbatch, of the same structure.
@@ -202,7 +203,7 @@ def merge_outputs(parts: Sequence[Any], weights: Sequence[float], rows: Sequence
         rows: of the microbatches.
 
     Warns:
-        UserWarning: the rows of a tensor may be along dim 0 or another.
+        UserWarning: the rows of a tensor may be along dim 0 or another, or along none.
     """
     first = parts[-1]
     if isinstance(first, Tensor):
@@ -224,7 +225,7 @@ def merge_outputs(parts: Sequence[Any], weights: Sequence[float], rows: Sequence
 
 
 def _merge_tensors(parts: Sequence[Tensor], weights: Sequence[float], rows: Sequence[int]) -> Tensor | list[Tensor]:
-    if parts[0].dim() > 0:
+    if parts[0].dim() > 0 and not _is_no_row(parts, rows):
         dim = _rows_dim([part.shape for part in parts], rows)
         same = len({(*part.shape[:dim], *part.shape[dim + 1 :]) for part in parts}) == 1
         return torch.cat(list(parts), dim) if same else list(parts)
@@ -232,6 +233,21 @@ def _merge_tensors(parts: Sequence[Tensor], weights: Sequence[float], rows: Sequ
         return parts[-1]
     total = sum(weights)
     return sum((part * (weight / total) for part, weight in zip(parts, weights, strict=True)), start=parts[0] * 0.0)
+
+
+def _is_no_row(parts: Sequence[Tensor], rows: Sequence[int]) -> bool:
+    """Whether these are as large for each microbatch, and of no dim that could be its rows, or several for each (a loss
+    for each of three heads): averages, as numbers are."""
+    shape = parts[0].shape
+    if not parts[0].is_floating_point() or any(part.shape != shape for part in parts):
+        return False
+    if any(size % n == 0 for size in shape for n in rows):
+        return False
+    warn_once_per_run(
+        f"the step returned a tensor of shape {tuple(shape)} for {rows[0]} rows, which are in none of its dims: those"
+        f" of {len(rows)} microbatches are averaged."
+    )
+    return True
 
 
 def _rows_dim(shapes: Sequence[torch.Size], rows: Sequence[int]) -> int:

@@ -134,6 +134,12 @@ def test_rows_that_may_be_along_two_dims_are_said() -> None:
         assert merge_outputs([torch.zeros(6, 2)] * 2, [1.0, 1.0], [2, 2]).shape == (12, 2)
 
 
+def test_what_no_dim_of_is_rows_is_averaged() -> None:
+    with pytest.warns(UserWarning, match=r"of shape \(3,\) for 2 rows, which are in none of its dims"):
+        merged = merge_outputs([torch.tensor([1.0, 2.0, 3.0]), torch.tensor([3.0, 4.0, 5.0])], [3.0, 1.0], [2, 2])
+    assert merged.tolist() == [1.5, 2.5, 3.5]
+
+
 def test_targets_are_counted() -> None:
     logits, targets = torch.randn(4, 5, requires_grad=True), torch.tensor([1, -100, 3, -100])
     with TargetCount() as twice:
