@@ -63,6 +63,9 @@ class Groups:
                     self._sharding.give_to(self._optimizers())
         for optimizer in self._optimizers():
             self._cut_states(optimizer)
+            for holder in (vars(optimizer), *optimizer.param_groups):
+                for key in holder.keys() - _HELD:
+                    holder[key] = _own(holder[key])
 
     def _shapes(self) -> dict[int, Sequence[int]]:
         """id(parameter) -> the whole one's shape, where tensor ranks hold parts."""
@@ -127,3 +130,19 @@ class _Whole(TorchFunctionMode):
 
 _ASKS = SIZES | operation_names("squeeze")
 """`len(p.squeeze().shape) > 1` tells weights, which decay, from biases of shape (1, 1, width)."""
+
+
+_HELD = {"params", "param_groups", "state", "defaults"}
+"""What is looked after otherwise."""
+
+
+def _own(kept: Any) -> Any:
+    """What an optimizer has made of parameters when it was built (the slow weights of a Lookahead, in lists): of other
+    stages' nothing, of those that are divided this rank's rows."""
+    if isinstance(kept, list):
+        kept[:] = [_own(x) for x in kept if not is_fake(x)]
+    elif isinstance(kept, dict):
+        for key in [key for key, x in kept.items() if is_fake(x)]:
+            del kept[key]
+        kept.update({key: _own(x) for key, x in kept.items() if isinstance(x, (list, dict, DTensor))})
+    return kept.to_local() if isinstance(kept, DTensor) else kept

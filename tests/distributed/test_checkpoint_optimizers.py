@@ -85,6 +85,23 @@ class Aggregated(torch.optim.Optimizer):
         return loss
 
 
+class Slow(torch.optim.SGD):
+    """Keeps slow weights in lists of its own (Lookahead)."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr=lr)
+        self.calls, self.slow = 0, [[p.detach().clone() for p in group["params"]] for group in self.param_groups]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        self.calls += 1
+        for group, slow in zip(self.param_groups, self.slow, strict=True):
+            for p, before in zip(group["params"], slow, strict=True) if self.calls % 2 == 0 else ():
+                p.copy_(before.lerp_(p, 0.5))
+        return loss
+
+
 class Sharp(torch.optim.SGD):
     def first_step(self) -> None:
         pass
@@ -154,6 +171,13 @@ def test_a_run_goes_on_as_on_one_device(kind: Any, layout: Layout, tmp_path: Pat
             assert losses == pytest.approx(second, abs=1e-9)
     calls = [torch.load(path)["state_dict"]["blocks.0._extra_state"] for path in (plain, file)]
     assert calls == [{"calls": 3}, {"calls": 3}]
+
+
+@pytest.mark.parametrize("layout", [*LAYOUTS, Layout(dp=2, pp=2, microbatches=1, zero=1)], ids=str)
+def test_what_an_optimizer_keeps_in_lists_is_of_what_it_steps(layout: Layout, tmp_path: Path) -> None:
+    (losses,) = run_program(PLAIN, _fit, Slow, str(tmp_path / "plain.ckpt"), None)
+    for found in run_program(layout, _fit, Slow, str(tmp_path / "file.ckpt"), None):
+        assert found == pytest.approx(losses, abs=1e-9)
 
 
 @pytest.mark.parametrize("kind", [Chained, Aggregated])
