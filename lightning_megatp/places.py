@@ -30,12 +30,12 @@ class Place:
     @property
     def value(self) -> Tensor | None:
         """What is there."""
-        found = self._dict.get(self.leaf)
+        found = dict.get(self._dict, self.leaf)
         return found if isinstance(found, Tensor) else None
 
     def put(self, value: Tensor) -> None:
         """Replace it; nothing is copied."""
-        self._dict[self.leaf] = value
+        dict.__setitem__(self._dict, self.leaf, value)
 
     @property
     def _dict(self) -> dict[str, Tensor]:
@@ -46,7 +46,7 @@ class Place:
 def changeable(module: nn.Module) -> Iterator[tuple[Place, Tensor]]:
     """Those of one module, without its submodules', and what is there."""
     for holder, tensors in (("_buffers", module._buffers), ("_parameters", module._parameters), ("", vars(module))):
-        for leaf, x in tensors.items():
+        for leaf, x in dict.items(tensors):  # that of a split layer hands out other things by itself
             if isinstance(x, Tensor) and _may_change(x) and (holder != "_parameters" or x.nbytes < _LARGE):
                 yield Place(module, holder, leaf), x
 

@@ -42,7 +42,7 @@ from lightning_megatp.mesh import ParallelMesh
 from lightning_megatp.module import ParallelModule
 from lightning_megatp.pipeline.detour import Detour
 from lightning_megatp.pipeline.slicing.calls import around_calls
-from lightning_megatp.references import replace_held
+from lightning_megatp.references import kept_parameters, replace_kept
 from lightning_megatp.shim.torch import FakeTensorMode, storage_id, tensor_version, unrecorded
 from lightning_megatp.tensor.functions import OwnHook
 
@@ -87,8 +87,8 @@ class ZeroSharding:
         }
         refuse_hooks(module)
         refuse_sparse(module)
-        before = dict(module.named_parameters())
-        attributes = {name: dict(vars(p)) for name, p in before.items()}
+        attributes = {name: dict(vars(p)) for name, p in module.named_parameters()}
+        kept = kept_parameters(module)
         self.whole = [name for name, p in module.named_parameters() if id(p) in whole]
         """Parameters that are not divided: numbers without a dim, those without elements, and trained ones of another
         dtype than most."""
@@ -124,8 +124,8 @@ class ZeroSharding:
         for parameter in self.parameters:
             for tensor in (parameter.sharded, parameter.whole, parameter.local):
                 vars(tensor).update(attributes[parameter.name])
-        replace_held(module, {id(before[p.name]): p.sharded for p in self.parameters})
-        del before
+        sharded = {parameter.name: parameter.sharded for parameter in self.parameters}
+        replace_kept(module, {key: sharded[name] for key, name in kept.items() if name in sharded})
         for group in groups:
             group.reduce_unused()
         self._versions = {p.name: tensor_version(p.whole) for p in self.parameters}

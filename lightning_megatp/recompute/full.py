@@ -193,9 +193,10 @@ class _Changing:
 
     def _found(self) -> dict[Place, Tensor]:
         if self._places is None:
-            if any(map(is_fake, self._block.buffers())):
+            modules = list(self._block.modules())
+            if any(is_fake(x) for m in modules for x in (*dict.values(m._parameters), *m._buffers.values())):
                 return {}
-            self._places = [place for module in self._block.modules() for place, _ in changeable(module)]
+            self._places = [place for module in modules for place, _ in changeable(module)]
         return {place: x for place in self._places if (x := place.value) is not None}
 
     @contextlib.contextmanager

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightning_megatp.pipeline.slicing.loaded import load_own_stage
 from lightning_megatp.pipeline.slicing.plan import SliceError
 from lightning_megatp.pipeline.slicing.snapshot import kept_by
-from lightning_megatp.references import replace_held
+from lightning_megatp.references import kept_parameters, replace_kept
 from lightning_megatp.shim.torch import FakeTensorMode, is_fake, modules_in
 
 _KINDS = ("_parameters", "_buffers")
@@ -90,6 +90,7 @@ class Ownership:
         """Let go of the parameters and buffers that belong to units of other stages only. Tied ones stay tied."""
         owners = self.of_units()
         freed: dict[int, tuple[Tensor, Tensor]] = {}
+        kept, names = kept_parameters(self._module), self.names
         gone: dict[str, dict[str, torch.Size]] = {}
         for path, child in self._module.named_modules():
             for kind in _KINDS:
@@ -103,7 +104,8 @@ class Ownership:
                     self._empty(child, kind, path, foreign, freed)
                     gone.setdefault(path, {}).update((name, child.__dict__[name].shape) for name in foreign)
         load_own_stage(self._module, gone)
-        replace_held(self._module, {key: fake for key, (_, fake) in freed.items()})
+        fakes = {names[key]: fake for key, (_, fake) in freed.items() if key in names}
+        replace_kept(self._module, {key: fakes[name] for key, name in kept.items() if name in fakes})
         self._known = set(modules_in(self._module))
 
     def refuse_copies(self) -> None:
