@@ -318,6 +318,7 @@ class MegaTPStrategyBase(StepMethods, GradientMethods, BuildingMethods, WorldMet
         fitting = trainer.state.fn == "fit"
         if fitting:
             self._prepare_optimizers(trainer)
+            self._check_optimizers()
             self._detours += with_whole_groups(trainer, self._as_on_one_device)
             if mesh.size("tp") > 1:
                 self._detours += watching_weights(trainer, parallel)

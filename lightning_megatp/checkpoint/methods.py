@@ -116,6 +116,19 @@ class CheckpointMethods(LoadingMethods):
         outline = self.broadcast(without_data(state))
         return state if self.is_global_zero else outline
 
+    def _check_optimizers(self) -> None:
+        """Before training.
+
+        Raises:
+            ValueError: what an optimizer saves can't be put where checkpoints are to be.
+        """
+        nested = [optimizer for optimizer in self.optimizers if inner_optimizers(optimizer)]
+        if nested and self.checkpoint == "folder":
+            raise ValueError(
+                f"MegaTPStrategy: {type(nested[0]).__name__} holds other optimizers, whose states are something"
+                ' which a checkpoint folder has no place for. Use checkpoint="file".'
+            )
+
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         parallel, mesh = self._parallel(), self._mesh()
         if self._cannot_gather() or self._is_copy():
@@ -123,11 +136,6 @@ class CheckpointMethods(LoadingMethods):
         optimizer = unwrap(optimizer)
         inner = inner_optimizers(optimizer)
         if self.checkpoint == "folder":
-            if inner:
-                raise RuntimeError(
-                    f"MegaTPStrategy: {type(optimizer).__name__} holds other optimizers, and a checkpoint folder has no"
-                    ' place for their states. Use checkpoint="file".'
-                )
             return sharded_optimizer_state(optimizer, parallel, mesh)
         with method_replaced(inner, "state_dict", self._inner_state):
             return self._whole_optimizer_state(optimizer)
@@ -139,9 +147,8 @@ class CheckpointMethods(LoadingMethods):
     def _whole_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         parallel, mesh = self._parallel(), self._mesh()
         if not optimizer.param_groups:
-            return type(optimizer).state_dict(
-                optimizer
-            )  # Lightning's stand-in, where `configure_optimizers` returns None
+            stand_in: dict[str, Any] = type(optimizer).state_dict(optimizer)  # `configure_optimizers` returned None
+            return stand_in
         state = full_optimizer_state(optimizer, parallel, keep=mesh.rank("tp") == mesh.rank("dp") == 0)
         if self.pp == 1:
             return state
