@@ -399,6 +399,7 @@ class ParallelModule:
         Communication: one all-gather per such parameter, gradient and optimizer state, on every rank of the group.
         """
         outside = list(self.context.outside.values())
+        optimizers = list(optimizers) if outside else ()
         if outside:
             names = [f"`{self.name_of(id(parameter))}`" for parameter, _ in outside]
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""

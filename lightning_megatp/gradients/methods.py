@@ -67,7 +67,7 @@ class GradientMethods(CopyMethods):
     def setup_optimizers(self, trainer: Any) -> None:
         """Each pipeline stage optimizes what it holds, which may be nothing, though `configure_optimizers` finds the
         parameters of all."""
-        self._groups = Groups(self._parallel(), self.pipeline, self.sharding, lambda: with_inner(self.optimizers))
+        self._groups = Groups(self._parallel(), self.pipeline, self.sharding, lambda: [*with_inner(self.optimizers)])
         with self._groups.whole(), self.among_copies():
             super().setup_optimizers(trainer)
             self._give_new_parameters()
@@ -105,7 +105,7 @@ class GradientMethods(CopyMethods):
 
     def _try_optimizers(self, optimizers: Iterable[Optimizer]) -> None:
         """Whether they can step what this rank holds, or have to be given more."""
-        optimizers = with_inner(optimizers)
+        optimizers = list(with_inner(optimizers))
         if self.sharding is not None:
             self.sharding.give_to(optimizers)
         divided = self._parallel().sharded or self.sharding

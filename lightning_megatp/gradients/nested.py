@@ -26,9 +26,11 @@ def inner_optimizers(optimizer: Optimizer) -> list[Optimizer]:
     return list(dict.fromkeys(found))
 
 
-def with_inner(optimizers: Iterable[Optimizer]) -> list[Optimizer]:
-    """Each followed by its inner ones."""
-    return [x for optimizer in optimizers for x in (optimizer, *inner_optimizers(optimizer))]
+def with_inner(optimizers: Iterable[Optimizer]) -> Iterator[Optimizer]:
+    """Each followed by its inner ones, which are looked for when they are asked for."""
+    for optimizer in optimizers:
+        yield optimizer
+        yield from inner_optimizers(optimizer)
 
 
 @contextlib.contextmanager
