@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lightning_megatp.mesh import ParallelMesh
 from lightning_megatp.messages import warn_once_per_run
+from lightning_megatp.places import Place
 from lightning_megatp.plan.parallel_plan import plain_name
 from lightning_megatp.shim.torch import is_fake, tensor_version
 
@@ -21,16 +22,10 @@ State = tuple[Tensor | None, int]
 
 
 @dataclass(frozen=True)
-class _Place:
+class _Named(Place):
     """Where a module has a buffer."""
 
     name: str
-    module: nn.Module
-    leaf: str
-
-    @property
-    def value(self) -> Tensor | None:
-        return self.module._buffers.get(self.leaf)
 
     @property
     def state(self) -> State:
@@ -67,7 +62,7 @@ class SentBuffers:
         self._values: list[Tensor | None] = []
         self._changed: dict[str, set[Kind | None]] = {}
         """Name of a buffer that steps changed -> what kinds of tensors it was, since the ranks told each other last."""
-        self._sent: list[tuple[_Place, Kind]] = []
+        self._sent: list[tuple[_Named, Kind]] = []
         self._left = set[str]()
         """Those that can't be sent."""
         self._told = True
@@ -151,7 +146,7 @@ class SentBuffers:
             for (place, (shape, dtype)), x, part in zip(self._sent, own, parts, strict=True):
                 received = part.view(dtype).view(shape)
                 if x.is_inference():  # assigned by an evaluation; can't be written into
-                    place.module._buffers[place.leaf] = received.clone()
+                    place.put(received.clone())
                 else:
                     x.copy_(received)
 
@@ -180,9 +175,9 @@ class SentBuffers:
                 " DDP."
             )
 
-    def _find(self) -> list[_Place]:
+    def _find(self) -> list[_Named]:
         return [
-            _Place(plain_name(f"{name}.{leaf}" if name else leaf), module, leaf)
+            _Named(module, "_buffers", leaf, plain_name(f"{name}.{leaf}" if name else leaf))
             for name, module in self._module.named_modules()
             if id(module.__dict__) not in self._averages
             for leaf, x in module._buffers.items()

@@ -13,8 +13,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.distributed.test_pipeline_values import Losses
-from tests.distributed.training import PLAIN, Layout, make_trainer, run_program
+from tests.distributed.training import PLAIN, Layout, Losses, make_trainer, run_program
 from tests.ranks import RankError
 
 WIDTH = 8

@@ -15,8 +15,15 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.distributed.test_pipeline_values import Losses
-from tests.distributed.training import PLAIN, Layout, make_trainer, run_program, shared_directory
+from tests.distributed.training import (
+    PLAIN,
+    Layout,
+    Losses,
+    make_trainer,
+    run_program,
+    shared_directory,
+    train_on_microbatches,
+)
 from tests.ranks import RankError
 
 WIDTH, ROWS, QUEUE = 6, 8, 12
@@ -92,18 +99,11 @@ def _loader(rows: int) -> DataLoader:
 
 def _keeping(layout: Layout, habit: str, root: str) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
     torch.manual_seed(0)
-    losses, module = Losses(), Keeps(habit)
-    apart = {"accumulate_grad_batches": layout.microbatches} if layout.plain else {}
-    trainer = make_trainer(layout, strategy={"plan": None}, max_epochs=2, callbacks=[losses], **apart)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*(changes `|does not have many workers)")
-        trainer.fit(module, _loader(ROWS // layout.microbatches if layout.plain else ROWS))
+    module = Keeps(habit)
+    trainer, losses = train_on_microbatches(layout, module, _loader, ROWS)
     path = shared_directory(layout, habit, root) / "last.ckpt"
     trainer.save_checkpoint(path)
-    if layout.plain:  # whose losses are divided, to be accumulated
-        n = layout.microbatches
-        losses.seen = [sum(losses.seen[i : i + n]) for i in range(0, len(losses.seen), n)]
-    return losses.seen, torch.load(path)["state_dict"], {**dict(module.named_buffers()), "table": module.table}
+    return losses, torch.load(path)["state_dict"], {**dict(module.named_buffers()), "table": module.table}
 
 
 EARLY = ["counts_early", "reads_early", "normalizes", "by_a_view", "attribute"]

@@ -3,7 +3,6 @@ as on one device, and not those of a later microbatch."""
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,13 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.distributed.test_pipeline_values import Losses
-from tests.distributed.training import PLAIN, Layout, make_trainer, run_program, shared_directory
+from tests.distributed.training import (
+    PLAIN,
+    Layout,
+    run_program,
+    shared_directory,
+    train_on_microbatches,
+)
 
 WIDTH, ROWS = 6, 8
 
@@ -89,18 +93,11 @@ def _loader(rows: int) -> DataLoader:
 
 def _trained(layout: Layout, habit: str, options: dict[str, Any], root: str) -> tuple[list[float], dict[str, Tensor]]:
     torch.manual_seed(0)
-    losses, module = Losses(), Model(habit)
-    apart = {"accumulate_grad_batches": layout.microbatches} if layout.plain else {}
-    trainer = make_trainer(layout, strategy={"plan": None, **options}, max_epochs=2, callbacks=[losses], **apart)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*does not have many workers")
-        trainer.fit(module, _loader(ROWS // layout.microbatches if layout.plain else ROWS))
+    module = Model(habit)
+    trainer, losses = train_on_microbatches(layout, module, _loader, ROWS, **options)
     path = shared_directory(layout, habit, root) / "last.ckpt"
     trainer.save_checkpoint(path)
-    if layout.plain:  # whose losses are divided, to be accumulated
-        n = layout.microbatches
-        losses.seen = [sum(losses.seen[i : i + n]) for i in range(0, len(losses.seen), n)]
-    return losses.seen, torch.load(path)["state_dict"]
+    return losses, torch.load(path)["state_dict"]
 
 
 HABITS = ["in place", "data in place", "replaced", "frozen parameter", "plain attribute", "after use", "queue"]

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.data import DataLoader
 
-from tests.distributed.test_pipeline_values import Losses
-from tests.distributed.training import PLAIN, Layout, make_trainer, run_program
+from tests.distributed.training import PLAIN, Layout, Losses, make_trainer, run_program
 
 WIDTH, TOKENS = 8, 6
 

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 import torchmetrics
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from tests.distributed.training import PLAIN, Layout, make_trainer, run_program, tokens, train_loader
+from tests.distributed.training import PLAIN, Layout, Losses, make_trainer, run_program, tokens, train_loader
 from tests.parity.models import GPT
 from tests.ranks import RankError
 
@@ -60,14 +60,6 @@ class Remembers(GPT):
     def on_train_epoch_end(self) -> None:
         self.epochs["done"] += 1
         self.plan.seen.clear()
-
-
-class Losses(Callback):
-    def __init__(self) -> None:
-        self.seen: list[float] = []
-
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *args: Any) -> None:
-        self.seen.append(float(outputs["loss"]))
 
 
 def _remembering(layout: Layout) -> tuple[list[float], list[Any], list[str], list[str]]:

@@ -12,8 +12,7 @@ from lightning.pytorch import Callback, LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.distributed.test_pipeline_values import Losses
-from tests.distributed.training import PLAIN, Layout, make_trainer, run_program, shared_directory
+from tests.distributed.training import PLAIN, Layout, Losses, make_trainer, run_program, shared_directory
 from tests.ranks import RankError
 
 WIDTH = 8

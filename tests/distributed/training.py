@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import warnings
 from collections.abc import Callable
 from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from tests.parity.variants import GLOBAL_BATCH, variant
@@ -109,6 +110,36 @@ def shared_directory(layout: Layout, name: str, root: str) -> Path:
     path = Path(root) / str(layout) / name
     path.mkdir(parents=True, exist_ok=True)
     return path
+
+
+class Losses(Callback):
+    """What each step returned as its loss."""
+
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *args: Any) -> None:
+        self.seen.append(float(outputs["loss"]))
+
+
+def train_on_microbatches(
+    layout: Layout, module: LightningModule, loader: Callable[[int], DataLoader], rows: int, **strategy: Any
+) -> tuple[Trainer, list[float]]:
+    """Two epochs without a plan, and the losses of batches. One device takes the microbatches one by one, and
+    accumulates their gradients.
+
+    Args:
+        loader: of so many rows a batch.
+        rows: of a batch.
+    """
+    losses, n = Losses(), layout.microbatches if layout.plain else 1
+    options = {"max_epochs": 2, "callbacks": [losses], "accumulate_grad_batches": n}
+    trainer = make_trainer(layout, strategy={"plan": None, **strategy}, **options)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*(changes `|does not have many workers)")
+        trainer.fit(module, loader(rows // n))
+    # Lightning has divided them, to be accumulated.
+    return trainer, [sum(losses.seen[i : i + n]) for i in range(0, len(losses.seen), n)]
 
 
 def _on_rank(rank: int, world_size: int, program: Callable[..., Any], layout: Layout, args: tuple[Any, ...]) -> Any:
