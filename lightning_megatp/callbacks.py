@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from lightning_megatp.gradients.rows import DividedParameter, finds_rows
 from lightning_megatp.gradients.whole_norms import is_users
@@ -18,6 +19,8 @@ from lightning_megatp.module import ParallelModule
 from lightning_megatp.pipeline.detour import Detour
 from lightning_megatp.shadows.shadows import HOOKS
 from lightning_megatp.shim.lightning import draws_graph, finetuning_callbacks, summaries, throughputs
+from lightning_megatp.shim.torch import FOREACH_IN_PLACE, is_fake
+from lightning_megatp.tensor.functions import one_by_one
 from lightning_megatp.tensor.in_hooks import WeightWatch, part_written
 
 _HOOKS = (
@@ -203,6 +206,32 @@ def without_early_ends(trainer: Any) -> Iterator[Detour]:
             ) from error
 
     yield from _around_hooks(trainer, run)
+
+
+def leaving_out_others(trainer: Any) -> Iterator[Detour]:
+    """Let hooks do to lists of parameters that they keep, all in one call (`torch._foreach_mul_(self.averages, 0.9)`),
+    what they do to each by itself: something to this stage's, and nothing to what stands for those of other stages.
+
+    Args:
+        trainer: about to fit a module that is cut into stages.
+    """
+
+    def run(hook: str, call: Callable[[], Any]) -> Any:
+        with contextlib.nullcontext() if hook == "optimizer_step" else _OneByOne():
+            return call()
+
+    yield from _around_hooks(trainer, run)
+
+
+class _OneByOne(TorchFunctionMode):
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func not in FOREACH_IN_PLACE or not any(map(is_fake, args[0])):
+            return func(*args, **(kwargs or {}))
+        for single, of_one, named in one_by_one(func, args, kwargs or {}):
+            single(*of_one, **named)
+        return None
 
 
 def _around_hooks(trainer: Any, run: Callable[[str, Callable[[], Any]], Any]) -> Iterator[Detour]:

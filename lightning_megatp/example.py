@@ -107,11 +107,12 @@ class Example:
         return batch
 
     def step(self, batch: Any) -> Any:
-        """The user's step on such a batch, in its contexts. It leaves nothing: no state, log or random number."""
+        """The user's step on a copy of such a batch, in its contexts. It leaves nothing: no state, log, change of the
+        batch or random number."""
         with contextlib.ExitStack() as stack:
             for context in (random_state_kept(), untouched(self.module), without_logging(self.module), self.weights()):
                 stack.enter_context(context)
-            return self.bare_step(batch)
+            return self.bare_step(copy.deepcopy(batch))
 
     def bare_step(self, batch: Any) -> Any:
         """The same, for who puts back by itself what a step leaves."""

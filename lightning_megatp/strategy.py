@@ -19,6 +19,7 @@ from lightning_megatp.callbacks import (
     count_replicas,
     finding_divided,
     keeping_data,
+    leaving_out_others,
     watching_weights,
     with_whole_groups,
     without_early_ends,
@@ -322,6 +323,8 @@ class MegaTPStrategyBase(StepMethods, GradientMethods, BuildingMethods, WorldMet
             self._detours += with_whole_groups(trainer, self._as_on_one_device)
             if mesh.size("tp") > 1:
                 self._detours += watching_weights(trainer, parallel)
+            if self.pipeline is not None and self.pipeline.slicer.others_are_kept:
+                self._detours += leaving_out_others(trainer)
             if self.sharding is not None:
                 self._detours += keeping_data(trainer, self.sharding.parameters)
                 self._detours += finding_divided(trainer, self.sharding.as_divided)

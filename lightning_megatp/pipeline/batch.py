@@ -67,7 +67,7 @@ class BatchRun:
         backward: None for evaluation.
         opened: the modules whose Python code runs on every stage, by name.
         stages: of this rank. What the step sets on modules is undone after all but the highest of them, so that a
-            counter counts each microbatch once.
+            counter counts each microbatch once; each of them finds what it has set in the microbatch before.
         sharding: gathers the parameters of units.
         stage_of_unit: unit name -> stage.
         loss_units: the units inside of which steps were seen to average losses, in any batch; kept up.
@@ -112,6 +112,8 @@ class BatchRun:
     _with_losses: set[str] | None = None
     """The units inside of which the first microbatch that averaged losses did; None until one does. In later ones of
     the batch the others are not looked at: a loss in another unit that only some microbatches compute is missed."""
+    _plain_values: dict[int, dict[Path, bytes]] = field(default_factory=dict)
+    """By stage, what its part of the step has set so far, but for the highest stage of the rank."""
     _backwards: Counter[int] = field(default_factory=Counter)
     """By stage, those that have begun."""
 
@@ -135,7 +137,7 @@ class BatchRun:
                 stack.enter_context(self.carried.watching(microbatch, batch_size(self.microbatches[microbatch]) or 1))
             calls = stack.enter_context(self.logs.recording()) if last else []
             if stage != max(self.stages):
-                stack.callback(PlainValues(self.opened).put_back)
+                stack.enter_context(self._plain_values_of(stage))
             run = functools.partial(self._run, stage, microbatch, received, seed, counting)
             try:
                 done = run() if self.sharding is None else self._gathered(run)
@@ -186,6 +188,16 @@ class BatchRun:
             return StageRun((), self.remote.drive(self.slicer.decided_by, step, counting))
         self.remote.serve(self.slicer.decided_by, step)
         return StageRun(())
+
+    @contextlib.contextmanager
+    def _plain_values_of(self, stage: int) -> Iterator[None]:
+        """Around a stage's part: Python values are as it has left them, and then as they were."""
+        others = PlainValues(self.opened)
+        others.adopt(self._plain_values.get(stage, {}))
+        try:
+            yield
+        finally:
+            self._plain_values[stage] = others.put_back()
 
     def _is_closed(self, unit: str) -> bool:
         """Whether a unit is compiled code, inside of which no step that was watched averaged a loss."""

@@ -23,7 +23,7 @@ class Kept:
 
     def __init__(self, parameters: Any, how: str) -> None:
         every = list(parameters)
-        self.how, self.groups = how, {"all": every} if how == "list" else {"all": [tuple(every)]}
+        self.how, self.groups = how, {"all": [tuple(every)] if how == "tuple" else every}
         if how == "weak":
             self.groups = {"all": [weakref.ref(p) for p in every]}
 
@@ -33,6 +33,9 @@ class Kept:
 
     @torch.no_grad()
     def decay(self) -> None:
+        if self.how == "foreach":
+            torch._foreach_mul_(self(), 0.9)
+            return
         for parameter in self():
             parameter.mul_(0.9)
 
@@ -85,6 +88,7 @@ def _trained(layout: Layout, where: str, how: str, root: str) -> tuple[list[floa
 
 CASES = [
     *(("hook", how, layout) for how in ("list", "tuple", "weak") for layout in (Layout(dp=2, zero=3), Layout(pp=2))),
+    *(("callback", "foreach", layout) for layout in (Layout(dp=2, zero=3), Layout(pp=2), Layout(tp=2, pp=2))),
     *(("callback", "list", layout) for layout in (Layout(dp=2, zero=1), Layout(pp=2), Layout(tp=2))),
     *(("gradients", "list", layout) for layout in (Layout(dp=2, zero=3), Layout(pp=2), Layout(dp=2, pp=2, zero=2))),
     *(("step", "list", layout) for layout in (Layout(pp=2), Layout(tp=2))),

@@ -84,6 +84,10 @@ class Inside(TorchFunctionMode):
         self._note(name, args, kwargs or {}, out, lineage)
         return out
 
+    def is_given(self, x: Tensor) -> bool:
+        """Whether a tensor is among the arguments, and does not outlive the step."""
+        return id(x) in self._inputs and not self._tracer.values.is_persistent(x)
+
     def _lineage(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Lineage | None:
         """Of what an operation makes, if every stage would make it alike; of one that overwrites its first tensor, of
         what it puts there."""

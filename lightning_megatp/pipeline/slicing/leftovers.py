@@ -121,10 +121,11 @@ class PlainValues:
             _set(self._modules[path[0]], path[1:], value)
         return differed
 
-    def put_back(self) -> None:
-        """Undo what was set since."""
+    def put_back(self) -> dict[Path, bytes]:
+        """Undo what was set since, and return that."""
         now = PlainValues(self._modules)
         now.adopt({path: value for path, value in self._values.items() if now._values.get(path) != value})
+        return now.changes(self)
 
     def _plain(self, path: Path, holder: dict[str, Any], left_out: Iterable[str] = ()) -> Iterator[tuple[Path, bytes]]:
         for name, value in holder.items():

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_megatp.pipeline.slicing.put_back import Spot
 from lightning_megatp.shim.torch import tree_leaves
 
 
@@ -30,6 +31,18 @@ class KindError(SliceError):
 
 class BeyondPlan(SliceError):
     """The last stage, after all that the plan says, needs another stage again."""
+
+
+class SideDoor(SliceError):
+    """It uses what came out of a unit without being returned.
+
+    Args:
+        hook: code of the hook that was given it, or has made it; None if there is none.
+    """
+
+    def __init__(self, text: str, hook: Any) -> None:
+        super().__init__(text)
+        self.hook = hook
 
 
 class Read(NamedTuple):
@@ -154,6 +167,10 @@ class SlicePlan:
     """Where, on the last stage, the step could not be followed any more, and why."""
     ended_in: tuple[str, ...] = ()
     """The unit whose call that was; none for an operation between units."""
+    put_back: tuple[Spot, ...] = field(default=(), compare=False, repr=False)
+    """What the step sets, and puts back after stages before the last have left it."""
+    late_hooks: frozenset[Any] = field(default=frozenset(), compare=False, repr=False)
+    """Code of the hooks on units that are called after them, on all stages."""
     _scripts: dict[int | None, Script] = field(default_factory=dict, compare=False, repr=False)
 
     def script(self, stage: int | None) -> Script:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from lightning_megatp.pipeline.slicing.plan import Key, Operation, Relay, SliceError, SlicePlan
+from lightning_megatp.pipeline.slicing.put_back import Spot
 from lightning_megatp.pipeline.slicing.tracing import Tracer
 from lightning_megatp.pipeline.slicing.values import Value
 
@@ -19,6 +21,8 @@ def make_plan(
     changes_batch: bool,
     leaves_ghosts: bool,
     lists_parameters: bool,
+    put_back: tuple[Spot, ...],
+    late_hooks: frozenset[Any],
 ) -> SlicePlan:
     """Decide what crosses each boundary.
 
@@ -29,6 +33,8 @@ def make_plan(
         changes_batch: whether the step changes tensors of the batch in place.
         leaves_ghosts: whether it leaves values of earlier stages on the module.
         lists_parameters: whether it goes through those of modules.
+        put_back: what it sets and puts back.
+        late_hooks: code of the hooks that are called after units.
 
     Raises:
         SliceError: a stage has nothing to do where gradients are wanted, or a stage changes what others use.
@@ -73,6 +79,8 @@ def make_plan(
         varies=tracer.varies,
         ended=tracer.ended,
         ended_in=tracer.ended_in,
+        put_back=put_back,
+        late_hooks=late_hooks,
     )
 
 

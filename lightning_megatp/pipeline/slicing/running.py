@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from lightning_megatp.pipeline.slicing.collected import with_collected
+from lightning_megatp.pipeline.slicing.late_hooks import UserHooks
 from lightning_megatp.pipeline.slicing.operations import (
     HOST_READS,
     StepEnded,
@@ -62,6 +63,7 @@ class StageMode(TorchFunctionMode):
         received: the values of `plan.relays[stage]`.
         seed: of the random numbers that all stages share; another one for every step and microbatch.
         place: names where an operation is.
+        hooks: of the user's on units.
         counting: sees the same operations, and those inside of units, on the last stage.
     """
 
@@ -72,9 +74,11 @@ class StageMode(TorchFunctionMode):
         received: dict[Key, Tensor],
         seed: int,
         place: Place,
+        hooks: UserHooks,
         counting: TargetCount | None = None,
     ) -> None:
         super().__init__()
+        self._hooks = hooks
         script = plan.script(stage)
         self._instructions, self._last, self._free_after = script.instructions, script.last, script.free_after
         self._not_operations = plan.not_operations | _PROPERTIES
@@ -120,7 +124,12 @@ class StageMode(TorchFunctionMode):
             return function(*args, **kwargs)
         if self.done:
             raise StepEnded
-        return with_collected(self._opaque, function, name, stage == self._stage, args, kwargs)
+        if not self._plan.late_hooks:
+            return with_collected(self._opaque, function, name, stage == self._stage, args, kwargs)
+        late = self._hooks.late(name, self._plan.late_hooks)
+        out = with_collected(late.carried(self._opaque), function, name, stage == self._stage, args, kwargs)
+        late.run()
+        return out
 
     def metric(self, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call of a metric's method: the last stage's."""
@@ -364,11 +373,12 @@ class Rehearsal(StageMode):
         plan: of the batch's signature.
         seed: of the random numbers that all stages share.
         place: names where an operation is.
+        hooks: of the user's on units.
         to_the_end: what the step saw is not all that it may branch by.
     """
 
-    def __init__(self, plan: SlicePlan, seed: int, place: Place, to_the_end: bool) -> None:
-        super().__init__(plan, None, {}, seed, place)
+    def __init__(self, plan: SlicePlan, seed: int, place: Place, hooks: UserHooks, to_the_end: bool) -> None:
+        super().__init__(plan, None, {}, seed, place, hooks)
         self._expected = [] if to_the_end else list(reversed(plan.early_reads))
         self.same_answers = False
         self.found: tuple[int, Any] | None = None

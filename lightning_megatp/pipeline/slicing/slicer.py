@@ -21,11 +21,13 @@ from torch import Tensor, nn
 
 from lightning_megatp.pipeline.slicing.calls import Decides, Interception, Switch, loggers_in, logging_by
 from lightning_megatp.pipeline.slicing.lasting import UNNAMED
+from lightning_megatp.pipeline.slicing.late_hooks import UserHooks
 from lightning_megatp.pipeline.slicing.operations import StepEnded
 from lightning_megatp.pipeline.slicing.ownership import Ownership, Sizes
 from lightning_megatp.pipeline.slicing.place import Place
-from lightning_megatp.pipeline.slicing.plan import Key, Relay, SliceError, SlicePlan, tensors_in
+from lightning_megatp.pipeline.slicing.plan import Key, Relay, SideDoor, SliceError, SlicePlan, tensors_in
 from lightning_megatp.pipeline.slicing.planning import make_plan
+from lightning_megatp.pipeline.slicing.put_back import Toggles, putting_back
 from lightning_megatp.pipeline.slicing.running import Rehearsal, StageMode
 from lightning_megatp.pipeline.slicing.signature import leaves_out, modes_of, signature_of, tensors_of
 from lightning_megatp.pipeline.slicing.snapshot import FirstValues, Snapshot, random_state_kept
@@ -81,7 +83,7 @@ class Slicer:
         self.module, self.n_stages = module, n_stages
         self._fake_mode = FakeTensorMode()
         self._ownership = Ownership(module, stage_of_unit, self._fake_mode, sizes or {}, device)
-        self._place = Place(module)
+        self._place, self._hooks = Place(module), UserHooks(module)
         self._loggers = loggers_in(module)
         self._switch = Switch()
         self._interception = Interception(module, dict(stage_of_unit), self._switch)
@@ -163,27 +165,51 @@ class Slicer:
         return None if makes_nothing and left.any else plan
 
     def _dry_run(self, step: Step, batch: Any) -> tuple[SlicePlan, Left]:
-        """The plan, and what the step would leave on the module, which is as before."""
+        """The plan, and what the step would leave on the module, which is as before. Hooks on units that hand something
+        to the step are called after their units, where it can be cut so."""
+        late: frozenset[Any] = frozenset()
+        first: SliceError | None = None
+        while True:
+            try:
+                return self._dry_run_with(late, step, batch)
+            except SliceError as error:
+                hook = error.hook if isinstance(error, SideDoor) else None
+                if hook is None or hook in late:
+                    raise (first or error) from None
+                first, late = first or error, late | {hook}
+
+    def _dry_run_with(self, late_hooks: frozenset[Any], step: Step, batch: Any) -> tuple[SlicePlan, Left]:
         varies, batch = leaves_out(batch), copy.deepcopy(batch)
         in_batch = tensors_of(batch)
         before = [(tensor_version(x), x.requires_grad) for x in in_batch]
         owned = self._ownership
         with self._prepared_to_plan(), owned.present(), owned.whole_as_fakes(), owned.buffers_aside():
             snapshot = Snapshot(self.module)
-            tracer = self._tracer(snapshot, in_batch)
+            toggles = Toggles(snapshot)
+            tracer = self._tracer(snapshot, in_batch, toggles, late_hooks)
             tracer.varies = varies
             values_before = FirstValues(snapshot.tensors.values())
             try:
                 with owned.lists_noted() as lists, values_before:
-                    self._trace(tracer, step, batch)
+                    self._trace(tracer, step, batch, toggles)
                 values = tracer.consume_left(snapshot)
                 left = Left(self.module, snapshot, values, tracer.asks_batch)
+                put_back = toggles.put_back_by_now()
             finally:
                 snapshot.restore()
                 values_before.restore()
             changes_batch = before != [(tensor_version(x), x.requires_grad) for x in in_batch]
             left_early = any(value.stage not in (None, self.n_stages - 1) for value in values)
-            plan = make_plan(tracer, owned.names, self.n_stages, changes_batch, left_early, lists.any)
+            plan = make_plan(
+                tracer,
+                owned.names,
+                self.n_stages,
+                changes_batch,
+                left_early,
+                lists.any,
+                put_back,
+                late_hooks,
+            )
             owned.learn(tracer.owners)
         return plan, left
 
@@ -212,11 +238,13 @@ class Slicer:
             SliceError: the step did something else than planned.
         """
         got = _received(plan.relays[stage], received, stage)
-        mode = StageMode(plan, stage, got, seed, self._place, counting)
+        mode = StageMode(plan, stage, got, seed, self._place, self._hooks, counting)
         is_last = stage == self.n_stages - 1
         batch = copy.deepcopy(batch) if plan.changes_batch else batch
         result, skipped = None, False
         with contextlib.ExitStack() as stack:
+            if plan.put_back and not is_last:
+                stack.enter_context(putting_back(plan.put_back))
             if plan.leaves_ghosts and not is_last:
                 stack.callback(Snapshot(self.module).drop_fakes)
             stack.enter_context(self._by(mode, plan, listing=is_last))
@@ -251,7 +279,7 @@ class Slicer:
         for plan in plans:
             if any(index >= len(plan.operations) or plan.operations[index].given != given for index, given in found):
                 continue  # up to there the step did what an earlier plan says
-            mode = Rehearsal(plan, seed, self._place, self._is_rehearsed_to_the_end(plan))
+            mode = Rehearsal(plan, seed, self._place, self._hooks, self._is_rehearsed_to_the_end(plan))
             if self._fits(plan, mode, step, batch):
                 return plan
             found += [mode.found] if mode.found is not None else []
@@ -276,6 +304,7 @@ class Slicer:
                 self._by(mode, plan),
                 contextlib.suppress(StepEnded),
                 values if plan.changed_alike else contextlib.nullcontext(),
+                putting_back(plan.put_back),
                 mode,
             ):
                 step(batch)
@@ -357,6 +386,11 @@ class Slicer:
         """A parameter by name; of a freed one what tells its shape and dtype."""
         return self._ownership.stand_in(name)
 
+    @property
+    def others_are_kept(self) -> bool:
+        """Whether the user's objects keep lists, or the like, in which there are parameters of other stages."""
+        return self._ownership.others_are_kept
+
     def hold(self, name: str, value: Tensor) -> nn.Parameter:
         """Take a freed parameter back, since the plan uses it on a stage of this rank."""
         return self._ownership.hold(name, value)
@@ -386,7 +420,9 @@ class Slicer:
             self._fake_mode.allow_non_fake_inputs = False
             torch.clear_autocast_cache()
 
-    def _tracer(self, snapshot: Snapshot, batch: Sequence[Tensor]) -> Tracer:
+    def _tracer(
+        self, snapshot: Snapshot, batch: Sequence[Tensor], toggles: Toggles, late_hooks: Collection[Any]
+    ) -> Tracer:
         owners = self._ownership.of_units()
         names = self._ownership.names
         glue = {tensor_id: name for tensor_id, name in names.items() if tensor_id not in owners}
@@ -403,9 +439,12 @@ class Slicer:
             batch,
             self._shared,
             snapshot.new_tensors,
+            toggles.look,
+            self._hooks,
+            late_hooks,
         )
 
-    def _trace(self, tracer: Tracer, step: Step, batch: Any) -> None:
+    def _trace(self, tracer: Tracer, step: Step, batch: Any, toggles: Toggles) -> None:
         with (
             self.batch(),
             self._switch.to(tracer),
@@ -413,6 +452,7 @@ class Slicer:
             conversions_around(tracer.converting),
         ):
             result = None
+            toggles.begin()
             try:
                 with tracer:
                     result = step(batch)

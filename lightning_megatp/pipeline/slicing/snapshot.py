@@ -7,7 +7,7 @@ import functools
 import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from types import FunctionType, ModuleType
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -64,6 +64,16 @@ class Snapshot:
         pairs = [(holder, before) for holder, before in self._holders if isinstance(holder, CONTAINERS)]
         found = [(holder, _entries_since(holder, before)) for holder, before in pairs]
         return [(holder, new) for holder, new in found if new]
+
+    def changed_entries(self) -> Iterator[tuple[Any, Any]]:
+        """Where something else is than before: a dict and a key; a list, set or deque, and None."""
+        for holder, before in self._holders:
+            if isinstance(holder, dict):
+                keys = before if holder.keys() == before.keys() else dict.fromkeys((*before, *holder))
+                pairs = ((key, _entry(holder, key), _entry(before, key)) for key in keys)
+                yield from ((holder, key) for key, now, then in pairs if not _is_same(now, then))
+            elif isinstance(holder, CONTAINERS) and not _is_same(tuple(holder), tuple(before)):
+                yield holder, None
 
     def new_tensors(self) -> list[Tensor]:
         """What hangs on the owner now and did not before."""
@@ -218,6 +228,29 @@ def _entries_since(holder: Any, before: Any) -> Any:
         return {key: x for key, x in holder.items() if before.get(key, before) is not x}
     same = len(holder) == len(before) and all(x is y for x, y in zip(holder, before, strict=True))
     return [] if same else list(holder)
+
+
+_ABSENT = object()
+
+
+def _entry(holder: dict[Any, Any], key: Any) -> Any:
+    """What an object's attributes or another dict have under a key. A method of the object's class that it was given as
+    an attribute (`x.forward = own`, after it was another) is what it has without."""
+    entry = dict.get(holder, key, _ABSENT)
+    if isinstance(entry, MethodType) and getattr(entry.__self__, "__dict__", None) is holder:
+        return _ABSENT if getattr(type(entry.__self__), str(key), None) is entry.__func__ else entry
+    return entry
+
+
+def _is_same(now: Any, before: Any) -> bool:
+    """One object, or equal numbers and the like."""
+    if now is before or (isinstance(now, MethodType) and now == before):
+        return True
+    if type(now) is not type(before):
+        return False
+    if isinstance(now, tuple):
+        return len(now) == len(before) and all(map(_is_same, now, before))
+    return type(now) in PLAIN and bool(now == before)
 
 
 def _is_generator(x: Any) -> bool:

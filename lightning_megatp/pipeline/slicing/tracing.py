@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from torchmetrics import MetricCollection
 from lightning_megatp.pipeline.slicing.collected import with_collected
 from lightning_megatp.pipeline.slicing.guesses import guess
 from lightning_megatp.pipeline.slicing.inside import Inside
+from lightning_megatp.pipeline.slicing.late_hooks import UserHooks, Watched
 from lightning_megatp.pipeline.slicing.operations import (
     EFFECTS,
     HOST_READS,
@@ -37,7 +38,7 @@ from lightning_megatp.pipeline.slicing.operations import (
     with_memory,
 )
 from lightning_megatp.pipeline.slicing.place import Place
-from lightning_megatp.pipeline.slicing.plan import Key, Operation, Read, SliceError, recipe_of, tensors_in
+from lightning_megatp.pipeline.slicing.plan import Key, Operation, Read, SideDoor, SliceError, recipe_of, tensors_in
 from lightning_megatp.pipeline.slicing.refusals import CheckpointRegions, refuse_backwards, refuse_kind, refuse_setting
 from lightning_megatp.pipeline.slicing.snapshot import Snapshot
 from lightning_megatp.pipeline.slicing.stage_states import Known, SharedParts, StageStates
@@ -74,6 +75,9 @@ class Tracer(TorchFunctionMode):
         batch: its tensors.
         shared: modules and objects of which each stage has its own state.
         left: gives the tensors that the step has left on the module so far.
+        passes: is called where a stage has begun, for the first time.
+        hooks: of the user's on units.
+        late_hooks: code of those that are called after units.
     """
 
     def __init__(
@@ -87,12 +91,18 @@ class Tracer(TorchFunctionMode):
         batch: Iterable[Tensor],
         shared: SharedParts,
         left: Callable[[], list[Tensor]],
+        passes: Callable[[], None],
+        hooks: UserHooks,
+        late_hooks: Collection[Any] = (),
     ) -> None:
         super().__init__()
-        self._left = left
+        self._left, self._passes = left, passes
+        self._hooks, self._late_hooks, self._watched = hooks, late_hooks, Watched()
         self._states = StageStates(shared)
         self.owners, self.glue, self.values, self.fake_mode, self.place = owners, glue, values, fake_mode, place
         self.last_stage = n_stages - 1
+        self._begun = 0
+        """The highest stage that has anything to do so far."""
         self._batch = {id(x) for x in batch}
         self.operations: list[Operation] = []
         self.not_operations: set[Any] = set()
@@ -158,8 +168,12 @@ class Tracer(TorchFunctionMode):
                 Call(name, name, called, args, kwargs, unit_stage=stage, units=[name], collects=called is not call)
             )
 
+        late = self._hooks.late(name, self._late_hooks)
         with WithoutMode(self):
-            return with_collected(trace, call)
+            out = with_collected(late.carried(trace), call)
+        if any(result is not None for result in late.run()):
+            raise SliceError(f"a hook of `{name}` hands its tensors to the step, and changes them as well.")
+        return out
 
     def function(self, function: Any, apply: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call of an autograd function, or of one of torch.jit's: one operation, whatever it does inside."""
@@ -293,10 +307,11 @@ class Tracer(TorchFunctionMode):
             return value
         if is_fake(tensor) and id(tensor) not in self.owners:
             origin = self.side_door(tensor)[0] or "an operation that torch functions don't show"
-            raise SliceError(
+            raise SideDoor(
                 f"{by} uses a tensor that came out of {origin} by a side door: an attribute, a changed argument, a"
                 " cache, an object that it returned. Other stages don't have it. Let the module's forward return it,"
-                " alone or in a tuple, list or dict."
+                " alone or in a tuple, list or dict.",
+                self._watched.code(tensor),
             )
         is_origin = self.values.is_persistent(tensor) and id(tensor) not in self.owners
         origins = frozenset([id(tensor)] if is_origin else [])
@@ -491,8 +506,9 @@ class Tracer(TorchFunctionMode):
 
     def _look_inside(self, call: Call, stage: int | None) -> tuple[int | None, Any]:
         self._inside = inside = Inside(self, call)
+        hooks = self._hooks.of(call.name) if call.is_unit and call.units else []
         try:
-            with inside, modules_convert_without_data():
+            with inside, modules_convert_without_data(), self._watched.watching(hooks, inside):
                 out = call.function(*call.args, **call.kwargs)
         except Exception as error:
             if inside.missed is None or isinstance(error, SliceError):
@@ -522,6 +538,9 @@ class Tracer(TorchFunctionMode):
 
     def _record(self, call: Call, stage: int | None, out: Any, changed: list[int]) -> Any:
         """Add an operation to the plan, and give its result as the step gets it."""
+        if stage is not None and stage > self._begun:
+            self._begun = stage
+            self._passes()
         n_outputs = len(tensors_in(out))
         origins = frozenset[int]().union(*(value.origins for value in call.inputs))
         became = {}

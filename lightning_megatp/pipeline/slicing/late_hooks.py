@@ -1,0 +1,155 @@
+"""Hooks on a unit, or on layers inside of it, that keep what they are given for the step: features for another loss
+(REPA, distillation), attention weights.
+
+A unit runs on one stage, and so do its hooks. Those that hand something to the step are called after the unit instead,
+on all stages: the unit also returns what they would have been given, so that it is a value like any other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_megatp.pipeline.slicing.inside import Inside
+from lightning_megatp.pipeline.slicing.operations import NeedsValues
+from lightning_megatp.pipeline.slicing.plan import tensors_in
+from lightning_megatp.shim.torch import tree_map
+from lightning_megatp.tensor.shards import gathered
+
+_NOT_THE_USERS = ("torch", "lightning", "pytorch_lightning", "lightning_megatp", "transformers")
+
+
+@dataclass(frozen=True)
+class Hook:
+    """A forward hook, or one before a forward, of the user's."""
+
+    module: nn.Module
+    holder: dict[int, Callable[..., Any]]
+    key: int
+    call: Callable[..., Any]
+
+    @property
+    def code(self) -> Any:
+        """What the hooks of one line of code share: a step may register them anew each time."""
+        function = self.call
+        while isinstance(function, functools.partial):
+            function = function.func
+        function = getattr(function, "__func__", function)
+        return getattr(function, "__code__", type(function))
+
+
+class UserHooks:
+    """Args:
+    module: the whole.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def of(self, unit: str) -> list[Hook]:
+        """Those on a unit and its parts, in an order that is the same on all stages."""
+        return [
+            hook
+            for module in self._module.get_submodule(unit).modules()
+            for holder in (module._forward_pre_hooks, module._forward_hooks)
+            for hook in [Hook(module, holder, key, call) for key, call in holder.items()]
+            if _package(hook.call) not in _NOT_THE_USERS
+        ]
+
+    def late(self, unit: str, codes: Collection[Any]) -> LateCalls:
+        """Of those the ones with some code."""
+        return LateCalls([hook for hook in self.of(unit) if hook.code in codes] if codes else [])
+
+
+@dataclass
+class LateCalls:
+    """Of one call of a unit.
+
+    Args:
+        hooks: that are called after it.
+    """
+
+    hooks: Sequence[Hook]
+    _given: Sequence[tuple[int, Any]] = ()
+
+    def carried(self, carry_out: Callable[..., Any]) -> Callable[..., Any]:
+        """`carry_out(function, *told)` for a function that also returns what the hooks would have been given."""
+        if not self.hooks:
+            return carry_out
+
+        def carry(function: Callable[..., Any], *told: Any) -> Any:
+            out, self._given = carry_out(functools.partial(self._noting, function), *told)
+            return out
+
+        return carry
+
+    def run(self) -> list[Any]:
+        """Call the hooks, and return what they return."""
+        return [self.hooks[i].call(self.hooks[i].module, *given) for i, given in self._given]
+
+    def _noting(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, list[tuple[int, Any]]]:
+        given: list[tuple[int, Any]] = []
+
+        def note(i: int, _: nn.Module, *what: Any) -> None:
+            given.append((i, what))
+
+        with replaced(self.hooks, [functools.partial(note, i) for i in range(len(self.hooks))]):
+            out = function(*args, **kwargs)
+        return out, tree_map(gathered, given)
+
+
+class Watched:
+    """In a dry run: which hook was given a tensor in a unit, or has made it there."""
+
+    def __init__(self) -> None:
+        self._codes: dict[int, Any] = {}
+
+    def code(self, x: Tensor) -> Any:
+        """Of the hook; None if there is none."""
+        return self._codes.get(id(x))
+
+    def watching(self, hooks: Sequence[Hook], inside: Inside) -> contextlib.AbstractContextManager[None]:
+        """Around a unit.
+
+        Args:
+            hooks: on it and its parts.
+            inside: its dry run.
+        """
+        return replaced(hooks, [functools.partial(self._watch, hook, inside) for hook in hooks])
+
+    def _watch(self, hook: Hook, inside: Inside, module: nn.Module, *given: Any) -> Any:
+        """Call a hook with other objects for what the unit was given, which the step knows: one that the hook keeps
+        would be there on the unit's stage alone. One that reads values can't be followed, and need not be."""
+        before, missed, out = set(inside.made), inside.missed, None
+        given = tree_map(lambda x: x.view_as(x) if isinstance(x, Tensor) and inside.is_given(x) else x, given)
+        with contextlib.suppress(NeedsValues):
+            out = hook.call(module, *given)
+        if inside.missed is not missed:
+            inside.missed, out = missed, None
+        for x in [*tensors_in(given), *(x for key, x in inside.made.items() if key not in before)]:
+            self._codes.setdefault(id(x), hook.code)
+        return out
+
+
+@contextlib.contextmanager
+def replaced(hooks: Sequence[Hook], others: Sequence[Callable[..., Any]]) -> Iterator[None]:
+    """Meanwhile others are called in their place."""
+    for hook, other in zip(hooks, others, strict=True):
+        hook.holder[hook.key] = other
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.holder[hook.key] = hook.call
+
+
+def _package(call: Callable[..., Any]) -> str:
+    while isinstance(call, functools.partial):
+        call = call.func
+    module = getattr(call, "__module__", None) or type(call).__module__
+    return str(module).partition(".")[0]
