@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_megatp.gradients.leaf_hooks import complete_in_hooks
 from lightning_megatp.plan.shard import ShardedTensorSpec
 from lightning_megatp.shim.autograd import Engine, current_backward_node
 from lightning_megatp.tensor.collectives import all_reduce
@@ -79,6 +80,42 @@ class PartialGradients:
                 raise RuntimeError(_mixed(self._parallel.name_of(parameter_id), regions | {"whole"}))
             else:
                 self._partial[parameter_id] = lineage.leaves[parameter_id]
+        complete_in_hooks(self, lineage.leaves.values())
+
+    def is_part(self, leaf: Tensor) -> bool:
+        """Whether tensor ranks have parts of a parameter's gradient."""
+        return self.is_split(leaf) or id(leaf) in self._partial
+
+    def is_split(self, leaf: Tensor) -> bool:
+        """Whether they have parts of the parameter, too."""
+        return self._parallel.spec(leaf) is not None
+
+    def name_of(self, leaf: Tensor) -> str:
+        """A parameter's."""
+        return self._parallel.name_of(id(leaf))
+
+    def completed(self, leaf: Tensor, gradient: Tensor) -> Tensor:
+        """The whole of a gradient of which tensor ranks have parts.
+
+        Communication: one all-gather, or all-reduce.
+        """
+        whole = self._complete(leaf, gradient)
+        assert whole is not None
+        return whole
+
+    def part(self, leaf: Tensor, gradient: Tensor) -> Tensor:
+        """What this rank adds to a parameter's gradient, of a whole one: its elements; or where they are summed, as
+        much as each of those that do."""
+        context, spec = self._parallel.context, self._parallel.spec(leaf)
+        if spec is None:
+            return gradient / context.size
+        taken: Tensor = spec.spec(context.rank).take(gradient)
+        if not spec.shared:
+            return taken
+        owners = gradient.new_zeros(spec.shape)
+        for rank in range(context.size):
+            spec.spec(rank).put(owners, spec.spec(rank).take(owners) + 1)
+        return taken / spec.spec(context.rank).take(owners)
 
     def _divide_where_mixed(self, lineage: Lineage, outputs: Sequence[Tensor], region: str) -> None:
         """Of parameters whose gradients will be summed over the tensor ranks, each rank contributes its share of what

@@ -56,8 +56,18 @@ def gradient_hooks(leaf: Tensor, but: type | tuple[()] = ()) -> bool:
     Args:
         but: hooks of this class do not count.
     """
-    held = (leaf._backward_hooks, leaf._post_accumulate_grad_hooks)
-    return any(not isinstance(hook, but) for hooks in held for hook in (hooks or {}).values())
+    held = (leaf_hooks(leaf), accumulation_hooks(leaf))
+    return any(not isinstance(hook, but) for hooks in held for hook in hooks.values())
+
+
+def leaf_hooks(leaf: Tensor) -> dict[int, Any]:
+    """Those of `register_hook`, which may be replaced there; no public name (2.11-2.13)."""
+    return leaf._backward_hooks or {}
+
+
+def accumulation_hooks(leaf: Tensor) -> dict[int, Any]:
+    """Those of `register_post_accumulate_grad_hook`, likewise (2.11-2.13)."""
+    return leaf._post_accumulate_grad_hooks or {}
 
 
 def current_backward_node() -> object:

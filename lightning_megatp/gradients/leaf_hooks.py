@@ -1,0 +1,87 @@
+"""The user's hooks on gradients of parameters (`p.register_hook(lambda g: g.clamp(-1, 1))`), which run during backward,
+where a tensor rank has a part of some gradients: they are given the whole, and this rank's part is taken of what they
+return."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from lightning_megatp.messages import warn_once_per_run
+from lightning_megatp.shim.autograd import accumulation_hooks, leaf_hooks
+from lightning_megatp.tensor.functions import OwnHook
+from lightning_megatp.tensor.in_hooks import WeightWatch
+
+if TYPE_CHECKING:
+    from lightning_megatp.gradients.partial import PartialGradients
+
+
+def complete_in_hooks(account: PartialGradients, leaves: Iterable[Tensor]) -> None:
+    """Before a backward: let hooks on leaves find whole gradients. Those that do so already stay.
+
+    Communication: in the backward, for each such hook, an all-gather or all-reduce of the gradient, if tensor ranks
+    have parts of it.
+    """
+    for leaf in leaves:
+        for hooks, kind in ((leaf_hooks(leaf), _OnGradient), (accumulation_hooks(leaf), _AfterAccumulation)):
+            for key, hook in hooks.items():
+                if not isinstance(hook, (kind, OwnHook)):
+                    hooks[key] = kind(account, leaf, hook)
+
+
+class _OnGradient:
+    """A hook that `register_hook` was given."""
+
+    def __init__(self, account: PartialGradients, leaf: Tensor, call: Callable[[Tensor], Tensor | None]) -> None:
+        self._account, self._leaf, self._call = account, leaf, call
+
+    def __call__(self, gradient: Tensor | None) -> Tensor | None:
+        account, leaf = self._account, self._leaf
+        if gradient is None or not account.is_part(leaf):
+            return self._call(gradient)  # type: ignore[arg-type]
+        whole = account.completed(leaf, gradient)
+        returned = self._call(whole)
+        return account.part(leaf, whole if returned is None else returned)
+
+
+class _AfterAccumulation:
+    """A hook that `register_post_accumulate_grad_hook` was given. It finds the parameter that it belongs to, and where
+    that is split, this rank's part of both."""
+
+    def __init__(self, account: PartialGradients, leaf: Tensor, call: Callable[[Tensor], None]) -> None:
+        self._account, self._leaf, self._call = account, leaf, call
+
+    def __call__(self, leaf: Tensor) -> None:
+        account = self._account
+        if leaf.grad is None or not account.is_part(leaf):
+            self._call(leaf)
+        elif account.is_split(leaf):
+            name = account.name_of(leaf)
+            with WeightWatch([(name, leaf), (f"{name}.grad", leaf.grad)], _say, _say_written, _explained):
+                self._call(leaf)
+        else:
+            leaf.grad = account.completed(leaf, leaf.grad)
+            self._call(leaf)
+            if leaf.grad is not None:
+                leaf.grad = account.part(leaf, leaf.grad)
+
+
+def _say(operation: str, what: str) -> None:
+    warn_once_per_run(
+        f"a hook of `register_post_accumulate_grad_hook` uses `{operation}` on `{what}`, of which each tensor rank"
+        " holds a part: what comes out is about that part, and another than on one device. Hooks of `register_hook` are"
+        " given whole gradients."
+    )
+
+
+def _say_written(what: str) -> None:
+    _say("save", what)
+
+
+def _explained(operation: str, what: str, part: Tensor) -> RuntimeError:
+    return RuntimeError(
+        f"MegaTPStrategy: in a hook of `register_post_accumulate_grad_hook`, `{operation}` fails on `{what}`, of which"
+        f" each tensor rank holds a part, here {tuple(part.shape)}. Hooks of `register_hook` are given whole gradients."
+    )

@@ -1,0 +1,100 @@
+"""The user's hooks on the gradients of parameters find them as on one device."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.distributed.training import PLAIN, TP2, Layout, Losses, make_trainer, run_program, train_loader
+from tests.parity.models import GPT, GPTConfig
+from tests.parity.variants import gpt_plan
+
+GROUPED = GPTConfig(tied=False, attention="separate", kv_heads=2, gate="fused")  # shared by ranks at tp=4
+
+
+def _centralised(g: Tensor) -> Tensor:
+    return g - g.mean(tuple(range(1, g.dim())), keepdim=True) if g.dim() > 1 else g
+
+
+def _first_rows(g: Tensor) -> None:
+    g[:5] = 0
+
+
+HOOKS: dict[str, Callable[[Tensor], Tensor | None]] = {
+    "clamp": lambda g: g.clamp(-1e-3, 1e-3),
+    "unit norm": lambda g: g / (g.norm() + 1e-3),  # the biases of keys have gradients of rounding alone
+    "centralised": _centralised,
+    "rows in place": _first_rows,
+    "looks": lambda g: None,
+}
+
+
+def _apply(function: Callable[[Tensor], Tensor | None], parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad = function(parameter.grad)
+
+
+class Hooked(GPT):
+    def __init__(self, config: GPTConfig, hook: str, kind: str) -> None:
+        super().__init__(config)
+        self.hook, self.kind = HOOKS[hook], kind
+        if kind == "in __init__":
+            self.register()
+
+    def on_fit_start(self) -> None:
+        if self.kind != "in __init__":
+            self.register()
+
+    def register(self) -> None:
+        for parameter in self.parameters():
+            if self.kind == "accumulated":
+                parameter.register_post_accumulate_grad_hook(functools.partial(_apply, self.hook))
+            else:
+                parameter.register_hook(self.hook)
+                parameter.register_hook(lambda g: 0.5 * g)
+
+
+def _fit(layout: Layout, hook: str, kind: str, every: int) -> tuple[list[float], dict[str, Tensor], list[str]]:
+    torch.manual_seed(0)
+    module, losses = Hooked(GROUPED, hook, kind), Losses()
+    plan = None if layout.plain else {"plan": gpt_plan(GROUPED)}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer = make_trainer(
+            layout, strategy=plan, limit_train_batches=4, callbacks=[losses], accumulate_grad_batches=every
+        )
+        trainer.fit(module, train_loader(layout, 4))
+    state = {name: value.clone() for name, value in trainer.strategy.lightning_module_state_dict().items()}
+    return losses.seen, state, [str(item.message) for item in caught if "post_accumulate" in str(item.message)]
+
+
+WHOLE = Layout(tp=2, sequence=False)
+CASES = [
+    *(("on_fit_start", hook, TP2, 1) for hook in HOOKS),
+    *(("in __init__", hook, WHOLE, 1) for hook in ("clamp", "unit norm")),
+    ("on_fit_start", "clamp", TP2, 2),
+    ("on_fit_start", "unit norm", Layout(tp=2, pp=2, microbatches=1), 1),
+    ("on_fit_start", "unit norm", Layout(tp=4), 1),
+    ("accumulated", "clamp", TP2, 1),
+    ("accumulated", "clamp", TP2, 2),
+]
+
+
+@pytest.mark.parametrize(("kind", "hook", "layout", "every"), CASES, ids=str)
+def test_hooks_of_parameters_find_whole_gradients(kind: str, hook: str, layout: Layout, every: int) -> None:
+    ((losses, whole, _),) = run_program(PLAIN, _fit, hook, kind, every)
+    for found, state, said in run_program(layout, _fit, hook, kind, every):
+        assert found == pytest.approx(losses, rel=1e-9)
+        assert not said
+        for name, value in state.items():
+            torch.testing.assert_close(value, whole[name], rtol=1e-9, atol=1e-9)
+
+
+def test_what_is_known_of_a_part_only_is_said() -> None:
+    said = run_program(TP2, _fit, "unit norm", "accumulated", 1)[0][2]
+    assert said and all("uses `norm` on `" in text for text in said)
