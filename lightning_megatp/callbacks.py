@@ -22,6 +22,7 @@ from lightning_megatp.shim.lightning import draws_graph, finetuning_callbacks, s
 from lightning_megatp.shim.torch import FOREACH_IN_PLACE, is_fake
 from lightning_megatp.tensor.functions import one_by_one
 from lightning_megatp.tensor.in_hooks import WeightWatch, part_written
+from lightning_megatp.tensor.positions import Positions
 
 _HOOKS = (
     *("on_fit_start", "on_train_start", "on_train_epoch_start", "on_train_batch_start", "on_before_zero_grad"),
@@ -125,6 +126,7 @@ def watching_weights(trainer: Any, parallel: ParallelModule) -> Iterator[Detour]
         parallel: the split module.
     """
     said: set[str] = set()
+    positions = Positions(parallel.context.rank)
 
     def watch(hook: str) -> WeightWatch:
         def say(operation: str, weight: str) -> None:
@@ -150,11 +152,12 @@ def watching_weights(trainer: Any, parallel: ParallelModule) -> Iterator[Detour]
                 " self.trainer.strategy.whole_parameters():`."
             )
 
-        split = ((name, p) for name, p in parallel.names.items() if parallel.spec(parallel.held(p)) is not None)
-        return WeightWatch(split, say, written, explain)
+        pairs = ((name, p, parallel.spec(parallel.held(p))) for name, p in parallel.names.items())
+        split = ((name, p, spec) for name, p, spec in pairs if spec is not None)
+        return WeightWatch(split, positions, say, written, explain)
 
     def run(hook: str, left: Iterator[int], call: Callable[[], Any]) -> Any:
-        if next(left, None) is None:
+        if next(left, None) is None and not positions.used:
             return call()
         with watch(hook) as watching, contextlib.ExitStack() as ends:
             ends.callback(Detour(trainer, "save_checkpoint", watching.pause).end)
@@ -178,6 +181,13 @@ def without_examples(trainer: Any, whole_forward: bool) -> Iterator[Detour]:
         yield Detour(logger, "log_graph", _draw_nothing)
     for callback in () if whole_forward else summaries(trainer):
         yield Detour(callback, "on_fit_start", functools.partial(_without_example, trainer.lightning_module))
+
+
+def without_inference_mode(trainer: Any) -> None:
+    """Let validation, test and prediction run without gradients instead, as Lightning does it for FSDP, and with gloo:
+    tensors of inference mode don't tell whether they were changed in place."""
+    for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
+        loop.inference_mode = False
 
 
 def without_predictions(trainer: Any) -> Iterator[Detour]:

@@ -16,6 +16,7 @@ from lightning_megatp.gradients.rows import finds_rows, used_beside
 from lightning_megatp.gradients.wide import widen
 from lightning_megatp.planner.measure import MemoryAccount
 from lightning_megatp.recompute.offload import OffloadActivations
+from lightning_megatp.shim.torch import inference_as_no_grad
 
 
 class StepMethods(GradientMethods):
@@ -148,7 +149,7 @@ class StepMethods(GradientMethods):
         def run(*args: Any, **kwargs: Any) -> Any:
             context = contextlib.nullcontext() if self._undivided else parallel.step(watch)
             try:
-                with self.counting_copies(), context, self._offloading(kind):
+                with inference_as_no_grad(), self.counting_copies(), context, self._offloading(kind):
                     return parallel.outputs(step(*args, **kwargs))
             except (RuntimeError, AssertionError) as error:
                 if self.sharding is None or not finds_rows(error):

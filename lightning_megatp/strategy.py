@@ -24,6 +24,7 @@ from lightning_megatp.callbacks import (
     with_whole_groups,
     without_early_ends,
     without_examples,
+    without_inference_mode,
     without_predictions,
 )
 from lightning_megatp.checkpoint.methods import CheckpointMethods
@@ -302,6 +303,7 @@ class MegaTPStrategyBase(StepMethods, GradientMethods, BuildingMethods, WorldMet
         if not self.is_distributed:
             without_sync_advice()
         if not self._undivided:
+            without_inference_mode(trainer)
             self._detours += without_examples(trainer, whole_forward=self.pipeline is None and self.sharding is None)
         if self.pipeline is not None:
             self._detours += without_early_ends(trainer)

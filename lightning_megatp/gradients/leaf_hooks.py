@@ -13,6 +13,7 @@ from lightning_megatp.messages import warn_once_per_run
 from lightning_megatp.shim.autograd import accumulation_hooks, leaf_hooks
 from lightning_megatp.tensor.functions import OwnHook
 from lightning_megatp.tensor.in_hooks import WeightWatch
+from lightning_megatp.tensor.positions import Positions
 
 if TYPE_CHECKING:
     from lightning_megatp.gradients.partial import PartialGradients
@@ -57,9 +58,9 @@ class _AfterAccumulation:
         account = self._account
         if leaf.grad is None or not account.is_part(leaf):
             self._call(leaf)
-        elif account.is_split(leaf):
-            name = account.name_of(leaf)
-            with WeightWatch([(name, leaf), (f"{name}.grad", leaf.grad)], _say, _say_written, _explained):
+        elif (spec := account.spec_of(leaf)) is not None:
+            both = [(spec.name, leaf, spec), (f"{spec.name}.grad", leaf.grad, spec)]
+            with WeightWatch(both, Positions(account.rank), _say, _say_written, _explained):
                 self._call(leaf)
         else:
             leaf.grad = account.completed(leaf, leaf.grad)

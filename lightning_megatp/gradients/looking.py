@@ -12,9 +12,11 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
+from lightning_megatp.plan.shard import ShardedTensorSpec
 from lightning_megatp.shim.torch import foreach_norm, tensor_version
 from lightning_megatp.tensor.functions import is_in_place, operation_name, operation_names
 from lightning_megatp.tensor.in_hooks import address_of, own_part
+from lightning_megatp.tensor.positions import Positions
 
 _NORMS: dict[Any, tuple[str, Any]] = {
     Tensor.norm: ("p", "fro"),
@@ -65,8 +67,8 @@ class Part:
     """Of it, then; or since the last change that was seen, of whatever else lies beside it."""
     shape: tuple[int, ...] = ()
     """Of what this rank holds."""
-    dim: int | None = None
-    """That tensor ranks divide."""
+    spec: ShardedTensorSpec | None = None
+    """How tensor ranks divide it."""
 
     @property
     def unchanged(self) -> bool:
@@ -110,12 +112,13 @@ class Looking(TorchFunctionMode):
 
     Args:
         judge: whom to ask and to tell.
+        rank: in the tensor group.
         parts: tells what lies where. It is asked when the first operation is about to run: many hooks run none.
     """
 
-    def __init__(self, judge: Judge, parts: Callable[[], Iterable[tuple[Tensor, Part]]]) -> None:
+    def __init__(self, judge: Judge, rank: int, parts: Callable[[], Iterable[tuple[Tensor, Part]]]) -> None:
         super().__init__()
-        self._judge = judge
+        self._judge, self._positions = judge, Positions(rank)
         self._made: Any = WeakIdKeyDictionary()
         """Tensor -> the part of which it was made, element by element; also what has no address, since it is empty."""
         self._numbers: Any = WeakIdKeyDictionary()
@@ -152,6 +155,9 @@ class Looking(TorchFunctionMode):
             return self._of_numbers(given, func(*args, **kwargs))
         part = next((part for part in parts if part.parted), parts[0])
         name = operation_name(func)
+        how = self._by_position(name, args, kwargs)
+        if how == "done":
+            return args[0]
         if (name in _SCALES or name == "copy_") and len(args) > 1 and isinstance(args[1], Tensor):
             if name in _SCALES and args[1].numel() == 1:
                 self._judge.check_scaling(part, self._numbers.get(args[1], frozenset()))
@@ -164,7 +170,14 @@ class Looking(TorchFunctionMode):
         first = args[0] if args else None
         changed = first if is_in_place(name) else kwargs.get("out")
         known = [x for x in map(self._part, _each(changed)) if x is not None and x.unchanged]
-        result = func(*args, **kwargs)
+        try:
+            result = func(*args, **kwargs)
+        except (RuntimeError, IndexError) as error:
+            if part.spec is None or len(given) < 2:
+                raise
+            raise _failed(name, part, part.spec) from error
+        if how == "read":
+            self._positions.note(part.what.replace("`", ""), name, result)
         for x in known:
             if x.source is not None and x.version is not None:
                 x.version.number = tensor_version(x.source)
@@ -173,6 +186,20 @@ class Looking(TorchFunctionMode):
         else:
             self._changed(changed)
         return result
+
+    def _by_position(self, name: str, args: Any, kwargs: dict[str, Any]) -> str:
+        """See `Positions.carry_out`."""
+        part = self._part(args[0]) if args else None
+        if is_in_place(name):
+            self._positions.check_view(args[0])
+        if part is None or part.spec is None:
+            return ""
+        how = self._positions.carry_out(part.what.replace("`", ""), part.spec, name, args, kwargs)
+        if how == "done":
+            self._changed(args[0])
+        elif how == "read":
+            self._judge.computed(name, part)
+        return how
 
     def _norms(self, func: Callable[..., Any], order: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Of one tensor, or of each in a list."""
@@ -237,13 +264,21 @@ class Looking(TorchFunctionMode):
             self._made[result] = replace(part, numel=numel, norm=None)
 
 
+def _failed(name: str, part: Part, spec: ShardedTensorSpec) -> RuntimeError:
+    return RuntimeError(
+        f"MegaTPStrategy: in a hook, `{name}` fails on {part.what}, of which each tensor rank holds a part, here"
+        f" {part.shape} of {spec.shape}. A hook of `register_hook` is given whole gradients; for whole weights, work on"
+        " all ranks inside of `with self.trainer.strategy.whole_parameters():`."
+    )
+
+
 def _divides(part: Part, name: str, args: Any, kwargs: dict[str, Any]) -> bool:
     """Whether a reduction goes over the dim of a part that tensor ranks divide, and leaves others."""
     at = _REDUCTIONS[name]
     over = kwargs.get("dim", args[at] if len(args) > at else None)
-    if part.dim is None or not args or tuple(own_part(args[0]).shape) != part.shape:
+    if part.spec is None or not args or tuple(own_part(args[0]).shape) != part.shape:
         return False
-    return part.dim in {dim % len(part.shape) for dim in _each(over) if type(dim) is int}
+    return part.spec.dim in {dim % len(part.shape) for dim in _each(over) if type(dim) is int}
 
 
 def _each(x: Any) -> Sequence[Any]:

@@ -84,15 +84,16 @@ class PartialGradients:
 
     def is_part(self, leaf: Tensor) -> bool:
         """Whether tensor ranks have parts of a parameter's gradient."""
-        return self.is_split(leaf) or id(leaf) in self._partial
+        return self.spec_of(leaf) is not None or id(leaf) in self._partial
 
-    def is_split(self, leaf: Tensor) -> bool:
-        """Whether they have parts of the parameter, too."""
-        return self._parallel.spec(leaf) is not None
+    def spec_of(self, leaf: Tensor) -> ShardedTensorSpec | None:
+        """How a parameter is split; None if it is not."""
+        return self._parallel.spec(leaf)
 
-    def name_of(self, leaf: Tensor) -> str:
-        """A parameter's."""
-        return self._parallel.name_of(id(leaf))
+    @property
+    def rank(self) -> int:
+        """In the tensor group."""
+        return self._parallel.context.rank
 
     def completed(self, leaf: Tensor, gradient: Tensor) -> Tensor:
         """The whole of a gradient of which tensor ranks have parts.

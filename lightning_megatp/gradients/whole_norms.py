@@ -71,7 +71,7 @@ class WholeNorms:
         """Around the hooks that a method of the plugin calls."""
         self._hooks = " or ".join(f"`{hook}`" for hook in HOOKS[method])
         try:
-            with Looking(self, self._parts()) as self._now:
+            with Looking(self, self._parallel.context.rank, self._parts()) as self._now:
                 yield
         finally:
             if self._now is not None:
@@ -226,7 +226,7 @@ class WholeNorms:
                 of_grad, of_value = sums.get(id(held), (None, None))
                 part = Part(
                     f"`{name}`", held.numel(), spec is not None, spec is not None or divided,
-                    parameter=name, shape=tuple(held.shape), dim=None if spec is None else spec.dim,
+                    parameter=name, shape=tuple(held.shape), spec=spec,
                 )  # fmt: skip
                 value = part if of_value is None else known(part, held, of_value)
                 found += [(held, value), (parameter, value)]

@@ -131,6 +131,8 @@ class Pipeline:
         self._schedules: dict[tuple[bool, int], Schedule] = {}
         self._parked: list[tuple[Tensor, Tensor]] = []
         self._opened = _opened(parallel.module, stage_of_unit)
+        """The modules whose Python values the last stage tells: those that run on every stage, and those on which steps
+        set some when earlier stages have left."""
         self._outside = modules_outside(parallel.module, stage_of_unit)
         self._telling = Telling(mesh, logs, self._opened, self._outside, self._set_options)
         self._changes_tensors = False
@@ -304,6 +306,8 @@ class Pipeline:
         with self.metrics.apart():
             plans = self.plans.of(kind, step, microbatches, seed)
         self._changes_tensors = self._changes_tensors or any(map(self._changes_outside, plans or ()))
+        for name in dict.fromkeys(name for plan in plans or () for name in plan.set_late):
+            self._opened[name] = self.parallel.module.get_submodule(name)
         run = self._run(step, microbatches, plans or [], seed, backward)
         if kind == "train" and len(microbatches) > 1:
             run.carried, run.own_values = self._carried_state(), self._own_values

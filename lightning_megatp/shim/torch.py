@@ -62,6 +62,7 @@ __all__ = [
     "flatten",
     "foreach_norm",
     "forget_fakes",
+    "inference_as_no_grad",
     "is_fake",
     "is_parameter_view",
     "is_random",
@@ -126,6 +127,27 @@ def tensor_version(x: Tensor) -> int:
     if x.is_inference():
         return 0
     return int(x._version)
+
+
+@contextlib.contextmanager
+def inference_as_no_grad() -> Iterator[None]:
+    """Meanwhile `torch.inference_mode()` does what `torch.no_grad()` does: inference tensors don't tell whether they
+    were changed (torch 2.11-2.13: the class has no switch for that, so its two methods are replaced)."""
+    kind: Any = torch.inference_mode
+    before = kind.__enter__, kind.__exit__
+    kind.__enter__, kind.__exit__ = _enter_no_grad, _exit_no_grad
+    try:
+        yield
+    finally:
+        kind.__enter__, kind.__exit__ = before
+
+
+def _enter_no_grad(self: Any) -> None:
+    self._without_grad = torch.set_grad_enabled(not self.mode)
+
+
+def _exit_no_grad(self: Any, *raised: object) -> None:
+    self._without_grad.__exit__(*raised)
 
 
 class WithoutMode:

@@ -15,9 +15,11 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
+from lightning_megatp.plan.shard import ShardedTensorSpec
 from lightning_megatp.shim.torch import WithoutMode, is_fake, tree_leaves
 from lightning_megatp.tensor.features.rules.table import POINTWISE
-from lightning_megatp.tensor.functions import operation_name, operation_names
+from lightning_megatp.tensor.functions import is_in_place, operation_name, operation_names
+from lightning_megatp.tensor.positions import Positions
 
 _COUPLING = operation_names(
     """
@@ -64,7 +66,8 @@ class WeightWatch(TorchFunctionMode):
     """While a hook runs.
 
     Args:
-        parameters: the split ones, by name.
+        parameters: the split ones: name, tensor and how it is split.
+        positions: what hooks do by numbers of rows.
         say: is told operation and parameter.
         written: is told a parameter that is written to a file.
         explain: makes an error of operation, parameter and what this rank has of it, for an operation that failed.
@@ -72,14 +75,15 @@ class WeightWatch(TorchFunctionMode):
 
     def __init__(
         self,
-        parameters: Iterable[tuple[str, Tensor]],
+        parameters: Iterable[tuple[str, Tensor, ShardedTensorSpec]],
+        positions: Positions,
         say: Callable[[str, str], None],
         written: Callable[[str], None],
         explain: Callable[[str, str, Tensor], Exception],
     ) -> None:
         super().__init__()
-        self._parameters = parameters
-        self._by_address: dict[int, str] | None = None
+        self._parameters, self._positions = parameters, positions
+        self._by_address: dict[int, tuple[str, ShardedTensorSpec]] | None = None
         self._made: Any = WeakIdKeyDictionary()
         self._say, self._written, self._explain = say, written, explain
 
@@ -95,14 +99,24 @@ class WeightWatch(TorchFunctionMode):
             self._say(operation, weight)
         elif weight is not None and writes(operation):
             self._written(weight)
+        if is_in_place(operation):
+            self._positions.check_view(args[0] if args else None)
+        name, spec = self._found(args[0]) if args else ("", None)
+        how = self._positions.carry_out(name, spec, operation, args, kwargs)
+        if how == "done":
+            return args[0]
+        if how == "read":
+            self._say(operation, name)
         try:
             result = func(*args, **kwargs)
-        except RuntimeError as error:
+        except (RuntimeError, IndexError) as error:
             given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-            for x in given if len(given) > 1 else ():
+            for x in given if len(given) > 1 or isinstance(error, IndexError) else ():
                 if (weight := self._name(x)) is not None:
                     raise self._explain(operation_name(func), weight, x) from error
             raise
+        if how == "read":
+            self._positions.note(name, operation, result)
         if weight is not None and operation in _FOLLOWED and isinstance(result, Tensor):
             self._made[result] = weight
         return result
@@ -118,10 +132,16 @@ class WeightWatch(TorchFunctionMode):
             return next((name for y in x if (name := self._name(y)) is not None), None)
         if not isinstance(x, Tensor):
             return None
-        if self._by_address is None:  # most hooks do nothing with tensors
-            self._by_address = {at: name for name, p in self._parameters if (at := address_of(p))}
         found: str | None = self._made.get(x)
-        return self._by_address.get(address_of(x)) if found is None else found
+        return self._found(x)[0] or None if found is None else found
+
+    def _found(self, x: Any) -> tuple[str, ShardedTensorSpec | None]:
+        """A parameter that lies where a tensor does."""
+        if not isinstance(x, Tensor):
+            return "", None
+        if self._by_address is None:  # most hooks do nothing with tensors
+            self._by_address = {at: (name, spec) for name, p, spec in self._parameters if (at := address_of(p))}
+        return self._by_address.get(address_of(x), ("", None))
 
 
 def own_part(x: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ and what is set for the forward and put back after it, when earlier stages have 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import statistics
 from collections.abc import Callable, Iterator
@@ -178,6 +179,22 @@ class PutsBack(Model):
                 hook = first.register_forward_hook(lambda module, given, out: 1.5 * out)
                 yield
                 hook.remove()
+            case "second pass":
+                for block in net.blocks:
+                    block.strength = 0.0
+                with torch.no_grad():
+                    self.kept["reference"] = net(torch.ones(2, WIDTH, dtype=torch.float64))
+                for block in net.blocks:
+                    block.strength = 1.0
+                yield
+            case "forward of a block":
+                for block in net.blocks:
+                    block.forward = functools.partial(F.layer_norm, normalized_shape=(WIDTH,))
+                with torch.no_grad():
+                    self.kept["reference"] = net(torch.ones(2, WIDTH, dtype=torch.float64))
+                for block in net.blocks:
+                    block.forward = Block.forward.__get__(block)
+                yield
             case "counter":  # which is not put back
                 net.factor += 0.1
                 yield
@@ -205,7 +222,8 @@ def _trained(
 
 
 def _compare(layout: Layout, kind: Callable[[str], Model], habit: str, options: dict[str, Any], root: Path) -> None:
-    ((losses, state),) = run_program(PLAIN, _trained, kind, habit, {}, str(root))
+    plain = dataclasses.replace(PLAIN, microbatches=layout.microbatches)
+    ((losses, state),) = run_program(plain, _trained, kind, habit, {}, str(root))
     runs = run_program(layout, _trained, kind, habit, options, str(root))
     assert [statistics.mean(each) for each in zip(*(run[0] for run in runs), strict=True)] == pytest.approx(losses)
     for _, saved in runs:
@@ -247,10 +265,57 @@ def test_hooks_of_blocks_hand_something_to_the_step(
     _compare(layout, Hooked, habit, options, tmp_path)
 
 
-@pytest.mark.parametrize("habit", ["factor", "list", "mode", "attribute of a block", "method", "hook", "counter"])
+PUTS_BACK = [
+    *("factor", "list", "mode", "attribute of a block", "method", "hook", "counter"),
+    *("second pass", "forward of a block"),
+]
+
+
+@pytest.mark.parametrize("habit", PUTS_BACK)
 def test_what_a_step_puts_back_is_put_back_on_all_stages(habit: str, tmp_path: Path) -> None:
     _compare(Layout(pp=2), PutsBack, habit, {}, tmp_path)
     _compare(Layout(pp=2, schedule="zb_v"), PutsBack, habit, {}, tmp_path)
+
+
+class SetsLate(Model):
+    """It sets something at its end, which stages before the last have left by then."""
+
+    @contextlib.contextmanager
+    def around(self) -> Iterator[None]:
+        yield
+        for block in self.net.blocks:
+            match self.habit:
+                case "attribute":
+                    block.strength *= 0.8
+                case "object":
+                    block.schedule.strength *= 0.8
+                case "list":
+                    block.seen.append(1)
+                case "mode":
+                    block.norm.eval()
+
+    def setup_habit(self) -> None:
+        for block in self.net.blocks:
+            block.schedule, block.seen = Schedule(), []
+            block.register_forward_pre_hook(self.scale)
+
+    def scale(self, block: nn.Module, given: tuple[Tensor]) -> tuple[Tensor]:
+        by = 1.0 if block.norm.training else 2.0
+        return (given[0] * block.schedule.strength * (1 + 0.01 * len(block.seen)) * by,)
+
+    def feature(self, out: Tensor) -> Tensor | None:
+        if self.habit == "attribute":
+            self.norms.append(float(out.norm()))  # from here on the step can't be followed
+        return None
+
+
+class Schedule:
+    strength = 1.0
+
+
+@pytest.mark.parametrize("habit", ["attribute", "object", "list", "mode"])
+def test_what_a_step_sets_at_its_end_is_known_to_all_stages(habit: str, tmp_path: Path) -> None:
+    _compare(Layout(pp=2, microbatches=1), SetsLate, habit, {}, tmp_path)
 
 
 class Changing(Model):

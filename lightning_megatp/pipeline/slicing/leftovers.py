@@ -141,7 +141,7 @@ class PlainValues:
 
 _MOST_OF_A_NUMBER = 64
 """Bytes of one that is pickled."""
-_OF_MODULES = frozenset(nn.Module().__dict__)
+_OF_MODULES = frozenset(nn.Module().__dict__) - {"training"}
 _SCALARS = (numbers.Number, str, bytes, type(None), Enum, np.generic)
 
 

@@ -169,6 +169,8 @@ class SlicePlan:
     """The unit whose call that was; none for an operation between units."""
     put_back: tuple[Spot, ...] = field(default=(), compare=False, repr=False)
     """What the step sets, and puts back after stages before the last have left it."""
+    set_late: tuple[str, ...] = ()
+    """Modules in units of stages before the last on which the step sets Python values at its end."""
     late_hooks: frozenset[Any] = field(default=frozenset(), compare=False, repr=False)
     """Code of the hooks on units that are called after them, on all stages."""
     _scripts: dict[int | None, Script] = field(default_factory=dict, compare=False, repr=False)

@@ -22,6 +22,7 @@ def make_plan(
     leaves_ghosts: bool,
     lists_parameters: bool,
     put_back: tuple[Spot, ...],
+    set_late: tuple[str, ...],
     late_hooks: frozenset[Any],
 ) -> SlicePlan:
     """Decide what crosses each boundary.
@@ -34,6 +35,7 @@ def make_plan(
         leaves_ghosts: whether it leaves values of earlier stages on the module.
         lists_parameters: whether it goes through those of modules.
         put_back: what it sets and puts back.
+        set_late: the modules in units of stages before the last on which it sets Python values at its end.
         late_hooks: code of the hooks that are called after units.
 
     Raises:
@@ -80,6 +82,7 @@ def make_plan(
         ended=tracer.ended,
         ended_in=tracer.ended_in,
         put_back=put_back,
+        set_late=set_late,
         late_hooks=late_hooks,
     )
 

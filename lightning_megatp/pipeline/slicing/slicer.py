@@ -27,7 +27,7 @@ from lightning_megatp.pipeline.slicing.ownership import Ownership, Sizes
 from lightning_megatp.pipeline.slicing.place import Place
 from lightning_megatp.pipeline.slicing.plan import Key, Relay, SideDoor, SliceError, SlicePlan, tensors_in
 from lightning_megatp.pipeline.slicing.planning import make_plan
-from lightning_megatp.pipeline.slicing.put_back import Toggles, putting_back
+from lightning_megatp.pipeline.slicing.put_back import Toggles, modules_with, putting_back
 from lightning_megatp.pipeline.slicing.running import Rehearsal, StageMode
 from lightning_megatp.pipeline.slicing.signature import leaves_out, modes_of, signature_of, tensors_of
 from lightning_megatp.pipeline.slicing.snapshot import FirstValues, Snapshot, random_state_kept
@@ -84,6 +84,12 @@ class Slicer:
         self._fake_mode = FakeTensorMode()
         self._ownership = Ownership(module, stage_of_unit, self._fake_mode, sizes or {}, device)
         self._place, self._hooks = Place(module), UserHooks(module)
+        self._early_modules = {
+            f"{name}.{inner}".rstrip("."): part
+            for name, stage in stage_of_unit.items()
+            if stage < n_stages - 1
+            for inner, part in module.get_submodule(name).named_modules()
+        }
         self._loggers = loggers_in(module)
         self._switch = Switch()
         self._interception = Interception(module, dict(stage_of_unit), self._switch)
@@ -195,6 +201,9 @@ class Slicer:
                 values = tracer.consume_left(snapshot)
                 left = Left(self.module, snapshot, values, tracer.asks_batch)
                 put_back = toggles.put_back_by_now()
+                set_late = [*self._early_modules]  # of a step that was not seen to its end
+                if not tracer.ended:
+                    set_late = modules_with(toggles.set_late(), self._early_modules)
             finally:
                 snapshot.restore()
                 values_before.restore()
@@ -208,6 +217,7 @@ class Slicer:
                 left_early,
                 lists.any,
                 put_back,
+                tuple(set_late),
                 late_hooks,
             )
             owned.learn(tracer.owners)

@@ -70,9 +70,9 @@ class Snapshot:
         for holder, before in self._holders:
             if isinstance(holder, dict):
                 keys = before if holder.keys() == before.keys() else dict.fromkeys((*before, *holder))
-                pairs = ((key, _entry(holder, key), _entry(before, key)) for key in keys)
-                yield from ((holder, key) for key, now, then in pairs if not _is_same(now, then))
-            elif isinstance(holder, CONTAINERS) and not _is_same(tuple(holder), tuple(before)):
+                pairs = ((key, _entry(holder, key, holder), _entry(before, key, holder)) for key in keys)
+                yield from ((holder, key) for key, now, then in pairs if not is_same(now, then))
+            elif isinstance(holder, CONTAINERS) and not is_same(tuple(holder), tuple(before)):
                 yield holder, None
 
     def new_tensors(self) -> list[Tensor]:
@@ -233,23 +233,24 @@ def _entries_since(holder: Any, before: Any) -> Any:
 _ABSENT = object()
 
 
-def _entry(holder: dict[Any, Any], key: Any) -> Any:
+def _entry(entries: dict[Any, Any], key: Any, holder: dict[Any, Any]) -> Any:
     """What an object's attributes or another dict have under a key. A method of the object's class that it was given as
-    an attribute (`x.forward = own`, after it was another) is what it has without."""
-    entry = dict.get(holder, key, _ABSENT)
-    if isinstance(entry, MethodType) and getattr(entry.__self__, "__dict__", None) is holder:
-        return _ABSENT if getattr(type(entry.__self__), str(key), None) is entry.__func__ else entry
+    an attribute (`x.forward = own`, after it was another) is what it has without; so is one that is intercepted."""
+    entry = dict.get(entries, key, _ABSENT)
+    method = getattr(entry, "function", entry) if key == "forward" else entry
+    if isinstance(method, MethodType) and getattr(method.__self__, "__dict__", None) is holder:
+        return _ABSENT if getattr(type(method.__self__), str(key), None) is method.__func__ else entry
     return entry
 
 
-def _is_same(now: Any, before: Any) -> bool:
-    """One object, or equal numbers and the like."""
+def is_same(now: Any, before: Any) -> bool:
+    """Whether it is one object, or equal numbers and the like."""
     if now is before or (isinstance(now, MethodType) and now == before):
         return True
     if type(now) is not type(before):
         return False
     if isinstance(now, tuple):
-        return len(now) == len(before) and all(map(_is_same, now, before))
+        return len(now) == len(before) and all(map(is_same, now, before))
     return type(now) in PLAIN and bool(now == before)
 
 

@@ -75,7 +75,7 @@ class Tracer(TorchFunctionMode):
         batch: its tensors.
         shared: modules and objects of which each stage has its own state.
         left: gives the tensors that the step has left on the module so far.
-        passes: is called where a stage has begun, for the first time.
+        passes: is called where a later stage goes on.
         hooks: of the user's on units.
         late_hooks: code of those that are called after units.
     """
@@ -101,8 +101,8 @@ class Tracer(TorchFunctionMode):
         self._states = StageStates(shared)
         self.owners, self.glue, self.values, self.fake_mode, self.place = owners, glue, values, fake_mode, place
         self.last_stage = n_stages - 1
-        self._begun = 0
-        """The highest stage that has anything to do so far."""
+        self._before = 0
+        """The stage of the last operation that has one."""
         self._batch = {id(x) for x in batch}
         self.operations: list[Operation] = []
         self.not_operations: set[Any] = set()
@@ -538,9 +538,9 @@ class Tracer(TorchFunctionMode):
 
     def _record(self, call: Call, stage: int | None, out: Any, changed: list[int]) -> Any:
         """Add an operation to the plan, and give its result as the step gets it."""
-        if stage is not None and stage > self._begun:
-            self._begun = stage
+        if stage is not None and stage > self._before:
             self._passes()
+        self._before = self._before if stage is None else stage
         n_outputs = len(tensors_in(out))
         origins = frozenset[int]().union(*(value.origins for value in call.inputs))
         became = {}

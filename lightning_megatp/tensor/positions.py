@@ -1,0 +1,131 @@
+"""Rows and columns by their numbers (`grad[:100] = 0`), in hooks, where a tensor rank has some of the rows, and counts
+its own. Values put there go where they belong; what else is written so is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from lightning_megatp.plan.shard import ShardedTensorSpec
+from lightning_megatp.tensor.functions import is_in_place, operation_names
+
+_DIM_FIRST = operation_names(
+    """
+    narrow select index_select gather take_along_dim index_fill index_fill_ index_copy index_copy_ index_add index_add_
+    index_reduce_ scatter scatter_ scatter_add_ select_scatter slice_scatter unbind
+    """
+)
+"""Operations that take a dim, and positions along it."""
+_DIM_SECOND = operation_names("split split_with_sizes chunk tensor_split")
+"""Whose dim comes after these."""
+_COPIES = operation_names("index_select gather take_along_dim")
+_OTHER = object()
+
+
+class Positions:
+    """What the hooks of one moment do by position.
+
+    Args:
+        rank: in the tensor group.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._views: Any = WeakIdKeyDictionary()
+        """Some of this rank's rows -> whose they are."""
+        self.used = False
+        """Whether anything was put where it belongs, which has to go on so."""
+
+    def carry_out(
+        self, what: str, spec: ShardedTensorSpec | None, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> str:
+        """Look at an operation, before it is done.
+
+        Returns:
+            "done" if it was done here; "read" if it is about a part of the rows; "" for any other.
+
+        Args:
+            what: the tensor that is the first argument, for messages.
+            spec: of it; None if it is not split, or not all of what this rank has.
+            name: of the operation.
+            args: of the operation.
+            kwargs: likewise.
+
+        Raises:
+            RuntimeError: it writes by position what can't be told apart.
+        """
+        x = args[0] if args else None
+        if spec is None or not isinstance(x, Tensor) or tuple(x.shape) != spec.spec(self._rank).local_shape:
+            return ""
+        if name in ("__getitem__", "__setitem__"):
+            index = _at(args[1], spec)
+            if index is None or name == "__getitem__":
+                return "" if index is None else "read"
+            if index is _OTHER or (isinstance(args[2], Tensor) and args[2].dim() > 0):
+                raise _refused("writes rows or columns by their numbers", what)
+            return self._put(x, spec, index, args[2])
+        if name not in _DIM_FIRST | _DIM_SECOND or _dim(name, args, kwargs) % len(spec.shape) != spec.dim:
+            return ""
+        if name == "index_fill_" and len(args) == 4:
+            return self._put(x, spec, args[2], args[3])
+        if is_in_place(name):
+            raise _refused(f"writes rows or columns by their numbers (`{name}`)", what)
+        return "read"
+
+    def note(self, what: str, name: str, made: Any) -> None:
+        """What was read by position: nobody may write there."""
+        for x in made if isinstance(made, (list, tuple)) else (made,):
+            if isinstance(x, Tensor) and name not in _COPIES:
+                self._views[x] = what
+
+    def check_view(self, x: Any) -> None:
+        """Raises:
+        RuntimeError: an operation is about to change what was read by position.
+        """
+        what = self._views.get(x) if isinstance(x, Tensor) else None
+        if what is not None:
+            raise _refused("changes some of its rows or columns, by their numbers,", what)
+
+    def _put(self, x: Tensor, spec: ShardedTensorSpec, index: Any, value: Any) -> str:
+        chosen = torch.zeros(spec.shape[spec.dim], dtype=torch.bool)
+        chosen[index.cpu() if isinstance(index, Tensor) else index] = True
+        own = torch.cat([chosen[start:stop] for start, stop in spec.by_rank[self._rank]] or [chosen[:0]])
+        x[(slice(None),) * spec.dim + (own.to(x.device),)] = value
+        self.used = True
+        return "done"
+
+
+def _at(index: Any, spec: ShardedTensorSpec) -> Any:
+    """The entry of an index that is about the dim which is split; None if it takes all there, `_OTHER` if it is not the
+    only one that chooses."""
+    entries = index if isinstance(index, tuple) else (index,)
+    taken = [0 if x is None else x.dim() if isinstance(x, Tensor) and x.dtype == torch.bool else 1 for x in entries]
+    rest = len(spec.shape) - sum(n for x, n in zip(entries, taken, strict=True) if x is not Ellipsis)
+    dim, found, others = 0, None, False
+    for x, n in zip(entries, taken, strict=True):
+        n = rest if x is Ellipsis else n
+        is_all = x is Ellipsis or (isinstance(x, slice) and x in (slice(None), slice(0, None), slice(None, None, 1)))
+        if dim <= spec.dim < dim + n and not is_all:
+            found, others = x, others or n > 1
+        elif not is_all:
+            others = True
+        dim += n
+    return _OTHER if found is not None and others else found
+
+
+def _dim(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    at = 2 if name in _DIM_SECOND else 1
+    found = kwargs.get("dim", args[at] if len(args) > at else 0)
+    return found if isinstance(found, int) else 0
+
+
+def _refused(does: str, what: str) -> RuntimeError:
+    return RuntimeError(
+        f"MegaTPStrategy: a hook {does} of `{what}`, of which each tensor rank holds a part: these numbers count that"
+        " part's. A number may be put there (`x[rows] = 0`). For the rest work on whole weights, on all ranks, inside"
+        " of `with self.trainer.strategy.whole_parameters():`; or on a gradient in a hook of `register_hook`, which is"
+        " given the whole one."
+    )
