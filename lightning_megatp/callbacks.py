@@ -197,9 +197,10 @@ def without_predictions(trainer: Any) -> Iterator[Detour]:
             yield Detour(callback, hook, _write_nothing)
 
 
-def without_early_ends(trainer: Any) -> Iterator[Detour]:
-    """Let hooks in which some `next(part.parameters())` finds nothing, since these are on other stages, raise an error:
-    Lightning would take StopIteration for the end of the data, and that rank would leave the others waiting.
+def explaining_stages(trainer: Any) -> Iterator[Detour]:
+    """Explain what fails in hooks since it is on other stages: values and gradients of parameters. Where some
+    `next(part.parameters())` finds nothing, Lightning would take StopIteration for the end of the data, and that rank
+    would leave the others waiting.
 
     Args:
         trainer: about to run a module that is cut into stages.
@@ -213,6 +214,15 @@ def without_early_ends(trainer: Any) -> Iterator[Detour]:
                 f"MegaTPStrategy: `{hook}` raised StopIteration: some `next(...)` found nothing. With pp > 1 a part of"
                 " the model has its parameters on its own pipeline stage only. For where and what they are take"
                 " `self.device` and `self.dtype`."
+            ) from error
+        except (AssertionError, TypeError, AttributeError) as error:
+            if "FakeTensor" not in str(error) and "NoneType" not in str(error):
+                raise
+            raise RuntimeError(
+                f"MegaTPStrategy: `{hook}` failed ({type(error).__name__}: {str(error)[:80]}). With pp > 1 a part of"
+                " the model has its parameters on its own pipeline stage only: here they have no values and no"
+                " gradients (`grad` is None). Leave out those without gradients, or do it where the layer runs, in a"
+                " step or in a hook of `register_hook`."
             ) from error
 
     yield from _around_hooks(trainer, run)

@@ -17,12 +17,12 @@ from lightning_megatp.building.methods import BuildingMethods
 from lightning_megatp.callbacks import (
     check_callbacks,
     count_replicas,
+    explaining_stages,
     finding_divided,
     keeping_data,
     leaving_out_others,
     watching_weights,
     with_whole_groups,
-    without_early_ends,
     without_examples,
     without_inference_mode,
     without_predictions,
@@ -306,7 +306,7 @@ class MegaTPStrategyBase(StepMethods, GradientMethods, BuildingMethods, WorldMet
             without_inference_mode(trainer)
             self._detours += without_examples(trainer, whole_forward=self.pipeline is None and self.sharding is None)
         if self.pipeline is not None:
-            self._detours += without_early_ends(trainer)
+            self._detours += explaining_stages(trainer)
         if self.pipeline is not None and not self.pipeline.is_last:
             self._detours += without_predictions(trainer)
         self._watch_sigterm(trainer, example)

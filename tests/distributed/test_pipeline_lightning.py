@@ -1089,6 +1089,11 @@ class Refused(GPT):
             self.seen.append(torch.zeros(1, device=next(self.head.parameters()).device))
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if self.what == "gradient":
+            self.head.weight.grad[:2] = 0  # type: ignore[index]
+            self.tok.weight.grad[:2] = 0  # type: ignore[index]
+            self.blocks[0].mlp.down.weight.grad[:2] = 0
+            self.blocks[-1].mlp.down.weight.grad[:2] = 0
         if self.what == "clip":
             torch.nn.utils.clip_grad_norm_(self.parameters(), 1.0)
 
@@ -1146,6 +1151,7 @@ def _refused(layout: Layout, what: str, strategy: dict[str, Any]) -> None:
         ("forward", {}, ["is called outside of a step", "on another pipeline stage"], 2),
         ("drawn", {}, ["several pipeline stages have `tok.weight`", "drawn anew in a hook"], 2),
         ("device", {}, ["`on_train_start` raised StopIteration", "`self.device`"], 1),
+        ("gradient", {}, ["`on_before_optimizer_step` failed", "`grad` is None"], 1),
         ("clip", {}, ["scales the gradient of", "gradient_clip_val"], 2),
         ("lbfgs", {}, ["LBFGS does not step each tensor by itself", "pp=1"], 2),
         ("by_whole_norm", {}, ["ByWholeNorm does not step each tensor by itself", "pp=1"], 2),

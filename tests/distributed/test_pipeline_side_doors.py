@@ -300,7 +300,7 @@ class SetsLate(Model):
             block.register_forward_pre_hook(self.scale)
 
     def scale(self, block: nn.Module, given: tuple[Tensor]) -> tuple[Tensor]:
-        by = 1.0 if block.norm.training else 2.0
+        by = 1.0 if block.norm.training else 1.1
         return (given[0] * block.schedule.strength * (1 + 0.01 * len(block.seen)) * by,)
 
     def feature(self, out: Tensor) -> Tensor | None:
