@@ -82,6 +82,8 @@ def check_rows(batches: Mapping[int, Any]) -> None:
     others = zip(*([len(x) for x in tensors_of(b) if x.dim() > 0] for b in batches.values()), strict=False)
     if all(isinstance(b, list) and len(b) == n for n, b in batches.items()):
         where = f"the batch is a list with as many entries as samples, each of shape {shape}"
+    elif any(list(lengths) == [*batches] for lengths in zip(*map(_lists_around_first, batches.values()), strict=False)):
+        where = f"that one is in a list with as many entries as samples, each of shape {shape}"
     elif all(isinstance(x, Tensor) and x.dim() > 1 and x.shape[1] == n for n, x in firsts.items()):
         where = f"its shape is {shape}: dim 1 has as many entries as samples (`batch_first=True` would change that)"
     elif any(list(lengths) == [n + more for n in batches] for lengths in others for more in (0, 1)):
@@ -179,6 +181,21 @@ def _first(batch: Any) -> Tensor | list[Any] | None:
 
     apply_to_collection(batch, (Tensor, list), note)
     return found[0] if found else None
+
+
+def _lists_around_first(batch: Any) -> list[int]:
+    """The lengths of the lists and tuples that hold the first tensor which has a dim 0, from the outermost on."""
+    if isinstance(batch, (list, tuple)):
+        entries: Iterable[Any] = batch
+    elif isinstance(batch, Mapping):
+        entries = batch.values()
+    elif is_dataclass(batch) and not isinstance(batch, type):
+        entries = (getattr(batch, field.name) for field in fields(batch))
+    else:
+        return []
+    holder = next((entry for entry in entries if _first(entry) is not None), None)
+    own = [len(batch)] if isinstance(batch, (list, tuple)) else []
+    return own + _lists_around_first(holder)
 
 
 def _different_lengths(x: Any) -> bool:

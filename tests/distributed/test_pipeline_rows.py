@@ -83,6 +83,11 @@ class Lit(LightningModule):
         return torch.optim.SGD(self.parameters(), 0.1)
 
 
+def in_a_dict(samples: list[Tensor]) -> dict[str, Any]:
+    """Samples of one length stay apart."""
+    return {"of": ([{"tokens": x} for x in samples], "set")}
+
+
 class Splits(Lit):
     """Says itself how its batches are split."""
 
@@ -105,11 +110,12 @@ def _fit(layout: Layout, collate: Callable[[list[Tensor]], Any], kind: type[Lit]
     [
         (time_first, ["dim 1", "has as many entries as samples"]),
         (list, ["list", "as many entries as samples"]),
+        (in_a_dict, ["in a list with as many entries as samples"]),
         (weights_first, ["another tensor", "10 rows"]),
         (packed, ["another tensor", "where each begins"]),
         (with_an_object, ["inside of an object", "(18,)"]),
     ],
-    ids=["time first", "a list of samples", "class weights first", "packed", "in an object"],
+    ids=["time first", "a list of samples", "in a dict", "class weights first", "packed", "in an object"],
 )
 def test_samples_elsewhere_than_in_rows_are_refused(collate: Any, texts: list[str]) -> None:
     with pytest.raises(RankError) as error:
