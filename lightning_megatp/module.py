@@ -30,7 +30,7 @@ from lightning_megatp.shim.torch import modules_in, tree_map
 from lightning_megatp.tensor.context import Region, TensorContext
 from lightning_megatp.tensor.layers import ParallelLayer
 from lightning_megatp.tensor.outside import WholeParameter
-from lightning_megatp.tensor.parameters import gather_shards
+from lightning_megatp.tensor.parameters import gather_shards, replace_data
 from lightning_megatp.tensor.saving import unwrapped
 from lightning_megatp.tensor.shards import gathered
 from lightning_megatp.tensor.user_functions import functions_take_whole
@@ -434,7 +434,7 @@ class ParallelModule:
             twin = average.get_parameter(self.name_of(id(parameter)))
             twin.data = gather_shards(self.to_send(twin.data), spec, group).to(twin.device)
         parameter.grad = None
-        parameter.data = full[id(parameter)]
+        replace_data(parameter, full[id(parameter)])
         parameter.grad = grad
         self.context.kept_whole.add(id(parameter))
         for layer in self.module.modules():

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_megatp.gradients.rows import DividedParameter
+from lightning_megatp.messages import warn_once_per_run
 from lightning_megatp.shim.torch import DisableTorchFunction, WithoutMode, storage_id
 from lightning_megatp.tensor.functions import (
     asks_gradient,
@@ -50,6 +52,8 @@ class WriteWatch(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         check_caller(func)
+        if sets_data(func) and _is_same_memory(args[0], args[1]):
+            return func(*args, **(kwargs or {}))  # `w.data = w.data.to(device)`
         if sets_data(func) and (name := self._parameters.get(id(args[0]))) is not None:
             raise RuntimeError(lost_change(name))  # of a DTensor, the shell alone would be set
         changes = is_in_place(operation_name(func)) or sets_data(func)
@@ -71,6 +75,9 @@ _VIEWS = operation_names(
     """
 )
 """Operations that give views of a tensor, and of a DTensor copies, where ranks have to send rows for that."""
+
+
+_NUMBERS = operation_names("item __float__ __int__ __bool__ tolist __index__ __complex__")
 
 
 class DataWatch(TorchFunctionMode):
@@ -99,6 +106,16 @@ class DataWatch(TorchFunctionMode):
                 " be lost. Change whole tensors (`p.grad.mul_(factor)`), or use zero=0."
             )
         parameter = self._parameters.get(id(of)) if sets_data(func) else None
+        if parameter is None and sets_data(func) and isinstance(of, DTensor):  # a gradient
+            with DisableTorchFunction(), torch.no_grad():
+                of.copy_(args[1])
+            return None
+        if name in _NUMBERS and isinstance(of, DTensor) and any(x.is_partial() for x in of.placements):
+            warn_once_per_run(
+                f"a hook takes a number (`{name}`) of what it has made of parameters or gradients of which each"
+                " data-parallel rank holds some rows (zero > 0): it is of this rank's rows. Take `x.full_tensor()`"
+                " first, on all ranks, or norms, as `grad_norm(self)` does."
+            )
         if parameter is None:
             result = func(*args, **(kwargs or {}))
             if isinstance(of, DTensor) and name in _VIEWS:
@@ -119,6 +136,15 @@ class DataWatch(TorchFunctionMode):
         """Call something that is no hook."""
         with WithoutMode(self):
             return call()
+
+
+def _is_same_memory(x: Tensor, other: Any) -> bool:
+    """Whether a tensor is set to what it is."""
+    if not isinstance(other, Tensor) or isinstance(x, DTensor) is not isinstance(other, DTensor):
+        return False
+    alike = x.shape == other.shape and x.dtype == other.dtype and x.stride() == other.stride()
+    x, other = (y.to_local() if isinstance(y, DTensor) else y for y in (x, other))
+    return alike and storage_id(x) == storage_id(other) and x.storage_offset() == other.storage_offset()
 
 
 def _each(given: Sequence[Any]) -> Sequence[Any]:

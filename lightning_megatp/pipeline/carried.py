@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torchmetrics import Metric
 
 from lightning_megatp.messages import warn_once_per_run
 from lightning_megatp.pipeline.slicing.leftovers import PlainValues
@@ -54,11 +55,11 @@ class CarriedState(TorchFunctionMode):
     @contextlib.contextmanager
     def watching(self, microbatch: int, rows: int) -> Iterator[None]:
         """Around a stage's run of the step on a microbatch of so many rows."""
-        before = Snapshot(self._module)
+        before, metrics = Snapshot(self._module), _metric_states(self._module)
         self._microbatch, self._taken = microbatch, {}
         with self:
             yield
-        after = Snapshot(self._module).tensors
+        after, metrics = Snapshot(self._module).tensors, metrics | _metric_states(self._module)
         for by in [by for taken, by in self._taken.items() if taken not in after][:1]:
             warnings.warn(
                 f"MegaTPStrategy: {by} takes a tensor that the step keeps on the module for the next one, and which has"
@@ -69,8 +70,15 @@ class CarriedState(TorchFunctionMode):
         self._left |= {
             key: (x, microbatch)
             for key, x in after.items()
-            if key not in before.tensors and not is_fake(x) and x.dim() > 1 and rows in x.shape[:2]
-        }
+            if key not in before.tensors and key not in metrics and not is_fake(x)
+            if x.dim() > 1 and rows in x.shape[:2]
+        }  # fmt: skip
+
+
+def _metric_states(module: nn.Module) -> set[int]:
+    """id() of what metrics count in: they live on the last stage, and meet all samples."""
+    states = (vars(child).values() for child in module.modules() if isinstance(child, Metric))
+    return {id(x) for values in states for x in tensors_in(*values)}
 
 
 def warn_of_counters(now: PlainValues, before: PlainValues, microbatches: Sequence[Any]) -> None:

@@ -23,7 +23,16 @@ def shard_(parameter: nn.Parameter, spec: ShardedTensorSpec, rank: int) -> None:
     Args:
         parameter: of the spec's full shape.
     """
-    parameter.data = spec.spec(rank).take(parameter.data)
+    replace_data(parameter, spec.spec(rank).take(parameter.data))
+
+
+def replace_data(parameter: Tensor, data: Tensor) -> None:
+    """`parameter.data = data`, of another shape, also where a graph of before is alive (a loss, or an output of
+    `__init__`, that somebody keeps): new graphs shall not share its node for the gradient, which knows the old shape.
+    The node is forgotten where the dtype changes (torch 2.11-2.13)."""
+    other = torch.float32 if data.dtype != torch.float32 else torch.float64
+    parameter.data = torch.empty(0, dtype=other, device=parameter.device)
+    parameter.data = data
 
 
 def gather_shards(local: Tensor, spec: ShardedTensorSpec, group: dist.ProcessGroup) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -93,6 +94,33 @@ def test_hooks_of_parameters_find_whole_gradients(kind: str, hook: str, layout: 
         assert not said
         for name, value in state.items():
             torch.testing.assert_close(value, whole[name], rtol=1e-9, atol=1e-9)
+
+
+class Keeps(GPT):
+    """Keeps a graph that was made before the model was split, as torchgeo's BYOL does, and that of each step."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__(config)
+        self.kept = self(torch.zeros(1, 4, dtype=torch.long))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.kept = super().training_step(batch, batch_idx)
+        return self.kept
+
+
+def _keeps(layout: Layout) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    module = Keeps(GROUPED)
+    plan = None if layout.plain else {"plan": gpt_plan(GROUPED)}
+    trainer = make_trainer(layout, strategy=plan, limit_train_batches=2)
+    trainer.fit(module, train_loader(layout, 2))
+    return {name: value.clone() for name, value in trainer.strategy.lightning_module_state_dict().items()}
+
+
+def test_graphs_of_before_the_split_may_live_on() -> None:
+    (whole,) = run_program(PLAIN, _keeps)
+    for name, value in run_program(TP2, _keeps)[0].items():
+        torch.testing.assert_close(value, whole[name], rtol=1e-9, atol=1e-9)
 
 
 def test_what_is_known_of_a_part_only_is_said() -> None:

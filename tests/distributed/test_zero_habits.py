@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any
 
 import pytest
@@ -334,6 +335,23 @@ class Sharp(torch.optim.Optimizer):
         return loss
 
 
+class SetsGradients(Plain):
+    """By `.data`."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for parameter in self.parameters():
+            assert parameter.grad is not None
+            parameter.grad.data = 0.5 * parameter.grad.data.clamp(-1e-2, 1e-2)
+
+
+class SetsWhatIsThere(Plain):
+    """As pytorch_metric_learning's losses do."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor | None:
+        self.head.weight.data = self.head.weight.data.to(batch.device)
+        return super().training_step(batch, batch_idx)
+
+
 class StepsBySetting(Plain):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return Sharp(self.parameters())
@@ -343,7 +361,7 @@ HABITS: list[type[Plain]] = [
     Plain, ChangesAList, *([BranchesByData] if REDUCES_UNUSED else []), ClearsByModule, ClearsInManual, ScalesInManual,
     ReplacesGradients, ProbesBeforeTheStep, PenalisesGradients, PenalisesBesideUnused, FollowsGradients,
     FollowsInManual, NamesGroups, Thaws, EndsEpochsEarly, AveragesInEveryBatch, AveragesByAssigning,
-    TrainsTheHeadAlone, ChangesUnderVmap, StepsBySetting,
+    TrainsTheHeadAlone, ChangesUnderVmap, StepsBySetting, SetsGradients, SetsWhatIsThere,
     AveragesBeforeClearing, Toggles, TogglesWithOldGradients, BackwardInTheStep, ClearedBackwardInTheStep,
 ]  # fmt: skip
 
@@ -592,3 +610,22 @@ def test_ranks_with_different_numbers_of_batches_are_refused() -> None:
     """They would wait for each other: Lightning gives every sample to one rank."""
     with pytest.raises(RankError, match="rank 1 has 1 predict batches, and rank 0 has 2"):
         run_program(Layout(dp=2, zero=3), _predict, 3)
+
+
+class ReadsNumbers(Plain):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        assert self.head.weight.grad is not None
+        self.log("sum", self.head.weight.grad.sum().item())
+
+
+def _numbers(layout: Layout) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer = make_trainer(layout, "untied", {"plan": None}, limit_train_batches=1)
+        trainer.fit(ReadsNumbers(), DataLoader(_data(), batch_size=4))  # type: ignore[arg-type]
+    return [str(item.message) for item in caught if "it is of this rank's rows" in str(item.message)]
+
+
+def test_numbers_of_some_rows_are_said_to_be() -> None:
+    said = run_program(Layout(dp=2, zero=1), _numbers)
+    assert len(said[0]) == 1 and "a hook takes a number (`item`)" in said[0][0]
