@@ -101,7 +101,7 @@ class Keeps(GPT):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__(config)
-        self.kept = self(torch.zeros(1, 4, dtype=torch.long))
+        self.kept = self.double()(torch.zeros(1, 4, dtype=torch.long))  # in the precision of the run
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.kept = super().training_step(batch, batch_idx)
