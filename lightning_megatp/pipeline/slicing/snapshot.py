@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -68,11 +69,13 @@ class Snapshot:
     def changed_entries(self) -> Iterator[tuple[Any, Any]]:
         """Where something else is than before: a dict and a key; a list, set or deque, and None."""
         for holder, before in self._holders:
+            if not isinstance(holder, CONTAINERS) or _is_untouched(holder, before):
+                continue
             if isinstance(holder, dict):
-                keys = before if holder.keys() == before.keys() else dict.fromkeys((*before, *holder))
+                keys = dict.fromkeys((*before, *holder))
                 pairs = ((key, _entry(holder, key, holder), _entry(before, key, holder)) for key in keys)
                 yield from ((holder, key) for key, now, then in pairs if not is_same(now, then))
-            elif isinstance(holder, CONTAINERS) and not is_same(tuple(holder), tuple(before)):
+            elif not is_same(tuple(holder), tuple(before)):
                 yield holder, None
 
     def new_tensors(self) -> list[Tensor]:
@@ -228,6 +231,15 @@ def _entries_since(holder: Any, before: Any) -> Any:
         return {key: x for key, x in holder.items() if before.get(key, before) is not x}
     same = len(holder) == len(before) and all(x is y for x, y in zip(holder, before, strict=True))
     return [] if same else list(holder)
+
+
+def _is_untouched(holder: Any, before: Any) -> bool:
+    """Whether a container holds the very same; most do."""
+    if len(holder) != len(before):
+        return False
+    if isinstance(holder, dict):
+        return holder.keys() == before.keys() and all(map(operator.is_, dict.values(holder), before.values()))
+    return all(map(operator.is_, holder, before))
 
 
 _ABSENT = object()
