@@ -65,6 +65,7 @@ class Model(LightningModule):
         super().__init__()
         self.net, self.project = Net(), nn.Linear(WIDTH, WIDTH)
         self.habit, self.kept, self.norms = habit, {}, []
+        self.kept_numbers = {0: 1.0, 1: 1.0}
         self.setup_habit()
 
     def setup_habit(self) -> None:
@@ -161,6 +162,11 @@ class PutsBack(Model):
                 net.calls.append(1)
                 yield
                 net.calls.pop()
+            case "table":  # whose keys are no names
+                self.kept_numbers[0] = 2.0 * self.kept_numbers[0]
+                net.factor = self.kept_numbers[0]
+                yield
+                self.kept_numbers[0] = 1.0
             case "mode":
                 net.factor = 2.0 if net.training else 1.0
                 net.eval()
@@ -266,7 +272,7 @@ def test_hooks_of_blocks_hand_something_to_the_step(
 
 
 PUTS_BACK = [
-    *("factor", "list", "mode", "attribute of a block", "method", "hook", "counter"),
+    *("factor", "list", "table", "mode", "attribute of a block", "method", "hook", "counter"),
     *("second pass", "forward of a block"),
 ]
 

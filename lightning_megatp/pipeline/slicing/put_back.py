@@ -70,7 +70,7 @@ def putting_back(spots: Sequence[Spot]) -> Iterator[None]:
     finally:
         for (holder, key), held in zip(spots, before, strict=True):
             if key is None:
-                refill(holder, held)
+                refill(holder, dict(held) if isinstance(holder, dict) else held)
             elif held is _NOTHING:
                 dict.pop(holder, key, None)
             elif dict.get(holder, key, _NOTHING) is not held:
