@@ -112,7 +112,7 @@ class Example:
         with contextlib.ExitStack() as stack:
             for context in (random_state_kept(), untouched(self.module), without_logging(self.module), self.weights()):
                 stack.enter_context(context)
-            return self.bare_step(copy.deepcopy(batch))
+            return self.bare_step(_copy_of(batch))
 
     def bare_step(self, batch: Any) -> Any:
         """The same, for who puts back by itself what a step leaves."""
@@ -129,6 +129,14 @@ class Example:
         if self.batch is None:
             return []
         return [functools.partial(self.step, x) for x in (self.batch, *_padded(self.batch))]
+
+
+def _copy_of(batch: Any) -> Any:
+    """Of its own, as far as there can be one: few steps change their batch."""
+    try:
+        return copy.deepcopy(batch)
+    except Exception:  # what holds locks, or the graph of a computation
+        return batch
 
 
 def _padded(batch: Any) -> list[Any]:

@@ -439,7 +439,7 @@ def test_no_function_is_left_out() -> None:
     }
     tested = {name.split()[0] for name in CASES} | {
         "all_reduce", "all_gather", "reduce_scatter", "take_ranges", "gather_ranges", "canonical_order",
-        "sequence_sizes", "shard_", "gather_shards", "whole_values", "take_own", "from_host",
+        "sequence_sizes", "shard_", "replace_data", "gather_shards", "whole_values", "take_own", "from_host",
         "Pending", "begin_all_reduce", "begin_all_gather", "begin_reduce_scatter",  # by way of those above
     }  # fmt: skip
     assert public <= tested
