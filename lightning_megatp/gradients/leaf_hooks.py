@@ -5,7 +5,8 @@ return."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -32,39 +33,42 @@ def complete_in_hooks(account: PartialGradients, leaves: Iterable[Tensor]) -> No
                     hooks[key] = kind(account, leaf, hook)
 
 
-class _OnGradient:
-    """A hook that `register_hook` was given."""
+@dataclass(frozen=True, eq=False)
+class _Completing:
+    """A hook of the user's on a leaf."""
 
-    def __init__(self, account: PartialGradients, leaf: Tensor, call: Callable[[Tensor], Tensor | None]) -> None:
-        self._account, self._leaf, self._call = account, leaf, call
+    account: PartialGradients
+    leaf: Tensor
+    call: Callable[[Any], Any]
+
+
+class _OnGradient(_Completing):
+    """One that `register_hook` was given."""
 
     def __call__(self, gradient: Tensor | None) -> Tensor | None:
-        account, leaf = self._account, self._leaf
+        account, leaf = self.account, self.leaf
         if gradient is None or not account.is_part(leaf):
-            return self._call(gradient)  # type: ignore[arg-type]
+            return self.call(gradient)
         whole = account.completed(leaf, gradient)
-        returned = self._call(whole)
+        returned = self.call(whole)
         return account.part(leaf, whole if returned is None else returned)
 
 
-class _AfterAccumulation:
-    """A hook that `register_post_accumulate_grad_hook` was given. It finds the parameter that it belongs to, and where
+class _AfterAccumulation(_Completing):
+    """One that `register_post_accumulate_grad_hook` was given. It finds the parameter that it belongs to, and where
     that is split, this rank's part of both."""
 
-    def __init__(self, account: PartialGradients, leaf: Tensor, call: Callable[[Tensor], None]) -> None:
-        self._account, self._leaf, self._call = account, leaf, call
-
     def __call__(self, leaf: Tensor) -> None:
-        account = self._account
+        account = self.account
         if leaf.grad is None or not account.is_part(leaf):
-            self._call(leaf)
+            self.call(leaf)
         elif (spec := account.spec_of(leaf)) is not None:
             both = [(spec.name, leaf, spec), (f"{spec.name}.grad", leaf.grad, spec)]
             with WeightWatch(both, Positions(account.rank), _say, _say_written, _explained):
-                self._call(leaf)
+                self.call(leaf)
         else:
             leaf.grad = account.completed(leaf, leaf.grad)
-            self._call(leaf)
+            self.call(leaf)
             if leaf.grad is not None:
                 leaf.grad = account.part(leaf, leaf.grad)
 

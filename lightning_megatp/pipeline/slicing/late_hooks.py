@@ -36,9 +36,7 @@ class Hook:
     @property
     def code(self) -> Any:
         """What the hooks of one line of code share: a step may register them anew each time."""
-        function = self.call
-        while isinstance(function, functools.partial):
-            function = function.func
+        function = _unwrapped(self.call)
         function = getattr(function, "__func__", function)
         return getattr(function, "__code__", type(function))
 
@@ -148,8 +146,13 @@ def replaced(hooks: Sequence[Hook], others: Sequence[Callable[..., Any]]) -> Ite
             hook.holder[hook.key] = hook.call
 
 
-def _package(call: Callable[..., Any]) -> str:
+def _unwrapped(call: Callable[..., Any]) -> Callable[..., Any]:
     while isinstance(call, functools.partial):
         call = call.func
+    return call
+
+
+def _package(call: Callable[..., Any]) -> str:
+    call = _unwrapped(call)
     module = getattr(call, "__module__", None) or type(call).__module__
     return str(module).partition(".")[0]
