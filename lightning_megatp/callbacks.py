@@ -2,36 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from torch import Tensor
-from torch.overrides import TorchFunctionMode
-
-from lightning_megatp.gradients.rows import DividedParameter, finds_rows
-from lightning_megatp.gradients.whole_norms import is_users
-from lightning_megatp.gradients.writes import DataWatch
 from lightning_megatp.mesh import ParallelMesh
 from lightning_megatp.messages import warn_once_per_run
-from lightning_megatp.module import ParallelModule
 from lightning_megatp.pipeline.detour import Detour
-from lightning_megatp.shadows.shadows import HOOKS
-from lightning_megatp.shim.lightning import draws_graph, finetuning_callbacks, summaries, throughputs
-from lightning_megatp.shim.torch import FOREACH_IN_PLACE, is_fake
-from lightning_megatp.tensor.functions import one_by_one
-from lightning_megatp.tensor.in_hooks import WeightWatch, part_written
-from lightning_megatp.tensor.positions import Positions
-
-_HOOKS = (
-    *("on_fit_start", "on_train_start", "on_train_epoch_start", "on_train_batch_start", "on_before_zero_grad"),
-    *("on_train_batch_end", "on_train_epoch_end", "on_validation_start", "on_validation_epoch_start"),
-    *("on_validation_batch_end", "on_validation_epoch_end", "on_validation_end", "on_train_end", "optimizer_step"),
-)
-"""In which weights may be changed or looked at. (Those around a backward are watched by `WholeNorms`.)"""
-_CALLS = 1000
-"""In which a hook is watched: that costs a few microseconds at every operation."""
+from lightning_megatp.shim.lightning import draws_graph, summaries, throughputs
 
 
 def check_callbacks(trainer: Any, mesh: ParallelMesh, zero: int) -> None:
@@ -56,118 +34,6 @@ def count_replicas(trainer: Any, mesh: ParallelMesh) -> None:
             throughput.world_size = mesh.size("dp")
             if throughput.available_flops:
                 throughput.available_flops *= together
-
-
-def with_whole_groups(trainer: Any, whole: Callable[[], contextlib.AbstractContextManager[None]]) -> Iterator[Detour]:
-    """Let BaseFinetuning and its kinds, which count the optimizer's groups and add some, see those of one device.
-
-    Args:
-        trainer: about to fit.
-        whole: a context in which the optimizers have the module's parameters, of all stages.
-    """
-
-    def run(call: Callable[[], Any]) -> Any:
-        with whole():
-            return call()
-
-    for callback in finetuning_callbacks(trainer):
-        yield from (Detour(callback, hook, run) for hook in ("on_fit_start", "on_train_epoch_start"))
-
-
-def finding_divided(trainer: Any, divided: Callable[[], contextlib.AbstractContextManager[None]]) -> Iterator[Detour]:
-    """Let hooks between a step's forward and its backward, where some parameters are gathered and others are not, find
-    all of them divided, as every other hook does.
-
-    Args:
-        trainer: about to fit.
-        divided: a context in which all are.
-    """
-
-    def run(call: Callable[[], Any]) -> Any:
-        with divided():
-            return call()
-
-    for owner in (trainer.lightning_module, *trainer.callbacks):
-        if is_users(owner, "on_before_zero_grad"):
-            yield Detour(owner, "on_before_zero_grad", run)
-
-
-def keeping_data(trainer: Any, parameters: Sequence[DividedParameter]) -> Iterator[Detour]:
-    """Let hooks set the `.data` of divided parameters, and explain what fails where they compute with these.
-
-    Args:
-        trainer: about to fit.
-        parameters: those.
-    """
-
-    def run(hook: str, call: Callable[[], Any]) -> Any:
-        with DataWatch(parameters) as watching, contextlib.ExitStack() as ends:
-            if hook == "optimizer_step":  # what `super()` does has the step in it
-                ends.callback(Detour(trainer.strategy, hook, watching.pause).end)
-            try:
-                return call()
-            except RuntimeError as error:
-                if not finds_rows(error):
-                    raise
-                raise RuntimeError(
-                    f"MegaTPStrategy: `{hook}` computes with parameters, or calls a module, that are divided outside of"
-                    f" steps (zero={trainer.strategy.zero.level}). Only training, validation, test and predict steps"
-                    " gather them: do it in one of these, take `.full_tensor()` of a parameter, or zero=0."
-                ) from error
-
-    yield from _around_hooks(trainer, run)
-
-
-def watching_weights(trainer: Any, parallel: ParallelModule) -> Iterator[Detour]:
-    """Say what the user's hooks make of weights of which a tensor rank holds a part, in their first calls.
-
-    Args:
-        trainer: about to fit.
-        parallel: the split module.
-    """
-    said: set[str] = set()
-    positions = Positions(parallel.context.rank)
-
-    def watch(hook: str) -> WeightWatch:
-        def say(operation: str, weight: str) -> None:
-            if operation not in said:
-                said.add(operation)
-                warn_once_per_run(
-                    f"`{hook}` uses `{operation}` on `{weight}`, of which each tensor rank holds a part: what comes out"
-                    " is about that part, and another than on one device. Do it inside of"
-                    " `with self.trainer.strategy.whole_parameters():`, on all ranks."
-                )
-
-        def written(weight: str) -> None:
-            warn_once_per_run(part_written(hook, weight))
-
-        def explain(operation: str, weight: str, part: Tensor) -> RuntimeError:
-            spec = parallel.spec_of(weight)
-            whole = "" if spec is None else f" of {tuple(spec.shape)}"
-            return RuntimeError(
-                f"MegaTPStrategy: `{hook}`: `{operation}` fails on `{weight}`, of which each tensor rank holds a part,"
-                f" here {tuple(part.shape)}{whole}. A copy that was made before the model was split, as in"
-                " `__init__`, has the whole shape, unless it is in a list or dict with those of all other parameters of"
-                " a module. Make it in `on_fit_start`, or work on whole values, on all ranks, inside of `with"
-                " self.trainer.strategy.whole_parameters():`."
-            )
-
-        pairs = ((name, p, parallel.spec(parallel.held(p))) for name, p in parallel.names.items())
-        split = ((name, p, spec) for name, p, spec in pairs if spec is not None)
-        return WeightWatch(split, positions, say, written, explain)
-
-    def run(hook: str, left: Iterator[int], call: Callable[[], Any]) -> Any:
-        if next(left, None) is None and not positions.used:
-            return call()
-        with watch(hook) as watching, contextlib.ExitStack() as ends:
-            ends.callback(Detour(trainer, "save_checkpoint", watching.pause).end)
-            if hook == "optimizer_step":  # what `super()` does is the step, its backward and the optimizer's own work
-                ends.callback(Detour(trainer.strategy, hook, watching.pause).end)
-            return call()
-
-    for watched in (parallel.module, *trainer.callbacks):
-        for hook in filter(functools.partial(is_users, watched), _HOOKS):
-            yield Detour(watched, hook, functools.partial(run, hook, iter(range(_CALLS))))
 
 
 def without_examples(trainer: Any, whole_forward: bool) -> Iterator[Detour]:
@@ -195,71 +61,6 @@ def without_predictions(trainer: Any) -> Iterator[Detour]:
     for callback in (x for x in trainer.callbacks if hasattr(x, "write_on_batch_end")):
         for hook in ("on_predict_batch_end", "on_predict_epoch_end"):
             yield Detour(callback, hook, _write_nothing)
-
-
-def explaining_stages(trainer: Any) -> Iterator[Detour]:
-    """Explain what fails in hooks since it is on other stages: values and gradients of parameters. Where some
-    `next(part.parameters())` finds nothing, Lightning would take StopIteration for the end of the data, and that rank
-    would leave the others waiting.
-
-    Args:
-        trainer: about to run a module that is cut into stages.
-    """
-
-    def run(hook: str, call: Callable[[], Any]) -> Any:
-        try:
-            return call()
-        except StopIteration as error:
-            raise RuntimeError(
-                f"MegaTPStrategy: `{hook}` raised StopIteration: some `next(...)` found nothing. With pp > 1 a part of"
-                " the model has its parameters on its own pipeline stage only. For where and what they are take"
-                " `self.device` and `self.dtype`."
-            ) from error
-        except (AssertionError, TypeError, AttributeError) as error:
-            if "FakeTensor" not in str(error) and "NoneType" not in str(error):
-                raise
-            raise RuntimeError(
-                f"MegaTPStrategy: `{hook}` failed ({type(error).__name__}: {str(error)[:80]}). With pp > 1 a part of"
-                " the model has its parameters on its own pipeline stage only: here they have no values and no"
-                " gradients (`grad` is None). Leave out those without gradients, or do it where the layer runs, in a"
-                " step or in a hook of `register_hook`."
-            ) from error
-
-    yield from _around_hooks(trainer, run)
-
-
-def leaving_out_others(trainer: Any) -> Iterator[Detour]:
-    """Let hooks do to lists of parameters that they keep, all in one call (`torch._foreach_mul_(self.averages, 0.9)`),
-    what they do to each by itself: something to this stage's, and nothing to what stands for those of other stages.
-
-    Args:
-        trainer: about to fit a module that is cut into stages.
-    """
-
-    def run(hook: str, call: Callable[[], Any]) -> Any:
-        with contextlib.nullcontext() if hook == "optimizer_step" else _OneByOne():
-            return call()
-
-    yield from _around_hooks(trainer, run)
-
-
-class _OneByOne(TorchFunctionMode):
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func not in FOREACH_IN_PLACE or not any(map(is_fake, args[0])):
-            return func(*args, **(kwargs or {}))
-        for single, of_one, named in one_by_one(func, args, kwargs or {}):
-            single(*of_one, **named)
-        return None
-
-
-def _around_hooks(trainer: Any, run: Callable[[str, Callable[[], Any]], Any]) -> Iterator[Detour]:
-    """Let `run(hook, call)` call the hooks that users have written, of the module and of callbacks."""
-    for owner in (trainer.lightning_module, *trainer.callbacks):
-        for hook in HOOKS:
-            if is_users(owner, hook):
-                yield Detour(owner, hook, functools.partial(run, hook))
 
 
 def _write_nothing(call: Callable[[], Any]) -> None:

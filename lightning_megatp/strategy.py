@@ -17,12 +17,6 @@ from lightning_megatp.building.methods import BuildingMethods
 from lightning_megatp.callbacks import (
     check_callbacks,
     count_replicas,
-    explaining_stages,
-    finding_divided,
-    keeping_data,
-    leaving_out_others,
-    watching_weights,
-    with_whole_groups,
     without_examples,
     without_inference_mode,
     without_predictions,
@@ -40,8 +34,16 @@ from lightning_megatp.gradients.dividing import divide
 from lightning_megatp.gradients.methods import GradientMethods
 from lightning_megatp.gradients.precision import agree_on_precision, check_precision
 from lightning_megatp.gradients.sharding import ZeroSharding
-from lightning_megatp.gradients.whole_norms import watch_hooks
 from lightning_megatp.gradients.zero_options import ZeroOptions
+from lightning_megatp.hooks.around import (
+    explaining_stages,
+    finding_divided,
+    keeping_data,
+    leaving_out_others,
+    watching_weights,
+    with_whole_groups,
+)
+from lightning_megatp.hooks.norms import watch_hooks
 from lightning_megatp.mesh import AXES, MeshShape, ParallelMesh
 from lightning_megatp.metrics import gather_metrics_over
 from lightning_megatp.module import ParallelModule

@@ -19,7 +19,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_megatp.checkpoint.stages import Entry, merge_stages
-from lightning_megatp.gradients.whole_norms import is_users
+from lightning_megatp.gradients.rows import own_part
+from lightning_megatp.hooks.users import is_users
+from lightning_megatp.hooks.weights import part_written, writes
 from lightning_megatp.mesh import AXES, ParallelMesh
 from lightning_megatp.messages import warn_once_per_run
 from lightning_megatp.module import ParallelModule
@@ -27,7 +29,6 @@ from lightning_megatp.pipeline.detour import Detour
 from lightning_megatp.shadows.shadows import owners_of
 from lightning_megatp.shim.torch import is_fake, tree_leaves
 from lightning_megatp.tensor.functions import operation_name, operation_names
-from lightning_megatp.tensor.in_hooks import own_part, part_written, writes
 
 _COPIES = operation_names("data detach clone to cpu cuda float half bfloat16 double contiguous type requires_grad_")
 """Operations of which the result is the same weight."""

@@ -20,9 +20,9 @@ from lightning_megatp.gradients.elementwise import check_by_tensor, check_one_st
 from lightning_megatp.gradients.groups import Groups
 from lightning_megatp.gradients.nested import inner_optimizers, with_inner
 from lightning_megatp.gradients.rows import replace_parameters
-from lightning_megatp.gradients.whole_norms import is_users
 from lightning_megatp.gradients.whole_steps import WholeSteps
 from lightning_megatp.gradients.wide import narrow, widen
+from lightning_megatp.hooks.users import is_users
 from lightning_megatp.pipeline.batch import Backward
 from lightning_megatp.pipeline.pipeline import Pipeline
 from lightning_megatp.pipeline.schedules.trace import StepTrace

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_megatp.gradients.leaf_hooks import complete_in_hooks
+from lightning_megatp.hooks.on_parameters import complete_in_hooks
 from lightning_megatp.plan.shard import ShardedTensorSpec
 from lightning_megatp.shim.autograd import Engine, current_backward_node
 from lightning_megatp.tensor.collectives import all_reduce

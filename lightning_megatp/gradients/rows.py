@@ -14,7 +14,7 @@ from torch import Size, Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_megatp.shim.torch import with_local
+from lightning_megatp.shim.torch import is_fake, with_local
 
 
 @dataclass(eq=False)
@@ -161,3 +161,13 @@ def used_beside(step: str, level: int) -> RuntimeError:
         " module, and the batch that was looked at before training did not show it. Use it inside of a module's"
         " forward, or take zero=0."
     )
+
+
+def own_part(x: Tensor) -> Tensor:
+    """What this rank has of a tensor."""
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+def address_of(x: Tensor) -> int:
+    """Where what this rank has of it lies; 0 for nowhere. Gradients may share the storage of a bucket."""
+    return 0 if x.layout is not torch.strided or x.is_meta or is_fake(x) else own_part(x).data_ptr()

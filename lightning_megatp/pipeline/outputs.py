@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_megatp.data import SameBatch
-from lightning_megatp.gradients.whole_norms import is_users
+from lightning_megatp.hooks.users import is_users
 from lightning_megatp.mesh import ParallelMesh
 from lightning_megatp.messages import warn_once_per_run
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
+from lightning_megatp.gradients.rows import own_part
 from lightning_megatp.gradients.sharding import ZeroSharding
 from lightning_megatp.mesh import ParallelMesh
 from lightning_megatp.metrics import LastStageMetrics
@@ -49,7 +50,6 @@ from lightning_megatp.pipeline.telling import Facts, Options, Telling, dtype_ind
 from lightning_megatp.shim.compiler import is_compiled
 from lightning_megatp.shim.torch import DisableTorchFunction
 from lightning_megatp.shim.transformers import is_pretrained
-from lightning_megatp.tensor.in_hooks import own_part
 
 
 @dataclass(frozen=True)

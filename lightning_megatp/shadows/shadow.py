@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_megatp.checkpoint.stages import Entry
+from lightning_megatp.gradients.rows import own_part
 from lightning_megatp.module import ParallelModule
 from lightning_megatp.shadows.finding import BUFFERS, Found
 from lightning_megatp.shim.torch import tensor_version
-from lightning_megatp.tensor.in_hooks import own_part
 
 
 class Shadow:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_megatp.checkpoint.stages import Entry, merge_stages
-from lightning_megatp.gradients.whole_norms import is_users
+from lightning_megatp.hooks.users import HOOKS, is_users
 from lightning_megatp.mesh import AXES, ParallelMesh
 from lightning_megatp.messages import warn_once_per_run
 from lightning_megatp.module import ParallelModule
@@ -27,18 +27,6 @@ from lightning_megatp.pipeline.detour import Detour
 from lightning_megatp.shadows.finding import Found, Weights, find_shadows
 from lightning_megatp.shadows.shadow import Shadow
 
-HOOKS = (
-    *("on_fit_start", "on_fit_end", "on_sanity_check_start", "on_sanity_check_end"),
-    *("on_before_backward", "on_after_backward", "on_before_optimizer_step", "on_before_zero_grad"),
-    *("optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping", "lr_scheduler_step"),
-    *(f"on_{kind}_model_{mode}" for kind in ("validation", "test", "predict") for mode in ("eval", "train")),
-    *(
-        f"on_{kind}_{moment}"
-        for kind in ("train", "validation", "test", "predict")
-        for moment in ("start", "epoch_start", "batch_start", "batch_end", "epoch_end", "end")
-    ),
-)
-"""Which find this rank's parts of the weights."""
 Gathered = dict[str, list[Entry]]
 """By path."""
 

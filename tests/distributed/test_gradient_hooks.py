@@ -319,7 +319,7 @@ def test_a_rank_without_rows_finds_the_same_norms(zero: int) -> None:
 
 def _by_owners(rank: int, world_size: int) -> list[float]:
     """Two of four ranks own all of the only parameter, the others nothing of any."""
-    from lightning_megatp.gradients.whole_norms import WholeNorms
+    from lightning_megatp.hooks.norms import WholeNorms
     from lightning_megatp.mesh import MeshShape, ParallelMesh
     from lightning_megatp.module import ParallelModule
     from lightning_megatp.plan.parallel_plan import ParallelPlan

@@ -9,17 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
+from lightning_megatp.gradients.rows import address_of
+from lightning_megatp.hooks.positions import Positions
 from lightning_megatp.plan.shard import ShardedTensorSpec
-from lightning_megatp.shim.torch import WithoutMode, is_fake, tree_leaves
+from lightning_megatp.shim.torch import WithoutMode, tree_leaves
 from lightning_megatp.tensor.features.rules.table import POINTWISE
 from lightning_megatp.tensor.functions import is_in_place, operation_name, operation_names
-from lightning_megatp.tensor.positions import Positions
 
 _COUPLING = operation_names(
     """
@@ -142,13 +141,3 @@ class WeightWatch(TorchFunctionMode):
         if self._by_address is None:  # most hooks do nothing with tensors
             self._by_address = {at: (name, spec) for name, p, spec in self._parameters if (at := address_of(p))}
         return self._by_address.get(address_of(x), ("", None))
-
-
-def own_part(x: Tensor) -> Tensor:
-    """What this rank has of a tensor."""
-    return x.to_local() if isinstance(x, DTensor) else x
-
-
-def address_of(x: Tensor) -> int:
-    """Where what this rank has of it lies; 0 for nowhere. Gradients may share the storage of a bucket."""
-    return 0 if x.layout is not torch.strided or x.is_meta or is_fake(x) else own_part(x).data_ptr()

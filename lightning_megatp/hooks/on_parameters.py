@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from lightning_megatp.hooks.positions import Positions
+from lightning_megatp.hooks.weights import WeightWatch
 from lightning_megatp.messages import warn_once_per_run
 from lightning_megatp.shim.autograd import accumulation_hooks, leaf_hooks
 from lightning_megatp.tensor.functions import OwnHook
-from lightning_megatp.tensor.in_hooks import WeightWatch
-from lightning_megatp.tensor.positions import Positions
 
 if TYPE_CHECKING:
     from lightning_megatp.gradients.partial import PartialGradients

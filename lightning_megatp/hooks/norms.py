@@ -19,17 +19,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_megatp.gradients.looking import Looking, Part, Version
 from lightning_megatp.gradients.norm import own_elements
+from lightning_megatp.gradients.rows import address_of, own_part
+from lightning_megatp.hooks.looking import Looking, Part, Version
+from lightning_megatp.hooks.users import is_users
 from lightning_megatp.mesh import ParallelMesh
 from lightning_megatp.messages import warn_once_per_run
 from lightning_megatp.module import ParallelModule
 from lightning_megatp.shim.lightning import within_hooks
 from lightning_megatp.shim.torch import DisableTorchFunction, foreach_norm, tensor_version
 from lightning_megatp.tensor.collectives import from_host
-from lightning_megatp.tensor.in_hooks import address_of, own_part
 
-HOOKS = {
+METHODS = {
     "post_backward": ("on_after_backward",),
     "_after_closure": ("on_before_optimizer_step", "configure_gradient_clipping"),
 }
@@ -69,7 +70,7 @@ class WholeNorms:
     @contextlib.contextmanager
     def looking(self, method: str) -> Iterator[None]:
         """Around the hooks that a method of the plugin calls."""
-        self._hooks = " or ".join(f"`{hook}`" for hook in HOOKS[method])
+        self._hooks = " or ".join(f"`{hook}`" for hook in METHODS[method])
         try:
             with Looking(self, self._parallel.context.rank, self._parts()) as self._now:
                 yield
@@ -265,18 +266,11 @@ def watch_hooks(plugin: Any, trainer: Any, parallel: ParallelModule, mesh: Paral
     """
     watched = (parallel.module, *trainer.callbacks)
     norms = WholeNorms(parallel, mesh, complete=trainer.accumulate_grad_batches == 1)
-    users = [sum(is_users(x, name) for x in watched for name in names) for names in HOOKS.values()]
+    users = [sum(is_users(x, name) for x in watched for name in names) for names in METHODS.values()]
     counts = torch.tensor(users, device=mesh.device)
     if not (whole := mesh.size("tp") == mesh.size("pp") == 1 and not parallel.divided):
         dist.all_reduce(counts)  # some rank may have a callback of its own
         plugin.clip_grad_by_norm = norms.clipping(plugin.clip_grad_by_norm)
-    for method, count in zip(HOOKS, counts.tolist(), strict=True):
+    for method, count in zip(METHODS, counts.tolist(), strict=True):
         looks = count and not whole
         within_hooks(plugin, method, functools.partial(norms.looking, method) if looks else None)
-
-
-def is_users(x: Any, name: str) -> bool:
-    """Whether a hook of a module or callback is the user's own."""
-    hook = vars(x).get(name, getattr(type(x), name, None))
-    module = getattr(hook, "__module__", None) or ""
-    return hook is not None and module.split(".")[0] not in ("lightning", "pytorch_lightning", "lightning_megatp")

@@ -12,11 +12,11 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
+from lightning_megatp.gradients.rows import address_of, own_part
+from lightning_megatp.hooks.positions import Positions
 from lightning_megatp.plan.shard import ShardedTensorSpec
 from lightning_megatp.shim.torch import foreach_norm, tensor_version
 from lightning_megatp.tensor.functions import is_in_place, operation_name, operation_names
-from lightning_megatp.tensor.in_hooks import address_of, own_part
-from lightning_megatp.tensor.positions import Positions
 
 _NORMS: dict[Any, tuple[str, Any]] = {
     Tensor.norm: ("p", "fro"),
