@@ -313,6 +313,30 @@ class ParallelModule:
         spec = self.spec(parameter)
         return None if spec is None else spec.spec(self.context.rank)
 
+    def shard(self, name: str, parameter: Tensor) -> ShardSpec:
+        """What this rank holds of a parameter, of its rows too.
+
+        Args:
+            name: what it shall be called.
+            parameter: itself, or what stands for it.
+        """
+        split, divided = self.spec(parameter), self.divided.get(id(parameter))
+        if split is None:
+            spec = ShardSpec.of_whole(name, (parameter if divided is None else divided).shape)
+        else:
+            spec = split.renamed(name).spec(self.context.rank)
+        return spec if divided is None else spec.rows(*divided.rows, writes=divided.first_copy)
+
+    def parts(self) -> Iterator[tuple[Tensor, ShardSpec]]:
+        """Weights and gradients of which this rank has a part, as hooks find them and as it trains them."""
+        for name, parameter in self.names.items():
+            if self.is_cut(name):
+                shard = self.shard(name, parameter)
+                for x in dict.fromkeys([parameter, self.held(parameter)]):
+                    yield x, shard
+                    if x.grad is not None:
+                        yield x.grad, shard
+
     def spec_of(self, name: str) -> ShardedTensorSpec | None:
         """The same by any of its names in the state dict; None for whole parameters, buffers and unknown names."""
         parameter = self.names.get(name)

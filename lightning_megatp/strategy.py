@@ -36,6 +36,7 @@ from lightning_megatp.gradients.precision import agree_on_precision, check_preci
 from lightning_megatp.gradients.sharding import ZeroSharding
 from lightning_megatp.gradients.zero_options import ZeroOptions
 from lightning_megatp.hooks.around import (
+    drawing_whole,
     explaining_stages,
     finding_divided,
     keeping_data,
@@ -325,6 +326,8 @@ class MegaTPStrategyBase(StepMethods, GradientMethods, BuildingMethods, WorldMet
             self._prepare_optimizers(trainer)
             self._check_optimizers()
             self._detours += with_whole_groups(trainer, self._as_on_one_device)
+            if mesh.size("tp") > 1 or self.sharding is not None:
+                self._detours += drawing_whole(trainer, parallel)  # inside of the next ones
             if mesh.size("tp") > 1:
                 self._detours += watching_weights(trainer, parallel)
             if self.pipeline is not None and self.pipeline.slicer.others_are_kept:

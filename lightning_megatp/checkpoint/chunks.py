@@ -104,7 +104,7 @@ def _pieces(held: Ranges, wanted: Ranges) -> list[tuple[int, int, int]]:
 
 def whole(name: str, tensor: Tensor) -> ShardSpec:
     """The spec of a tensor that no axis splits."""
-    return ShardSpec(name, tuple(tensor.shape), tuple(((0, size),) for size in tensor.shape), ("dp", "tp"))
+    return ShardSpec.of_whole(name, tensor.shape)
 
 
 class SavePlanner(DefaultSavePlanner):

@@ -40,17 +40,6 @@ class Entry:
         return Chunks.to_write(self.tensor, self.spec, index == turn)
 
 
-def shard_spec(name: str, parameter: Tensor, parallel: ParallelModule, mesh: ParallelMesh) -> ShardSpec:
-    """What this rank holds of a parameter."""
-    tensor_spec, divided = parallel.spec(parameter), parallel.divided.get(id(parameter))
-    spec = whole(name, parameter) if tensor_spec is None else tensor_spec.renamed(name).spec(mesh.rank("tp"))
-    if divided is None:
-        return spec
-    if tensor_spec is None:
-        spec = whole(name, divided.sharded)
-    return spec.rows(*divided.rows, writes=divided.first_copy)
-
-
 def model_entries(state: Mapping[str, Any], parallel: ParallelModule, mesh: ParallelMesh) -> Iterator[Entry]:
     """The tensors of a module's state dict.
 
@@ -69,7 +58,7 @@ def model_entries(state: Mapping[str, Any], parallel: ParallelModule, mesh: Para
         if parameter is None or parameter.shape != value.shape:
             yield Entry(name, whole(name, value), value, trained=False)
         else:
-            yield Entry(name, shard_spec(name, parameter, parallel, mesh), value)
+            yield Entry(name, parallel.shard(name, parameter), value)
 
 
 def optimizer_entries(optimizer: Optimizer, parallel: ParallelModule, mesh: ParallelMesh) -> Iterator[Entry]:
@@ -80,7 +69,7 @@ def optimizer_entries(optimizer: Optimizer, parallel: ParallelModule, mesh: Para
     """
     for group, names in zip(optimizer.param_groups, group_names(optimizer, parallel), strict=True):
         for name, parameter in zip(names, group["params"], strict=True):
-            spec, stepped = shard_spec(name, parameter, parallel, mesh), id(parameter) in parallel.stepped_whole
+            spec, stepped = parallel.shard(name, parameter), id(parameter) in parallel.stepped_whole
             for key, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor):
                     entry = f"{name}.{key}"
@@ -103,7 +92,7 @@ def state_spec(
     """
     if shape == like and shape:
         return replace(parameter, name=name)
-    full = ShardSpec(name, shape, tuple(((0, size),) for size in shape), ("dp", "tp"))
+    full = ShardSpec.of_whole(name, shape)
     if parameter.local_shape == parameter.shape or full.numel <= 1 or stepped_whole:
         return full
     raise RuntimeError(

@@ -17,7 +17,6 @@ from lightning_megatp.checkpoint.contents import (
     group_names,
     model_entries,
     optimizer_entries,
-    shard_spec,
     state_spec,
 )
 from lightning_megatp.checkpoint.folder import Folder
@@ -209,7 +208,7 @@ def load_sharded_optimizer(
             name, _, key = full_name.removeprefix(optimizer_name(index)).rpartition(".")
             if full_name.startswith(optimizer_name(index)) and name in state:
                 parameter = parameters[flat.index(name)]
-                spec, stepped = shard_spec(name, parameter, parallel, mesh), id(parameter) in parallel.stepped_whole
+                spec, stepped = parallel.shard(name, parameter), id(parameter) in parallel.stepped_whole
                 spec = state_spec(f"{name}.{key}", tuple(stored.size), spec, spec.shape, stepped)
                 state[name][key] = torch.empty(spec.local_shape, dtype=stored.properties.dtype)
                 targets[full_name] = Chunks.to_read(state[name][key], spec)

@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_megatp.gradients.rows import DividedParameter, finds_rows
 from lightning_megatp.hooks.divided import DataWatch
+from lightning_megatp.hooks.draws import WholeDraws
 from lightning_megatp.hooks.positions import Positions
 from lightning_megatp.hooks.users import HOOKS, is_users
 from lightning_megatp.hooks.weights import WeightWatch, part_written
@@ -29,7 +30,7 @@ _HOOKS = (
 )
 """In which weights may be changed or looked at. (Those around a backward are watched by `WholeNorms`.)"""
 _CALLS = 1000
-"""In which a hook is watched: that costs a few microseconds at every operation."""
+"""In which all that a hook does is looked at; that costs a few microseconds at every operation."""
 
 
 def with_whole_groups(trainer: Any, whole: Callable[[], contextlib.AbstractContextManager[None]]) -> Iterator[Detour]:
@@ -92,8 +93,26 @@ def keeping_data(trainer: Any, parameters: Sequence[DividedParameter]) -> Iterat
     yield from _around_hooks(trainer, run)
 
 
+def drawing_whole(trainer: Any, parallel: ParallelModule) -> Iterator[Detour]:
+    """Let hooks draw random numbers for whole weights and gradients, where ranks have parts of them.
+
+    Args:
+        trainer: about to fit.
+        parallel: the split, divided module.
+    """
+
+    def run(hook: str, call: Callable[[], Any]) -> Any:
+        with WholeDraws(parallel.parts) as drawing, contextlib.ExitStack() as ends:
+            if hook == "optimizer_step":  # what `super()` does has the step in it
+                ends.callback(Detour(trainer.strategy, hook, drawing.pause).end)
+            return call()
+
+    yield from _around_hooks(trainer, run)
+
+
 def watching_weights(trainer: Any, parallel: ParallelModule) -> Iterator[Detour]:
-    """Say what the user's hooks make of weights of which a tensor rank holds a part, in their first calls.
+    """Say what the user's hooks make of weights of which a tensor rank holds a part, in their first calls; put numbers
+    into the rows that are meant, in all.
 
     Args:
         trainer: about to fit.
@@ -102,7 +121,7 @@ def watching_weights(trainer: Any, parallel: ParallelModule) -> Iterator[Detour]
     said: set[str] = set()
     positions = Positions(parallel.context.rank)
 
-    def watch(hook: str) -> WeightWatch:
+    def watch(hook: str, briefly: bool) -> WeightWatch:
         def say(operation: str, weight: str) -> None:
             if operation not in said:
                 said.add(operation)
@@ -128,12 +147,10 @@ def watching_weights(trainer: Any, parallel: ParallelModule) -> Iterator[Detour]
 
         pairs = ((name, p, parallel.spec(parallel.held(p))) for name, p in parallel.names.items())
         split = ((name, p, spec) for name, p, spec in pairs if spec is not None)
-        return WeightWatch(split, positions, say, written, explain)
+        return WeightWatch(split, positions, say, written, explain, briefly)
 
     def run(hook: str, left: Iterator[int], call: Callable[[], Any]) -> Any:
-        if next(left, None) is None and not positions.used:
-            return call()
-        with watch(hook) as watching, contextlib.ExitStack() as ends:
+        with watch(hook, briefly=next(left, None) is None) as watching, contextlib.ExitStack() as ends:
             ends.callback(Detour(trainer, "save_checkpoint", watching.pause).end)
             if hook == "optimizer_step":  # what `super()` does is the step, its backward and the optimizer's own work
                 ends.callback(Detour(trainer.strategy, hook, watching.pause).end)

@@ -191,7 +191,7 @@ class Looking(TorchFunctionMode):
         """See `Positions.carry_out`."""
         part = self._part(args[0]) if args else None
         if is_in_place(name):
-            self._positions.check_view(args[0])
+            self._positions.check_view(args[0] if args else None)
         if part is None or part.spec is None:
             return ""
         how = self._positions.carry_out(part.what.replace("`", ""), part.spec, name, args, kwargs)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from lightning_megatp.hooks.draws import WholeDraws
 from lightning_megatp.hooks.positions import Positions
 from lightning_megatp.hooks.weights import WeightWatch
 from lightning_megatp.messages import warn_once_per_run
@@ -64,7 +65,8 @@ class _AfterAccumulation(_Completing):
             self.call(leaf)
         elif (spec := account.spec_of(leaf)) is not None:
             both = [(spec.name, leaf, spec), (f"{spec.name}.grad", leaf.grad, spec)]
-            with WeightWatch(both, Positions(account.rank), _say, _say_written, _explained):
+            watching = WeightWatch(both, Positions(account.rank), _say, _say_written, _explained)
+            with watching, WholeDraws(lambda: [(x, spec.spec(account.rank)) for _, x, spec in both]):
                 self.call(leaf)
         else:
             leaf.grad = account.completed(leaf, leaf.grad)

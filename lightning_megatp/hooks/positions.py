@@ -3,6 +3,7 @@ its own. Values put there go where they belong; what else is written so is refus
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -21,8 +22,10 @@ _DIM_FIRST = operation_names(
 """Operations that take a dim, and positions along it."""
 _DIM_SECOND = operation_names("split split_with_sizes chunk tensor_split")
 """Whose dim comes after these."""
+_BY_POSITION = _DIM_FIRST | _DIM_SECOND | operation_names("__getitem__ __setitem__")
 _COPIES = operation_names("index_select gather take_along_dim")
 _OTHER = object()
+_ALL = (slice(None), slice(0, None), slice(None, None, 1))
 
 
 class Positions:
@@ -36,8 +39,10 @@ class Positions:
         self._rank = rank
         self._views: Any = WeakIdKeyDictionary()
         """Some of this rank's rows -> whose they are."""
-        self.used = False
-        """Whether anything was put where it belongs, which has to go on so."""
+
+    def concern(self, name: str) -> bool:
+        """Whether an operation may be one of those that `carry_out` or `check_view` look for."""
+        return name in _BY_POSITION or (bool(self._views) and is_in_place(name))
 
     def carry_out(
         self, what: str, spec: ShardedTensorSpec | None, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -58,8 +63,11 @@ class Positions:
             RuntimeError: it writes by position what can't be told apart.
         """
         x = args[0] if args else None
-        if spec is None or not isinstance(x, Tensor) or tuple(x.shape) != spec.spec(self._rank).local_shape:
+        if spec is None or not isinstance(x, Tensor) or name not in _BY_POSITION:
             return ""
+        own = spec.spec(self._rank).local_shape
+        if tuple(x.shape) != own:
+            return self._of_reshaped(what, name, args) if x.numel() == math.prod(own) else ""
         if name in ("__getitem__", "__setitem__"):
             index = _at(args[1], spec)
             if index is None or name == "__getitem__":
@@ -67,12 +75,21 @@ class Positions:
             if index is _OTHER or (isinstance(args[2], Tensor) and args[2].dim() > 0):
                 raise _refused("writes rows or columns by their numbers", what)
             return self._put(x, spec, index, args[2])
-        if name not in _DIM_FIRST | _DIM_SECOND or _dim(name, args, kwargs) % len(spec.shape) != spec.dim:
+        if _dim(name, args, kwargs) % len(spec.shape) != spec.dim:
             return ""
         if name == "index_fill_" and len(args) == 4:
             return self._put(x, spec, args[2], args[3])
         if is_in_place(name):
             raise _refused(f"writes rows or columns by their numbers (`{name}`)", what)
+        return "read"
+
+    def _of_reshaped(self, what: str, name: str, args: tuple[Any, ...]) -> str:
+        """Of what has all elements that this rank has, in another shape."""
+        index = args[1:2] if name in ("__getitem__", "__setitem__") else ()
+        if index and all(map(_is_all, index[0] if isinstance(index[0], tuple) else index)):
+            return ""
+        if is_in_place(name):
+            raise _refused("writes elements by their numbers", what)
         return "read"
 
     def note(self, what: str, name: str, made: Any) -> None:
@@ -94,7 +111,6 @@ class Positions:
         chosen[index.cpu() if isinstance(index, Tensor) else index] = True
         own = torch.cat([chosen[start:stop] for start, stop in spec.by_rank[self._rank]] or [chosen[:0]])
         x[(slice(None),) * spec.dim + (own.to(x.device),)] = value
-        self.used = True
         return "done"
 
 
@@ -107,13 +123,17 @@ def _at(index: Any, spec: ShardedTensorSpec) -> Any:
     dim, found, others = 0, None, False
     for x, n in zip(entries, taken, strict=True):
         n = rest if x is Ellipsis else n
-        is_all = x is Ellipsis or (isinstance(x, slice) and x in (slice(None), slice(0, None), slice(None, None, 1)))
-        if dim <= spec.dim < dim + n and not is_all:
+        if dim <= spec.dim < dim + n and not _is_all(x):
             found, others = x, others or n > 1
-        elif not is_all:
+        elif not _is_all(x):
             others = True
         dim += n
     return _OTHER if found is not None and others else found
+
+
+def _is_all(x: Any) -> bool:
+    """Whether an entry of an index chooses nothing."""
+    return x is None or x is Ellipsis or (isinstance(x, slice) and x in _ALL)
 
 
 def _dim(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:

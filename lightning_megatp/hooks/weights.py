@@ -27,12 +27,10 @@ _COUPLING = operation_names(
     argsort msort cumsum cumprod logsumexp softmax log_softmax layer_norm group_norm instance_norm batch_norm rms_norm
     std_mean var_mean trace count_nonzero histc unique numpy tolist flip roll fill_diagonal_ tril tril_ triu triu_ diag
     diagonal matmul __matmul__ __rmatmul__ mm mv bmm dot inner outer einsum tensordot multi_dot matrix_exp logdet cond
-    qr svd svdvals eig eigh eigvalsh cholesky inv pinv det slogdet matrix_power matrix_rank kaiming_uniform_
-    kaiming_normal_ xavier_uniform_ xavier_normal_ trunc_normal_ orthogonal_ sparse_ normal_ uniform_ bernoulli_
-    exponential_ log_normal_ cauchy_ geometric_ random_ rand_like randn_like randint_like
+    any all equal allclose qr svd svdvals eig eigh eigvalsh cholesky inv pinv det slogdet matrix_power matrix_rank
     """
 )
-"""Operations that look at several elements at once, or draw other numbers for a part than for the whole."""
+"""Operations that look at several elements at once."""
 _FOLLOWED = POINTWISE | operation_names(
     "data T mT t transpose view reshape flatten ravel squeeze unsqueeze to cpu cuda"
 )
@@ -70,6 +68,7 @@ class WeightWatch(TorchFunctionMode):
         say: is told operation and parameter.
         written: is told a parameter that is written to a file.
         explain: makes an error of operation, parameter and what this rank has of it, for an operation that failed.
+        briefly: look at what hooks do by position only; all else costs microseconds at every operation.
     """
 
     def __init__(
@@ -79,8 +78,10 @@ class WeightWatch(TorchFunctionMode):
         say: Callable[[str, str], None],
         written: Callable[[str], None],
         explain: Callable[[str, str, Tensor], Exception],
+        briefly: bool = False,
     ) -> None:
         super().__init__()
+        self._briefly = briefly
         self._parameters, self._positions = parameters, positions
         self._by_address: dict[int, tuple[str, ShardedTensorSpec]] | None = None
         self._made: Any = WeakIdKeyDictionary()
@@ -91,6 +92,8 @@ class WeightWatch(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         operation = operation_name(func).removeprefix("linalg_").removeprefix("_foreach_")
+        if self._briefly and not self._positions.concern(operation):
+            return func(*args, **kwargs)
         weight = None
         if operation in _COUPLING or operation in _FOLLOWED or writes(operation):
             weight = next((name for x in (*args, *kwargs.values()) if (name := self._name(x)) is not None), None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -26,6 +27,11 @@ class ShardSpec:
     """The mesh axes over which the shard is the same."""
     written: tuple[Ranges, ...] | None = None
     """The part of `ranges` that this rank is the first to own, where other ranks own some of it too; None for all."""
+
+    @classmethod
+    def of_whole(cls, name: str, shape: Sequence[int]) -> ShardSpec:
+        """Of what no axis splits."""
+        return cls(name, tuple(shape), tuple(((0, size),) for size in shape), ("dp", "tp"))
 
     @property
     def local_shape(self) -> tuple[int, ...]:

@@ -49,6 +49,11 @@ REFUSED: dict[str, Callable[[Tensor], Any]] = {
     "split": lambda x: x.split(3)[0].zero_(),
     "values": lambda x: _set(x, slice(0, 5), torch.ones(5, x.shape[1], dtype=x.dtype)),
     "index_copy_": lambda x: x.index_copy_(0, torch.tensor([0, 1]), torch.ones(2, x.shape[1], dtype=x.dtype)),
+    "a list of rows": lambda x: [row.zero_() for row in list(x)[:6]],
+    "flat": lambda x: x.view(-1)[:7].zero_(),
+    "flat, set": lambda x: _set(x.view(-1), slice(0, 7), 0.0),
+    "transposed": lambda x: _set(x.t(), (slice(None), 0), 0.0),
+    "torch.nn.init": lambda x: nn.init.zeros_(x[:3]),
     "a block": lambda x: _set(x, (slice(0, 2), slice(0, 2)), 0.0),
     "a mask of rows": lambda x: x.mul_(torch.ones(2 * len(x), 1, dtype=x.dtype)),
 }
