@@ -19,6 +19,7 @@ from lightning_megatp.hooks.weights import WeightWatch, part_written
 from lightning_megatp.messages import warn_once_per_run
 from lightning_megatp.module import ParallelModule
 from lightning_megatp.pipeline.detour import Detour
+from lightning_megatp.plan.shard import ShardedTensorSpec
 from lightning_megatp.shim.lightning import finetuning_callbacks
 from lightning_megatp.shim.torch import FOREACH_IN_PLACE, is_fake
 from lightning_megatp.tensor.functions import one_by_one
@@ -145,9 +146,7 @@ def watching_weights(trainer: Any, parallel: ParallelModule) -> Iterator[Detour]
                 " self.trainer.strategy.whole_parameters():`."
             )
 
-        pairs = ((name, p, parallel.spec(parallel.held(p))) for name, p in parallel.names.items())
-        split = ((name, p, spec) for name, p, spec in pairs if spec is not None)
-        return WeightWatch(split, positions, say, written, explain, briefly)
+        return WeightWatch(_split(trainer, parallel), positions, say, written, explain, briefly)
 
     def run(hook: str, left: Iterator[int], call: Callable[[], Any]) -> Any:
         with watch(hook, briefly=next(left, None) is None) as watching, contextlib.ExitStack() as ends:
@@ -159,6 +158,17 @@ def watching_weights(trainer: Any, parallel: ParallelModule) -> Iterator[Detour]
     for watched in (parallel.module, *trainer.callbacks):
         for hook in filter(functools.partial(is_users, watched), _HOOKS):
             yield Detour(watched, hook, functools.partial(run, hook, iter(range(_CALLS))))
+
+
+def _split(trainer: Any, parallel: ParallelModule) -> Iterator[tuple[str, Tensor, ShardedTensorSpec]]:
+    """Split weights, and what optimizers keep of each of their elements: name, tensor and how it is split."""
+    for name, p in parallel.names.items():
+        if (spec := parallel.spec(p)) is not None:
+            yield name, p, spec
+            states = [optimizer.state.get(parallel.held(p), {}) for optimizer in trainer.optimizers]
+            for key, x in (item for state in states for item in state.items()):
+                if isinstance(x, Tensor) and x.shape == p.shape:
+                    yield f"{key} of {name}", x, spec
 
 
 def explaining_stages(trainer: Any) -> Iterator[Detour]:

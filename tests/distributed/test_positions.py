@@ -57,7 +57,7 @@ REFUSED: dict[str, Callable[[Tensor], Any]] = {
     "a block": lambda x: _set(x, (slice(0, 2), slice(0, 2)), 0.0),
     "a mask of rows": lambda x: x.mul_(torch.ones(2 * len(x), 1, dtype=x.dtype)),
 }
-WHERE = ["gradient", "before the optimizer", "accumulated", "weight"]
+WHERE = ["gradient", "before the optimizer", "accumulated", "weight", "momentum"]
 
 
 class Model(LightningModule):
@@ -95,9 +95,12 @@ class Model(LightningModule):
     def on_train_batch_end(self, *args: Any) -> None:
         for parameter in self.weights() if self.where == "weight" else ():
             self.change(parameter)
+        optimizer: Any = self.optimizers()
+        for parameter in self.weights() if self.where == "momentum" else ():
+            self.change(optimizer.state[parameter]["momentum_buffer"])
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.5)
+        return torch.optim.SGD(self.parameters(), lr=0.5, momentum=0.5)
 
 
 def _trained(layout: Layout, where: str, names: list[str]) -> list[dict[str, Tensor]]:
@@ -128,7 +131,7 @@ def test_values_are_put_where_they_belong(where: str) -> None:
             assert torch.allclose(state[key], value, rtol=0, atol=1e-12), f"{name}: {key}"
 
 
-@pytest.mark.parametrize(("where", "name"), [*itertools.product(WHERE[1::2], REFUSED)], ids=str)
+@pytest.mark.parametrize(("where", "name"), [*itertools.product(WHERE[1::2], REFUSED), ("momentum", "a view")], ids=str)
 def test_what_else_is_written_by_numbers_is_refused(where: str, name: str) -> None:
     with pytest.raises(RankError, match=r"MegaTPStrategy: .*of which each tensor rank holds a part"):
         run_program(Layout(tp=2), _trained, where, [name])
