@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_megatp.gradients.holders import Group
 from lightning_megatp.gradients.rows import DividedParameter, rows_of
-from lightning_megatp.shim.autograd import gradient_hooks
+from lightning_megatp.shim.autograd import accumulation_hooks, hooks_held, leaf_hooks
 
 
 def settle(
@@ -52,16 +55,42 @@ def settle(
     return found
 
 
-def refuse_hooks(module: nn.Module) -> None:
-    """Raises:
-    ValueError: a parameter has a gradient hook.
+def hooks_of(module: nn.Module) -> dict[str, Any]:
+    """The user's hooks on gradients of parameters (`p.register_hook`), which go on with what takes their places.
+
+    Returns:
+        Name -> hooks as torch holds them.
+
+    Raises:
+        ValueError: a hook can't.
     """
-    for name, parameter in module.named_parameters():
-        if gradient_hooks(parameter):
+    named = dict(module.named_parameters())
+    known = {id(p) for p in named.values()}
+    found = {}
+    for name, parameter in named.items():
+        if accumulation_hooks(parameter):
             raise ValueError(
-                f"MegaTPStrategy: `{name}` has a gradient hook, and zero > 0 replaces the parameter: it would never be"
-                " called. Do it in `on_before_optimizer_step`, or use zero=0."
+                f"MegaTPStrategy: `{name}` has a hook of `register_post_accumulate_grad_hook`, and zero > 0 replaces"
+                " the parameter: it would never be called. Do it in `on_before_optimizer_step`, or use zero=0."
             )
+        for hook in leaf_hooks(parameter).values():
+            if any(id(x) in known for x in _bound_to(hook)):
+                raise ValueError(
+                    f"MegaTPStrategy: a gradient hook of `{name}` keeps a parameter, and zero > 0 replaces it: it would"
+                    " go on with old values. Do it in `on_before_optimizer_step`, or use zero=0."
+                )
+            found[name] = hooks_held(parameter)
+    return found
+
+
+def _bound_to(function: Any) -> Iterator[Any]:
+    """What a function was made with: in its closure, its defaults, or by `functools.partial`."""
+    for cell in getattr(function, "__closure__", None) or ():
+        with contextlib.suppress(ValueError):  # empty
+            yield cell.cell_contents
+    yield from getattr(function, "__defaults__", None) or ()
+    if isinstance(function, functools.partial):
+        yield from (*function.args, *function.keywords.values(), *_bound_to(function.func))
 
 
 def refuse_sparse(module: nn.Module) -> None:

@@ -34,7 +34,7 @@ from lightning_megatp.gradients.rows import (
     rows_of,
     used_beside,
 )
-from lightning_megatp.gradients.settle import main_dtype, refuse_hooks, refuse_sparse, settle
+from lightning_megatp.gradients.settle import hooks_of, main_dtype, refuse_sparse, settle
 from lightning_megatp.gradients.units import in_several, large_units
 from lightning_megatp.gradients.writes import WriteWatch, lost_change
 from lightning_megatp.gradients.zero_options import ZeroOptions
@@ -43,6 +43,7 @@ from lightning_megatp.module import ParallelModule
 from lightning_megatp.pipeline.detour import Detour
 from lightning_megatp.pipeline.slicing.calls import around_calls
 from lightning_megatp.references import kept_parameters, replace_kept
+from lightning_megatp.shim.autograd import hold_hooks, hooks_held
 from lightning_megatp.shim.torch import FakeTensorMode, storage_id, tensor_version, unrecorded
 from lightning_megatp.tensor.functions import OwnHook
 
@@ -85,7 +86,7 @@ class ZeroSharding:
             or not p.is_floating_point()
             or (p.requires_grad and p.dtype != dtype)
         }
-        refuse_hooks(module)
+        hooks = hooks_of(module)
         refuse_sparse(module)
         attributes = {name: dict(vars(p)) for name, p in module.named_parameters()}
         kept = kept_parameters(module)
@@ -124,6 +125,8 @@ class ZeroSharding:
         for parameter in self.parameters:
             for tensor in (parameter.sharded, parameter.whole, parameter.local):
                 vars(tensor).update(attributes[parameter.name])
+            if parameter.name in hooks:
+                hold_hooks(parameter.sharded, hooks[parameter.name])
         sharded = {parameter.name: parameter.sharded for parameter in self.parameters}
         replace_kept(module, {key: sharded[name] for key, name in kept.items() if name in sharded})
         for group in groups:
@@ -163,6 +166,10 @@ class ZeroSharding:
 
     def begin(self) -> None:
         """Gather what is held for the length of a step. Every rank calls it before each batch, whatever that is."""
+        for parameter in self.parameters:
+            held = hooks_held(parameter.sharded)  # those that users registered, maybe since the last step
+            if held is not hooks_held(parameter.whole):
+                hold_hooks(parameter.whole, held)
         self._root.gather()
         for group in (*self._holders.values(), self._root):
             group.stay()

@@ -65,6 +65,16 @@ def leaf_hooks(leaf: Tensor) -> dict[int, Any]:
     return leaf._backward_hooks or {}
 
 
+def hooks_held(leaf: Tensor) -> Any:
+    """The same as the tensor holds them, and what `handle.remove()` takes them out of; None before the first."""
+    return leaf._backward_hooks
+
+
+def hold_hooks(leaf: Tensor, held: Any) -> None:
+    """Let a leaf call what another one holds, from now on."""
+    leaf._backward_hooks = held
+
+
 def accumulation_hooks(leaf: Tensor) -> dict[int, Any]:
     """Those of `register_post_accumulate_grad_hook`, likewise (2.11-2.13)."""
     return leaf._post_accumulate_grad_hooks or {}

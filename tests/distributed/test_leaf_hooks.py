@@ -67,9 +67,14 @@ def _fit(layout: Layout, hook: str, kind: str, every: int) -> tuple[list[float],
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer = make_trainer(
-            layout, strategy=plan, limit_train_batches=4, callbacks=[losses], accumulate_grad_batches=every
+            layout,
+            strategy=plan,
+            limit_train_batches=4,
+            callbacks=[losses],
+            accumulate_grad_batches=every,
+            use_distributed_sampler=not layout.zero,  # hooks find a rank's own gradients: all train on the same
         )
-        trainer.fit(module, train_loader(layout, 4))
+        trainer.fit(module, train_loader(PLAIN if layout.zero else layout, 4))
     state = {name: value.clone() for name, value in trainer.strategy.lightning_module_state_dict().items()}
     return losses.seen, state, [str(item.message) for item in caught if "post_accumulate" in str(item.message)]
 
@@ -81,6 +86,10 @@ CASES = [
     ("on_fit_start", "clamp", TP2, 2),
     ("on_fit_start", "unit norm", Layout(tp=2, pp=2, microbatches=1), 1),
     ("on_fit_start", "unit norm", Layout(tp=4), 1),
+    *(("on_fit_start", "clamp", Layout(dp=2, zero=level), 1) for level in (1, 3)),
+    *(("in __init__", "unit norm", Layout(dp=2, zero=level), every) for level, every in ((3, 1), (2, 2))),
+    ("on_fit_start", "unit norm", Layout(tp=2, dp=2, zero=3), 1),
+    ("on_fit_start", "clamp", Layout(dp=2, pp=2, zero=2, microbatches=1), 1),
     ("accumulated", "clamp", TP2, 1),
     ("accumulated", "clamp", TP2, 2),
 ]
@@ -89,9 +98,10 @@ CASES = [
 @pytest.mark.parametrize(("kind", "hook", "layout", "every"), CASES, ids=str)
 def test_hooks_of_parameters_find_whole_gradients(kind: str, hook: str, layout: Layout, every: int) -> None:
     ((losses, whole, _),) = run_program(PLAIN, _fit, hook, kind, every)
-    for found, state, said in run_program(layout, _fit, hook, kind, every):
+    for rank, (found, state, said) in enumerate(run_program(layout, _fit, hook, kind, every)):
         assert found == pytest.approx(losses, rel=1e-9)
         assert not said
+        assert (rank == 0) <= (state.keys() == whole.keys())  # the others may be given none
         for name, value in state.items():
             torch.testing.assert_close(value, whole[name], rtol=1e-9, atol=1e-9)
 

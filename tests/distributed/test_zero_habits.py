@@ -530,7 +530,14 @@ class Teaches(Plain):
 class Hooked(Plain):
     def __init__(self) -> None:
         super().__init__()
-        self.head.weight.register_hook(lambda grad: 2 * grad)
+        self.head.weight.register_post_accumulate_grad_hook(lambda p: None)
+
+
+class HookedWithWeight(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        weight = self.head.weight
+        weight.register_hook(lambda grad: grad + 0.1 * weight)
 
 
 class Sparse(Plain):
@@ -558,11 +565,12 @@ def _refused(layout: Layout, kind: type[Plain]) -> None:
     [
         (WritesWhileGathered, "`head.weight` was changed in place while it was gathered"),
         (Teaches, "`teacher.weight` was changed in place while it was gathered"),
-        (Hooked, "`head.weight` has a gradient hook"),
+        (Hooked, "`head.weight` has a hook of `register_post_accumulate_grad_hook`"),
+        (HookedWithWeight, "a gradient hook of `head.weight` keeps a parameter"),
         (Sparse, "the embedding `table` has sparse gradients"),
         (TrainsCopies, "not the module's"),
     ],
-    ids=["writes", "teaches", "hooked", "sparse", "copies"],
+    ids=["writes", "teaches", "hooked", "hooked with a weight", "sparse", "copies"],
 )
 def test_what_would_be_lost_is_refused(kind: type[Plain], text: str) -> None:
     with pytest.raises(RankError, match=text):
