@@ -36,13 +36,13 @@ from lightning_megatp.gradients.precision import agree_on_precision, check_preci
 from lightning_megatp.gradients.sharding import ZeroSharding
 from lightning_megatp.gradients.zero_options import ZeroOptions
 from lightning_megatp.hooks.around import (
-    drawing_whole,
     explaining_stages,
     finding_divided,
     keeping_data,
     leaving_out_others,
     watching_weights,
     with_whole_groups,
+    with_whole_values,
 )
 from lightning_megatp.hooks.norms import watch_hooks
 from lightning_megatp.hooks.stops import stopping_together
@@ -330,7 +330,7 @@ class MegaTPStrategyBase(StepMethods, GradientMethods, BuildingMethods, WorldMet
             if self.world_size > 1:
                 self._detours += stopping_together(trainer, mesh.hosts(*AXES))
             if mesh.size("tp") > 1 or self.sharding is not None:
-                self._detours += drawing_whole(trainer, parallel)  # inside of the next ones
+                self._detours += with_whole_values(trainer, parallel)  # inside of the next ones
             if mesh.size("tp") > 1:
                 self._detours += watching_weights(trainer, parallel)
             if self.pipeline is not None and self.pipeline.slicer.others_are_kept:

@@ -12,9 +12,9 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_megatp.gradients.rows import DividedParameter, finds_rows
 from lightning_megatp.hooks.divided import DataWatch
-from lightning_megatp.hooks.draws import WholeDraws
 from lightning_megatp.hooks.positions import Positions
 from lightning_megatp.hooks.users import HOOKS, is_users
+from lightning_megatp.hooks.values import WholeValues
 from lightning_megatp.hooks.weights import WeightWatch, part_written
 from lightning_megatp.messages import warn_once_per_run
 from lightning_megatp.module import ParallelModule
@@ -94,7 +94,7 @@ def keeping_data(trainer: Any, parameters: Sequence[DividedParameter]) -> Iterat
     yield from _around_hooks(trainer, run)
 
 
-def drawing_whole(trainer: Any, parallel: ParallelModule) -> Iterator[Detour]:
+def with_whole_values(trainer: Any, parallel: ParallelModule) -> Iterator[Detour]:
     """Let hooks draw random numbers for whole weights and gradients, where ranks have parts of them.
 
     Args:
@@ -103,7 +103,7 @@ def drawing_whole(trainer: Any, parallel: ParallelModule) -> Iterator[Detour]:
     """
 
     def run(hook: str, call: Callable[[], Any]) -> Any:
-        with WholeDraws(parallel.parts) as drawing, contextlib.ExitStack() as ends:
+        with WholeValues(parallel.parts) as drawing, contextlib.ExitStack() as ends:
             if hook == "optimizer_step":  # what `super()` does has the step in it
                 ends.callback(Detour(trainer.strategy, hook, drawing.pause).end)
             return call()

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from lightning_megatp.hooks.draws import WholeDraws
 from lightning_megatp.hooks.positions import Positions
+from lightning_megatp.hooks.values import WholeValues
 from lightning_megatp.hooks.weights import WeightWatch
 from lightning_megatp.messages import warn_once_per_run
 from lightning_megatp.shim.autograd import accumulation_hooks, leaf_hooks
@@ -66,7 +66,7 @@ class _AfterAccumulation(_Completing):
         elif (spec := account.spec_of(leaf)) is not None:
             both = [(spec.name, leaf, spec), (f"{spec.name}.grad", leaf.grad, spec)]
             watching = WeightWatch(both, Positions(account.rank), _say, _say_written, _explained)
-            with watching, WholeDraws(lambda: [(x, spec.spec(account.rank)) for _, x, spec in both]):
+            with watching, WholeValues(lambda: [(x, spec.spec(account.rank)) for _, x, spec in both]):
                 self.call(leaf)
         else:
             leaf.grad = account.completed(leaf, leaf.grad)

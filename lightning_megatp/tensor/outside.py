@@ -94,6 +94,11 @@ class WholeParameter(torch.Tensor):
         seen._is_param = shard is parameter
         return seen
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether the parameter was gathered for good since the step got hold of it."""
+        return self.shard is self.parameter and id(self.parameter) not in self.context.sharded
+
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -103,6 +108,11 @@ class WholeParameter(torch.Tensor):
             with DisableTorchFunction():
                 return func(*args, **kwargs)  # it is the layers that have used the shard: see `handle_grad`
         name = operation_name(func)
+        if any(x.is_whole for x in args if isinstance(x, WholeParameter)):
+            args, kwargs = tree_map(
+                lambda x: x.shard if isinstance(x, WholeParameter) and x.is_whole else x, (args, kwargs)
+            )
+            return func(*args, **kwargs)
         first = args[0] if args and isinstance(args[0], WholeParameter) else None
         if first is not None and name in _METADATA:
             return func(first.shard, *args[1:], **kwargs)

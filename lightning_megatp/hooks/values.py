@@ -1,24 +1,22 @@
-"""Random numbers for weights and gradients in hooks of the user (noise, masks, weights that begin anew): all ranks draw
-for the whole, and each keeps its part. Parts drawn by themselves would be equal."""
+"""Whole values that hooks of the user put into weights and gradients, of which ranks have parts. Random numbers (noise,
+masks, weights that begin anew) are drawn for the whole on all ranks, and each keeps its part: parts drawn by themselves
+would be equal."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lightning_megatp.gradients.rows import address_of, own_part
+from lightning_megatp.gradients.rows import own_part
+from lightning_megatp.hooks.parts import Part, PartsMode, is_elementwise
 from lightning_megatp.plan.shard import ShardSpec
-from lightning_megatp.shim.torch import DisableTorchFunction, WithoutMode
-from lightning_megatp.tensor.features.rules.table import POINTWISE
-from lightning_megatp.tensor.functions import is_in_place, operation_name, operation_names
+from lightning_megatp.shim.torch import DisableTorchFunction
+from lightning_megatp.tensor.functions import operation_name, operation_names
 
 _FOR_TENSORS = operation_names(
     """
@@ -30,52 +28,18 @@ _FOR_TENSORS = operation_names(
 _FOR_SHAPES = operation_names("rand randn randint normal")
 """Those that draw for a shape."""
 _SHAPES = operation_names("shape size __len__")
-_KEEP_PLACES = POINTWISE | operation_names("new new_empty new_zeros new_ones new_full data")
-"""Operations whose result, if it is as large, has an element for each of their tensor's."""
 _BY_THE_WHOLE = frozenset(["orthogonal_", "sparse_", "eye_", "dirac_", "_no_grad_trunc_normal_"])
 """Functions of torch.nn.init that don't draw one number for each element, and once."""
 
 
-@dataclass(frozen=True, eq=False)
-class _Part:
-    """A tensor with an element for each of those that this rank has of a parameter."""
-
-    shard: ShardSpec
-    shown: tuple[int, ...]
-    """The shape that it tells."""
-    like: DTensor | None
-    """A tensor that is divided as it is."""
-
-    @classmethod
-    def of(cls, x: Tensor, shard: ShardSpec) -> _Part:
-        return cls(shard, tuple(x.shape), x if isinstance(x, DTensor) else None)
-
-    def take(self, whole: Tensor) -> Tensor:
-        """This rank's elements of a whole."""
-        part, like = self.shard.take(whole), self.like
-        if like is None:
-            return part
-        return DTensor.from_local(
-            part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-        )
-
-
-class WholeDraws(TorchFunctionMode):
-    """While a hook runs.
-
-    Args:
-        parts: what lies where, of what this rank has a part. Asked when an operation needs it.
-    """
+class WholeValues(PartsMode):
+    """While a hook runs: whole tensors and random numbers that meet parts are cut to them."""
 
     def __init__(self, parts: Callable[[], Iterable[tuple[Tensor, ShardSpec]]]) -> None:
-        super().__init__()
-        self._parts = parts
-        self._by_address: dict[int, ShardSpec] | None = None
-        self._made: Any = WeakIdKeyDictionary()
-        """Tensor -> whose elements it has; parts without elements, which lie nowhere, too."""
+        super().__init__(parts)
         self._drawn: Any = WeakIdKeyDictionary()
         """Random numbers for nothing known."""
-        self._asked: _Part | None = None
+        self._asked: Part | None = None
         """What was last asked for its shape."""
 
     def __torch_function__(
@@ -85,50 +49,26 @@ class WholeDraws(TorchFunctionMode):
         tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
         if name in _FOR_SHAPES and not tensors:
             return self._draw_shape(func, args, kwargs)
-        if name in _FOR_TENSORS and (part := self._first(tensors)) is not None:
+        if name in _FOR_TENSORS and (part := self.first(tensors)) is not None:
             _caller_in_init(part.shard)
             return self._draw(func, args, kwargs, part)
-        if name in _SHAPES and (part := self._first(tensors)) is not None:
+        if name in _SHAPES and (part := self.first(tensors)) is not None:
             self._asked = part
             if _caller_in_init(part.shard):  # for the fans of a layer
                 return func(torch.empty(part.shard.shape, device="meta"), *args[1:], **kwargs)
         drawn = any(x in self._drawn for x in tensors) if self._drawn else False
         if drawn:
             self._check_meeting(name, tensors)
-        result = func(*args, **kwargs)
-        if not isinstance(result, Tensor) or result.dim() == 0:
-            return result
+        result = self.call(func, name, args, kwargs)
         if drawn or name in _FOR_TENSORS:
-            self._drawn[result] = True
-        elif name in _KEEP_PLACES and not is_in_place(name) and self._part(result) is None:
-            part = self._first(tensors)
-            if part is not None and tuple(own_part(result).shape) == part.shard.local_shape:
-                self._made[result] = part.shard
+            if isinstance(result, Tensor) and result.dim() > 0:
+                self._drawn[result] = True
+        else:
+            self.note(name, tensors, result)
         return result
 
-    def pause(self, call: Callable[[], Any]) -> Any:
-        """Call something that is no hook."""
-        with WithoutMode(self):
-            return call()
-
-    def _first(self, tensors: Iterable[Tensor]) -> _Part | None:
-        return next((part for x in tensors if (part := self._part(x)) is not None), None)
-
-    def _part(self, x: Tensor) -> _Part | None:
-        if self._by_address is None:
-            self._by_address = {}
-            for tensor, of in self._parts():
-                if at := address_of(tensor):
-                    self._by_address[at] = of
-                else:
-                    self._made[tensor] = of
-        shard: ShardSpec | None = self._made.get(x) or self._by_address.get(address_of(x))
-        if shard is None or tuple(own_part(x).shape) != shard.local_shape:
-            return None
-        return _Part.of(x, shard)
-
     @torch.no_grad()
-    def _draw(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any], part: _Part) -> Any:
+    def _draw(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any], part: Part) -> Any:
         """An operation on the whole, of which this rank's elements are known."""
         shard, widened = part.shard, {}
 
@@ -145,7 +85,7 @@ class WholeDraws(TorchFunctionMode):
             result = func(*map(widen, args), **{key: widen(x) for key, x in kwargs.items()})
         changed = widened.get(id(result))
         if changed is None:
-            return self._noted(part, result)
+            return self.noted(part, result)
         with DisableTorchFunction():
             own = shard.take(result)
         own_part(changed.detach()).copy_(own)
@@ -160,20 +100,14 @@ class WholeDraws(TorchFunctionMode):
             if isinstance(result, Tensor) and result.dim() > 0:
                 self._drawn[result] = True
             return result
-        return self._noted(part, func(*wide[0], **wide[1]))
-
-    def _noted(self, part: _Part, whole: Tensor) -> Tensor:
-        with DisableTorchFunction():
-            own = part.take(whole)
-        self._made[own] = part.shard
-        return own
+        return self.noted(part, func(*wide[0], **wide[1]))
 
     def _check_meeting(self, name: str, tensors: Sequence[Tensor]) -> None:
         """Raises:
         RuntimeError: numbers that were drawn by themselves are about to meet a part, element by element.
         """
-        part = self._first(tensors)
-        if part is None or (name.rstrip("_") not in POINTWISE and name not in POINTWISE and name != "data"):
+        part = self.first(tensors)
+        if part is None or not (is_elementwise(name) or name == "data"):
             return
         whole, own = part.shard.shape, part.shard.local_shape
         for x in (own_part(x) for x in tensors if x in self._drawn):

@@ -1,4 +1,4 @@
-"""Random numbers that hooks draw for weights and gradients are those of one device, or refused."""
+"""What hooks draw for weights and gradients, and whole values that they put there, are those of one device."""
 
 from __future__ import annotations
 
@@ -97,15 +97,34 @@ REFUSED: dict[str, Callable[[Tensor], Any]] = {
     "sparse_": lambda x: nn.init.sparse_(x, 0.1),
     "trunc_normal_": lambda x: nn.init.trunc_normal_(x, std=0.1, a=-0.1, b=0.1),
 }
+
+
+def _values(shape: torch.Size) -> Tensor:
+    return torch.linspace(-1, 1, shape.numel(), dtype=torch.float64).sin().view(shape)
+
+
+WHOLE: dict[str, Callable[[Tensor, torch.Size], Any]] = {
+    "values": lambda x, shape: x.copy_(_values(shape)),
+    "values by data": lambda x, shape: setattr(x, "data", _values(shape)),
+    "a mask": lambda x, shape: x.mul_(_values(shape) > 0),
+    "a mask of rows": lambda x, shape: x.mul_((torch.arange(shape[0]) % 3 > 0)[:, None]),
+    "a factor for each column": lambda x, shape: x.div_(torch.arange(1, shape[1] + 1)),
+    "masked_fill_": lambda x, shape: x.masked_fill_(_values(shape) > 0, 0.5),
+    "where": lambda x, shape: x.copy_(torch.where(_values(shape) > 0, x, 0.25)),
+    "a sum": lambda x, shape: x.copy_(_values(shape).to(x.dtype) * 0.1 + x),
+    "lerp_": lambda x, shape: x.lerp_(_values(shape).to(x.dtype), 0.5),
+    "addcmul_": lambda x, shape: x.addcmul_(x.clone(), _values(shape).to(x.dtype)),
+}
 WHERE = ["gradient", "before the optimizer", "accumulated", "weight"]
 
 
 class Model(LightningModule):
-    def __init__(self, where: str, change: Callable[[Tensor], Any] | None) -> None:
+    def __init__(self, where: str, change: Callable[..., Any] | None) -> None:
         super().__init__()
         self.where, self.change = where, change
         self.tok, self.up, self.down = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, 16), nn.Linear(16, WIDTH)
         self.head = nn.Linear(WIDTH, WORDS)
+        self.shapes = [p.shape for p in self.weights()]
 
     def weights(self) -> list[nn.Parameter]:
         return [self.tok.weight, self.head.weight, self.up.weight, self.down.weight, self.up.bias]
@@ -125,24 +144,28 @@ class Model(LightningModule):
         x = self.head(x + self.down(F.gelu(self.up(x))))
         return F.cross_entropy(x.flatten(0, 1), batch[:, 1:].flatten())
 
-    def disturb(self, x: Tensor | None) -> None:
+    def disturb(self, x: Tensor | None, shape: torch.Size | None = None) -> None:
         assert x is not None and self.change is not None
-        if x.dim() > 1 or self.change in (_noise, _mask):
+        if self.change in WHOLE.values():
+            if len(shape or ()) > 1:
+                self.change(x, shape)
+        elif x.dim() > 1 or self.change in (_noise, _mask):
             torch.manual_seed(self.global_step)
             self.change(x)
 
     def on_after_backward(self) -> None:
-        for parameter in self.weights() if self.where == "gradient" else ():
-            self.disturb(parameter.grad)
+        for parameter, shape in zip(self.weights() if self.where == "gradient" else (), self.shapes, strict=False):
+            self.disturb(parameter.grad, shape)
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
-        for parameter in self.weights() if self.where == "before the optimizer" else ():
-            self.disturb(parameter.grad)
+        weights = self.weights() if self.where == "before the optimizer" else ()
+        for parameter, shape in zip(weights, self.shapes, strict=False):
+            self.disturb(parameter.grad, shape)
 
     @torch.no_grad()
     def on_train_batch_end(self, *args: Any) -> None:
-        for parameter in self.weights() if self.where == "weight" else ():
-            self.disturb(parameter)
+        for parameter, shape in zip(self.weights() if self.where == "weight" else (), self.shapes, strict=False):
+            self.disturb(parameter, shape)
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.5)
@@ -169,7 +192,7 @@ def _trained(layout: Layout, where: str, names: list[str]) -> list[dict[str, Ten
     found = []
     for name in names:
         torch.manual_seed(0)
-        found.append(_fit(layout, Model(where, {**DRAWS, **REFUSED}.get(name))))
+        found.append(_fit(layout, Model(where, {**DRAWS, **REFUSED, **WHOLE}.get(name))))
     return found
 
 
@@ -178,8 +201,8 @@ CASES = [(where, layout) for where in WHERE for layout in LAYOUTS if where != "a
 
 
 @pytest.mark.parametrize(("where", "layout"), CASES, ids=str)
-def test_hooks_draw_what_one_device_draws(where: str, layout: Layout) -> None:
-    names = [name for name in DRAWS if where != "accumulated" or name in ("randn_like", "mask", "normal_")]
+def test_hooks_put_there_what_they_do_on_one_device(where: str, layout: Layout) -> None:
+    names = [name for name in (*DRAWS, *WHOLE) if where != "accumulated" or name in ("randn_like", "mask", "normal_")]
     (whole,) = run_program(PLAIN, _trained, where, names)
     first, *_ = run_program(layout, _trained, where, names)  # the others are given no whole weights
     for name, state, expected in zip(names, first, whole, strict=True):
