@@ -333,7 +333,7 @@ class MegaTPStrategyBase(StepMethods, GradientMethods, BuildingMethods, WorldMet
                 self._detours += with_whole_values(trainer, parallel)  # inside of the next ones
             if mesh.size("tp") > 1:
                 self._detours += watching_weights(trainer, parallel)
-            if self.pipeline is not None and self.pipeline.slicer.others_are_kept:
+            if self.pipeline is not None:
                 self._detours += leaving_out_others(trainer)
             if self.sharding is not None:
                 self._detours += keeping_data(trainer, self.sharding.parameters)

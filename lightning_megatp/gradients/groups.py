@@ -11,13 +11,15 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.overrides import TorchFunctionMode
 
+from lightning_megatp.gradients.rows import own_part
 from lightning_megatp.gradients.sharding import ZeroSharding
+from lightning_megatp.hooks.parts import PartsMode
+from lightning_megatp.hooks.weights import couples
 from lightning_megatp.module import ParallelModule
 from lightning_megatp.pipeline.pipeline import Pipeline
-from lightning_megatp.shim.torch import is_fake
-from lightning_megatp.tensor.functions import operation_name, operation_names
+from lightning_megatp.shim.torch import is_fake, tree_map
+from lightning_megatp.tensor.functions import is_in_place, operation_name, operation_names
 from lightning_megatp.tensor.outside import SIZES, size_of
 
 
@@ -51,7 +53,7 @@ class Groups:
         with contextlib.ExitStack() as stack:
             if self._pipeline is not None:
                 stack.enter_context(self._pipeline.slicer.present())
-            stack.enter_context(_Whole(self._shapes()))
+            stack.enter_context(_Whole(self._parallel, self._shapes()))
             for optimizer in self._optimizers():
                 self._show(optimizer)
             try:
@@ -107,22 +109,37 @@ class Groups:
         return found
 
 
-class _Whole(TorchFunctionMode):
-    """Parameters of which a rank holds a part have the size of the whole ones: rates are chosen by it. Those without
-    data, or of which rows are here, are equal to themselves: BaseFinetuning compares by values what it adds."""
+class _Whole(PartsMode):
+    """Parameters of which a rank holds a part have the size of the whole ones, and norms, means, ... of them are the
+    whole ones': rates are chosen by these. Those without data, or of which rows are here, are equal to themselves:
+    BaseFinetuning compares by values what it adds.
 
-    def __init__(self, shapes: Mapping[int, Sequence[int]]) -> None:
-        super().__init__()
-        self._shapes = shapes
+    Communication: for each norm, mean, ... of a part an all-gather of it, which all ranks ask for.
+    """
+
+    def __init__(self, parallel: ParallelModule, shapes: Mapping[int, Sequence[int]]) -> None:
+        super().__init__(parallel.parts)
+        self._parallel, self._shapes = parallel, shapes
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        kwargs, name = kwargs or {}, operation_name(func)
         if func is torch.equal and any(is_fake(x) or isinstance(x, DTensor) for x in args):
             return args[0] is args[1]
-        if args and operation_name(func) in _ASKS and (shape := self._shape(args[0])) is not None:
-            return size_of(shape, func, *args[1:], **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+        if args and name in _ASKS and (shape := self._shape(args[0])) is not None:
+            return size_of(shape, func, *args[1:], **kwargs)
+        if couples(name) and not is_in_place(name):
+            args, kwargs = tree_map(self._gathered, (args, kwargs))
+        result = func(*args, **kwargs)
+        self.note(name, [x for x in args if isinstance(x, Tensor)], result)
+        return result
+
+    def _gathered(self, x: Any) -> Any:
+        part = self.part(x) if isinstance(x, Tensor) and not is_fake(x) else None
+        if part is None:
+            return x
+        return self._parallel.whole_value(self._parallel.names[part.shard.name], own_part(x.detach()))
 
     def _shape(self, x: Any) -> Sequence[int] | None:
         return self._shapes.get(id(x), x.shape if isinstance(x, DTensor) else None)

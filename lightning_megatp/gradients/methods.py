@@ -22,6 +22,7 @@ from lightning_megatp.gradients.nested import inner_optimizers, with_inner
 from lightning_megatp.gradients.rows import replace_parameters
 from lightning_megatp.gradients.whole_steps import WholeSteps
 from lightning_megatp.gradients.wide import narrow, widen
+from lightning_megatp.hooks.around import explained
 from lightning_megatp.hooks.users import is_users
 from lightning_megatp.pipeline.batch import Backward
 from lightning_megatp.pipeline.pipeline import Pipeline
@@ -68,7 +69,8 @@ class GradientMethods(CopyMethods):
         """Each pipeline stage optimizes what it holds, which may be nothing, though `configure_optimizers` finds the
         parameters of all."""
         self._groups = Groups(self._parallel(), self.pipeline, self.sharding, lambda: [*with_inner(self.optimizers)])
-        with self._groups.whole(), self.among_copies():
+        explaining = explained("configure_optimizers") if self.pp > 1 else contextlib.nullcontext()
+        with self._groups.whole(), self.among_copies(), explaining:
             super().setup_optimizers(trainer)
             self._give_new_parameters()
         for optimizer in with_inner(self.optimizers) if self.pp > 1 else ():

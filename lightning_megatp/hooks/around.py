@@ -7,22 +7,31 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from lightning_megatp.gradients.rows import DividedParameter, finds_rows
 from lightning_megatp.hooks.divided import DataWatch
+from lightning_megatp.hooks.parts import is_elementwise
 from lightning_megatp.hooks.positions import Positions
 from lightning_megatp.hooks.users import HOOKS, is_users
-from lightning_megatp.hooks.values import WholeValues
+from lightning_megatp.hooks.values import WholeValues, draws_for_tensors
 from lightning_megatp.hooks.weights import WeightWatch, part_written
 from lightning_megatp.messages import warn_once_per_run
 from lightning_megatp.module import ParallelModule
 from lightning_megatp.pipeline.detour import Detour
 from lightning_megatp.plan.shard import ShardedTensorSpec
 from lightning_megatp.shim.lightning import finetuning_callbacks
-from lightning_megatp.shim.torch import FOREACH_IN_PLACE, is_fake
-from lightning_megatp.tensor.functions import one_by_one
+from lightning_megatp.shim.torch import (
+    FOREACH_IN_PLACE,
+    DataDependentOutputException,
+    fake_beside,
+    is_fake,
+    making_fakes,
+    tree_map,
+)
+from lightning_megatp.tensor.functions import is_in_place, one_by_one, operation_name
 
 _HOOKS = (
     *("on_fit_start", "on_train_start", "on_train_epoch_start", "on_train_batch_start", "on_before_zero_grad"),
@@ -181,51 +190,83 @@ def explaining_stages(trainer: Any) -> Iterator[Detour]:
     """
 
     def run(hook: str, call: Callable[[], Any]) -> Any:
-        try:
+        with explained(hook):
             return call()
-        except StopIteration as error:
-            raise RuntimeError(
-                f"MegaTPStrategy: `{hook}` raised StopIteration: some `next(...)` found nothing. With pp > 1 a part of"
-                " the model has its parameters on its own pipeline stage only. For where and what they are take"
-                " `self.device` and `self.dtype`."
-            ) from error
-        except (AssertionError, TypeError, AttributeError) as error:
-            if "FakeTensor" not in str(error) and "NoneType" not in str(error):
-                raise
-            raise RuntimeError(
-                f"MegaTPStrategy: `{hook}` failed ({type(error).__name__}: {str(error)[:80]}). With pp > 1 a part of"
-                " the model has its parameters on its own pipeline stage only: here they have no values and no"
-                " gradients (`grad` is None). Leave out those without gradients, or do it where the layer runs, in a"
-                " step or in a hook of `register_hook`."
-            ) from error
 
     yield from _around_hooks(trainer, run)
 
 
+@contextlib.contextmanager
+def explained(hook: str) -> Iterator[None]:
+    """Around a hook that may find what stands for parameters of other stages.
+
+    Raises:
+        RuntimeError: it fails on that.
+    """
+    try:
+        yield
+    except StopIteration as error:
+        raise RuntimeError(
+            f"MegaTPStrategy: `{hook}` raised StopIteration: some `next(...)` found nothing. With pp > 1 a part of"
+            " the model has its parameters on its own pipeline stage only. For where and what they are take"
+            " `self.device` and `self.dtype`."
+        ) from error
+    except (AssertionError, TypeError, AttributeError, DataDependentOutputException) as error:
+        of_values = isinstance(error, DataDependentOutputException)
+        if not of_values and "FakeTensor" not in str(error) and "NoneType" not in str(error):
+            raise
+        raise RuntimeError(
+            f"MegaTPStrategy: `{hook}` failed ({type(error).__name__}: {str(error)[:80]}). With pp > 1 a part of"
+            " the model has its parameters on its own pipeline stage only: here they have no values and no"
+            " gradients (`grad` is None). Leave out those without gradients, or do it where the layer runs, in a"
+            " step or in a hook of `register_hook`."
+        ) from error
+
+
 def leaving_out_others(trainer: Any) -> Iterator[Detour]:
-    """Let hooks do to lists of parameters that they keep, all in one call (`torch._foreach_mul_(self.averages, 0.9)`),
-    what they do to each by itself: something to this stage's, and nothing to what stands for those of other stages.
+    """Let hooks that change parameters, also in lists that they keep (`torch._foreach_mul_(self.averages, 0.9)`), do so
+    to this stage's, and nothing to what stands for those of other stages.
 
     Args:
         trainer: about to fit a module that is cut into stages.
     """
 
     def run(hook: str, call: Callable[[], Any]) -> Any:
-        with contextlib.nullcontext() if hook == "optimizer_step" else _OneByOne():
+        with contextlib.nullcontext() if hook == "optimizer_step" else _WithoutOthers():
             return call()
 
     yield from _around_hooks(trainer, run)
 
 
-class _OneByOne(TorchFunctionMode):
+def _zeros_for(x: Any) -> Any:
+    return torch.zeros(x.shape, dtype=x.dtype) if isinstance(x, Tensor) and is_fake(x) else x
+
+
+class _WithoutOthers(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func not in FOREACH_IN_PLACE or not any(map(is_fake, args[0])):
-            return func(*args, **(kwargs or {}))
-        for single, of_one, named in one_by_one(func, args, kwargs or {}):
-            single(*of_one, **named)
-        return None
+        kwargs, name = kwargs or {}, operation_name(func)
+        if func in FOREACH_IN_PLACE and any(map(is_fake, args[0])):
+            for single, of_one, named in one_by_one(func, args, kwargs):
+                single(*of_one, **named)
+            return None
+        given = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]  # torch.nn.init hands on keywords
+        other = next((x for x in given if is_fake(x) and x.dim() > 0), None)
+        if other is None:
+            return func(*args, **kwargs)
+        if draws_for_tensors(name):  # as many random numbers as on other stages
+            func(*map(_zeros_for, args), **{key: _zeros_for(x) for key, x in kwargs.items()})
+        changed = given[0] if is_in_place(name) and name != "requires_grad_" else None
+        if changed is not None and is_fake(changed):
+            return changed
+        if changed is None and is_elementwise(name):  # what comes out is another stage's, too
+            real = [x for x in given if not is_fake(x)]
+            fakes = {id(x): fake_beside(other, x) for x in real}
+            args, kwargs = tree_map(lambda x: fakes.get(id(x), x), (args, kwargs))
+            with making_fakes(other):
+                return func(*args, **kwargs)
+        return func(*args, **kwargs)
 
 
 def _around_hooks(trainer: Any, run: Callable[[str, Callable[[], Any]], Any]) -> Iterator[Detour]:

@@ -32,6 +32,11 @@ _BY_THE_WHOLE = frozenset(["orthogonal_", "sparse_", "eye_", "dirac_", "_no_grad
 """Functions of torch.nn.init that don't draw one number for each element, and once."""
 
 
+def draws_for_tensors(name: str) -> bool:
+    """Whether an operation draws a number for each element of its tensors."""
+    return name in _FOR_TENSORS
+
+
 class WholeValues(PartsMode):
     """While a hook runs: whole tensors and random numbers that meet parts are cut to them."""
 

@@ -39,6 +39,15 @@ _WRITES = "untyped_storage"
 """What torch.save and safetensors ask a tensor for; copying a weight, or loading into it, does not."""
 
 
+def couples(operation: str) -> bool:
+    """Whether an operation looks at several elements at once."""
+    return _bare(operation) in _COUPLING
+
+
+def _bare(operation: str) -> str:
+    return operation.removeprefix("linalg_").removeprefix("_foreach_")
+
+
 def writes(operation: str) -> bool:
     """Whether an operation is what files are written with."""
     return operation == _WRITES
@@ -91,7 +100,7 @@ class WeightWatch(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        operation = operation_name(func).removeprefix("linalg_").removeprefix("_foreach_")
+        operation = _bare(operation_name(func))
         if self._briefly and not self._positions.concern(operation):
             return func(*args, **kwargs)
         weight = None

@@ -59,6 +59,7 @@ __all__ = [
     "compute_weight",
     "conversions_around",
     "distributions_not_validated",
+    "fake_beside",
     "flatten",
     "foreach_norm",
     "forget_fakes",
@@ -67,6 +68,7 @@ __all__ = [
     "is_parameter_view",
     "is_random",
     "is_view",
+    "making_fakes",
     "missed_data",
     "modules_convert_without_data",
     "modules_in",
@@ -202,6 +204,12 @@ def fake_beside(ghost: Tensor, x: Tensor) -> Tensor:
     to 2.13, made it."""
     made: Tensor = x.detach() if is_fake(x) else ghost.fake_mode.from_tensor(x)  # type: ignore[attr-defined]
     return made
+
+
+def making_fakes(ghost: Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Meanwhile all that is made is without data, too, as numbers are that an operation takes for tensors."""
+    mode: FakeTensorMode = ghost.fake_mode  # type: ignore[attr-defined]
+    return mode
 
 
 def is_parameter_view(x: Tensor) -> bool:

@@ -168,14 +168,19 @@ class Model(LightningModule):
             self.disturb(parameter, shape)
 
     def configure_optimizers(self) -> Any:
+        if self.where == "rates":
+            rates = [0.1 * float(p.detach().norm()) + 0.01 * p.detach().abs().mean().item() for p in self.parameters()]
+            groups = [{"params": [p], "lr": rate} for p, rate in zip(self.parameters(), rates, strict=True)]
+            return torch.optim.SGD(groups, lr=0.5)
         return torch.optim.SGD(self.parameters(), lr=0.5)
 
 
 def _fit(layout: Layout, module: LightningModule) -> dict[str, Tensor]:
     batches = DataLoader(torch.randint(0, WORDS, (4, 6), generator=torch.Generator().manual_seed(1)), batch_size=4)
+    stages = {"stages": [["tok", "up", "down"], ["head"]]} if layout.pp > 1 else {}
     trainer = make_trainer(
         layout,
-        strategy=None if layout.plain else {"plan": PLAN if layout.tp > 1 else None},
+        strategy=None if layout.plain else {"plan": PLAN if layout.tp > 1 else None, **stages},
         max_epochs=2,
         use_distributed_sampler=False,  # all ranks see all of it, in order
     )
@@ -197,7 +202,10 @@ def _trained(layout: Layout, where: str, names: list[str]) -> list[dict[str, Ten
 
 
 LAYOUTS = [TP2, Layout(dp=2, zero=1), Layout(dp=2, zero=3), Layout(tp=2, dp=2, zero=3)]
-CASES = [(where, layout) for where in WHERE for layout in LAYOUTS if where != "accumulated" or not layout.zero]
+PIPELINES = [Layout(pp=2, microbatches=1), Layout(tp=2, pp=2, microbatches=1)]
+CASES = [("weight", layout) for layout in PIPELINES] + [
+    (where, layout) for where in WHERE for layout in LAYOUTS if where != "accumulated" or not layout.zero
+]
 
 
 @pytest.mark.parametrize(("where", "layout"), CASES, ids=str)
@@ -210,12 +218,25 @@ def test_hooks_put_there_what_they_do_on_one_device(where: str, layout: Layout) 
             assert torch.allclose(state[key], value, rtol=0, atol=1e-12), f"{name}: {key}"
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS + PIPELINES, ids=str)
 def test_layers_are_initialised_anew_as_on_one_device(layout: Layout) -> None:
     (whole,) = run_program(PLAIN, _trained, "layers", [""])
     first, *_ = run_program(layout, _trained, "layers", [""])
     for key, value in whole[0].items():
         assert torch.allclose(first[0][key], value, rtol=0, atol=1e-12), key
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_rates_by_weights_are_those_of_whole_ones(layout: Layout) -> None:
+    (whole,) = run_program(PLAIN, _trained, "rates", [""])
+    first, *_ = run_program(layout, _trained, "rates", [""])
+    for key, value in whole[0].items():
+        assert torch.allclose(first[0][key], value, rtol=0, atol=1e-12), key
+
+
+def test_rates_by_weights_of_other_stages_are_refused() -> None:
+    with pytest.raises(RankError, match="MegaTPStrategy: `configure_optimizers` failed"):
+        run_program(PIPELINES[0], _trained, "rates", [""])
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -57,8 +57,6 @@ class Ownership:
         self._uses: dict[str, set[int]] = {}
         self._known: set[nn.Module] = set()
         """The modules that were there when tensors were freed."""
-        self.others_are_kept = False
-        """Whether the user's objects keep some that are on other stages."""
 
     @property
     def names(self) -> dict[int, str]:
@@ -107,9 +105,7 @@ class Ownership:
                     gone.setdefault(path, {}).update((name, child.__dict__[name].shape) for name in foreign)
         load_own_stage(self._module, gone)
         fakes = {names[key]: fake for key, (_, fake) in freed.items() if key in names}
-        replaced = {key: fakes[name] for key, name in kept.items() if name in fakes}
-        replace_kept(self._module, replaced)
-        self.others_are_kept |= bool(replaced)
+        replace_kept(self._module, {key: fakes[name] for key, name in kept.items() if name in fakes})
         self._known = set(modules_in(self._module))
 
     def refuse_copies(self) -> None:

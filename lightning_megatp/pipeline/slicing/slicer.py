@@ -396,11 +396,6 @@ class Slicer:
         """A parameter by name; of a freed one what tells its shape and dtype."""
         return self._ownership.stand_in(name)
 
-    @property
-    def others_are_kept(self) -> bool:
-        """Whether the user's objects keep lists, or the like, in which there are parameters of other stages."""
-        return self._ownership.others_are_kept
-
     def hold(self, name: str, value: Tensor) -> nn.Parameter:
         """Take a freed parameter back, since the plan uses it on a stage of this rank."""
         return self._ownership.hold(name, value)
