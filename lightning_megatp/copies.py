@@ -17,7 +17,7 @@ from lightning_megatp.shim.lightning import around_loader_hooks, around_training
 
 
 class CopyMethods(Parts):
-    """What `trainer.global_rank`, `trainer.world_size` and `trainer.num_devices` are."""
+    """What `trainer.global_rank`, `trainer.local_rank`, `trainer.world_size` and `trainer.num_devices` are."""
 
     _counted: tuple[int, int] | None = None
     """Rank and size on the dp axis, while copies are counted."""
@@ -60,6 +60,18 @@ class CopyMethods(Parts):
     def world_size(self) -> int:
         """The number of processes; within `counting_copies`, of copies of the model."""
         return super().world_size if self._counted is None else self._counted[1]
+
+    @property
+    def local_rank(self) -> int:
+        """Of the process on its machine; within `counting_copies`, of the copy among those there."""
+        if self._counted is None:
+            return self.process_local_rank
+        return self._counted[0] % len(self.parallel_devices or [None])
+
+    @property
+    def process_local_rank(self) -> int:
+        """Of the process, at any time."""
+        return super().local_rank
 
     @property
     def parallel_devices(self) -> list[torch.device] | None:

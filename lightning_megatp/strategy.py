@@ -41,6 +41,7 @@ from lightning_megatp.hooks.around import (
     keeping_data,
     leaving_out_others,
     watching_weights,
+    with_whole_functions,
     with_whole_groups,
     with_whole_values,
 )
@@ -221,7 +222,7 @@ class MegaTPStrategyBase(StepMethods, GradientMethods, BuildingMethods, WorldMet
     @property
     def root_device(self) -> torch.device:
         assert self._process_devices is not None
-        return self._process_devices[self.local_rank]
+        return self._process_devices[self.process_local_rank]
 
     @property
     def num_processes(self) -> int:
@@ -309,6 +310,8 @@ class MegaTPStrategyBase(StepMethods, GradientMethods, BuildingMethods, WorldMet
         if not self._undivided:
             without_inference_mode(trainer)
             self._detours += without_examples(trainer, whole_forward=self.pipeline is None and self.sharding is None)
+        if mesh.size("tp") > 1:
+            self._detours += with_whole_functions(trainer, parallel)
         if self.pipeline is not None:
             self._detours += explaining_stages(trainer)
         if self.pipeline is not None and not self.pipeline.is_last:

@@ -14,6 +14,7 @@ from torch import Size, Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lightning_megatp.shim.autograd import functorch_is_active
 from lightning_megatp.shim.torch import is_fake, with_local
 
 
@@ -170,4 +171,6 @@ def own_part(x: Tensor) -> Tensor:
 
 def address_of(x: Tensor) -> int:
     """Where what this rank has of it lies; 0 for nowhere. Gradients may share the storage of a bucket."""
-    return 0 if x.layout is not torch.strided or x.is_meta or is_fake(x) else own_part(x).data_ptr()
+    if x.layout is not torch.strided or x.is_meta or is_fake(x) or functorch_is_active():
+        return 0
+    return own_part(x).data_ptr()

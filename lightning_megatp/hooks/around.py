@@ -32,6 +32,7 @@ from lightning_megatp.shim.torch import (
     tree_map,
 )
 from lightning_megatp.tensor.functions import is_in_place, one_by_one, operation_name
+from lightning_megatp.tensor.user_functions import functions_take_whole
 
 _HOOKS = (
     *("on_fit_start", "on_train_start", "on_train_epoch_start", "on_train_batch_start", "on_before_zero_grad"),
@@ -99,6 +100,22 @@ def keeping_data(trainer: Any, parameters: Sequence[DividedParameter]) -> Iterat
                     f" steps (zero={trainer.strategy.zero.level}). Only training, validation, test and predict steps"
                     " gather them: do it in one of these, take `.full_tensor()` of a parameter, or zero=0."
                 ) from error
+
+    yield from _around_hooks(trainer, run)
+
+
+def with_whole_functions(trainer: Any, parallel: ParallelModule) -> Iterator[Detour]:
+    """Let autograd functions and scripted ones, in forwards that hooks run (samples after an epoch), take whole tensors
+    as they do in steps.
+
+    Args:
+        trainer: about to run.
+        parallel: the split module.
+    """
+
+    def run(hook: str, call: Callable[[], Any]) -> Any:
+        with functions_take_whole(parallel.context):
+            return call()
 
     yield from _around_hooks(trainer, run)
 
