@@ -36,6 +36,7 @@ from lightning_megatp.gradients.precision import agree_on_precision, check_preci
 from lightning_megatp.gradients.sharding import ZeroSharding
 from lightning_megatp.gradients.zero_options import ZeroOptions
 from lightning_megatp.hooks.around import (
+    among_copies,
     explaining_stages,
     finding_divided,
     keeping_data,
@@ -310,6 +311,8 @@ class MegaTPStrategyBase(StepMethods, GradientMethods, BuildingMethods, WorldMet
         if not self._undivided:
             without_inference_mode(trainer)
             self._detours += without_examples(trainer, whole_forward=self.pipeline is None and self.sharding is None)
+        if self._default_group is not None:
+            self._detours += among_copies(trainer, self.among_copies)
         if mesh.size("tp") > 1:
             self._detours += with_whole_functions(trainer, parallel)
         if self.pipeline is not None:

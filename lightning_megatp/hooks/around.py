@@ -15,7 +15,7 @@ from lightning_megatp.gradients.rows import DividedParameter, finds_rows
 from lightning_megatp.hooks.divided import DataWatch
 from lightning_megatp.hooks.parts import is_elementwise
 from lightning_megatp.hooks.positions import Positions
-from lightning_megatp.hooks.users import HOOKS, is_users
+from lightning_megatp.hooks.users import HOOKS, is_users, mentions
 from lightning_megatp.hooks.values import WholeValues, draws_for_tensors
 from lightning_megatp.hooks.weights import WeightWatch, part_written
 from lightning_megatp.messages import warn_once_per_run
@@ -40,6 +40,13 @@ _HOOKS = (
     *("on_validation_batch_end", "on_validation_epoch_end", "on_validation_end", "on_train_end", "optimizer_step"),
 )
 """In which weights may be changed or looked at. (Those around a backward are watched by `WholeNorms`.)"""
+_AMONG_RANKS = frozenset(
+    [
+        *("world_size", "num_devices", "get_world_size", "all_gather_object", "all_gather_into_tensor", "all_reduce"),
+        *("gather_object", "broadcast_object_list", "reduce_scatter_tensor", "all_to_all_single"),
+    ]
+)
+"""What is asked for, or called, by hooks that deal with samples."""
 _CALLS = 1000
 """In which all that a hook does is looked at; that costs a few microseconds at every operation."""
 
@@ -118,6 +125,26 @@ def with_whole_functions(trainer: Any, parallel: ParallelModule) -> Iterator[Det
             return call()
 
     yield from _around_hooks(trainer, run)
+
+
+def among_copies(trainer: Any, counted: Callable[[], contextlib.AbstractContextManager[None]]) -> Iterator[Detour]:
+    """Let hooks that have to do with the number of ranks, or send something by torch.distributed, find copies of the
+    model in the place of processes: they deal with samples, of which all ranks of a copy see the same. Others write
+    files, which one process does.
+
+    Args:
+        trainer: about to run.
+        counted: a context in which copies are counted, and talk.
+    """
+
+    def run(hook: str, call: Callable[[], Any]) -> Any:
+        with counted():
+            return call()
+
+    for owner in (trainer.lightning_module, *trainer.callbacks):
+        for hook in HOOKS:
+            if is_users(owner, hook) and mentions(owner, _AMONG_RANKS, hook):
+                yield Detour(owner, hook, functools.partial(run, hook))
 
 
 def with_whole_values(trainer: Any, parallel: ParallelModule) -> Iterator[Detour]:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from types import CodeType, FunctionType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from lightning_megatp.hooks.users import mentions
 from lightning_megatp.pipeline.detour import Detour
-
-_FLAG = "should_stop"
 
 
 def stopping_together(trainer: Any, hosts: dist.ProcessGroup) -> Iterator[Detour]:
@@ -44,35 +42,9 @@ def stopping_together(trainer: Any, hosts: dist.ProcessGroup) -> Iterator[Detour
         return result
 
     owners = (trainer.lightning_module, *trainer.callbacks)
-    needed = torch.tensor(int(any(map(_sets, owners))))
+    needed = torch.tensor(int(any(mentions(x, {"should_stop"}) for x in owners)))
     dist.all_reduce(needed, op=dist.ReduceOp.MAX, group=hosts)
     if needed:
         loop = trainer.fit_loop
         yield Detour(loop.epoch_loop, "on_advance_end", around_validation)
         yield from (Detour(loop, name, after) for name in ("on_advance_start", "on_advance_end"))
-
-
-def _sets(owner: Any) -> bool:
-    """Whether code of the user's on an object, or a function that it calls, has to do with the flag."""
-    seen: set[CodeType] = set()
-    held = (vars(owner), *map(vars, type(owner).__mro__))
-    return any(_mentions(x, seen) for names in held for x in names.values())
-
-
-def _mentions(x: Any, seen: set[CodeType]) -> bool:
-    function = getattr(x, "__func__", getattr(x, "__wrapped__", x))
-    if not isinstance(function, FunctionType) or not _is_users(function) or function.__code__ in seen:
-        return False
-    code, names = [function.__code__], set()
-    while code:
-        found = code.pop()
-        seen.add(found)
-        names |= {*found.co_names, *(c for c in found.co_consts if isinstance(c, str))}
-        code += [c for c in found.co_consts if isinstance(c, CodeType)]
-    called = (function.__globals__.get(name) for name in names)
-    return _FLAG in names or any(_mentions(other, seen) for other in called)
-
-
-def _is_users(function: FunctionType) -> bool:
-    package = (function.__module__ or "").split(".")[0]
-    return package not in ("torch", "lightning", "pytorch_lightning", "lightning_megatp", "torchmetrics")

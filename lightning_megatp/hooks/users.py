@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from types import CodeType, FunctionType
 from typing import Any
 
 HOOKS = (
@@ -23,3 +25,46 @@ def is_users(x: Any, name: str) -> bool:
     hook = vars(x).get(name, getattr(type(x), name, None))
     module = getattr(hook, "__module__", None) or ""
     return hook is not None and module.split(".")[0] not in ("lightning", "pytorch_lightning", "lightning_megatp")
+
+
+def mentions(owner: Any, names: Collection[str], hook: str | None = None) -> bool:
+    """Whether the user's code on an object, with the functions and own methods that it calls, has to do with attributes
+    or functions of some names.
+
+    Args:
+        owner: a module or callback.
+        names: those.
+        hook: only this method, with what it calls; None for all.
+    """
+    held: dict[str, Any] = {}
+    for x in (*reversed(type(owner).__mro__), owner):
+        held.update(vars(x))
+    seen: set[CodeType] = set()
+
+    def found_in(x: Any) -> bool:
+        function = _function(x)
+        if function is None or function.__code__ in seen:
+            return False
+        words = _words(function.__code__, seen)
+        called = (places.get(word) for word in words for places in (function.__globals__, held))
+        return not words.isdisjoint(names) or any(map(found_in, called))
+
+    return any(map(found_in, held.values() if hook is None else [held.get(hook)]))
+
+
+def _function(x: Any) -> FunctionType | None:
+    """A function that the user wrote, of what stands for it: a method, a decorated one, a detour."""
+    while not isinstance(x, FunctionType) or hasattr(x, "__wrapped__"):
+        inner = getattr(x, "__func__", getattr(x, "fget", getattr(x, "__wrapped__", None)))
+        if inner is None:
+            return None
+        x = inner
+    package = (x.__module__ or "").split(".")[0]
+    return None if package in ("torch", "lightning", "pytorch_lightning", "lightning_megatp", "torchmetrics") else x
+
+
+def _words(code: CodeType, seen: set[CodeType]) -> set[str]:
+    """The names and strings in a function's code, and in that of functions inside of it."""
+    seen.add(code)
+    words = {*code.co_names, *code.co_freevars, *(c for c in code.co_consts if isinstance(c, str))}
+    return words.union(*(_words(c, seen) for c in code.co_consts if isinstance(c, CodeType)))
