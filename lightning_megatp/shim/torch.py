@@ -48,6 +48,7 @@ __all__ = [
     "DynamicOutputShapeException",
     "FakeTensor",
     "FakeTensorMode",
+    "RealAgain",
     "TorchDispatchMode",
     "UnsupportedOperatorException",
     "WeightNormed",
@@ -210,6 +211,18 @@ def making_fakes(ghost: Tensor) -> contextlib.AbstractContextManager[Any]:
     """Meanwhile all that is made is without data, too, as numbers are that an operation takes for tensors."""
     mode: FakeTensorMode = ghost.fake_mode  # type: ignore[attr-defined]
     return mode
+
+
+class RealAgain:
+    """From `begin` to `end` tensors have data, though a FakeTensorMode was entered and not yet left: what a look at a
+    step puts back is real. There is one slot for such modes, without a public name (2.11-2.13)."""
+
+    def begin(self) -> None:
+        self._mode = torch._C._unset_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+
+    def end(self) -> None:
+        if self._mode is not None:
+            torch._C._set_dispatch_mode(self._mode)
 
 
 def is_parameter_view(x: Tensor) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_megatp.shim.torch import tree_leaves, tree_map
+from lightning_megatp.shim.torch import FakeTensorMode, tree_flatten, tree_leaves, tree_map, tree_unflatten
 from lightning_megatp.shim.transformers import is_conv1d
 
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
@@ -49,6 +49,10 @@ class Block:
     """Of all modules of its kind; the first is `module`'s."""
     calls: list[Call] = field(default_factory=list)
     """What each step that was tried out calls it with; none if they don't."""
+    other_calls: list[Call] = field(default_factory=list)
+    """Calls of blocks of its kind with other plain values (how deep it is, a flag), and tensors of the first call."""
+    counts: list[dict[str, int]] = field(default_factory=list)
+    """For each of its names, the numbers by which blocks are counted: path of the attribute -> value."""
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -101,8 +105,10 @@ def kinds_of_blocks(module: nn.Module, names: Sequence[str] | None = None) -> li
     for shape, settings in shapes.items():
         indices = _indices(list(settings.values()))
         for name, values in settings.items():
-            kind = shape, tuple((key, value) for key, value in values.items() if key not in indices)
-            kinds.setdefault(kind, Block(_uncompiled(module.get_submodule(name)))).names.append(name)
+            key = shape, tuple((key, value) for key, value in values.items() if key not in indices)
+            kind = kinds.setdefault(key, Block(_uncompiled(module.get_submodule(name))))
+            kind.names.append(name)
+            kind.counts.append({key: int(values[key]) for key in indices})
     return list(kinds.values())
 
 
@@ -124,40 +130,49 @@ def _indices(settings: list[dict[str, str]]) -> set[str]:
 
 
 def capture_calls(module: nn.Module, kinds: list[Block], step: Callable[[], Any]) -> Exception | None:
-    """Run a step until each kind of block was called once, and keep what the first of each kind was called with.
+    """Run a step, and keep what the first block of each kind is called with; and the plain values (how deep it is, a
+    flag) that its later calls, and those of other blocks of its kind, are given.
 
-    Further blocks of a kind return what the first did, so that the cost is that of one block of each kind and of what
-    lies between them.
+    Further blocks of a kind return what the first did, and once all blocks were called nothing has data any more: the
+    cost is that of one block of each kind and of what lies between them.
 
     Args:
         module: the whole.
-        kinds: each gets another entry in its `calls`.
-        step: calls the model, e.g. a training step on one batch. It is left once all kinds have been called.
+        kinds: each gets another entry in its `calls`, and maybe some in `other_calls`.
+        step: calls the model, e.g. a training step on one batch.
 
     Returns:
-        What the step raised, if it did.
+        What the step raised, if it did, before all kinds were called.
     """
-    waiting = {id(kind) for kind in kinds}
-    if not waiting:
+    if not kinds:
         return None
-    seen: dict[int, tuple[Any, Any]] = {}
+    waiting = {name for kind in kinds for name in kind.names}
+    known: dict[int, _Known] = {}
     handles = []
+    ends = contextlib.ExitStack()
 
-    def make(kind: Block, target: nn.Module) -> Callable[..., Any]:
+    def make(kind: Block, name: str, target: nn.Module) -> Callable[..., Any]:
         forward = _uncompiled(target).forward
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            shape = _describe((args, kwargs))
-            if id(kind) in seen:
-                known, result = seen[id(kind)]
-                return tree_map(copied, result) if known == shape else forward(*args, **kwargs)
-            kind.calls.append(Call(*tree_map(copied, (args, kwargs))))
-            result = forward(*args, **kwargs)
-            seen[id(kind)] = shape, tree_map(copied, result)
-            waiting.discard(id(kind))
-            if not waiting:
-                raise _Enough
-            return result
+            found, given = known.get(id(kind)), _Given.of(args, kwargs)
+            if found is not None and found.first.shapes == given.shapes:
+                found.note(given, kind)
+                result = found.results.get(given.flags)
+            else:
+                result = None
+            if found is None:
+                kind.calls.append(Call(*tree_map(copied, (args, kwargs))))
+            if result is None:
+                result = forward(*args, **kwargs)
+            found = known.setdefault(id(kind), _Known(given, len(kind.calls) - 1))
+            if found.first.shapes == given.shapes:
+                result = found.results.setdefault(given.flags, tree_map(copied, result))
+            if waiting:
+                waiting.discard(name)
+                if not waiting:
+                    ends.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+            return tree_map(copied, result)
 
         return run
 
@@ -166,14 +181,12 @@ def capture_calls(module: nn.Module, kinds: list[Block], step: Callable[[], Any]
             target = module.get_submodule(name)
             own = target.__dict__.get("forward")
             handles.append((target, own))
-            target.__dict__["forward"] = make(kind, target)
+            target.__dict__["forward"] = make(kind, name, target)
     try:
-        with torch.enable_grad():  # which values need a gradient matters
+        with torch.enable_grad(), ends:  # which values need a gradient matters
             step()
-    except _Enough:
-        pass
     except Exception as error:
-        return error.with_traceback(None)
+        return None if len(known) == len(kinds) else error.with_traceback(None)
     finally:
         for target, own in handles:
             if own is None:
@@ -183,8 +196,57 @@ def capture_calls(module: nn.Module, kinds: list[Block], step: Callable[[], Any]
     return None
 
 
-class _Enough(BaseException):
-    """All kinds of blocks were called."""
+@dataclass(frozen=True)
+class _Given:
+    """What a call is given."""
+
+    shapes: Any
+    """Shapes and types."""
+    values: tuple[Any, ...]
+    """Its plain values."""
+    leaves: list[Any]
+    tree: Any
+
+    @classmethod
+    def of(cls, args: Any, kwargs: Any) -> _Given:
+        leaves, tree = tree_flatten((args, kwargs))
+        return cls(_describe((args, kwargs)), tuple(x for x in leaves if isinstance(x, _PLAIN)), leaves, tree)
+
+    @property
+    def way(self) -> Any:
+        """What is alike in calls that differ in tensors only."""
+        return str(self.tree), self.values
+
+    @property
+    def flags(self) -> Any:
+        """The same without numbers, on which a block's result depends less often than on other plain values."""
+        return str(self.tree), tuple(x for x in self.values if not isinstance(x, (int, float)) or isinstance(x, bool))
+
+
+class _Known:
+    """What is known of a kind of block, in one step.
+
+    Args:
+        first: what it was first called with.
+        at: the place of that in `calls`.
+    """
+
+    def __init__(self, first: _Given, at: int) -> None:
+        self.first, self._at = first, at
+        self.results: dict[Any, Any] = {}
+        """What it returned, by flags."""
+        self._ways = {first.way}
+
+    def note(self, given: _Given, kind: Block) -> None:
+        """Keep a call with other plain values, on the tensors of the first."""
+        if given.way in self._ways:
+            return
+        self._ways.add(given.way)
+        first = kind.calls[self._at]
+        tensors = [x for x in tree_leaves((first.args, first.kwargs)) if isinstance(x, Tensor)]
+        if len(tensors) == sum(isinstance(x, Tensor) for x in given.leaves):
+            leaves = [tensors.pop(0) if isinstance(x, Tensor) else copied(x) for x in given.leaves]
+            kind.other_calls.append(Call(*tree_unflatten(leaves, given.tree)))
 
 
 def copied(x: Any) -> Any:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_megatp.plan.auto.blocks import Block, Call, is_linear, unlooked
 from lightning_megatp.plan.auto.influence import Candidate, deal, find_candidates
-from lightning_megatp.plan.auto.simulate import BlockPlan, NotFinite, Outcome, Reference
+from lightning_megatp.plan.auto.simulate import BlockPlan, NotFinite, Outcome, Reference, path
 from lightning_megatp.plan.auto.thin import ThinLinear, copy_of, thin_copy
 from lightning_megatp.plan.auto.tokens import sequence_dim, used_twice
 from lightning_megatp.plan.convolutions import convolution_plan, fits, weights
@@ -157,14 +157,14 @@ def _thin_references(block: Block, result: BlockResult) -> tuple[nn.Module, list
     that layer stays as it is."""
     twin = thin_copy(block.module, seed=0)
     try:
-        return twin, list(_references(twin, block.calls))
+        return twin, [*_references(twin, block.calls), *_other_ways(twin, block)]
     except NotFinite as error:
         dense = [name for name, child in error.ran.named_modules() if isinstance(child, ThinLinear) and child.touched]
         if not dense:
             raise
         result.whole.update(dict.fromkeys(dense, "the block uses its weight otherwise than by calling it"))
         twin = thin_copy(block.module, seed=0, dense=dense)
-        return twin, list(_references(twin, block.calls))
+        return twin, [*_references(twin, block.calls), *_other_ways(twin, block)]
 
 
 def _references(twin: nn.Module, calls: Sequence[Call]) -> Iterator[Reference]:
@@ -184,6 +184,28 @@ def _references(twin: nn.Module, calls: Sequence[Call]) -> Iterator[Reference]:
             except Exception:
                 continue  # not what it takes
             seen.append(other.describe())
+
+
+def _other_ways(twin: nn.Module, block: Block) -> Iterator[Reference]:
+    """What blocks of a kind compute by other operations than the first one does: by plain values that they are given,
+    or by the number that counts them."""
+    known = [path(twin, block.calls[0])]
+    first, numbers = (block.counts or [{}])[0], list[tuple[str, int]]()
+    for counts in block.counts:
+        numbers += [(key, n) for key, n in counts.items() if n != first[key]]
+    for key, number in (("", 0), *dict.fromkeys(numbers)):
+        other = copy_of(twin)
+        if key:
+            module, _, attribute = key.rpartition(".")
+            vars(other.get_submodule(module))[attribute] = number
+        for call in (block.calls[0], *block.other_calls):
+            try:
+                way = path(other, call)
+            except Exception:
+                continue  # not what it takes
+            if way not in known:
+                known.append(way)
+                yield Reference(other, call)
 
 
 def _other_masks(call: Call) -> Iterator[Call]:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from lightning_megatp.plan.auto.blocks import Call, own_attributes, tensors_in
 from lightning_megatp.plan.auto.exact import exact, exact_in_thread
@@ -29,6 +30,7 @@ from lightning_megatp.shim.torch import tree_leaves, weight_norm_of
 from lightning_megatp.tensor.collectives import take_ranges
 from lightning_megatp.tensor.features.layout import FeatureLayout
 from lightning_megatp.tensor.features.shard import FeatureShard, own_features
+from lightning_megatp.tensor.functions import operation_name
 from lightning_megatp.tensor.lineage import enters_region, trace_regions
 from lightning_megatp.tensor.user_functions import functions_take_whole
 from lightning_megatp.tensor.weight_norm import weight_of_parts
@@ -79,6 +81,29 @@ class NotFinite(ValueError):
     def __init__(self, ran: nn.Module) -> None:
         super().__init__("its outputs are not finite")
         self.ran = ran
+
+
+def path(twin: nn.Module, call: Call) -> list[Any]:
+    """The operations by which a thin block computes a call, and the shapes of what they return."""
+    own = concrete_call(call, 0, noise=0.1)
+    with exact(), _Operations() as seen:
+        copy_of(twin)(*own.args, **own.kwargs)
+    return seen.found
+
+
+class _Operations(TorchFunctionMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[Any] = []
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.found.append(
+            (operation_name(func), [tuple(x.shape) for x in tree_leaves(result) if isinstance(x, Tensor)])
+        )
+        return result
 
 
 class Reference:
