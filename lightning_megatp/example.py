@@ -21,7 +21,7 @@ from lightning_megatp.pipeline.split import batch_size, is_ragged, split_batch
 from lightning_megatp.plan.auto.blocks import without_logging
 from lightning_megatp.shim.compiler import uncompiled
 from lightning_megatp.shim.lightning import batch_hook, first_loaders, idle_optimizers
-from lightning_megatp.shim.torch import RealAgain, tensor_version, tree_leaves, tree_map
+from lightning_megatp.shim.torch import real_again, tensor_version, tree_leaves, tree_map
 
 _HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 _STEPS = {"fit": "training_step", "validate": "validation_step", "test": "test_step", "predict": "predict_step"}
@@ -110,11 +110,8 @@ class Example:
         """The user's step on a copy of such a batch, in its contexts. It leaves nothing: no state, log, change of the
         batch or random number."""
         with contextlib.ExitStack() as stack:
-            real = RealAgain()  # whoever looks at it may let its rest run without data
-            stack.callback(real.end)
             for context in (random_state_kept(), untouched(self.module), without_logging(self.module), self.weights()):
                 stack.enter_context(context)
-            stack.callback(real.begin)
             return self.bare_step(_copy_of(batch))
 
     def bare_step(self, batch: Any) -> Any:
@@ -179,14 +176,14 @@ def untouched(module: nn.Module) -> Iterator[None]:
             yield
     finally:
         changed = [p for p, _, _, version in gradients if tensor_version(p) != version and not values.copied(p)]
-        snapshot.restore()
-        values.restore()
-        with torch.no_grad():
+        with real_again(), torch.no_grad():  # whoever looks at a step may let its rest run without data
+            snapshot.restore()
+            values.restore()
             for buffer, before in buffers:
                 buffer.copy_(before)
-        for parameter, grad, trained, _ in gradients:
-            parameter.grad = grad
-            parameter.requires_grad_(trained)
+            for parameter, grad, trained, _ in gradients:
+                parameter.grad = grad
+                parameter.requires_grad_(trained)
         if changed:
             warn_once_per_run(
                 "the step changes parameters in place where Python can't see it, and it was called once more, to find a"

@@ -15,11 +15,10 @@ from torch.optim import Optimizer
 from lightning_megatp.gradients.rows import own_part
 from lightning_megatp.gradients.sharding import ZeroSharding
 from lightning_megatp.hooks.parts import PartsMode
-from lightning_megatp.hooks.weights import couples
 from lightning_megatp.module import ParallelModule
 from lightning_megatp.pipeline.pipeline import Pipeline
 from lightning_megatp.shim.torch import is_fake, tree_map
-from lightning_megatp.tensor.functions import is_in_place, operation_name, operation_names
+from lightning_megatp.tensor.functions import couples, is_in_place, multiplies, operation_name, operation_names
 from lightning_megatp.tensor.outside import SIZES, size_of
 
 
@@ -129,7 +128,7 @@ class _Whole(PartsMode):
             return args[0] is args[1]
         if args and name in _ASKS and (shape := self._shape(args[0])) is not None:
             return size_of(shape, func, *args[1:], **kwargs)
-        if couples(name) and not is_in_place(name):
+        if (couples(name) or multiplies(name)) and not is_in_place(name):
             args, kwargs = tree_map(self._gathered, (args, kwargs))
         result = func(*args, **kwargs)
         self.note(name, [x for x in args if isinstance(x, Tensor)], result)

@@ -18,34 +18,21 @@ from lightning_megatp.hooks.positions import Positions
 from lightning_megatp.plan.shard import ShardedTensorSpec
 from lightning_megatp.shim.torch import WithoutMode, tree_leaves
 from lightning_megatp.tensor.features.rules.table import POINTWISE
-from lightning_megatp.tensor.functions import is_in_place, operation_name, operation_names
-
-_COUPLING = operation_names(
-    """
-    norm vector_norm matrix_norm renorm renorm_ normalize dist cdist pdist cosine_similarity sum nansum mean nanmean
-    std var prod amax amin aminmax max min argmax argmin median nanmedian quantile nanquantile kthvalue topk sort
-    argsort msort cumsum cumprod logsumexp softmax log_softmax layer_norm group_norm instance_norm batch_norm rms_norm
-    std_mean var_mean trace count_nonzero histc unique numpy tolist flip roll fill_diagonal_ tril tril_ triu triu_ diag
-    diagonal matmul __matmul__ __rmatmul__ mm mv bmm dot inner outer einsum tensordot multi_dot matrix_exp logdet cond
-    any all equal allclose qr svd svdvals eig eigh eigvalsh cholesky inv pinv det slogdet matrix_power matrix_rank
-    """
+from lightning_megatp.tensor.functions import (
+    bare_name,
+    couples,
+    is_in_place,
+    multiplies,
+    operation_name,
+    operation_names,
 )
-"""Operations that look at several elements at once."""
+
 _FOLLOWED = POINTWISE | operation_names(
     "data T mT t transpose view reshape flatten ravel squeeze unsqueeze to cpu cuda"
 )
 """Operations of which the result is still about the weight."""
 _WRITES = "untyped_storage"
 """What torch.save and safetensors ask a tensor for; copying a weight, or loading into it, does not."""
-
-
-def couples(operation: str) -> bool:
-    """Whether an operation looks at several elements at once."""
-    return _bare(operation) in _COUPLING
-
-
-def _bare(operation: str) -> str:
-    return operation.removeprefix("linalg_").removeprefix("_foreach_")
 
 
 def writes(operation: str) -> bool:
@@ -100,13 +87,13 @@ class WeightWatch(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        operation = _bare(operation_name(func))
+        operation = bare_name(operation_name(func))
         if self._briefly and not self._positions.concern(operation):
             return func(*args, **kwargs)
         weight = None
-        if operation in _COUPLING or operation in _FOLLOWED or writes(operation):
+        if couples(operation) or multiplies(operation) or operation in _FOLLOWED or writes(operation):
             weight = next((name for x in (*args, *kwargs.values()) if (name := self._name(x)) is not None), None)
-        if weight is not None and operation in _COUPLING:
+        if weight is not None and operation not in _FOLLOWED and not writes(operation):
             self._say(operation, weight)
         elif weight is not None and writes(operation):
             self._written(weight)

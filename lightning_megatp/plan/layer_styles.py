@@ -141,10 +141,15 @@ def expert_counts(plan: ParallelPlan, modules: Mapping[str, nn.Module]) -> Itera
     """The attributes of experts that become those of this rank."""
     for name, layer in plan.layers.items():
         if layer.style.style == "experts":
-            sizes = tuple(map(length, layer.by_rank))
-            held = vars(modules[name])
-            counts = (attribute for attribute in sorted(_COUNTS & held.keys()) if held[attribute] == sum(sizes))
-            yield from (AttributePlan(name, attribute, sizes) for attribute in counts)
+            yield from counts_of(name, layer, modules)
+
+
+def counts_of(name: str, layer: LayerPlan, modules: Mapping[str, nn.Module]) -> Iterator[AttributePlan]:
+    """The same of one stack of experts."""
+    sizes = tuple(map(length, layer.by_rank))
+    held = vars(modules[name])
+    counts = (attribute for attribute in sorted(_COUNTS & held.keys()) if held[attribute] == sum(sizes))
+    yield from (AttributePlan(name, attribute, sizes) for attribute in counts)
 
 
 def _weight_dim(style: Style, module: nn.Module) -> int:

@@ -48,7 +48,6 @@ __all__ = [
     "DynamicOutputShapeException",
     "FakeTensor",
     "FakeTensorMode",
-    "RealAgain",
     "TorchDispatchMode",
     "UnsupportedOperatorException",
     "WeightNormed",
@@ -73,6 +72,7 @@ __all__ = [
     "missed_data",
     "modules_convert_without_data",
     "modules_in",
+    "real_again",
     "reduce_scatter_single",
     "replace_step",
     "runs_own_convolution",
@@ -213,16 +213,16 @@ def making_fakes(ghost: Tensor) -> contextlib.AbstractContextManager[Any]:
     return mode
 
 
-class RealAgain:
-    """From `begin` to `end` tensors have data, though a FakeTensorMode was entered and not yet left: what a look at a
-    step puts back is real. There is one slot for such modes, without a public name (2.11-2.13)."""
-
-    def begin(self) -> None:
-        self._mode = torch._C._unset_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
-
-    def end(self) -> None:
-        if self._mode is not None:
-            torch._C._set_dispatch_mode(self._mode)
+@contextlib.contextmanager
+def real_again() -> Iterator[None]:
+    """Tensors have data, though a FakeTensorMode was entered and not yet left: what a look at a step puts back is real.
+    There is one slot for such modes, without a public name (2.11-2.13)."""
+    mode = torch._C._unset_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+    try:
+        yield
+    finally:
+        if mode is not None:
+            torch._C._set_dispatch_mode(mode)
 
 
 def is_parameter_view(x: Tensor) -> bool:

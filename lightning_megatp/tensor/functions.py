@@ -35,6 +35,34 @@ def operation_names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
+_COUPLING = operation_names(
+    """
+    norm vector_norm matrix_norm renorm renorm_ normalize dist cdist pdist cosine_similarity sum nansum mean nanmean
+    std var prod amax amin aminmax max min argmax argmin median nanmedian quantile nanquantile kthvalue topk sort
+    argsort msort cumsum cumprod logsumexp softmax log_softmax layer_norm group_norm instance_norm batch_norm
+    rms_norm std_mean var_mean trace count_nonzero histc unique numpy tolist flip roll fill_diagonal_ tril tril_
+    triu triu_ diag diagonal multi_dot matrix_exp logdet cond any all equal allclose qr svd svdvals eig eigh
+    eigvalsh cholesky inv pinv det slogdet matrix_power matrix_rank
+    """
+)
+_PRODUCTS = operation_names("matmul __matmul__ __rmatmul__ mm mv bmm dot inner outer einsum tensordot")
+
+
+def bare_name(operation: str) -> str:
+    """Without what says where torch has it."""
+    return operation.removeprefix("linalg_").removeprefix("_foreach_")
+
+
+def couples(operation: str) -> bool:
+    """Whether an operation, other than a product, looks at several elements of a tensor at once."""
+    return bare_name(operation) in _COUPLING
+
+
+def multiplies(operation: str) -> bool:
+    """Whether it is a product of vectors or matrices."""
+    return bare_name(operation) in _PRODUCTS
+
+
 def sets_data(func: Callable[..., Any]) -> bool:
     """Whether it is the assignment `tensor.data = values`."""
     return getattr(func, "__name__", "") == "__set__" and operation_name(func) == "data"

@@ -24,6 +24,8 @@ _LIBRARIES = ("torch", "transformers", "lightning", "pytorch_lightning", "lightn
 _INTERNAL = frozenset(vars(nn.Module()))
 """What every module has: hooks, parameters, modules."""
 _HELD = ("_parameters", "_buffers", "_modules")
+_OF_LINEAR = frozenset(["weight", "bias", "in_features", "out_features", "forward", "training"])
+"""What the code of a linear layer has to do with."""
 _PLAIN: tuple[type, ...] = (bool, int, float, str, type(None))
 
 
@@ -51,6 +53,8 @@ class Block:
     """What each step that was tried out calls it with; none if they don't."""
     other_calls: list[Call] = field(default_factory=list)
     """Calls of blocks of its kind with other plain values (how deep it is, a flag), and tensors of the first call."""
+    stack: bool = False
+    """Whether it is no block, but a stack of experts of the user's own, which is proven by itself."""
     counts: list[dict[str, int]] = field(default_factory=list)
     """For each of its names, the numbers by which blocks are counted: path of the attribute -> value."""
 
@@ -64,10 +68,14 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def _computes_linear(module: nn.Module) -> bool:
-    """Try a subclass of nn.Linear on a few numbers. One that holds anything else is not tried."""
+    """Try a subclass of nn.Linear on a few numbers. One that holds anything else is not tried, nor one whose code has
+    attributes of its own: it may do something else later (quantization that a hook turns on)."""
     if not isinstance(module, nn.Linear) or set(module._parameters) - {"weight", "bias"}:
         return False
     if module._buffers or module._modules or type(module).__module__.startswith("torch."):
+        return False
+    names = getattr(getattr(type(module).forward, "__code__", None), "co_names", ())
+    if any(hasattr(module, name) and name not in _OF_LINEAR for name in names):
         return False
     twin = copy.copy(module)
     weight, x = torch.linspace(-1, 1, 15).view(5, 3), torch.linspace(-2, 3, 24).view(2, 4, 3)
@@ -90,13 +98,14 @@ def find_blocks(module: nn.Module) -> list[str]:
     return list(_blocks("", module, in_list=False))
 
 
-def kinds_of_blocks(module: nn.Module, names: Sequence[str] | None = None) -> list[Block]:
+def kinds_of_blocks(module: nn.Module, names: Sequence[str] | None = None, stacks: bool = False) -> list[Block]:
     """Blocks by kind: same classes, shapes and settings. What differs in every block (its index, its own name) makes
     no kinds, nor does training or evaluation: an averaged copy is split as what it follows. A block of several names
     counts under the first.
 
     Args:
         names: of the blocks; None for all.
+        stacks: whether they are stacks of experts.
     """
     shapes: dict[Any, dict[str, dict[str, str]]] = {}
     for block, name in _first_names(module, find_blocks(module) if names is None else names):
@@ -106,7 +115,7 @@ def kinds_of_blocks(module: nn.Module, names: Sequence[str] | None = None) -> li
         indices = _indices(list(settings.values()))
         for name, values in settings.items():
             key = shape, tuple((key, value) for key, value in values.items() if key not in indices)
-            kind = kinds.setdefault(key, Block(_uncompiled(module.get_submodule(name))))
+            kind = kinds.setdefault(key, Block(_uncompiled(module.get_submodule(name)), stack=stacks))
             kind.names.append(name)
             kind.counts.append({key: int(values[key]) for key in indices})
     return list(kinds.values())

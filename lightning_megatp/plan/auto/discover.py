@@ -14,9 +14,11 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from lightning_megatp.plan.auto.blocks import Block, capture_calls, find_blocks, is_linear, kinds_of_blocks
 from lightning_megatp.plan.auto.huggingface import own_plan, plan_of_block
 from lightning_megatp.plan.auto.search import BlockResult, plan_block
+from lightning_megatp.plan.auto.stacks import experts_hold, of_transformers
 from lightning_megatp.plan.convolutions import convolution_plan, fits, least_size, weights
+from lightning_megatp.plan.experts import looks_like_experts
 from lightning_megatp.plan.layer import LayerPlan, Split
-from lightning_megatp.plan.layer_styles import expert_counts, split_parameters
+from lightning_megatp.plan.layer_styles import counts_of, expert_counts, split_parameters
 from lightning_megatp.plan.parallel_plan import ParallelPlan, plain_name
 from lightning_megatp.plan.ranges import Ranges, split_evenly
 from lightning_megatp.plan.resolve import whole_modules
@@ -51,7 +53,8 @@ def look(model: nn.Module, plan: ParallelPlan, steps: Sequence[Callable[[], Any]
         The kinds, and in words what went wrong.
     """
     names = [name for name in find_blocks(model) if _is_open(name, plan) and not _touched(name, plan)]
-    kinds = kinds_of_blocks(model, names)
+    stacks = [name for name, child in model.named_modules() if looks_like_experts(child) and not of_transformers(child)]
+    kinds = kinds_of_blocks(model, names) + kinds_of_blocks(model, stacks, stacks=True)
     if not steps:
         return kinds, []
     with called_in_transforms(model) as plan.transformed:
@@ -100,7 +103,8 @@ def discover(model: nn.Module, tp: int, kinds: Sequence[Block], plan: ParallelPl
     # Each would break a compiled graph, and torch fails at in-place code behind some of these breaks.
     least = math.inf if plan.compiled else least_size(model)
     found.problems += [problem] if problem else []
-    for kind in kinds:
+    blocks = [kind for kind in kinds if not kind.stack]
+    for kind in blocks:
         if plan.transformed.intersection(map(plain_name, kind.names)):
             found.results.append(BlockResult(kind, problem=_TRANSFORMED))
             continue
@@ -112,11 +116,11 @@ def discover(model: nn.Module, tp: int, kinds: Sequence[Block], plan: ParallelPl
         found.results.append(result)
         found.problems += _spread(plan, result, model)
         plan.proven += [] if result.problem else map(plain_name, kind.names)
-    found.problems += _plan_whole_modules(plan, model, tp)
+    found.problems += _plan_whole_modules(plan, model, tp, kinds)
     _plan_tables(plan, model, tp)
     _plan_convolutions(plan, model, tp, least)
     _agree_on_ties(plan, model, tp)
-    _keep_transformed_whole(plan, model, kinds)
+    _keep_transformed_whole(plan, model, blocks)
     plan.parameters = parameter_specs(plan, model)
     found.problems += _what_stays_whole(found.results)
     return found
@@ -235,15 +239,31 @@ def _spread(plan: ParallelPlan, result: BlockResult, model: nn.Module) -> list[s
     return problems
 
 
-def _plan_whole_modules(plan: ParallelPlan, model: nn.Module, tp: int) -> list[str]:
+def _plan_whole_modules(plan: ParallelPlan, model: nn.Module, tp: int, kinds: Sequence[Block]) -> list[str]:
     """nn.MultiheadAttention by its heads, and experts by the features inside of each; what can't be, in words."""
     problems = []
+    modules = {plain_name(name): child for name, child in model.named_modules()}
+    stacks = {plain_name(name): kind for kind in kinds if kind.stack for name in kind.names}
+    proven: dict[int, bool] = {}
+
+    def holds(name: str, layer: LayerPlan) -> bool:
+        kind = stacks.get(name)
+        if kind is not None and id(kind) not in proven:
+            proven[id(kind)] = experts_hold(kind, layer, list(counts_of(name, layer, modules)), tp)
+        return kind is None or proven[id(kind)]
+
     for layer, raw in whole_modules(model, tp):
         name = plain_name(raw)
         if name in plan.layers or not _is_open(name, plan):
             continue
         if isinstance(layer, ValueError):
             problems.append(str(layer).removeprefix("MegaTPStrategy: "))
+            continue
+        if layer.style.style == "experts" and not holds(name, layer):
+            problems.append(
+                f"`{name}` stays whole: its parameters have the names of transformers' experts, but parts of them could"
+                " not be proven to compute the same. If its experts can be split, say how by the style `experts`"
+            )
             continue
         blocks = [block for block in plan.sequences if name.startswith(f"{block}.")]
         dim = plan.sequences[blocks[0]].dim if blocks and layer.style.style == "attention" else None

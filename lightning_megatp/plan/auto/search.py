@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -23,6 +24,7 @@ from lightning_megatp.plan.ranges import length
 from lightning_megatp.plan.styles import Style
 from lightning_megatp.shim.torch import tree_leaves
 from lightning_megatp.shim.transformers import is_conv1d
+from lightning_megatp.tensor.functions import couples
 
 _MOST_TRIALS = 40
 """Ways of dividing attributes that are tried for one region."""
@@ -242,11 +244,14 @@ class _Search:
     def prove(self, plan: BlockPlan) -> Outcome:
         """The first outcome that does not hold, or the last one."""
         if self._last is None or self._last[0] != plan:
-            outcome = Outcome("nothing was compared")
+            outcome, summed, gathers = Outcome("nothing was compared"), 0, Counter[str]()
             for reference in self.references:
                 outcome = reference.compare(plan, self.tp)
+                summed += outcome.summed
+                gathers.update(outcome.gathers)
                 if not outcome.holds:
                     break
+            outcome.summed, outcome.gathers = summed, dict(gathers)
             if outcome.holds and (unfelt := self._unfelt(plan)):
                 outcome = Outcome(f"`{unfelt[0]}` makes no difference to what is computed here, so nothing is proven")
             self._last = plan, outcome
@@ -278,12 +283,12 @@ class _Search:
             self.result.whole.update(dict.fromkeys(plan.layers, "it is too narrow for a collective of its own"))
             return
         first = self.prove(plan)
-        if first.holds:
+        if first.holds and not self._couples(plan, first):
             self.accept(plan, "as it is")
             return
-        for attributes in () if first.misplaced else self._attributes(candidate):
+        for attributes in () if first.misplaced or first.holds else self._attributes(candidate):
             divided = BlockPlan(plan.layers, list(attributes))
-            if self.prove(divided).holds:
+            if (found := self.prove(divided)).holds and not self._couples(plan, found):
                 names = ", ".join(attribute.name for attribute in attributes)
                 self.accept(divided, f"with {names} divided")
                 return
@@ -297,6 +302,15 @@ class _Search:
             return
         for name in plan.layers:
             self.result.whole[name] = f"split, the block does not compute the same: {last.error}"
+
+    def _couples(self, plan: BlockPlan, outcome: Outcome) -> bool:
+        """Whether something in a region looks at features of several ranks (a norm, a mean), though by these numbers
+        parts come out the same: a limit that is not reached, a mask that hides it. With global sizes it is seen. What a
+        gather of unknown purpose is for, a function of the user's own or a product, is left to the numbers."""
+        if not self.global_sizes:
+            return False
+        tracked = self.prove(_tracked(plan))
+        return tracked.holds and (tracked.summed > outcome.summed or any(map(couples, tracked.gathers)))
 
     def track(self, plan: BlockPlan) -> Outcome:
         """What holds for each region, but not for all together, as in regions inside of others: with global sizes."""

@@ -65,6 +65,8 @@ class Outcome:
     """Largest relative difference of the outputs, and of the gradient of every input and parameter."""
     gathers: dict[str, int] = field(default_factory=dict)
     """Operations that needed all features of a rank's shard, and how often."""
+    summed: int = 0
+    """How often the ranks added something up, in forwards."""
 
     @property
     def holds(self) -> bool:
@@ -158,7 +160,7 @@ class Reference:
             error = ranks.run(lambda rank: shards[rank].run(calls[rank]))
         if error is not None:
             return Outcome(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:300])
-        outcome = Outcome()
+        outcome = Outcome(summed=ranks.summed)
         for rank in shards:
             outcome.error = outcome.error or self._compare_outputs(rank, outcome)
         if outcome.error is None:
@@ -210,6 +212,8 @@ class Ranks:
         self._barrier = threading.Barrier(size, timeout=60)
         self._slots: list[Any] = [None] * size
         self._running = False
+        self.summed = 0
+        """How often they added up what they gave."""
 
     def share(self, rank: int, x: Tensor) -> list[Tensor]:
         """What all ranks give, in order."""
@@ -293,6 +297,7 @@ class SimulatedExchange:
 
     def reduce(self, x: Tensor) -> Tensor:
         parts = self.ranks.share(self.rank, x)
+        self.ranks.summed += self.rank == 0
         return _Mark.apply(sum(parts[1:], parts[0]), "whole", "tensor")
 
 

@@ -40,6 +40,8 @@ def sequence_dim(twin: nn.Module, call: Call, layers: Mapping[str, LayerPlan]) -
     hidden = next((x for x in tree_leaves((own.args, own.kwargs)) if _is_floating(x)), None)
     if hidden is None or hidden.dim() != 3 or not hidden.requires_grad:
         return None
+    if all(x is not hidden for x in (*own.args, *own.kwargs.values())):
+        return None  # in a tuple, a dict: what enters is found among the arguments
     for name in (*rows, *columns):
         layer = twin.get_submodule(name)
         assert isinstance(layer, ThinLinear)
