@@ -214,10 +214,13 @@ def watching_weights(trainer: Any, parallel: ParallelModule) -> Iterator[Detour]
 
 
 def _split(trainer: Any, parallel: ParallelModule) -> Iterator[tuple[str, Tensor, ShardedTensorSpec]]:
-    """Split weights, and what optimizers keep of each of their elements: name, tensor and how it is split."""
+    """Split weights, their gradients, and what optimizers keep of each of their elements: name, tensor and how it is
+    split."""
     for name, p in parallel.names.items():
         if (spec := parallel.spec(p)) is not None:
             yield name, p, spec
+            if p.grad is not None:
+                yield f"{name}.grad", p.grad, spec
             states = [optimizer.state.get(parallel.held(p), {}) for optimizer in trainer.optimizers]
             for key, x in (item for state in states for item in state.items()):
                 if isinstance(x, Tensor) and x.shape == p.shape:

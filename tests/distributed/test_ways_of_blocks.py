@@ -1,7 +1,8 @@
-"""Blocks of one kind that compute in several ways, of which a step's first call shows one: each is proven."""
+"""Blocks that compute in several ways, of which a step's first call, or its numbers, show one: all come out right."""
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -22,8 +23,20 @@ class Block(nn.Module):
         self.index = index
         self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 32), nn.Linear(32, 8)
 
-    def forward(self, x: Tensor, depth: int = 0, couple: bool = False, how: str = "", own: bool = False) -> Tensor:
+    def forward(
+        self, x: Any, depth: int = 0, couple: bool = False, how: str = "", own: bool = False, mask: Any = None
+    ) -> Any:
+        if isinstance(x, tuple):
+            return self(x[0]), x[1] + 1
         h = F.gelu(self.up(self.norm(x)))
+        if how == "limit":
+            h = h * 3 / h.norm(dim=-1, keepdim=True).clamp(min=3)
+        if how == "branch" and h.amax() > 1.5:
+            h = h.tanh()
+        if mask is not None:
+            h = torch.where(mask[:, None, None], F.layer_norm(h, h.shape[-1:]), h)
+        if how == "state":
+            self.top = h.detach().amax()
         if depth == 2 or couple or how == "norm" or (own and self.index == 1):
             h = F.layer_norm(h, h.shape[-1:])
         return x + self.down(h)
@@ -42,6 +55,12 @@ class Model(LightningModule):
                 x = block(x, i)
             elif self.way == "keyword":
                 x = block(x, couple=i > 0)
+            elif self.way in ("limit", "branch", "state"):
+                x = block(x, how=self.way)
+            elif self.way == "mask":
+                x = block(x, mask=torch.arange(len(x)) > 1)
+            elif self.way == "tuple":
+                x, _ = block((x, 0))
             elif self.way == "text":
                 x = block(x, how="norm" if i == 1 else "")
             else:
@@ -55,7 +74,8 @@ class Model(LightningModule):
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         x = self.head(self.body(self.tok(batch[:, :-1])))
-        return F.cross_entropy(x.flatten(0, 1), batch[:, 1:].flatten())
+        loss = F.cross_entropy(x.flatten(0, 1), batch[:, 1:].flatten())
+        return loss * self.blocks[0].top if self.way == "state" else loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.5)
@@ -64,15 +84,95 @@ class Model(LightningModule):
 def _fit(layout: Layout, way: str) -> tuple[list[float], int]:
     torch.manual_seed(0)
     module, losses = Model(way), Losses()
+    if way in ("limit", "branch"):  # more than the numbers with which plans are tried
+        with torch.no_grad():
+            [block.up.weight.mul_(8) for block in module.blocks]
     ids: Any = torch.randint(0, 16, (12, 7), generator=torch.Generator().manual_seed(1))
     strategy = None if layout.plain else {"plan": "auto"}
     make_trainer(layout, strategy=strategy, callbacks=[losses]).fit(module, DataLoader(ids, batch_size=4))
     return losses.seen, module.blocks[0].up.weight.numel()
 
 
-@pytest.mark.parametrize("way", ["plain", "depth", "keyword", "text", "own number", "twice"])
+PATHS = ["plain", "depth", "keyword", "text", "own number", "twice"]
+NUMBERS = ["limit", "branch", "mask", "state", "tuple"]
+
+
+@pytest.mark.parametrize("way", PATHS + NUMBERS)
 def test_as_on_one_device(way: str) -> None:
     ((expected, whole),) = run_program(PLAIN, _fit, way)
     for losses, own in run_program(TP2, _fit, way):
         assert losses == pytest.approx(expected, rel=1e-9)
         assert own < whole
+
+
+class Experts(nn.Module):
+    """With the names of transformers' experts."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.gate_up_proj = nn.Parameter(0.3 * torch.randn(2, 8, 48))
+        self.down_proj = nn.Parameter(0.3 * torch.randn(2, 24, 8))
+
+    def forward(self, x: Tensor, weights: Tensor) -> Tensor:
+        total = torch.zeros_like(x)
+        for i, (up, down) in enumerate(zip(self.gate_up_proj, self.down_proj, strict=True)):
+            gate, value = (
+                (x @ up).chunk(2, -1) if self.kind != "alternating" else ((x @ up)[..., ::2], (x @ up)[..., 1::2])
+            )
+            h = F.silu(gate) * value
+            h = F.layer_norm(h, h.shape[-1:]) if self.kind == "normed" else h
+            total = total + (h @ down) * weights[..., i : i + 1]
+        return total
+
+
+class Quantised(nn.Linear):
+    """Computes what a linear layer does, at first."""
+
+    levels = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight
+        if self.levels:
+            weight = weight + ((weight * self.levels).round() / self.levels - weight).detach()
+        return F.linear(x, weight, self.bias)
+
+
+class Mixture(Model):
+    def __init__(self, kind: str) -> None:
+        super().__init__("")
+        self.kind = kind
+        self.experts, self.router = Experts(kind), nn.Linear(8, 2)
+        if kind == "quantised":
+            for block in self.blocks:
+                block.up, block.down = Quantised(8, 32), Quantised(32, 8)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        for layer in self.modules():
+            if isinstance(layer, Quantised):
+                layer.levels = 4 * batch_idx
+
+    def body(self, x: Tensor) -> Tensor:
+        x = super().body(x)
+        return x + self.experts(x, self.router(x).softmax(-1))
+
+
+def _mixture(layout: Layout, kind: str) -> tuple[list[float], int, int]:
+    torch.manual_seed(0)
+    module, losses = Mixture(kind), Losses()
+    ids: Any = torch.randint(0, 16, (12, 7), generator=torch.Generator().manual_seed(1))
+    strategy = None if layout.plain else {"plan": "auto"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        make_trainer(layout, strategy=strategy, callbacks=[losses]).fit(module, DataLoader(ids, batch_size=4))
+    return losses.seen, module.experts.down_proj.numel(), module.blocks[0].up.weight.numel()
+
+
+@pytest.mark.parametrize("kind", ["halves", "alternating", "normed", "quantised"])
+def test_what_looks_like_something_known(kind: str) -> None:
+    """Stacks of experts are split if that is proven; a linear layer that may do something else later is not."""
+    ((expected, experts, weight),) = run_program(PLAIN, _mixture, kind)
+    for losses, own_experts, own_weight in run_program(TP2, _mixture, kind):
+        assert losses == pytest.approx(expected, rel=1e-9)
+        assert (own_experts < experts) == (kind in ("halves", "quantised"))
+        assert (own_weight < weight) == (kind != "quantised")
