@@ -34,7 +34,7 @@ from lightning_megatp.tensor.parameters import gather_shards, replace_data
 from lightning_megatp.tensor.saving import unwrapped
 from lightning_megatp.tensor.shards import gathered
 from lightning_megatp.tensor.user_functions import functions_take_whole
-from lightning_megatp.tensor.watch import RandomWatch
+from lightning_megatp.tensor.watch import RegionWatch
 
 
 @dataclass(frozen=True)
@@ -352,9 +352,11 @@ class ParallelModule:
         """Around a user's step.
 
         Args:
-            watch: look at every operation (RandomWatch); for the first step of a kind, and once per epoch.
+            watch: look at every operation (RegionWatch); for the first step of a kind, and once per epoch.
         """
-        watching = RandomWatch(self.context) if watch and self.has_regions else contextlib.nullcontext()
+        watching: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        if watch and self.has_regions:
+            watching = RegionWatch(self.context, self.plan.operations)
         try:
             with self.user_code(), watching:
                 yield

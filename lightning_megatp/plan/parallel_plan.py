@@ -53,6 +53,8 @@ class ParallelPlan:
     """Layers that were planned automatically -> how, in words."""
     proven: list[str] = field(default_factory=list)
     """Blocks that were run whole and split, and did the same with all that they use of their layers."""
+    operations: dict[str, frozenset[str]] = field(default_factory=dict)
+    """Such a block -> the names of the operations that were seen in it."""
     used_twice: set[str] = field(default_factory=set)
     """Modules in sequence regions that use a parameter more than once, perhaps on whole values too."""
     whole_sequences: list[str] = field(default_factory=list)

@@ -188,7 +188,7 @@ class _RandomNumbers:
         self._outside, self._entered = stream.outside, False
 
     def notice(self) -> None:
-        """After the operation: whether RandomWatch entered the rank's own stream for it."""
+        """After the operation: whether RegionWatch entered the rank's own stream for it."""
         self._entered = self._stream.active and self._outside is None
 
     @contextlib.contextmanager

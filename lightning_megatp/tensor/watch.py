@@ -1,12 +1,13 @@
-"""RandomWatch: sees which random operations of a step lie between a column and a row layer.
+"""RegionWatch: sees which operations of a step lie between a column and a row layer.
 
 There every tensor rank has other features, so its random numbers need a stream of their own. The operations may be
-functional (`F.dropout`, the dropout of scaled_dot_product_attention), so no look at the modules finds them.
+functional (`F.dropout`, the dropout of scaled_dot_product_attention), so no look at the modules finds them. And what
+looks at several features there (a norm) was not proven if the block did not do it when its plan was made.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -15,20 +16,21 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_megatp.shim.torch import is_fake, tree_leaves
 from lightning_megatp.tensor.context import TensorContext
-from lightning_megatp.tensor.functions import check_caller, operation_name, operation_names
+from lightning_megatp.tensor.functions import bare_name, check_caller, couples, operation_name, operation_names
 from lightning_megatp.tensor.lineage import enters_region
 
 
-class RandomWatch(TorchFunctionMode):
+class RegionWatch(TorchFunctionMode):
     """Active around a user's step; costs Python time at every operation, so it is for single steps.
 
     Args:
         context: of the parallel layers.
+        known: block -> the names of the operations that were seen in it when its plan was proven.
     """
 
-    def __init__(self, context: TensorContext) -> None:
+    def __init__(self, context: TensorContext, known: Mapping[str, Collection[str]]) -> None:
         super().__init__()
-        self.context = context
+        self.context, self._known = context, known
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -43,7 +45,32 @@ class RandomWatch(TorchFunctionMode):
                 if not dry:
                     self._check_operand(name, args)
                 context.draw_inside(_device(args, kwargs), dry)
+            elif couples(name) and name not in self._seen(context.open_region.name):
+                self._check_known(name, args, kwargs)
         return func(*args, **kwargs)
+
+    def _seen(self, region: str) -> Collection[str]:
+        """What was seen in the block that a region is of; everything, if its plan is the user's."""
+        parts = region.split(".")
+        blocks = (".".join(parts[:i]) for i in range(len(parts), 0, -1))
+        return next((self._known[block] for block in blocks if block in self._known), _Everything())
+
+    def _check_known(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Raises:
+        RuntimeError: an operation looks at all features of a rank, as none did when the plan was proven.
+        """
+        x, region = args[0] if args else None, self.context.open_region
+        if not isinstance(x, Tensor) or not x.is_floating_point() or not x.dim() or region is None:
+            return
+        columns = (column() for column in region.columns)
+        own = {column.sizes[self.context.rank] for column in columns if column is not None}
+        if x.shape[-1] in own and _over_last(name, x.dim(), args, kwargs):
+            raise RuntimeError(
+                f"MegaTPStrategy: `{name}` looks at several features in the tensor-parallel region `{region.name}`,"
+                f" where this rank holds {x.shape[-1]} of them. The batch that was looked at before training did not"
+                " take this path, so the automatic plan did not know of it. Give these layers a plan with"
+                " `global_sizes: true`, or leave them whole (`plan` names what `auto` may split)."
+            )
 
     def _check_operand(self, name: str, args: tuple[Any, ...]) -> None:
         """Whole values need the same random numbers on every rank, and there is one stream between the layers."""
@@ -56,6 +83,25 @@ class RandomWatch(TorchFunctionMode):
                 " has its own stream. Compute it before the column layers, give these `global_sizes: true`, or leave"
                 " them out of the plan."
             )
+
+
+class _Everything(frozenset[str]):
+    def __contains__(self, name: object) -> bool:
+        return True
+
+
+_DIM_AT = {"norm": 2, "vector_norm": 2, "topk": 2, "kthvalue": 2, "quantile": 2, "nanquantile": 2, "roll": 2}
+"""Operations whose dim is not their second argument."""
+
+
+def _over_last(name: str, dims: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether an operation looks at several elements along the last dim."""
+    at = _DIM_AT.get(bare_name(name), 1)
+    given = kwargs.get("dim", kwargs.get("axis", kwargs.get("dims", args[at] if len(args) > at else None)))
+    if given is None or name in ("layer_norm", "rms_norm"):
+        return True
+    chosen = given if isinstance(given, (list, tuple)) else (given,)
+    return any(isinstance(dim, int) and dim % dims == dims - 1 for dim in chosen)
 
 
 def draws_random(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -32,7 +32,7 @@ from lightning_megatp.tensor.lineage import trace_regions
 from lightning_megatp.tensor.parameters import shard_
 from lightning_megatp.tensor.shards import gathered
 from lightning_megatp.tensor.user_functions import functions_take_whole
-from lightning_megatp.tensor.watch import RandomWatch
+from lightning_megatp.tensor.watch import RegionWatch
 from tests.distributed import feature_operations
 from tests.distributed.feature_bodies import BODIES, FOUR_RANKS, THREE_RANKS, Split
 from tests.distributed.feature_bodies import T as TOKENS
@@ -487,7 +487,7 @@ def _random(rank: int, world_size: int) -> tuple[Tensor, Tensor, bool, Tensor, b
     repeated = F.dropout(shared, 0.25)
     after = torch.rand(3)
     context.open_region = Region("attention")
-    with context.running(True), RandomWatch(context):
+    with context.running(True), RegionWatch(context, {}):
         scores = FeatureShard.wrap(context.exchange.copy(x[:, : 7 if rank == 0 else 1].requires_grad_()), own.features)
         F.dropout(scores, 0.5)
         active = context.stream.active

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import math
@@ -55,6 +56,8 @@ class BlockResult:
     """The dim of the hidden states that may be divided between regions."""
     used_twice: set[str] = field(default_factory=set)
     """Modules in it whose parameters may there be used on whole values too."""
+    operations: frozenset[str] = frozenset()
+    """Names of those that were seen in it."""
     token_local: list[str] = field(default_factory=list)
     """Whole linear layers in it that widen, between regions: an adapter's second layer. Each rank runs them on its own
     tokens, since what they return is needed there."""
@@ -110,6 +113,7 @@ def _probed(
 ) -> BlockResult:
     block = result.block
     twin, references = _thin_references(block, result)
+    result.operations = frozenset(_operations(references))
     influence = find_candidates(copy_of(twin), block.calls[0], tp)
     search = _Search(twin, references, tp, result, global_sizes, undivided)
     if trusted is None or not search.accept(trusted, "as the model's own plan says"):
@@ -208,6 +212,13 @@ def _other_ways(twin: nn.Module, block: Block) -> Iterator[Reference]:
             if way not in known:
                 known.append(way)
                 yield Reference(other, call)
+
+
+def _operations(references: Sequence[Reference]) -> Iterator[str]:
+    for reference in references:
+        for train in (True, False):
+            with contextlib.suppress(Exception):  # it may not be what it takes in this mode
+                yield from (name for name, _ in path(reference.twin, reference.call, train))
 
 
 def _other_masks(call: Call) -> Iterator[Call]:

@@ -85,11 +85,11 @@ class NotFinite(ValueError):
         self.ran = ran
 
 
-def path(twin: nn.Module, call: Call) -> list[Any]:
+def path(twin: nn.Module, call: Call, train: bool = True) -> list[Any]:
     """The operations by which a thin block computes a call, and the shapes of what they return."""
     own = concrete_call(call, 0, noise=0.1)
     with exact(), _Operations() as seen:
-        copy_of(twin)(*own.args, **own.kwargs)
+        copy_of(twin, train)(*own.args, **own.kwargs)
     return seen.found
 
 
