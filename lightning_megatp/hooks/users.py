@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from types import CodeType, FunctionType
+from functools import partial, partialmethod
+from types import CodeType, FunctionType, MethodType
 from typing import Any
+
+from lightning_megatp.pipeline.detour import Detour
 
 HOOKS = (
     *("on_fit_start", "on_fit_end", "on_sanity_check_start", "on_sanity_check_end"),
@@ -18,6 +21,10 @@ HOOKS = (
     ),
 )
 """Those which find this rank's parts of the weights."""
+
+_DEEP = 8
+"""Decorators around a function, at most."""
+_LIBRARIES = ("torch", "lightning", "pytorch_lightning", "lightning_megatp", "torchmetrics")
 
 
 def is_users(x: Any, name: str) -> bool:
@@ -40,11 +47,14 @@ def mentions(owner: Any, names: Collection[str], hook: str | None = None) -> boo
     for x in (*reversed(type(owner).__mro__), owner):
         held.update(vars(x))
     seen: set[CodeType] = set()
+    own = {_package(kind) for kind in type(owner).__mro__}
 
     def found_in(x: Any) -> bool:
         function = _function(x)
         if function is None or function.__code__ in seen:
             return False
+        if "site-packages" in function.__code__.co_filename and _package(function) not in own:
+            return False  # a library, which does what it does for other reasons
         words = _words(function.__code__, seen)
         called = (places.get(word) for word in words for places in (function.__globals__, held))
         return not words.isdisjoint(names) or any(map(found_in, called))
@@ -54,13 +64,20 @@ def mentions(owner: Any, names: Collection[str], hook: str | None = None) -> boo
 
 def _function(x: Any) -> FunctionType | None:
     """A function that the user wrote, of what stands for it: a method, a decorated one, a detour."""
-    while not isinstance(x, FunctionType) or hasattr(x, "__wrapped__"):
-        inner = getattr(x, "__func__", getattr(x, "fget", getattr(x, "__wrapped__", None)))
-        if inner is None:
-            return None
-        x = inner
-    package = (x.__module__ or "").split(".")[0]
-    return None if package in ("torch", "lightning", "pytorch_lightning", "lightning_megatp", "torchmetrics") else x
+    for _ in range(_DEEP):
+        if isinstance(x, (staticmethod, classmethod, MethodType)):
+            x = x.__func__
+        elif isinstance(x, property):
+            x = x.fget
+        elif isinstance(x, (partial, partialmethod)):
+            x = x.func
+        elif isinstance(x, (FunctionType, Detour)) and hasattr(x, "__wrapped__"):
+            x = x.__wrapped__
+    return x if isinstance(x, FunctionType) and _package(x) not in _LIBRARIES else None
+
+
+def _package(x: Any) -> str:
+    return (getattr(x, "__module__", None) or "").split(".")[0]
 
 
 def _words(code: CodeType, seen: set[CodeType]) -> set[str]:
