@@ -86,6 +86,15 @@ class DataWatch(TorchFunctionMode):
             return call()
 
 
+def rows_written(hook: str) -> str:
+    """What is said of a hook that writes divided parameters to a file by itself."""
+    return (
+        f"MegaTPStrategy: `{hook}` writes parameters to a file, of which each data-parallel rank holds some rows (zero"
+        " > 0). `trainer.save_checkpoint(path, weights_only=True)`, on all ranks, writes the whole model (`megatp"
+        " convert` makes safetensors of it); or take `.full_tensor()` of each, on all ranks."
+    )
+
+
 def _each(given: Sequence[Any]) -> Sequence[Any]:
     """The entries of an index that is a tuple."""
     return given[0] if given and isinstance(given[0], tuple) else ()

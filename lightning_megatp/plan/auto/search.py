@@ -6,7 +6,7 @@ import contextlib
 import functools
 import itertools
 import math
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -249,24 +249,26 @@ class _Search:
         self.twin, self.references, self.tp, self.result = twin, references, tp, result
         self.global_sizes, self.undivided = global_sizes, undivided
         self.layers = {name: child for name, child in twin.named_modules() if isinstance(child, ThinLinear)}
-        self._last: tuple[BlockPlan, Outcome] | None = None
-        """The plan that was tried last, and what came of it."""
+        self._tried: deque[tuple[BlockPlan, Outcome]] = deque(maxlen=3)
+        """The plans that were tried last, and what came of them."""
 
     def prove(self, plan: BlockPlan) -> Outcome:
         """The first outcome that does not hold, or the last one."""
-        if self._last is None or self._last[0] != plan:
-            outcome, summed, gathers = Outcome("nothing was compared"), 0, Counter[str]()
-            for reference in self.references:
-                outcome = reference.compare(plan, self.tp)
-                summed += outcome.summed
-                gathers.update(outcome.gathers)
-                if not outcome.holds:
-                    break
-            outcome.summed, outcome.gathers = summed, dict(gathers)
-            if outcome.holds and (unfelt := self._unfelt(plan)):
-                outcome = Outcome(f"`{unfelt[0]}` makes no difference to what is computed here, so nothing is proven")
-            self._last = plan, outcome
-        return self._last[1]
+        for tried, outcome in self._tried:
+            if tried == plan:
+                return outcome
+        outcome, summed, gathers = Outcome("nothing was compared"), 0, Counter[str]()
+        for reference in self.references:
+            outcome = reference.compare(plan, self.tp)
+            summed += outcome.summed
+            gathers.update(outcome.gathers)
+            if not outcome.holds:
+                break
+        outcome.summed, outcome.gathers = summed, dict(gathers)
+        if outcome.holds and (unfelt := self._unfelt(plan)):
+            outcome = Outcome(f"`{unfelt[0]}` makes no difference to what is computed here, so nothing is proven")
+        self._tried.append((plan, outcome))
+        return outcome
 
     def _unfelt(self, plan: BlockPlan) -> list[str]:
         """Layers inside of regions, or of what lies around them, that run, and on which no reference depends."""
