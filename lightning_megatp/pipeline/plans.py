@@ -106,13 +106,15 @@ class Plans:
         made = self._made.setdefault(key, [])
         plan = self._slicer.fitting(made, checked, microbatch, seed)
         if plan is None:
-            new = self._new(key, checked, microbatch, is_first)
+            new = self._new(key, checked, microbatch, seed, is_first)
             made += new
             plan = new[0]
             self._slicer.fits(plan, checked, microbatch, seed)  # for what it leaves to the microbatches behind
         return plan
 
-    def _new(self, key: tuple[str, Hashable], step: Step, microbatch: Any, is_first: bool) -> list[SlicePlan]:
+    def _new(
+        self, key: tuple[str, Hashable], step: Step, microbatch: Any, seed: int, is_first: bool
+    ) -> list[SlicePlan]:
         """Made without gradients on the parameters, which differ from stage to stage, and whose dtype may not be
         theirs."""
         kind, _ = key
@@ -120,7 +122,7 @@ class Plans:
         held = take_gradients(self._parallel.undivided())
         try:
             with self._slicer.planned_by(sharding.planning) if sharding else contextlib.nullcontext():
-                plans = self._slicer.plans(step, microbatch, is_first)
+                plans = self._slicer.plans(step, microbatch, is_first, seed)
                 for plan in plans:
                     self._check_lasting(kind, plan)
         except SliceError as error:

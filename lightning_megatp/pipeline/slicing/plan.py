@@ -173,6 +173,8 @@ class SlicePlan:
     """Modules in units of stages before the last on which the step sets Python values at its end."""
     late_hooks: frozenset[Any] = field(default=frozenset(), compare=False, repr=False)
     """Code of the hooks on units that are called after them, on all stages."""
+    draws_on_host: bool = False
+    """Whether the step draws from Python's or NumPy's generators, which then are alike on all stages."""
     _scripts: dict[int | None, Script] = field(default_factory=dict, compare=False, repr=False)
 
     def script(self, stage: int | None) -> Script:

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -455,6 +457,30 @@ def seeded(seed: int, generators: Sequence[torch.Generator]) -> Iterator[None]:
     finally:
         for generator, state in zip(generators, states, strict=True):
             generator.set_state(state)
+
+
+@contextlib.contextmanager
+def host_seeded(seed: int) -> Iterator[Callable[[], bool]]:
+    """Let Python and NumPy draw from a seed, and leave their generators as they were.
+
+    Yields:
+        A function that tells whether something was drawn.
+    """
+    before = random.getstate(), np.random.get_state()
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    fresh = _host_state()
+    try:
+        yield lambda: _host_state() != fresh
+    finally:
+        random.setstate(before[0])
+        np.random.set_state(before[1])
+
+
+def _host_state() -> Any:
+    numpy: Any = np.random.get_state(legacy=True)
+    name, keys, *rest = numpy
+    return random.getstate(), name, keys.tobytes(), rest
 
 
 _PROPERTIES = frozenset([torch.Tensor.device.__get__])

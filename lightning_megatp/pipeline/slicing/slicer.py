@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from lightning_megatp.pipeline.slicing.place import Place
 from lightning_megatp.pipeline.slicing.plan import Key, Relay, SideDoor, SliceError, SlicePlan, tensors_in
 from lightning_megatp.pipeline.slicing.planning import make_plan
 from lightning_megatp.pipeline.slicing.put_back import Toggles, modules_with, putting_back
-from lightning_megatp.pipeline.slicing.running import Rehearsal, StageMode
+from lightning_megatp.pipeline.slicing.running import Rehearsal, StageMode, host_seeded
 from lightning_megatp.pipeline.slicing.signature import leaves_out, modes_of, signature_of, tensors_of
 from lightning_megatp.pipeline.slicing.snapshot import FirstValues, Snapshot, random_state_kept
 from lightning_megatp.pipeline.slicing.stage_states import shared_parts
@@ -129,32 +129,33 @@ class Slicer:
         """
         return self._dry_run(step, batch)[0]
 
-    def plans(self, step: Step, batch: Any, is_first: bool) -> list[SlicePlan]:
+    def plans(self, step: Step, batch: Any, is_first: bool, seed: int = 0) -> list[SlicePlan]:
         """The same for steps that will be run. One that makes tables for later steps has two plans, first that of a
         step which finds them: they are left where it put them.
 
         Args:
             is_first: of a batch's microbatches; what comes before another one runs without its tables.
+            seed: as for `run`.
         """
-        first, left = self._dry_run(step, batch)
+        first, left = self._dry_run(step, batch, seed)
         if not left.any:
             return [first]
         before = Snapshot(self.module)
         for plain in (False, True) if is_first and left.are_tables else ():
             left.put(plain)
-            plan = self._planned_from_here(step, batch, before, makes_nothing=True)
+            plan = self._planned_from_here(step, batch, before, seed, makes_nothing=True)
             if plan is not None:
                 left.put(plain)
                 self._tables.note(plan, left)
                 self._before_rehearsals = None  # none was a success
                 return [plan, first]
         if not self._follows:
-            after = self._planned_from_here(step, batch, before) if left.put_everything() else None
+            after = self._planned_from_here(step, batch, before, seed) if left.put_everything() else None
             self._follows = after is None or after.digest() != first.digest()
         return [first]
 
     def _planned_from_here(
-        self, step: Step, batch: Any, before: Snapshot, makes_nothing: bool = False
+        self, step: Step, batch: Any, before: Snapshot, seed: int, makes_nothing: bool = False
     ) -> SlicePlan | None:
         """The plan of a step that finds what one has left, which is then undone; None if it is lost in that.
 
@@ -163,28 +164,28 @@ class Slicer:
             makes_nothing: ask for one that leaves no more of it.
         """
         try:
-            plan, left = self._dry_run(step, batch)
+            plan, left = self._dry_run(step, batch, seed)
         except SliceError:  # it takes what has no data
             return None
         finally:
             before.restore()
         return None if makes_nothing and left.any else plan
 
-    def _dry_run(self, step: Step, batch: Any) -> tuple[SlicePlan, Left]:
+    def _dry_run(self, step: Step, batch: Any, seed: int = 0) -> tuple[SlicePlan, Left]:
         """The plan, and what the step would leave on the module, which is as before. Hooks on units that hand something
         to the step are called after their units, where it can be cut so."""
         late: frozenset[Any] = frozenset()
         first: SliceError | None = None
         while True:
             try:
-                return self._dry_run_with(late, step, batch)
+                return self._dry_run_with(late, step, batch, seed)
             except SliceError as error:
                 hook = error.hook if isinstance(error, SideDoor) else None
                 if hook is None or hook in late:
                     raise (first or error) from None
                 first, late = first or error, late | {hook}
 
-    def _dry_run_with(self, late_hooks: frozenset[Any], step: Step, batch: Any) -> tuple[SlicePlan, Left]:
+    def _dry_run_with(self, late_hooks: frozenset[Any], step: Step, batch: Any, seed: int) -> tuple[SlicePlan, Left]:
         varies, batch = leaves_out(batch), copy.deepcopy(batch)
         in_batch = tensors_of(batch)
         before = [(tensor_version(x), x.requires_grad) for x in in_batch]
@@ -196,8 +197,9 @@ class Slicer:
             tracer.varies = varies
             values_before = FirstValues(snapshot.tensors.values())
             try:
-                with owned.lists_noted() as lists, values_before:
+                with owned.lists_noted() as lists, values_before, host_seeded(seed) as drawn:
                     self._trace(tracer, step, batch, toggles)
+                    draws_on_host = drawn()
                 values = tracer.consume_left(snapshot)
                 left = Left(self.module, snapshot, values, tracer.asks_batch)
                 put_back = toggles.put_back_by_now()
@@ -221,7 +223,7 @@ class Slicer:
                 late_hooks,
             )
             owned.learn(tracer.owners)
-        return plan, left
+        return replace(plan, draws_on_host=draws_on_host), left
 
     def run(
         self,
@@ -253,6 +255,8 @@ class Slicer:
         batch = copy.deepcopy(batch) if plan.changes_batch else batch
         result, skipped = None, False
         with contextlib.ExitStack() as stack:
+            if plan.draws_on_host:
+                stack.enter_context(host_seeded(seed))
             if plan.put_back and not is_last:
                 stack.enter_context(putting_back(plan.put_back))
             if plan.leaves_ghosts and not is_last:
@@ -290,16 +294,16 @@ class Slicer:
             if any(index >= len(plan.operations) or plan.operations[index].given != given for index, given in found):
                 continue  # up to there the step did what an earlier plan says
             mode = Rehearsal(plan, seed, self._place, self._hooks, self._is_rehearsed_to_the_end(plan))
-            if self._fits(plan, mode, step, batch):
+            if self._fits(plan, mode, step, batch, seed):
                 return plan
             found += [mode.found] if mode.found is not None else []
         return None
 
     def _is_rehearsed_to_the_end(self, plan: SlicePlan) -> bool:
         follows = self._follows or bool(plan.changed_alike and plan.early_reads)
-        return plan.varies or follows or not self._tables.are_those_of(plan)
+        return plan.varies or plan.draws_on_host or follows or not self._tables.are_those_of(plan)
 
-    def _fits(self, plan: SlicePlan, mode: Rehearsal, step: Step, batch: Any) -> bool:
+    def _fits(self, plan: SlicePlan, mode: Rehearsal, step: Step, batch: Any, seed: int) -> bool:
         if not (plan.early_reads or self._is_rehearsed_to_the_end(plan)):
             return True
         batch = copy.deepcopy(batch) if plan.changes_batch else batch
@@ -315,6 +319,7 @@ class Slicer:
                 contextlib.suppress(StepEnded),
                 values if plan.changed_alike else contextlib.nullcontext(),
                 putting_back(plan.put_back),
+                host_seeded(seed),
                 mode,
             ):
                 step(batch)
@@ -506,8 +511,9 @@ def _sent(relay: Relay, mode: StageMode, received: Mapping[Key, Tensor], stage: 
         now, then = ("is", "was not") if tensor.requires_grad else ("is not", "was")
         raise SliceError(
             f"what `{operation.name}` ({operation.where}) makes on pipeline stage {stage} {now} trained, and {then}"
-            " when the step was planned: parameters were frozen or unfrozen since. Other stages can't know that. Do"
-            " that at the start of an epoch, in `on_train_epoch_start`."
+            " when the step was planned: parameters were frozen or unfrozen since, or it decides by itself what it does"
+            " (at random, by a counter). Other stages can't know that. Freeze at the start of an epoch, in"
+            " `on_train_epoch_start`."
         )
     if tensor_version(tensor) != version:
         raise SliceError(
