@@ -254,12 +254,12 @@ def explained(hook: str) -> Iterator[None]:
     """
     try:
         yield
-    except StopIteration as error:
+    except StopIteration:
         raise RuntimeError(
             f"MegaTPStrategy: `{hook}` raised StopIteration: some `next(...)` found nothing. With pp > 1 a part of"
             " the model has its parameters on its own pipeline stage only. For where and what they are take"
             " `self.device` and `self.dtype`."
-        ) from error
+        ) from None  # with it as the cause, contextlib would go on with the StopIteration
     except (AssertionError, TypeError, AttributeError, DataDependentOutputException) as error:
         of_values = isinstance(error, DataDependentOutputException)
         if not of_values and "FakeTensor" not in str(error) and "NoneType" not in str(error):

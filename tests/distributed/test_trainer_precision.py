@@ -17,7 +17,7 @@ SCALE = 2.0**8
 
 
 class Poison(Callback):
-    """Puts an inf into one gradient of one rank, in one step."""
+    """Fills one gradient of one rank with inf, in one step."""
 
     def __init__(self, rank: int, step: int, parameter: str) -> None:
         self.rank, self.step, self.parameter = rank, step, parameter
@@ -27,7 +27,7 @@ class Poison(Callback):
     def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
         if trainer.global_rank == self.rank and len(self.scales) == self.step:
             grad = pl_module.get_parameter(self.parameter).grad
-            grad.view(-1)[0] = torch.inf
+            grad.fill_(torch.inf)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
         self.scales.append(trainer.precision_plugin.scaler.get_scale())

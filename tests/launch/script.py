@@ -39,11 +39,14 @@ class Net(L.LightningModule):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.5)
 
+    def setup(self, stage: str) -> None:
+        """Processes; a hook that asks for their number is told that of copies of the model."""
+        self.process = {"rank": self.trainer.strategy.global_rank, "world_size": self.trainer.strategy.world_size}
+
     def on_train_end(self) -> None:
         strategy = self.trainer.strategy
         result = {
-            "rank": strategy.global_rank,
-            "world_size": strategy.world_size,
+            **self.process,
             "strategy": type(strategy).__module__ + "." + type(strategy).__name__,
             "environment": type(getattr(strategy, "cluster_environment", None)).__name__,
             "rows": self.up.weight.shape[0],
