@@ -143,14 +143,11 @@ def among_copies(trainer: Any, counted: Callable[[], contextlib.AbstractContextM
         with counted():
             return call()
 
-    for owner in (trainer.lightning_module, *trainer.callbacks):
-        for hook in HOOKS:
-            if is_users(owner, hook) and mentions(owner, _AMONG_RANKS, hook):
-                yield Detour(owner, hook, functools.partial(run, hook))
+    yield from _around_hooks(trainer, run, lambda owner, hook: mentions(owner, _AMONG_RANKS, hook))
 
 
 def with_whole_values(trainer: Any, parallel: ParallelModule) -> Iterator[Detour]:
-    """Let hooks draw random numbers for whole weights and gradients, where ranks have parts of them.
+    """Let what hooks put into weights and gradients, random numbers and whole tensors, be this rank's part of it.
 
     Args:
         trainer: about to fit.
@@ -158,9 +155,9 @@ def with_whole_values(trainer: Any, parallel: ParallelModule) -> Iterator[Detour
     """
 
     def run(hook: str, call: Callable[[], Any]) -> Any:
-        with WholeValues(parallel.parts) as drawing, contextlib.ExitStack() as ends:
+        with WholeValues(parallel.parts) as cutting, contextlib.ExitStack() as ends:
             if hook == "optimizer_step":  # what `super()` does has the step in it
-                ends.callback(Detour(trainer.strategy, hook, drawing.pause).end)
+                ends.callback(Detour(trainer.strategy, hook, cutting.pause).end)
             return call()
 
     yield from _around_hooks(trainer, run)
@@ -318,9 +315,17 @@ class _WithoutOthers(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _around_hooks(trainer: Any, run: Callable[[str, Callable[[], Any]], Any]) -> Iterator[Detour]:
-    """Let `run(hook, call)` call the hooks that users have written, of the module and of callbacks."""
+def _around_hooks(
+    trainer: Any,
+    run: Callable[[str, Callable[[], Any]], Any],
+    where: Callable[[Any, str], bool] = lambda owner, hook: True,
+) -> Iterator[Detour]:
+    """Let `run(hook, call)` call the hooks that users have written, of the module and of callbacks.
+
+    Args:
+        where: which of these, by owner and name.
+    """
     for owner in (trainer.lightning_module, *trainer.callbacks):
         for hook in HOOKS:
-            if is_users(owner, hook):
+            if is_users(owner, hook) and where(owner, hook):
                 yield Detour(owner, hook, functools.partial(run, hook))

@@ -29,12 +29,9 @@ def stopping_together(trainer: Any, hosts: dist.ProcessGroup) -> Iterator[Detour
         dist.all_reduce(stop, op=dist.ReduceOp.MAX, group=hosts)
         return bool(stop)
 
-    def around_validation(call: Callable[[], Any]) -> Any:
+    def before(call: Callable[[], Any]) -> Any:
         trainer.should_stop = agree()
-        result = call()
-        if trainer.enable_validation:
-            trainer.should_stop = agree()
-        return result
+        return call()
 
     def after(call: Callable[[], Any]) -> Any:
         result = call()
@@ -46,5 +43,6 @@ def stopping_together(trainer: Any, hosts: dist.ProcessGroup) -> Iterator[Detour
     dist.all_reduce(needed, op=dist.ReduceOp.MAX, group=hosts)
     if needed:
         loop = trainer.fit_loop
-        yield Detour(loop.epoch_loop, "on_advance_end", around_validation)
+        yield Detour(loop.epoch_loop, "on_advance_end", before)
+        yield Detour(loop.epoch_loop.val_loop, "run", after)
         yield from (Detour(loop, name, after) for name in ("on_advance_start", "on_advance_end"))

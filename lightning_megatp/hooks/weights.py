@@ -90,10 +90,10 @@ class WeightWatch(TorchFunctionMode):
         operation = bare_name(operation_name(func))
         if self._briefly and not self._positions.concern(operation):
             return func(*args, **kwargs)
-        weight = None
-        if couples(operation) or multiplies(operation) or operation in _FOLLOWED or writes(operation):
+        weight, mixes = None, couples(operation) or multiplies(operation)
+        if mixes or operation in _FOLLOWED or writes(operation):
             weight = next((name for x in (*args, *kwargs.values()) if (name := self._name(x)) is not None), None)
-        if weight is not None and operation not in _FOLLOWED and not writes(operation):
+        if weight is not None and mixes:
             self._say(operation, weight)
         elif weight is not None and writes(operation):
             self._written(weight)

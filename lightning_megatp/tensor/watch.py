@@ -45,15 +45,15 @@ class RegionWatch(TorchFunctionMode):
                 if not dry:
                     self._check_operand(name, args)
                 context.draw_inside(_device(args, kwargs), dry)
-            elif couples(name) and name not in self._seen(context.open_region.name):
+            elif couples(name):
                 self._check_known(name, args, kwargs)
         return func(*args, **kwargs)
 
-    def _seen(self, region: str) -> Collection[str]:
-        """What was seen in the block that a region is of; everything, if its plan is the user's."""
+    def _seen(self, region: str) -> Collection[str] | None:
+        """What was seen in the block that a region is of; None if its plan is the user's."""
         parts = region.split(".")
         blocks = (".".join(parts[:i]) for i in range(len(parts), 0, -1))
-        return next((self._known[block] for block in blocks if block in self._known), _Everything())
+        return next((self._known[block] for block in blocks if block in self._known), None)
 
     def _check_known(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Raises:
@@ -61,6 +61,9 @@ class RegionWatch(TorchFunctionMode):
         """
         x, region = args[0] if args else None, self.context.open_region
         if not isinstance(x, Tensor) or not x.is_floating_point() or not x.dim() or region is None:
+            return
+        seen = self._seen(region.name)
+        if seen is None or name in seen:
             return
         columns = (column() for column in region.columns)
         own = {column.sizes[self.context.rank] for column in columns if column is not None}
@@ -83,11 +86,6 @@ class RegionWatch(TorchFunctionMode):
                 " has its own stream. Compute it before the column layers, give these `global_sizes: true`, or leave"
                 " them out of the plan."
             )
-
-
-class _Everything(frozenset[str]):
-    def __contains__(self, name: object) -> bool:
-        return True
 
 
 _DIM_AT = {"norm": 2, "vector_norm": 2, "topk": 2, "kthvalue": 2, "quantile": 2, "nanquantile": 2, "roll": 2}

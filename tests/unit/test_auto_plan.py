@@ -14,7 +14,8 @@ from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
 from lightning_megatp.plan.auto.blocks import Block as Kind
-from lightning_megatp.plan.auto.blocks import Call, capture_calls, find_blocks, is_linear, kinds_of_blocks
+from lightning_megatp.plan.auto.blocks import Call, find_blocks, is_linear, kinds_of_blocks
+from lightning_megatp.plan.auto.capture import capture_calls
 from lightning_megatp.plan.auto.discover import discover, look
 from lightning_megatp.plan.auto.influence import find_candidates
 from lightning_megatp.plan.auto.search import BlockResult, plan_block

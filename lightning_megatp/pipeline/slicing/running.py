@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import pickle
 import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -466,21 +467,21 @@ def host_seeded(seed: int) -> Iterator[Callable[[], bool]]:
     Yields:
         A function that tells whether something was drawn.
     """
-    before = random.getstate(), np.random.get_state()
+    python, of_numpy = random.getstate(), np.random.get_state()
+
+    def drawn() -> bool:
+        fresh = random.Random(seed), np.random.RandomState(seed % 2**32)
+        return random.getstate() != fresh[0].getstate() or pickle.dumps(np.random.get_state()) != pickle.dumps(
+            fresh[1].get_state()
+        )
+
     random.seed(seed)
     np.random.seed(seed % 2**32)
-    fresh = _host_state()
     try:
-        yield lambda: _host_state() != fresh
+        yield drawn
     finally:
-        random.setstate(before[0])
-        np.random.set_state(before[1])
-
-
-def _host_state() -> Any:
-    numpy: Any = np.random.get_state(legacy=True)
-    name, keys, *rest = numpy
-    return random.getstate(), name, keys.tobytes(), rest
+        random.setstate(python)
+        np.random.set_state(of_numpy)
 
 
 _PROPERTIES = frozenset([torch.Tensor.device.__get__])

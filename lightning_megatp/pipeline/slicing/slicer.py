@@ -319,7 +319,7 @@ class Slicer:
                 contextlib.suppress(StepEnded),
                 values if plan.changed_alike else contextlib.nullcontext(),
                 putting_back(plan.put_back),
-                host_seeded(seed),
+                host_seeded(seed) if plan.draws_on_host else contextlib.nullcontext(),
                 mode,
             ):
                 step(batch)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_megatp.shim.torch import FakeTensorMode, tree_flatten, tree_leaves, tree_map, tree_unflatten
+from lightning_megatp.shim.torch import tree_leaves
 from lightning_megatp.shim.transformers import is_conv1d
 
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
@@ -26,7 +26,7 @@ _INTERNAL = frozenset(vars(nn.Module()))
 _HELD = ("_parameters", "_buffers", "_modules")
 _OF_LINEAR = frozenset(["weight", "bias", "in_features", "out_features", "forward", "training"])
 """What the code of a linear layer has to do with."""
-_PLAIN: tuple[type, ...] = (bool, int, float, str, type(None))
+PLAIN: tuple[type, ...] = (bool, int, float, str, type(None))
 
 
 @dataclass
@@ -38,7 +38,7 @@ class Call:
 
     def describe(self) -> Any:
         """The shapes and types of what is given."""
-        return _describe((self.args, {key: x for key, x in self.kwargs.items() if x is not None}))
+        return describe((self.args, {key: x for key, x in self.kwargs.items() if x is not None}))
 
 
 @dataclass
@@ -115,14 +115,14 @@ def kinds_of_blocks(module: nn.Module, names: Sequence[str] | None = None, stack
         indices = _indices(list(settings.values()))
         for name, values in settings.items():
             key = shape, tuple((key, value) for key, value in values.items() if key not in indices)
-            kind = kinds.setdefault(key, Block(_uncompiled(module.get_submodule(name)), stack=stacks))
+            kind = kinds.setdefault(key, Block(uncompiled_part(module.get_submodule(name)), stack=stacks))
             kind.names.append(name)
             kind.counts.append({key: int(values[key]) for key in indices})
     return list(kinds.values())
 
 
 def _first_names(module: nn.Module, names: Sequence[str]) -> list[tuple[nn.Module, str]]:
-    blocks = {name: _uncompiled(module.get_submodule(name)) for name in names}
+    blocks = {name: uncompiled_part(module.get_submodule(name)) for name in names}
     first = {id(block): name for name, block in reversed(blocks.items())}
     return [(block, name) for name, block in blocks.items() if first[id(block)] == name]
 
@@ -138,126 +138,6 @@ def _indices(settings: list[dict[str, str]]) -> set[str]:
     return found
 
 
-def capture_calls(module: nn.Module, kinds: list[Block], step: Callable[[], Any]) -> Exception | None:
-    """Run a step, and keep what the first block of each kind is called with; and the plain values (how deep it is, a
-    flag) that its later calls, and those of other blocks of its kind, are given.
-
-    Further blocks of a kind return what the first did, and once all blocks were called nothing has data any more: the
-    cost is that of one block of each kind and of what lies between them.
-
-    Args:
-        module: the whole.
-        kinds: each gets another entry in its `calls`, and maybe some in `other_calls`.
-        step: calls the model, e.g. a training step on one batch.
-
-    Returns:
-        What the step raised, if it did, before all kinds were called.
-    """
-    if not kinds:
-        return None
-    waiting = {name for kind in kinds for name in kind.names}
-    known: dict[int, _Known] = {}
-    handles = []
-    ends = contextlib.ExitStack()
-
-    def make(kind: Block, name: str, target: nn.Module) -> Callable[..., Any]:
-        forward = _uncompiled(target).forward
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            found, given = known.get(id(kind)), _Given.of(args, kwargs)
-            if found is not None and found.first.shapes == given.shapes:
-                found.note(given, kind)
-                result = found.results.get(given.flags)
-            else:
-                result = None
-            if found is None:
-                kind.calls.append(Call(*tree_map(copied, (args, kwargs))))
-            if result is None:
-                result = forward(*args, **kwargs)
-            found = known.setdefault(id(kind), _Known(given, len(kind.calls) - 1))
-            if found.first.shapes == given.shapes:
-                result = found.results.setdefault(given.flags, tree_map(copied, result))
-            if waiting:
-                waiting.discard(name)
-                if not waiting:
-                    ends.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-            return tree_map(copied, result)
-
-        return run
-
-    for kind in kinds:
-        for name in kind.names:
-            target = module.get_submodule(name)
-            own = target.__dict__.get("forward")
-            handles.append((target, own))
-            target.__dict__["forward"] = make(kind, name, target)
-    try:
-        with torch.enable_grad(), ends:  # which values need a gradient matters
-            step()
-    except Exception as error:
-        return None if len(known) == len(kinds) else error.with_traceback(None)
-    finally:
-        for target, own in handles:
-            if own is None:
-                target.__dict__.pop("forward", None)
-            else:
-                target.__dict__["forward"] = own
-    return None
-
-
-@dataclass(frozen=True)
-class _Given:
-    """What a call is given."""
-
-    shapes: Any
-    """Shapes and types."""
-    values: tuple[Any, ...]
-    """Its plain values."""
-    leaves: list[Any]
-    tree: Any
-
-    @classmethod
-    def of(cls, args: Any, kwargs: Any) -> _Given:
-        leaves, tree = tree_flatten((args, kwargs))
-        return cls(_describe((args, kwargs)), tuple(x for x in leaves if isinstance(x, _PLAIN)), leaves, tree)
-
-    @property
-    def way(self) -> Any:
-        """What is alike in calls that differ in tensors only."""
-        return str(self.tree), self.values
-
-    @property
-    def flags(self) -> Any:
-        """The same without numbers, on which a block's result depends less often than on other plain values."""
-        return str(self.tree), tuple(x for x in self.values if not isinstance(x, (int, float)) or isinstance(x, bool))
-
-
-class _Known:
-    """What is known of a kind of block, in one step.
-
-    Args:
-        first: what it was first called with.
-        at: the place of that in `calls`.
-    """
-
-    def __init__(self, first: _Given, at: int) -> None:
-        self.first, self._at = first, at
-        self.results: dict[Any, Any] = {}
-        """What it returned, by flags."""
-        self._ways = {first.way}
-
-    def note(self, given: _Given, kind: Block) -> None:
-        """Keep a call with other plain values, on the tensors of the first."""
-        if given.way in self._ways:
-            return
-        self._ways.add(given.way)
-        first = kind.calls[self._at]
-        tensors = [x for x in tree_leaves((first.args, first.kwargs)) if isinstance(x, Tensor)]
-        if len(tensors) == sum(isinstance(x, Tensor) for x in given.leaves):
-            leaves = [tensors.pop(0) if isinstance(x, Tensor) else copied(x) for x in given.leaves]
-            kind.other_calls.append(Call(*tree_unflatten(leaves, given.tree)))
-
-
 def copied(x: Any) -> Any:
     """A copy of a tensor, a leaf, or of an object that a module may change (a cache), where it can be copied."""
     if isinstance(x, Tensor):
@@ -267,7 +147,7 @@ def copied(x: Any) -> Any:
 
 def copied_object(x: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """A copy of an object, where it can be copied, with changed tensors in it."""
-    if isinstance(x, (*_PLAIN, nn.Module)):
+    if isinstance(x, (*PLAIN, nn.Module)):
         return x
     try:
         return copy.deepcopy(x, {id(held): change(held) for held in tensors_in(x)})
@@ -297,7 +177,7 @@ def computed_tensors(module: nn.Module) -> dict[int, Tensor]:
 
 
 def _tensors(x: Any, seen: set[int]) -> Iterator[Tensor]:
-    if isinstance(x, (*_PLAIN, type, nn.Module)) or id(x) in seen:
+    if isinstance(x, (*PLAIN, type, nn.Module)) or id(x) in seen:
         return
     seen.add(id(x))
     if isinstance(x, Tensor):
@@ -308,7 +188,8 @@ def _tensors(x: Any, seen: set[int]) -> Iterator[Tensor]:
             yield from _tensors(part, seen)
 
 
-def _describe(tree: Any) -> Any:
+def describe(tree: Any) -> Any:
+    """The shapes and types in anything."""
     kinds = [type(x) for x in tree_leaves(tree) if x is not None and not isinstance(x, Tensor)]
     return kinds, [(tuple(x.shape), x.dtype) for x in tensors_in(tree)]
 
@@ -326,7 +207,7 @@ def _blocks(name: str, module: nn.Module, in_list: bool) -> Iterator[str]:
     yield name
 
 
-def _uncompiled(module: nn.Module) -> nn.Module:
+def uncompiled_part(module: nn.Module) -> nn.Module:
     """What `torch.compile(module)` was given."""
     return module._modules.get("_orig_mod") or module
 
@@ -335,7 +216,7 @@ def unlooked(block: nn.Module) -> str | None:
     """Why a block can't be copied and run by itself: it has compiled parts under names of their own, or hooks of the
     user's own, which belong to real steps. (A copy of what `module.compile()` was called on is not compiled.)"""
     for name, child in block.named_modules():
-        if _uncompiled(child) is not child:
+        if uncompiled_part(child) is not child:
             return f"`{name}` in it is compiled"
         for hook in (*child._forward_hooks.values(), *child._forward_pre_hooks.values()):
             if type(hook).__module__.partition(".")[0] not in _LIBRARIES:
@@ -390,7 +271,7 @@ def _settings(block: nn.Module, place: str) -> dict[str, str]:
 
 def _content(value: Any, depth: int) -> str:
     """A text for any content. What can't be looked into counts as different everywhere."""
-    if isinstance(value, (*_PLAIN, type, torch.dtype, torch.device)):
+    if isinstance(value, (*PLAIN, type, torch.dtype, torch.device)):
         return repr(value)
     if isinstance(value, nn.Module):
         return "module"

@@ -11,7 +11,8 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from lightning_megatp.plan.auto.blocks import Block, capture_calls, find_blocks, is_linear, kinds_of_blocks
+from lightning_megatp.plan.auto.blocks import Block, find_blocks, is_linear, kinds_of_blocks
+from lightning_megatp.plan.auto.capture import capture_calls
 from lightning_megatp.plan.auto.huggingface import own_plan, plan_of_block
 from lightning_megatp.plan.auto.search import BlockResult, plan_block
 from lightning_megatp.plan.auto.stacks import experts_hold, of_transformers

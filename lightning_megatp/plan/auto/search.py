@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import math
@@ -10,12 +9,12 @@ from collections import Counter, deque
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from lightning_megatp.plan.auto.blocks import Block, Call, is_linear, unlooked
+from lightning_megatp.plan.auto.blocks import Block, is_linear, unlooked
 from lightning_megatp.plan.auto.influence import Candidate, deal, find_candidates
-from lightning_megatp.plan.auto.simulate import BlockPlan, NotFinite, Outcome, Reference, path
+from lightning_megatp.plan.auto.references import operations, references_of
+from lightning_megatp.plan.auto.simulate import BlockPlan, NotFinite, Outcome, Reference
 from lightning_megatp.plan.auto.thin import ThinLinear, copy_of, thin_copy
 from lightning_megatp.plan.auto.tokens import sequence_dim, used_twice
 from lightning_megatp.plan.convolutions import convolution_plan, fits, weights
@@ -23,14 +22,11 @@ from lightning_megatp.plan.layer import LayerPlan
 from lightning_megatp.plan.parallel_plan import AttributePlan
 from lightning_megatp.plan.ranges import length
 from lightning_megatp.plan.styles import Style
-from lightning_megatp.shim.torch import tree_leaves
 from lightning_megatp.shim.transformers import is_conv1d
 from lightning_megatp.tensor.functions import couples
 
 _MOST_TRIALS = 40
 """Ways of dividing attributes that are tried for one region."""
-_HIDDEN = -1e3
-"""Added to the score of a hidden token."""
 _SMALL = 0.02
 """Layers with a smaller share of a block's linear weights aren't worth a collective of their own."""
 _NARROW = 16
@@ -113,7 +109,7 @@ def _probed(
 ) -> BlockResult:
     block = result.block
     twin, references = _thin_references(block, result)
-    result.operations = frozenset(_operations(references))
+    result.operations = frozenset(operations(references))
     influence = find_candidates(copy_of(twin), block.calls[0], tp)
     search = _Search(twin, references, tp, result, global_sizes, undivided)
     if trusted is None or not search.accept(trusted, "as the model's own plan says"):
@@ -163,77 +159,14 @@ def _thin_references(block: Block, result: BlockResult) -> tuple[nn.Module, list
     that layer stays as it is."""
     twin = thin_copy(block.module, seed=0)
     try:
-        return twin, [*_references(twin, block.calls), *_other_ways(twin, block)]
+        return twin, references_of(twin, block)
     except NotFinite as error:
         dense = [name for name, child in error.ran.named_modules() if isinstance(child, ThinLinear) and child.touched]
         if not dense:
             raise
         result.whole.update(dict.fromkeys(dense, "the block uses its weight otherwise than by calling it"))
         twin = thin_copy(block.module, seed=0, dense=dense)
-        return twin, [*_references(twin, block.calls), *_other_ways(twin, block)]
-
-
-def _references(twin: nn.Module, calls: Sequence[Call]) -> Iterator[Reference]:
-    """Training and evaluation; other calls, if they differ in more than values; and the first without its masks, where
-    the block runs without them."""
-    for train in (True, False):
-        yield Reference(twin, calls[0], train)
-    seen = [calls[0].describe()]
-    for call in calls[1:]:
-        if call.describe() not in seen:
-            seen.append(call.describe())
-            yield Reference(twin, call)
-    for other in (x for call in calls for x in _other_masks(call)):
-        if other.describe() not in seen:
-            try:
-                yield Reference(twin, other)
-            except Exception:
-                continue  # not what it takes
-            seen.append(other.describe())
-
-
-def _other_ways(twin: nn.Module, block: Block) -> Iterator[Reference]:
-    """What blocks of a kind compute by other operations than the first one does: by plain values that they are given,
-    or by the number that counts them."""
-    known = [path(twin, block.calls[0])]
-    first, numbers = (block.counts or [{}])[0], list[tuple[str, int]]()
-    for counts in block.counts:
-        numbers += [(key, n) for key, n in counts.items() if n != first[key]]
-    for key, number in (("", 0), *dict.fromkeys(numbers)):
-        other = copy_of(twin)
-        if key:
-            module, _, attribute = key.rpartition(".")
-            vars(other.get_submodule(module))[attribute] = number
-        for call in (block.calls[0], *block.other_calls):
-            try:
-                way = path(other, call)
-            except Exception:
-                continue  # not what it takes
-            if way not in known:
-                known.append(way)
-                yield Reference(other, call)
-
-
-def _operations(references: Sequence[Reference]) -> Iterator[str]:
-    for reference in references:
-        for train in (True, False):
-            with contextlib.suppress(Exception):  # it may not be what it takes in this mode
-                yield from (name for name, _ in path(reference.twin, reference.call, train))
-
-
-def _other_masks(call: Call) -> Iterator[Call]:
-    """The call without its masks, and with masks where it has none: models take other paths then. An added mask is the
-    one that attention adds to its scores, (rows, 1, tokens, tokens), of this sequence or of another that is given."""
-    given = [key for key, x in call.kwargs.items() if "mask" in key and x is not None]
-    if given:
-        yield Call(call.args, {**call.kwargs, **dict.fromkeys(given)})
-    hidden = [x for x in tree_leaves((call.args, call.kwargs)) if isinstance(x, Tensor) and x.is_floating_point()]
-    lengths = list(dict.fromkeys(x.shape[1] for x in hidden if x.dim() == 3 and x.shape[0] == hidden[0].shape[0]))
-    for key in [key for key, x in call.kwargs.items() if "mask" in key and x is None]:
-        for tokens in reversed(lengths):
-            mask = torch.zeros(hidden[0].shape[0], 1, lengths[0], tokens, dtype=torch.float64)
-            mask[0, ..., -1] = _HIDDEN
-            yield Call(call.args, {**call.kwargs, key: mask})
+        return twin, references_of(twin, block)
 
 
 class _Search:

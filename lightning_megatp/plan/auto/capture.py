@@ -1,0 +1,132 @@
+"""What a step calls the blocks of a model with, and in which ways."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_megatp.plan.auto.blocks import PLAIN, Block, Call, copied, describe, uncompiled_part
+from lightning_megatp.shim.torch import FakeTensorMode, tree_flatten, tree_leaves, tree_map, tree_unflatten
+
+
+def capture_calls(module: nn.Module, kinds: list[Block], step: Callable[[], Any]) -> Exception | None:
+    """Run a step, and keep what the first block of each kind is called with; and the plain values (how deep it is, a
+    flag) that its later calls, and those of other blocks of its kind, are given.
+
+    Further blocks of a kind return what the first did, and once all blocks were called nothing has data any more: the
+    cost is that of one block of each kind and of what lies between them.
+
+    Args:
+        module: the whole.
+        kinds: each gets another entry in its `calls`, and maybe some in `other_calls`.
+        step: calls the model, e.g. a training step on one batch.
+
+    Returns:
+        What the step raised, if it did, before all kinds were called.
+    """
+    if not kinds:
+        return None
+    waiting = {name for kind in kinds for name in kind.names}
+    known: dict[int, _Known] = {}
+    handles = []
+    ends = contextlib.ExitStack()
+
+    def make(kind: Block, name: str, target: nn.Module) -> Callable[..., Any]:
+        forward = uncompiled_part(target).forward
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            given = _Given.of(args, kwargs)
+            if id(kind) not in known:
+                kind.calls.append(Call(*tree_map(copied, (args, kwargs))))
+                known[id(kind)] = _Known(given, kind.calls[-1])
+            of_kind = known[id(kind)]
+            if given.shapes != of_kind.first.shapes:
+                result = forward(*args, **kwargs)
+            else:
+                of_kind.note(given, kind)
+                if given.flags not in of_kind.results:
+                    of_kind.results[given.flags] = tree_map(copied, forward(*args, **kwargs))
+                result = tree_map(copied, of_kind.results[given.flags])
+            if name in waiting:
+                waiting.discard(name)
+                if not waiting:
+                    ends.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+            return result
+
+        return run
+
+    for kind in kinds:
+        for name in kind.names:
+            target = module.get_submodule(name)
+            own = target.__dict__.get("forward")
+            handles.append((target, own))
+            target.__dict__["forward"] = make(kind, name, target)
+    try:
+        with torch.enable_grad(), ends:  # which values need a gradient matters
+            step()
+    except Exception as error:
+        return None if len(known) == len(kinds) else error.with_traceback(None)
+    finally:
+        for target, own in handles:
+            if own is None:
+                target.__dict__.pop("forward", None)
+            else:
+                target.__dict__["forward"] = own
+    return None
+
+
+@dataclass(frozen=True)
+class _Given:
+    """What a call is given."""
+
+    shapes: Any
+    """Shapes and types."""
+    values: tuple[Any, ...]
+    """Its plain values."""
+    leaves: list[Any]
+    tree: Any
+
+    @classmethod
+    def of(cls, args: Any, kwargs: Any) -> _Given:
+        leaves, tree = tree_flatten((args, kwargs))
+        return cls(describe((args, kwargs)), tuple(x for x in leaves if isinstance(x, PLAIN)), leaves, tree)
+
+    @property
+    def way(self) -> Any:
+        """What is alike in calls that differ in tensors only."""
+        return str(self.tree), self.values
+
+    @property
+    def flags(self) -> Any:
+        """The same without numbers, on which a block's result depends less often than on other plain values."""
+        return str(self.tree), tuple(x for x in self.values if not isinstance(x, (int, float)) or isinstance(x, bool))
+
+
+class _Known:
+    """What is known of a kind of block, in one step.
+
+    Args:
+        first: what it was first called with.
+        call: that, as it was kept.
+    """
+
+    def __init__(self, first: _Given, call: Call) -> None:
+        self.first, self._call = first, call
+        self.results: dict[Any, Any] = {}
+        """What it returned, by flags."""
+        self._ways = {first.way}
+
+    def note(self, given: _Given, kind: Block) -> None:
+        """Keep a call with other plain values, on the tensors of the first."""
+        if given.way in self._ways:
+            return
+        self._ways.add(given.way)
+        tensors = [x for x in tree_leaves((self._call.args, self._call.kwargs)) if isinstance(x, Tensor)]
+        if len(tensors) == sum(isinstance(x, Tensor) for x in given.leaves):
+            leaves = [tensors.pop(0) if isinstance(x, Tensor) else copied(x) for x in given.leaves]
+            kind.other_calls.append(Call(*tree_unflatten(leaves, given.tree)))

@@ -1,0 +1,86 @@
+"""By which calls a block is compared with its parts: every way in which it was seen to be called, and others that
+models take besides."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from lightning_megatp.plan.auto.blocks import Block, Call
+from lightning_megatp.plan.auto.simulate import Reference, path
+from lightning_megatp.plan.auto.thin import copy_of
+from lightning_megatp.shim.torch import tree_leaves
+
+_HIDDEN = -1e3
+"""Added to the score of a hidden token."""
+
+
+def references_of(twin: nn.Module, block: Block) -> list[Reference]:
+    """What a thin copy of a block computes."""
+    return [*_of_calls(twin, block.calls), *_other_ways(twin, block)]
+
+
+def _of_calls(twin: nn.Module, calls: Sequence[Call]) -> Iterator[Reference]:
+    """Training and evaluation; other calls, if they differ in more than values; and the first without its masks, where
+    the block runs without them."""
+    for train in (True, False):
+        yield Reference(twin, calls[0], train)
+    seen = [calls[0].describe()]
+    for call in calls[1:]:
+        if call.describe() not in seen:
+            seen.append(call.describe())
+            yield Reference(twin, call)
+    for other in (x for call in calls for x in _other_masks(call)):
+        if other.describe() not in seen:
+            try:
+                yield Reference(twin, other)
+            except Exception:
+                continue  # not what it takes
+            seen.append(other.describe())
+
+
+def _other_ways(twin: nn.Module, block: Block) -> Iterator[Reference]:
+    """What blocks of a kind compute by other operations than the first one does: by plain values that they are given,
+    or by the number that counts them."""
+    known = [path(twin, block.calls[0])]
+    first, numbers = (block.counts or [{}])[0], list[tuple[str, int]]()
+    for counts in block.counts:
+        numbers += [(key, n) for key, n in counts.items() if n != first[key]]
+    for key, number in (("", 0), *dict.fromkeys(numbers)):
+        other = copy_of(twin)
+        if key:
+            module, _, attribute = key.rpartition(".")
+            vars(other.get_submodule(module))[attribute] = number
+        for call in (block.calls[0], *block.other_calls):
+            try:
+                way = path(other, call)
+            except Exception:
+                continue  # not what it takes
+            if way not in known:
+                known.append(way)
+                yield Reference(other, call)
+
+
+def operations(references: Sequence[Reference]) -> Iterator[str]:
+    for reference in references:
+        for train in (True, False):
+            with contextlib.suppress(Exception):  # it may not be what it takes in this mode
+                yield from (name for name, _ in path(reference.twin, reference.call, train))
+
+
+def _other_masks(call: Call) -> Iterator[Call]:
+    """The call without its masks, and with masks where it has none: models take other paths then. An added mask is the
+    one that attention adds to its scores, (rows, 1, tokens, tokens), of this sequence or of another that is given."""
+    given = [key for key, x in call.kwargs.items() if "mask" in key and x is not None]
+    if given:
+        yield Call(call.args, {**call.kwargs, **dict.fromkeys(given)})
+    hidden = [x for x in tree_leaves((call.args, call.kwargs)) if isinstance(x, Tensor) and x.is_floating_point()]
+    lengths = list(dict.fromkeys(x.shape[1] for x in hidden if x.dim() == 3 and x.shape[0] == hidden[0].shape[0]))
+    for key in [key for key, x in call.kwargs.items() if "mask" in key and x is None]:
+        for tokens in reversed(lengths):
+            mask = torch.zeros(hidden[0].shape[0], 1, lengths[0], tokens, dtype=torch.float64)
+            mask[0, ..., -1] = _HIDDEN
+            yield Call(call.args, {**call.kwargs, key: mask})
