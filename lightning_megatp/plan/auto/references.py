@@ -20,7 +20,8 @@ _HIDDEN = -1e3
 
 def references_of(twin: nn.Module, block: Block) -> list[Reference]:
     """What a thin copy of a block computes."""
-    return [*_of_calls(twin, block.calls), *_other_ways(twin, block)]
+    found = list(_of_calls(twin, block.calls))
+    return [*found, *_other_ways(twin, block, found[0])]
 
 
 def _of_calls(twin: nn.Module, calls: Sequence[Call]) -> Iterator[Reference]:
@@ -42,13 +43,19 @@ def _of_calls(twin: nn.Module, calls: Sequence[Call]) -> Iterator[Reference]:
             seen.append(other.describe())
 
 
-def _other_ways(twin: nn.Module, block: Block) -> Iterator[Reference]:
+def _other_ways(twin: nn.Module, block: Block, first_reference: Reference) -> Iterator[Reference]:
     """What blocks of a kind compute by other operations than the first one does: by plain values that they are given,
     or by the number that counts them."""
     known = [path(twin, block.calls[0])]
-    first, numbers = (block.counts or [{}])[0], list[tuple[str, int]]()
-    for counts in block.counts:
-        numbers += [(key, n) for key, n in counts.items() if n != first[key]]
+    first = block.counts[0] if block.counts else {}
+    paths = {key.lstrip("."): key for key in first}
+    read = first_reference.reads(paths) if paths else set()  # most blocks are counted for nothing
+    numbers = [
+        (paths[name], n)
+        for counts in block.counts
+        for name in sorted(read)
+        if (n := counts[paths[name]]) != first[paths[name]]
+    ]
     for key, number in (("", 0), *dict.fromkeys(numbers)):
         other = copy_of(twin)
         if key:
