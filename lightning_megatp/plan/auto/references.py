@@ -49,7 +49,9 @@ def _other_ways(twin: nn.Module, block: Block, first_reference: Reference) -> It
     known = [path(twin, block.calls[0])]
     first = block.counts[0] if block.counts else {}
     paths = {key.lstrip("."): key for key in first}
-    read = first_reference.reads(paths) if paths else set()  # most blocks are counted for nothing
+    read = set(paths)
+    with contextlib.suppress(Exception):  # a class may not let itself be watched
+        read = first_reference.reads(paths) if paths else read
     numbers = [
         (paths[name], n)
         for counts in block.counts
@@ -72,6 +74,7 @@ def _other_ways(twin: nn.Module, block: Block, first_reference: Reference) -> It
 
 
 def operations(references: Sequence[Reference]) -> Iterator[str]:
+    """The names of what a block does by these."""
     for reference in references:
         for train in (True, False):
             with contextlib.suppress(Exception):  # it may not be what it takes in this mode
