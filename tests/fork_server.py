@@ -167,10 +167,17 @@ def _serve(connection: Connection) -> Callable[[], None] | None:
             return _kill(children)
         if what in ("start", "server"):
             descriptor = reduction.recv_handle(connection)
+            begun, begins = os.pipe()
             pid = os.fork()
             if pid == 0:
+                os.setsid()
+                os.close(begins)
+                os.close(begun)
                 connection.close()
                 return functools.partial(_forked, Connection(descriptor), value)
+            os.close(begins)
+            os.read(begun, 1)  # ends when the child has closed its end: from then on its session can be ended
+            os.close(begun)
             os.close(descriptor)
             if what == "start":  # a server ends as this one does, when it has ended what it forked
                 children.add(pid)
@@ -192,7 +199,6 @@ def _kill(children: set[int]) -> None:
 
 
 def _forked(connection: Connection, request: bytes) -> None:
-    os.setsid()
     target, args, environment, cwd, log = pickle.loads(request)
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(output, 1)

@@ -134,6 +134,12 @@ def test_how_a_process_ended(how: str, status: int, written: str, start: Start, 
     assert written in (tmp_path / "log").read_text()
 
 
+def test_a_process_leads_its_session_from_the_first_moment(start: Start) -> None:
+    for _ in range(20):  # whoever ends it right away ends it, not nothing
+        forked, _ours = start(_wait)
+        assert os.getsid(forked.pid) == forked.pid
+
+
 def test_a_process_that_goes_on_has_no_status(start: Start) -> None:
     forked, _ours = start(_wait)
     other, others = start(_wait)
