@@ -352,7 +352,7 @@ class ParallelModule:
         """Around a user's step.
 
         Args:
-            watch: look at every operation (RegionWatch); for the first step of a kind, and once per epoch.
+            watch: look at every operation (RegionWatch); for steps 1, 2, 4, 8, ... of a kind in each epoch.
         """
         watching: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         if watch and self.has_regions:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -32,8 +33,8 @@ class StepMethods(GradientMethods):
         self.offload_activations = offload_activations
         self._steps = 0
         """Of training, in this run."""
-        self._seen: set[tuple[Any, ...]] = set()
-        """The steps that were watched; see `_moment`."""
+        self._steps_of_epoch: Counter[tuple[Any, ...]] = Counter()
+        """By kind and epoch."""
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         batch = super().batch_to_device(batch, device, dataloader_idx)
@@ -135,14 +136,13 @@ class StepMethods(GradientMethods):
         return lambda microbatch: run(microbatch, *rest), batch
 
     def _watched(self, kind: str, step: Callable[..., Any]) -> Callable[..., Any]:
-        """The user's step in its contexts. It is watched, with all its microbatches, if it is the first of its kind."""
-        parallel, watch = self._parallel(), self._first(kind)
+        """The user's step in its contexts. Some are watched, with all their microbatches."""
+        parallel, watch = self._parallel(), self._is_watched(kind)
         parallel.uncompiled = watch
         if watch:
             parallel.adopt_copies()
         if kind == "train" and self._memory_account is not None:
             step = self._memory_account.watching(step, parallel)
-        self._seen.add(self._moment(kind))
         if self.sharding is not None:
             self.sharding.watches = watch
 
@@ -183,9 +183,15 @@ class StepMethods(GradientMethods):
         return OffloadActivations(held, self.root_device.type == "cuda")
 
     def _first(self, kind: str) -> bool:
-        """Whether this is the first step of its kind in this epoch: one is watched per epoch, since a step may
-        change."""
-        return self._moment(kind) not in self._seen
+        """Whether the step that begins is the first of its kind in this epoch."""
+        return not self._steps_of_epoch[self._moment(kind)]
+
+    def _is_watched(self, kind: str) -> bool:
+        """Whether the step that begins is one of those of its kind in this epoch that are watched, since a step may
+        change: the first, second, fourth, eighth, ..."""
+        moment = self._moment(kind)
+        self._steps_of_epoch[moment] += 1
+        return self._steps_of_epoch[moment].bit_count() == 1
 
     def _moment(self, kind: str) -> tuple[Any, ...]:
         assert self.lightning_module is not None

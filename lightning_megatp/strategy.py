@@ -274,7 +274,7 @@ class MegaTPStrategyBase(StepMethods, GradientMethods, BuildingMethods, WorldMet
         if sharing.size() > 1:
             self._same_batch = SameBatch(sharing, self.root_device, self.mesh.hosts("pp", "tp"))
         self._set_up_copies()
-        self._seen.clear()
+        self._steps_of_epoch.clear()
         self._steps = 0
         self._building = self._before_building = None
         self._is_split = False

@@ -50,7 +50,7 @@ def mentions(owner: Any, names: Collection[str], hook: str | None = None) -> boo
     own = {_package(kind) for kind in type(owner).__mro__}
 
     def found_in(x: Any) -> bool:
-        function = _function(x)
+        function = function_of(x)
         if function is None or function.__code__ in seen:
             return False
         if "site-packages" in function.__code__.co_filename and _package(function) not in own:
@@ -62,7 +62,7 @@ def mentions(owner: Any, names: Collection[str], hook: str | None = None) -> boo
     return any(map(found_in, held.values() if hook is None else [held.get(hook)]))
 
 
-def _function(x: Any) -> FunctionType | None:
+def function_of(x: Any) -> FunctionType | None:
     """A function that the user wrote, of what stands for it: a method, a decorated one, a detour."""
     for _ in range(_DEEP):
         if isinstance(x, (staticmethod, classmethod, MethodType)):

@@ -30,7 +30,14 @@ from lightning_megatp.pipeline.slicing.order import UnitsOfStep, units_of_step
 from lightning_megatp.pipeline.slicing.ownership import Sizes
 from lightning_megatp.pipeline.slicing.plan import KindError, SliceError
 from lightning_megatp.pipeline.slicing.slicer import Slicer
-from lightning_megatp.pipeline.slicing.units import assign, find_units, frozen_twins, modules_around
+from lightning_megatp.pipeline.slicing.units import (
+    assign,
+    can_be_cut,
+    find_units,
+    frozen_twins,
+    modules_around,
+    small_among,
+)
 from lightning_megatp.pipeline.split import check_rows
 from lightning_megatp.shim.compiler import is_compiled
 from lightning_megatp.shim.lightning import default_store
@@ -114,7 +121,13 @@ def build_pipeline(
     ranks = mesh.size("pp")
     settings = _settings(options, ranks)
     schedule = settings.schedule(settings.microbatches)
-    found = _in_order(parallel.module, find_units(parallel.module), example, mesh.device, parallel.sizes, refuse=True)
+    module = parallel.module
+    found = _in_order(module, find_units(module), example, mesh.device, parallel.sizes, refuse=True)
+    if options.stages is None and not can_be_cut(found.order, schedule.stages, found.together):
+        rest = [unit for unit in found.order if unit not in small_among(module, found.order, found.together)]
+        opened = _looked_at(module, rest, example, mesh.device, parallel.sizes) if rest != found.order else None
+        if opened is not None and can_be_cut(opened.order, schedule.stages, opened.together):
+            found = opened
     units = found.order
     whole = [unit for unit in units if is_compiled(parallel.module.get_submodule(unit))]
     around = [name for name in modules_around(units) if is_compiled(parallel.module.get_submodule(name))]

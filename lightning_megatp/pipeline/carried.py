@@ -81,18 +81,21 @@ def _metric_states(module: nn.Module) -> set[int]:
     return {id(x) for values in states for x in tensors_in(*values)}
 
 
-def warn_of_counters(now: PlainValues, before: PlainValues, microbatches: Sequence[Any]) -> None:
+def counters(now: PlainValues, before: PlainValues, microbatches: Sequence[Any]) -> list[str]:
     """Where a step has counted a batch's microbatches, and not their rows.
 
     Args:
-        now: the Python values of the module after a batch.
+        now: the Python values of modules after a batch.
         before: those before it.
         microbatches: several.
     """
     n = len(microbatches)
-    if sum(batch_size(x) or 0 for x in microbatches) == n:
-        return
-    for name in now.risen_by(n, before)[:1]:
+    return [] if sum(batch_size(x) or 0 for x in microbatches) == n else now.risen_by(n, before)
+
+
+def warn_of_counters(names: Sequence[str], n: int) -> None:
+    """Of `counters`, in so many microbatches."""
+    for name in names[:1]:
         warn_once_per_run(
             f"the step counts its calls in `{name}`. With pp > 1 it is called for each microbatch, here {n} times a"
             f" batch. What goes by such a number (a warm-up, a schedule of a loss's weight) comes {n} times as early:"

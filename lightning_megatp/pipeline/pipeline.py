@@ -23,11 +23,12 @@ from lightning_megatp.metrics import LastStageMetrics
 from lightning_megatp.module import ParallelModule, take_gradients
 from lightning_megatp.pipeline.averaged import versions_of
 from lightning_megatp.pipeline.batch import Backward, BatchRun, Step, generators_on
-from lightning_megatp.pipeline.carried import CarriedState, warn_of_counters
+from lightning_megatp.pipeline.carried import CarriedState, counters, warn_of_counters
 from lightning_megatp.pipeline.detour import Detour
 from lightning_megatp.pipeline.executor import Executor
 from lightning_megatp.pipeline.held_tensors import HeldTensors, modules_outside
 from lightning_megatp.pipeline.hooks import Hook, cleared_unseen, hooks_after_steps
+from lightning_megatp.pipeline.kept_values import KeptValues, parts_of_one_stage
 from lightning_megatp.pipeline.loans import Loans
 from lightning_megatp.pipeline.logs import Logs, merge
 from lightning_megatp.pipeline.outputs import Outputs
@@ -166,6 +167,12 @@ class Pipeline:
             units[self.stage_of_unit[unit]].append(self.parallel.module.get_submodule(unit))
         return OwnValues(units)
 
+    @functools.cached_property
+    def _kept_values(self) -> KeptValues:
+        module, stages = self.parallel.module, parts_of_one_stage(self.parallel.module, self.stage_of_unit)
+        own = [name for name, stage in stages.items() if stage in self.own_stages]
+        return KeptValues(self.mesh, {name: module.get_submodule(name) for name in stages}, own)
+
     @property
     def own_units(self) -> list[str]:
         """Their units."""
@@ -239,10 +246,11 @@ class Pipeline:
         parameters = self.parallel.undivided()
         cleared = set(map(id, cleared_unseen(self.parallel.module.trainer)))
         held = [(p, gradient) for p, gradient in take_gradients(parameters) if id(p) not in cleared]
-        self._execute(run)
+        self._execute("train", run)
         concluded = self._conclude(run)
         assert concluded is not None, "of training, a batch is run once"
         loss, self.factor = concluded
+        self._kept_values.share()
         self._parked = take_gradients(parameters)
         if self.factor != 1.0 and self._parked:
             torch._foreach_mul_([gradient for _, gradient in self._parked], self.factor)
@@ -263,14 +271,15 @@ class Pipeline:
             way = ways.of_batch(bool(run.plans))
             run = run if way is Way.CUT else self._uncut(run, way, kind, batch)
             with self._undone_beyond_plan(run):
-                self._execute(run)
+                self._execute(kind, run)
             if self._conclude(run) is None:
                 if run.beyond is not None:
                     warn_of_turns(kind, run.beyond)
                 way = ways.instead
                 run = self._uncut(run, way, kind, batch)
-                self._execute(run)
+                self._execute(kind, run)
                 self._conclude(run)
+        self._kept_values.share()
         ways.ran(way, self._went_on)
         return self.outputs.sent(kind, run.merged_results() if self.is_last else None) if self._returned else None
 
@@ -359,12 +368,13 @@ class Pipeline:
         module, first_copy = self.parallel.module, self.mesh.rank("dp") == self.mesh.rank("tp") == 0
         return CarriedState(module) if looks and first_copy and not any(map(is_compiled, module.modules())) else None
 
-    def _execute(self, run: BatchRun) -> None:
+    def _execute(self, kind: str, run: BatchRun) -> None:
         schedule = self._schedule(run.backward is not None, len(run.microbatches))
         group = self.parallel.default_group
         with (
             self.metrics.apart(),
             self._noticing(run),
+            self._kept_values.batch(kind, run.microbatches),
             self.slicer.batch(),
             contextlib.nullcontext() if run.own_values is None else run.own_values.batch(),
             contextlib.nullcontext() if group is None else group.used(),  # the step's, once for all microbatches
@@ -397,7 +407,7 @@ class Pipeline:
             self._untold |= changes.keys() - small.keys()
         if run.backward is not None and len(run.microbatches) > 1 and not self._looked_for_counters:
             self._looked_for_counters = True
-            warn_of_counters(now, plain, run.microbatches)
+            warn_of_counters(counters(now, plain, run.microbatches), len(run.microbatches))
 
     def _run_hook(self, hook: Hook, call: Callable[[], Any]) -> Any:
         """Run one of the user's hooks: on all stages, or if steps left or returned something that exists on the last

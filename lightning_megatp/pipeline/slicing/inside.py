@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 
+from lightning_megatp.pipeline.slicing.deeds import Deed, deed_of
 from lightning_megatp.pipeline.slicing.operations import (
     HOST_READS,
     LIKE_ANOTHER,
@@ -44,6 +45,7 @@ class Inside(TorchFunctionMode):
         self._stages: set[int] = set()
         self.made: dict[int, Tensor] = {}
         """What the operations inside returned: kept, so that no other tensor gets the id."""
+        self.deeds: list[Deed] = []
         self.missed: NeedsValues | None = None
         """Why results inside had to be made up."""
         self._answers = 0
@@ -60,6 +62,7 @@ class Inside(TorchFunctionMode):
         for x in tensors:
             self._read_besides(x)
         name = operation_name(func)
+        self.deeds.append(deed_of(name, args, kwargs or {}, self._tracer.lasting, drawing=True))
         shown = [x for x in tensors if not self._is_own(x)]
         before = [self._version(x) for x in shown]
         lineage = self._lineage(name, args, kwargs or {})

@@ -131,7 +131,7 @@ class PlainValues:
         for name, value in holder.items():
             if name in left_out:
                 continue
-            if _is_plain(value):
+            if is_plain(value):
                 with contextlib.suppress(pickle.PicklingError, AttributeError):  # of a class made inside a function
                     yield (*path, name), pickle.dumps(value)
             elif is_own_object(value) and id(value) not in self._seen:
@@ -145,7 +145,7 @@ _OF_MODULES = frozenset(nn.Module().__dict__) - {"training"}
 _SCALARS = (numbers.Number, str, bytes, type(None), Enum, np.generic)
 
 
-def _is_plain(value: Any) -> bool:
+def is_plain(value: Any) -> bool:
     """Whether it is a number or the like, or containers of not too many of them."""
     waiting, count = [value], 0
     while waiting:

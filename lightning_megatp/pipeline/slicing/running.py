@@ -281,8 +281,12 @@ class StageMode(TorchFunctionMode):
             args, kwargs = tree_map(lambda x: x.clone() if id(x) in chosen else x, (args, kwargs))
         if not operation.random or operation.own_generator:
             return function(*args, **kwargs)
-        with seeded(hash((self._seed, self._index)), generators_of(args, kwargs)):
+        with self._drawing(generators_of(args, kwargs)):
             return function(*args, **kwargs)
+
+    def _drawing(self, generators: Sequence[torch.Generator]) -> contextlib.AbstractContextManager[None]:
+        """Around a replicated operation that draws random numbers."""
+        return seeded(hash((self._seed, self._index)), generators)
 
     def _skip(self, instruction: Instruction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return what another stage computes: received values where there are any, ghosts else."""

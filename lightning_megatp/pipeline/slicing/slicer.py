@@ -19,7 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_megatp.pipeline.slicing.alone import Alone, Difference, Reading
 from lightning_megatp.pipeline.slicing.calls import Decides, Interception, Switch, loggers_in, logging_by
+from lightning_megatp.pipeline.slicing.deeds import Deeds
+from lightning_megatp.pipeline.slicing.kept import KeptByUnits
 from lightning_megatp.pipeline.slicing.lasting import UNNAMED
 from lightning_megatp.pipeline.slicing.late_hooks import UserHooks
 from lightning_megatp.pipeline.slicing.operations import StepEnded
@@ -46,6 +49,9 @@ from lightning_megatp.shim.torch import (
     subclassed_fake,
     tensor_version,
 )
+
+_MOST_TRIES = 3
+"""Of a whole dry run that is not the same as the last one."""
 
 Step = Callable[[Any], Any]
 """A user's step on one batch, in the contexts it runs in (autocast)."""
@@ -99,6 +105,10 @@ class Slicer:
         """Before rehearsals that changed tensors in place, of one batch."""
         self._tables = Tables()
         self._shared = shared_parts(module, stage_of_unit)
+        self._stage_of_unit = stage_of_unit
+        self._kept = KeptByUnits({name: module.get_submodule(name) for name in stage_of_unit})
+        self._tried_alone: set[Hashable] = set()
+        """Kinds of steps of which each stage alone does the same as with the others."""
         self._follows = False
         """What steps leave on the module has to be followed from microbatch to microbatch."""
 
@@ -178,15 +188,43 @@ class Slicer:
         first: SliceError | None = None
         while True:
             try:
-                return self._dry_run_with(late, step, batch, seed)
+                plan, left, deeds, difference = self._dry_run_with(late, step, batch, seed)
             except SliceError as error:
                 hook = error.hook if isinstance(error, SideDoor) else None
                 if hook is None or hook in late:
                     raise (first or error) from None
                 first, late = first or error, late | {hook}
+            else:
+                self._check_alone(late, step, batch, seed, deeds, difference)
+                return plan, left
 
-    def _dry_run_with(self, late_hooks: frozenset[Any], step: Step, batch: Any, seed: int) -> tuple[SlicePlan, Left]:
-        varies, batch = leaves_out(batch), copy.deepcopy(batch)
+    def _check_alone(
+        self,
+        late: frozenset[Any],
+        step: Step,
+        batch: Any,
+        seed: int,
+        deeds: Sequence[Deeds],
+        difference: Difference | Reading | None,
+    ) -> None:
+        """Each stage alone has to do what it did in the dry run of the whole step; unless that differs from time to
+        time by itself (by a cache of the process, a counter that lasts).
+
+        Raises:
+            SliceError: a stage does something else.
+        """
+        for _ in range(_MOST_TRIES if difference is not None else 0):
+            _, _, again, difference = self._dry_run_with(late, step, batch, seed)
+            if difference is None:
+                return
+            if [x.inside for x in again] == [x.inside for x in deeds]:
+                raise difference.error()
+            deeds = again
+
+    def _dry_run_with(
+        self, late_hooks: frozenset[Any], step: Step, batch: Any, seed: int
+    ) -> tuple[SlicePlan, Left, Sequence[Deeds], Difference | Reading | None]:
+        varies, original, batch = leaves_out(batch), batch, copy.deepcopy(batch)
         in_batch = tensors_of(batch)
         before = [(tensor_version(x), x.requires_grad) for x in in_batch]
         owned = self._ownership
@@ -223,7 +261,42 @@ class Slicer:
                 late_hooks,
             )
             owned.learn(tracer.owners)
-        return replace(plan, draws_on_host=draws_on_host), left
+            difference = self._difference(tracer, plan, step, original, seed, snapshot)
+        return replace(plan, draws_on_host=draws_on_host), left, tracer.deeds, difference
+
+    def _difference(
+        self, tracer: Tracer, plan: SlicePlan, step: Step, batch: Any, seed: int, snapshot: Snapshot
+    ) -> Difference | Reading | None:
+        """The first operation that a stage does otherwise alone. Steps that differ from a known one by numbers and
+        shapes only are not tried again."""
+        kind = tuple((op.name, op.stage) for op in plan.operations), torch.is_grad_enabled()
+        tried = self.n_stages == 1 or kind in self._tried_alone
+        for stage in range(self.n_stages) if not tried else ():
+            mode = Alone(plan, stage, tracer, seed, self._place, self._hooks, self._stage_of_unit)
+            values, microbatch = FirstValues(snapshot.tensors.values()), copy.deepcopy(batch)
+            try:
+                with (
+                    values,
+                    host_seeded(seed),
+                    putting_back(plan.put_back),
+                    self.batch(),
+                    self._switch.to(mode),
+                    self._kept.watching(mode.setting, mode.reading),
+                    handle_functions(mode.function),
+                    conversions_around(mode.converting),
+                    contextlib.suppress(StepEnded),
+                    mode,
+                ):
+                    step(microbatch)
+            except Exception:
+                pass  # where it fails alone, a run will, and will say how
+            finally:
+                snapshot.restore()
+                values.restore()
+            if mode.difference is not None:
+                return mode.difference
+        self._tried_alone.add(kind)
+        return None
 
     def run(
         self,
@@ -458,6 +531,7 @@ class Slicer:
         with (
             self.batch(),
             self._switch.to(tracer),
+            self._kept.watching(tracer.setting, lambda *_: None),
             handle_functions(tracer.function),
             conversions_around(tracer.converting),
         ):

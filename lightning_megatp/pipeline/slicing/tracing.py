@@ -19,8 +19,10 @@ from torch.overrides import TorchFunctionMode
 from torchmetrics import MetricCollection
 
 from lightning_megatp.pipeline.slicing.collected import with_collected
+from lightning_megatp.pipeline.slicing.deeds import Deeds, Moment, deed_of
 from lightning_megatp.pipeline.slicing.guesses import guess
 from lightning_megatp.pipeline.slicing.inside import Inside
+from lightning_megatp.pipeline.slicing.kept import Kept
 from lightning_megatp.pipeline.slicing.late_hooks import UserHooks, Watched
 from lightning_megatp.pipeline.slicing.operations import (
     EFFECTS,
@@ -105,6 +107,9 @@ class Tracer(TorchFunctionMode):
         """The stage of the last operation that has one."""
         self._batch = {id(x) for x in batch}
         self.operations: list[Operation] = []
+        self.deeds: list[Deeds] = []
+        """What each of them did."""
+        self._doing = Deeds(Moment.now())
         self.not_operations: set[Any] = set()
         self.reads: list[Read] = []
         self.touched: dict[int, int] = {}
@@ -122,6 +127,10 @@ class Tracer(TorchFunctionMode):
         """Where on the last stage the run ended before the step did, and why."""
         self.ended_in: tuple[str, ...] = ()
         """The unit whose call that was."""
+        self.kept: set[Kept] = set()
+        """Python values that units have set on themselves."""
+        self.unseen: set[str] = set()
+        """Units that were not followed to their end: they may set others."""
         self.asks_batch = False
         """The step's code reads values of the batch."""
         self.varies = False
@@ -205,6 +214,11 @@ class Tracer(TorchFunctionMode):
         self.guessed = True
         with WithoutMode(self):
             return self._trace(Call(name, name, guess, args, kwargs, unit_stage=self.last_stage, gradient=learns))
+
+    def setting(self, _: str, kept: Kept) -> None:
+        """A Python value of a unit's module is set."""
+        if self._inside is not None:
+            self.kept.add(kept)
 
     def log(self, _: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         """Stands for `self.log` and `self.log_dict`."""
@@ -318,6 +332,10 @@ class Tracer(TorchFunctionMode):
         constant = id(tensor) not in self._batch
         return self.values.add(tensor, None, "the module, its caller or the batch", origins=origins, constant=constant)
 
+    def lasting(self, tensor: Tensor) -> str:
+        """The name of a tensor that outlives the step, or a number for one of a unit without name; "" for others."""
+        return self.values.name(tensor) or (str(id(tensor)) if id(tensor) in self.owners else "")
+
     def side_door(self, tensor: Tensor) -> tuple[str | None, int | None]:
         """For a tensor that was made inside of a unit: of which unit, and its stage."""
         _, stage, origin = self._inner.get(id(tensor), (None, None, None))
@@ -381,6 +399,7 @@ class Tracer(TorchFunctionMode):
             for value in call.inputs:
                 value.fake = self.values.fake(value.tensor)
         before, random_before = versions(call.inputs), random_states(call.args, call.kwargs)
+        self._doing = Deeds(Moment.now(), [deed_of(call.name, call.args, call.kwargs, self.lasting)])
         stage, out = self._carry_out(call)
         after = versions(call.inputs)
         silently = {id(x) for x in changed_statistics(call)}
@@ -457,6 +476,7 @@ class Tracer(TorchFunctionMode):
             if stage is not None:
                 return stage, self.evaluate(call.name, call.function, call.args, call.kwargs)
         except NeedsValues as error:
+            self.unseen.update(call.units)
             if call.is_unit and (made_up := self._guess(call)) is not None:
                 self._say_guessed(call)
                 return stage, made_up
@@ -507,6 +527,7 @@ class Tracer(TorchFunctionMode):
     def _look_inside(self, call: Call, stage: int | None) -> tuple[int | None, Any]:
         self._inside = inside = Inside(self, call)
         hooks = self._hooks.of(call.name) if call.is_unit and call.units else []
+        self._doing.inside, self._doing.compared = inside.deeds, False
         try:
             with inside, modules_convert_without_data(), self._watched.watching(hooks, inside):
                 out = call.function(*call.args, **call.kwargs)
@@ -516,6 +537,7 @@ class Tracer(TorchFunctionMode):
             raise inside.missed from error  # made-up results led it astray
         finally:
             self._inside = None
+        self._doing.compared = not hooks
         if inside.missed is not None:
             self._say_guessed(call)
         stage = inside.find_stage(stage)
@@ -523,6 +545,7 @@ class Tracer(TorchFunctionMode):
         return stage, out
 
     def _say_guessed(self, call: Call) -> None:
+        self.unseen.update(call.units)
         self.guessed = True
         self.misled = self.misled or f"{call.by} has shapes that depend on values, so its result was guessed"
 
@@ -567,6 +590,7 @@ class Tracer(TorchFunctionMode):
         if stage is None:
             for i, value in enumerate([*outputs, *became.values()]):
                 value.recipe = f"{recipe}.{i}" if value not in call.inputs else value.recipe
+        self.deeds.append(self._doing)
         self.operations.append(
             Operation(
                 what=call.what,

@@ -157,6 +157,10 @@ class Values:
         """Whether it was there before the step, and will be after."""
         return id(tensor) in self._persistent
 
+    def name(self, tensor: Tensor) -> str:
+        """Of one that does; "" of another."""
+        return self._persistent.get(id(tensor), "")
+
     def change(
         self, value: Value, stage: int | None, key: Key | None, origins: frozenset[int], by: str, index: int
     ) -> Value:

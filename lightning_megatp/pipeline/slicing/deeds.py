@@ -1,0 +1,90 @@
+"""What a dry run did, in a form in which it can be compared with another one of the same step."""
+
+from __future__ import annotations
+
+import pickle
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_megatp.pipeline.slicing.operations import generators_given
+from lightning_megatp.shim.torch import tree_leaves
+
+
+class Deed(NamedTuple):
+    """One operation, between units or inside of one."""
+
+    name: str
+    numbers: tuple[str, ...]
+    """Its plain arguments, the states of generators that it is given, and which of the module's tensors it takes."""
+
+    def __str__(self) -> str:
+        return f"`{self.name}`" + (f" with {', '.join(self.numbers)}" if self.numbers else "")
+
+
+def deed_of(
+    name: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    lasting: Callable[[Tensor], str],
+    drawing: bool = False,
+) -> Deed:
+    """Of an operation and its arguments.
+
+    Args:
+        lasting: gives the name of a tensor that outlives the step, "" for others.
+        drawing: the states of generators that it is given belong to it.
+    """
+    numbers = [_plain(x, lasting) for x in tree_leaves((args, kwargs))]
+    generators = generators_given(args, kwargs) if drawing else []
+    states = [f"a generator in state {hash(bytes(g.get_state().numpy())):x}" for g in generators]
+    return Deed(name, (*filter(None, numbers), *states))
+
+
+def _plain(x: Any, lasting: Callable[[Tensor], str]) -> str:
+    if isinstance(x, Tensor):
+        return lasting(x)
+    if isinstance(x, slice):
+        return ":".join(_plain(bound, lasting) for bound in (x.start, x.stop, x.step))
+    return repr(x) if isinstance(x, _PLAIN) else ""
+
+
+_PLAIN = (bool, int, float, complex, str, torch.dtype, np.number)
+
+
+class Moment(NamedTuple):
+    """Where the generators of the host are."""
+
+    python: Any
+    of_numpy: bytes
+    of_torch: bytes
+
+    @classmethod
+    def now(cls) -> Moment:
+        return cls(random.getstate(), pickle.dumps(np.random.get_state()), torch.get_rng_state().numpy().tobytes())
+
+    def put(self) -> None:
+        """Put them there."""
+        random.setstate(self.python)
+        np.random.set_state(pickle.loads(self.of_numpy))
+        torch.set_rng_state(torch.frombuffer(bytearray(self.of_torch), dtype=torch.uint8))
+
+
+@dataclass
+class Deeds:
+    """What one operation of a plan did.
+
+    Args:
+        begin: the generators before it.
+        inside: what it did, one after another: a unit or an autograd function more than itself.
+        compared: whether a run by another way does the same.
+    """
+
+    begin: Moment
+    inside: list[Deed] = field(default_factory=list)
+    compared: bool = True

@@ -1,0 +1,128 @@
+"""Python values that units set on themselves in their forward (a scale, a count, a range): only the unit's stage has
+them before the batch is over."""
+
+from __future__ import annotations
+
+import contextlib
+import dis
+import functools
+from collections.abc import Callable, Collection, Iterator, Mapping
+from types import CodeType
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from lightning_megatp.hooks.users import function_of
+from lightning_megatp.pipeline.slicing.leftovers import is_plain
+
+_NOT_SEARCHED = ("torch", "torchmetrics", "lightning", "pytorch_lightning", "lightning_megatp")
+_ABSENT = object()
+
+
+class Kept(NamedTuple):
+    """One of them."""
+
+    module: str
+    """Its name in the whole."""
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.module}.{self.name}"
+
+
+class KeptByUnits:
+    """Notes who sets and who reads them.
+
+    Args:
+        units: by name.
+    """
+
+    def __init__(self, units: Mapping[str, nn.Module]) -> None:
+        self._modules: dict[int, tuple[str, str]] = {}
+        """id(module) -> its unit, and its own name. Of a module in several units, the first one's."""
+        self._kinds: dict[type, Collection[str]] = {}
+        for unit, whole in units.items():
+            for name, module in whole.named_modules():
+                kind: Any = type(module)
+                if stored := stored_by_forward(kind):
+                    self._modules.setdefault(id(module), (unit, f"{unit}.{name}".rstrip(".")))
+                    self._kinds[kind] = stored
+
+    @contextlib.contextmanager
+    def watching(self, setting: Callable[[str, Kept], None], reading: Callable[[str, Kept], None]) -> Iterator[None]:
+        """Meanwhile tell of each time that a module is given such a value or asked for it, and of which unit it is."""
+        watched = [(kind, name) for kind, names in self._kinds.items() for name in names]
+        before = [vars(kind).get(name, _ABSENT) for kind, name in watched]
+        for kind, name in watched:
+            setattr(kind, name, _Watched(name, getattr(kind, name, _ABSENT), self._modules, setting, reading))
+        try:
+            yield
+        finally:
+            for (kind, name), default in reversed(list(zip(watched, before, strict=True))):
+                if default is _ABSENT:
+                    delattr(kind, name)
+                else:
+                    setattr(kind, name, default)
+
+
+class _Watched:
+    """Stands in a class for an attribute of its objects."""
+
+    def __init__(
+        self,
+        name: str,
+        default: Any,
+        modules: Mapping[int, tuple[str, str]],
+        setting: Callable[[str, Kept], None],
+        reading: Callable[[str, Kept], None],
+    ) -> None:
+        self._name, self._default, self._modules = name, default, modules
+        self._setting, self._reading = setting, reading
+
+    def __get__(self, owner: Any, kind: type) -> Any:
+        found = self._default if owner is None else vars(owner).get(self._name, self._default)
+        if found is _ABSENT:
+            raise AttributeError(f"{kind.__name__!r} object has no attribute {self._name!r}")
+        self._tell(self._reading, owner, found)
+        return found
+
+    def __set__(self, owner: Any, value: Any) -> None:
+        vars(owner)[self._name] = value
+        self._tell(self._setting, owner, value)
+
+    def __delete__(self, owner: Any) -> None:
+        del vars(owner)[self._name]
+
+    def _tell(self, whom: Callable[[str, Kept], None], owner: Any, value: Any) -> None:
+        unit, module = self._modules.get(id(owner), (None, ""))
+        if unit is not None and is_plain(value):
+            whom(unit, Kept(module, self._name))
+
+
+@functools.cache
+def stored_by_forward(kind: type) -> frozenset[str]:
+    """The names of the attributes that a class's forward sets, with the methods of its own that it calls; without those
+    that are methods or properties themselves."""
+    if kind.__module__.partition(".")[0] in _NOT_SEARCHED:
+        return frozenset()
+    stored: set[str] = set()
+    seen: set[str] = set()
+    waiting = ["forward"]
+    while waiting:
+        name = waiting.pop()
+        if name in seen:
+            continue
+        seen.add(name)
+        functions = (function_of(vars(base).get(name)) for base in kind.__mro__)  # `super().forward(x)` calls several
+        for code in (code for function in filter(None, functions) for code in _codes(function.__code__)):
+            stored.update(i.argval for i in dis.get_instructions(code) if i.opname == "STORE_ATTR")
+            waiting += code.co_names
+    plain = (name for name in stored if not callable(getattr(kind, name, None)))
+    return frozenset(name for name in plain if not hasattr(getattr(kind, name, None), "__get__"))
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _codes(constant)

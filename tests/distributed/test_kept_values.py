@@ -1,0 +1,106 @@
+"""Python values that blocks set on themselves in their forward: hooks find them on all stages, as on one device."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from tests.distributed.training import PP2, Layout, make_trainer, run_program
+
+ROWS: Any = torch.randn(24, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+class Scale(nn.Module):
+    """Keeps what it has seen; from the fifth call on, in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.largest, self.history = 0, 0.0, [0.0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.calls += 1
+            self.history[:] = [*self.history[-2:], float(x.detach().mean())]
+        if self.calls >= 3:
+            self.largest = float(x.detach().abs().amax())
+        return x
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.scale, self.down = nn.Linear(8, 16), Scale(), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.scale(self.up(x).relu()))
+
+
+class Lit(LightningModule):
+    """The rate goes by what the first block and the last one have kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList(Block() for _ in range(4)), nn.Linear(8, 1)
+        self.seen: list[Any] = []
+
+    def loss(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x).square().mean()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("val", self.loss(batch))
+
+    def note(self) -> None:
+        self.seen += [(s.calls, s.largest, *s.history) for s in (self.blocks[0].scale, self.blocks[3].scale)]
+        self.seen += [float(x) for x in self.trainer.callback_metrics.values()]
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.note()
+        first, last = self.blocks[0].scale, self.blocks[3].scale
+        for group in self.optimizers().param_groups:
+            group["lr"] = 0.1 / (1 + first.calls + first.largest + last.history[-1] ** 2)
+
+    def on_validation_batch_end(self, *args: Any) -> None:
+        self.note()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def _fit(layout: Layout, rows: int = 4) -> tuple[list[Any], list[str]]:
+    torch.manual_seed(0)
+    module = Lit()
+    trainer = make_trainer(
+        layout, strategy={"plan": None}, num_sanity_val_steps=0, use_distributed_sampler=False, limit_val_batches=2
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(module, DataLoader(ROWS, batch_size=rows), DataLoader(ROWS, batch_size=rows))
+    return module.seen, [str(warning.message) for warning in caught]
+
+
+@pytest.mark.parametrize("layout", [Layout(pp=2, microbatches=1), Layout(tp=2, pp=2, microbatches=1)], ids=str)
+def test_hooks_find_what_blocks_have_kept(layout: Layout) -> None:
+    expected, _ = run_program(Layout(plain=True), _fit)[0]
+    for seen, _ in run_program(layout, _fit):
+        assert len(seen) == len(expected)
+        for found, known in zip(seen, expected, strict=True):
+            assert found == pytest.approx(known, rel=1e-9)
+
+
+def test_calls_of_microbatches_are_counted() -> None:
+    told = [text for _, texts in run_program(PP2, _fit, 8) for text in texts]
+    assert any(re.search(r"the step counts its calls in `blocks.\d.scale.calls`", text) for text in told)
