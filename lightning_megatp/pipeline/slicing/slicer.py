@@ -279,11 +279,7 @@ class Slicer:
                     values,
                     host_seeded(seed),
                     putting_back(plan.put_back),
-                    self.batch(),
-                    self._switch.to(mode),
-                    self._kept.watching(mode.setting, mode.reading),
-                    handle_functions(mode.function),
-                    conversions_around(mode.converting),
+                    self._seen_by(mode),
                     contextlib.suppress(StepEnded),
                     mode,
                 ):
@@ -527,14 +523,20 @@ class Slicer:
             late_hooks,
         )
 
-    def _trace(self, tracer: Tracer, step: Step, batch: Any, toggles: Toggles) -> None:
+    @contextlib.contextmanager
+    def _seen_by(self, mode: Tracer | Alone) -> Iterator[None]:
+        """Around a dry run: what a mode does not see by itself."""
         with (
             self.batch(),
-            self._switch.to(tracer),
-            self._kept.watching(tracer.setting, lambda *_: None),
-            handle_functions(tracer.function),
-            conversions_around(tracer.converting),
+            self._switch.to(mode),
+            self._kept.watching(mode.setting, mode.reading),
+            handle_functions(mode.function),
+            conversions_around(mode.converting),
         ):
+            yield
+
+    def _trace(self, tracer: Tracer, step: Step, batch: Any, toggles: Toggles) -> None:
+        with self._seen_by(tracer):
             result = None
             toggles.begin()
             try:

@@ -220,6 +220,9 @@ class Tracer(TorchFunctionMode):
         if self._inside is not None:
             self.kept.add(kept)
 
+    def reading(self, _: str, kept: Kept) -> None:
+        """One is read: units of all stages have run."""
+
     def log(self, _: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         """Stands for `self.log` and `self.log_dict`."""
         value = args, kwargs
