@@ -356,7 +356,7 @@ class ParallelModule:
         """
         watching: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         if watch and self.has_regions:
-            watching = RegionWatch(self.context, self.plan.operations)
+            watching = RegionWatch(self.context, self.plan.couplings)
         try:
             with self.user_code(), watching:
                 yield

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_megatp.gradients.rows import DividedParameter, finds_rows
@@ -258,6 +258,12 @@ def explained(hook: str) -> Iterator[None]:
             " `self.device` and `self.dtype`."
         ) from None  # with it as the cause, contextlib would go on with the StopIteration
     except (AssertionError, TypeError, AttributeError, DataDependentOutputException) as error:
+        if isinstance(error, AttributeError) and isinstance(error.obj, nn.Module):
+            raise RuntimeError(
+                f"MegaTPStrategy: `{hook}` failed ({error}). With pp > 1 what a module sets on itself in its forward is"
+                f" told to the other pipeline stages if a hook names it (`self.blocks[0].{error.name}`), and after the"
+                " batch. Name it in the hook itself, or return it from the forward."
+            ) from error
         of_values = isinstance(error, DataDependentOutputException)
         if not of_values and "FakeTensor" not in str(error) and "NoneType" not in str(error):
             raise

@@ -1,31 +1,46 @@
-"""Python values that units set on themselves in their forward, a count or a range, for the other stages: hooks read
-them there, and the next step."""
+"""What units set on themselves in their forward, for the other stages: numbers and the like (a count, a range), and
+tensors that a hook names (a perplexity, attention weights). Hooks read them there, and the next step."""
 
 from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, TypeGuard
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from lightning_megatp.mesh import ParallelMesh
 from lightning_megatp.pipeline.carried import counters, warn_of_counters
+from lightning_megatp.pipeline.slicing.kept import stored_by_forward
 from lightning_megatp.pipeline.slicing.leftovers import Path, PlainValues
+from lightning_megatp.shim.torch import is_fake
 
 
 class KeptValues:
-    """Tells them after each batch, once batches 1, 2, 4, 8, ... of a kind have set some.
+    """Tells them after each batch: numbers once batches 1, 2, 4, 8, ... of a kind have set some.
 
     Args:
         mesh: who is where.
         modules: the parts of all units, by name, that are in units of one stage alone.
         own: the names of those of this rank.
+        is_named: whether some hook has to do with attributes of a name.
     """
 
-    def __init__(self, mesh: ParallelMesh, modules: Mapping[str, nn.Module], own: Collection[str]) -> None:
+    def __init__(
+        self,
+        mesh: ParallelMesh,
+        modules: Mapping[str, nn.Module],
+        own: Collection[str],
+        is_named: Callable[[str], bool],
+    ) -> None:
         self._mesh, self._modules = mesh, modules
+        stored = {name: stored_by_forward(module) for name, module in modules.items()}
+        named = {attribute: is_named(attribute) for attribute in frozenset().union(*stored.values())}
+        self._named = {name: [x for x in sorted(of) if named[x]] for name, of in stored.items()}
+        """Module -> the attributes that its forward sets and hooks name."""
+        self._any_named = any(self._named.values())
         self._own = {name: modules[name] for name in own}
         self._telling: set[str] = set()
         """The modules of all stages that set some."""
@@ -58,15 +73,27 @@ class KeptValues:
 
         Communication: one object all-gather over pp, if there may be something.
         """
-        if not (self._looks or self._telling):
+        if not (self._looks or self._telling or self._any_named):
             return
-        told = self._mesh.exchange((self._set, self._counters), "pp")
+        told = self._mesh.exchange((self._set, self._counters, self._tensors()), "pp")
         self._set, self._counters = {}, []
-        warn_of_counters([name for _, names in told for name in names], self._microbatches)
-        changes = {path: value for each, _ in told for path, value in each.items()}
+        warn_of_counters([name for _, names, _ in told for name in names], self._microbatches)
+        for name, tensors in ((name, x) for *_, each in told for name, x in each.items() if name not in self._own):
+            vars(self._modules[name]).update({key: x.to(self._mesh.device) for key, x in tensors.items()})
+        changes = {path: value for each, *_ in told for path, value in each.items()}
         self._telling.update(name for name, _ in changes)
         others = {name: self._modules[name] for name, _ in changes if name not in self._own}
         PlainValues(others).adopt({path: value for path, value in changes.items() if path[0] in others})
+
+    def _tensors(self) -> dict[str, dict[str, Tensor]]:
+        """By module and attribute."""
+        found = {name: {key: vars(module).get(key) for key in self._named[name]} for name, module in self._own.items()}
+        tensors = {name: {key: x.detach() for key, x in held.items() if _is_told(x)} for name, held in found.items()}
+        return {name: held for name, held in tensors.items() if held}
+
+
+def _is_told(x: Any) -> TypeGuard[Tensor]:
+    return type(x) is Tensor and x.layout is torch.strided and not (x.is_meta or is_fake(x))
 
 
 def parts_of_one_stage(module: nn.Module, stage_of_unit: Mapping[str, int]) -> dict[str, int]:

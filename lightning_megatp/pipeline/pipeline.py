@@ -18,6 +18,7 @@ from torchmetrics import Metric
 
 from lightning_megatp.gradients.rows import own_part
 from lightning_megatp.gradients.sharding import ZeroSharding
+from lightning_megatp.hooks.users import HOOKS, is_users, mentions
 from lightning_megatp.mesh import ParallelMesh
 from lightning_megatp.metrics import LastStageMetrics
 from lightning_megatp.module import ParallelModule, take_gradients
@@ -171,7 +172,12 @@ class Pipeline:
     def _kept_values(self) -> KeptValues:
         module, stages = self.parallel.module, parts_of_one_stage(self.parallel.module, self.stage_of_unit)
         own = [name for name, stage in stages.items() if stage in self.own_stages]
-        return KeptValues(self.mesh, {name: module.get_submodule(name) for name in stages}, own)
+        owners = (module, *self._trainer.callbacks)
+
+        def is_named(attribute: str) -> bool:
+            return any(mentions(x, {attribute}, hook) for x in owners for hook in HOOKS if is_users(x, hook))
+
+        return KeptValues(self.mesh, {name: module.get_submodule(name) for name in stages}, own, is_named)
 
     @property
     def own_units(self) -> list[str]:
@@ -209,6 +215,7 @@ class Pipeline:
         Communication: see `Outputs.look_at`.
         """
         self.close()
+        self.__dict__.pop("_kept_values", None)  # another Trainer has other callbacks
         module = self.parallel.module
         self.logs.open()
         self.metrics.open()

@@ -11,6 +11,7 @@ from torch import nn
 from lightning_megatp.plan.layer import LayerPlan
 from lightning_megatp.plan.shard import ShardedTensorSpec
 from lightning_megatp.plan.styles import Style, StyleLike, matches
+from lightning_megatp.tensor.functions import Done
 
 
 @dataclass(frozen=True)
@@ -53,8 +54,8 @@ class ParallelPlan:
     """Layers that were planned automatically -> how, in words."""
     proven: list[str] = field(default_factory=list)
     """Blocks that were run whole and split, and did the same with all that they use of their layers."""
-    operations: dict[str, frozenset[str]] = field(default_factory=dict)
-    """Such a block -> the names of the operations that were seen in it."""
+    couplings: dict[str, frozenset[Done]] = field(default_factory=dict)
+    """Such a block -> what was seen in it that looks at several elements at once."""
     used_twice: set[str] = field(default_factory=set)
     """Modules in sequence regions that use a parameter more than once, perhaps on whole values too."""
     whole_sequences: list[str] = field(default_factory=list)

@@ -78,6 +78,18 @@ def asks_gradient(func: Callable[..., Any], args: Sequence[Any]) -> bool:
     return not frame.f_globals.get("__name__", "").startswith(_READ_GRADIENTS)
 
 
+Done = tuple[str, str, int]
+"""An operation's name, and file and line of the user's code that calls it."""
+
+
+def done_by_user(operation: str) -> Done:
+    """An operation that runs, with the innermost line that is neither torch's nor this package's."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in ("torch", _THIS_PACKAGE):
+        frame = frame.f_back
+    return operation, frame.f_code.co_filename, frame.f_lineno
+
+
 def check_caller(func: Callable[..., Any]) -> None:
     """Called first of all by a `__torch_function__` that looks at a user's operations. A function copied from torch
     under another name hands over to torch's own where somebody looks, and only there.

@@ -98,6 +98,10 @@ class ParallelLayer(nn.Module):
         before, context.user_code = context.user_code, False
         try:
             return self._compute(input)
+        except RuntimeError as error:
+            if type(error) is not RuntimeError or (why := self._refused(input)) is None:
+                raise
+            raise RuntimeError(f"MegaTPStrategy: {why}") from error
         finally:
             context.user_code = before
 
@@ -107,6 +111,10 @@ class ParallelLayer(nn.Module):
 
     def _compute(self, x: Tensor) -> Tensor:
         raise NotImplementedError
+
+    def _refused(self, x: Tensor) -> str | None:
+        """Why it failed on a value, if that is the plan's fault."""
+        return None
 
     def _prepare(self) -> None:
         """Work out what the layer's calls need to know."""
@@ -183,6 +191,17 @@ class ColumnParallel(ParallelLayer):
             return y
         y = gather_from_region(y, self.group, self.sizes)
         return y if self._order is None else y.index_select(-1, from_host(self._order, y.device))
+
+    def _refused(self, x: Tensor) -> str | None:
+        expected = getattr(self, "in_features", None)
+        if expected is None or not x.dim() or x.shape[-1] == expected:
+            return None
+        return (
+            f"`{self.label}` takes {expected} features, and this rank has {x.shape[-1]} of them: it is called inside"
+            " of a tensor-parallel region, and was not when the plan was made (an adapter that a hook turns on later)."
+            " Turn it on before training, so that the automatic plan sees it, or leave the layers around it out of the"
+            " plan."
+        )
 
     def _readers(self) -> Sequence[tuple[Tensor, Tensor | None]]:
         columns = [] if self.region is None else [column() for column in self.region.columns]

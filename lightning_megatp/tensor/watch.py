@@ -16,7 +16,15 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_megatp.shim.torch import is_fake, tree_leaves
 from lightning_megatp.tensor.context import TensorContext
-from lightning_megatp.tensor.functions import bare_name, check_caller, couples, operation_name, operation_names
+from lightning_megatp.tensor.functions import (
+    Done,
+    bare_name,
+    check_caller,
+    couples,
+    done_by_user,
+    operation_name,
+    operation_names,
+)
 from lightning_megatp.tensor.lineage import enters_region
 
 
@@ -25,10 +33,10 @@ class RegionWatch(TorchFunctionMode):
 
     Args:
         context: of the parallel layers.
-        known: block -> the names of the operations that were seen in it when its plan was proven.
+        known: block -> what was seen in it, when its plan was proven, that looks at several elements at once.
     """
 
-    def __init__(self, context: TensorContext, known: Mapping[str, Collection[str]]) -> None:
+    def __init__(self, context: TensorContext, known: Mapping[str, Collection[Done]]) -> None:
         super().__init__()
         self.context, self._known = context, known
 
@@ -49,7 +57,7 @@ class RegionWatch(TorchFunctionMode):
                 self._check_known(name, args, kwargs)
         return func(*args, **kwargs)
 
-    def _seen(self, region: str) -> Collection[str] | None:
+    def _seen(self, region: str) -> Collection[Done] | None:
         """What was seen in the block that a region is of; None if its plan is the user's."""
         parts = region.split(".")
         blocks = (".".join(parts[:i]) for i in range(len(parts), 0, -1))
@@ -63,7 +71,7 @@ class RegionWatch(TorchFunctionMode):
         if not isinstance(x, Tensor) or not x.is_floating_point() or not x.dim() or region is None:
             return
         seen = self._seen(region.name)
-        if seen is None or name in seen:
+        if seen is None or done_by_user(name) in seen:
             return
         columns = (column() for column in region.columns)
         own = {column.sizes[self.context.rank] for column in columns if column is not None}

@@ -30,6 +30,7 @@ class Scale(nn.Module):
             self.history[:] = [*self.history[-2:], float(x.detach().mean())]
         if self.calls >= 3:
             self.largest = float(x.detach().abs().amax())
+        self.means = x.detach().mean(0)
         return x
 
 
@@ -65,6 +66,7 @@ class Lit(LightningModule):
 
     def note(self) -> None:
         self.seen += [(s.calls, s.largest, *s.history) for s in (self.blocks[0].scale, self.blocks[3].scale)]
+        self.seen += [tuple(s.means.tolist()) for s in (self.blocks[0].scale, self.blocks[3].scale)]
         self.seen += [float(x) for x in self.trainer.callback_metrics.values()]
 
     def on_train_batch_end(self, *args: Any) -> None:

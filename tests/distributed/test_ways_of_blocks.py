@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from tests.distributed.training import PLAIN, TP2, Layout, Losses, make_trainer, run_program
+from tests.ranks import RankError
 
 
 class Block(nn.Module):
@@ -176,3 +178,55 @@ def test_what_looks_like_something_known(kind: str) -> None:
         assert losses == pytest.approx(expected, rel=1e-9)
         assert (own_experts < experts) == (kind in ("halves", "quantised"))
         assert (own_weight < weight) == (kind != "quantised")
+
+
+class Adapted(Block):
+    """With what a hook turns on after two steps: a norm of the hidden layer, or layers that read it."""
+
+    on = ""
+
+    def __init__(self, index: int, what: str) -> None:
+        super().__init__(index)
+        if what == "adapter":
+            self.a, self.b = nn.Linear(32, 4), nn.Linear(4, 32)
+
+    def forward(self, x: Any, **_: Any) -> Any:
+        h = F.gelu(self.up(self.norm(x)))
+        if self.on == "norm":
+            h = F.layer_norm(h, h.shape[-1:])
+        if self.on == "adapter":
+            h = h + self.b(self.a(h))
+        return x + self.down(h)
+
+
+class Switched(Model):
+    def __init__(self, what: str) -> None:
+        super().__init__("plain")
+        self.what = what
+        self.blocks = nn.ModuleList(Adapted(i, what) for i in range(2))
+
+    def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
+        for block in self.blocks:
+            block.on = self.what if batch_idx >= 2 else ""
+
+
+def _switched(layout: Layout, what: str) -> None:
+    ids: Any = torch.randint(0, 16, (32, 7), generator=torch.Generator().manual_seed(1))
+    module = Switched(what)
+    make_trainer(layout, strategy={"plan": "auto"}).fit(module, DataLoader(ids, batch_size=4))
+
+
+@pytest.mark.parametrize(
+    ("what", "text"),
+    [
+        ("norm", r"`layer_norm` looks at several features in the tensor-parallel region `blocks.0"),
+        ("adapter", r"`blocks.0.a` takes 32 features, and this rank has 16 of them: .* when the plan was made"),
+    ],
+)
+def test_what_a_hook_turns_on_later(what: str, text: str) -> None:
+    """Steps 1, 2, 4, 8, ... are looked at."""
+    with pytest.raises(RankError) as raised:
+        run_program(TP2, _switched, what)
+    assert len(raised.value.failures) == 2
+    for failure in raised.value.failures:
+        assert re.search(text, failure.message)

@@ -43,10 +43,9 @@ class KeptByUnits:
         self._kinds: dict[type, Collection[str]] = {}
         for unit, whole in units.items():
             for name, module in whole.named_modules():
-                kind: Any = type(module)
-                if stored := stored_by_forward(kind):
+                if stored := stored_by_forward(module):
                     self._modules.setdefault(id(module), (unit, f"{unit}.{name}".rstrip(".")))
-                    self._kinds[kind] = stored
+                    self._kinds[type(module)] = stored
 
     @contextlib.contextmanager
     def watching(self, setting: Callable[[str, Kept], None], reading: Callable[[str, Kept], None]) -> Iterator[None]:
@@ -99,10 +98,15 @@ class _Watched:
             whom(unit, Kept(module, self._name))
 
 
+def stored_by_forward(module: nn.Module) -> frozenset[str]:
+    """The names of the attributes that a module's forward sets, with the methods of its own that it calls; without
+    those that are methods or properties themselves."""
+    kind: Any = type(module)
+    return _stored_by(kind)
+
+
 @functools.cache
-def stored_by_forward(kind: type) -> frozenset[str]:
-    """The names of the attributes that a class's forward sets, with the methods of its own that it calls; without those
-    that are methods or properties themselves."""
+def _stored_by(kind: type) -> frozenset[str]:
     if kind.__module__.partition(".")[0] in _NOT_SEARCHED:
         return frozenset()
     stored: set[str] = set()

@@ -118,7 +118,7 @@ def discover(model: nn.Module, tp: int, kinds: Sequence[Block], plan: ParallelPl
         found.problems += _spread(plan, result, model)
         plan.proven += [] if result.problem else map(plain_name, kind.names)
         if not result.problem:
-            plan.operations |= dict.fromkeys(map(plain_name, kind.names), result.operations)
+            plan.couplings |= dict.fromkeys(map(plain_name, kind.names), result.couplings)
     found.problems += _plan_whole_modules(plan, model, tp, kinds)
     _plan_tables(plan, model, tp)
     _plan_convolutions(plan, model, tp, least)

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_megatp.plan.auto.blocks import Block, Call
-from lightning_megatp.plan.auto.simulate import Reference, path
+from lightning_megatp.plan.auto.simulate import Reference, done_in, path
 from lightning_megatp.plan.auto.thin import copy_of
 from lightning_megatp.shim.torch import tree_leaves
+from lightning_megatp.tensor.functions import Done
 
 _HIDDEN = -1e3
 """Added to the score of a hidden token."""
@@ -73,12 +74,12 @@ def _other_ways(twin: nn.Module, block: Block, first_reference: Reference) -> It
                 yield Reference(other, call)
 
 
-def operations(references: Sequence[Reference]) -> Iterator[str]:
-    """The names of what a block does by these."""
+def couplings(references: Sequence[Reference]) -> Iterator[Done]:
+    """What a block does by these that looks at several elements at once."""
     for reference in references:
         for train in (True, False):
             with contextlib.suppress(Exception):  # it may not be what it takes in this mode
-                yield from (name for name, _ in path(reference.twin, reference.call, train))
+                yield from done_in(reference.twin, reference.call, train)
 
 
 def _other_masks(call: Call) -> Iterator[Call]:

@@ -13,7 +13,7 @@ from torch import nn
 
 from lightning_megatp.plan.auto.blocks import Block, is_linear, unlooked
 from lightning_megatp.plan.auto.influence import Candidate, deal, find_candidates
-from lightning_megatp.plan.auto.references import operations, references_of
+from lightning_megatp.plan.auto.references import couplings, references_of
 from lightning_megatp.plan.auto.simulate import BlockPlan, NotFinite, Outcome, Reference
 from lightning_megatp.plan.auto.thin import ThinLinear, copy_of, thin_copy
 from lightning_megatp.plan.auto.tokens import sequence_dim, used_twice
@@ -23,7 +23,7 @@ from lightning_megatp.plan.parallel_plan import AttributePlan
 from lightning_megatp.plan.ranges import length
 from lightning_megatp.plan.styles import Style
 from lightning_megatp.shim.transformers import is_conv1d
-from lightning_megatp.tensor.functions import couples
+from lightning_megatp.tensor.functions import Done, couples
 
 _MOST_TRIALS = 40
 """Ways of dividing attributes that are tried for one region."""
@@ -52,8 +52,8 @@ class BlockResult:
     """The dim of the hidden states that may be divided between regions."""
     used_twice: set[str] = field(default_factory=set)
     """Modules in it whose parameters may there be used on whole values too."""
-    operations: frozenset[str] = frozenset()
-    """Names of those that were seen in it."""
+    couplings: frozenset[Done] = frozenset()
+    """What was seen in it that looks at several elements at once."""
     token_local: list[str] = field(default_factory=list)
     """Whole linear layers in it that widen, between regions: an adapter's second layer. Each rank runs them on its own
     tokens, since what they return is needed there."""
@@ -109,7 +109,7 @@ def _probed(
 ) -> BlockResult:
     block = result.block
     twin, references = _thin_references(block, result)
-    result.operations = frozenset(operations(references))
+    result.couplings = frozenset(couplings(references))
     influence = find_candidates(copy_of(twin), block.calls[0], tp)
     search = _Search(twin, references, tp, result, global_sizes, undivided)
     if trusted is None or not search.accept(trusted, "as the model's own plan says"):

@@ -30,7 +30,7 @@ from lightning_megatp.shim.torch import tree_leaves, weight_norm_of
 from lightning_megatp.tensor.collectives import take_ranges
 from lightning_megatp.tensor.features.layout import FeatureLayout
 from lightning_megatp.tensor.features.shard import FeatureShard, own_features
-from lightning_megatp.tensor.functions import operation_name
+from lightning_megatp.tensor.functions import Done, couples, done_by_user, operation_name
 from lightning_megatp.tensor.lineage import enters_region, trace_regions
 from lightning_megatp.tensor.user_functions import functions_take_whole
 from lightning_megatp.tensor.weight_norm import weight_of_parts
@@ -87,24 +87,34 @@ class NotFinite(ValueError):
 
 def path(twin: nn.Module, call: Call, train: bool = True) -> list[Any]:
     """The operations by which a thin block computes a call, and the shapes of what they return."""
+    return _watched(twin, call, train).found
+
+
+def done_in(twin: nn.Module, call: Call, train: bool = True) -> set[Done]:
+    """The same operations, each with the user's line that calls it."""
+    return _watched(twin, call, train).done
+
+
+def _watched(twin: nn.Module, call: Call, train: bool) -> _Operations:
     own = concrete_call(call, 0, noise=0.1)
     with exact(), _Operations() as seen:
         copy_of(twin, train)(*own.args, **own.kwargs)
-    return seen.found
+    return seen
 
 
 class _Operations(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.found: list[Any] = []
+        self.done: set[Done] = set()
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        self.found.append(
-            (operation_name(func), [tuple(x.shape) for x in tree_leaves(result) if isinstance(x, Tensor)])
-        )
+        result, name = func(*args, **(kwargs or {})), operation_name(func)
+        self.found.append((name, [tuple(x.shape) for x in tree_leaves(result) if isinstance(x, Tensor)]))
+        if couples(name):
+            self.done.add(done_by_user(name))
         return result
 
 
