@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import dis
+from collections.abc import Collection, Iterator
 from functools import partial, partialmethod
 from types import CodeType, FunctionType, MethodType
 from typing import Any
@@ -43,23 +44,33 @@ def mentions(owner: Any, names: Collection[str], hook: str | None = None) -> boo
         names: those.
         hook: only this method, with what it calls; None for all.
     """
+    return any(not words_of(code).isdisjoint(names) for code in codes_of(owner, hook))
+
+
+def codes_of(owner: Any, hook: str | None = None) -> Iterator[CodeType]:
+    """The user's code on an object, with that of the functions and own methods that it calls; without what lies inside
+    of functions, which `words_of` looks into.
+
+    Args:
+        owner: a module or callback.
+        hook: only this method, with what it calls; None for all.
+    """
     held: dict[str, Any] = {}
     for x in (*reversed(type(owner).__mro__), owner):
         held.update(vars(x))
     seen: set[CodeType] = set()
     own = {_package(kind) for kind in type(owner).__mro__}
-
-    def found_in(x: Any) -> bool:
-        function = function_of(x)
+    waiting = list(held.values()) if hook is None else [held.get(hook)]
+    while waiting:
+        function = function_of(waiting.pop())
         if function is None or function.__code__ in seen:
-            return False
+            continue
         if "site-packages" in function.__code__.co_filename and _package(function) not in own:
-            return False  # a library, which does what it does for other reasons
-        words = _words(function.__code__, seen)
-        called = (places.get(word) for word in words for places in (function.__globals__, held))
-        return not words.isdisjoint(names) or any(map(found_in, called))
-
-    return any(map(found_in, held.values() if hook is None else [held.get(hook)]))
+            continue  # a library, which does what it does for other reasons
+        seen.add(function.__code__)
+        yield function.__code__
+        for word in words_of(function.__code__):
+            waiting += [places.get(word) for places in (function.__globals__, held)]
 
 
 def function_of(x: Any) -> FunctionType | None:
@@ -80,8 +91,13 @@ def _package(x: Any) -> str:
     return (getattr(x, "__module__", None) or "").split(".")[0]
 
 
-def _words(code: CodeType, seen: set[CodeType]) -> set[str]:
+def words_of(code: CodeType) -> set[str]:
     """The names and strings in a function's code, and in that of functions inside of it."""
-    seen.add(code)
     words = {*code.co_names, *code.co_freevars, *(c for c in code.co_consts if isinstance(c, str))}
-    return words.union(*(_words(c, seen) for c in code.co_consts if isinstance(c, CodeType)))
+    return words.union(*(words_of(c) for c in code.co_consts if isinstance(c, CodeType)))
+
+
+def stored_in(code: CodeType) -> set[str]:
+    """The names of the attributes, of whatever object, that a function's code sets, and functions inside of it."""
+    stored = {i.argval for i in dis.get_instructions(code) if i.opname == "STORE_ATTR"}
+    return stored.union(*(stored_in(c) for c in code.co_consts if isinstance(c, CodeType)))

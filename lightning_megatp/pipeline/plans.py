@@ -92,13 +92,17 @@ class Plans:
                 " `on_train_batch_start`, or use microbatches=1."
             )
 
+    def forget(self) -> None:
+        """On all stages: what steps do from now on may be something else."""
+        self._made.clear()
+
     def agree_on_trained(self) -> None:
         """At the start of an epoch: let all stages know what hooks have frozen and unfrozen.
 
         Communication: one object all-gather over pp.
         """
         if self._trained.agree():
-            self._made.clear()
+            self.forget()
 
     def _plan(self, key: tuple[str, Hashable], step: Step, microbatch: Any, seed: int, is_first: bool) -> SlicePlan:
         """The plan of a kind of step, a signature, and the values that the step branches by."""

@@ -25,6 +25,7 @@ from lightning_megatp.messages import warn_once_per_run
 from lightning_megatp.module import ParallelModule
 from lightning_megatp.pipeline.detour import Detour
 from lightning_megatp.shadows.finding import Found, Weights, find_shadows
+from lightning_megatp.shadows.late import LateCopies
 from lightning_megatp.shadows.shadow import Shadow
 
 Gathered = dict[str, list[Entry]]
@@ -43,6 +44,7 @@ class Shadows:
     def __init__(self, whole: Weights, parallel: ParallelModule, mesh: ParallelMesh) -> None:
         self.whole, self._parallel, self._mesh = whole, parallel, mesh
         self._kept: list[Shadow] = []
+        self._late = LateCopies(self, parallel, mesh)
         self._in_hook = False
 
     def add(self, found: Sequence[Found]) -> None:
@@ -53,19 +55,29 @@ class Shadows:
             if cut and (id(x.holder), x.key) not in known:
                 self._kept.append(Shadow(x, self._parallel))
 
+    def renew(self, found: Found) -> None:
+        """Keep what was made anew, whole, in the place of what was there."""
+        self._kept = [kept for kept in self._kept if kept.slot != (id(found.holder), found.key)]
+        self.add([found])
+
     def around_hooks(self, trainer: Any) -> Iterator[Detour]:
         """Let hooks of the module and of callbacks find parts."""
 
-        def run(hook: str, call: Callable[[], Any]) -> Any:
+        module = self._parallel.module
+
+        def run(owner: Any, hook: str, call: Callable[[], Any]) -> Any:
             with self.as_held(), contextlib.ExitStack() as ends:
                 if hook == "optimizer_step":  # what `super()` does has the step in it
                     ends.callback(Detour(trainer.strategy, hook, self._run_step).end)
-                return call()
+                result = call()
+            if owner is module:
+                self._late.after(hook)
+            return result
 
-        for owner in (self._parallel.module, *trainer.callbacks) if self._kept else ():
+        for owner in (module, *trainer.callbacks) if self._kept or self._late.names else ():
             for hook in HOOKS:
                 if is_users(owner, hook):
-                    yield Detour(owner, hook, functools.partial(run, hook))
+                    yield Detour(owner, hook, functools.partial(run, owner, hook))
 
     @contextlib.contextmanager
     def as_held(self) -> Iterator[None]:

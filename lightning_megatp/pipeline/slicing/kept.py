@@ -4,15 +4,13 @@ them before the batch is over."""
 from __future__ import annotations
 
 import contextlib
-import dis
 import functools
 from collections.abc import Callable, Collection, Iterator, Mapping
-from types import CodeType
 from typing import Any, NamedTuple
 
 from torch import nn
 
-from lightning_megatp.hooks.users import function_of
+from lightning_megatp.hooks.users import function_of, stored_in, words_of
 from lightning_megatp.pipeline.slicing.leftovers import is_plain
 
 _NOT_SEARCHED = ("torch", "torchmetrics", "lightning", "pytorch_lightning", "lightning_megatp")
@@ -118,15 +116,8 @@ def _stored_by(kind: type) -> frozenset[str]:
             continue
         seen.add(name)
         functions = (function_of(vars(base).get(name)) for base in kind.__mro__)  # `super().forward(x)` calls several
-        for code in (code for function in filter(None, functions) for code in _codes(function.__code__)):
-            stored.update(i.argval for i in dis.get_instructions(code) if i.opname == "STORE_ATTR")
-            waiting += code.co_names
+        for code in (function.__code__ for function in filter(None, functions)):
+            stored |= stored_in(code)
+            waiting += words_of(code)
     plain = (name for name in stored if not callable(getattr(kind, name, None)))
     return frozenset(name for name in plain if not hasattr(getattr(kind, name, None), "__get__"))
-
-
-def _codes(code: CodeType) -> Iterator[CodeType]:
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _codes(constant)
