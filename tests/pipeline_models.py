@@ -132,6 +132,46 @@ class SharedBlock(GPT):
         return x_BLD
 
 
+@dataclass(frozen=True)
+class Features:
+    """What blocks hand on: hidden states, all of them so far, and how many were added."""
+
+    hidden: Tensor
+    levels: list[Tensor]
+    added: int = 0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.hidden, Tensor):
+            raise TypeError("hidden states are a tensor")
+
+
+@dataclass
+class Context:
+    """What all blocks are given."""
+
+    scale_B11: Tensor
+    factor: float
+
+
+class FeatureBlock(Block):
+    def forward(self, features: Any, context: Any) -> Any:  # type: ignore[override]
+        hidden = super().forward(features.hidden) * context.scale_B11 * context.factor
+        return Features(hidden, [*features.levels, hidden], features.added + 1)
+
+
+class WithDataclasses(GPT):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(FeatureBlock() for _ in range(4))
+
+    def middle(self, x_BLD: Tensor) -> Tensor:
+        features = Features(x_BLD, [])
+        context = Context(torch.full((len(x_BLD), 1, 1), 0.9, dtype=x_BLD.dtype), 1.1)
+        for block in self.blocks:
+            features = block(features, context)
+        return features.hidden + sum(features.levels) / features.added
+
+
 class Watched(GPT):
     """Logs values of early blocks, keeps some on itself, counts accuracy."""
 
@@ -617,6 +657,7 @@ CASES = {
     "model called twice": Case(Twice, tokens),
     "shared block": Case(SharedBlock, tokens),
     "watched": Case(Watched, tokens),
+    "dataclasses": Case(WithDataclasses, tokens),
     "in place": Case(InPlace, tokens),
     "in place, into one tensor": Case(Buffered, tokens),
     "in place, by units": Case(InPlaceUnits, tokens),

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import inspect
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -29,7 +30,7 @@ from torch.nn.utils.parametrizations import _WeightNorm
 from torch.nn.utils.weight_norm import WeightNorm
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import register_pytree_node, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from lightning_megatp.shim.autograd import untransformed
 
@@ -496,3 +497,30 @@ def unscale_before_step(optimizer: Any) -> None:
     do it in their own kernels; a scaler, and Lightning, knows them by this private name (2.11-2.13)."""
     if getattr(optimizer, "_step_supports_amp_scaling", False):
         optimizer._step_supports_amp_scaling = False
+
+
+def open_dataclasses(*values: Any) -> None:
+    """Let `tree_map` and `tree_leaves` look into the dataclasses of users among nested values, from now on: as blocks
+    may hand them to each other. They are made anew without `__init__`, which may check what it is given, or make more
+    of it."""
+    while new := {type(x) for x in tree_leaves(values) if _is_closed_dataclass(x)}:
+        for kind in new:
+            register_pytree_node(kind, _entries_of, functools.partial(_with_entries, kind))
+
+
+def _is_closed_dataclass(x: Any) -> bool:
+    """Not opened yet: of what is registered, `tree_leaves` gives the entries."""
+    of = type(x).__module__.partition(".")[0]
+    return dataclasses.is_dataclass(x) and not isinstance(x, type) and of not in ("torch", "transformers")
+
+
+def _entries_of(x: Any) -> tuple[list[Any], list[str]]:
+    held = vars(x) if hasattr(x, "__dict__") else {f.name: getattr(x, f.name) for f in dataclasses.fields(x)}
+    return list(held.values()), list(held)
+
+
+def _with_entries(kind: type, entries: Iterable[Any], names: Iterable[str]) -> Any:
+    made: Any = object.__new__(kind)
+    for name, entry in zip(names, entries, strict=True):
+        object.__setattr__(made, name, entry)  # also of a frozen one
+    return made

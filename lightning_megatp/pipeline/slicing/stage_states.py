@@ -90,7 +90,8 @@ class StageStates:
             known: by id of the tensor, what units have made that every stage would make alike; also tensors of the
                 module that were overwritten by such.
         """
-        given = [x for x in tree_leaves(arguments) if is_own_object(x) and not isinstance(x, nn.Module)]
+        leaves = tree_leaves(arguments, is_leaf=is_own_object)  # dataclasses are opened else
+        given = [x for x in leaves if is_own_object(x) and not isinstance(x, nn.Module)]
         for owner in (*self._shared.get(unit, ()), *given):
             if id(owner) not in self._before:
                 self._before[id(owner)] = owner, Snapshot(owner, submodules=False)

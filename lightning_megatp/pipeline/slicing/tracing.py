@@ -57,6 +57,7 @@ from lightning_megatp.shim.torch import (
     is_fake,
     missed_data,
     modules_convert_without_data,
+    open_dataclasses,
     tree_leaves,
     tree_map,
 )
@@ -392,6 +393,8 @@ class Tracer(TorchFunctionMode):
 
     def _traced(self, call: Call) -> Any:
         call.where = self.place.here()
+        if call.is_unit:
+            open_dataclasses(call.args, call.kwargs)
         refuse_kind(call)
         if functorch_is_active():
             return self._transformed(call)
@@ -404,6 +407,8 @@ class Tracer(TorchFunctionMode):
         before, random_before = versions(call.inputs), random_states(call.args, call.kwargs)
         self._doing = Deeds(Moment.now(), [deed_of(call.name, call.args, call.kwargs, self.lasting)])
         stage, out = self._carry_out(call)
+        if call.is_unit:
+            open_dataclasses(out)
         after = versions(call.inputs)
         silently = {id(x) for x in changed_statistics(call)}
         changed = [i for i, old in enumerate(before) if old != after[i] or id(call.inputs[i].tensor) in silently]
