@@ -20,6 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_megatp.checkpoint.stages import Entry, merge_stages
 from lightning_megatp.gradients.rows import own_part
+from lightning_megatp.hooks.divided import explaining_written_rows
 from lightning_megatp.hooks.users import is_users
 from lightning_megatp.hooks.weights import part_written, writes
 from lightning_megatp.mesh import AXES, ParallelMesh
@@ -65,7 +66,7 @@ def watch_saving(
             checkpoint = call.args[-1]
             before, state = dict(checkpoint), checkpoint.get("state_dict", {})
             before_state = dict(state)
-            with followed:
+            with followed, explaining_written_rows(hook):
                 call()
             if followed.written is not None:
                 warn_once_per_run(part_written(hook, followed.written))

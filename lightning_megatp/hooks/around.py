@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_megatp.gradients.rows import DividedParameter, finds_rows
-from lightning_megatp.hooks.divided import DataWatch, rows_written
+from lightning_megatp.hooks.divided import DataWatch, explaining_written_rows
 from lightning_megatp.hooks.parts import is_elementwise
 from lightning_megatp.hooks.positions import Positions
 from lightning_megatp.hooks.users import HOOKS, is_users, mentions
@@ -98,10 +98,9 @@ def keeping_data(trainer: Any, parameters: Sequence[DividedParameter]) -> Iterat
             if hook == "optimizer_step":  # what `super()` does has the step in it
                 ends.callback(Detour(trainer.strategy, hook, watching.pause).end)
             try:
-                return call()
+                with explaining_written_rows(hook):
+                    return call()
             except RuntimeError as error:
-                if "python storage" in str(error):  # of safetensors, which asks DTensors for their memory
-                    raise RuntimeError(rows_written(hook)) from error
                 if not finds_rows(error):
                     raise
                 raise RuntimeError(

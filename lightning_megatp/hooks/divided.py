@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -86,8 +87,22 @@ class DataWatch(TorchFunctionMode):
             return call()
 
 
-def rows_written(hook: str) -> str:
-    """What is said of a hook that writes divided parameters to a file by itself."""
+@contextlib.contextmanager
+def explaining_written_rows(hook: str) -> Iterator[None]:
+    """Around a hook that may write divided parameters to a file by itself.
+
+    Raises:
+        RuntimeError: it does, as safetensors do, which asks DTensors for their memory.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if "python storage" not in str(error):
+            raise
+        raise RuntimeError(_rows_written(hook)) from error
+
+
+def _rows_written(hook: str) -> str:
     return (
         f"MegaTPStrategy: `{hook}` writes parameters to a file, of which each data-parallel rank holds some rows (zero"
         " > 0). `trainer.save_checkpoint(path, weights_only=True)`, on all ranks, writes the whole model (`megatp"
