@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from safetensors.torch import save as save_safetensors
 from torch import Tensor, nn
 
 from tests.distributed.training import QUIET
@@ -70,6 +71,8 @@ class Lit(LightningModule):
             checkpoint["state_dict"] = {name: x for name, x in self.state_dict().items() if "blocks.3" in name}
         elif self.habit == "writes" and self.trainer.is_global_zero:
             torch.save(self.blocks.state_dict(), io.BytesIO())
+        elif self.habit == "writes safetensors":
+            save_safetensors(dict(self.blocks.state_dict()))
         elif self.habit == "rank zero" and self.trainer.is_global_zero:
             checkpoint["module"] = self.state_dict()
 
@@ -194,6 +197,13 @@ def test_what_one_rank_alone_saves_is_said(tmp_path: Path) -> None:
 def test_what_a_hook_writes_to_a_file_of_its_own_is_said(layout: str, tmp_path: Path) -> None:
     said = run_ranks(2, save, "writes", LAYOUTS[layout], str(tmp_path))
     assert "`on_save_checkpoint` writes `blocks.0.0.weight`, of which each rank holds a part" in said[0]
+
+
+def test_divided_weights_as_safetensors_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(
+        RankError, match="`on_save_checkpoint` writes parameters to a file, of which each data-parallel"
+    ):
+        run_ranks(2, save, "writes safetensors", LAYOUTS["zero3"], str(tmp_path))
 
 
 def test_one_rank_may_call_hooks_or_have_callbacks_of_its_own(tmp_path: Path) -> None:
