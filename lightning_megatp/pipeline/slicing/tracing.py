@@ -405,7 +405,9 @@ class Tracer(TorchFunctionMode):
             for value in call.inputs:
                 value.fake = self.values.fake(value.tensor)
         before, random_before = versions(call.inputs), random_states(call.args, call.kwargs)
-        self._doing = Deeds(Moment.now(), [deed_of(call.name, call.args, call.kwargs, self.lasting)])
+        moment = Moment.now()
+        begin = self._doing.begin if moment == self._doing.begin else moment  # most draw nothing: kept once
+        self._doing = Deeds(begin, [deed_of(call.name, call.args, call.kwargs, self.lasting)])
         stage, out = self._carry_out(call)
         if call.is_unit:
             open_dataclasses(out)
