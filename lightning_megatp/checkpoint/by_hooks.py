@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -66,6 +66,7 @@ def watch_saving(
             checkpoint = call.args[-1]
             before, state = dict(checkpoint), checkpoint.get("state_dict", {})
             before_state = dict(state)
+            followed.leave_out(state.values())
             with followed, explaining_written_rows(hook):
                 call()
             if followed.written is not None:
@@ -107,10 +108,16 @@ class _Followed(TorchFunctionMode):
         held = {name: own_part(p.detach()) for name, p in reversed(parallel.names.items()) if not p.is_meta}
         self._at = {_place(x): name for name, x in held.items() if not is_fake(x) and x.numel()}
         self._copies: Any = WeakIdKeyDictionary()
+        self._whole: Any = WeakIdKeyDictionary()
+        """Tensors that were gathered before, on some ranks; they may lie where a weight does that is not split."""
         self.made_of: Any = WeakIdKeyDictionary()
         """Tensor -> name of a weight that it was computed of."""
         self.written: str | None = None
         """The first weight, not whole here, that went to a file meanwhile."""
+
+    def leave_out(self, values: Iterable[Any]) -> None:
+        """These are whole."""
+        self._whole.update((x, True) for x in values if isinstance(x, Tensor))
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -121,7 +128,10 @@ class _Followed(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         if not isinstance(result, Tensor):
             return result
-        if operation_name(func) in _COPIES and args and (name := self.name(args[0])) is not None:
+        copies = operation_name(func) in _COPIES and args
+        if copies and isinstance(args[0], Tensor) and args[0] in self._whole:
+            self._whole[result] = True
+        elif copies and (name := self.name(args[0])) is not None:
             self._copies[result] = name
         else:
             given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
@@ -132,7 +142,7 @@ class _Followed(TorchFunctionMode):
 
     def name(self, x: Any) -> str | None:
         """Of the weight that this is; None for anything else."""
-        if not isinstance(x, Tensor) or is_fake(x) or x.is_meta or x.layout is not torch.strided:
+        if not isinstance(x, Tensor) or is_fake(x) or x.is_meta or x.layout is not torch.strided or x in self._whole:
             return None
         found: str | None = self._of.get(id(x)) or self._copies.get(x)
         return found or self._at.get(_place(own_part(x.detach())))

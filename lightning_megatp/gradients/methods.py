@@ -20,6 +20,7 @@ from lightning_megatp.gradients.elementwise import check_by_tensor, check_one_st
 from lightning_megatp.gradients.groups import Groups
 from lightning_megatp.gradients.nested import inner_optimizers, with_inner
 from lightning_megatp.gradients.rows import replace_parameters
+from lightning_megatp.gradients.shared_out import refuse_shared_out, shares_out
 from lightning_megatp.gradients.whole_steps import WholeSteps
 from lightning_megatp.gradients.wide import narrow, widen
 from lightning_megatp.hooks.around import explained
@@ -60,6 +61,8 @@ class GradientMethods(CopyMethods):
         self._accumulating = False
         """Whether the optimizer steps after a later batch than this."""
         self._went_backward = False
+        self._shares_out: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
+        """Whether optimizers talk to other ranks."""
         self._looked_at_between = False
         """Whether hooks of the user's run between two batches, which may read and change parameters."""
 
@@ -102,6 +105,8 @@ class GradientMethods(CopyMethods):
         watched = (parallel.module, *trainer.callbacks)
         self._looked_at_between = any(is_users(x, hook) for x in watched for hook in _BETWEEN_BATCHES)
         self._whole_steps = WholeSteps(parallel)
+        if self.sharding is not None:
+            refuse_shared_out(self.optimizers)
         self._try_optimizers(self.optimizers)
         self._refresh_buckets()
 
@@ -112,9 +117,18 @@ class GradientMethods(CopyMethods):
             self.sharding.give_to(optimizers)
         divided = self._parallel().sharded or self.sharding
         for optimizer in optimizers if divided or self.pp > 1 else ():
-            check_one_step(optimizer)
-            if divided and not inner_optimizers(optimizer):
-                self._whole_steps.prepare(optimizer)
+            with self._ranks_of(optimizer):
+                check_one_step(optimizer)
+                if divided and not inner_optimizers(optimizer):
+                    self._whole_steps.prepare(optimizer)
+
+    def _ranks_of(self, optimizer: Optimizer) -> contextlib.AbstractContextManager[None]:
+        """Around the step of an optimizer, which may talk to other ranks: these are copies of the model."""
+        if self._default_group is None:
+            return contextlib.nullcontext()
+        if optimizer not in self._shares_out:
+            self._shares_out[optimizer] = shares_out(optimizer)
+        return self._default_group.used() if self._shares_out[optimizer] else contextlib.nullcontext()
 
     @contextlib.contextmanager
     def _as_on_one_device(self) -> Iterator[None]:
@@ -312,7 +326,7 @@ class GradientMethods(CopyMethods):
         traced: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if self._trace is not None and self.pipeline is not None:
             traced = self._trace.step(self.pipeline, self._mesh())
-        with traced, context.running(user_code=False):
+        with traced, context.running(user_code=False), self._ranks_of(optimizer):
             stepped = super().optimizer_step(optimizer, run, model, **kwargs)
         if self.pipeline is not None:
             self.pipeline.loans.renew()

@@ -23,13 +23,23 @@ HOOKS = (
 )
 """Those which find this rank's parts of the weights."""
 
+_BEHIND = {
+    "on_predict_batch_end": ("write_on_batch_end",),
+    "on_predict_epoch_end": ("write_on_epoch_end",),
+    "on_train_epoch_start": ("finetune_function",),
+}
+"""Hooks of Lightning's BasePredictionWriter and BaseFinetuning -> the methods of a user's subclass that they call."""
 _DEEP = 8
 """Decorators around a function, at most."""
 _LIBRARIES = ("torch", "lightning", "pytorch_lightning", "lightning_megatp", "torchmetrics")
 
 
 def is_users(x: Any, name: str) -> bool:
-    """Whether a hook of a module or callback is the user's own."""
+    """Whether a hook of a module or callback is the user's own, or one of Lightning's that runs the user's code."""
+    return any(_is_own(x, hook) for hook in (name, *_BEHIND.get(name, ())))
+
+
+def _is_own(x: Any, name: str) -> bool:
     hook = vars(x).get(name, getattr(type(x), name, None))
     module = getattr(hook, "__module__", None) or ""
     return hook is not None and module.split(".")[0] not in ("lightning", "pytorch_lightning", "lightning_megatp")
@@ -60,7 +70,7 @@ def codes_of(owner: Any, hook: str | None = None) -> Iterator[CodeType]:
         held.update(vars(x))
     seen: set[CodeType] = set()
     own = {_package(kind) for kind in type(owner).__mro__}
-    waiting = list(held.values()) if hook is None else [held.get(hook)]
+    waiting = list(held.values()) if hook is None else [held.get(x) for x in (hook, *_BEHIND.get(hook, ()))]
     while waiting:
         function = function_of(waiting.pop())
         if function is None or function.__code__ in seen:

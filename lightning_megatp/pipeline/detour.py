@@ -21,7 +21,10 @@ class Detour:
         self._owner, self._name, self._through = owner, name, through
         self._before = owner.__dict__.get(name)
         self._method: Callable[..., Any] = getattr(owner, name)
+        self.__wrapped__: Any
         functools.update_wrapper(self, self._method, updated=())
+        if isinstance(self._method, Detour):  # who asks what is behind a method looks behind one wrapper
+            self.__wrapped__ = self._method.__wrapped__
         owner.__dict__[name] = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

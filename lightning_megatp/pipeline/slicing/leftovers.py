@@ -48,8 +48,8 @@ class Attributes:
         self._seen.add(identity)
         self._held.append(value)
         if isinstance(value, _CONTAINERS):
-            if len(value) > _LARGE:
-                return identity, len(value)
+            if (length := _length(value)) > _LARGE:
+                return identity, length
             keys = tuple(map(self._describe, value))
             entries = tuple(map(self._describe, value.values())) if isinstance(value, dict) else ()
             return identity, keys, entries
@@ -152,14 +152,19 @@ def is_plain(value: Any) -> bool:
         entry = waiting.pop()
         count += 1
         if isinstance(entry, _CONTAINERS):
-            count += len(entry)
+            count += _length(entry)
             if count > _LARGE:
                 return False
-            waiting += entry
+            waiting.extend(x for x in entry)
             waiting += entry.values() if isinstance(entry, dict) else ()
         elif not isinstance(entry, _SCALARS):
             return False
     return True
+
+
+def _length(container: Any) -> int:
+    """Also of a tuple of a class that refuses to tell it, such as e3nn's."""
+    return next(kind for kind in _CONTAINERS if isinstance(container, kind)).__len__(container)
 
 
 def is_own_object(value: Any) -> bool:

@@ -189,7 +189,7 @@ def _held(entry: Any) -> Any:
     if isinstance(entry, CONTAINERS) or _is_generator(entry):
         return entry
     if isinstance(entry, tuple):
-        return list(entry)
+        return list(tuple.__getitem__(entry, slice(None)))  # e3nn's have no length
     if isinstance(entry, Dataset):  # torch's own, too: a Subset holds the user's
         return entry.__dict__
     of = type(entry).__module__.partition(".")[0]

@@ -287,8 +287,10 @@ def _content(value: Any, depth: int) -> str:
         return f"{id(value.__code__)} {_content((cells, value.__defaults__, value.__kwdefaults__), depth + 1)}"
     if isinstance(value, dict):
         return f"{[(str(key), _content(x, depth + 1)) for key, x in value.items()]}"
-    if isinstance(value, (list, tuple)) and len(value) <= _FEW:
-        return f"{[_content(x, depth + 1) for x in value]}"
+    if isinstance(value, (list, tuple)):
+        entries = list(value) if isinstance(value, list) else list(tuple.__getitem__(value, slice(None)))
+        if len(entries) <= _FEW:  # a tuple's class may refuse to tell its length, such as e3nn's
+            return f"{[_content(x, depth + 1) for x in entries]}"
     inside = getattr(value, "__dict__", None)
     return f"{type(value)} {id(value) if inside is None else _content(inside, depth + 1)}"
 
