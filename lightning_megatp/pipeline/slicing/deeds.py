@@ -40,6 +40,8 @@ def deed_of(
         lasting: gives the name of a tensor that outlives the step, "" for others.
         drawing: the states of generators that it is given belong to it.
     """
+    if name.startswith("_record_function"):  # of a profiler
+        return Deed(name, ())
     numbers = [_plain(x, lasting) for x in tree_leaves((args, kwargs))]
     generators = generators_given(args, kwargs) if drawing else []
     states = [f"a generator in state {hash(bytes(g.get_state().numpy())):x}" for g in generators]
@@ -51,9 +53,13 @@ def _plain(x: Any, lasting: Callable[[Tensor], str]) -> str:
         return lasting(x)
     if isinstance(x, slice):
         return ":".join(_plain(bound, lasting) for bound in (x.start, x.stop, x.step))
+    if isinstance(x, np.ndarray):
+        return f"an array of {hash(x.tobytes()):x}" if x.size <= _MOST else ""
     return repr(x) if isinstance(x, _PLAIN) else ""
 
 
+_MOST = 100_000
+"""Entries of an array that are looked at."""
 _PLAIN = (bool, int, float, complex, str, torch.dtype, np.number)
 
 

@@ -32,22 +32,27 @@ class KeptByUnits:
     """Notes who sets and who reads them.
 
     Args:
-        units: by name.
+        module: the whole.
+        stage_of_unit: unit name -> stage. What units of several stages share each of these has for itself.
     """
 
-    def __init__(self, units: Mapping[str, nn.Module]) -> None:
+    def __init__(self, module: nn.Module, stage_of_unit: Mapping[str, int]) -> None:
         self._modules: dict[int, tuple[str, str]] = {}
-        """id(module) -> its unit, and its own name. Of a module in several units, the first one's."""
+        """id(module) -> its unit, and its own name."""
         self._kinds: dict[type, Collection[str]] = {}
-        for unit, whole in units.items():
-            for name, module in whole.named_modules():
-                if stored := stored_by_forward(module):
-                    self._modules.setdefault(id(module), (unit, f"{unit}.{name}".rstrip(".")))
-                    self._kinds[type(module)] = stored
+        stages: dict[int, set[int]] = {}
+        for unit, stage in stage_of_unit.items():
+            for name, part in module.get_submodule(unit).named_modules():
+                stages.setdefault(id(part), set()).add(stage)
+                if stored := stored_by_forward(part):
+                    self._modules.setdefault(id(part), (unit, f"{unit}.{name}".rstrip(".")))
+                    self._kinds[type(part)] = stored
+        self._modules = {key: found for key, found in self._modules.items() if len(stages[key]) == 1}
 
     @contextlib.contextmanager
     def watching(self, setting: Callable[[str, Kept], None], reading: Callable[[str, Kept], None]) -> Iterator[None]:
-        """Meanwhile tell of each time that a module is given such a value or asked for it, and of which unit it is."""
+        """Meanwhile tell of each time that a module is given another such value, or asked for one, and of which unit
+        it is."""
         watched = [(kind, name) for kind, names in self._kinds.items() for name in names]
         before = [vars(kind).get(name, _ABSENT) for kind, name in watched]
         for kind, name in watched:
@@ -84,8 +89,10 @@ class _Watched:
         return found
 
     def __set__(self, owner: Any, value: Any) -> None:
+        before = vars(owner).get(self._name, self._default)
         vars(owner)[self._name] = value
-        self._tell(self._setting, owner, value)
+        if type(value) is not type(before) or (is_plain(value) and value != before):
+            self._tell(self._setting, owner, value)
 
     def __delete__(self, owner: Any) -> None:
         del vars(owner)[self._name]

@@ -106,7 +106,7 @@ class Slicer:
         self._tables = Tables()
         self._shared = shared_parts(module, stage_of_unit)
         self._stage_of_unit = stage_of_unit
-        self._kept = KeptByUnits({name: module.get_submodule(name) for name in stage_of_unit})
+        self._kept = KeptByUnits(module, stage_of_unit)
         self._tried_alone: set[Hashable] = set()
         """Kinds of steps of which each stage alone does the same as with the others."""
         self._follows = False

@@ -23,6 +23,7 @@ from lightning_megatp.pipeline.slicing.deeds import Deeds, Moment, deed_of
 from lightning_megatp.pipeline.slicing.guesses import guess
 from lightning_megatp.pipeline.slicing.inside import Inside
 from lightning_megatp.pipeline.slicing.kept import Kept
+from lightning_megatp.pipeline.slicing.lasting import UNNAMED
 from lightning_megatp.pipeline.slicing.late_hooks import UserHooks, Watched
 from lightning_megatp.pipeline.slicing.operations import (
     EFFECTS,
@@ -338,7 +339,9 @@ class Tracer(TorchFunctionMode):
 
     def lasting(self, tensor: Tensor) -> str:
         """The name of a tensor that outlives the step, or a number for one of a unit without name; "" for others."""
-        return self.values.name(tensor) or (str(id(tensor)) if id(tensor) in self.owners else "")
+        name = self.values.name(tensor)
+        has_none = name == UNNAMED or (not name and id(tensor) in self.owners)
+        return f"tensor {id(tensor)}" if has_none else name
 
     def side_door(self, tensor: Tensor) -> tuple[str | None, int | None]:
         """For a tensor that was made inside of a unit: of which unit, and its stage."""
