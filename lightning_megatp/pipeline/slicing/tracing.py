@@ -59,6 +59,7 @@ from lightning_megatp.shim.torch import (
     missed_data,
     modules_convert_without_data,
     open_dataclasses,
+    tensor_version,
     tree_leaves,
     tree_map,
 )
@@ -144,6 +145,8 @@ class Tracer(TorchFunctionMode):
         """What was made inside of units, of which stage, and by which."""
         self.known_alike: dict[int, Known] = {}
         """Of that, what every stage would make alike."""
+        self._filled: dict[int, tuple[Tensor, Tensor]] = {}
+        """Tensors that a unit made, and put values without data into; with what stands for them."""
         self.generators = StepGenerators()
         self._regions = CheckpointRegions()
         self.lasting_inputs: list[tuple[int, int, set[int]]] = []
@@ -362,8 +365,14 @@ class Tracer(TorchFunctionMode):
             return function(*args, **kwargs)
         if name in HOST_READS:
             raise NeedsValues("it reads a value on the host")
+        real = [x for x in tensors_in(args, kwargs) if not self._is_without_data(x)]
+        before = [tensor_version(self.values.fake(x)) for x in real]
         args, kwargs = tree_map(lambda x: self.values.fake(x) if isinstance(x, Tensor) else x, (args, kwargs))
-        return self._on_fakes(name, function, args, kwargs)
+        out = self._on_fakes(name, function, args, kwargs)
+        for x, version in zip(real, before, strict=True):
+            if tensor_version(self.values.fake(x)) != version and self.values.get(x) is None:
+                self._filled[id(x)] = x, self.values.fake(x)
+        return out
 
     def _on_fakes(self, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
@@ -382,7 +391,8 @@ class Tracer(TorchFunctionMode):
 
     def _is_without_data(self, x: Tensor) -> bool:
         known = self.values.get(x)
-        return is_fake(x) or id(x) in self.owners or (known is not None and known.stage is not None)
+        known_to_be = known is not None and known.stage is not None
+        return is_fake(x) or id(x) in self.owners or known_to_be or id(x) in self._filled
 
     def _aside(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if self._inside is not None else WithoutMode(self)
