@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections import ChainMap
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,7 @@ from torchmetrics import Metric
 
 from lightning_megatp.gradients.rows import own_part
 from lightning_megatp.gradients.sharding import ZeroSharding
-from lightning_megatp.hooks.users import HOOKS, is_users, mentions
+from lightning_megatp.hooks.users import HOOKS, codes_of, is_users, mentions, stored_in
 from lightning_megatp.mesh import ParallelMesh
 from lightning_megatp.metrics import LastStageMetrics
 from lightning_megatp.module import ParallelModule, take_gradients
@@ -136,7 +137,10 @@ class Pipeline:
         """The modules whose Python values the last stage tells: those that run on every stage, and those on which steps
         set some when earlier stages have left."""
         self._outside = modules_outside(parallel.module, stage_of_unit)
-        self._telling = Telling(mesh, logs, self._opened, self._outside, self._set_options)
+        self._set_by_hooks: dict[str, nn.Module] = {}
+        """Parts of units on which the module's own hooks may set some, which run on the last stage alone at times."""
+        told = ChainMap[str, nn.Module](self._opened, self._set_by_hooks)
+        self._telling = Telling(mesh, logs, told, self._outside, self._set_options)
         self._changes_tensors = False
         """Whether some step changes tensors outside of units in place, on one stage."""
         self._untold: set[Path] = set()
@@ -221,6 +225,11 @@ class Pipeline:
         self.metrics.open()
         self.outputs.look_at(self._trainer)
         after = list(hooks_after_steps(module))
+        codes = (code for hook in after for code in codes_of(module, hook.name))
+        stored = set[str]().union(*map(stored_in, codes))
+        for name in parts_of_one_stage(module, self.stage_of_unit) if stored else ():
+            if any(hasattr(module.get_submodule(name), attribute) for attribute in stored):
+                self._set_by_hooks[name] = module.get_submodule(name)
         self._hooks = [Detour(module, hook.name, functools.partial(self._run_hook, hook)) for hook in after]
 
     def close(self) -> None:
@@ -430,7 +439,8 @@ class Pipeline:
             self._stop_if(stop)
             self._telling.adopt(int(size))
             return None
-        before, norms, plain = Attributes(self.parallel.module), self._norms(), PlainValues(self._opened)
+        told = ChainMap(self._opened, self._set_by_hooks)
+        before, norms, plain = Attributes(self.parallel.module), self._norms(), PlainValues(told)
         held, options = HeldTensors(self._outside), options_of(self._trainer.optimizers)
         drawing = seeded(seed, generators_on(self.mesh.device))
         with self.metrics.apart(counts_resets=True), self.logs.recording() as calls, drawing:
@@ -445,7 +455,7 @@ class Pipeline:
         self.stateful = self.stateful or Attributes(self.parallel.module).differ_from(before)
         merged = merge([calls], torch.ones(1, dtype=torch.float64, device=self.mesh.device))
         now = options_of(self._trainer.optimizers)
-        changes = PlainValues(self._opened).changes(plain), HeldTensors(self._outside).changes(held)
+        changes = PlainValues(told).changes(plain), HeldTensors(self._outside).changes(held)
         values = pickled(*changes, now if now != options else None)
         stop = float(self._trainer.should_stop)
         self._telling.share(merged, [float(self.stateful), float(len(values)), stop, *self.metrics.resets])
