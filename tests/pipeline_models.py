@@ -217,6 +217,26 @@ class Buffered(GPT):
         return x_BLD + collected.mean(0)
 
 
+class Filling(nn.Module):
+    """Puts its results into a tensor of its own, part by part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.block = nn.Embedding(VOCAB, HIDDEN), Block()
+
+    def forward(self, ids_BL: Tensor) -> Tensor:
+        out = torch.empty(*ids_BL.shape, HIDDEN, dtype=self.embedding.weight.dtype)
+        for rows in (slice(0, 1), slice(1, None)):
+            out[rows] = self.block(self.embedding(ids_BL[rows]))
+        return out
+
+
+class Filled(GPT):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = Filling()  # type: ignore[assignment]
+
+
 class InPlaceUnit(nn.Module):
     """Changes its input."""
 
@@ -661,6 +681,7 @@ CASES = {
     "in place": Case(InPlace, tokens),
     "in place, into one tensor": Case(Buffered, tokens),
     "in place, by units": Case(InPlaceUnits, tokens),
+    "filled by a unit": Case(Filled, tokens),
     "distributions": Case(Distributed, tokens),
     "autograd function": Case(WithFunction, tokens),
     "checkpointed": Case(Checkpointed, tokens),

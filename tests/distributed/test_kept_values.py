@@ -82,6 +82,46 @@ class Lit(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+class Anneals(Lit):
+    """What a step leaves on the module makes its hooks run on the last stage alone: what they set on blocks counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outputs: list[Tensor] = []
+        for block in self.blocks:
+            block.down.factor = 1.0  # type: ignore[union-attr]
+            block.down.register_forward_hook(lambda layer, _, out: out * layer.factor)  # type: ignore[union-attr]
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.outputs.append(loss.detach())
+        return loss
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.seen.append(float(self.outputs[-1]))
+        for block in self.blocks:
+            block.down.factor *= 0.8  # type: ignore[union-attr]
+
+    def on_validation_batch_end(self, *args: Any) -> None:
+        pass
+
+
+def _anneal(layout: Layout) -> list[float]:
+    torch.manual_seed(0)
+    module = Anneals()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer = make_trainer(layout, strategy={"plan": None}, use_distributed_sampler=False)
+        trainer.fit(module, DataLoader(ROWS, batch_size=4))
+    return module.seen
+
+
+def test_blocks_find_what_hooks_of_the_last_stage_set() -> None:
+    (expected,) = run_program(Layout(plain=True), _anneal)
+    found = run_program(Layout(pp=2, microbatches=1), _anneal)[0]
+    assert len(expected) == 6 and found == pytest.approx(expected, rel=1e-9)
+
+
 def _fit(layout: Layout, rows: int = 4) -> tuple[list[Any], list[str]]:
     torch.manual_seed(0)
     module = Lit()

@@ -71,6 +71,9 @@ class Lit(LightningModule):
             checkpoint["state_dict"] = {name: x for name, x in self.state_dict().items() if "blocks.3" in name}
         elif self.habit == "writes" and self.trainer.is_global_zero:
             torch.save(self.blocks.state_dict(), io.BytesIO())
+        elif self.habit == "filtered":
+            checkpoint["state_dict"] = {name: x for name, x in checkpoint["state_dict"].items() if "start" not in name}
+            checkpoint["extra"] = self.blocks.state_dict()
         elif self.habit == "writes safetensors":
             save_safetensors(dict(self.blocks.state_dict()))
         elif self.habit == "rank zero" and self.trainer.is_global_zero:
@@ -167,7 +170,7 @@ def assert_same(found: Any, expected: Any, at: str = "") -> None:
 
 
 @pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if "folder" not in layout])
-@pytest.mark.parametrize("habit", ["beside", "adapters alone"])
+@pytest.mark.parametrize("habit", ["beside", "adapters alone", "filtered"])
 def test_weights_in_a_file_are_whole(habit: str, layout: str, tmp_path: Path) -> None:
     expected = run_reference(save_one, habit)
     run_ranks(4 if layout == "tp2-pp2" else 2, save, habit, LAYOUTS[layout], str(tmp_path))

@@ -41,6 +41,17 @@ def test_detours_end_in_any_order(order: tuple[int, ...]) -> None:
     assert not vars(owner)
 
 
+def test_what_is_behind_several_detours_is_one_look_away() -> None:
+    class Owner:
+        def name(self) -> str:
+            return "own"
+
+    owner = Owner()
+    for _ in range(3):
+        Detour(owner, "name", lambda call: call())
+    assert owner.name.__wrapped__.__code__ is Owner.name.__code__  # type: ignore[attr-defined]
+
+
 def test_throughput_counts_copies_of_the_model() -> None:
     counted = Throughput(available_flops=1000, world_size=12)
     trainer = SimpleNamespace(callbacks=[SimpleNamespace(_throughputs={"train": counted})], world_size=12)

@@ -7,6 +7,7 @@ import random
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -205,6 +206,93 @@ class CountedForEver(Model):
             return F.gelu(h) / Ever.n
 
 
+class SharedMask(nn.Module):
+    """Each stage has one for itself, whose count nobody needs."""
+
+    calls = 0
+
+    def forward(self, h: Tensor) -> Tensor:
+        self.calls = self.calls + 1
+        return h * (self.calls > 0)
+
+
+class OneMask(Model):
+    class block(Block):
+        def act(self, h: Tensor, *given: Any) -> Tensor:
+            return self.mask(F.gelu(h))
+
+    def prepare(self) -> None:
+        mask = SharedMask()
+        for block in self.blocks:
+            block.mask = mask
+
+
+class SameAsBefore(Model):
+    """What a block sets is what was there."""
+
+    class block(Block):
+        def __init__(self, i: int) -> None:
+            super().__init__(i)
+            self.grid = (1, 2 * WIDTH)
+
+        def act(self, h: Tensor, *given: Any) -> Tensor:
+            self.grid = (1, h.shape[-1])
+            return F.gelu(h)
+
+    def training_step(self, x: Tensor) -> Tensor:
+        return super().training_step(x) / self.blocks[0].grid[1]
+
+
+class Profiled(Model):
+    """A name for the profiler tells which layer this is."""
+
+    class block(Block):
+        def act(self, h: Tensor, d: dict[str, int]) -> Tensor:
+            d["n"] += 1
+            with torch.profiler.record_function(f"layer {d['n']}"):
+                return F.gelu(h)
+
+    def given(self) -> tuple[Any, ...]:
+        return ({"n": 0},)
+
+
+class Arrays(Model):
+    class block(Block):
+        def act(self, h: Tensor, d: dict[str, int]) -> Tensor:
+            d["n"] += 1
+            return F.gelu(h) * torch.from_numpy(np.ones(2 * WIDTH, dtype=np.float32) / d["n"])
+
+    def given(self) -> tuple[Any, ...]:
+        return ({"n": 0},)
+
+
+class GivenTensors(Model):
+    """Which of the step's tensors a block takes, an iterator knows."""
+
+    class block(Block):
+        def act(self, h: Tensor, scales: Any) -> Tensor:
+            return F.gelu(h) * next(scales)
+
+    def given(self) -> tuple[Any, ...]:
+        return (iter(torch.arange(N) / 2),)
+
+
+class PlainTensors(Model):
+    """Neither parameters nor buffers."""
+
+    class block(Block):
+        def __init__(self, i: int) -> None:
+            super().__init__(i)
+            self.scales = [torch.full((), float(n)) for n in range(N)]
+
+        def act(self, h: Tensor, d: dict[str, int]) -> Tensor:
+            d["n"] += 1
+            return F.gelu(h) * self.scales[d["n"] - 1]
+
+    def given(self) -> tuple[Any, ...]:
+        return ({"n": 0},)
+
+
 class ReadsCount(Model):
     class block(Block):
         calls = 0
@@ -279,6 +367,9 @@ def plan(model: Model) -> None:
         (GivenDict, r"`blocks.2` does `div` with 3, and on pipeline stage 1,.* `div` with 1"),
         (GivenIterator, r"`blocks.2` does `mul` with 1.5, and on pipeline stage 1,.* `mul` with 0.5"),
         (ChosenWeights, r"`mul` with blocks.2.scales.2, and on pipeline stage 1,.* `mul` with blocks.2.scales.0"),
+        (PlainTensors, r"`mul` with tensor \d+, and on pipeline stage 1,.* `mul` with tensor \d+"),
+        (Arrays, r"`blocks.2` does `mul` with values of \S+, and on pipeline stage 1,.* `mul` with values of"),
+        (GivenTensors, r"`blocks.2` does `mul` with values of \S+, and on pipeline stage 1,.* `mul` with values of"),
         (OneGenerator, r"`blocks.2` does `rand` with 16, a generator in state .* a generator of random numbers"),
         (EarlyEnd, r"`blocks.2` does `linear` with .*down.*, and on pipeline stage 1,.* `tanh`"),
         (DrawnBehind, r"the step does `mul` with 0.\d+, and on pipeline stage 1,.* `mul` with 0.\d+"),
@@ -296,6 +387,7 @@ def test_what_no_tensor_tells(kind: type[Model], text: str) -> None:
     "kind",
     [
         *(Model, UnusedCounter, OwnEntries, DrawnInBlocks, CachedTable, CountedForEver),
+        *(OneMask, SameAsBefore, Profiled),
         *(ReadsOwn, ReadsWhatItSets, ReadsWhatNobodySets),
     ],
 )

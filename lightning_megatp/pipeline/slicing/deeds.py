@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_megatp.pipeline.slicing.operations import generators_given
-from lightning_megatp.shim.torch import tree_leaves
+from lightning_megatp.shim.torch import DisableTorchFunction, is_fake, tree_leaves
 
 
 class Deed(NamedTuple):
@@ -31,36 +31,45 @@ def deed_of(
     name: str,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    lasting: Callable[[Tensor], str],
+    known_as: Callable[[Tensor], str],
     drawing: bool = False,
 ) -> Deed:
     """Of an operation and its arguments.
 
     Args:
-        lasting: gives the name of a tensor that outlives the step, "" for others.
+        known_as: tells a tensor from others; "" where it can't be told.
         drawing: the states of generators that it is given belong to it.
     """
     if name.startswith("_record_function"):  # of a profiler
         return Deed(name, ())
-    numbers = [_plain(x, lasting) for x in tree_leaves((args, kwargs))]
+    numbers = [_plain(x, known_as) for x in tree_leaves((args, kwargs))]
     generators = generators_given(args, kwargs) if drawing else []
     states = [f"a generator in state {hash(bytes(g.get_state().numpy())):x}" for g in generators]
     return Deed(name, (*filter(None, numbers), *states))
 
 
-def _plain(x: Any, lasting: Callable[[Tensor], str]) -> str:
+def _plain(x: Any, known_as: Callable[[Tensor], str]) -> str:
     if isinstance(x, Tensor):
-        return lasting(x)
+        return known_as(x)
     if isinstance(x, slice):
-        return ":".join(_plain(bound, lasting) for bound in (x.start, x.stop, x.step))
+        return ":".join(_plain(bound, known_as) for bound in (x.start, x.stop, x.step))
     if isinstance(x, np.ndarray):
         return f"an array of {hash(x.tobytes()):x}" if x.size <= _MOST else ""
     return repr(x) if isinstance(x, _PLAIN) else ""
 
 
-_MOST = 100_000
-"""Entries of an array that are looked at."""
+_MOST = 10_000
+"""Entries of an array, or a tensor, that are looked at."""
 _PLAIN = (bool, int, float, complex, str, torch.dtype, np.number)
+
+
+def content_of(x: Tensor) -> str:
+    """What tells one tensor from another by its values, if it has any and is not large."""
+    if is_fake(x) or x.is_meta or x.layout is not torch.strided or not 0 < x.numel() <= _MOST or type(x) is not Tensor:
+        return ""
+    with DisableTorchFunction():  # nobody has to see this
+        values = x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return f"values of {hash(values):x}"
 
 
 class Moment(NamedTuple):
