@@ -193,7 +193,7 @@ class Alone(StageMode):
 
     def compare(self, unit: str, planned: Deed | None, alone: Deed | None) -> None:
         """Leave the step if this is not what was done before."""
-        if planned != alone:
+        if not (planned is alone is None or (planned is not None and planned.is_like(alone))):
             self.difference = Difference(self._at, unit, self._place.here(), planned, alone)
             raise StepEnded
 
@@ -219,7 +219,7 @@ class Witness(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name, kwargs = operation_name(func), kwargs or {}
-        self._compare(deed_of(name, args, kwargs, self._known_as, drawing=True))
+        self._compare(deed_of(name, args, kwargs, self._tracer.lasting, True, self._content))
         self._done += 1
         out = self._tracer.evaluate(name, func, args, kwargs)
         self._made.update((id(x), x) for x in tensors_in(out))
@@ -230,8 +230,8 @@ class Witness(TorchFunctionMode):
         if self._done < len(self._planned.inside):
             self._compare(None)
 
-    def _known_as(self, x: Tensor) -> str:
-        return self._tracer.lasting(x) or ("" if id(x) in self._made else content_of(x))
+    def _content(self, x: Tensor) -> str:
+        return "" if id(x) in self._made else content_of(x)
 
     def _compare(self, found: Deed | None) -> None:
         if self._planned.compared:

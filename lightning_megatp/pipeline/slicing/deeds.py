@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_megatp.pipeline.slicing.operations import generators_given
+from lightning_megatp.pipeline.slicing.plan import tensors_in
 from lightning_megatp.shim.torch import DisableTorchFunction, is_fake, tree_leaves
 
 
@@ -22,37 +23,55 @@ class Deed(NamedTuple):
     name: str
     numbers: tuple[str, ...]
     """Its plain arguments, the states of generators that it is given, and which of the module's tensors it takes."""
+    contents: tuple[str, ...] = ()
+    """What tells its other tensors from each other; "" for those that can't be told, or have no data here."""
 
     def __str__(self) -> str:
-        return f"`{self.name}`" + (f" with {', '.join(self.numbers)}" if self.numbers else "")
+        shown = [*self.numbers, *filter(None, self.contents)]
+        return f"`{self.name}`" + (f" with {', '.join(shown)}" if shown else "")
+
+    def is_like(self, other: Deed | None) -> bool:
+        """Whether it is the same, as far as that can be told."""
+        if other is None or self[:2] != other[:2]:
+            return False
+        pairs = zip(self.contents, other.contents, strict=False)
+        return all(own == others or not (own and others) for own, others in pairs)
 
 
 def deed_of(
     name: str,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    known_as: Callable[[Tensor], str],
+    lasting: Callable[[Tensor], str],
     drawing: bool = False,
+    content: Callable[[Tensor], str] | None = None,
 ) -> Deed:
     """Of an operation and its arguments.
 
     Args:
-        known_as: tells a tensor from others; "" where it can't be told.
+        lasting: gives the name of a tensor that outlives the step, "" for others.
         drawing: the states of generators that it is given belong to it.
+        content: tells others from each other.
     """
     if name.startswith("_record_function"):  # of a profiler
         return Deed(name, ())
-    numbers = [_plain(x, known_as) for x in tree_leaves((args, kwargs))]
+    numbers = [_plain(x, lasting) for x in tree_leaves((args, kwargs))]
+    others = [x for x in tensors_in(args, kwargs) if content is not None and not lasting(x)]
     generators = generators_given(args, kwargs) if drawing else []
     states = [f"a generator in state {hash(bytes(g.get_state().numpy())):x}" for g in generators]
-    return Deed(name, (*filter(None, numbers), *states))
+    return Deed(name, (*filter(None, numbers), *states), tuple(map(content, others)) if content else ())
 
 
-def _plain(x: Any, known_as: Callable[[Tensor], str]) -> str:
+def are_alike(deeds: Sequence[Deed], others: Sequence[Deed]) -> bool:
+    """Whether several are the same."""
+    return len(deeds) == len(others) and all(x.is_like(y) for x, y in zip(deeds, others, strict=True))
+
+
+def _plain(x: Any, lasting: Callable[[Tensor], str]) -> str:
     if isinstance(x, Tensor):
-        return known_as(x)
+        return lasting(x)
     if isinstance(x, slice):
-        return ":".join(_plain(bound, known_as) for bound in (x.start, x.stop, x.step))
+        return ":".join(_plain(bound, lasting) for bound in (x.start, x.stop, x.step))
     if isinstance(x, np.ndarray):
         return f"an array of {hash(x.tobytes()):x}" if x.size <= _MOST else ""
     return repr(x) if isinstance(x, _PLAIN) else ""
