@@ -38,7 +38,7 @@ from lightning_megatp.pipeline.slicing.units import (
     modules_around,
     small_among,
 )
-from lightning_megatp.pipeline.split import check_rows
+from lightning_megatp.pipeline.split import check_columns, check_rows
 from lightning_megatp.shim.compiler import is_compiled
 from lightning_megatp.shim.lightning import default_store
 from lightning_megatp.tensor.deferred import defer_linears
@@ -362,10 +362,13 @@ def check_batches(parallel: ParallelModule, options: PipelineOptions, example: E
     """Refuse batches that would be cut elsewhere than between samples, as far as their loader tells.
 
     Raises:
-        ValueError: see `split.check_rows`.
+        ValueError: see `split.check_rows` and `check_columns`.
     """
     if options.microbatches != 1 and not hasattr(parallel.module, "split_batch"):
-        check_rows(example.of_samples(2, 3))
+        batches = example.of_samples(2, 3)
+        check_rows(batches)
+        if example.batch is not None:
+            check_columns(batches, example.batch)
 
 
 def pipeline_rank(mesh: ParallelMesh, schedule: Schedule) -> int:

@@ -97,6 +97,48 @@ def check_rows(batches: Mapping[int, Any]) -> None:
     )
 
 
+def check_columns(batches: Mapping[int, Any], batch: Any) -> None:
+    """Refuse a batch some of whose columns have as many entries as it has rows, and would be cut like them, though
+    they don't grow with its samples: names of variables, weights of classes.
+
+    Args:
+        batches: as for `check_rows`.
+        batch: of the size that is trained with.
+
+    Raises:
+        ValueError: it has one.
+    """
+    rows = batch_size(batch)
+    of_samples = [list(_columns(b)) for b in batches.values()]
+    if rows is None or len(of_samples) < 2 or len(set(map(len, of_samples))) > 1:
+        return
+    if any(set(lengths) == {rows} for lengths in zip(*of_samples, strict=True)):
+        raise ValueError(
+            f"MegaTPStrategy: a batch ({type(batch).__name__}) has {rows} rows, and a column of {rows} entries however"
+            " many samples it is made of (names of variables, weights of classes), which would be split like the rows."
+            f" Use another batch size, keep that column on the LightningModule, or {_REMEDY}"
+        )
+
+
+def _columns(batch: Any) -> Iterator[int]:
+    """The lengths of what a batch may be split along: its tensors, lists of anything else, and tuples of texts."""
+    found: list[int] = []
+
+    def note(x: Any) -> Any:
+        if isinstance(x, Tensor):
+            found.extend([len(x)] if x.dim() > 0 else [])
+        elif any(True for _ in _in_lists(x)):
+            for item in x:
+                apply_to_collection(item, (Tensor, list, tuple), note)
+        elif isinstance(x, list) or _one_per_row(x, len(x)):
+            found.append(len(x))
+        return x
+
+    for entry in batch if type(batch) in (list, tuple) else [batch]:
+        apply_to_collection(entry, (Tensor, list, tuple), note)
+    yield from found
+
+
 _REMEDY = (
     "define `split_batch(self, batch, microbatches)` on the LightningModule, which returns a list, or use"
     " microbatches=1."

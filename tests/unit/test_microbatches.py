@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lightning_megatp.pipeline.batch import BatchRun
 from lightning_megatp.pipeline.slicing.leftovers import Attributes
 from lightning_megatp.pipeline.slicing.weights import TargetCount
-from lightning_megatp.pipeline.split import batch_size, merge_outputs, split_batch
+from lightning_megatp.pipeline.split import batch_size, check_columns, merge_outputs, split_batch
 
 Pair = collections.namedtuple("Pair", ["x", "rest"])
 
@@ -98,6 +98,38 @@ def test_samples_of_different_lengths_are_not_taken_for_columns(batch: Any) -> N
     with pytest.raises(ValueError, match=r"different lengths.*`split_batch"):
         split_batch(batch, 2)
     assert batch_size(batch) == 2
+
+
+ROWS = {n: torch.randn(n, 3) for n in (2, 3, 4)}
+
+
+@pytest.mark.parametrize(
+    "constant",
+    [
+        ["a", "b", "c", "d"],
+        ("a", "b", "c", "d"),
+        torch.tensor([1.0, 2.0, 3.0, 4.0]),
+        {"inner": [0.1, 0.2, 0.3, 0.4]},
+    ],
+    ids=["list", "tuple", "tensor", "inner"],
+)
+def test_a_column_that_only_looks_like_rows_is_refused(constant: Any) -> None:
+    batches: dict[int, Any] = {n: (ROWS[n], ROWS[n] + 1, constant) for n in (2, 3)}
+    with pytest.raises(ValueError, match="has 4 rows, and a column of 4 entries however many samples it is made of"):
+        check_columns(batches, (ROWS[4], ROWS[4], constant))
+    check_columns(batches, (ROWS[3], ROWS[3], constant))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda n: {"x": ROWS[n], "size": (8, 8), "names": ["name"] * n, "pair": [ROWS[n], ROWS[n]]},
+        lambda n: [ROWS[n], ("text",) * n, torch.zeros(())],
+        lambda n: {"x": ROWS[n], "weights": torch.ones(5)},
+    ],
+)
+def test_columns_that_grow_and_tables_of_other_sizes_are_taken(make: Any) -> None:
+    check_columns({n: make(n) for n in (2, 3)}, make(2))
 
 
 def test_merge() -> None:
