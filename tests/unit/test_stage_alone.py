@@ -7,7 +7,6 @@ import random
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -256,27 +255,6 @@ class Profiled(Model):
         return ({"n": 0},)
 
 
-class Arrays(Model):
-    class block(Block):
-        def act(self, h: Tensor, d: dict[str, int]) -> Tensor:
-            d["n"] += 1
-            return F.gelu(h) * torch.from_numpy(np.ones(2 * WIDTH, dtype=np.float32) / d["n"])
-
-    def given(self) -> tuple[Any, ...]:
-        return ({"n": 0},)
-
-
-class GivenTensors(Model):
-    """Which of the step's tensors a block takes, an iterator knows."""
-
-    class block(Block):
-        def act(self, h: Tensor, scales: Any) -> Tensor:
-            return F.gelu(h) * next(scales)
-
-    def given(self) -> tuple[Any, ...]:
-        return (iter(torch.arange(N) / 2),)
-
-
 class PlainTensors(Model):
     """Neither parameters nor buffers."""
 
@@ -368,8 +346,6 @@ def plan(model: Model) -> None:
         (GivenIterator, r"`blocks.2` does `mul` with 1.5, and on pipeline stage 1,.* `mul` with 0.5"),
         (ChosenWeights, r"`mul` with blocks.2.scales.2, and on pipeline stage 1,.* `mul` with blocks.2.scales.0"),
         (PlainTensors, r"`mul` with tensor \d+, and on pipeline stage 1,.* `mul` with tensor \d+"),
-        (Arrays, r"`blocks.2` does `mul` with values of \S+, and on pipeline stage 1,.* `mul` with values of"),
-        (GivenTensors, r"`blocks.2` does `mul` with values of \S+, and on pipeline stage 1,.* `mul` with values of"),
         (OneGenerator, r"`blocks.2` does `rand` with 16, a generator in state .* a generator of random numbers"),
         (EarlyEnd, r"`blocks.2` does `linear` with .*down.*, and on pipeline stage 1,.* `tanh`"),
         (DrawnBehind, r"the step does `mul` with 0.\d+, and on pipeline stage 1,.* `mul` with 0.\d+"),

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from lightning_megatp.pipeline.slicing.deeds import Deed, Deeds, Moment, content_of, deed_of
+from lightning_megatp.pipeline.slicing.deeds import Deed, Deeds, Moment, deed_of
 from lightning_megatp.pipeline.slicing.kept import Kept
 from lightning_megatp.pipeline.slicing.late_hooks import UserHooks
 from lightning_megatp.pipeline.slicing.operations import NeedsValues, StepEnded, cut_by_numbers
@@ -193,7 +193,7 @@ class Alone(StageMode):
 
     def compare(self, unit: str, planned: Deed | None, alone: Deed | None) -> None:
         """Leave the step if this is not what was done before."""
-        if not (planned is alone is None or (planned is not None and planned.is_like(alone))):
+        if planned != alone:
             self.difference = Difference(self._at, unit, self._place.here(), planned, alone)
             raise StepEnded
 
@@ -212,26 +212,19 @@ class Witness(TorchFunctionMode):
         super().__init__()
         self._alone, self._tracer, self._planned, self._unit = alone, tracer, planned, unit
         self._done = 0
-        self._made: dict[int, Tensor] = {}
-        """What the operations inside returned: kept, so that no other tensor gets the id."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name, kwargs = operation_name(func), kwargs or {}
-        self._compare(deed_of(name, args, kwargs, self._tracer.lasting, True, self._content))
+        self._compare(deed_of(name, args, kwargs, self._tracer.lasting, drawing=True))
         self._done += 1
-        out = self._tracer.evaluate(name, func, args, kwargs)
-        self._made.update((id(x), x) for x in tensors_in(out))
-        return out
+        return self._tracer.evaluate(name, func, args, kwargs)
 
     def end(self) -> None:
         """After the call."""
         if self._done < len(self._planned.inside):
             self._compare(None)
-
-    def _content(self, x: Tensor) -> str:
-        return "" if id(x) in self._made else content_of(x)
 
     def _compare(self, found: Deed | None) -> None:
         if self._planned.compared:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_megatp.pipeline.slicing.operations import generators_given
-from lightning_megatp.pipeline.slicing.plan import tensors_in
-from lightning_megatp.shim.torch import DisableTorchFunction, is_fake, tree_leaves
+from lightning_megatp.shim.torch import tree_leaves
 
 
 class Deed(NamedTuple):
@@ -23,19 +22,9 @@ class Deed(NamedTuple):
     name: str
     numbers: tuple[str, ...]
     """Its plain arguments, the states of generators that it is given, and which of the module's tensors it takes."""
-    contents: tuple[str, ...] = ()
-    """What tells its other tensors from each other; "" for those that can't be told, or have no data here."""
 
     def __str__(self) -> str:
-        shown = [*self.numbers, *filter(None, self.contents)]
-        return f"`{self.name}`" + (f" with {', '.join(shown)}" if shown else "")
-
-    def is_like(self, other: Deed | None) -> bool:
-        """Whether it is the same, as far as that can be told."""
-        if other is None or self[:2] != other[:2]:
-            return False
-        pairs = zip(self.contents, other.contents, strict=False)
-        return all(own == others or not (own and others) for own, others in pairs)
+        return f"`{self.name}`" + (f" with {', '.join(self.numbers)}" if self.numbers else "")
 
 
 def deed_of(
@@ -44,27 +33,19 @@ def deed_of(
     kwargs: dict[str, Any],
     lasting: Callable[[Tensor], str],
     drawing: bool = False,
-    content: Callable[[Tensor], str] | None = None,
 ) -> Deed:
     """Of an operation and its arguments.
 
     Args:
         lasting: gives the name of a tensor that outlives the step, "" for others.
         drawing: the states of generators that it is given belong to it.
-        content: tells others from each other.
     """
     if name.startswith("_record_function"):  # of a profiler
         return Deed(name, ())
     numbers = [_plain(x, lasting) for x in tree_leaves((args, kwargs))]
-    others = [x for x in tensors_in(args, kwargs) if content is not None and not lasting(x)]
     generators = generators_given(args, kwargs) if drawing else []
     states = [f"a generator in state {hash(bytes(g.get_state().numpy())):x}" for g in generators]
-    return Deed(name, (*filter(None, numbers), *states), tuple(map(content, others)) if content else ())
-
-
-def are_alike(deeds: Sequence[Deed], others: Sequence[Deed]) -> bool:
-    """Whether several are the same."""
-    return len(deeds) == len(others) and all(x.is_like(y) for x, y in zip(deeds, others, strict=True))
+    return Deed(name, (*filter(None, numbers), *states))
 
 
 def _plain(x: Any, lasting: Callable[[Tensor], str]) -> str:
@@ -77,18 +58,9 @@ def _plain(x: Any, lasting: Callable[[Tensor], str]) -> str:
     return repr(x) if isinstance(x, _PLAIN) else ""
 
 
-_MOST = 10_000
-"""Entries of an array, or a tensor, that are looked at."""
+_MOST = 100_000
+"""Entries of an array that are looked at."""
 _PLAIN = (bool, int, float, complex, str, torch.dtype, np.number)
-
-
-def content_of(x: Tensor) -> str:
-    """What tells one tensor from another by its values, if it has any and is not large."""
-    if is_fake(x) or x.is_meta or x.layout is not torch.strided or not 0 < x.numel() <= _MOST or type(x) is not Tensor:
-        return ""
-    with DisableTorchFunction():  # nobody has to see this
-        values = x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-    return f"values of {hash(values):x}"
 
 
 class Moment(NamedTuple):

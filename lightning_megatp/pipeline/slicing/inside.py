@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 
-from lightning_megatp.pipeline.slicing.deeds import Deed, content_of, deed_of
+from lightning_megatp.pipeline.slicing.deeds import Deed, deed_of
 from lightning_megatp.pipeline.slicing.operations import (
     HOST_READS,
     LIKE_ANOTHER,
@@ -62,7 +62,7 @@ class Inside(TorchFunctionMode):
         for x in tensors:
             self._read_besides(x)
         name = operation_name(func)
-        self.deeds.append(deed_of(name, args, kwargs or {}, self._tracer.lasting, True, self._content))
+        self.deeds.append(deed_of(name, args, kwargs or {}, self._tracer.lasting, drawing=True))
         shown = [x for x in tensors if not self._is_own(x)]
         before = [self._version(x) for x in shown]
         lineage = self._lineage(name, args, kwargs or {})
@@ -218,9 +218,6 @@ class Inside(TorchFunctionMode):
 
     def _is_own(self, x: Tensor) -> bool:
         return self._tracer.owners.get(id(x)) == {self._call.unit_stage}
-
-    def _content(self, x: Tensor) -> str:
-        return "" if id(x) in self.made else content_of(x)
 
     def _version(self, x: Tensor) -> tuple[int, int]:
         return tensor_version(x), tensor_version(self._tracer.values.fake(x))

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from lightning_megatp.pipeline.slicing.alone import Alone, Difference, Reading
 from lightning_megatp.pipeline.slicing.calls import Decides, Interception, Switch, loggers_in, logging_by
-from lightning_megatp.pipeline.slicing.deeds import Deeds, are_alike
+from lightning_megatp.pipeline.slicing.deeds import Deeds
 from lightning_megatp.pipeline.slicing.kept import KeptByUnits
 from lightning_megatp.pipeline.slicing.lasting import UNNAMED
 from lightning_megatp.pipeline.slicing.late_hooks import UserHooks
@@ -217,10 +217,7 @@ class Slicer:
             _, _, again, difference = self._dry_run_with(late, step, batch, seed)
             if difference is None:
                 return
-            same = len(again) == len(deeds) and all(
-                are_alike(x.inside, y.inside) for x, y in zip(again, deeds, strict=True)
-            )
-            if same:
+            if [x.inside for x in again] == [x.inside for x in deeds]:
                 raise difference.error()
             deeds = again
 
