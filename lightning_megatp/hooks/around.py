@@ -259,9 +259,9 @@ def explained(hook: str) -> Iterator[None]:
     except (AssertionError, TypeError, AttributeError, DataDependentOutputException) as error:
         if isinstance(error, AttributeError) and isinstance(error.obj, nn.Module):
             raise RuntimeError(
-                f"MegaTPStrategy: `{hook}` failed ({error}). With pp > 1 what a module sets on itself in its forward is"
-                f" told to the other pipeline stages if a hook names it (`self.blocks[0].{error.name}`), and after the"
-                " batch. Name it in the hook itself, or return it from the forward."
+                f"MegaTPStrategy: `{hook}` failed ({error}). If its forward sets that: with pp > 1 the other pipeline"
+                f" stages are told after the batch, where a hook names it (`self.blocks[0].{error.name}`). Name it in"
+                " the hook itself, or return it from the forward."
             ) from error
         of_values = isinstance(error, DataDependentOutputException)
         if not of_values and "FakeTensor" not in str(error) and "NoneType" not in str(error):

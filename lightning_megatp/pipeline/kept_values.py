@@ -94,12 +94,3 @@ class KeptValues:
 
 def _is_told(x: Any) -> TypeGuard[Tensor]:
     return type(x) is Tensor and x.layout is torch.strided and not (x.is_meta or is_fake(x))
-
-
-def parts_of_one_stage(module: nn.Module, stage_of_unit: Mapping[str, int]) -> dict[str, int]:
-    """The names of the modules in units, each of which only one stage has, with that stage."""
-    found: dict[int, tuple[str, set[int]]] = {}
-    for unit, stage in stage_of_unit.items():
-        for name, part in module.get_submodule(unit).named_modules():
-            found.setdefault(id(part), (f"{unit}.{name}".rstrip("."), set()))[1].add(stage)
-    return {name: next(iter(stages)) for name, stages in found.values() if len(stages) == 1}

@@ -30,7 +30,7 @@ from lightning_megatp.pipeline.detour import Detour
 from lightning_megatp.pipeline.executor import Executor
 from lightning_megatp.pipeline.held_tensors import HeldTensors, modules_outside
 from lightning_megatp.pipeline.hooks import Hook, cleared_unseen, hooks_after_steps
-from lightning_megatp.pipeline.kept_values import KeptValues, parts_of_one_stage
+from lightning_megatp.pipeline.kept_values import KeptValues
 from lightning_megatp.pipeline.loans import Loans
 from lightning_megatp.pipeline.logs import Logs, merge
 from lightning_megatp.pipeline.outputs import Outputs
@@ -47,7 +47,7 @@ from lightning_megatp.pipeline.slicing.plan import SlicePlan
 from lightning_megatp.pipeline.slicing.running import seeded
 from lightning_megatp.pipeline.slicing.slicer import Slicer
 from lightning_megatp.pipeline.slicing.snapshot import FirstValues, Snapshot
-from lightning_megatp.pipeline.slicing.units import modules_around
+from lightning_megatp.pipeline.slicing.units import modules_around, parts_of_one_stage
 from lightning_megatp.pipeline.split import split_batch
 from lightning_megatp.pipeline.telling import Facts, Options, Telling, dtype_index, options_of, pickled
 from lightning_megatp.shim.compiler import is_compiled
@@ -139,8 +139,8 @@ class Pipeline:
         self._outside = modules_outside(parallel.module, stage_of_unit)
         self._set_by_hooks: dict[str, nn.Module] = {}
         """Parts of units on which the module's own hooks may set some, which run on the last stage alone at times."""
-        told = ChainMap[str, nn.Module](self._opened, self._set_by_hooks)
-        self._telling = Telling(mesh, logs, told, self._outside, self._set_options)
+        self._told = ChainMap[str, nn.Module](self._opened, self._set_by_hooks)
+        self._telling = Telling(mesh, logs, self._told, self._outside, self._set_options)
         self._changes_tensors = False
         """Whether some step changes tensors outside of units in place, on one stage."""
         self._untold: set[Path] = set()
@@ -174,14 +174,14 @@ class Pipeline:
 
     @functools.cached_property
     def _kept_values(self) -> KeptValues:
-        module, stages = self.parallel.module, parts_of_one_stage(self.parallel.module, self.stage_of_unit)
-        own = [name for name, stage in stages.items() if stage in self.own_stages]
+        module, parts = self.parallel.module, parts_of_one_stage(self.parallel.module, self.stage_of_unit)
+        own = [name for name, unit in parts.items() if self.stage_of_unit[unit] in self.own_stages]
         owners = (module, *self._trainer.callbacks)
 
         def is_named(attribute: str) -> bool:
             return any(mentions(x, {attribute}, hook) for x in owners for hook in HOOKS if is_users(x, hook))
 
-        return KeptValues(self.mesh, {name: module.get_submodule(name) for name in stages}, own, is_named)
+        return KeptValues(self.mesh, {name: module.get_submodule(name) for name in parts}, own, is_named)
 
     @property
     def own_units(self) -> list[str]:
@@ -439,8 +439,7 @@ class Pipeline:
             self._stop_if(stop)
             self._telling.adopt(int(size))
             return None
-        told = ChainMap(self._opened, self._set_by_hooks)
-        before, norms, plain = Attributes(self.parallel.module), self._norms(), PlainValues(told)
+        before, norms, plain = Attributes(self.parallel.module), self._norms(), PlainValues(self._told)
         held, options = HeldTensors(self._outside), options_of(self._trainer.optimizers)
         drawing = seeded(seed, generators_on(self.mesh.device))
         with self.metrics.apart(counts_resets=True), self.logs.recording() as calls, drawing:
@@ -455,7 +454,7 @@ class Pipeline:
         self.stateful = self.stateful or Attributes(self.parallel.module).differ_from(before)
         merged = merge([calls], torch.ones(1, dtype=torch.float64, device=self.mesh.device))
         now = options_of(self._trainer.optimizers)
-        changes = PlainValues(told).changes(plain), HeldTensors(self._outside).changes(held)
+        changes = PlainValues(self._told).changes(plain), HeldTensors(self._outside).changes(held)
         values = pickled(*changes, now if now != options else None)
         stop = float(self._trainer.should_stop)
         self._telling.share(merged, [float(self.stateful), float(len(values)), stop, *self.metrics.resets])

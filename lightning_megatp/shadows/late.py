@@ -72,7 +72,8 @@ class LateCopies:
         found, _ = find_shadows({"": self._parallel.module}, Weights(self._parallel.module)) if new else ([], [])
         own = {x.path: x for x in found if x.path in new}
         names = self._mesh.exchange({path: dict(x.names) for path, x in own.items()}, *AXES)
-        of_stage = self._mesh.exchange({path: dict(x.names) for path, x in own.items()}, "dp", "tp")
+        by_rank = dict(zip(self._mesh.ranks(*AXES), names, strict=True))
+        of_stage = [by_rank[rank] for rank in self._mesh.ranks("dp", "tp")]
         alike = {path for path in of_stage[0] if all(each.get(path) == of_stage[0][path] for each in of_stage)}
         for path in sorted({path for each in names for path in each}):
             self._put_together(slots.get(path), path, own.get(path) if path in alike else None)

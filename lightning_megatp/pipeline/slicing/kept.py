@@ -12,6 +12,7 @@ from torch import nn
 
 from lightning_megatp.hooks.users import function_of, stored_in, words_of
 from lightning_megatp.pipeline.slicing.leftovers import is_plain
+from lightning_megatp.pipeline.slicing.units import parts_of_one_stage
 
 _NOT_SEARCHED = ("torch", "torchmetrics", "lightning", "pytorch_lightning", "lightning_megatp")
 _ABSENT = object()
@@ -40,14 +41,11 @@ class KeptByUnits:
         self._modules: dict[int, tuple[str, str]] = {}
         """id(module) -> its unit, and its own name."""
         self._kinds: dict[type, Collection[str]] = {}
-        stages: dict[int, set[int]] = {}
-        for unit, stage in stage_of_unit.items():
-            for name, part in module.get_submodule(unit).named_modules():
-                stages.setdefault(id(part), set()).add(stage)
-                if stored := stored_by_forward(part):
-                    self._modules.setdefault(id(part), (unit, f"{unit}.{name}".rstrip(".")))
-                    self._kinds[type(part)] = stored
-        self._modules = {key: found for key, found in self._modules.items() if len(stages[key]) == 1}
+        for name, unit in parts_of_one_stage(module, stage_of_unit).items():
+            part = module.get_submodule(name)
+            if stored := stored_by_forward(part):
+                self._modules[id(part)] = unit, name
+                self._kinds[type(part)] = stored
 
     @contextlib.contextmanager
     def watching(self, setting: Callable[[str, Kept], None], reading: Callable[[str, Kept], None]) -> Iterator[None]:

@@ -127,6 +127,15 @@ _SMALL = 0.05
 """Of all parameters in units."""
 
 
+def parts_of_one_stage(module: nn.Module, stage_of_unit: Mapping[str, int]) -> dict[str, str]:
+    """The names of the modules in units, each of which only one stage has, with their units."""
+    found: dict[int, tuple[str, str, set[int]]] = {}
+    for unit, stage in stage_of_unit.items():
+        for name, part in module.get_submodule(unit).named_modules():
+            found.setdefault(id(part), (f"{unit}.{name}".rstrip("."), unit, set()))[2].add(stage)
+    return {name: unit for name, unit, stages in found.values() if len(stages) == 1}
+
+
 def frozen_twins(
     module: nn.Module,
     units: Sequence[str],
