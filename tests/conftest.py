@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests import devices
 from tests.ranks import pools
 
 REPEATS = re.compile(
@@ -38,11 +39,13 @@ CASES = pytest.StashKey[list[tuple[str, float, float, float, float]]]()
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all-cases", action="store_true", help="run the parity matrix, not its pairwise cover")
     parser.addoption("--seed", type=int, default=0, help="of the random numbers that tests in this process draw")
+    parser.addoption("--device", choices=devices.KINDS, default="cpu", help="where ranks compute: tests/devices.py")
     parser.addoption("--case", metavar="NAME", help="run one parity case, by the name the table gives it")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[CASES] = []
+    devices.choose(config.getoption("--device"))
     config.addinivalue_line("markers", "extended: run by --all-cases only; counted as deselected otherwise")
 
 

@@ -123,10 +123,43 @@ class Forked:
         return self.returncode
 
 
+class Executor:
+    """The same for processes that will use a real GPU: each is executed, and imports by itself. CUDA, and libraries
+    that come with it, have threads and state that no fork survives.
+
+    Args:
+        imports: what a process imports before it runs its target.
+    """
+
+    usable = True
+
+    def __init__(self, imports: Sequence[str]) -> None:
+        self._imports = imports
+
+    def start(
+        self, target: Callable[..., None], *args: Any, connection: int, environment: dict[str, str], cwd: str, log: Path
+    ) -> subprocess.Popen[bytes]:
+        """As `ForkServer.start`."""
+        command = [sys.executable, "-m", "tests.fork_server", "--fd", str(connection)]
+        command += ["--run", pickle.dumps((target, args)).hex(), *self._imports]
+        with log.open("wb") as output:
+            return subprocess.Popen(
+                command, env=environment, cwd=cwd, pass_fds=[connection], start_new_session=True,
+                stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+            )  # fmt: skip
+
+    def ready(self) -> None:
+        """It always is."""
+
+    def close(self) -> None:
+        """There is nothing to end."""
+
+
 def inherited() -> dict[str, str]:
     """The variables of a process that a test starts."""
     environment = {name: value for name, value in os.environ.items() if name != "PL_GLOBAL_SEED"}  # a test's
     environment |= {**ALLOCATOR, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    environment["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # an import that asks starts no CUDA: no fork survives it
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]))
     environment["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     return environment
@@ -204,8 +237,7 @@ def _forked(connection: Connection, request: bytes) -> None:
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.close(output)
-    faulthandler.enable()  # a process that dies of a signal writes where it was
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    _watch_for_death()
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(environment)
@@ -214,12 +246,24 @@ def _forked(connection: Connection, request: bytes) -> None:
     target(connection, *args)
 
 
+def _watch_for_death() -> None:
+    faulthandler.enable()  # a process that dies of a signal writes where it was
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+
+
 def _main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--fd", type=int, required=True)
     parser.add_argument("--simulated", type=Path)
+    parser.add_argument("--run", help="a pickled target, to run in this process instead of serving")
     parser.add_argument("imports", nargs="*")
     arguments = parser.parse_args()
+    if arguments.run is not None:
+        _watch_for_death()
+        for name in arguments.imports:
+            importlib.import_module(name)
+        target, args = pickle.loads(bytes.fromhex(arguments.run))
+        return target(Connection(arguments.fd), *args)
     if arguments.simulated is not None:
         cuda.start(arguments.simulated)
     _become(Connection(arguments.fd), arguments.imports)

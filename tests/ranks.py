@@ -15,11 +15,13 @@ import atexit
 import contextlib
 import dataclasses
 import functools
+import io
 import os
 import pickle
 import random
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import time
@@ -30,8 +32,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from tests.fork_server import LIGHTNING, PACKAGE, Forked, ForkServer, ServerEnded, inherited
-from tests.simulated import cuda
+from tests import devices
+from tests.fork_server import LIGHTNING, PACKAGE, Executor, Forked, ForkServer, ServerEnded, inherited
 
 COLLECTIVE_TIMEOUT_S = 60
 CALL_TIMEOUT_S = 120.0
@@ -67,7 +69,7 @@ class RankPool:
         distributed: initialise a gloo group for each call and set the environment Lightning reads. Without it the
             process is what a user's plain one-device program is.
         forbidden: no module of this name may be imported in these processes.
-        simulated: give them a simulated CUDA device, and make groups for its tensors instead of the CPU's.
+        device: a kind of `tests/devices.py`. Other than the CPU it has groups for its tensors alone.
         servers: which fork the processes; without them the pool starts its own.
     """
 
@@ -76,25 +78,26 @@ class RankPool:
         world_size: int,
         distributed: bool = True,
         forbidden: str = "",
-        simulated: bool = False,
-        servers: Sequence[ForkServer] = (),
+        device: str = "cpu",
+        servers: Sequence[ForkServer | Executor] = (),
     ) -> None:
         self.world_size = world_size
         self.calls = 0
         self.directory = tempfile.TemporaryDirectory(prefix=f"ranks{world_size}_")
         port = free_port()
         count = 0 if servers else servers_for(world_size)
-        self.own_servers = [ForkServer(LIGHTNING, simulated) for _ in range(count)]
+        self.own_servers = [ForkServer(LIGHTNING, device == "simulated") for _ in range(count)]
         self.servers = servers or self.own_servers
         self.connections: list[Connection] = []
-        self.processes: list[Forked] = []
+        self.processes: list[Forked | subprocess.Popen[bytes]] = []
         for server in self.servers:
             server.ready()  # a rank waits a minute for the others, and imports of a busy machine may take longer
         for rank in range(world_size):
             ours, theirs = socket.socketpair()
-            environment = inherited()
+            environment = inherited() | devices.environment(device, rank)
             if distributed:
-                environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "NODE_RANK": "0"}
+                local, node = (0, rank) if device == "cuda" else (rank, 0)
+                environment |= {"RANK": str(rank), "LOCAL_RANK": str(local), "NODE_RANK": str(node)}
                 environment |= {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
             # Neighbours in any dim of a mesh of twos come from different servers: with other hash seeds and addresses,
             # as processes that are executed have, their sets are in different orders.
@@ -102,7 +105,7 @@ class RankPool:
             self.connections.append(Connection(ours.detach()))
             self.processes.append(
                 server.start(
-                    _serve, forbidden, simulated,
+                    _serve, forbidden, device,
                     connection=theirs.fileno(), environment=environment, cwd=self.directory.name, log=self._log(rank),
                 )
             )  # fmt: skip
@@ -198,22 +201,20 @@ class RankPools:
         self.servers: dict[tuple[str, int], ForkServer] = {}
         atexit.register(self.close)
 
-    def get(self, world_size: int) -> RankPool:
-        return self._usable(f"{world_size}", lambda: RankPool(world_size, servers=self._servers("ranks", world_size)))
-
-    def simulated(self, world_size: int) -> RankPool:
-        """Ranks that have a simulated CUDA device."""
-
+    def get(self, world_size: int, device: str = "cpu") -> RankPool:
         def make() -> RankPool:
-            return RankPool(world_size, simulated=True, servers=self._servers("simulated", world_size))
+            kind = {"cpu": "ranks"}.get(device, device)
+            return RankPool(world_size, device=device, servers=self._servers(kind, world_size))
 
-        return self._usable(f"simulated {world_size}", make)
+        return self._usable(f"{device} {world_size}", make)
 
     def reference(self) -> RankPool:
         """One process that knows nothing of this package."""
+        device = "cuda" if devices.chosen() == "cuda" else "cpu"
 
         def make() -> RankPool:
-            return RankPool(1, distributed=False, forbidden="lightning_megatp", servers=self._servers("plain", 1))
+            servers = [Executor(LIGHTNING)] if device == "cuda" else self._servers("plain", 1)
+            return RankPool(1, distributed=False, forbidden="lightning_megatp", device=device, servers=servers)
 
         return self._usable("reference", make)
 
@@ -225,7 +226,9 @@ class RankPools:
             server.close()
         self.servers.clear()
 
-    def _servers(self, kind: str, world_size: int) -> list[ForkServer]:
+    def _servers(self, kind: str, world_size: int) -> Sequence[ForkServer | Executor]:
+        if kind == "cuda":
+            return [Executor((*LIGHTNING, *PACKAGE))] * servers_for(world_size)
         if kind == "ranks":
             self._servers("plain", world_size)  # they import side by side
         return [self._server(kind, index) for index in range(servers_for(world_size))]
@@ -251,24 +254,27 @@ pools = RankPools()  # processes belong to the test session, not to a test: the 
 
 
 def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = CALL_TIMEOUT_S) -> list[Any]:
-    """Run `fn(rank, world_size, *args)` on `world_size` real gloo processes and return the results by rank.
+    """Run `fn(rank, world_size, *args)` on `world_size` real processes, of the device chosen (by default the CPU, with
+    gloo), and return the results by rank.
 
     About one in 100,000 times gloo does not connect the ranks of a group that is made ("Connection closed by peer",
     though nobody left). Then new processes run the call again, once, and a warning says so.
     """
+    device = devices.chosen()
     try:
-        return pools.get(world_size).run(fn, *args, timeout=timeout)
+        return pools.get(world_size, device).run(fn, *args, timeout=timeout)
     except RankError as error:
         if NOT_CONNECTED not in error.failures[0].message:
             raise
         warnings.warn(f"{error.failures[0].message}; once more", stacklevel=2)
-    pools.get(world_size).close()
-    return pools.get(world_size).run(fn, *args, timeout=timeout)
+    pools.get(world_size, device).close()
+    return pools.get(world_size, device).run(fn, *args, timeout=timeout)
 
 
-def run_simulated(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = CALL_TIMEOUT_S) -> list[Any]:
-    """The same on ranks that have a simulated CUDA device, and groups for its tensors alone, as NCCL's are."""
-    return pools.simulated(world_size).run(fn, *args, timeout=timeout)
+def run_on_cuda(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = CALL_TIMEOUT_S) -> list[Any]:
+    """The same on ranks that have a CUDA device, a simulated one unless real ones are chosen."""
+    device = "cuda" if devices.chosen() == "cuda" else "simulated"
+    return pools.get(world_size, device).run(fn, *args, timeout=timeout)
 
 
 def run_reference(fn: Callable[..., Any], *args: Any, timeout: float = CALL_TIMEOUT_S) -> Any:
@@ -300,7 +306,7 @@ def free_port() -> int:
 # What follows runs in the rank.
 
 
-def _serve(connection: Connection, forbidden: str, simulated: bool) -> None:
+def _serve(connection: Connection, forbidden: str, device: str) -> None:
     import torch
 
     torch.set_num_threads(1)
@@ -317,14 +323,30 @@ def _serve(connection: Connection, forbidden: str, simulated: bool) -> None:
         os.environ.update(environment)  # Lightning's teardown removes WORLD_SIZE
         try:
             call, fn, args = pickle.loads(request)
-            backend = cuda.BACKEND if simulated else "gloo"
-            answer = pickle.dumps((True, _call(call, store, backend, fn, args, forbidden)))
+            answer = _dumps((True, _call(call, store, devices.backend(device), fn, args, forbidden)))
         except BaseException as error:
             rank = int(os.environ.get("RANK", "0"))
             at = getattr(error, "raised_at", time.time())
             failure = Failure(rank, type(error).__name__, str(error), traceback.format_exc(), at)
             answer = pickle.dumps((False, failure))
         connection.send_bytes(answer)
+
+
+class _Pickler(pickle.Pickler):
+    """Tensors of a device arrive in the host's memory."""
+
+    def reducer_override(self, x: Any) -> Any:
+        import torch
+
+        if isinstance(x, torch.Tensor) and type(x) is torch.Tensor and x.is_cuda:
+            return x.detach().cpu().__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        return NotImplemented
+
+
+def _dumps(x: Any) -> bytes:
+    buffer = io.BytesIO()
+    _Pickler(buffer).dump(x)
+    return buffer.getvalue()
 
 
 def _tell_rank() -> None:
@@ -380,7 +402,10 @@ def _call(number: int, store: Any, backend: str, fn: Callable[..., Any], args: t
     if store is not None:
         prefix = dist.PrefixStore(f"call{number}", store)
         timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
-        dist.init_process_group(backend, store=prefix, rank=rank, world_size=world_size, timeout=timeout)
+        bound = torch.device("cuda", 0) if backend == "nccl" else None
+        dist.init_process_group(
+            backend, store=prefix, rank=rank, world_size=world_size, timeout=timeout, device_id=bound
+        )
         dist.barrier()  # nobody fails, and leaves, while a peer still connects: the pool would be out of step for good
     try:
         result = fn(rank, world_size, *args)

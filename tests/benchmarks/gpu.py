@@ -18,7 +18,7 @@ import gc
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
 
@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
+from tests import devices
 from tests.benchmarks.layer import LayerSize, Ours, Plain
 from tests.benchmarks.models import Size, decoder, loader
 from tests.benchmarks.ratios import OURS, Figure, Row, interval
@@ -82,8 +83,11 @@ def rows(bench: Bench) -> Iterator[Row | Figure]:
     with started_with(bench.device, **ONE_QUEUE):
         for sequence in (True, False):
             yield from _tried(layers, eager, sequence, setting)
+    backends = {"nccl": (1, 2), "gloo": (2,)} if bench.device == "cuda" else {"gloo": (1, 2)}
+    for backend, ranks in backends.items():
+        with started_with(bench.device, **{devices.BACKEND: backend}):
+            yield from same_losses(bench, ranks)
     with started_with(bench.device):
-        yield from same_losses(bench)
         yield from _tried(layers, bench, False, "")
 
 
@@ -98,13 +102,12 @@ def _tried(measure: Callable[..., list[Row | Figure]], *args: Any) -> list[Row |
 
 @contextlib.contextmanager
 def started_with(device: str, **environment: str) -> Iterator[None]:
-    """New processes that see the first GPU, with these variables, which CUDA reads once. Other parts' see no GPU."""
+    """New processes that see the first GPU, with these variables, which are read once. Other parts' see no GPU."""
     if device != "cuda":
         yield
         return
     pools.close()
-    first = {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]}
-    with mock.patch.dict(os.environ, {**first, **environment}):
+    with mock.patch.dict(os.environ, {devices.VARIABLE: device, devices.GPUS: "1", **environment}):
         yield
     pools.close()
 
@@ -319,11 +322,11 @@ def _finish(device: torch.device) -> None:
 # ---------------------------------------------------------------- training on the device
 
 
-def same_losses(bench: Bench) -> Iterator[Figure]:
-    """A Trainer on the device, alone (NCCL) and as two ranks that share it (gloo, which goes through the host's memory
-    on streams of its own): losses beside those of one process on the CPU."""
+def same_losses(bench: Bench, ranks: Sequence[int]) -> Iterator[Figure]:
+    """A Trainer on the device, alone or as ranks that share it, with NCCL (as if on machines of their own, through
+    sockets) or gloo (through the host's memory, on streams of its own): losses beside those of one CPU process."""
     (_, expected), *_ = run_ranks(1, losses, bench.model, "cpu", False)
-    for ways in (1, 2):
+    for ways in ranks:
         try:
             (backend, found), *_ = run_ranks(ways, losses, bench.model, bench.device, True, timeout=300)
         except RankError as error:

@@ -35,6 +35,7 @@ from lightning_megatp.plan.auto.exact import exact
 from lightning_megatp.plan.ranges import length
 from lightning_megatp.tensor.parameters import gather_shards
 from tests.compat.families import FAMILIES, FLOAT32, to
+from tests.devices import placed
 from tests.ranks import RankError, pools, run_ranks
 
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 2e-3}
@@ -189,7 +190,7 @@ def check_stages(rank: int, world_size: int, name: str, sequence: bool, tp: int)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             trainer = Trainer(
-                accelerator="cpu", devices=world_size, max_steps=1, logger=False, enable_checkpointing=False,
+                **placed(world_size), max_steps=1, logger=False, enable_checkpointing=False,
                 strategy=MegaTPStrategy(
                     tp=tp, pp=world_size // tp, microbatches=2, sequence_parallel=sequence, summary=False
                 ),
@@ -213,6 +214,7 @@ def check_stages(rank: int, world_size: int, name: str, sequence: bool, tp: int)
         largest = max(float(grad.abs().max()) for grad in grads.values())
         for key, grad in grads.items():
             found = seen.found.get(key)
+            found = None if found is None else found.cpu()
             error = float(grad.any()) if found is None else _relative(found, grad, 1e-3 * largest)
             if error > result.gradient:
                 result.gradient, result.why = error, f"gradient of {key}"

@@ -19,6 +19,7 @@ from lightning.pytorch import Callback, callbacks
 from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
 from torch import Tensor
 
+from tests import devices
 from tests.distributed.training import (
     DP2,
     LIGHTNING_2_6,
@@ -33,11 +34,10 @@ from tests.distributed.training import (
 )
 from tests.parity.models import GPT, AdamWModule, GPTConfig
 from tests.parity.variants import gpt_plan
-from tests.ranks import run_simulated
-from tests.simulated import cuda
+from tests.ranks import run_on_cuda
 from tests.simulated.building import missing
 
-pytestmark = pytest.mark.skipif(bool(missing()), reason=f"needs {missing()}")
+pytestmark = pytest.mark.skipif(devices.chosen() != "cuda" and bool(missing()), reason=f"needs {missing()}")
 
 BATCHES = 6
 WHOLE = Layout(tp=2, sequence=False)
@@ -121,10 +121,10 @@ class Waits(Callback):
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx == BATCHES - 3:
-            cuda.listen(self._hear)
+            devices.listen(self._hear)
 
     def on_train_end(self, trainer: Any, module: GPT) -> None:
-        cuda.listen(None)
+        devices.listen(None)
         held = [*module.parameters(), *(p.grad for p in module.parameters() if p.grad is not None)]
         assert {x.device.type for x in held} == {"cuda"}
 
@@ -190,7 +190,7 @@ def test_a_fit_is_that_of_one_device_and_no_step_waits(
     layout: Layout, kind: type[GPT], options: dict[str, Any]
 ) -> None:
     [(expected, logged, _)] = run_program(PLAIN, _fit, kind, options)
-    by_rank = run_simulated(layout.ranks, _on_rank, layout, kind, options)
+    by_rank = run_on_cuda(layout.ranks, _on_rank, layout, kind, options)
     for rank, (state, seen, waits) in enumerate(by_rank):
         last_stage = rank < layout.ranks // layout.pp
         assert len(waits) == (3 if layout.pp > 1 and last_stage else 0), waits  # the numbers of a batch, together
@@ -252,7 +252,7 @@ def _set_up(rank: int, world_size: int, layout: Layout, kind: Callable[..., Any]
 @pytest.mark.parametrize("layout", [Layout(pp=4), Layout(dp=4, zero=3)], ids=str)
 def test_a_model_larger_than_a_device_is_never_whole_on_one(layout: Layout, kind: type) -> None:
     """A quarter is held in the end."""
-    for whole, peak in run_simulated(4, _set_up, layout, kind):
+    for whole, peak in run_on_cuda(4, _set_up, layout, kind):
         assert peak < 0.5 * whole
 
 
@@ -279,13 +279,13 @@ def _share_batches(rank: int, world_size: int) -> tuple[list[str], list[str]]:
     got, waits = [], list[str]()
     for batch in list(_batches(device)):
         got.append(same_batch(batch if rank == 0 else {"other": torch.zeros(2)}))
-        cuda.listen(waits.append)  # from the second batch on: the first is checked
-    cuda.listen(None)
+        devices.listen(waits.append)  # from the second batch on: the first is checked
+    devices.listen(None)
     return [repr(x).replace(f"cuda:{rank}", "its device") for x in got], waits
 
 
 def test_batches_of_both_devices_arrive_where_they_were() -> None:
-    (sent, none), (received, no_wait) = run_simulated(2, _share_batches)
+    (sent, none), (received, no_wait) = run_on_cuda(2, _share_batches)
     assert received == sent
     assert "its device" in sent[0] and "its device" not in sent[3]
     assert none == no_wait == []
@@ -341,7 +341,7 @@ IN_TWO_MEMORIES: list[Any] = [
 def test_what_the_hosts_memory_holds_is_sent_and_saved(tmp_path: Path, layout: Layout, options: dict[str, Any]) -> None:
     """NCCL sends nothing that is not on the device."""
     [expected] = run_program(PLAIN, _save, str(tmp_path), options)
-    for saved in run_simulated(layout.ranks, _saving_rank, layout, str(tmp_path), options):
+    for saved in run_on_cuda(layout.ranks, _saving_rank, layout, str(tmp_path), options):
         assert saved.keys() == expected.keys()
         for name, value in saved.items():
             torch.testing.assert_close(value, expected[name], rtol=1e-9, atol=1e-9)
@@ -356,7 +356,7 @@ def _broadcast(rank: int, world_size: int) -> tuple[str, list[float]]:
 
 
 def test_a_broadcast_tensor_arrives_on_the_receivers_device() -> None:
-    assert run_simulated(2, _broadcast) == [("cuda:0", [1.0]), ("cuda:1", [1.0])]
+    assert run_on_cuda(2, _broadcast) == [("cuda:0", [1.0]), ("cuda:1", [1.0])]
 
 
 def _try_optimizer(rank: int, world_size: int) -> bool:
@@ -370,4 +370,4 @@ def _try_optimizer(rank: int, world_size: int) -> bool:
 
 def test_trying_an_optimizer_leaves_the_devices_random_numbers_alone() -> None:
     """Data-parallel ranks were given other ones before."""
-    assert run_simulated(2, _try_optimizer) == [True, True]
+    assert run_on_cuda(2, _try_optimizer) == [True, True]

@@ -14,6 +14,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
+from tests.devices import placed
 from tests.parity.variants import GLOBAL_BATCH, variant
 from tests.ranks import run_ranks, run_reference
 
@@ -72,9 +73,9 @@ def make_trainer(
 ) -> Trainer:
     """A quiet float64 Trainer of the layout, with the plan of a variant."""
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
-    options = {"accelerator": "cpu", "precision": "64-true", "max_epochs": 1, **QUIET, **options}
+    options = {**placed(layout.ranks), "precision": "64-true", "max_epochs": 1, **QUIET, **options}
     if layout.plain:
-        return Trainer(devices=1, **options)
+        return Trainer(**options)
     from lightning_megatp import MegaTPStrategy
 
     arguments: dict[str, Any] = {"plan": variant(model).plan, "summary": False}
@@ -84,7 +85,7 @@ def make_trainer(
         arguments |= {"zero": layout.zero, "dp_replicate": layout.dp_replicate}
     arguments |= strategy or {}
     chosen = MegaTPStrategy(tp=layout.tp, dp=layout.dp, sequence_parallel=layout.sequence, **arguments)
-    return Trainer(devices=layout.ranks, strategy=chosen, **options)
+    return Trainer(strategy=chosen, **options)
 
 
 def tokens(samples: int, length: int = 6, vocab: int = 32, seed: int = 3) -> TensorDataset:

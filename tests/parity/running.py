@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
+from tests.devices import placed
 from tests.parity.variants import GLOBAL_BATCH, loader, variant
 
 OPTIMIZER_STEPS = 20
@@ -94,8 +95,7 @@ def fit(
     recorder = Recorder(gradients)
     manual = not module.automatic_optimization
     trainer = Trainer(
-        accelerator="cpu",
-        devices=devices,
+        **placed(devices),
         strategy=strategy,
         precision=setting.precision,  # type: ignore[arg-type]
         max_epochs=1,

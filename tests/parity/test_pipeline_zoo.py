@@ -9,6 +9,7 @@ import pytest
 import torch
 from lightning.pytorch import Trainer
 
+from tests.devices import placed
 from tests.parity.compare import compare
 from tests.parity.parallel import whole_gradients
 from tests.parity.running import Recorder, Run, gradients_of
@@ -24,7 +25,7 @@ def _fit(name: str, strategy: Any, devices: int, accumulate: int, gradients: Any
     entry = ZOO[name]
     module, recorder = entry.build(), Recorder(gradients)
     trainer = Trainer(
-        accelerator="cpu", devices=devices, strategy=strategy, precision="64-true", max_epochs=1, logger=False,
+        **placed(devices), strategy=strategy, precision="64-true", max_epochs=1, logger=False,
         accumulate_grad_batches=accumulate, callbacks=[recorder], enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip

@@ -17,6 +17,7 @@ import torch
 from torch.autograd import DeviceType
 from torch.utils.flop_counter import FlopCounterMode
 
+from tests import devices
 from tests.benchmarks import alone, data, gpu, optimizer, pipeline, single, tensor
 from tests.benchmarks.layer import LayerSize, Ours, Plain
 from tests.benchmarks.models import Size
@@ -178,11 +179,12 @@ def test_the_rows_of_a_gpu_run_in_small_on_a_cpu(compiler: str | None) -> None:
 def test_processes_with_other_variables_are_new_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     pools = mock.Mock()
     monkeypatch.setattr(gpu, "pools", pools)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
     with gpu.started_with("cuda", **gpu.ONE_QUEUE):
-        assert os.environ["CUDA_VISIBLE_DEVICES"] == "0" and os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
+        assert devices.chosen() == "cuda" and os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
         assert pools.close.call_count == 1
-    assert "CUDA_VISIBLE_DEVICES" not in os.environ and pools.close.call_count == 2
+    assert devices.chosen() == "cpu" and "CUDA_DEVICE_MAX_CONNECTIONS" not in os.environ
+    assert pools.close.call_count == 2
 
 
 class _Cuda:
