@@ -23,6 +23,7 @@ from lightning_megatp.pipeline.loans import Loans
 from lightning_megatp.pipeline.logs import Logs
 from lightning_megatp.pipeline.pipeline import Pipeline, Settings
 from lightning_megatp.pipeline.schedules.generators import forward_only, make_schedule, split_end
+from lightning_megatp.pipeline.schedules.messages import receive_ahead
 from lightning_megatp.pipeline.schedules.schedule import Schedule
 from lightning_megatp.pipeline.shared import Shared
 from lightning_megatp.pipeline.shares import Shares
@@ -119,7 +120,7 @@ def build_pipeline(
     each of these groups, see `connect`.
     """
     ranks = mesh.size("pp")
-    settings = _settings(options, ranks)
+    settings = _settings(options, mesh)
     schedule = settings.schedule(settings.microbatches)
     module = parallel.module
     found = _in_order(module, find_units(module), example, mesh.device, parallel.sizes, refuse=True)
@@ -316,7 +317,7 @@ def reuse_pipeline(pipeline: Pipeline, mesh: ParallelMesh, options: PipelineOpti
     Raises:
         ValueError: it asks for other stages.
     """
-    settings = _settings(options, mesh.size("pp"))
+    settings = _settings(options, mesh)
     before, after = pipeline.settings.schedule(1), settings.schedule(1)
     same = before.placement == after.placement and pipeline.settings.stages == settings.stages
     if pipeline.mesh.shape != mesh.shape or not same:
@@ -329,12 +330,17 @@ def reuse_pipeline(pipeline: Pipeline, mesh: ParallelMesh, options: PipelineOpti
     pipeline.use(settings)
 
 
-def _settings(options: PipelineOptions, ranks: int) -> Settings:
+def _settings(options: PipelineOptions, mesh: ParallelMesh) -> Settings:
+    ranks, on_cpu = mesh.size("pp"), mesh.device.type == "cpu"
     placement = options.made(ranks, 1).placement
+
+    def posted(schedule: Schedule) -> Schedule:
+        return receive_ahead(schedule) if on_cpu else schedule
+
     return Settings(
         microbatches=options.microbatches or 4 * ranks,
-        schedule=lambda m: options.made(ranks, m),
-        evaluation=lambda m: forward_only(placement, m),
+        schedule=lambda m: posted(options.made(ranks, m)),
+        evaluation=lambda m: posted(forward_only(placement, m)),
         stages=options.stages,
     )
 

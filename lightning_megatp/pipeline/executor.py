@@ -172,7 +172,7 @@ class Executor:
     keeps it until its backward).
 
     Communication: one message per relay, microbatch and boundary each way, of 1 / t of it with t tensor ranks; receives
-    are posted where the schedule says, ahead of the computation that needs them.
+    are posted where the schedule says.
     """
 
     transport: Transport

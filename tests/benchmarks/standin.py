@@ -173,23 +173,23 @@ class _Work(dist.Work):
 
 
 class _Stream:
-    """A CUDA stream for communication. What a copy leaves of a collective's time one multiprocessor spins away."""
+    """A CUDA stream for communication.
 
-    def __init__(self, device: torch.device) -> None:
+    Args:
+        move: copies and takes its time, as `tests.benchmarks.moving` has it.
+    """
+
+    def __init__(self, device: torch.device, move: Callable[[Tensor, Tensor, float], None] | None = None) -> None:
+        if move is None:
+            from tests.benchmarks.moving import move
+        self._move = move
         self.stream = torch.cuda.Stream(device)
-        x = torch.empty(1 << 28, dtype=torch.uint8, device=device)
-        y = torch.empty_like(x)
-        cycles = 10_000_000
-        self._cycles_per_second = cycles / self._measured(lambda: _spin(cycles))
-        self._copied_per_second = x.nbytes / self._measured(lambda: y.copy_(x))
 
     def run(self, result: Tensor, value: Tensor, seconds: float, log: Callable[..., None]) -> dist.Work:
-        copying = 0.0 if result is value else result.nbytes / self._copied_per_second
         self.stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.stream), torch.no_grad():
+        with torch.cuda.stream(self.stream):
             start = self._event()
-            result.copy_(value)
-            _spin(int((seconds - copying) * self._cycles_per_second))
+            self._move(value, result, seconds)
             end = self._event()
         log(seconds, start, end)
         return _Work(lambda: torch.cuda.current_stream().wait_event(end), (result, value))
@@ -207,24 +207,6 @@ class _Stream:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
-
-    def _measured(self, work: Callable[[], object], times: int = 5) -> float:
-        """Seconds of the fastest of several runs."""
-        found = []
-        with torch.cuda.stream(self.stream):
-            for _ in range(times):
-                start = self._event()
-                work()
-                end = self._event()
-                end.synchronize()
-                found.append(self.between(start, end))
-        return min(found)
-
-
-def _spin(cycles: int) -> None:
-    """Keep one thread of one multiprocessor busy; torch's own tests of streams do it so (no public name, 2.11-2.13)."""
-    if cycles > 0:
-        torch.cuda._sleep(cycles)
 
 
 class _Thread:

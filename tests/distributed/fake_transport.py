@@ -116,16 +116,26 @@ class FakeTransport:
 
     fabric: Fabric
     rank: int
+    posts: list[Post] = field(default_factory=list)
 
     @property
     def device(self) -> torch.device:
         return torch.device("cpu")
 
     def send(self, x: Tensor, to: int, direction: str) -> Post:
-        return self.fabric.post(Post(self.fabric, x, self.rank, to, is_send=True), direction)
+        return self._post(Post(self.fabric, x, self.rank, to, is_send=True), direction)
 
     def receive(self, x: Tensor, source: int, direction: str) -> Post:
-        return self.fabric.post(Post(self.fabric, x, source, self.rank, is_send=False), direction)
+        return self._post(Post(self.fabric, x, source, self.rank, is_send=False), direction)
+
+    def wait_for_all(self) -> None:
+        """For everything posted."""
+        for post in self.posts:
+            post.wait()
+
+    def _post(self, post: Post, direction: str) -> Post:
+        self.posts.append(post)
+        return self.fabric.post(post, direction)
 
 
 def run_threads(ranks: int, fn: Callable[[int], Any]) -> list[Any]:

@@ -9,7 +9,7 @@ import io
 import json
 import re
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +24,7 @@ from lightning_megatp.pipeline.build import PipelineOptions, stage_table
 from lightning_megatp.pipeline.executor import Direction, Executor, connect, lane, lanes
 from lightning_megatp.pipeline.schedules.check import Times, simulate
 from lightning_megatp.pipeline.schedules.generators import NAMES, make_schedule
+from lightning_megatp.pipeline.schedules.messages import receive_ahead
 from lightning_megatp.pipeline.schedules.schedule import Action, Kind, Schedule
 from lightning_megatp.pipeline.slicing.plan import Key, Relay
 from lightning_megatp.tensor.context import TensorContext
@@ -61,9 +62,8 @@ class Pipelined:
 
     @property
     def ir(self) -> Schedule:
-        return PipelineOptions(schedule=self.schedule, virtual_stages=self.virtual_stages).made(
-            self.pp, self.microbatches
-        )
+        options = PipelineOptions(schedule=self.schedule, virtual_stages=self.virtual_stages)
+        return receive_ahead(options.made(self.pp, self.microbatches))
 
 
 def train(case: Pipelined, callbacks: tuple[Callback, ...] = (), **options: Any) -> Run:
@@ -347,10 +347,16 @@ def test_a_wrong_message_is_seen() -> None:
 
 
 class Chain:
-    """One rank's stages of a chain of linears, y = A x + b on each stage; the loss is the sum over microbatches."""
+    """One rank's stages of a chain of linears, y = A x + b on each stage; the loss is the sum over microbatches.
 
-    def __init__(self, schedule: Schedule, rank: int, deferred: DeferredWeights) -> None:
-        self.schedule = schedule
+    Args:
+        first: called before each forward, backward and reduction.
+    """
+
+    def __init__(
+        self, schedule: Schedule, rank: int, deferred: DeferredWeights, first: Callable[[], None] = lambda: None
+    ) -> None:
+        self.schedule, self.first = schedule, first
         self.layers = {stage: chain_layer(stage) for stage in schedule.stages_of(rank)}
         self.completed: list[int] = []
         for layer in self.layers.values():
@@ -362,14 +368,17 @@ class Chain:
         return [Relay(Key(boundary, 0), (2, 3), (3, 1), torch.float64, torch.device("cpu"), requires_grad=True)]
 
     def forward(self, stage: int, microbatch: int, received: list[Tensor]) -> list[Tensor]:
+        self.first()
         x = received[0] if received else chain_input(microbatch)
         y = self.layers[stage](x)
         return [y.square().sum() if stage == self.schedule.stages - 1 else y]
 
     def around_backward(self, stage: int, microbatch: int) -> contextlib.AbstractContextManager[None]:
+        self.first()
         return contextlib.nullcontext()
 
     def complete(self, stage: int) -> None:
+        self.first()
         self.completed.append(stage)
 
 
@@ -386,12 +395,17 @@ def chain_input(microbatch: int) -> Tensor:
     return torch.randn(2, 3, generator=torch.Generator().manual_seed(1000 + microbatch), dtype=torch.float64)
 
 
-def run_chain(schedule: Schedule, fabric: Fabric) -> dict[int, nn.Module]:
-    """Stage -> its layer, with gradients, after one batch through the real executor on a thread per rank."""
+def run_chain(schedule: Schedule, fabric: Fabric, strict: bool = False) -> dict[int, nn.Module]:
+    """Stage -> its layer, with gradients, after one batch through the real executor on a thread per rank.
+
+    Args:
+        strict: before a computation, a rank waits for all its messages under way.
+    """
 
     def run(rank: int) -> Chain:
-        deferred = DeferredWeights()
-        stages, executor = Chain(schedule, rank, deferred), Executor(fabric.transport(rank), deferred)
+        deferred, transport = DeferredWeights(), fabric.transport(rank)
+        stages = Chain(schedule, rank, deferred, *([transport.wait_for_all] if strict else []))
+        executor = Executor(transport, deferred)
         executor.run(schedule, stages)
         assert tuple(executor.executed) == schedule.actions[rank]
         assert sorted(stages.completed) == schedule.stages_of(rank)
@@ -440,21 +454,31 @@ def test_fewer_groups_would_deadlock() -> None:
     both_directions = Fabric(lambda rank, peer, direction: (rank, peer), patience_s=2.0)
     both_neighbours = Fabric(lambda rank, peer, direction: (rank, direction), patience_s=2.0)
     with one_thread_each(), pytest.raises(DeadlockError, match="never ends"):
-        run_chain(make_schedule("1f1b", 4, 8), both_directions)
+        run_chain(receive_ahead(make_schedule("1f1b", 4, 8)), both_directions)
     with one_thread_each(), pytest.raises(DeadlockError, match="never ends"):
-        run_chain(make_schedule("interleaved", 3, 1), both_neighbours)
+        run_chain(receive_ahead(make_schedule("interleaved", 3, 1)), both_neighbours)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_ranks_are_connected_before_the_first_batch(name: str) -> None:
-    """Where they first meet in a batch of one microbatch, posted receives hold up what the peers wait for."""
-    schedule = make_schedule(name, 4, 1)
+    """Where they first meet in a batch of one microbatch, receives posted ahead hold up what the peers wait for."""
+    schedule = receive_ahead(make_schedule(name, 4, 1))
     with one_thread_each():
         with pytest.raises(DeadlockError, match="never"):
             run_chain(schedule, Fabric(order_of_a_lane, patience_s=2.0, connects=True))
         fabric = Fabric(order_of_a_lane, connects=True)
         run_threads(schedule.ranks, lambda rank: connect(fabric.transport(rank), schedule))
         run_chain(schedule, fabric)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_computations_may_wait_for_all_messages_under_way(name: str) -> None:
+    """As on a GPU, where a kernel is loaded or memory allocated; with receives posted ahead ranks then wait forever."""
+    schedule = make_schedule(name, 3, 2)
+    with one_thread_each():
+        run_chain(schedule, Fabric(order_of_a_lane), strict=True)
+        with pytest.raises(DeadlockError, match="never"):
+            run_chain(receive_ahead(schedule), Fabric(order_of_a_lane, patience_s=2.0), strict=True)
 
 
 def test_lanes() -> None:

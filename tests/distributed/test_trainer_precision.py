@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.plugins import MixedPrecision
 
+from tests import devices
 from tests.distributed.training import DP2, TP2, TP2_DP2, Layout, make_trainer, run_program, train_loader
 from tests.parity.variants import variant
 
@@ -40,8 +41,9 @@ def _fit(
     """Scales and whether the parameters moved, per batch; and what is not finite at the end. Of a fused optimizer in
     the Trainer's second fit, which finds the scaler of the first."""
     callback = Poison(*poison)
-    scaler = torch.amp.GradScaler("cpu", init_scale=SCALE, growth_interval=1000)
-    plugins = [MixedPrecision("16-mixed", "cpu", scaler)]
+    kind = "cpu" if devices.chosen() == "cpu" else "cuda"
+    scaler = torch.amp.GradScaler(kind, init_scale=SCALE, growth_interval=1000)
+    plugins = [MixedPrecision("16-mixed", kind, scaler)]
     trainer = make_trainer(layout, callbacks=[callback], precision=None, plugins=plugins, **options)
     module = variant("untied").build()
     if fused:

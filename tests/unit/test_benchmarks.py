@@ -212,15 +212,20 @@ class _Cuda:
         return 350
 
 
-def test_on_a_stream_a_collective_copies_and_spins_between_two_events(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_stream_a_collective_takes_its_time_between_two_events(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the order of calls: what they do needs a GPU."""
     cuda = _Cuda()
     monkeypatch.setattr(torch, "cuda", cuda)
-    stream, logged = _Stream(CPU), list[float]()
+
+    def move(source: torch.Tensor, target: torch.Tensor, seconds: float) -> None:
+        cuda.calls.append(f"move for {seconds} s")
+        target.copy_(source)
+
+    stream, logged = _Stream(CPU, move), list[float]()
     x = torch.empty(4)
     cuda.calls.clear()
     work = stream.run(x, torch.arange(4.0), 2.0, lambda seconds, start, end: logged.append(seconds))
-    assert cuda.calls == ["wait_stream", "record", "_sleep", "record"] and torch.equal(x, torch.arange(4.0))
+    assert cuda.calls == ["wait_stream", "record", "move for 2.0 s", "record"] and torch.equal(x, torch.arange(4.0))
     assert work.wait() and cuda.calls[4:] == ["wait_event"] and logged == [2.0]
     assert stream.between(cuda, cuda) == 1.0
     stream.finish()

@@ -111,7 +111,7 @@ def check(schedule: Schedule) -> None:
             )
 
 
-def simulate(schedule: Schedule, times: Times | None = None) -> Timeline:
+def simulate(schedule: Schedule, times: Times | None = None, strict: bool = False) -> Timeline:
     """Run every rank's list strictly in its order, and take the time.
 
     A send or receive is posted as soon as its turn comes, and holds nobody up. It ends, together with its other half,
@@ -121,11 +121,14 @@ def simulate(schedule: Schedule, times: Times | None = None) -> Timeline:
     Args:
         schedule: any, right or wrong.
         times: of the actions; by default 1 for each computation (2 for a whole backward) and 0 for a message.
+        strict: computations wait for all messages that their rank has posted before. So they may on a GPU, where a
+            kernel that is loaded for the first time, or memory that is allocated, can wait for every kernel under way,
+            NCCL's too.
 
     Raises:
         ScheduleError: a deadlock. The message says what each rank that is stuck waits for.
     """
-    return _Simulation(schedule, times or Times()).run()
+    return _Simulation(schedule, times or Times(), strict).run()
 
 
 class _Post(NamedTuple):
@@ -153,8 +156,8 @@ class _Stream:
 
 
 class _Simulation:
-    def __init__(self, schedule: Schedule, times: Times) -> None:
-        self._schedule = schedule
+    def __init__(self, schedule: Schedule, times: Times, strict: bool) -> None:
+        self._schedule, self._strict = schedule, strict
         self._message = times.message
         self._durations = {
             Kind.FORWARD: times.forward,
@@ -191,7 +194,11 @@ class _Simulation:
                 end.append(math.inf)
                 yield from self._post(_Post(action, rank, len(start) - 1, start[-1]))
                 continue
-            start.append(max([self._clock[rank], *(self._done[need] for need in needs)]))
+            if self._strict and math.inf in end:
+                return
+            start.append(
+                max([self._clock[rank], *(self._done[need] for need in needs), *(end if self._strict else ())])
+            )
             end.append(start[-1] + self._durations[action.kind])
             self._clock[rank] = end[-1]
             self._done.update(dict.fromkeys(_parts(action), end[-1]))
@@ -205,6 +212,8 @@ class _Simulation:
             self._end[send.rank][send.place] = self._end[receive.rank][receive.place] = stream.free_at
             self._done[receive.action] = stream.free_at
             yield receive.rank
+            if self._strict:
+                yield send.rank
 
     def _stuck(self) -> Iterator[str]:
         """A sentence for each rank that doesn't get on, or for each message without its other half if all did."""
@@ -213,7 +222,9 @@ class _Simulation:
             if len(self._start[rank]) < len(actions):
                 waiting = True
                 action = actions[len(self._start[rank])]
-                need = next(need for need in _needs(self._schedule, action) if need not in self._done)
+                need = next((need for need in _needs(self._schedule, action) if need not in self._done), None)
+                if need is None:
+                    need = actions[self._end[rank].index(math.inf)]
                 yield f"Rank {rank} waits at {action} for {need}{self._reason(need)}."
         if not waiting:
             for stream in self._streams.values():
@@ -221,6 +232,8 @@ class _Simulation:
                     yield f"Rank {post.rank}'s {post.action} never meets its {post.action.partner}."
 
     def _reason(self, need: Action) -> str:
+        if need.is_message and not need.is_receive:
+            return f", and rank {self._schedule.stream(need)[1]} hasn't come to {need.partner}"
         if not need.is_receive:
             return ", which it hasn't done"
         source, destination = self._schedule.stream(need)
