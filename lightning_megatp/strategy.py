@@ -46,6 +46,7 @@ from lightning_megatp.hooks.around import (
     with_whole_groups,
     with_whole_values,
 )
+from lightning_megatp.hooks.meeting import Meetings
 from lightning_megatp.hooks.norms import watch_hooks
 from lightning_megatp.hooks.stops import stopping_together
 from lightning_megatp.mesh import AXES, MeshShape, ParallelMesh
@@ -65,7 +66,7 @@ from lightning_megatp.recompute.blocks import recompute_blocks
 from lightning_megatp.recompute.options import RecomputeOptions
 from lightning_megatp.report import print_layout
 from lightning_megatp.shadows.methods import ShadowMethods
-from lightning_megatp.shim.lightning import Namespace, without_sync_advice
+from lightning_megatp.shim.lightning import Namespace, default_store, without_sync_advice
 from lightning_megatp.shim.sigterm import stop_together
 from lightning_megatp.stepping import StepMethods
 from lightning_megatp.stopping import Stopping
@@ -315,6 +316,7 @@ class MegaTPStrategyBase(StepMethods, GradientMethods, BuildingMethods, WorldMet
             self._detours += among_copies(trainer, self.among_copies)
         if mesh.size("tp") > 1:
             self._detours += with_whole_functions(trainer, parallel)
+            self._detours += Meetings(parallel.context, mesh, default_store()).around_hooks(trainer)
         if self.pipeline is not None:
             self._detours += explaining_stages(trainer)
         if self.pipeline is not None and not self.pipeline.is_last:

@@ -65,6 +65,23 @@ def codes_of(owner: Any, hook: str | None = None) -> Iterator[CodeType]:
         owner: a module or callback.
         hook: only this method, with what it calls; None for all.
     """
+    return (function.__code__ for _, function in _functions_of(owner, hook))
+
+
+def is_for_rank_zero(owner: Any, hook: str) -> bool:
+    """Whether a hook, or what it calls, does something on rank 0 only: asks `is_global_zero`, or is decorated by
+    Lightning's `rank_zero_only`."""
+    for stands_in, function in _functions_of(owner, hook):
+        decorator = getattr(stands_in, "__code__", None) if stands_in is not function else None
+        if "is_global_zero" in words_of(function.__code__):
+            return True
+        if decorator is not None and "rank_zero_only" in decorator.co_names:
+            return True
+    return False
+
+
+def _functions_of(owner: Any, hook: str | None) -> Iterator[tuple[Any, FunctionType]]:
+    """What stands for a function, and the function."""
     held: dict[str, Any] = {}
     for x in (*reversed(type(owner).__mro__), owner):
         held.update(vars(x))
@@ -72,13 +89,14 @@ def codes_of(owner: Any, hook: str | None = None) -> Iterator[CodeType]:
     own = {_package(kind) for kind in type(owner).__mro__}
     waiting = list(held.values()) if hook is None else [held.get(x) for x in (hook, *_BEHIND.get(hook, ()))]
     while waiting:
-        function = function_of(waiting.pop())
+        stands_in = waiting.pop()
+        function = function_of(stands_in)
         if function is None or function.__code__ in seen:
             continue
         if "site-packages" in function.__code__.co_filename and _package(function) not in own:
             continue  # a library, which does what it does for other reasons
         seen.add(function.__code__)
-        yield function.__code__
+        yield stands_in, function
         for word in words_of(function.__code__):
             waiting += [places.get(word) for places in (function.__globals__, held)]
 

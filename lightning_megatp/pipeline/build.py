@@ -22,6 +22,7 @@ from lightning_megatp.pipeline.executor import Executor, Links, connect, lanes
 from lightning_megatp.pipeline.loans import Loans
 from lightning_megatp.pipeline.logs import Logs
 from lightning_megatp.pipeline.pipeline import Pipeline, Settings
+from lightning_megatp.pipeline.schedules.check import ScheduleError, simulate
 from lightning_megatp.pipeline.schedules.generators import forward_only, make_schedule, split_end
 from lightning_megatp.pipeline.schedules.messages import receive_ahead
 from lightning_megatp.pipeline.schedules.schedule import Schedule
@@ -44,6 +45,7 @@ from lightning_megatp.shim.compiler import is_compiled
 from lightning_megatp.shim.lightning import default_store
 from lightning_megatp.tensor.deferred import defer_linears
 
+ONE_QUEUE = "CUDA_DEVICE_MAX_CONNECTIONS"
 _KINDS = ("training", "validation", "test", "predict")
 
 
@@ -331,18 +333,34 @@ def reuse_pipeline(pipeline: Pipeline, mesh: ParallelMesh, options: PipelineOpti
 
 
 def _settings(options: PipelineOptions, mesh: ParallelMesh) -> Settings:
-    ranks, on_cpu = mesh.size("pp"), mesh.device.type == "cpu"
+    ranks = mesh.size("pp")
     placement = options.made(ranks, 1).placement
-
-    def posted(schedule: Schedule) -> Schedule:
-        return receive_ahead(schedule) if on_cpu else schedule
-
     return Settings(
         microbatches=options.microbatches or 4 * ranks,
-        schedule=lambda m: posted(options.made(ranks, m)),
-        evaluation=lambda m: posted(forward_only(placement, m)),
+        schedule=lambda m: _on_device(options.made(ranks, m), mesh.device),
+        evaluation=lambda m: _on_device(forward_only(placement, m), mesh.device),
         stages=options.stages,
     )
+
+
+def _on_device(schedule: Schedule, device: torch.device) -> Schedule:
+    """A schedule, as messages between such devices allow it.
+
+    Raises:
+        ValueError: all messages of a GPU are in one queue, and ranks would wait for each other forever.
+    """
+    if device.type == "cpu":
+        return receive_ahead(schedule)
+    if os.environ.get(ONE_QUEUE) == "1":
+        try:
+            simulate(schedule, strict=True, one_queue=True)
+        except ScheduleError as error:
+            raise ValueError(
+                f"MegaTPStrategy: with {ONE_QUEUE}=1 a GPU takes up messages one after another, and with"
+                f" schedule={schedule.name!r} and {schedule.microbatches} microbatches ranks would wait for each other"
+                f" forever. Unset {ONE_QUEUE} (nothing here needs it), or use schedule='1f1b'. ({error})"
+            ) from error
+    return schedule
 
 
 def check_pipelined(parallel: ParallelModule) -> None:

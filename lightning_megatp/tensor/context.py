@@ -69,6 +69,8 @@ class TensorContext:
         """id(parameter) -> its shards."""
         self.pipelined = False
         """Whether the model is cut into pipeline stages, between which a split parameter can't be gathered."""
+        self.meet: Callable[[str], None] | None = None
+        """What the first call of a split layer, of that name, waits for: see `hooks.meeting`."""
         self.user_code = False
         """Whether the code of a user's step runs, and not that of a layer, an optimizer or the strategy."""
         self.outside: dict[int, tuple[Tensor, str]] = {}

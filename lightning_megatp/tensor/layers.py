@@ -95,6 +95,7 @@ class ParallelLayer(nn.Module):
         if torch.compiler.is_compiling():
             return self._outside_of_compiled_code(input)
         context = self.context
+        self._meet()
         before, context.user_code = context.user_code, False
         try:
             return self._compute(input)
@@ -108,6 +109,11 @@ class ParallelLayer(nn.Module):
     @torch.compiler.disable(reason="MegaTPStrategy: split layers run outside of compiled code")
     def _outside_of_compiled_code(self, x: Tensor) -> Tensor:
         return self.forward(x)
+
+    def _meet(self) -> None:
+        """Before the first collective of a hook that may have none on other ranks."""
+        if self.context.meet is not None:
+            self.context.meet(self.label)
 
     def _compute(self, x: Tensor) -> Tensor:
         raise NotImplementedError

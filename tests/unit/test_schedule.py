@@ -10,8 +10,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from torch.distributed.pipelining import schedules as theirs
 
+from lightning_megatp.pipeline import build
 from lightning_megatp.pipeline.schedules.check import ScheduleError, Timeline, Times, check, peaks, simulate
 from lightning_megatp.pipeline.schedules.generators import (
     NAMES,
@@ -91,6 +93,22 @@ def test_no_deadlock_where_computations_wait_for_all_messages_under_way() -> Non
     assert str(ahead.actions[0][0]) == "RB0.0" and simulate(ahead).makespan > 0
     with pytest.raises(ScheduleError, match=r"Rank 0 waits at F0.0 for RB0.0, and rank 1 hasn't come to SB1.0"):
         simulate(ahead, strict=True)
+
+
+def test_one_queue_of_a_gpu_is_enough_for_most_schedules() -> None:
+    for p, m in itertools.product(range(1, 6), range(1, 9)):
+        for schedule in (gpipe(p, m), one_f_one_b(p, m), split_end(one_f_one_b(p, m)), zb_h1(p, m)):
+            assert simulate(schedule, strict=True, one_queue=True).makespan > 0
+
+
+def test_one_queue_is_refused_where_ranks_would_wait_forever(monkeypatch: pytest.MonkeyPatch) -> None:
+    schedule = zb_v(2, 3)
+    assert build._on_device(schedule, torch.device("cuda")) is schedule
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    assert build._on_device(schedule, torch.device("cpu")) == receive_ahead(schedule)
+    assert build._on_device(one_f_one_b(2, 3), torch.device("cuda")) == one_f_one_b(2, 3)
+    with pytest.raises(ValueError, match=r"CUDA_DEVICE_MAX_CONNECTIONS=1 .*schedule='zb_v' and 3 microbatches"):
+        build._on_device(schedule, torch.device("cuda"))
 
 
 def test_receives_are_few() -> None:

@@ -111,7 +111,7 @@ def check(schedule: Schedule) -> None:
             )
 
 
-def simulate(schedule: Schedule, times: Times | None = None, strict: bool = False) -> Timeline:
+def simulate(schedule: Schedule, times: Times | None = None, strict: bool = False, one_queue: bool = False) -> Timeline:
     """Run every rank's list strictly in its order, and take the time.
 
     A send or receive is posted as soon as its turn comes, and holds nobody up. It ends, together with its other half,
@@ -124,11 +124,12 @@ def simulate(schedule: Schedule, times: Times | None = None, strict: bool = Fals
         strict: computations wait for all messages that their rank has posted before. So they may on a GPU, where a
             kernel that is loaded for the first time, or memory that is allocated, can wait for every kernel under way,
             NCCL's too.
+        one_queue: with `strict`, messages wait for them, too: a GPU's with CUDA_DEVICE_MAX_CONNECTIONS=1.
 
     Raises:
         ScheduleError: a deadlock. The message says what each rank that is stuck waits for.
     """
-    return _Simulation(schedule, times or Times(), strict).run()
+    return _Simulation(schedule, times or Times(), strict, one_queue).run()
 
 
 class _Post(NamedTuple):
@@ -156,8 +157,8 @@ class _Stream:
 
 
 class _Simulation:
-    def __init__(self, schedule: Schedule, times: Times, strict: bool) -> None:
-        self._schedule, self._strict = schedule, strict
+    def __init__(self, schedule: Schedule, times: Times, strict: bool, one_queue: bool) -> None:
+        self._schedule, self._strict, self._one_queue = schedule, strict, one_queue
         self._message = times.message
         self._durations = {
             Kind.FORWARD: times.forward,
@@ -187,15 +188,14 @@ class _Simulation:
         while len(start) < len(actions):
             action = actions[len(start)]
             needs = _needs(self._schedule, action)
-            if any(need not in self._done for need in needs):
+            held_up = self._strict and (self._one_queue or not action.is_message) and math.inf in end
+            if held_up or any(need not in self._done for need in needs):
                 return
             if action.is_message:
                 start.append(self._clock[rank])
                 end.append(math.inf)
                 yield from self._post(_Post(action, rank, len(start) - 1, start[-1]))
                 continue
-            if self._strict and math.inf in end:
-                return
             start.append(
                 max([self._clock[rank], *(self._done[need] for need in needs), *(end if self._strict else ())])
             )

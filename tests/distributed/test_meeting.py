@@ -1,0 +1,106 @@
+"""Forwards in hooks that ask for rank 0: all tensor ranks have to call them."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.utilities import rank_zero_only
+
+from tests.distributed.training import (
+    PLAIN,
+    TP2,
+    TP2_DP2,
+    Layout,
+    eval_loader,
+    make_trainer,
+    run_program,
+    train_loader,
+)
+from tests.parity.models import GPT
+from tests.ranks import RankError
+
+IDS = torch.arange(4).unsqueeze(0)
+
+
+class Sampling(GPT):
+    """Looks at samples after some hooks.
+
+    Args:
+        kind: how.
+    """
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.samples = kind, list[float]()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val", super().training_step(batch, batch_idx))
+
+    def on_validation_end(self) -> None:
+        if self.kind == "alone" and self.trainer.is_global_zero:
+            self.sample()
+        if self.kind == "all":
+            self.sample()
+            if self.trainer.is_global_zero:
+                print(self.samples)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        if self.kind == "decorated":
+            self.decorated()
+
+    @rank_zero_only
+    def decorated(self) -> None:
+        self.sample()
+
+    def sample(self) -> None:
+        with torch.no_grad():
+            self.samples.append(self(IDS.to(self.device)).sum().item())
+
+
+class Samples(Callback):
+    def on_train_epoch_end(self, trainer: Any, module: Sampling) -> None:
+        if trainer.is_global_zero:
+            module.sample()
+
+
+def _fit(layout: Layout, kind: str) -> tuple[list[float], float]:
+    torch.manual_seed(0)
+    module, start = Sampling(kind), time.monotonic()
+    callbacks = [Samples()] if kind == "callback" else []
+    for _ in range(2):  # the second run meets anew
+        trainer = make_trainer(layout, max_epochs=2, limit_train_batches=2, callbacks=callbacks)
+        trainer.fit(module, train_loader(layout, 2), eval_loader(layout, 1))
+    return module.samples, time.monotonic() - start
+
+
+@pytest.mark.parametrize("layout", [TP2, TP2_DP2], ids=str)
+def test_a_forward_on_all_ranks_is_that_of_one_device(layout: Layout) -> None:
+    [(expected, _)] = run_program(PLAIN, _fit, "all")
+    assert len(expected) == 6
+    for samples, _ in run_program(layout, _fit, "all"):
+        assert samples[0] == pytest.approx(expected[0], rel=1e-9)
+        assert len(samples) == 6
+        if layout.dp == 1:
+            assert samples == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("kind", "hook"),
+    [("alone", "on_validation_end"), ("decorated", "on_train_batch_end"), ("callback", "on_train_epoch_end")],
+)
+@pytest.mark.parametrize("layout", [TP2, pytest.param(TP2_DP2, marks=pytest.mark.extended)], ids=str)
+def test_a_forward_on_rank_zero_alone_is_an_error(kind: str, hook: str, layout: Layout) -> None:
+    """One device runs it; ranks that wait for each other's collectives would do so until these time out."""
+    assert run_program(PLAIN, _fit, kind)
+    start = time.monotonic()
+    with pytest.raises(
+        RankError,
+        match=rf"`{hook}` calls the split layer `.*` on rank 0 .* left that hook without a call .*on all ranks",
+    ) as error:
+        run_program(layout, _fit, kind)
+    assert error.value.failures[0].rank == 0
+    assert time.monotonic() - start < 45
