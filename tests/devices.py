@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import warnings
 from collections.abc import Callable
@@ -74,17 +75,19 @@ def listen(heard: Callable[[str], None] | None) -> None:
         return cuda.listen(heard)
     import torch
 
-    def hear(message: Warning | str, *args: Any, **kwargs: Any) -> None:
-        if heard is not None and "synchronizing CUDA operation" in str(message):
-            heard(str(message))
-
+    _listening.close()
     torch.cuda.set_sync_debug_mode("default" if heard is None else "warn")
     if heard is None:
-        warnings.resetwarnings()
-        warnings.showwarning = _showwarning
-    else:
-        warnings.simplefilter("always")
-        warnings.showwarning = hear
+        return
+
+    def hear(message: Warning | str, *args: Any, **kwargs: Any) -> None:
+        if "synchronizing CUDA operation" in str(message):
+            heard(str(message))
+
+    _listening.enter_context(warnings.catch_warnings())
+    warnings.simplefilter("always")
+    warnings.showwarning = hear
 
 
-_showwarning = warnings.showwarning
+_listening = contextlib.ExitStack()
+"""Ends with what warnings were before."""

@@ -45,7 +45,7 @@ from lightning_megatp.shim.compiler import is_compiled
 from lightning_megatp.shim.lightning import default_store
 from lightning_megatp.tensor.deferred import defer_linears
 
-ONE_QUEUE = "CUDA_DEVICE_MAX_CONNECTIONS"
+_ONE_QUEUE = "CUDA_DEVICE_MAX_CONNECTIONS"
 _KINDS = ("training", "validation", "test", "predict")
 
 
@@ -351,14 +351,14 @@ def _on_device(schedule: Schedule, device: torch.device) -> Schedule:
     """
     if device.type == "cpu":
         return receive_ahead(schedule)
-    if os.environ.get(ONE_QUEUE) == "1":
+    if os.environ.get(_ONE_QUEUE) == "1":
         try:
             simulate(schedule, strict=True, one_queue=True)
         except ScheduleError as error:
             raise ValueError(
-                f"MegaTPStrategy: with {ONE_QUEUE}=1 a GPU takes up messages one after another, and with"
+                f"MegaTPStrategy: with {_ONE_QUEUE}=1 a GPU takes up messages one after another, and with"
                 f" schedule={schedule.name!r} and {schedule.microbatches} microbatches ranks would wait for each other"
-                f" forever. Unset {ONE_QUEUE} (nothing here needs it), or use schedule='1f1b'. ({error})"
+                f" forever. Unset {_ONE_QUEUE} (nothing here needs it), or use schedule='1f1b'. ({error})"
             ) from error
     return schedule
 

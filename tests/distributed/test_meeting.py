@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
@@ -67,21 +66,21 @@ class Samples(Callback):
             module.sample()
 
 
-def _fit(layout: Layout, kind: str) -> tuple[list[float], float]:
+def _fit(layout: Layout, kind: str) -> list[float]:
     torch.manual_seed(0)
-    module, start = Sampling(kind), time.monotonic()
+    module = Sampling(kind)
     callbacks = [Samples()] if kind == "callback" else []
     for _ in range(2):  # the second run meets anew
         trainer = make_trainer(layout, max_epochs=2, limit_train_batches=2, callbacks=callbacks)
         trainer.fit(module, train_loader(layout, 2), eval_loader(layout, 1))
-    return module.samples, time.monotonic() - start
+    return module.samples
 
 
 @pytest.mark.parametrize("layout", [TP2, TP2_DP2], ids=str)
 def test_a_forward_on_all_ranks_is_that_of_one_device(layout: Layout) -> None:
-    [(expected, _)] = run_program(PLAIN, _fit, "all")
+    [expected] = run_program(PLAIN, _fit, "all")
     assert len(expected) == 6
-    for samples, _ in run_program(layout, _fit, "all"):
+    for samples in run_program(layout, _fit, "all"):
         assert samples[0] == pytest.approx(expected[0], rel=1e-9)
         assert len(samples) == 6
         if layout.dp == 1:
@@ -94,13 +93,12 @@ def test_a_forward_on_all_ranks_is_that_of_one_device(layout: Layout) -> None:
 )
 @pytest.mark.parametrize("layout", [TP2, pytest.param(TP2_DP2, marks=pytest.mark.extended)], ids=str)
 def test_a_forward_on_rank_zero_alone_is_an_error(kind: str, hook: str, layout: Layout) -> None:
-    """One device runs it; ranks that wait for each other's collectives would do so until these time out."""
+    """One device runs it. Ranks that waited for each other's collectives would do so until these time out, and fail in
+    another way."""
     assert run_program(PLAIN, _fit, kind)
-    start = time.monotonic()
     with pytest.raises(
         RankError,
         match=rf"`{hook}` calls the split layer `.*` on rank 0 .* left that hook without a call .*on all ranks",
     ) as error:
         run_program(layout, _fit, kind)
     assert error.value.failures[0].rank == 0
-    assert time.monotonic() - start < 45

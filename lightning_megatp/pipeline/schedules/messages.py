@@ -160,8 +160,7 @@ def receive_ahead(schedule: Schedule) -> Schedule:
 
 def _ahead(schedule: Schedule, actions: Sequence[Action]) -> Iterator[Action]:
     computations: list[Action] = []
-    behind: defaultdict[int, list[Action]] = defaultdict(list)
-    """Index of a computation -> what follows it: sends, reductions."""
+    behind: defaultdict[int, list[Action]] = defaultdict(list)  # index of a computation -> what follows it
     posted, needed = dict[Action, int](), dict[Action, int]()
     for action in actions:
         if action.is_receive:
