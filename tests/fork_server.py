@@ -5,6 +5,9 @@ forks; it runs nothing of a test. A server that imports more can itself be forke
 when it is executed is the server's: Python's hash seed, its addresses, and the variables that glibc reads. A forked
 process has a session, a folder, an output and variables of its own. When the program that started the server is gone,
 however it ended, so are the server and what it forked.
+
+Where a library starts threads as it is imported, which no fork survives, and for processes that will use a real GPU,
+the server executes each process instead, which then imports by itself.
 """
 
 from __future__ import annotations
@@ -50,27 +53,31 @@ class ForkServer:
         imports: the modules it imports.
         simulated: give them a simulated CUDA device.
         base: a server to fork this one from; it has that one's imports too.
+        forks: if not, the server imports nothing, and each process is executed.
     """
 
-    def __init__(self, imports: Sequence[str], simulated: bool = False, base: ForkServer | None = None) -> None:
+    def __init__(
+        self, imports: Sequence[str], simulated: bool = False, base: ForkServer | None = None, forks: bool = True
+    ) -> None:
         ours, theirs = socket.socketpair()
         self._output = tempfile.NamedTemporaryFile()  # noqa: SIM115  # as long as the server
         self.base = base
+        self.imports = (*imports,) if base is None else (*base.imports, *imports)
         self._process: subprocess.Popen[bytes] | Forked
         with theirs:
             if base is None:
-                self._process = _execute(theirs.fileno(), imports, simulated, self._output)
+                self._process = _execute(theirs.fileno(), imports, simulated, forks, self._output)
             else:
-                request = pickle.dumps((_become, (imports,), inherited(), str(REPOSITORY), self._output.name))
-                self._process = Forked(base, base._ask("server", request, theirs.fileno()))
+                request = pickle.dumps((_become, (self.imports,), str(REPOSITORY), self._output.name))
+                self._process = Forked(base, base._ask("server", (inherited(), request), theirs.fileno()))
         self._connection = Connection(ours.detach())
 
     def start(
         self, target: Callable[..., None], *args: Any, connection: int, environment: dict[str, str], cwd: str, log: Path
     ) -> Forked:
         """A new process that runs `target(Connection, *args)`; `connection` is the descriptor of its end of a pair."""
-        request = pickle.dumps((target, args, environment, cwd, str(log)))
-        return Forked(self, self._ask("start", request, descriptor=connection))
+        request = pickle.dumps((target, args, cwd, str(log)))
+        return Forked(self, self._ask("start", (environment, request), descriptor=connection))
 
     def ready(self) -> None:
         """Return when it has imported."""
@@ -123,38 +130,6 @@ class Forked:
         return self.returncode
 
 
-class Executor:
-    """The same for processes that will use a real GPU: each is executed, and imports by itself. CUDA, and libraries
-    that come with it, have threads and state that no fork survives.
-
-    Args:
-        imports: what a process imports before it runs its target.
-    """
-
-    usable = True
-
-    def __init__(self, imports: Sequence[str]) -> None:
-        self._imports = imports
-
-    def start(
-        self, target: Callable[..., None], *args: Any, connection: int, environment: dict[str, str], cwd: str, log: Path
-    ) -> subprocess.Popen[bytes]:
-        """As `ForkServer.start`."""
-        command = [sys.executable, "-m", "tests.fork_server", "--fd", str(connection)]
-        command += ["--run", pickle.dumps((target, args)).hex(), *self._imports]
-        with log.open("wb") as output:
-            return subprocess.Popen(
-                command, env=environment, cwd=cwd, pass_fds=[connection], start_new_session=True,
-                stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
-            )  # fmt: skip
-
-    def ready(self) -> None:
-        """It always is."""
-
-    def close(self) -> None:
-        """There is nothing to end."""
-
-
 def inherited() -> dict[str, str]:
     """The variables of a process that a test starts."""
     environment = {name: value for name, value in os.environ.items() if name != "PL_GLOBAL_SEED"}  # a test's
@@ -165,32 +140,41 @@ def inherited() -> dict[str, str]:
     return environment
 
 
-def _execute(descriptor: int, imports: Sequence[str], simulated: bool, output: Any) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "tests.fork_server", "--fd", str(descriptor), *imports]
-    if simulated:
-        command += ["--simulated", str(library())]
+def _execute(
+    descriptor: int, imports: Sequence[str], simulated: bool, forks: bool, output: Any
+) -> subprocess.Popen[bytes]:
+    options = ["--simulated", str(library())] * simulated + ["--execute"] * (not forks)
     return subprocess.Popen(
-        command, env=inherited(), cwd=REPOSITORY, pass_fds=[descriptor], start_new_session=True,
+        _command(descriptor, *options, *imports), env=inherited(), cwd=REPOSITORY,
+        pass_fds=[descriptor], start_new_session=True,
         stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
     )  # fmt: skip
 
 
 # What follows runs in the server.
 
+Start = Callable[[int, dict[str, str], bytes], int]
+"""Starts a process, given its end of a connection, its variables and what it shall run."""
 
-def _become(connection: Connection, imports: Sequence[str]) -> None:
+
+def _command(descriptor: int, *options: str) -> list[str]:
+    return [sys.executable, "-m", "tests.fork_server", "--fd", str(descriptor), *options]
+
+
+def _become(connection: Connection, imports: Sequence[str], *options: str) -> None:
     for name in imports:
         importlib.import_module(name)
     gc.collect()
     gc.freeze()  # what is imported stays: collecting in a forked process is then cheap, and leaves these pages shared
     threads = len(os.listdir("/proc/self/task")) if Path("/proc/self/task").exists() else 1
-    assert threads == 1, f"{threads} threads: a fork has one of them, and the locks of all"
-    run = _serve(connection)
+    # A fork has one of the threads, and the locks of all.
+    start = _fork if threads == 1 else _executes(imports, *options)
+    run = _serve(connection, start)
     if run is not None:
         run()
 
 
-def _serve(connection: Connection) -> Callable[[], None] | None:
+def _serve(connection: Connection, start: Start) -> Callable[[], None] | None:
     """Answer requests until nobody is left to send one. In a forked process: what it shall run."""
     children: set[int] = set()
     while True:
@@ -200,19 +184,12 @@ def _serve(connection: Connection) -> Callable[[], None] | None:
             return _kill(children)
         if what in ("start", "server"):
             descriptor = reduction.recv_handle(connection)
-            begun, begins = os.pipe()
-            pid = os.fork()
+            pid = start(descriptor, *value)
             if pid == 0:
-                os.setsid()
-                os.close(begins)
-                os.close(begun)
                 connection.close()
-                return functools.partial(_forked, Connection(descriptor), value)
-            os.close(begins)
-            os.read(begun, 1)  # ends when the child has closed its end: from then on its session can be ended
-            os.close(begun)
+                return functools.partial(_run, Connection(descriptor), *value)
             os.close(descriptor)
-            if what == "start":  # a server ends as this one does, when it has ended what it forked
+            if what == "start":  # a server ends as this one does, when it has ended what it started
                 children.add(pid)
             connection.send(pid)
         elif what == "ready":
@@ -225,14 +202,44 @@ def _serve(connection: Connection) -> Callable[[], None] | None:
             return _kill(children)
 
 
+def _fork(descriptor: int, environment: dict[str, str], request: bytes) -> int:
+    """A process that leads a session of its own, and its number; 0 in that process."""
+    begun, begins = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.setsid()
+        os.close(begun)
+        os.close(begins)
+        return 0
+    os.close(begins)
+    os.read(begun, 1)  # ends when the child has closed its end: from then on its session can be ended
+    os.close(begun)
+    return pid
+
+
+def _executes(imports: Sequence[str], *options: str) -> Start:
+    """The same, but the process is executed: it does these imports, and reads from its input what it shall run."""
+
+    def start(descriptor: int, environment: dict[str, str], request: bytes) -> int:
+        with tempfile.TemporaryFile() as given:
+            given.write(request)
+            given.seek(0)
+            os.set_inheritable(descriptor, True)
+            actions = [(os.POSIX_SPAWN_DUP2, given.fileno(), 0)]
+            command = _command(descriptor, "--run", *options, *imports)
+            return os.posix_spawn(sys.executable, command, environment, file_actions=actions, setsid=True)
+
+    return start
+
+
 def _kill(children: set[int]) -> None:
     for pid in children:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGKILL)
 
 
-def _forked(connection: Connection, request: bytes) -> None:
-    target, args, environment, cwd, log = pickle.loads(request)
+def _run(connection: Connection, environment: dict[str, str], request: bytes) -> None:
+    target, args, cwd, log = pickle.loads(request)
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(output, 1)
     os.dup2(output, 2)
@@ -255,18 +262,23 @@ def _main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--fd", type=int, required=True)
     parser.add_argument("--simulated", type=Path)
-    parser.add_argument("--run", help="a pickled target, to run in this process instead of serving")
+    parser.add_argument("--execute", action="store_true", help="import nothing, and execute every process")
+    parser.add_argument("--run", action="store_true", help="run what the input says instead of serving")
     parser.add_argument("imports", nargs="*")
     arguments = parser.parse_args()
-    if arguments.run is not None:
-        _watch_for_death()
-        for name in arguments.imports:
-            importlib.import_module(name)
-        target, args = pickle.loads(bytes.fromhex(arguments.run))
-        return target(Connection(arguments.fd), *args)
-    if arguments.simulated is not None:
+    connection, imports = Connection(arguments.fd), arguments.imports
+    os.set_inheritable(arguments.fd, False)
+    simulated = [] if arguments.simulated is None else ["--simulated", str(arguments.simulated)]
+    if arguments.execute:
+        _serve(connection, _executes(imports, *simulated))
+        return
+    if simulated:
         cuda.start(arguments.simulated)
-    _become(Connection(arguments.fd), arguments.imports)
+    if not arguments.run:
+        return _become(connection, imports, *simulated)
+    for name in imports:
+        importlib.import_module(name)
+    _run(connection, dict(os.environ), sys.stdin.buffer.read())
 
 
 if __name__ == "__main__":

@@ -21,7 +21,6 @@ import pickle
 import random
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -33,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from tests import devices
-from tests.fork_server import LIGHTNING, PACKAGE, Executor, Forked, ForkServer, ServerEnded, inherited
+from tests.fork_server import LIGHTNING, PACKAGE, Forked, ForkServer, ServerEnded, inherited
 
 COLLECTIVE_TIMEOUT_S = 60
 CALL_TIMEOUT_S = 120.0
@@ -79,17 +78,17 @@ class RankPool:
         distributed: bool = True,
         forbidden: str = "",
         device: str = "cpu",
-        servers: Sequence[ForkServer | Executor] = (),
+        servers: Sequence[ForkServer] = (),
     ) -> None:
         self.world_size = world_size
         self.calls = 0
         self.directory = tempfile.TemporaryDirectory(prefix=f"ranks{world_size}_")
         port = free_port()
         count = 0 if servers else servers_for(world_size)
-        self.own_servers = [ForkServer(LIGHTNING, device == "simulated") for _ in range(count)]
+        self.own_servers = [ForkServer(LIGHTNING, device == "simulated", forks=device != "cuda") for _ in range(count)]
         self.servers = servers or self.own_servers
         self.connections: list[Connection] = []
-        self.processes: list[Forked | subprocess.Popen[bytes]] = []
+        self.processes: list[Forked] = []
         for server in self.servers:
             server.ready()  # a rank waits a minute for the others, and imports of a busy machine may take longer
         for rank in range(world_size):
@@ -213,7 +212,7 @@ class RankPools:
         device = "cuda" if devices.chosen() == "cuda" else "cpu"
 
         def make() -> RankPool:
-            servers = [Executor(LIGHTNING)] if device == "cuda" else self._servers("plain", 1)
+            servers = self._servers("plain on cuda" if device == "cuda" else "plain", 1)
             return RankPool(1, distributed=False, forbidden="lightning_megatp", device=device, servers=servers)
 
         return self._usable("reference", make)
@@ -226,9 +225,7 @@ class RankPools:
             server.close()
         self.servers.clear()
 
-    def _servers(self, kind: str, world_size: int) -> Sequence[ForkServer | Executor]:
-        if kind == "cuda":
-            return [Executor((*LIGHTNING, *PACKAGE))] * servers_for(world_size)
+    def _servers(self, kind: str, world_size: int) -> Sequence[ForkServer]:
         if kind == "ranks":
             self._servers("plain", world_size)  # they import side by side
         return [self._server(kind, index) for index in range(servers_for(world_size))]
@@ -237,9 +234,10 @@ class RankPools:
         if (kind, index) in self.servers and not self.servers[kind, index].usable:
             self.servers.pop((kind, index)).close()
         if (kind, index) not in self.servers:
-            imports = {"plain": LIGHTNING, "ranks": PACKAGE, "simulated": (*LIGHTNING, *PACKAGE)}[kind]
+            both = (*LIGHTNING, *PACKAGE)
+            imports = {"plain": LIGHTNING, "plain on cuda": LIGHTNING, "ranks": PACKAGE}.get(kind, both)
             base = self._server("plain", index) if kind == "ranks" else None
-            self.servers[kind, index] = ForkServer(imports, kind == "simulated", base)
+            self.servers[kind, index] = ForkServer(imports, kind == "simulated", base, forks="cuda" not in kind)
         return self.servers[kind, index]
 
     def _usable(self, name: str, make: Callable[[], RankPool]) -> RankPool:

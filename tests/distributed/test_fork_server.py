@@ -77,9 +77,9 @@ def _all_end(*pids: int) -> bool:
     return not any(map(_running, pids))
 
 
-@pytest.fixture
-def server() -> Iterator[ForkServer]:
-    server = ForkServer(imports=())
+@pytest.fixture(params=[True, False], ids=["forks", "executes"])
+def server(request: pytest.FixtureRequest) -> Iterator[ForkServer]:
+    server = ForkServer(imports=(), forks=request.param)
     yield server
     server.close()
 
@@ -191,6 +191,24 @@ def test_nothing_is_left_when_the_program_is_killed() -> None:
     program.kill()
     program.communicate()
     assert _all_end(*pids)
+
+
+def test_a_server_with_threads_executes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lasting = "import threading, time; threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()"
+    (tmp_path / "has_thread.py").write_text(lasting)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    base = ForkServer(("has_thread",))
+    further = ForkServer(("fractions",), base=base)
+    ours, theirs = socket.socketpair()
+    with theirs, Connection(ours.detach()) as connection:
+        process = further.start(
+            _imported, connection=theirs.fileno(), environment=inherited(), cwd="/", log=tmp_path / "log"
+        )
+        names = connection.recv()
+        assert process.wait() == 0
+    assert "has_thread" in names and "fractions" in names
+    for server in (further, base):
+        server.close()
 
 
 def test_a_server_is_ready_when_it_has_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -140,7 +140,7 @@ def test_a_closed_pool_leaves_no_process_and_no_folder() -> None:
 
 
 def test_a_server_that_ended_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranks, "ForkServer", lambda imports, simulated, base: ForkServer((), simulated, base))
+    monkeypatch.setattr(ranks, "ForkServer", lambda imports, *options, **more: ForkServer((), *options, **more))
     monkeypatch.setattr(ranks, "_serve", test_fork_server._wait)  # it imports nothing either
     own = RankPools()
     try:
