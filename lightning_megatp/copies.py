@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_megatp.default_group import DefaultGroup
+from lightning_megatp.hooks.around import set_up_among_copies
 from lightning_megatp.iteration import iterate_freely, iterate_in
 from lightning_megatp.parts import Parts
 from lightning_megatp.shim.lightning import around_loader_hooks, around_training_step
@@ -36,6 +37,8 @@ class CopyMethods(Parts):
         around_loader_hooks(self.lightning_module.trainer, self.among_copies)
         counting = None if self._default_group is None else self.counting_copies
         around_training_step(self.lightning_module.trainer, counting)
+        if self._default_group is not None:
+            set_up_among_copies(self.lightning_module.trainer, self.among_copies)
 
     def process_dataloader(self, dataloader: Any) -> Any:
         """The user's loader. Data sets and samplers that ask for a rank when they are read are told the copy's."""

@@ -145,6 +145,27 @@ def among_copies(trainer: Any, counted: Callable[[], contextlib.AbstractContextM
     yield from _around_hooks(trainer, run, lambda owner, hook: mentions(owner, _AMONG_RANKS, hook))
 
 
+def set_up_among_copies(trainer: Any, counted: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
+    """The same for the next call of `setup` and `configure_model`, which also share out a batch size among devices, or
+    scale a rate by their number. Each is the user's own method again once it is called: datamodules are pickled.
+
+    Args:
+        trainer: about to set up.
+        counted: a context in which copies are counted, and talk.
+    """
+
+    def run(detours: list[Detour], call: Callable[[], Any]) -> Any:
+        detours.pop().end()
+        with counted():
+            return call()
+
+    for owner in (trainer.lightning_module, trainer.datamodule, *trainer.callbacks):
+        for hook in ("setup", "configure_model"):
+            if owner is not None and is_users(owner, hook) and mentions(owner, _AMONG_RANKS, hook):
+                detours: list[Detour] = []
+                detours.append(Detour(owner, hook, functools.partial(run, detours)))
+
+
 def with_whole_values(trainer: Any, parallel: ParallelModule) -> Iterator[Detour]:
     """Let what hooks put into weights and gradients, random numbers and whole tensors, be this rank's part of it.
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -126,3 +126,77 @@ def test_as_on_copies_of_the_model(habit: str, layout: Layout) -> None:
     expected = run_program(DP2 if layout.dp > 1 else PLAIN, _results, habit)[0]
     for found in run_program(layout, _results, habit):
         assert found == pytest.approx(expected, rel=1e-9)
+
+
+class Data(LightningDataModule):
+    """A batch size for all devices, as in the Hydra template; the part of the samples that belongs to a device."""
+
+    def setup(self, stage: str) -> None:
+        assert self.trainer is not None
+        rows = torch.randn(16, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+        self.batch_size_per_device = 4 // self.trainer.world_size
+        self.rows = rows[self.trainer.global_rank :: dist.get_world_size() if dist.is_initialized() else 1]
+
+    def train_dataloader(self) -> DataLoader[Tensor]:
+        return DataLoader(self.rows, batch_size=self.batch_size_per_device)  # type: ignore[arg-type]
+
+
+class Scales(Callback):
+    def setup(self, trainer: Trainer, module: LightningModule, stage: str) -> None:
+        module.rate = 0.05 * trainer.num_devices
+
+
+class SetUp(Model):
+    written = -1
+
+    def __init__(self) -> None:
+        super().__init__("")
+        del self.blocks
+
+    def setup(self, stage: str) -> None:
+        self.scale = 1 / self.trainer.world_size
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "blocks"):
+            self.blocks = nn.ModuleList(Block() for _ in range(2 * self.trainer.world_size))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx) * self.scale
+        self.log("seen", loss, sync_dist=True)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=self.rate)
+
+
+class OneFileEach(Callback):
+    """Asks for no number of ranks: its rank is the process's."""
+
+    def setup(self, trainer: Trainer, module: LightningModule, stage: str) -> None:
+        module.written = trainer.global_rank
+
+
+def _set_up(layout: Layout) -> dict[str, Any]:
+    torch.manual_seed(0)
+    module, data = SetUp(), Data()
+    trainer = make_trainer(
+        layout,
+        strategy=None if layout.plain else {"plan": "auto" if layout.tp > 1 else None},
+        use_distributed_sampler=False,
+        callbacks=[Scales(), OneFileEach()],
+    )
+    trainer.fit(module, data)
+    assert not {"setup", "configure_model"} & {*vars(module), *vars(data)}
+    seen = {"steps": trainer.global_step, "loss": float(trainer.callback_metrics["seen"])}
+    return {**seen, "rate": trainer.optimizers[0].param_groups[0]["lr"], "written": module.written}
+
+
+@pytest.mark.parametrize("layout", [TP2, PP2, TP2_DP2], ids=str)
+def test_set_up_counts_copies(layout: Layout) -> None:
+    """Batch sizes, rates and parts of the data that are taken in `setup`, and layers made by number."""
+    expected = run_program(DP2 if layout.dp > 1 else PLAIN, _set_up)[0]
+    del expected["written"]
+    found = run_program(layout, _set_up)
+    assert [result.pop("written") for result in found] == list(range(layout.ranks))
+    for result in found:
+        assert result == pytest.approx(expected, rel=1e-9)
