@@ -104,9 +104,10 @@ def keeping_data(trainer: Any, parameters: Sequence[DividedParameter]) -> Iterat
                 if not finds_rows(error):
                     raise
                 raise RuntimeError(
-                    f"MegaTPStrategy: `{hook}` computes with parameters, or calls a module, that are divided outside of"
-                    f" steps (zero={trainer.strategy.zero.level}). Only training, validation, test and predict steps"
-                    " gather them: do it in one of these, take `.full_tensor()` of a parameter, or zero=0."
+                    f"MegaTPStrategy: `{hook}` computes with parameters that are divided outside of steps"
+                    f" (zero={trainer.strategy.zero.level}). In hooks between steps, calls of a block, of what is in no"
+                    " block and of the whole model gather them; so do training, validation, test and predict steps. Take"
+                    " one of these, `.full_tensor()` of a parameter, on all ranks, or zero=0."
                 ) from error
 
     yield from _around_hooks(trainer, run)

@@ -21,20 +21,22 @@ _LOOK_S = 0.005
 
 
 class Meetings:
-    """Lets the tensor ranks of a copy meet, in such hooks, before the first call of a split layer. A rank that leaves
-    the hook without one says so, too.
+    """Lets the tensor ranks of a copy meet, in such hooks, before the first call of a split layer; with zero > 0 all
+    ranks, before that of a module. A rank that leaves the hook without one says so, too.
 
     Args:
         context: of the split layers.
-        mesh: tp > 1.
+        mesh: tp > 1, or dp > 1 with zero > 0.
         store: of the default process group.
+        divided: whether data-parallel ranks hold rows of what one of them computes with (zero > 0).
 
     Communication: one message to the store at the end of each call of such a hook; in a call with a forward one, and
-    questions for the other tensor ranks until these have come.
+    questions for the other ranks until these have come.
     """
 
-    def __init__(self, context: TensorContext, mesh: ParallelMesh, store: Store) -> None:
+    def __init__(self, context: TensorContext, mesh: ParallelMesh, store: Store, divided: bool = False) -> None:
         self._context, self._mesh = context, mesh
+        self._ranks = mesh.ranks("dp", "tp") if divided else mesh.ranks("tp")
         # Every rank counts its own runs, so that the n-th of one meets the n-th of the others on one store.
         run = PrefixStore("megatp_meetings", store).add(f"runs/{mesh.global_rank}", 1)
         self._store = PrefixStore(f"megatp_meetings/{run}", store)
@@ -70,7 +72,7 @@ class Meetings:
             context.meet = before
 
     def _meet(self, hook: str, place: str, label: str) -> None:
-        """Wait until the others call a split layer in this hook.
+        """Wait until the others call something split or divided in this hook.
 
         Raises:
             RuntimeError: one of them has left the hook, or does not come.
@@ -78,7 +80,7 @@ class Meetings:
         self._context.meet = None
         self._say(place, "calls")
         limit = time.monotonic() + (self._mesh.timeout or timedelta(minutes=30)).total_seconds()
-        for rank in self._mesh.ranks("tp"):
+        for rank in self._ranks:
             key = f"{place}/{rank}"
             while not self._store.check([key]):
                 if time.monotonic() > limit:
@@ -89,8 +91,8 @@ class Meetings:
 
     def _why(self, hook: str, label: str, rank: int, what: str) -> str:
         return (
-            f"MegaTPStrategy: `{hook}` calls the split layer `{label}` on {self._mesh.describe()}, and"
-            f" {self._mesh.describe(rank)}, which holds another part of it, {what} (`if trainer.is_global_zero:`,"
+            f"MegaTPStrategy: `{hook}` calls `{label}` on {self._mesh.describe()}, and {self._mesh.describe(rank)},"
+            f" which holds another part of its weights, {what} (`if trainer.is_global_zero:`,"
             " `@rank_zero_only`). Call the model on all ranks, and let rank 0 alone print, log or write what comes out."
         )
 

@@ -70,7 +70,7 @@ class TensorContext:
         self.pipelined = False
         """Whether the model is cut into pipeline stages, between which a split parameter can't be gathered."""
         self.meet: Callable[[str], None] | None = None
-        """What the first call of a split layer, of that name, waits for: see `hooks.meeting`."""
+        """What the first call of a split layer or a divided module, of that name, waits for: `hooks.meeting`."""
         self.user_code = False
         """Whether the code of a user's step runs, and not that of a layer, an optimizer or the strategy."""
         self.outside: dict[int, tuple[Tensor, str]] = {}

@@ -125,6 +125,22 @@ def around_calls(unit: nn.Module, around: Around) -> None:
             unit.__dict__[name] = _Surrounded(around, function)
 
 
+@contextlib.contextmanager
+def calls_surrounded(around: Mapping[nn.Module, Around]) -> Iterator[None]:
+    """The same of several modules, meanwhile."""
+    before: list[tuple[nn.Module, str, Any, _Surrounded]] = []
+    for module, run in around.items():
+        for name, function in _entries(module).items():
+            before.append((module, name, module.__dict__.get(name), _Surrounded(run, function)))
+            module.__dict__[name] = before[-1][-1]
+    try:
+        yield
+    finally:
+        for module, name, value, surrounded in reversed(before):
+            if module.__dict__.get(name) is surrounded:  # nobody has put another in its place
+                _put(module, name, value)
+
+
 class _Surrounded:
     """A method that something else runs."""
 
