@@ -46,7 +46,7 @@ from lightning_megatp.hooks.around import (
     with_whole_groups,
     with_whole_values,
 )
-from lightning_megatp.hooks.forwards import GatheredCalls
+from lightning_megatp.hooks.forwards import Forwards, GatheredCalls
 from lightning_megatp.hooks.meeting import Meetings
 from lightning_megatp.hooks.norms import watch_hooks
 from lightning_megatp.hooks.stops import stopping_together
@@ -317,11 +317,13 @@ class MegaTPStrategyBase(StepMethods, GradientMethods, BuildingMethods, WorldMet
             self._detours += among_copies(trainer, self.among_copies)
         if mesh.size("tp") > 1:
             self._detours += with_whole_functions(trainer, parallel)
-        if mesh.size("tp") > 1 or self.sharding is not None:
+        if mesh.size("tp") > 1 or self.sharding is not None or self.pipeline is not None:
             meetings = Meetings(parallel.context, mesh, default_store(), divided=self.sharding is not None)
             self._detours += meetings.around_hooks(trainer)
-        if self.sharding is not None and self.pipeline is None:
-            self._detours += GatheredCalls(parallel, self.sharding).around_hooks(trainer)
+        if self.pipeline is not None:
+            self._detours += Forwards(self.pipeline.running_units).around_hooks(trainer)
+        elif self.sharding is not None:
+            self._detours += Forwards(GatheredCalls(parallel, self.sharding).running).around_hooks(trainer)
         if self.pipeline is not None:
             self._detours += explaining_stages(trainer)
         if self.pipeline is not None and not self.pipeline.is_last:

@@ -106,8 +106,8 @@ def keeping_data(trainer: Any, parameters: Sequence[DividedParameter]) -> Iterat
                 raise RuntimeError(
                     f"MegaTPStrategy: `{hook}` computes with parameters that are divided outside of steps"
                     f" (zero={trainer.strategy.zero.level}). In hooks between steps, calls of a block, of what is in no"
-                    " block and of the whole model gather them; so do training, validation, test and predict steps. Take"
-                    " one of these, `.full_tensor()` of a parameter, on all ranks, or zero=0."
+                    " block and of the whole model gather them; so do training, validation, test and predict steps."
+                    " Take one of these, `.full_tensor()` of a parameter, on all ranks, or zero=0."
                 ) from error
 
     yield from _around_hooks(trainer, run)

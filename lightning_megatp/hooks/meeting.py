@@ -1,12 +1,11 @@
-"""Hooks that do something on rank 0 only: a forward there would wait for the other tensor ranks forever."""
+"""Hooks that do something on rank 0 only: a forward there would wait for the other ranks of a copy forever."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -21,12 +20,13 @@ _LOOK_S = 0.005
 
 
 class Meetings:
-    """Lets the tensor ranks of a copy meet, in such hooks, before the first call of a split layer; with zero > 0 all
-    ranks, before that of a module. A rank that leaves the hook without one says so, too.
+    """Lets ranks meet, in such hooks, before the first call of what each of them has a part of: the tensor ranks of a
+    copy, before that of a split layer; with zero > 0 all ranks, before that of a module; with pp > 1 all stages, before
+    that of a unit. A rank that leaves the hook without one says so, too.
 
     Args:
         context: of the split layers.
-        mesh: tp > 1, or dp > 1 with zero > 0.
+        mesh: tp or pp > 1, or dp > 1 with zero > 0.
         store: of the default process group.
         divided: whether data-parallel ranks hold rows of what one of them computes with (zero > 0).
 
@@ -36,7 +36,8 @@ class Meetings:
 
     def __init__(self, context: TensorContext, mesh: ParallelMesh, store: Store, divided: bool = False) -> None:
         self._context, self._mesh = context, mesh
-        self._ranks = mesh.ranks("dp", "tp") if divided else mesh.ranks("tp")
+        axes = ("pp", "dp", "tp") if divided else ("pp", "tp")
+        self._ranks = next(ranks for ranks in mesh.shape.groups(*axes) if mesh.global_rank in ranks)
         # Every rank counts its own runs, so that the n-th of one meets the n-th of the others on one store.
         run = PrefixStore("megatp_meetings", store).add(f"runs/{mesh.global_rank}", 1)
         self._store = PrefixStore(f"megatp_meetings/{run}", store)
@@ -56,49 +57,56 @@ class Meetings:
     def _run(self, hook: str, name: str, call: Callable[[], Any]) -> Any:
         self._calls[name] += 1
         number = self._calls[name]
-        self._forget(f"{name}.{number - 2}")
-        with self._expecting(hook, f"{name}.{number}"):
-            return call()
-
-    @contextlib.contextmanager
-    def _expecting(self, hook: str, place: str) -> Iterator[None]:
+        # Everybody has come further by now: batches lie between two calls of a hook, which no rank begins alone.
+        self._store.delete_key(f"{name}.{number - 2}/{self._mesh.global_rank}")
         context = self._context
-        before, context.meet = context.meet, functools.partial(self._meet, hook, place)
+        before = context.meeting
+        context.meeting = _Meeting(context, self._mesh, self._ranks, self._store, hook, f"{name}.{number}")
         try:
-            yield
-            if context.meet is not None:  # an exception has its own way to the others
-                self._say(place, "left")
+            result = call()
+            if context.meeting is not None:  # an exception has its own way to the others
+                context.meeting.leave()
+            return result
         finally:
-            context.meet = before
+            context.meeting = before
 
-    def _meet(self, hook: str, place: str, label: str) -> None:
-        """Wait until the others call something split or divided in this hook.
 
-        Raises:
-            RuntimeError: one of them has left the hook, or does not come.
-        """
-        self._context.meet = None
-        self._say(place, "calls")
+class _Meeting:
+    """Of one call of a hook."""
+
+    def __init__(
+        self, context: TensorContext, mesh: ParallelMesh, ranks: Sequence[int], store: Store, hook: str, place: str
+    ) -> None:
+        self._context, self._mesh, self._ranks, self._store = context, mesh, ranks, store
+        self._hook, self._place = hook, place
+
+    def wait(self, name: str) -> None:
+        self.answer()
         limit = time.monotonic() + (self._mesh.timeout or timedelta(minutes=30)).total_seconds()
         for rank in self._ranks:
-            key = f"{place}/{rank}"
+            key = f"{self._place}/{rank}"
             while not self._store.check([key]):
                 if time.monotonic() > limit:
-                    raise RuntimeError(self._why(hook, label, rank, "did not come to it in time"))
+                    raise RuntimeError(self._why(name, rank, "did not come to it in time"))
                 time.sleep(_LOOK_S)
             if self._store.get(key) == b"left":
-                raise RuntimeError(self._why(hook, label, rank, "left that hook without a call"))
+                raise RuntimeError(self._why(name, rank, "left that hook without a call"))
 
-    def _why(self, hook: str, label: str, rank: int, what: str) -> str:
+    def answer(self) -> None:
+        self._context.meeting = None
+        self._say("calls")
+
+    def leave(self) -> None:
+        """Without a call."""
+        self._say("left")
+
+    def _why(self, name: str, rank: int, what: str) -> str:
         return (
-            f"MegaTPStrategy: `{hook}` calls `{label}` on {self._mesh.describe()}, and {self._mesh.describe(rank)},"
-            f" which holds another part of its weights, {what} (`if trainer.is_global_zero:`,"
-            " `@rank_zero_only`). Call the model on all ranks, and let rank 0 alone print, log or write what comes out."
+            f"MegaTPStrategy: `{self._hook}` calls `{name}` on {self._mesh.describe()}, and"
+            f" {self._mesh.describe(rank)}, which holds another part of the model, {what}"
+            " (`if trainer.is_global_zero:`, `@rank_zero_only`). Call the model on all ranks, and let rank 0 alone"
+            " print, log or write what comes out."
         )
 
-    def _say(self, place: str, what: str) -> None:
-        self._store.set(f"{place}/{self._mesh.global_rank}", what)
-
-    def _forget(self, place: str) -> None:
-        """Everybody has come further by now: batches lie between two calls of a hook, which no rank begins alone."""
-        self._store.delete_key(f"{place}/{self._mesh.global_rank}")
+    def _say(self, what: str) -> None:
+        self._store.set(f"{self._place}/{self._mesh.global_rank}", what)

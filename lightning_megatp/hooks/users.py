@@ -29,6 +29,7 @@ _BEHIND = {
     "on_train_epoch_start": ("finetune_function",),
 }
 """Hooks of Lightning's BasePredictionWriter and BaseFinetuning -> the methods of a user's subclass that they call."""
+_RANKS = frozenset(["is_global_zero", "global_rank", "local_rank", "get_rank"])
 _DEEP = 8
 """Decorators around a function, at most."""
 _LIBRARIES = ("torch", "lightning", "pytorch_lightning", "lightning_megatp", "torchmetrics")
@@ -69,11 +70,11 @@ def codes_of(owner: Any, hook: str | None = None) -> Iterator[CodeType]:
 
 
 def is_for_rank_zero(owner: Any, hook: str) -> bool:
-    """Whether a hook, or what it calls, does something on rank 0 only: asks `is_global_zero`, or is decorated by
-    Lightning's `rank_zero_only`."""
+    """Whether a hook, or what it calls, may do something on rank 0 only: asks `is_global_zero` or for a rank, or is
+    decorated by Lightning's `rank_zero_only`."""
     for stands_in, function in _functions_of(owner, hook):
         decorator = getattr(stands_in, "__code__", None) if stands_in is not function else None
-        if "is_global_zero" in words_of(function.__code__):
+        if not _RANKS.isdisjoint(words_of(function.__code__)):
             return True
         if decorator is not None and "rank_zero_only" in decorator.co_names:
             return True

@@ -36,7 +36,8 @@ from lightning_megatp.pipeline.logs import Logs, merge
 from lightning_megatp.pipeline.outputs import Outputs
 from lightning_megatp.pipeline.own_values import OwnValues
 from lightning_megatp.pipeline.plans import Plans
-from lightning_megatp.pipeline.remote.calls import RemoteCalls, warn_of_turns
+from lightning_megatp.pipeline.remote.calls import RemoteCalls, Serving, warn_of_turns
+from lightning_megatp.pipeline.remote.in_hooks import FromLast, Together
 from lightning_megatp.pipeline.remote.ways import Way, Ways
 from lightning_megatp.pipeline.schedules.schedule import Schedule
 from lightning_megatp.pipeline.seeds import shared_seed
@@ -361,8 +362,27 @@ class Pipeline:
     def _uncut(self, run: BatchRun, way: Way, kind: str, batch: Any) -> BatchRun:
         """The same batch, for the last stage to run its steps."""
         uncut = self._run(run.step, [batch] if way is Way.WHOLE else run.microbatches, run.plans, run.seed, None)
-        uncut.remote = RemoteCalls(self.parallel.module, self.mesh, self.loans.rank_of_stage, kind)
+        uncut.remote = self._remote(kind)
         return uncut
+
+    def _remote(self, kind: str) -> RemoteCalls:
+        return RemoteCalls(self.parallel.module, self.mesh, self.loans.rank_of_stage, kind)
+
+    def running_units(self, hook: str) -> contextlib.AbstractContextManager[None]:
+        """Around a hook that all stages run, between steps: the units that it calls run where they are."""
+        return self.slicer.calls_decided_by(Together(self._remote(""), hook, self._run_unit, self._began))
+
+    def _run_unit(self, call: Callable[[], Any]) -> Any:
+        """One of this rank, between steps."""
+        if self.sharding is None:
+            return call()
+        with self.sharding.evaluating():
+            return self.sharding.step(call)
+
+    def _began(self, name: str) -> None:
+        """A hook calls a unit, and may do so on some ranks alone."""
+        if self.parallel.context.meeting is not None:
+            self.parallel.context.meeting.wait(name)
 
     @contextlib.contextmanager
     def _undone_beyond_plan(self, run: BatchRun) -> Iterator[None]:
@@ -433,7 +453,12 @@ class Pipeline:
                 self._tell_changed()
             return call()
         seed = shared_seed(self._trainer, hook.name)
+        remote = self._remote("")
         if not self.is_last:
+            if self.parallel.context.meeting is not None:
+                self.parallel.context.meeting.answer()
+            with self.slicer.calls_decided_by(Serving(self._run_unit)):
+                remote.answer()
             left, size, stop, *self.metrics.resets = self._telling.share([], [0.0, 0.0, 0.0, *self.metrics.resets])
             self.stateful = self.stateful or bool(left)
             self._stop_if(stop)
@@ -442,8 +467,10 @@ class Pipeline:
         before, norms, plain = Attributes(self.parallel.module), self._norms(), PlainValues(self._told)
         held, options = HeldTensors(self._outside), options_of(self._trainer.optimizers)
         drawing = seeded(seed, generators_on(self.mesh.device))
-        with self.metrics.apart(counts_resets=True), self.logs.recording() as calls, drawing:
+        calling = self.slicer.calls_decided_by(FromLast(remote, hook.name, self._run_unit, self._began))
+        with self.metrics.apart(counts_resets=True), self.logs.recording() as calls, drawing, calling:
             result = call()
+        remote.over()
         after = self._norms()
         if len(after) != len(norms) or not torch.allclose(norms, after, rtol=0, atol=0, equal_nan=True):
             raise RuntimeError(

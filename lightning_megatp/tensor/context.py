@@ -7,7 +7,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,20 @@ from lightning_megatp.tensor.random import RankStream
 from lightning_megatp.tensor.shards import Shard
 
 T = TypeVar("T")
+
+
+class Meeting(Protocol):
+    """Of the ranks that have to call something together; see `hooks.meeting`."""
+
+    def wait(self, name: str) -> None:
+        """Until the others call, too: a split layer, a divided module, or a block, of that name.
+
+        Raises:
+            RuntimeError: one of them does not.
+        """
+
+    def answer(self) -> None:
+        """Say that this rank is there for calls of the others."""
 
 
 @dataclass(eq=False)
@@ -69,8 +83,8 @@ class TensorContext:
         """id(parameter) -> its shards."""
         self.pipelined = False
         """Whether the model is cut into pipeline stages, between which a split parameter can't be gathered."""
-        self.meet: Callable[[str], None] | None = None
-        """What the first call of a split layer or a divided module, of that name, waits for: `hooks.meeting`."""
+        self.meeting: Meeting | None = None
+        """Where the first call of something that several ranks have waits for them, in a hook that asks for ranks."""
         self.user_code = False
         """Whether the code of a user's step runs, and not that of a layer, an optimizer or the strategy."""
         self.outside: dict[int, tuple[Tensor, str]] = {}

@@ -112,8 +112,8 @@ class ParallelLayer(nn.Module):
 
     def _meet(self) -> None:
         """Before the first collective of a hook that may have none on other ranks."""
-        if self.context.meet is not None:
-            self.context.meet(self.label)
+        if self.context.meeting is not None:
+            self.context.meeting.wait(self.label)
 
     def _compute(self, x: Tensor) -> Tensor:
         raise NotImplementedError

@@ -1080,8 +1080,6 @@ class Refused(GPT):
             self.trainer.save_checkpoint("saved.ckpt")
 
     def on_train_start(self) -> None:
-        if self.what == "forward":
-            self(torch.zeros(1, 6, dtype=torch.int64))
         if self.what == "drawn":  # each stage what it has, and both the embedding, which is the head's weight
             for weight in reversed(list(self.parameters())):
                 torch.nn.init.normal_(weight.data)
@@ -1089,6 +1087,8 @@ class Refused(GPT):
             self.seen.append(torch.zeros(1, device=next(self.head.parameters()).device))
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if self.what == "forward":  # between a backward and its step
+            self(torch.zeros(1, 6, dtype=torch.int64))
         if self.what == "gradient":
             self.head.weight.grad[:2] = 0  # type: ignore[index]
             self.tok.weight.grad[:2] = 0  # type: ignore[index]

@@ -8,6 +8,7 @@ message each way. The other stages wait for calls until the step is over. So sta
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -33,6 +34,8 @@ STEPS = {"validate": "validation_step", "test": "test_step", "predict": "predict
 
 Deciding = Callable[[Decides], contextlib.AbstractContextManager[None]]
 """Lets somebody decide about the calls of units in a step: `Slicer.decided_by`."""
+Run = Callable[[Callable[[], Any]], Any]
+"""Runs a unit of this rank."""
 
 
 def warn_of_turns(kind: str, error: SliceError) -> None:
@@ -92,9 +95,7 @@ class RemoteCalls:
         self.calls += mode.calls
         if any(map(is_fake, tensors_in(result))):
             raise SliceError(_foreign("its result"))
-        packed = self.table(keeps=False).packed(None)  # no more calls
-        for rank in self.mesh.ranks("pp")[1:]:
-            self.send(packed, rank)
+        self.over()
         return result
 
     def serve(self, by: Deciding, step: Callable[[], Any]) -> None:
@@ -104,14 +105,21 @@ class RemoteCalls:
             by: lets a mode decide about calls.
             step: the user's on a microbatch, in its contexts; its body is not executed.
         """
-        detour = Detour(self.module, STEPS[self.kind], lambda call: self._answer())
+        detour = Detour(self.module, STEPS[self.kind], lambda call: self.answer())
         try:
             with by(Serving()):
                 step()
         finally:
             detour.end()
 
-    def _answer(self) -> None:
+    def over(self) -> None:
+        """On the last stage: there are no more calls."""
+        packed = self.table(keeps=False).packed(None)
+        for rank in self.mesh.ranks("pp")[1:]:
+            self.send(packed, rank)
+
+    def answer(self) -> None:
+        """On another stage: run units until there are no more calls."""
         table = self.table(keeps=True)
         while (request := table.unpacked(self.receive(self._driver))) is not None:
             unit, method, args, kwargs, settings, (asked, maker), kinds = request
@@ -148,6 +156,62 @@ class RemoteCalls:
         dist.recv(row, source, group)
         return row.numpy().tobytes()
 
+    def broadcast(self, data: bytes | None, source: int) -> bytes:
+        """Between the hosts of all stages.
+
+        Args:
+            data: of the rank that sends.
+            source: its global rank.
+        """
+        size = torch.tensor([0 if data is None else len(data)])
+        dist.broadcast(size, source, self.mesh.hosts("pp"))
+        row = torch.empty(int(size), dtype=torch.uint8)
+        if data is not None:
+            row = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        dist.broadcast(row, source, self.mesh.hosts("pp"))
+        return row.numpy().tobytes()
+
+
+class Caller:
+    """Calls units of other stages' ranks, which `RemoteCalls.answer`.
+
+    Args:
+        remote: who has them.
+    """
+
+    def __init__(self, remote: RemoteCalls) -> None:
+        self._remote = remote
+        self._tables: dict[int, Table] = {}
+
+    def call(
+        self, home: int, unit: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Call a method of a unit; what it changes of its arguments is changed here, too."""
+        module = self._remote.module.get_submodule(unit)
+        if any(map(is_fake, tensors_in(args, kwargs))):
+            raise SliceError(_foreign(f"`{unit}`"))
+        if torch.is_grad_enabled() and (
+            any(x.requires_grad for x in tensors_in(args, kwargs)) or any(p.requires_grad for p in module.parameters())
+        ):
+            raise SliceError(
+                f"a step that can't be cut calls `{unit}`, of another pipeline stage, where gradients are recorded, and"
+                " its part of the graph would be missing. Do it under `torch.no_grad()`, or use pp=1."
+            )
+        if home not in self._tables:
+            self._tables[home] = self._remote.table(keeps=False)
+        table = self._tables[home]
+        given = Contents((args, kwargs))
+        method = next(name for name, held in vars(module).items() if getattr(held, "function", None) == function)
+        request = unit, method, args, kwargs, _settings(), asked_for(self._remote.around(unit)), given.kinds
+        self._remote.send(table.packed(request), home)
+        result, added, objects, tensors = table.unpacked(self._remote.receive(home), given.objects)
+        given.adopt(objects)
+        for name, entries in added.items():
+            collecting()[name].extend(entries)
+        for number, value in tensors:
+            table.change(number, value)
+        return result
+
 
 class Driving(TorchFunctionMode):
     """Decides about calls of units while the last stage runs a step, as `StageMode` does where one was cut.
@@ -159,8 +223,7 @@ class Driving(TorchFunctionMode):
 
     def __init__(self, remote: RemoteCalls, counting: TargetCount) -> None:
         super().__init__()
-        self._remote, self._counting = remote, counting
-        self._tables: dict[int, Table] = {}
+        self._remote, self._counting, self._caller = remote, counting, Caller(remote)
         self._inside = False
         self.calls = 0
 
@@ -188,7 +251,7 @@ class Driving(TorchFunctionMode):
         self.calls += stage != last
         if home != self._remote.mesh.global_rank:
             with WithoutMode(self):
-                return self._call(home, name, function, args, kwargs)
+                return self._caller.call(home, name, function, args, kwargs)
         with self._outside(name):
             return function(*args, **kwargs)
 
@@ -216,43 +279,22 @@ class Driving(TorchFunctionMode):
         finally:
             self._inside = False
 
-    def _call(
-        self, home: int, unit: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        module = self._remote.module.get_submodule(unit)
-        if any(map(is_fake, tensors_in(args, kwargs))):
-            raise SliceError(_foreign(f"`{unit}`"))
-        if torch.is_grad_enabled() and (
-            any(x.requires_grad for x in tensors_in(args, kwargs)) or any(p.requires_grad for p in module.parameters())
-        ):
-            raise SliceError(
-                f"a step that can't be cut calls `{unit}`, of another pipeline stage, where gradients are recorded, and"
-                " its part of the graph would be missing. Do it under `torch.no_grad()`, or use pp=1."
-            )
-        if home not in self._tables:
-            self._tables[home] = self._remote.table(keeps=False)
-        table = self._tables[home]
-        given = Contents((args, kwargs))
-        method = next(name for name, held in vars(module).items() if getattr(held, "function", None) == function)
-        request = unit, method, args, kwargs, _settings(), asked_for(self._remote.around(unit)), given.kinds
-        self._remote.send(table.packed(request), home)
-        result, added, objects, tensors = table.unpacked(self._remote.receive(home), given.objects)
-        given.adopt(objects)
-        for name, entries in added.items():
-            collecting()[name].extend(entries)
-        for number, value in tensors:
-            table.change(number, value)
-        return result
-
 
 class Serving:
-    """Decides about calls while a stage runs units for the last one: they run as they are, and only that one logs."""
+    """Decides about calls while a stage runs units for the last one: they run as they are, and only that one logs.
+
+    Args:
+        run: runs them.
+    """
+
+    def __init__(self, run: Run = lambda call: call()) -> None:
+        self._run = run
 
     def unit(
         self, name: str, stage: int, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """A call of a unit."""
-        return function(*args, **kwargs)
+        return self._run(functools.partial(function, *args, **kwargs))
 
     def metric(self, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call of a metric's method."""

@@ -49,11 +49,11 @@ class Switch:
     @contextlib.contextmanager
     def to(self, mode: Decides) -> Iterator[None]:
         """Let a mode decide meanwhile."""
-        self.mode = mode
+        before, self.mode = self.mode, mode
         try:
             yield
         finally:
-            self.mode = None
+            self.mode = before
 
     def log(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         """A call of `self.log` or `self.log_dict`."""

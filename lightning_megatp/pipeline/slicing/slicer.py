@@ -426,6 +426,10 @@ class Slicer:
         finally:
             self._in_batch = False
 
+    def calls_decided_by(self, mode: Decides) -> contextlib.AbstractContextManager[None]:
+        """Let somebody else decide about calls of units and metrics, outside of steps."""
+        return self._switch.to(mode)
+
     @contextlib.contextmanager
     def decided_by(self, mode: Decides) -> Iterator[None]:
         """Let somebody else decide about the calls of a step, which has no plan."""
