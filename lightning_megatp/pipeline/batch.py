@@ -30,6 +30,7 @@ from lightning_megatp.pipeline.slicing.running import seeded
 from lightning_megatp.pipeline.slicing.slicer import Slicer, StageRun
 from lightning_megatp.pipeline.slicing.weights import TargetCount
 from lightning_megatp.pipeline.split import batch_size, merge_outputs
+from lightning_megatp.pipeline.telling import Options
 from lightning_megatp.shim.compiler import is_compiled
 from lightning_megatp.tensor.random import default_generator
 
@@ -104,7 +105,10 @@ class BatchRun:
     set_values: dict[Path, bytes] = field(default_factory=dict)
     """The Python values that it set."""
     set_tensors: dict[Path, Change] = field(default_factory=dict)
-    """Tensors of the user's own objects in which it set such values for the first time."""
+    """Tensors that other stages have to be told: buffers that it replaced, those of the user's own objects in which it
+    set such values for the first time."""
+    set_options: Options | None = None
+    """Of the optimizers, if it changed some."""
     _weights: dict[int, Tensor | float] = field(default_factory=dict)
     _counted: set[bool] = field(default_factory=set)
     _means: dict[int, list[Tensor]] = field(default_factory=dict)

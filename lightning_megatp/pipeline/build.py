@@ -370,10 +370,11 @@ def check_pipelined(parallel: ParallelModule) -> None:
         ValueError: manual optimization, a step that takes an iterator, an own `backward`.
     """
     module = parallel.module
+    steps = [getattr(module, f"{kind}_step", None) for kind in _KINDS]  # `test_step = None` says that there is none
     found = None
     if not getattr(module, "automatic_optimization", True):
         found = "manual optimization (automatic_optimization=False): the pipeline's schedule runs the backward", "pp=1"
-    elif any("dataloader_iter" in inspect.signature(getattr(module, f"{kind}_step")).parameters for kind in _KINDS):
+    elif any("dataloader_iter" in inspect.signature(step).parameters for step in filter(callable, steps)):
         found = "a step that takes `dataloader_iter`", "a step that takes a batch"
     elif not getattr(type(module), "backward", print).__module__.endswith(("core.module", "builtins")):
         found = "a LightningModule with its own `backward`: the pipeline's schedule runs it", "on_before_backward"

@@ -74,6 +74,29 @@ class HeldTensors:
                 yield from self._of((*path, name), value.__dict__)
 
 
+class Buffers:
+    """The buffers of some modules at one moment.
+
+    Args:
+        modules: by name; those of their submodules are not looked at.
+    """
+
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+        self._buffers: dict[Path, Tensor] = {
+            (name, leaf): x for name, module in modules.items() for leaf, x in module._buffers.items() if x is not None
+        }
+
+    def replaced(self, earlier: Buffers, most: int) -> dict[Path, Change]:
+        """Those that are other tensors than earlier, of so many bytes at most."""
+        others = {path: x for path, x in self._buffers.items() if x is not earlier._buffers.get(path)}
+        return {path: Change(on_cpu(x.detach()), replaced=True) for path, x in others.items() if x.nbytes <= most}
+
+    def numbers(self) -> dict[str, float]:
+        """What those of one element hold, by name; but for how many batches a BatchNorm has seen."""
+        found = {".".join(filter(None, path)): x for path, x in self._buffers.items() if x.numel() == 1}
+        return {name: x.item() for name, x in found.items() if not name.endswith("num_batches_tracked")}
+
+
 def modules_outside(module: nn.Module, units: Iterable[str]) -> dict[str, nn.Module]:
     """The modules that are in no unit, by name; without metrics, which are the last stage's."""
     inside = tuple(f"{unit}." for unit in units)

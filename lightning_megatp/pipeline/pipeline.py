@@ -28,7 +28,7 @@ from lightning_megatp.pipeline.batch import Backward, BatchRun, Step, generators
 from lightning_megatp.pipeline.carried import CarriedState, counters, warn_of_counters
 from lightning_megatp.pipeline.detour import Detour
 from lightning_megatp.pipeline.executor import Executor
-from lightning_megatp.pipeline.held_tensors import HeldTensors, modules_outside
+from lightning_megatp.pipeline.held_tensors import Buffers, HeldTensors, modules_outside
 from lightning_megatp.pipeline.hooks import Hook, cleared_unseen, hooks_after_steps
 from lightning_megatp.pipeline.kept_values import KeptValues
 from lightning_megatp.pipeline.loans import Loans
@@ -128,6 +128,8 @@ class Pipeline:
         self._ways: dict[str, Ways] = {}
         self._went_on = False
         """Whether the last batch, which the last stage ran by itself, could not have been cut."""
+        self._sets_options = False
+        """Whether its code has to do with the options of optimizers, which a step may set."""
         self._returned = False
         """Whether the last step returned something that exists on the last stage only."""
         self._loss_units: set[str] = set()
@@ -225,6 +227,7 @@ class Pipeline:
         self.logs.open()
         self.metrics.open()
         self.outputs.look_at(self._trainer)
+        self._sets_options = mentions(module, {"param_groups"})
         after = list(hooks_after_steps(module))
         codes = (code for hook in after for code in codes_of(module, hook.name))
         stored = set[str]().union(*map(stored_in, codes))
@@ -426,6 +429,9 @@ class Pipeline:
         before = Attributes(self.parallel.module) if self.is_last and not self.stateful else None
         plain = PlainValues(self._opened) if self.is_last else None
         held = HeldTensors(self._outside) if self.is_last and (run.remote or self._changes_tensors) else None
+        options = options_of(self._trainer.optimizers) if self.is_last and self._sets_options else None
+        buffers = Buffers(self._outside)
+        counts = self._counts(buffers) if self.is_last and run.backward and len(run.microbatches) > 1 else None
         yield
         run.left_state = before is not None and Attributes(self.parallel.module).differ_from(before)
         if plain is None:
@@ -441,9 +447,22 @@ class Pipeline:
             small = {path: x for path, x in changes.items() if x.value.nbytes <= _SMALL or run.remote is not None}
             run.set_tensors = small | run.set_tensors
             self._untold |= changes.keys() - small.keys()
-        if run.backward is not None and len(run.microbatches) > 1 and not self._looked_for_counters:
+        run.set_tensors = Buffers(self._outside).replaced(buffers, _SMALL) | run.set_tensors
+        if options is not None:
+            later_options = options_of(self._trainer.optimizers)
+            run.set_options = later_options if later_options != options else None
+        if counts is not None:
+            n, later = len(run.microbatches), self._counts(Buffers(self._outside)) or {}
             self._looked_for_counters = True
-            warn_of_counters(counters(now, plain, run.microbatches), len(run.microbatches))
+            risen = [name for name, x in counts.items() if later.get(name, x) - x == n]
+            warn_of_counters([*counters(now, plain, run.microbatches), *risen], n)
+
+    def _counts(self, buffers: Buffers) -> dict[str, float] | None:
+        """Numbers that a step may count in, as long as nobody has looked at them: buffers, attributes of optimizers."""
+        if self._looked_for_counters:
+            return None
+        optimizers = {f"optimizer.{name}": x for o in self._trainer.optimizers for name, x in vars(o).items()}
+        return buffers.numbers() | {name: x for name, x in optimizers.items() if type(x) is int}
 
     def _run_hook(self, hook: Hook, call: Callable[[], Any]) -> Any:
         """Run one of the user's hooks: on all stages, or if steps left or returned something that exists on the last
@@ -541,7 +560,7 @@ class Pipeline:
         if self.is_last:
             weights = run.weights()
             total = run.loss(weights)
-            values = pickled(run.set_values, run.set_tensors)
+            values = pickled(run.set_values, run.set_tensors, run.set_options)
             known = Facts(
                 loss=total.double(),
                 factor=run.provisional_total / weights.sum(),

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
@@ -19,10 +20,10 @@ def split_batch(batch: Any, microbatches: int) -> list[Any]:
     """Split a batch along its batch dim, into parts of the same structure.
 
     The rule: the batch size is the size of dim 0 of the first tensor that has one. Tensors with as many rows are split
-    along dim 0, and so are lists in the batch of as many entries, one per row (strings, numbers, dicts, lists of them,
-    tensors of other lengths), unless they hold tensors of as many rows, as default collation makes of tuples. It makes
-    tuples of strings: these are split like lists, and so are those of dicts, which `zip(*samples)` makes, inside of a
-    batch.
+    along dim 0, and so are NumPy arrays, and lists in the batch of as many entries, one per row (strings, numbers,
+    dicts, lists of them, tensors of other lengths), unless they hold tensors of as many rows, as default collation
+    makes of tuples. It makes tuples of strings: these are split like lists, and so are those of dicts, which
+    `zip(*samples)` makes, inside of a batch.
     Everything else (scalars, tables of another size, None) is given to every microbatch as it is. If that is not what a
     batch means, define `split_batch(self, batch, microbatches)` on the LightningModule, and return a list.
 
@@ -70,6 +71,7 @@ def check_rows(batches: Mapping[int, Any]) -> None:
         return
     samples, batch = max(batches.items())
     if all(len(first) == samples for samples, first in firsts.items() if first is not None):
+        _check_others(batches)
         *_, hidden = shapes = [[tuple(x.shape) for x in _hidden(b)] for b in batches.values()]
         if any(other != hidden for other in shapes):
             raise ValueError(
@@ -97,6 +99,41 @@ def check_rows(batches: Mapping[int, Any]) -> None:
     )
 
 
+def _check_others(batches: Mapping[int, Any]) -> None:
+    """Of batches whose first tensors have a row for each sample: the rule gives to each microbatch what has several.
+
+    Raises:
+        ValueError: a tensor has.
+
+    Warns:
+        UserWarning: a number is that of samples.
+    """
+    samples, batch = max(batches.items())
+    for tensors in zip(*(filter(Tensor.dim, tensors_of(b)) for b in batches.values()), strict=False):
+        per_sample = {len(x) / n for x, n in zip(tensors, batches, strict=True)}
+        if len(per_sample) == 1 and (several := per_sample.pop()) > 1 and several.is_integer():
+            shape = next(tuple(x.shape) for x, n in zip(tensors, batches, strict=True) if n == samples)
+            raise ValueError(
+                f"MegaTPStrategy: a batch ({type(batch).__name__}) of {samples} samples holds a tensor of shape"
+                f" {shape}, {several:.0f} rows a sample, which would be given to every microbatch as it is. To split"
+                f" it, {_REMEDY}"
+            )
+    counts = zip(*map(_counts, batches.values()), strict=False)
+    if len(batches) > 1 and any(list(numbers) == [*batches] for numbers in counts):
+        warn_once_per_run(
+            f"a batch ({type(batch).__name__}) holds a number that is that of its samples. Every microbatch is given"
+            " the whole batch's: a mean by it (`loss.sum() / batch['n']`) would be that much too small. Take the number"
+            " of rows from a tensor, or define `split_batch(self, batch, microbatches)` on the LightningModule."
+        )
+
+
+def _counts(batch: Any) -> list[int]:
+    """The integers in a batch."""
+    found: list[int] = []
+    apply_to_collection(batch, int, found.append, wrong_dtype=bool)
+    return found
+
+
 def check_columns(batches: Mapping[int, Any], batch: Any) -> None:
     """Refuse a batch some of whose columns have as many entries as it has rows, and would be cut like them, though
     they don't grow with its samples: names of variables, weights of classes.
@@ -121,21 +158,21 @@ def check_columns(batches: Mapping[int, Any], batch: Any) -> None:
 
 
 def _columns(batch: Any) -> Iterator[int]:
-    """The lengths of what a batch may be split along: its tensors, lists of anything else, and tuples of texts."""
+    """The lengths of what a batch may be split along: tensors, arrays, lists of anything else, and tuples of texts."""
     found: list[int] = []
 
     def note(x: Any) -> Any:
-        if isinstance(x, Tensor):
-            found.extend([len(x)] if x.dim() > 0 else [])
+        if isinstance(x, (Tensor, np.ndarray)):
+            found.extend([len(x)] if x.ndim > 0 else [])
         elif any(True for _ in _in_lists(x)):
             for item in x:
-                apply_to_collection(item, (Tensor, list, tuple), note)
+                apply_to_collection(item, (Tensor, np.ndarray, list, tuple), note)
         elif isinstance(x, list) or _one_per_row(x, len(x)):
             found.append(len(x))
         return x
 
     for entry in batch if type(batch) in (list, tuple) else [batch]:
-        apply_to_collection(entry, (Tensor, list, tuple), note)
+        apply_to_collection(entry, (Tensor, np.ndarray, list, tuple), note)
     yield from found
 
 
@@ -173,8 +210,8 @@ def is_ragged(batch: Any) -> bool:
 
 def _take(batch: Any, rows: int, start: int, stop: int) -> Any:
     def part(x: Any) -> Any:
-        if isinstance(x, Tensor):
-            return x[start:stop] if x.dim() > 0 and len(x) == rows else x
+        if isinstance(x, (Tensor, np.ndarray)):
+            return x[start:stop] if x.ndim > 0 and len(x) == rows else x
         if isinstance(x, tuple):
             if len(x) == rows and not hasattr(x, "_fields") and _one_per_row(x, rows):
                 return x[start:stop]
@@ -184,7 +221,7 @@ def _take(batch: Any, rows: int, start: int, stop: int) -> Any:
             return x[start:stop]
         return [_take(item, rows, start, stop) for item in x]
 
-    return apply_to_collection(batch, (Tensor, list, tuple), part)
+    return apply_to_collection(batch, (Tensor, np.ndarray, list, tuple), part)
 
 
 def _one_per_row(x: tuple[Any, ...], rows: int) -> bool:

@@ -272,6 +272,13 @@ def functorch_is_active() -> bool:
     return bool(torch._C._are_functorch_transforms_active())
 
 
+def generator_state(generator: torch.Generator) -> bytes:
+    """Where a generator is. Inside of torch.func's transforms the tensor that says so would be one of theirs, without
+    memory; what keeps them out has no public name (2.11-2.13)."""
+    with torch._C._DisableFuncTorch():
+        return bytes(generator.get_state().numpy())
+
+
 @contextlib.contextmanager
 def handle_transforms(
     handle: Callable[[str, Callable[..., Any], Any], tuple[Callable[..., Any], Any]],
@@ -301,6 +308,11 @@ def handle_transforms(
     finally:
         for (module, name), original in zip(places, originals, strict=True):
             setattr(module, name, original)
+
+
+def is_transformed(x: Tensor) -> bool:
+    """Whether it is one of torch.func's, around another; no public name (2.11-2.13)."""
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(x))
 
 
 def untransformed(x: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from lightning_megatp.pipeline.slicing.place import Place
 from lightning_megatp.pipeline.slicing.plan import Instruction, Relay, SliceError, SlicePlan, tensors_in
 from lightning_megatp.pipeline.slicing.running import StageMode
 from lightning_megatp.pipeline.slicing.tracing import Tracer
-from lightning_megatp.shim.torch import FakeTensorMode, modules_convert_without_data, tree_map
+from lightning_megatp.shim.torch import FakeTensorMode, tree_map
 from lightning_megatp.tensor.functions import operation_name
 
 
@@ -179,7 +179,7 @@ class Alone(StageMode):
             witness, before = Witness(self, self._tracer, planned, unit), Moment.now()
             planned.begin.put()
             try:
-                with witness, modules_convert_without_data():
+                with witness, self._tracer.on_fakes():
                     out = function(*args, **kwargs)
             except NeedsValues:
                 return ghosts
@@ -211,15 +211,20 @@ class Witness(TorchFunctionMode):
     def __init__(self, alone: Alone, tracer: Tracer, planned: Deeds, unit: str) -> None:
         super().__init__()
         self._alone, self._tracer, self._planned, self._unit = alone, tracer, planned, unit
-        self._done = 0
+        self._done, self._lost = 0, False
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name, kwargs = operation_name(func), kwargs or {}
-        self._compare(deed_of(name, args, kwargs, self._tracer.lasting, drawing=True))
+        if not self._lost:
+            self._compare(deed_of(name, args, kwargs, self._tracer.lasting, drawing=True))
         self._done += 1
-        return self._tracer.evaluate(name, func, args, kwargs)
+        try:
+            return self._tracer.evaluate(name, func, args, kwargs)
+        except NeedsValues:  # the call is left, and its contexts (`no_grad`) on the way
+            self._lost = True
+            raise
 
     def end(self) -> None:
         """After the call."""

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_megatp.pipeline.slicing.operations import generators_given
+from lightning_megatp.shim.autograd import generator_state
 from lightning_megatp.shim.torch import tree_leaves
 
 
@@ -44,7 +45,7 @@ def deed_of(
         return Deed(name, ())
     numbers = [_plain(x, lasting) for x in tree_leaves((args, kwargs))]
     generators = generators_given(args, kwargs) if drawing else []
-    states = [f"a generator in state {hash(bytes(g.get_state().numpy())):x}" for g in generators]
+    states = [f"a generator in state {hash(generator_state(g)):x}" for g in generators]
     return Deed(name, (*filter(None, numbers), *states))
 
 

@@ -28,7 +28,8 @@ class UnitsOfStep:
     touched: set[str] = field(default_factory=set)
     """Names of their parameters that the step uses beside them."""
     untrained: set[str] = field(default_factory=set)
-    """Those whose results never need a gradient: frozen ones, and what is called under `torch.no_grad()` alone."""
+    """Those whose results never need a gradient: frozen ones, what is called under `torch.no_grad()` alone, and what
+    the step has no use for."""
     together: list[tuple[str, str]] = field(default_factory=list)
     """Pairs that need one stage, and all in between with them: the first, called once more, takes what the second has
     made, or one operation calls both."""
@@ -71,9 +72,10 @@ def units_of_step(
     for before, unit in zip(["", *units], units, strict=False):
         if unit not in used:
             order.insert(order.index(before) + 1 if before in order else 0, unit)
-    return UnitsOfStep(
-        order, set(order) - set(called), set(plan.touched), _untrained(plan), _together(plan, list(called))
-    )
+    idle, untrained = set(order) - set(called), _untrained(plan)
+    if not plan.ended_in:  # or it may call them later
+        untrained |= idle - used.keys()
+    return UnitsOfStep(order, idle, set(plan.touched), untrained, _together(plan, list(called)))
 
 
 def _whole_plan(module: nn.Module, units: Sequence[str], step: Step, batch: Any, *options: Any) -> SlicePlan:

@@ -146,7 +146,7 @@ class SlicePlan:
     touched: Mapping[str, int]
     """The names of the units' parameters and buffers that operations between units take, and which is the first."""
     changes_batch: bool
-    """The step changes tensors of the batch in place."""
+    """The step changes tensors of the batch in place, or its lists, dicts and objects."""
     leaves_ghosts: bool
     """The step leaves values on the module that stages before the last know as ghosts."""
     uses_functions: bool

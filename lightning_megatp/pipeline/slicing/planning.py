@@ -31,7 +31,7 @@ def make_plan(
         tracer: after its run.
         names: id -> name of the parameters.
         n_stages: how many stages.
-        changes_batch: whether the step changes tensors of the batch in place.
+        changes_batch: whether the step changes tensors of the batch in place, or its lists, dicts and objects.
         leaves_ghosts: whether it leaves values of earlier stages on the module.
         lists_parameters: whether it goes through those of modules.
         put_back: what it sets and puts back.

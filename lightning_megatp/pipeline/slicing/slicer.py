@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_megatp.pipeline.remote.messages import Contents
 from lightning_megatp.pipeline.slicing.alone import Alone, Difference, Reading
 from lightning_megatp.pipeline.slicing.calls import Decides, Interception, Switch, loggers_in, logging_by
 from lightning_megatp.pipeline.slicing.deeds import Deeds
@@ -41,6 +42,7 @@ from lightning_megatp.pipeline.slicing.values import Values
 from lightning_megatp.pipeline.slicing.weights import TargetCount
 from lightning_megatp.shim.autograd import checkpoints_ended, handle_functions
 from lightning_megatp.shim.compiler import uncompiled
+from lightning_megatp.shim.lightning import trainer_of
 from lightning_megatp.shim.torch import (
     FakeTensorMode,
     conversions_around,
@@ -150,7 +152,7 @@ class Slicer:
         first, left = self._dry_run(step, batch, seed)
         if not left.any:
             return [first]
-        before = Snapshot(self.module)
+        before = self._snapshot()
         for plain in (False, True) if is_first and left.are_tables else ():
             left.put(plain)
             plan = self._planned_from_here(step, batch, before, seed, makes_nothing=True)
@@ -225,11 +227,11 @@ class Slicer:
         self, late_hooks: frozenset[Any], step: Step, batch: Any, seed: int
     ) -> tuple[SlicePlan, Left, Sequence[Deeds], Difference | Reading | None]:
         varies, original, batch = leaves_out(batch), batch, copy.deepcopy(batch)
-        in_batch = tensors_of(batch)
+        in_batch, containers = tensors_of(batch), Contents(batch)
         before = [(tensor_version(x), x.requires_grad) for x in in_batch]
         owned = self._ownership
         with self._prepared_to_plan(), owned.present(), owned.whole_as_fakes(), owned.buffers_aside():
-            snapshot = Snapshot(self.module)
+            snapshot = self._snapshot()
             toggles = Toggles(snapshot)
             tracer = self._tracer(snapshot, in_batch, toggles, late_hooks)
             tracer.varies = varies
@@ -248,6 +250,7 @@ class Slicer:
                 snapshot.restore()
                 values_before.restore()
             changes_batch = before != [(tensor_version(x), x.requires_grad) for x in in_batch]
+            changes_batch = changes_batch or bool(containers.changes())
             left_early = any(value.stage not in (None, self.n_stages - 1) for value in values)
             plan = make_plan(
                 tracer,
@@ -372,11 +375,17 @@ class Slicer:
         follows = self._follows or bool(plan.changed_alike and plan.early_reads)
         return plan.varies or plan.draws_on_host or follows or not self._tables.are_those_of(plan)
 
+    def _snapshot(self) -> Snapshot:
+        """Of the module, and of what a step may set on its optimizers: attributes, and options such as rates."""
+        optimizers = getattr(trainer_of(self.module), "optimizers", [])
+        options = [group for optimizer in optimizers for group in optimizer.param_groups]
+        return Snapshot(self.module, beside=[*(x.__dict__ for x in optimizers), *options])
+
     def _fits(self, plan: SlicePlan, mode: Rehearsal, step: Step, batch: Any, seed: int) -> bool:
         if not (plan.early_reads or self._is_rehearsed_to_the_end(plan)):
             return True
         batch = copy.deepcopy(batch) if plan.changes_batch else batch
-        before = Snapshot(self.module)
+        before = self._snapshot()
         self._before_rehearsals = self._before_rehearsals or before
         values = FirstValues(before.tensors.values() if plan.changed_alike else ())
         self._values_before.append(values)

@@ -38,11 +38,13 @@ class Snapshot:
     Args:
         owners: modules, and objects of the user's.
         submodules: look at those of the modules, too.
+        beside: dicts that are put back, and not searched.
     """
 
-    def __init__(self, *owners: Any, submodules: bool = True) -> None:
+    def __init__(self, *owners: Any, submodules: bool = True, beside: Iterable[dict[str, Any]] = ()) -> None:
         self._owners = [x for y in owners for x in (y.modules() if submodules and isinstance(y, nn.Module) else (y,))]
         self._holders = [(holder, _copy(holder)) for holder in self._found()]
+        self._beside = [(holder, dict(holder)) for holder in beside]
 
     @functools.cached_property
     def tensors(self) -> dict[int, Tensor]:
@@ -51,7 +53,7 @@ class Snapshot:
 
     def restore(self) -> None:
         """Put everything back, in place."""
-        for holder, before in self._holders:
+        for holder, before in (*self._holders, *self._beside):
             refill(holder, before)
 
     def drop_fakes(self) -> None:

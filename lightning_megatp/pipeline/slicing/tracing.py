@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -47,10 +47,17 @@ from lightning_megatp.pipeline.slicing.snapshot import Snapshot
 from lightning_megatp.pipeline.slicing.stage_states import Known, SharedParts, StageStates
 from lightning_megatp.pipeline.slicing.step_generators import StepGenerators
 from lightning_megatp.pipeline.slicing.values import Value, Values, versions
-from lightning_megatp.shim.autograd import checkpoint_region, function_name, functorch_is_active, untransformed
+from lightning_megatp.shim.autograd import (
+    checkpoint_region,
+    function_name,
+    functorch_is_active,
+    handle_transforms,
+    untransformed,
+)
 from lightning_megatp.shim.torch import (
     FOREACH_IN_PLACE,
     DataDependentOutputException,
+    DisableTorchFunction,
     DynamicOutputShapeException,
     FakeTensorMode,
     UnsupportedOperatorException,
@@ -547,12 +554,23 @@ class Tracer(TorchFunctionMode):
             return False  # these share no memory, and may have other shapes by now: it was done on the real ones
         return False
 
+    @contextlib.contextmanager
+    def on_fakes(self) -> Iterator[None]:
+        """Around a call that is looked into: what torch functions don't show."""
+
+        def on_fakes(name: str, function: Callable[..., Any], given: Any) -> tuple[Callable[..., Any], Any]:
+            with DisableTorchFunction():
+                return function, tree_map(lambda x: self.values.fake(x) if isinstance(x, Tensor) else x, given)
+
+        with modules_convert_without_data(), handle_transforms(on_fakes):
+            yield
+
     def _look_inside(self, call: Call, stage: int | None) -> tuple[int | None, Any]:
         self._inside = inside = Inside(self, call)
         hooks = self._hooks.of(call.name) if call.is_unit and call.units else []
         self._doing.inside, self._doing.compared = inside.deeds, False
         try:
-            with inside, modules_convert_without_data(), self._watched.watching(hooks, inside):
+            with inside, self.on_fakes(), self._watched.watching(hooks, inside):
                 out = call.function(*call.args, **call.kwargs)
         except Exception as error:
             if inside.missed is None or isinstance(error, SliceError):

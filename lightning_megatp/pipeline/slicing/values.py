@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lightning_megatp.pipeline.slicing.lasting import Changed, LastingChanges
 from lightning_megatp.pipeline.slicing.plan import Key, SliceError
+from lightning_megatp.shim.autograd import is_transformed
 from lightning_megatp.shim.torch import FakeTensorMode, is_fake, storage_id, tensor_version
 
 
@@ -86,7 +87,7 @@ class Values:
 
     def fake(self, tensor: Tensor) -> Tensor:
         """A tensor without data in place of this one."""
-        if is_fake(tensor):
+        if is_fake(tensor) or is_transformed(tensor):  # those of torch.func, in a unit, are around fakes
             return tensor
         known = self.get(tensor)
         if known is None:
