@@ -34,6 +34,11 @@ def check_stages(stages: Sequence[Sequence[str]] | None) -> None:
     """Raises:
     ValueError: a plain list of names, or something else.
     """
+    if stages is not None and (isinstance(stages, str) or not isinstance(stages, Sequence)):
+        raise ValueError(
+            f"MegaTPStrategy: stages={stages!r}, but it lists a list of modules per stage: [['embed', 'blocks.0'],"
+            " ['blocks.1', 'head']]. How many there are, `pp` says."
+        )
     if stages is not None and any(isinstance(names, str) for names in stages):
         lists = [[names] if isinstance(names, str) else names for names in stages]
         raise ValueError(f"MegaTPStrategy: stages={stages!r}, but it lists a list of modules per stage: {lists!r}.")

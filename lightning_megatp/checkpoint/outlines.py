@@ -15,10 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from lightning_megatp.messages import warn_once_per_run
+from lightning_megatp.pipeline.slicing.leftovers import is_own_object
 
 
 class Outlines:
-    """Copies, without weights, of the modules in its hyperparameters that a LightningModule holds, too.
+    """Copies, without weights, of the modules in its hyperparameters that a LightningModule holds, too; of those in
+    lists, dicts and the user's objects there as well.
 
     Args:
         module: whole.
@@ -84,18 +86,28 @@ class Outlines:
         if type(value) is dict:
             found = {key: self._with_weights(x, state) for key, x in value.items()}
             return _LEFT_OUT if any(x is _LEFT_OUT for x in found.values()) else found
+        if is_own_object(value) and next(_modules_in(value), None) is not None:
+            found = self._with_weights(dict(vars(value)), state)
+            if found is _LEFT_OUT:
+                return found
+            copied = copy.copy(value)
+            vars(copied).update(found)
+            return copied
         return value
 
 
 _LEFT_OUT = object()
 
 
-def _modules_in(value: Any) -> Iterator[nn.Module]:
+def _modules_in(value: Any, inside: tuple[int, ...] = ()) -> Iterator[nn.Module]:
     if isinstance(value, nn.Module):
         yield value
-    elif type(value) in (list, tuple, dict):
-        for x in value.values() if isinstance(value, dict) else value:
-            yield from _modules_in(x)
+    elif id(value) not in inside and (type(value) in (list, tuple, dict) or is_own_object(value)):
+        entries = (
+            value if isinstance(value, (list, tuple)) else (value if isinstance(value, dict) else vars(value)).values()
+        )
+        for x in entries:
+            yield from _modules_in(x, (*inside, id(value)))
 
 
 def _filled(outline: tuple[nn.Module, dict[int, str]] | None, state: Mapping[str, Any]) -> Any:

@@ -24,9 +24,8 @@ _VIEWS = operation_names(
     """
 )
 """Operations that give views of a tensor, and of a DTensor copies, where ranks have to send rows for that."""
-
-
 _NUMBERS = operation_names("item __float__ __int__ __bool__ tolist __index__ __complex__")
+_ARRAYS = operation_names("numpy __array__")
 
 
 class DataWatch(TorchFunctionMode):
@@ -59,6 +58,11 @@ class DataWatch(TorchFunctionMode):
             with DisableTorchFunction(), torch.no_grad():
                 of.copy_(args[1])
             return None
+        if name in _ARRAYS and isinstance(of, DTensor):
+            raise RuntimeError(
+                f"MegaTPStrategy: a hook takes an array (`{name}`; a histogram does) of parameters or gradients of"
+                " which each data-parallel rank holds some rows (zero > 0). Take `x.full_tensor()` first, on all ranks."
+            )
         if name in _NUMBERS and isinstance(of, DTensor) and any(x.is_partial() for x in of.placements):
             warn_once_per_run(
                 f"a hook takes a number (`{name}`) of what it has made of parameters or gradients of which each"

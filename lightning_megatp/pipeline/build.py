@@ -13,6 +13,7 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from rich.table import Table
 from torch import Tensor, nn
+from torchmetrics import MetricTracker
 
 from lightning_megatp.example import Example
 from lightning_megatp.mesh import ParallelMesh, alone
@@ -367,7 +368,7 @@ def check_pipelined(parallel: ParallelModule) -> None:
     """Refuse what can't work when a step runs on several stages.
 
     Raises:
-        ValueError: manual optimization, a step that takes an iterator, an own `backward`.
+        ValueError: manual optimization, a step that takes an iterator, an own `backward`, a MetricTracker.
     """
     module = parallel.module
     steps = [getattr(module, f"{kind}_step", None) for kind in _KINDS]  # `test_step = None` says that there is none
@@ -378,6 +379,11 @@ def check_pipelined(parallel: ParallelModule) -> None:
         found = "a step that takes `dataloader_iter`", "a step that takes a batch"
     elif not getattr(type(module), "backward", print).__module__.endswith(("core.module", "builtins")):
         found = "a LightningModule with its own `backward`: the pipeline's schedule runs it", "on_before_backward"
+    elif any(isinstance(x, MetricTracker) for x in module.modules()):
+        found = (
+            "a MetricTracker: it copies its metric as it goes, and other stages don't know these",
+            "the metric itself",
+        )
     if found:
         what, use = found
         raise ValueError(f"MegaTPStrategy: pp > 1 does not go together with {what}. Use {use}.")

@@ -11,6 +11,7 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
+from torchmetrics import MeanMetric
 
 from tests.distributed.training import QUIET
 from tests.ranks import run_ranks, run_reference
@@ -38,16 +39,27 @@ class Net(nn.Module):
         return self.head(self.down(self.norm(self.up(x)).relu())) * self.scale
 
 
+class Holder:
+    """An object of the user's with a module and a metric in it."""
+
+    def __init__(self) -> None:
+        self.part, self.metrics = nn.Linear(6, 6), {"mean": MeanMetric()}
+
+
 class Lit(LightningModule):
     def __init__(self, net: nn.Module, more: dict[str, Any], width: int = 6) -> None:
         super().__init__()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that it is saved anyway
             self.save_hyperparameters()
-        self.net, self.more = net, more["last"][0]
+        self.net, self.more, self.part = net, more["last"][0], more["holder"].part
+        self.mean = more["holder"].metrics["mean"]
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return (self.more(self.net(batch)) - batch).square().mean()
+        loss = (self.part(self.more(self.net(batch))) - batch).square().mean()
+        self.mean(loss.detach())
+        self.log("mean", self.mean)
+        return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=0.01)
@@ -64,7 +76,7 @@ def save(rank: int, world_size: int, layout: dict[str, Any], folder: str) -> lis
 
         strategy = MegaTPStrategy(**{"summary": False, **layout})
     torch.manual_seed(0)
-    module = Lit(Net(), {"last": [nn.Linear(6, 6)], "rate": 0.1})
+    module = Lit(Net(), {"last": [nn.Linear(6, 6)], "rate": 0.1, "holder": Holder()})
     options: dict[str, Any] = {"accelerator": "cpu", "precision": "64-true", "use_distributed_sampler": False, **QUIET}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -91,7 +103,9 @@ def test_modules_among_hyperparameters_are_those_of_one_device(layout: str, tmp_
         found = torch.load(tmp_path / f"{run}.ckpt", weights_only=False)["hyper_parameters"]
         hoped = expected[run]["hyper_parameters"]
         assert set(found) == set(hoped) == {"net", "more", "width"}
-        for ours, theirs in ((found["net"], hoped["net"]), (found["more"]["last"][0], hoped["more"]["last"][0])):
+        held = found["more"]["holder"].part, hoped["more"]["holder"].part
+        assert type(found["more"]["holder"].metrics["mean"]) is MeanMetric
+        for ours, theirs in ((found["net"], hoped["net"]), (found["more"]["last"][0], hoped["more"]["last"][0]), held):
             assert [type(x) for x in ours.modules()] == [type(x) for x in theirs.modules()]
             assert [p.requires_grad for p in ours.parameters()] == [p.requires_grad for p in theirs.parameters()]
             assert ours.state_dict().keys() == theirs.state_dict().keys()

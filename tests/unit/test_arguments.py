@@ -25,6 +25,11 @@ from lightning_megatp import MegaTPStrategy
             {"parallelism": {"up": "column"}},
             "parallelism={'up': 'column'} (dict) has to be a plugin, such as ParallelismPlugin(plan={...}).",
         ),
+        (
+            {"pp": 2, "stages": 2},
+            "stages=2, but it lists a list of modules per stage: [['embed', 'blocks.0'], ['blocks.1', 'head']]. How"
+            " many there are, `pp` says.",
+        ),
         ({"plan": ["up"]}, "plan=['up'], but a plan is \"auto\" or a mapping {pattern: style}."),
         (
             {"pp": 2, "stages": ["blocks.0", "blocks.1"]},
