@@ -18,6 +18,7 @@ from lightning_megatp.module import ParallelModule
 from lightning_megatp.pipeline.build import used_beside
 from lightning_megatp.pipeline.slicing.snapshot import random_state_kept
 from lightning_megatp.pipeline.slicing.units import find_units
+from lightning_megatp.plan.attributes import undivided_counts
 from lightning_megatp.plan.auto.blocks import find_blocks
 from lightning_megatp.plan.auto.discover import discover, keep_whole, look, suit_stages
 from lightning_megatp.plan.auto.numbers import reads_outside
@@ -98,6 +99,8 @@ class ParallelismPlugin:
             if mesh.size("pp") > 1 and not plan.compiled:
                 suit_stages(plan, module, find_units(module))
             gc.collect()  # a graph that lived on would remember the shapes of parameters before they are split
+        elif mesh.size("tp") > 1:
+            self._warn_undivided(plan, dict(module.named_modules()))
         if mesh.size("tp") > 1 and not plan.layers:
             self._warn_whole(module, mesh.size("tp"))
         if mesh.size("tp") > 1 and plan.whole_sequences:
@@ -116,6 +119,15 @@ class ParallelismPlugin:
         load_whole_values(module, parallel.own_spec)
         module.__dict__[_KEPT] = parallel
         return parallel
+
+    def _warn_undivided(self, plan: ParallelPlan, modules: dict[str, nn.Module]) -> None:
+        for attribute, layer in list(undivided_counts(plan, modules).items())[:1]:
+            self._say(
+                f"`{layer}` is split by heads, whose number the forward beside it reads as `{attribute}`, and the plan"
+                " does not divide that. If it shapes tensors by the number, it makes other heads of a rank's part,"
+                f" without an error. Then add `{attribute}: divide` to the plan; `verify=True` compares the first"
+                " batch."
+            )
 
     def split_form(self, module: nn.Module) -> ParallelModule | None:
         """What an earlier `parallelize` made of this model; None if it is whole."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from types import CodeType
 
 from torch import nn
 
 from lightning_megatp.plan.layer_styles import unit_of
 from lightning_megatp.plan.parallel_plan import AttributePlan, ParallelPlan, matching
-from lightning_megatp.plan.ranges import deal_units
+from lightning_megatp.plan.ranges import deal_units, length
 from lightning_megatp.plan.styles import Style
 
 
@@ -47,6 +48,38 @@ def divide(style: Style, modules: Mapping[str, nn.Module], tp: int) -> list[Attr
             ) from None
         plans.append(AttributePlan(name, attribute, tuple((stop - start) * unit for start, stop in pieces)))
     return plans
+
+
+def undivided_counts(plan: ParallelPlan, modules: Mapping[str, nn.Module]) -> dict[str, str]:
+    """Numbers of heads that the forward of a layer's module reads, and the plan does not divide: where its parts are
+    given as units, an undivided number may fit shapes, and make other heads of them.
+
+    Returns:
+        `module.attribute` -> the layer.
+    """
+    divided = {(x.module, x.attribute) for x in plan.attributes}
+    found = {}
+    for name, layer in plan.layers.items():
+        owner = name.rpartition(".")[0]
+        module = modules.get(owner)
+        code = getattr(getattr(type(module), "forward", None), "__code__", None)
+        parts = layer.style.parts
+        if layer.unit == 1 or layer.global_sizes or code is None or not isinstance(parts, int):
+            continue
+        count = sum(map(length, layer.by_rank)) // (layer.unit * parts)
+        for attribute in _names(code) if count > 1 else ():
+            value = vars(module).get(attribute)
+            if type(value) is int and value == count and (owner, attribute) not in divided:
+                found[f"{owner}.{attribute}".lstrip(".")] = name
+    return found
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    """The names of attributes and functions in it, and in functions and comprehensions inside."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)
 
 
 def check_heads(plan: ParallelPlan, modules: Mapping[str, nn.Module]) -> None:

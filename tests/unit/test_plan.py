@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_megatp.plan.attributes import undivided_counts
 from lightning_megatp.plan.parallel_plan import AttributePlan, ParallelPlan
 from lightning_megatp.plan.ranges import show
 from lightning_megatp.plan.resolve import resolve
@@ -290,6 +291,26 @@ def test_divide_keeps_units_together_and_reaches_the_root() -> None:
     found = resolve(plan, model, 2)
     assert [a.by_rank for a in found.attributes] == [(4, 4), (4, 4), (2, 2)]
     assert found.attributes[-1] == AttributePlan("", "experts", (2, 2))
+
+
+class ReadsHeads(Attention):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        parts = (part.unflatten(-1, (self.heads, -1)) for part in self.qkv(x).chunk(3, -1))
+        return self.out(sum(parts).flatten(-2))  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("divided", [False, True])
+@pytest.mark.parametrize("kind", [Attention, ReadsHeads])
+def test_a_number_of_heads_that_a_forward_reads_and_the_plan_does_not_divide(
+    kind: type[Attention], divided: bool
+) -> None:
+    model = Model()
+    for block in model.blocks:
+        block.attn = kind(4, 2)
+    plan = PLAN if divided else {name: style for name, style in PLAN.items() if style != "divide"}
+    found = undivided_counts(resolve(plan, model, 2), dict(model.named_modules()))
+    expected = {f"blocks.{i}.attn.heads": f"blocks.{i}.attn.out" for i in range(2)}
+    assert found == (expected if kind is ReadsHeads and not divided else {})
 
 
 # ---------------------------------------------------------------- bad input
