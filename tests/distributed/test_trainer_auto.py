@@ -355,6 +355,46 @@ class Tangents(Perceptron):
         return nn.functional.cross_entropy(y, ids[:, 0] % 8) + speed.square().mean()
 
 
+class FixedPoint(nn.Module):
+    """An implicit layer: a leaf of its own, and a hook that solves for the gradient. Beside it a region."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(16, 32), nn.Linear(32, 16)
+        self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def step(self, z: Tensor, x: Tensor) -> Tensor:
+        return self.norm(x + 0.3 * self.down(self.up(z).tanh()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.b(self.a(x).tanh())
+        with torch.no_grad():
+            z = self.step(self.step(torch.zeros_like(x), x), x)
+        z = self.step(z, x)
+        start = z.detach().requires_grad_()
+        after = self.step(start, x)
+
+        def solve(gradient: Tensor) -> Tensor:
+            return torch.autograd.grad(after, start, gradient, retain_graph=True)[0] + gradient
+
+        if z.requires_grad:
+            z.register_hook(solve)
+        return z
+
+
+class Implicit(Perceptron):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tok, self.blocks = nn.Embedding(40, 16), nn.ModuleList(FixedPoint() for _ in range(2))
+        self.net = nn.Sequential(nn.Linear(16, 8))
+
+    def training_step(self, ids: Tensor, batch_idx: int) -> Tensor:
+        x = self.tok(ids)
+        for block in self.blocks:
+            x = block(x)
+        return nn.functional.cross_entropy(self.net(x.mean(1)), ids[:, 0] % 8)
+
+
 def fit_losses(
     rank: int,
     world_size: int,
@@ -412,6 +452,13 @@ def test_what_torch_func_runs_stays_whole() -> None:
         assert losses == pytest.approx(expected, rel=1e-12)
     with pytest.raises(RankError, match=r"MegaTPStrategy: a layer that the plan splits, .* under torch\.func"):
         run_ranks(2, fit_losses, Tangents, True, {"inside.*.0": "column", "inside.*.2": "row"})
+
+
+def test_blocks_that_ask_for_gradients_keep_their_tokens_whole() -> None:
+    """Of tokens each rank would be given a part of them."""
+    expected = run_reference(fit_losses_alone, Implicit)
+    for losses in run_ranks(2, fit_losses, Implicit):
+        assert losses == pytest.approx(expected, rel=1e-9)
 
 
 def test_blocks_that_communicate_are_probed_alone() -> None:

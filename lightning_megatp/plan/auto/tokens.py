@@ -7,10 +7,12 @@ must depend on token t only. Source: Korthikanti et al. 2022, section 4.2.2.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from lightning_megatp.plan.auto.blocks import Call, tensors_in
 from lightning_megatp.plan.auto.exact import exact
@@ -18,6 +20,7 @@ from lightning_megatp.plan.auto.thin import ThinLinear, concrete_call
 from lightning_megatp.plan.layer import LayerPlan
 from lightning_megatp.shim.autograd import accumulated_parameter
 from lightning_megatp.shim.torch import tree_leaves
+from lightning_megatp.tensor.functions import operation_name
 
 
 def sequence_dim(twin: nn.Module, call: Call, layers: Mapping[str, LayerPlan]) -> int | None:
@@ -46,8 +49,10 @@ def sequence_dim(twin: nn.Module, call: Call, layers: Mapping[str, LayerPlan]) -
         layer = twin.get_submodule(name)
         assert isinstance(layer, ThinLinear)
         layer.record, layer.cut = [], name in rows
-    with torch.enable_grad(), exact():
+    with torch.enable_grad(), exact(), _Gradients() as gradients:
         result = twin(*own.args, **own.kwargs)
+    if gradients.asked:  # of tokens a rank would be given a part
+        return None
     outputs = [x for x in tensors_in(result, (own.args, own.kwargs)) if x.is_floating_point()]
     sources = [hidden, *(y for name in rows for _, y in _calls(twin, name))]
     targets = [*(x for name in columns for x, _ in _calls(twin, name)), *outputs[:1]]
@@ -57,6 +62,24 @@ def sequence_dim(twin: nn.Module, call: Call, layers: Mapping[str, LayerPlan]) -
         if all(_is_local(x, sources, hidden.shape[dim], dim) for x in targets):
             return dim
     return None
+
+
+class _Gradients(TorchFunctionMode):
+    """Notes whether code asks for gradients of what it computes with: by hooks, or by making leaves (implicit layers,
+    learning at test time)."""
+
+    asked = False
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name, kwargs = operation_name(func), kwargs or {}
+        if name in ("register_hook", "retain_grad"):
+            self.asked = True
+        elif name == "requires_grad_" or (name == "requires_grad" and len(args) > 1):  # set
+            wanted = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
+            self.asked = self.asked or bool(wanted and not args[0].requires_grad)
+        return func(*args, **kwargs)
 
 
 def used_twice(twin: nn.Module, call: Call) -> set[str]:
