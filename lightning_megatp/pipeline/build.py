@@ -16,7 +16,9 @@ from torch import Tensor, nn
 from torchmetrics import MetricTracker
 
 from lightning_megatp.example import Example
+from lightning_megatp.hooks.users import HOOKS, is_users, mentions
 from lightning_megatp.mesh import ParallelMesh, alone
+from lightning_megatp.messages import warn_once_per_run
 from lightning_megatp.metrics import LastStageMetrics
 from lightning_megatp.module import ParallelModule
 from lightning_megatp.pipeline.executor import Executor, Links, connect, lanes
@@ -43,7 +45,7 @@ from lightning_megatp.pipeline.slicing.units import (
 )
 from lightning_megatp.pipeline.split import check_columns, check_rows
 from lightning_megatp.shim.compiler import is_compiled
-from lightning_megatp.shim.lightning import default_store
+from lightning_megatp.shim.lightning import default_store, trainer_of
 from lightning_megatp.tensor.deferred import defer_linears
 
 _ONE_QUEUE = "CUDA_DEVICE_MAX_CONNECTIONS"
@@ -147,6 +149,7 @@ def build_pipeline(
         stage_of_unit = _with_twins(parallel, found, schedule.stages, costs, example, mesh.device)
     if stage_of_unit is None:
         stage_of_unit = assign(units, schedule.stages, costs, options.stages, found.together)
+    _warn_of_pairs(parallel, found, stage_of_unit)
     sizes = _stage_sizes(parallel, stage_of_unit, schedule.stages)
     deferred = parallel.context.deferred
     compiled = _put_off(parallel, units, schedule)
@@ -224,6 +227,25 @@ def _with_twins(
     found = assign(leaders, n_stages, both, together=together)
     stage_of_unit = {unit: found[twins.get(unit, unit)] for unit in units}
     return stage_of_unit if _flows_forward(parallel, stage_of_unit, n_stages, example, device) else None
+
+
+def _warn_of_pairs(parallel: ParallelModule, step: UnitsOfStep, stage_of_unit: Mapping[str, int]) -> None:
+    """Of averaged copies on other stages than what they are copies of, where a hook may go over both."""
+    twins = frozen_twins(parallel.module, step.order, step.untrained, parallel.whole_shape)
+    apart = [unit for unit, twin in twins.items() if stage_of_unit[unit] != stage_of_unit[twin]]
+    trainer = trainer_of(parallel.module)
+    owners = (parallel.module, *getattr(trainer, "callbacks", ()))
+    pairing = [hook for x in owners for hook in HOOKS if is_users(x, hook) and mentions(x, _PAIRING, hook)]
+    if apart and pairing:
+        warn_once_per_run(
+            f"`{apart[0]}` is like `{twins[apart[0]]}` and on another pipeline stage. If `{pairing[0]}` goes over the"
+            " parameters of both networks (`zip(average.parameters(), model.parameters())`), it meets those of its own"
+            " stage only, and other pairs than on one device. Put each pair on one stage by `stages=[[...], ...]`."
+        )
+
+
+_PAIRING = frozenset(["zip", "update_parameters"])
+"""What hooks are found by that go over two networks."""
 
 
 def _flows_forward(

@@ -180,13 +180,15 @@ def _samples(n: int) -> list[dict[str, Tensor]]:
     return [{"x": draw(i), "y": draw(100 + i)} for i in range(n)]
 
 
-def _fit(layout: Layout, kind: type[Base]) -> tuple[dict[str, Tensor], list[float]]:
+def _fit(
+    layout: Layout, kind: type[Base], stages: list[list[str]] | None = None
+) -> tuple[dict[str, Tensor], list[float]]:
     torch.manual_seed(0)
     module, size, accumulated = kind(), 4, 1
     if layout.plain:
         size, accumulated = 2, 2
     options = {"callbacks": [RateByMean()], "accumulate_grad_batches": accumulated, "use_distributed_sampler": False}
-    trainer = make_trainer(layout, strategy=None if layout.plain else {"plan": None}, **options)
+    trainer = make_trainer(layout, strategy=None if layout.plain else {"plan": None, "stages": stages}, **options)
     loaders = [DataLoader(_samples(n), batch_size=size) for n in (16, 4)]  # type: ignore[arg-type]
     trainer.fit(module, loaders[0], loaders[1] if hasattr(module, "ema") else None)
     trainer.save_checkpoint(path := f"{layout}.ckpt")
@@ -223,10 +225,10 @@ class CountsInBuffer(Base):
         return super().training_step(batch, batch_idx)
 
 
-def _said(layout: Layout, kind: type[Base]) -> list[str]:
+def _said(layout: Layout, kind: type[Base], stages: list[list[str]] | None = None) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        _fit(layout, kind)
+        _fit(layout, kind, stages)
     return [str(x.message) for x in caught]
 
 
@@ -234,6 +236,13 @@ def _said(layout: Layout, kind: type[Base]) -> list[str]:
 def test_counters_are_told(kind: type[Base], name: str) -> None:
     said = run_program(PP2, _said, kind)
     assert any(f"the step counts its calls in `{name}`" in text for text in said[0])
+
+
+def test_averages_that_are_kept_apart_are_told() -> None:
+    stages = [["net.0", "net.1", "ema.2", "ema.3"], ["net.2", "net.3", "ema.0", "ema.1"]]
+    said = [run_program(PP2, _said, Averages, chosen)[0] for chosen in (stages, None)]
+    told = ["`ema.0` is like `net.0` and on another pipeline stage" in " ".join(texts) for texts in said]
+    assert told == [True, False]
 
 
 def _fit_columns(layout: Layout, column: str) -> list[str]:
