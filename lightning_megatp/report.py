@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 from rich.table import Table
+from torch import nn
 
 from lightning_megatp.mesh import ParallelMesh
 from lightning_megatp.module import ParallelModule
@@ -87,9 +88,33 @@ def memory_table(parallel: ParallelModule) -> Table:
     if pipelined:
         table.add_row("whole model, all stages", f"{parallel.whole_parameters:,}", "")
     if parallel.plan.tp > 1 and largest:
-        names = ", ".join(f"{name} ({numel:,})" for numel, name in sorted(largest, reverse=True)[:3])
-        table.caption = f"Largest whole parameters (not in the plan): {names}"
+        table.caption_justify = "left"
+        table.caption = "Largest whole parameters:\n" + "\n".join(_largest(parallel, largest))
     return table
+
+
+def _largest(parallel: ParallelModule, whole: Iterable[tuple[int, str]]) -> list[str]:
+    """The three kinds of parameters with the most elements in all, and why these are whole."""
+    kinds: dict[str, list[tuple[int, str]]] = {}
+    for numel, name in whole:
+        kinds.setdefault(_pattern(name), []).append((numel, name))
+    most = sorted(kinds.items(), key=lambda kind: -sum(numel for numel, _ in kind[1]))[:3]
+    found = []
+    for pattern, (first, *others) in most:
+        times, why = f"{len(others) + 1} x " if others else "", _why_whole(parallel, first[1])
+        found.append(f"{pattern} ({times}{first[0]:,})" + (f": {why}" if why else ""))
+    return found
+
+
+def _why_whole(parallel: ParallelModule, name: str) -> str:
+    layer, _, computed = name.partition(".parametrizations.")
+    owner = layer if computed else name.rpartition(".")[0]
+    module = parallel.module.get_submodule(owner)
+    if computed or name.endswith(("weight_g", "weight_v", "weight_orig")):
+        return "its layer's weight is computed from it (a parametrization)"
+    if isinstance(module, nn.Linear) and type(module).forward is not nn.Linear.forward:
+        return f"`{type(module).__name__}` has a forward of its own"
+    return parallel.plan.whole.get(owner, "")
 
 
 def peak_memory() -> str:
@@ -107,5 +132,10 @@ def peak_memory() -> str:
 def _grouped(layers: Iterable[LayerPlan]) -> dict[str, list[LayerPlan]]:
     groups: dict[str, list[LayerPlan]] = {}
     for layer in layers:
-        groups.setdefault(re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", layer.name), []).append(layer)
+        groups.setdefault(_pattern(layer.name), []).append(layer)
     return groups
+
+
+def _pattern(name: str) -> str:
+    """A name without its numbers."""
+    return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name)

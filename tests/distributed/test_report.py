@@ -8,6 +8,11 @@ import os
 import re
 
 import pytest
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
+from torch.utils.data import DataLoader
 
 from tests.distributed.training import DP2, PP2, TP2, Layout, make_trainer, run_program, train_loader
 from tests.parity.variants import variant
@@ -38,3 +43,41 @@ def test_the_tables_say_what_each_rank_holds(layout: Layout) -> None:
     assert (UNDIVIDED in text) == (layout == DP2)
     assert ("What is split over tp=2" in text and "column" in text) == (layout.tp > 1)
     assert ("optimized here (zero=1, over 2 ranks)" in text) == bool(layout.zero)
+
+
+class OwnLinear(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight * self.weight.abs().mean(), self.bias)
+
+
+class Unsplit(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(OwnLinear(8, 64), nn.GELU(), weight_norm(nn.Linear(64, 8))) for _ in range(2)
+        )
+        self.usual = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        for block in self.blocks:
+            batch = batch + block(batch)
+        return self.usual(batch).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def _printed_why(layout: Layout) -> str:
+    os.environ["COLUMNS"], text = "160", io.StringIO()
+    rows = torch.randn(8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    trainer = make_trainer(layout, strategy={"summary": True, "plan": "auto"}, max_steps=1)
+    with contextlib.redirect_stdout(text):
+        trainer.fit(Unsplit(), DataLoader(rows, batch_size=4))  # type: ignore[arg-type]
+    return text.getvalue()
+
+
+def test_the_tables_say_why_layers_stay_whole() -> None:
+    text = " ".join(run_program(TP2, _printed_why)[0].split())
+    assert "blocks.*.*.weight (2 x 512): `OwnLinear` has a forward of its own" in text
+    computed = "its layer's weight is computed from it (a parametrization)"
+    assert f"blocks.*.*.parametrizations.weight.original1 (2 x 512): {computed}" in text
