@@ -71,7 +71,6 @@ def check_rows(batches: Mapping[int, Any]) -> None:
         return
     samples, batch = max(batches.items())
     if all(len(first) == samples for samples, first in firsts.items() if first is not None):
-        _check_others(batches)
         *_, hidden = shapes = [[tuple(x.shape) for x in _hidden(b)] for b in batches.values()]
         if any(other != hidden for other in shapes):
             raise ValueError(
@@ -79,7 +78,7 @@ def check_rows(batches: Mapping[int, Any]) -> None:
                 f" an object, here of shape {hidden[0] if hidden else ()}, which would be given to every microbatch as"
                 f" it is. To split it, {_REMEDY}"
             )
-        return
+        return _check_others(batches)
     shape = tuple(firsts[samples].shape)  # type: ignore[union-attr]
     others = zip(*([len(x) for x in tensors_of(b) if x.dim() > 0] for b in batches.values()), strict=False)
     if all(isinstance(b, list) and len(b) == n for n, b in batches.items()):
