@@ -425,17 +425,18 @@ class Pipeline:
 
     @contextlib.contextmanager
     def _noticing(self, run: BatchRun) -> Iterator[None]:
-        """Find out whether anything is left on the module. Once something was, it is no question any more."""
-        before = Attributes(self.parallel.module) if self.is_last and not self.stateful else None
-        plain = PlainValues(self._opened) if self.is_last else None
-        held = HeldTensors(self._outside) if self.is_last and (run.remote or self._changes_tensors) else None
-        options = options_of(self._trainer.optimizers) if self.is_last and self._sets_options else None
-        buffers = Buffers(self._outside)
-        counts = self._counts(buffers) if self.is_last and run.backward and len(run.microbatches) > 1 else None
+        """On the last stage find out what its steps leave and set there, which the others will be told. Whether
+        anything is left on the module is no question any more, once something was."""
+        if not self.is_last:
+            yield
+            return
+        before = None if self.stateful else Attributes(self.parallel.module)
+        plain, buffers = PlainValues(self._opened), Buffers(self._outside)
+        held = HeldTensors(self._outside) if run.remote or self._changes_tensors else None
+        options = options_of(self._trainer.optimizers) if self._sets_options else None
+        counts = self._counts(buffers) if run.backward and len(run.microbatches) > 1 else None
         yield
         run.left_state = before is not None and Attributes(self.parallel.module).differ_from(before)
-        if plain is None:
-            return
         now = PlainValues(self._opened)
         run.set_values = now.changes(plain)
         objects = {path[:-1] for path in run.set_values if len(path) > 2} - self._told_objects
@@ -448,9 +449,8 @@ class Pipeline:
             run.set_tensors = small | run.set_tensors
             self._untold |= changes.keys() - small.keys()
         run.set_tensors = Buffers(self._outside).replaced(buffers, _SMALL) | run.set_tensors
-        if options is not None:
-            later_options = options_of(self._trainer.optimizers)
-            run.set_options = later_options if later_options != options else None
+        if options is not None and (set_now := options_of(self._trainer.optimizers)) != options:
+            run.set_options = set_now
         if counts is not None:
             n, later = len(run.microbatches), self._counts(Buffers(self._outside)) or {}
             self._looked_for_counters = True
