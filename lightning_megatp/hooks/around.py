@@ -26,12 +26,14 @@ from lightning_megatp.shim.lightning import finetuning_callbacks
 from lightning_megatp.shim.torch import (
     FOREACH_IN_PLACE,
     DataDependentOutputException,
+    DisableTorchFunction,
     fake_beside,
     is_fake,
     making_fakes,
+    storage_id,
     tree_map,
 )
-from lightning_megatp.tensor.functions import is_in_place, one_by_one, operation_name
+from lightning_megatp.tensor.functions import is_in_place, one_by_one, operation_name, operation_names
 from lightning_megatp.tensor.user_functions import functions_take_whole
 
 _HOOKS = (
@@ -298,17 +300,26 @@ def explained(hook: str) -> Iterator[None]:
 
 def leaving_out_others(trainer: Any) -> Iterator[Detour]:
     """Let hooks that change parameters, also in lists that they keep (`torch._foreach_mul_(self.averages, 0.9)`), do so
-    to this stage's, and nothing to what stands for those of other stages.
+    to this stage's, and nothing to what stands for those of other stages. Say of numbers that hooks between steps take
+    of parameters, as they go over all, that these are of one stage. (`WholeNorms` sees to those around a backward.)
 
     Args:
         trainer: about to fit a module that is cut into stages.
     """
+    owners = (trainer.lightning_module, *trainer.callbacks)
+    listing = {x for x in _HOOKS for owner in owners if is_users(owner, x) and mentions(owner, _LISTS, x)}
 
     def run(hook: str, call: Callable[[], Any]) -> Any:
-        with contextlib.nullcontext() if hook == "optimizer_step" else _WithoutOthers():
+        if hook == "optimizer_step":
+            return call()
+        with _WithoutOthers(hook, trainer.lightning_module if hook in listing else None):
             return call()
 
     yield from _around_hooks(trainer, run)
+
+
+_LISTS = frozenset(["parameters", "named_parameters"])
+_NUMBERS_OF = operation_names("norm vector_norm linalg_vector_norm _foreach_norm sum mean max min amax amin var std")
 
 
 def _zeros_for(x: Any) -> Any:
@@ -316,6 +327,32 @@ def _zeros_for(x: Any) -> Any:
 
 
 class _WithoutOthers(TorchFunctionMode):
+    """Around a hook.
+
+    Args:
+        hook: its name.
+        module: of whose parameters numbers are told; None for no look at them.
+    """
+
+    def __init__(self, hook: str, module: nn.Module | None) -> None:
+        super().__init__()
+        self._hook, self._own = hook, set[int]()
+        if module is not None:
+            with DisableTorchFunction():
+                self._own = {storage_id(p) for p in module.parameters() if not is_fake(p)}
+
+    def _tell_of_numbers(self, name: str, given: Any, result: Any) -> None:
+        results = result if isinstance(result, (list, tuple)) else [result]
+        if not all(isinstance(x, Tensor) and x.dim() == 0 for x in results):
+            return
+        if any(isinstance(x, Tensor) and x.dim() > 0 and storage_id(x) in self._own for x in given):
+            warn_once_per_run(
+                f"`{self._hook}` takes a number (`{name}`) of parameters as it goes over them. With pp > 1 it finds"
+                " those of its own pipeline stage only, and global rank 0 those of the last. Add the stages' numbers up,"
+                " on all ranks: `torch.distributed.all_reduce(x, group=trainer.strategy.mesh.group('pp'))`."
+            )
+            self._own = set()
+
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -327,7 +364,11 @@ class _WithoutOthers(TorchFunctionMode):
         given = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]  # torch.nn.init hands on keywords
         other = next((x for x in given if is_fake(x) and x.dim() > 0), None)
         if other is None:
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+            if self._own and name in _NUMBERS_OF:
+                listed = args[0] if args and isinstance(args[0], (list, tuple)) else given
+                self._tell_of_numbers(name, listed, result)
+            return result
         if draws_for_tensors(name):  # as many random numbers as on other stages
             func(*map(_zeros_for, args), **{key: _zeros_for(x) for key, x in kwargs.items()})
         changed = given[0] if is_in_place(name) and name != "requires_grad_" else None

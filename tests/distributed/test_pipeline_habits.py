@@ -238,6 +238,25 @@ def test_counters_are_told(kind: type[Base], name: str) -> None:
     assert any(f"the step counts its calls in `{name}`" in text for text in said[0])
 
 
+class LogsNorm(Base):
+    """Of all weights, of which a stage has some."""
+
+    def on_train_epoch_end(self) -> None:
+        self.log("norm", torch.stack([p.detach().norm() for p in self.parameters()]).square().sum())
+
+
+class LogsOneNorm(Base):
+    def on_train_epoch_end(self) -> None:
+        if self.trainer.is_global_zero:  # the last stage
+            self.last = self.net[3].down.weight.norm().item()
+
+
+@pytest.mark.parametrize(("kind", "told"), [(LogsNorm, True), (LogsOneNorm, False)])
+def test_numbers_of_one_stage_are_told(kind: type[Base], told: bool) -> None:
+    said = " ".join(run_program(PP2, _said, kind)[0])
+    assert ("`on_train_epoch_end` takes a number (`norm`) of parameters" in said) == told
+
+
 def test_averages_that_are_kept_apart_are_told() -> None:
     stages = [["net.0", "net.1", "ema.2", "ema.3"], ["net.2", "net.3", "ema.0", "ema.1"]]
     said = [run_program(PP2, _said, Averages, chosen)[0] for chosen in (stages, None)]
