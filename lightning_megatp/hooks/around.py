@@ -348,8 +348,8 @@ class _WithoutOthers(TorchFunctionMode):
         if any(isinstance(x, Tensor) and x.dim() > 0 and storage_id(x) in self._own for x in given):
             warn_once_per_run(
                 f"`{self._hook}` takes a number (`{name}`) of parameters as it goes over them. With pp > 1 it finds"
-                " those of its own pipeline stage only, and global rank 0 those of the last. Add the stages' numbers up,"
-                " on all ranks: `torch.distributed.all_reduce(x, group=trainer.strategy.mesh.group('pp'))`."
+                " those of its own pipeline stage only, and global rank 0 those of the last. Add the stages' numbers"
+                " up, on all ranks: `torch.distributed.all_reduce(x, group=trainer.strategy.mesh.group('pp'))`."
             )
             self._own = set()
 
