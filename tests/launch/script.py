@@ -39,14 +39,12 @@ class Net(L.LightningModule):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.5)
 
-    def setup(self, stage: str) -> None:
-        """Processes; a hook that asks for their number is told that of copies of the model."""
-        self.process = {"rank": self.trainer.strategy.global_rank, "world_size": self.trainer.strategy.world_size}
-
     def on_train_end(self) -> None:
         strategy = self.trainer.strategy
+        mesh = getattr(strategy, "mesh", None)  # of processes; Trainer and strategy count copies of the model here
         result = {
-            **self.process,
+            "rank": 0 if mesh is None else mesh.global_rank,
+            "world_size": 1 if mesh is None else mesh.shape.world_size,
             "strategy": type(strategy).__module__ + "." + type(strategy).__name__,
             "environment": type(getattr(strategy, "cluster_environment", None)).__name__,
             "rows": self.up.weight.shape[0],

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_megatp.plan.auto.blocks import Call, computed_tensors, copied_object, is_linear
-from lightning_megatp.shim.torch import tree_map
+from lightning_megatp.shim.torch import DisableTorchFunction, tree_map
 from lightning_megatp.shim.transformers import is_conv1d
 
 RANK = 6
@@ -49,7 +49,9 @@ class ThinLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.compute(x) if self.split is None else self.split(self, x)
-        y = y.detach().requires_grad_() if self.cut else y
+        if self.cut:
+            with DisableTorchFunction():  # no mode shall take it for something that the block does
+                y = y.detach().requires_grad_()
         if self.record is not None:
             self.record.append((x, y))
         return y.clone() if self.cut else y  # a leaf can't be changed in place
