@@ -322,10 +322,9 @@ class MegaTPStrategyBase(StepMethods, GradientMethods, BuildingMethods, WorldMet
             self._detours += meetings.around_hooks(trainer)
         if self.pipeline is not None:
             self._detours += Forwards(self.pipeline.running_units).around_hooks(trainer)
+            self._detours += explaining_stages(trainer)
         elif self.sharding is not None:
             self._detours += Forwards(GatheredCalls(parallel, self.sharding).running).around_hooks(trainer)
-        if self.pipeline is not None:
-            self._detours += explaining_stages(trainer)
         if self.pipeline is not None and not self.pipeline.is_last:
             self._detours += without_predictions(trainer)
         self._watch_sigterm(trainer, example)

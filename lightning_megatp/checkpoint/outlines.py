@@ -103,10 +103,8 @@ def _modules_in(value: Any, inside: tuple[int, ...] = ()) -> Iterator[nn.Module]
     if isinstance(value, nn.Module):
         yield value
     elif id(value) not in inside and (type(value) in (list, tuple, dict) or is_own_object(value)):
-        entries = (
-            value if isinstance(value, (list, tuple)) else (value if isinstance(value, dict) else vars(value)).values()
-        )
-        for x in entries:
+        held = value if isinstance(value, (list, tuple, dict)) else vars(value)
+        for x in held.values() if isinstance(held, dict) else held:
             yield from _modules_in(x, (*inside, id(value)))
 
 

@@ -224,6 +224,11 @@ class ZeroSharding:
         finally:
             self.end()
 
+    def between_steps(self, call: Callable[[], Any]) -> Any:
+        """Run a forward that a hook calls: it gathers what it computes with, and lets go of it."""
+        with self.evaluating():
+            return self.step(call)
+
     def as_rows(self) -> contextlib.AbstractContextManager[None]:
         """Meanwhile the module's parameters are this rank's plain rows."""
         return self._showing(lambda p: p.local)

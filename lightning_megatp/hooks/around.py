@@ -157,16 +157,18 @@ def set_up_among_copies(trainer: Any, counted: Callable[[], contextlib.AbstractC
         counted: a context in which copies are counted, and talk.
     """
 
-    def run(detours: list[Detour], call: Callable[[], Any]) -> Any:
-        detours.pop().end()
-        with counted():
-            return call()
+    def once(owner: Any, hook: str) -> None:
+        def run(call: Callable[[], Any]) -> Any:
+            detour.end()
+            with counted():
+                return call()
+
+        detour = Detour(owner, hook, run)
 
     for owner in (trainer.lightning_module, trainer.datamodule, *trainer.callbacks):
         for hook in ("setup", "configure_model"):
             if owner is not None and is_users(owner, hook) and mentions(owner, _AMONG_RANKS, hook):
-                detours: list[Detour] = []
-                detours.append(Detour(owner, hook, functools.partial(run, detours)))
+                once(owner, hook)
 
 
 def with_whole_values(trainer: Any, parallel: ParallelModule) -> Iterator[Detour]:
@@ -308,11 +310,12 @@ def leaving_out_others(trainer: Any) -> Iterator[Detour]:
     """
     owners = (trainer.lightning_module, *trainer.callbacks)
     listing = {x for x in _HOOKS for owner in owners if is_users(owner, x) and mentions(owner, _LISTS, x)}
+    numbers = _Numbers(trainer.lightning_module)
 
     def run(hook: str, call: Callable[[], Any]) -> Any:
         if hook == "optimizer_step":
             return call()
-        with _WithoutOthers(hook, trainer.lightning_module if hook in listing else None):
+        with _WithoutOthers(hook, numbers if hook in listing else None):
             return call()
 
     yield from _around_hooks(trainer, run)
@@ -326,32 +329,46 @@ def _zeros_for(x: Any) -> Any:
     return torch.zeros(x.shape, dtype=x.dtype) if isinstance(x, Tensor) and is_fake(x) else x
 
 
+class _Numbers:
+    """Says once of a number that hooks take of parameters that it is of one stage.
+
+    Args:
+        module: whose parameters.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module, self._told = module, False
+
+    @functools.cached_property
+    def _own(self) -> set[int]:
+        with DisableTorchFunction():
+            return {storage_id(p) for p in self._module.parameters() if not is_fake(p)}
+
+    def look(self, hook: str, name: str, given: Any, result: Any) -> None:
+        """At an operation of a hook, and what came out."""
+        results = result if isinstance(result, (list, tuple)) else [result]
+        if self._told or name not in _NUMBERS_OF or not all(isinstance(x, Tensor) and x.dim() == 0 for x in results):
+            return
+        if any(isinstance(x, Tensor) and x.dim() > 0 and storage_id(x) in self._own for x in given):
+            self._told = True
+            warn_once_per_run(
+                f"`{hook}` takes a number (`{name}`) of parameters as it goes over them. With pp > 1 it finds"
+                " those of its own pipeline stage only, and global rank 0 those of the last. Add the stages' numbers"
+                " up, on all ranks: `torch.distributed.all_reduce(x, group=trainer.strategy.mesh.group('pp'))`."
+            )
+
+
 class _WithoutOthers(TorchFunctionMode):
     """Around a hook.
 
     Args:
         hook: its name.
-        module: of whose parameters numbers are told; None for no look at them.
+        numbers: looks at those that it takes of parameters; None where it does not go over these.
     """
 
-    def __init__(self, hook: str, module: nn.Module | None) -> None:
+    def __init__(self, hook: str, numbers: _Numbers | None) -> None:
         super().__init__()
-        self._hook, self._own = hook, set[int]()
-        if module is not None:
-            with DisableTorchFunction():
-                self._own = {storage_id(p) for p in module.parameters() if not is_fake(p)}
-
-    def _tell_of_numbers(self, name: str, given: Any, result: Any) -> None:
-        results = result if isinstance(result, (list, tuple)) else [result]
-        if not all(isinstance(x, Tensor) and x.dim() == 0 for x in results):
-            return
-        if any(isinstance(x, Tensor) and x.dim() > 0 and storage_id(x) in self._own for x in given):
-            warn_once_per_run(
-                f"`{self._hook}` takes a number (`{name}`) of parameters as it goes over them. With pp > 1 it finds"
-                " those of its own pipeline stage only, and global rank 0 those of the last. Add the stages' numbers"
-                " up, on all ranks: `torch.distributed.all_reduce(x, group=trainer.strategy.mesh.group('pp'))`."
-            )
-            self._own = set()
+        self._hook, self._numbers = hook, numbers
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -365,9 +382,9 @@ class _WithoutOthers(TorchFunctionMode):
         other = next((x for x in given if is_fake(x) and x.dim() > 0), None)
         if other is None:
             result = func(*args, **kwargs)
-            if self._own and name in _NUMBERS_OF:
+            if self._numbers is not None:
                 listed = args[0] if args and isinstance(args[0], (list, tuple)) else given
-                self._tell_of_numbers(name, listed, result)
+                self._numbers.look(self._hook, name, listed, result)
             return result
         if draws_for_tensors(name):  # as many random numbers as on other stages
             func(*map(_zeros_for, args), **{key: _zeros_for(x) for key, x in kwargs.items()})

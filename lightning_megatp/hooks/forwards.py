@@ -82,11 +82,10 @@ class GatheredCalls:
     def _call(self, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._inside:
             return function(*args, **kwargs)
-        if self._context.meeting is not None:
-            self._context.meeting.wait(name)
+        self._context.meet(name)
         self._inside = True
         try:
-            with torch.no_grad(), self._sharding.evaluating():
-                return self._sharding.step(functools.partial(function, *args, **kwargs))
+            with torch.no_grad():
+                return self._sharding.between_steps(functools.partial(function, *args, **kwargs))
         finally:
             self._inside = False

@@ -368,24 +368,16 @@ class Pipeline:
         uncut.remote = self._remote(kind)
         return uncut
 
-    def _remote(self, kind: str) -> RemoteCalls:
+    def _remote(self, kind: str = "") -> RemoteCalls:
         return RemoteCalls(self.parallel.module, self.mesh, self.loans.rank_of_stage, kind)
 
     def running_units(self, hook: str) -> contextlib.AbstractContextManager[None]:
         """Around a hook that all stages run, between steps: the units that it calls run where they are."""
-        return self.slicer.calls_decided_by(Together(self._remote(""), hook, self._run_unit, self._began))
+        return self.slicer.calls_decided_by(Together(self._remote(), hook, self._run_unit, self.parallel.context.meet))
 
     def _run_unit(self, call: Callable[[], Any]) -> Any:
         """One of this rank, between steps."""
-        if self.sharding is None:
-            return call()
-        with self.sharding.evaluating():
-            return self.sharding.step(call)
-
-    def _began(self, name: str) -> None:
-        """A hook calls a unit, and may do so on some ranks alone."""
-        if self.parallel.context.meeting is not None:
-            self.parallel.context.meeting.wait(name)
+        return call() if self.sharding is None else self.sharding.between_steps(call)
 
     @contextlib.contextmanager
     def _undone_beyond_plan(self, run: BatchRun) -> Iterator[None]:
@@ -472,7 +464,7 @@ class Pipeline:
                 self._tell_changed()
             return call()
         seed = shared_seed(self._trainer, hook.name)
-        remote = self._remote("")
+        remote = self._remote()
         if not self.is_last:
             if self.parallel.context.meeting is not None:
                 self.parallel.context.meeting.answer()
@@ -486,7 +478,7 @@ class Pipeline:
         before, norms, plain = Attributes(self.parallel.module), self._norms(), PlainValues(self._told)
         held, options = HeldTensors(self._outside), options_of(self._trainer.optimizers)
         drawing = seeded(seed, generators_on(self.mesh.device))
-        calling = self.slicer.calls_decided_by(FromLast(remote, hook.name, self._run_unit, self._began))
+        calling = self.slicer.calls_decided_by(FromLast(remote, hook.name, self._run_unit, self.parallel.context.meet))
         with self.metrics.apart(counts_resets=True), self.logs.recording() as calls, drawing, calling:
             result = call()
         remote.over()

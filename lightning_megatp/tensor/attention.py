@@ -61,7 +61,7 @@ class ParallelAttention(ParallelLayer, nn.MultiheadAttention):
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """As `nn.MultiheadAttention.forward`."""
-        self._meet()
+        self.context.meet(self.label)
         with self.context.running(user_code=False):
             if is_causal and attn_mask is None:
                 raise RuntimeError(

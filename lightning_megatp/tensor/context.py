@@ -84,7 +84,7 @@ class TensorContext:
         self.pipelined = False
         """Whether the model is cut into pipeline stages, between which a split parameter can't be gathered."""
         self.meeting: Meeting | None = None
-        """Where the first call of something that several ranks have waits for them, in a hook that asks for ranks."""
+        """Of a hook that asks for ranks, until its first call of something that several of them have."""
         self.user_code = False
         """Whether the code of a user's step runs, and not that of a layer, an optimizer or the strategy."""
         self.outside: dict[int, tuple[Tensor, str]] = {}
@@ -95,6 +95,11 @@ class TensorContext:
         """id(parameter) of those whose gradients are completed at each use on a rank's part, since the step may use
         them on whole values too."""
         self._entered = _Entered()
+
+    def meet(self, name: str) -> None:
+        """Before the first collective of a hook that may have none on other ranks, of something of this name."""
+        if self.meeting is not None:
+            self.meeting.wait(name)
 
     @contextlib.contextmanager
     def running(self, user_code: bool) -> Iterator[None]:

@@ -41,7 +41,7 @@ class ColumnParallelConvolution(ParallelLayer):
 
     @torch.compiler.disable
     def forward(self, input: Tensor, *output_size: Any, **options: Any) -> Tensor:
-        self._meet()
+        self.context.meet(self.label)
         context = self.context
         with context.running(user_code=False):
             last = _is_channels_last(input, self._dim)

@@ -33,7 +33,7 @@ class ParallelExperts(ParallelLayer):
 
     @torch.compiler.disable
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        self._meet()
+        self.context.meet(self.label)
         context, held = self.context, self.__dict__["_parameters"]
         shards = [x for x in tree_leaves((args, kwargs)) if isinstance(x, SequenceShard)]
         with context.running(user_code=False):

@@ -95,7 +95,7 @@ class ParallelLayer(nn.Module):
         if torch.compiler.is_compiling():
             return self._outside_of_compiled_code(input)
         context = self.context
-        self._meet()
+        context.meet(self.label)
         before, context.user_code = context.user_code, False
         try:
             return self._compute(input)
@@ -109,11 +109,6 @@ class ParallelLayer(nn.Module):
     @torch.compiler.disable(reason="MegaTPStrategy: split layers run outside of compiled code")
     def _outside_of_compiled_code(self, x: Tensor) -> Tensor:
         return self.forward(x)
-
-    def _meet(self) -> None:
-        """Before the first collective of a hook that may have none on other ranks."""
-        if self.context.meeting is not None:
-            self.context.meeting.wait(self.label)
 
     def _compute(self, x: Tensor) -> Tensor:
         raise NotImplementedError

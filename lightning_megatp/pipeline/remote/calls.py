@@ -59,7 +59,7 @@ class RemoteCalls:
         module: the LightningModule.
         mesh: who is where.
         rank_of_stage: stage -> global rank.
-        kind: of the step.
+        kind: of the step; "" for a hook.
     """
 
     def __init__(self, module: nn.Module, mesh: ParallelMesh, rank_of_stage: Sequence[int], kind: str) -> None:

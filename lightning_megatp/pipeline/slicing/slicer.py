@@ -14,12 +14,12 @@ import contextlib
 import copy
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_megatp.pipeline.remote.messages import Contents
 from lightning_megatp.pipeline.slicing.alone import Alone, Difference, Reading
 from lightning_megatp.pipeline.slicing.calls import Decides, Interception, Switch, loggers_in, logging_by
 from lightning_megatp.pipeline.slicing.deeds import Deeds
@@ -227,7 +227,7 @@ class Slicer:
         self, late_hooks: frozenset[Any], step: Step, batch: Any, seed: int
     ) -> tuple[SlicePlan, Left, Sequence[Deeds], Difference | Reading | None]:
         varies, original, batch = leaves_out(batch), batch, copy.deepcopy(batch)
-        in_batch, containers = tensors_of(batch), Contents(batch)
+        in_batch, containers = tensors_of(batch), Snapshot(SimpleNamespace(batch=batch), submodules=False)
         before = [(tensor_version(x), x.requires_grad) for x in in_batch]
         owned = self._ownership
         with self._prepared_to_plan(), owned.present(), owned.whole_as_fakes(), owned.buffers_aside():
@@ -250,7 +250,7 @@ class Slicer:
                 snapshot.restore()
                 values_before.restore()
             changes_batch = before != [(tensor_version(x), x.requires_grad) for x in in_batch]
-            changes_batch = changes_batch or bool(containers.changes())
+            changes_batch = changes_batch or any(True for _ in containers.changed_entries())
             left_early = any(value.stage not in (None, self.n_stages - 1) for value in values)
             plan = make_plan(
                 tracer,
