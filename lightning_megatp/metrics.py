@@ -19,8 +19,8 @@ from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_megatp.mesh import ParallelMesh
 from lightning_megatp.pipeline.detour import Detour
-from lightning_megatp.pipeline.slicing.snapshot import modules_on
 from lightning_megatp.shim.torch import tree_map
+from lightning_megatp.snapshots.snapshot import modules_on
 
 
 def gather_metrics_over(owners: Iterable[Any], group: dist.ProcessGroup) -> None:

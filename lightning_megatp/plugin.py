@@ -16,7 +16,6 @@ from lightning_megatp.mesh import ParallelMesh, alone
 from lightning_megatp.messages import warn_once_per_run
 from lightning_megatp.module import ParallelModule
 from lightning_megatp.pipeline.build import used_beside
-from lightning_megatp.pipeline.slicing.snapshot import random_state_kept
 from lightning_megatp.pipeline.slicing.units import find_units
 from lightning_megatp.plan.attributes import undivided_counts
 from lightning_megatp.plan.auto.blocks import find_blocks
@@ -28,6 +27,7 @@ from lightning_megatp.plan.parallel_plan import ParallelPlan, plain_name
 from lightning_megatp.plan.resolve import resolve
 from lightning_megatp.plan.styles import Style, StyleLike
 from lightning_megatp.shim.torch import tree_map
+from lightning_megatp.snapshots.snapshot import random_state_kept
 from lightning_megatp.tensor.attention import ParallelAttention, no_fused_paths
 from lightning_megatp.tensor.context import Region, TensorContext
 from lightning_megatp.tensor.conv1d import column_kind, row_kind

@@ -10,8 +10,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_megatp.pipeline.slicing.snapshot import CONTAINERS, LARGE, holders_of, refill
 from lightning_megatp.shim.lightning import trainer_of
+from lightning_megatp.snapshots.snapshot import CONTAINERS, LARGE, holders_of, refill
 
 
 def kept_parameters(module: nn.Module) -> dict[int, str]:

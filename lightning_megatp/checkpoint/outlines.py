@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_megatp.messages import warn_once_per_run
-from lightning_megatp.pipeline.slicing.leftovers import is_own_object
+from lightning_megatp.snapshots.leftovers import is_own_object
 
 
 class Outlines:

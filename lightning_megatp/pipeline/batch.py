@@ -24,7 +24,6 @@ from lightning_megatp.pipeline.logs import Call, Logs, scalar
 from lightning_megatp.pipeline.own_values import OwnValues
 from lightning_megatp.pipeline.remote.calls import RemoteCalls
 from lightning_megatp.pipeline.seeds import mixed
-from lightning_megatp.pipeline.slicing.leftovers import Path, PlainValues
 from lightning_megatp.pipeline.slicing.plan import BeyondPlan, Relay, SlicePlan
 from lightning_megatp.pipeline.slicing.running import seeded
 from lightning_megatp.pipeline.slicing.slicer import Slicer, StageRun
@@ -32,6 +31,7 @@ from lightning_megatp.pipeline.slicing.weights import TargetCount
 from lightning_megatp.pipeline.split import batch_size, merge_outputs
 from lightning_megatp.pipeline.telling import Options
 from lightning_megatp.shim.compiler import is_compiled
+from lightning_megatp.snapshots.leftovers import Path, PlainValues
 from lightning_megatp.tensor.random import default_generator
 
 Step = Callable[[Any], Any]

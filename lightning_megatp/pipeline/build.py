@@ -32,9 +32,9 @@ from lightning_megatp.pipeline.schedules.schedule import Schedule
 from lightning_megatp.pipeline.shared import Shared
 from lightning_megatp.pipeline.shares import Shares
 from lightning_megatp.pipeline.slicing.order import UnitsOfStep, units_of_step
-from lightning_megatp.pipeline.slicing.ownership import Sizes
 from lightning_megatp.pipeline.slicing.plan import KindError, SliceError
 from lightning_megatp.pipeline.slicing.slicer import Slicer
+from lightning_megatp.pipeline.slicing.state.ownership import Sizes
 from lightning_megatp.pipeline.slicing.units import (
     assign,
     can_be_cut,

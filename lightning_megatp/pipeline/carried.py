@@ -15,12 +15,12 @@ from torch.overrides import TorchFunctionMode
 from torchmetrics import Metric
 
 from lightning_megatp.messages import warn_once_per_run
-from lightning_megatp.pipeline.slicing.leftovers import PlainValues
 from lightning_megatp.pipeline.slicing.place import Place
 from lightning_megatp.pipeline.slicing.plan import tensors_in
-from lightning_megatp.pipeline.slicing.snapshot import Snapshot
 from lightning_megatp.pipeline.split import batch_size
 from lightning_megatp.shim.torch import is_fake
+from lightning_megatp.snapshots.leftovers import PlainValues
+from lightning_megatp.snapshots.snapshot import Snapshot
 from lightning_megatp.tensor.functions import operation_name
 
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_megatp.mesh import on_cpu
-from lightning_megatp.pipeline.slicing.leftovers import Path, is_own_object
 from lightning_megatp.shim.torch import tensor_version
+from lightning_megatp.snapshots.leftovers import Path, is_own_object
 
 _OF_MODULES = frozenset(nn.Module().__dict__) - {"_buffers"}
 

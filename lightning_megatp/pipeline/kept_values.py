@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from lightning_megatp.mesh import ParallelMesh
 from lightning_megatp.pipeline.carried import counters, warn_of_counters
-from lightning_megatp.pipeline.slicing.kept import stored_by_forward
-from lightning_megatp.pipeline.slicing.leftovers import Path, PlainValues
+from lightning_megatp.pipeline.slicing.state.kept import stored_by_forward
 from lightning_megatp.shim.torch import is_fake
+from lightning_megatp.snapshots.leftovers import Path, PlainValues
 
 
 class KeptValues:

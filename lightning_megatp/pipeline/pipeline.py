@@ -42,18 +42,18 @@ from lightning_megatp.pipeline.remote.ways import Way, Ways
 from lightning_megatp.pipeline.schedules.schedule import Schedule
 from lightning_megatp.pipeline.seeds import shared_seed
 from lightning_megatp.pipeline.shared import Shared, SharedParameters
-from lightning_megatp.pipeline.slicing.lasting import UNNAMED
-from lightning_megatp.pipeline.slicing.leftovers import Attributes, Path, PlainValues
 from lightning_megatp.pipeline.slicing.plan import SlicePlan
 from lightning_megatp.pipeline.slicing.running import seeded
 from lightning_megatp.pipeline.slicing.slicer import Slicer
-from lightning_megatp.pipeline.slicing.snapshot import FirstValues, Snapshot
+from lightning_megatp.pipeline.slicing.state.lasting import UNNAMED
 from lightning_megatp.pipeline.slicing.units import modules_around, parts_of_one_stage
 from lightning_megatp.pipeline.split import split_batch
 from lightning_megatp.pipeline.telling import Facts, Options, Telling, dtype_index, options_of, pickled
 from lightning_megatp.shim.compiler import is_compiled
 from lightning_megatp.shim.torch import DisableTorchFunction
 from lightning_megatp.shim.transformers import is_pretrained
+from lightning_megatp.snapshots.leftovers import Attributes, Path, PlainValues
+from lightning_megatp.snapshots.snapshot import FirstValues, Snapshot
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from lightning_megatp.mesh import ParallelMesh
 from lightning_megatp.pipeline.held_tensors import Change, adopt
 from lightning_megatp.pipeline.logs import Call, Logs
-from lightning_megatp.pipeline.slicing.leftovers import PlainValues
+from lightning_megatp.snapshots.leftovers import PlainValues
 
 Options = list[list[dict[str, Any]]]
 """Of optimizers, group by group, without tensors and what belongs to parameters."""

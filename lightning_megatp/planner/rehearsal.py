@@ -22,7 +22,6 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_megatp.example import indices
 from lightning_megatp.module import ParallelModule
-from lightning_megatp.pipeline.slicing.snapshot import random_state_kept
 from lightning_megatp.pipeline.slicing.units import find_units
 from lightning_megatp.plan.auto.blocks import computed_tensors, without_logging
 from lightning_megatp.plan.parallel_plan import ParallelPlan
@@ -31,6 +30,7 @@ from lightning_megatp.recompute.blocks import recompute_blocks
 from lightning_megatp.recompute.options import RecomputeOptions
 from lightning_megatp.shim.lightning import trainer_of
 from lightning_megatp.shim.torch import DisableTorchFunctionSubclass, FakeTensorMode, storage_id, tree_leaves, tree_map
+from lightning_megatp.snapshots.snapshot import random_state_kept
 from lightning_megatp.tensor.context import TensorContext
 from lightning_megatp.tensor.features.layout import FeatureLayout
 from lightning_megatp.tensor.features.shard import FeatureShard

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_megatp.gradients.rows import own_part
-from lightning_megatp.pipeline.slicing.leftovers import is_own_object
 from lightning_megatp.shim.torch import is_fake
+from lightning_megatp.snapshots.leftovers import is_own_object
 
 Shapes = tuple[tuple[int, ...], ...]
 Named = Sequence[tuple[str, Tensor]]

@@ -68,7 +68,7 @@ def test_states_of_layers_that_pack_go_on(base: type[nn.RNNBase]) -> None:
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 def test_guesses_have_the_shapes_of_what_is_returned(kind: type[nn.RNNBase]) -> None:
-    from lightning_megatp.pipeline.slicing.guesses import guess
+    from lightning_megatp.pipeline.slicing.dry_run.guesses import guess
 
     for first, both, layers, rank in itertools.product((True, False), (True, False), (1, 2), (2, 3)):
         layer = kind(4, 5, num_layers=layers, bidirectional=both, batch_first=first)

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_megatp.pipeline.batch import BatchRun
-from lightning_megatp.pipeline.slicing.leftovers import Attributes
 from lightning_megatp.pipeline.slicing.weights import TargetCount
 from lightning_megatp.pipeline.split import batch_size, check_columns, merge_outputs, split_batch
+from lightning_megatp.snapshots.leftovers import Attributes
 
 Pair = collections.namedtuple("Pair", ["x", "rest"])
 

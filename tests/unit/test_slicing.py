@@ -963,7 +963,7 @@ class Collecting(Leaking):
 
 @pytest.mark.parametrize("n", [2, 4])
 def test_what_layers_inside_of_units_collect(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_megatp.pipeline.slicing.collected.collecting", lambda: COLLECTED)
+    monkeypatch.setattr("lightning_megatp.pipeline.slicing.state.collected.collecting", lambda: COLLECTED)
     torch.manual_seed(0)
     module, batch = Collecting().double(), tokens()
     pipe, whole = pipeline(module, batch, n), copy.deepcopy(module)
@@ -979,7 +979,7 @@ def test_what_layers_of_a_guessed_unit_collect_is_refused(monkeypatch: pytest.Mo
         def forward(self, x_BLD: Tensor, seen: list[Tensor] | None = None) -> Tensor:
             return super().forward(x_BLD, seen) + self.norm(x_BLD[x_BLD.sum(-1) > 0]).mean(0)
 
-    monkeypatch.setattr("lightning_megatp.pipeline.slicing.collected.collecting", lambda: COLLECTED)
+    monkeypatch.setattr("lightning_megatp.pipeline.slicing.state.collected.collecting", lambda: COLLECTED)
     module = Collecting()
     module.blocks[0] = Selecting()
     with pytest.raises(SliceError, match=r"`blocks.0` .* can't be planned .* depends on values"):

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_megatp.pipeline.slicing.put_back import Spot
+from lightning_megatp.pipeline.slicing.state.put_back import Spot
 from lightning_megatp.shim.torch import tree_leaves
 
 

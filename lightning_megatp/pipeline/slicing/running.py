@@ -20,9 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from lightning_megatp.pipeline.slicing.collected import with_collected
-from lightning_megatp.pipeline.slicing.late_hooks import UserHooks
-from lightning_megatp.pipeline.slicing.operations import (
+from lightning_megatp.pipeline.slicing.dry_run.late_hooks import UserHooks
+from lightning_megatp.pipeline.slicing.dry_run.operations import (
     HOST_READS,
     StepEnded,
     cut_by_numbers,
@@ -30,6 +29,7 @@ from lightning_megatp.pipeline.slicing.operations import (
     is_bookkeeping,
     with_memory,
 )
+from lightning_megatp.pipeline.slicing.dry_run.refusals import gradient_read
 from lightning_megatp.pipeline.slicing.place import Place
 from lightning_megatp.pipeline.slicing.plan import (
     BeyondPlan,
@@ -41,7 +41,7 @@ from lightning_megatp.pipeline.slicing.plan import (
     SlicePlan,
     tensors_in,
 )
-from lightning_megatp.pipeline.slicing.refusals import gradient_read
+from lightning_megatp.pipeline.slicing.state.collected import with_collected
 from lightning_megatp.pipeline.slicing.weights import TargetCount
 from lightning_megatp.shim.autograd import functorch_is_active
 from lightning_megatp.shim.torch import (

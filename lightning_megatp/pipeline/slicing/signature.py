@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lightning_megatp.pipeline.slicing.leftovers import is_own_object
 from lightning_megatp.shim.torch import modules_in
+from lightning_megatp.snapshots.leftovers import is_own_object
 
 
 def modes_of(module: nn.Module) -> Hashable:

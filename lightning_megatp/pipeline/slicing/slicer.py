@@ -13,50 +13,33 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from types import SimpleNamespace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_megatp.pipeline.slicing.alone import Alone, Difference, Reading
 from lightning_megatp.pipeline.slicing.calls import Decides, Interception, Switch, loggers_in, logging_by
-from lightning_megatp.pipeline.slicing.deeds import Deeds
-from lightning_megatp.pipeline.slicing.kept import KeptByUnits
-from lightning_megatp.pipeline.slicing.lasting import UNNAMED
-from lightning_megatp.pipeline.slicing.late_hooks import UserHooks
-from lightning_megatp.pipeline.slicing.operations import StepEnded
-from lightning_megatp.pipeline.slicing.ownership import Ownership, Sizes
+from lightning_megatp.pipeline.slicing.dry_run.dry_runs import DryRuns, Step, state_before
+from lightning_megatp.pipeline.slicing.dry_run.late_hooks import UserHooks
+from lightning_megatp.pipeline.slicing.dry_run.operations import StepEnded
+from lightning_megatp.pipeline.slicing.handing_on import received_by_key, value_to_send
 from lightning_megatp.pipeline.slicing.place import Place
-from lightning_megatp.pipeline.slicing.plan import Key, Relay, SideDoor, SliceError, SlicePlan, tensors_in
-from lightning_megatp.pipeline.slicing.planning import make_plan
-from lightning_megatp.pipeline.slicing.put_back import Toggles, modules_with, putting_back
+from lightning_megatp.pipeline.slicing.plan import SliceError, SlicePlan, tensors_in
 from lightning_megatp.pipeline.slicing.running import Rehearsal, StageMode, host_seeded
-from lightning_megatp.pipeline.slicing.signature import leaves_out, modes_of, signature_of, tensors_of
-from lightning_megatp.pipeline.slicing.snapshot import FirstValues, Snapshot, random_state_kept
-from lightning_megatp.pipeline.slicing.stage_states import shared_parts
-from lightning_megatp.pipeline.slicing.tables import Left, Tables
-from lightning_megatp.pipeline.slicing.tracing import Tracer
-from lightning_megatp.pipeline.slicing.values import Values
+from lightning_megatp.pipeline.slicing.signature import modes_of, signature_of
+from lightning_megatp.pipeline.slicing.state.ownership import Ownership, Sizes
+from lightning_megatp.pipeline.slicing.state.put_back import putting_back
+from lightning_megatp.pipeline.slicing.state.tables import Tables
 from lightning_megatp.pipeline.slicing.weights import TargetCount
 from lightning_megatp.shim.autograd import checkpoints_ended, handle_functions
-from lightning_megatp.shim.compiler import uncompiled
-from lightning_megatp.shim.lightning import trainer_of
 from lightning_megatp.shim.torch import (
     FakeTensorMode,
     conversions_around,
     distributions_not_validated,
     is_fake,
-    subclassed_fake,
-    tensor_version,
 )
-
-_MOST_TRIES = 3
-"""Of a whole dry run that is not the same as the last one."""
-
-Step = Callable[[Any], Any]
-"""A user's step on one batch, in the contexts it runs in (autocast)."""
+from lightning_megatp.snapshots.snapshot import FirstValues, Snapshot, random_state_kept
 
 
 @dataclass(frozen=True)
@@ -92,12 +75,6 @@ class Slicer:
         self._fake_mode = FakeTensorMode()
         self._ownership = Ownership(module, stage_of_unit, self._fake_mode, sizes or {}, device)
         self._place, self._hooks = Place(module), UserHooks(module)
-        self._early_modules = {
-            f"{name}.{inner}".rstrip("."): part
-            for name, stage in stage_of_unit.items()
-            if stage < n_stages - 1
-            for inner, part in module.get_submodule(name).named_modules()
-        }
         self._loggers = loggers_in(module)
         self._switch = Switch()
         self._interception = Interception(module, dict(stage_of_unit), self._switch)
@@ -106,11 +83,9 @@ class Slicer:
         self._values_before: list[FirstValues] = []
         """Before rehearsals that changed tensors in place, of one batch."""
         self._tables = Tables()
-        self._shared = shared_parts(module, stage_of_unit)
-        self._stage_of_unit = stage_of_unit
-        self._kept = KeptByUnits(module, stage_of_unit)
-        self._tried_alone: set[Hashable] = set()
-        """Kinds of steps of which each stage alone does the same as with the others."""
+        self._dry_runs = DryRuns(
+            module, stage_of_unit, n_stages, self._ownership, self._fake_mode, self._place, self._hooks, self._deciding
+        )
         self._follows = False
         """What steps leave on the module has to be followed from microbatch to microbatch."""
 
@@ -139,7 +114,7 @@ class Slicer:
         Raises:
             SliceError: the step can't be cut.
         """
-        return self._dry_run(step, batch)[0]
+        return self._dry_runs.run(step, batch)[0]
 
     def plans(self, step: Step, batch: Any, is_first: bool, seed: int = 0) -> list[SlicePlan]:
         """The same for steps that will be run. One that makes tables for later steps has two plans, first that of a
@@ -149,10 +124,10 @@ class Slicer:
             is_first: of a batch's microbatches; what comes before another one runs without its tables.
             seed: as for `run`.
         """
-        first, left = self._dry_run(step, batch, seed)
+        first, left = self._dry_runs.run(step, batch, seed)
         if not left.any:
             return [first]
-        before = self._snapshot()
+        before = state_before(self.module)
         for plain in (False, True) if is_first and left.are_tables else ():
             left.put(plain)
             plan = self._planned_from_here(step, batch, before, seed, makes_nothing=True)
@@ -176,126 +151,12 @@ class Slicer:
             makes_nothing: ask for one that leaves no more of it.
         """
         try:
-            plan, left = self._dry_run(step, batch, seed)
+            plan, left = self._dry_runs.run(step, batch, seed)
         except SliceError:  # it takes what has no data
             return None
         finally:
             before.restore()
         return None if makes_nothing and left.any else plan
-
-    def _dry_run(self, step: Step, batch: Any, seed: int = 0) -> tuple[SlicePlan, Left]:
-        """The plan, and what the step would leave on the module, which is as before. Hooks on units that hand something
-        to the step are called after their units, where it can be cut so."""
-        late: frozenset[Any] = frozenset()
-        first: SliceError | None = None
-        while True:
-            try:
-                plan, left, deeds, difference = self._dry_run_with(late, step, batch, seed)
-            except SliceError as error:
-                hook = error.hook if isinstance(error, SideDoor) else None
-                if hook is None or hook in late:
-                    raise (first or error) from None
-                first, late = first or error, late | {hook}
-            else:
-                self._check_alone(late, step, batch, seed, deeds, difference)
-                return plan, left
-
-    def _check_alone(
-        self,
-        late: frozenset[Any],
-        step: Step,
-        batch: Any,
-        seed: int,
-        deeds: Sequence[Deeds],
-        difference: Difference | Reading | None,
-    ) -> None:
-        """Each stage alone has to do what it did in the dry run of the whole step; unless that differs from time to
-        time by itself (by a cache of the process, a counter that lasts).
-
-        Raises:
-            SliceError: a stage does something else.
-        """
-        for _ in range(_MOST_TRIES if difference is not None else 0):
-            _, _, again, difference = self._dry_run_with(late, step, batch, seed)
-            if difference is None:
-                return
-            if [x.inside for x in again] == [x.inside for x in deeds]:
-                raise difference.error()
-            deeds = again
-
-    def _dry_run_with(
-        self, late_hooks: frozenset[Any], step: Step, batch: Any, seed: int
-    ) -> tuple[SlicePlan, Left, Sequence[Deeds], Difference | Reading | None]:
-        varies, original, batch = leaves_out(batch), batch, copy.deepcopy(batch)
-        in_batch, containers = tensors_of(batch), Snapshot(SimpleNamespace(batch=batch), submodules=False)
-        before = [(tensor_version(x), x.requires_grad) for x in in_batch]
-        owned = self._ownership
-        with self._prepared_to_plan(), owned.present(), owned.whole_as_fakes(), owned.buffers_aside():
-            snapshot = self._snapshot()
-            toggles = Toggles(snapshot)
-            tracer = self._tracer(snapshot, in_batch, toggles, late_hooks)
-            tracer.varies = varies
-            values_before = FirstValues(snapshot.tensors.values())
-            try:
-                with owned.lists_noted() as lists, values_before, host_seeded(seed) as drawn:
-                    self._trace(tracer, step, batch, toggles)
-                    draws_on_host = drawn()
-                values = tracer.consume_left(snapshot)
-                left = Left(self.module, snapshot, values, tracer.asks_batch)
-                put_back = toggles.put_back_by_now()
-                set_late = [*self._early_modules]  # of a step that was not seen to its end
-                if not tracer.ended:
-                    set_late = modules_with(toggles.set_late(), self._early_modules)
-            finally:
-                snapshot.restore()
-                values_before.restore()
-            changes_batch = before != [(tensor_version(x), x.requires_grad) for x in in_batch]
-            changes_batch = changes_batch or any(True for _ in containers.changed_entries())
-            left_early = any(value.stage not in (None, self.n_stages - 1) for value in values)
-            plan = make_plan(
-                tracer,
-                owned.names,
-                self.n_stages,
-                changes_batch,
-                left_early,
-                lists.any,
-                put_back,
-                tuple(set_late),
-                late_hooks,
-            )
-            owned.learn(tracer.owners)
-            difference = self._difference(tracer, plan, step, original, seed, snapshot)
-        return replace(plan, draws_on_host=draws_on_host), left, tracer.deeds, difference
-
-    def _difference(
-        self, tracer: Tracer, plan: SlicePlan, step: Step, batch: Any, seed: int, snapshot: Snapshot
-    ) -> Difference | Reading | None:
-        """The first operation that a stage does otherwise alone. Steps that differ from a known one by numbers and
-        shapes only are not tried again."""
-        kind = tuple((op.name, op.stage) for op in plan.operations), torch.is_grad_enabled()
-        tried = self.n_stages == 1 or kind in self._tried_alone
-        for stage in range(self.n_stages) if not tried else ():
-            mode = Alone(plan, stage, tracer, seed, self._place, self._hooks, self._stage_of_unit)
-            values, microbatch = FirstValues(snapshot.tensors.values()), copy.deepcopy(batch)
-            try:
-                with (
-                    values,
-                    host_seeded(seed),
-                    putting_back(plan.put_back),
-                    self._seen_by(mode),
-                    contextlib.suppress(StepEnded),
-                    mode,
-                ):
-                    step(microbatch)
-            except Exception:
-                pass  # where it fails alone, a run will, and will say how
-            finally:
-                snapshot.restore()
-                values.restore()
-            if mode.difference is not None:
-                return mode.difference
-        self._tried_alone.add(kind)
-        return None
 
     def run(
         self,
@@ -321,7 +182,7 @@ class Slicer:
         Raises:
             SliceError: the step did something else than planned.
         """
-        got = _received(plan.relays[stage], received, stage)
+        got = received_by_key(plan.relays[stage], received, stage)
         mode = StageMode(plan, stage, got, seed, self._place, self._hooks, counting)
         is_last = stage == self.n_stages - 1
         batch = copy.deepcopy(batch) if plan.changes_batch else batch
@@ -339,7 +200,7 @@ class Slicer:
                 skipped = result is None
         mode.check(skipped)
         if not is_last:
-            return StageRun(tuple(_sent(relay, mode, got, stage) for relay in plan.relays[stage + 1]))
+            return StageRun(tuple(value_to_send(relay, mode, got, stage) for relay in plan.relays[stage + 1]))
         result = mode.stood_in(result)
         if any(map(is_fake, tensors_in(result))):
             raise SliceError(
@@ -375,17 +236,11 @@ class Slicer:
         follows = self._follows or bool(plan.changed_alike and plan.early_reads)
         return plan.varies or plan.draws_on_host or follows or not self._tables.are_those_of(plan)
 
-    def _snapshot(self) -> Snapshot:
-        """Of the module, and of what a step may set on its optimizers: attributes, and options such as rates."""
-        optimizers = getattr(trainer_of(self.module), "optimizers", [])
-        options = [group for optimizer in optimizers for group in optimizer.param_groups]
-        return Snapshot(self.module, beside=[*(x.__dict__ for x in optimizers), *options])
-
     def _fits(self, plan: SlicePlan, mode: Rehearsal, step: Step, batch: Any, seed: int) -> bool:
         if not (plan.early_reads or self._is_rehearsed_to_the_end(plan)):
             return True
         batch = copy.deepcopy(batch) if plan.changes_batch else batch
-        before = self._snapshot()
+        before = state_before(self.module)
         self._before_rehearsals = self._before_rehearsals or before
         values = FirstValues(before.tensors.values() if plan.changed_alike else ())
         self._values_before.append(values)
@@ -434,6 +289,11 @@ class Slicer:
                 yield
         finally:
             self._in_batch = False
+
+    @contextlib.contextmanager
+    def _deciding(self, mode: Decides) -> Iterator[None]:
+        with self.batch(), self._switch.to(mode):
+            yield
 
     def calls_decided_by(self, mode: Decides) -> contextlib.AbstractContextManager[None]:
         """Let somebody else decide about calls of units and metrics, outside of steps."""
@@ -494,128 +354,3 @@ class Slicer:
         `module.parameters()` gives only what is left; `module.weight` of a freed one still tells shape, dtype, device.
         """
         self._ownership.free(own)
-
-    @contextlib.contextmanager
-    def _prepared_to_plan(self) -> Iterator[None]:
-        """Nothing outside notices a dry run: neither generators nor autocast's cache of weights, nor the compiler."""
-        grad = torch.is_grad_enabled()
-        self._fake_mode.allow_non_fake_inputs = True
-        try:
-            with contextlib.ExitStack() as stack:
-                stack.enter_context(random_state_kept())
-                stack.enter_context(torch.inference_mode(False))  # inference tensors can't tell in-place changes
-                stack.enter_context(torch.set_grad_enabled(grad))
-                stack.enter_context(uncompiled())
-                stack.enter_context(checkpoints_ended())
-                yield
-        finally:
-            self._fake_mode.allow_non_fake_inputs = False
-            torch.clear_autocast_cache()
-
-    def _tracer(
-        self, snapshot: Snapshot, batch: Sequence[Tensor], toggles: Toggles, late_hooks: Collection[Any]
-    ) -> Tracer:
-        owners = self._ownership.of_units()
-        names = self._ownership.names
-        glue = {tensor_id: name for tensor_id, name in names.items() if tensor_id not in owners}
-        buffers = {id(x): name for name, x in self.module.named_buffers()}
-        others = dict.fromkeys(snapshot.tensors, UNNAMED)
-        values = Values(self._fake_mode, {**others, **buffers, **names}, self.n_stages)
-        return Tracer(
-            owners,
-            glue,
-            values,
-            self._fake_mode,
-            self.n_stages,
-            self._place,
-            batch,
-            self._shared,
-            snapshot.new_tensors,
-            toggles.look,
-            self._hooks,
-            late_hooks,
-        )
-
-    @contextlib.contextmanager
-    def _seen_by(self, mode: Tracer | Alone) -> Iterator[None]:
-        """Around a dry run: what a mode does not see by itself."""
-        with (
-            self.batch(),
-            self._switch.to(mode),
-            self._kept.watching(mode.setting, mode.reading),
-            handle_functions(mode.function),
-            conversions_around(mode.converting),
-        ):
-            yield
-
-    def _trace(self, tracer: Tracer, step: Step, batch: Any, toggles: Toggles) -> None:
-        with self._seen_by(tracer):
-            result = None
-            toggles.begin()
-            try:
-                with tracer:
-                    result = step(batch)
-            except StepEnded:
-                pass
-            except SliceError:
-                raise
-            except Exception as error:
-                if kind := subclassed_fake(error):
-                    tracer.end(f"a value made into a `{kind}` (a class of tensors)")
-                elif not tracer.guessed:
-                    raise
-                elif tracer.misled:
-                    tracer.misled += f", and then the step failed ({type(error).__name__}: {error})"
-        if tracer.error is not None:
-            raise tracer.error
-        loss = result.get("loss") if isinstance(result, Mapping) else result
-        tracer.consume(loss, gradient=True, by="the result of the step")
-        tracer.consume(result, gradient=False, by="the result of the step")
-
-
-def _received(relays: Sequence[Relay], tensors: Sequence[Tensor], stage: int) -> dict[Key, Tensor]:
-    if len(tensors) != len(relays):
-        raise SliceError(f"pipeline stage {stage} received {len(tensors)} values, and the plan has {len(relays)}.")
-    for relay, tensor in zip(relays, tensors, strict=True):
-        if (tuple(tensor.shape), tensor.dtype) != (relay.shape, relay.dtype):
-            raise SliceError(f"pipeline stage {stage} received {_describe(tensor)}; planned was {_describe(relay)}.")
-    return {relay.key: tensor for relay, tensor in zip(relays, tensors, strict=True)}
-
-
-def _sent(relay: Relay, mode: StageMode, received: Mapping[Key, Tensor], stage: int) -> Tensor:
-    """A value for the next stage, if it is what the plan promised."""
-    if relay.key in received:
-        return received[relay.key]
-    operation = mode.operation(relay.key)
-    tensor, version = mode.made.get(relay.key, (None, 0))
-    if tensor is None or not _is_as_planned(tensor, relay):
-        made = "another number of values" if tensor is None else _describe(tensor)
-        raise SliceError(
-            f"`{operation.name}` ({operation.where}) on pipeline stage {stage} made {made}; planned was"
-            f" {_describe(relay)}. The batch has the shapes of the planned one, so something else differs between the"
-            " calls: values on which a shape depends (give `pad_packed_sequence` its `total_length`), a random choice,"
-            " a counter, the rank."
-        )
-    if tensor.requires_grad != (relay.requires_grad if relay.has_graph is None else relay.has_graph):
-        now, then = ("is", "was not") if tensor.requires_grad else ("is not", "was")
-        raise SliceError(
-            f"what `{operation.name}` ({operation.where}) makes on pipeline stage {stage} {now} trained, and {then}"
-            " when the step was planned: parameters were frozen or unfrozen since, or it decides by itself what it does"
-            " (at random, by a counter). Other stages can't know that. Freeze at the start of an epoch, in"
-            " `on_train_epoch_start`."
-        )
-    if tensor_version(tensor) != version:
-        raise SliceError(
-            f"what `{operation.name}` ({operation.where}) made on pipeline stage {stage} was changed in place before it"
-            " was sent. Use the operation that returns a new tensor."
-        )
-    return tensor
-
-
-def _is_as_planned(tensor: Tensor, relay: Relay) -> bool:
-    return (tuple(tensor.shape), tensor.dtype) == (relay.shape, relay.dtype) and not is_fake(tensor)
-
-
-def _describe(x: Tensor | Relay) -> str:
-    data = "a value without data, " if is_fake(x) else ""
-    return f"{data}shape {tuple(x.shape)}, {x.dtype}, requires_grad={x.requires_grad}"

@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from lightning_megatp.pipeline.slicing.deeds import Deed, Deeds, Moment, deed_of
-from lightning_megatp.pipeline.slicing.kept import Kept
-from lightning_megatp.pipeline.slicing.late_hooks import UserHooks
-from lightning_megatp.pipeline.slicing.operations import NeedsValues, StepEnded, cut_by_numbers
+from lightning_megatp.pipeline.slicing.dry_run.deeds import Deed, Deeds, Moment, deed_of
+from lightning_megatp.pipeline.slicing.dry_run.late_hooks import UserHooks
+from lightning_megatp.pipeline.slicing.dry_run.operations import NeedsValues, StepEnded, cut_by_numbers
+from lightning_megatp.pipeline.slicing.dry_run.tracer import Tracer
 from lightning_megatp.pipeline.slicing.place import Place
 from lightning_megatp.pipeline.slicing.plan import Instruction, Relay, SliceError, SlicePlan, tensors_in
 from lightning_megatp.pipeline.slicing.running import StageMode
-from lightning_megatp.pipeline.slicing.tracing import Tracer
+from lightning_megatp.pipeline.slicing.state.kept import Kept
 from lightning_megatp.shim.torch import FakeTensorMode, tree_map
 from lightning_megatp.tensor.functions import operation_name
 
@@ -146,14 +146,14 @@ class Alone(StageMode):
     def _compute(
         self, instruction: Instruction, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        planned, name = self._tracer.deeds[self._index], instruction.operation.name
+        planned, name = self._tracer.record.deeds[self._index], instruction.operation.name
         if self._opaquely:
             witnessed = self._witnessed(function, planned, self._opaquely, instruction.ghosts)
             return super()._compute(instruction, witnessed, args, kwargs)
         self.compare("", planned.inside[0], deed_of(name, args, kwargs, self._tracer.lasting))
 
         def evaluate(*args: Any, **kwargs: Any) -> Any:
-            out = self._tracer.evaluate(name, function, args, kwargs)
+            out = self._tracer.fakes.evaluate(name, function, args, kwargs)
             given = {id(self._tracer.values.fake(x)): x for x in tensors_in(args, kwargs)}  # changed in place, maybe
             return tree_map(lambda x: given.get(id(x), x), out)
 
@@ -161,7 +161,7 @@ class Alone(StageMode):
 
     def _drawing(self, generators: Sequence[torch.Generator]) -> contextlib.AbstractContextManager[None]:
         """The whole dry run has drawn from where the generators were."""
-        self._tracer.deeds[self._index].begin.put()
+        self._tracer.record.deeds[self._index].begin.put()
         return contextlib.nullcontext()
 
     def _call_freely(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -179,7 +179,7 @@ class Alone(StageMode):
             witness, before = Witness(self, self._tracer, planned, unit), Moment.now()
             planned.begin.put()
             try:
-                with witness, self._tracer.on_fakes():
+                with witness, self._tracer.fakes.inside():
                     out = function(*args, **kwargs)
             except NeedsValues:
                 return ghosts
@@ -221,7 +221,7 @@ class Witness(TorchFunctionMode):
             self._compare(deed_of(name, args, kwargs, self._tracer.lasting, drawing=True))
         self._done += 1
         try:
-            return self._tracer.evaluate(name, func, args, kwargs)
+            return self._tracer.fakes.evaluate(name, func, args, kwargs)
         except NeedsValues:  # the call is left, and its contexts (`no_grad`) on the way
             self._lost = True
             raise

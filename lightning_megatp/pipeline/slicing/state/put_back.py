@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from lightning_megatp.pipeline.slicing.leftovers import is_own_object
-from lightning_megatp.pipeline.slicing.snapshot import Snapshot, is_same, refill
+from lightning_megatp.snapshots.leftovers import is_own_object
+from lightning_megatp.snapshots.snapshot import Snapshot, is_same, refill
 
 
 class Spot(NamedTuple):

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
+from lightning_megatp.pipeline.slicing.dry_run.tracer import Tracer
+from lightning_megatp.pipeline.slicing.dry_run.values import Value
 from lightning_megatp.pipeline.slicing.plan import Key, Operation, Relay, SliceError, SlicePlan
-from lightning_megatp.pipeline.slicing.put_back import Spot
-from lightning_megatp.pipeline.slicing.tracing import Tracer
-from lightning_megatp.pipeline.slicing.values import Value
+from lightning_megatp.pipeline.slicing.state.put_back import Spot
 
 
 def make_plan(
@@ -41,12 +41,12 @@ def make_plan(
     Raises:
         SliceError: a stage has nothing to do where gradients are wanted, or a stage changes what others use.
     """
-    last_of = {operation.stage: i for i, operation in enumerate(tracer.operations)}
+    last_of = {operation.stage: i for i, operation in enumerate(tracer.record.operations)}
     ends = [last_of.get(stage, -1) for stage in range(n_stages - 1)]
     changed = tracer.values.changed_for_good(tracer.owners, ends)
     tracer.values.find_gradients(n_stages - 1)
     for stage in range(n_stages):
-        if not any(operation.stage == stage for operation in tracer.operations):
+        if not any(operation.stage == stage for operation in tracer.record.operations):
             if "failed" in tracer.misled:
                 raise SliceError(
                     f"{tracer.misled}. What comes after it can't be planned. Let that module return one tensor like the"
@@ -68,7 +68,7 @@ def make_plan(
         glue=glue,
         not_operations=frozenset(tracer.not_operations),
         lists_parameters=lists_parameters,
-        touched={names[i]: first for i, first in tracer.touched.items() if i in names},
+        touched={names[i]: first for i, first in tracer.record.touched.items() if i in names},
         changes_batch=changes_batch,
         leaves_ghosts=leaves_ghosts,
         uses_functions=tracer.uses_functions,
@@ -88,8 +88,8 @@ def make_plan(
 
 
 def _operations(tracer: Tracer, changed: Collection[int]) -> tuple[Operation, ...]:
-    operations = list(tracer.operations)
-    for i, position, lasting in tracer.lasting_inputs:
+    operations = list(tracer.record.operations)
+    for i, position, lasting in tracer.record.lasting_inputs:
         if not lasting.isdisjoint(changed):
             operations[i] = replace(operations[i], copied=(*operations[i].copied, position))
     for i, seed in tracer.generators.seeds():

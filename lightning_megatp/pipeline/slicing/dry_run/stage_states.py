@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from lightning_megatp.pipeline.slicing.leftovers import is_own_object
-from lightning_megatp.pipeline.slicing.snapshot import PLAIN, Snapshot
 from lightning_megatp.shim.torch import tree_leaves
+from lightning_megatp.snapshots.leftovers import is_own_object
+from lightning_megatp.snapshots.snapshot import PLAIN, Snapshot
 
 SharedParts = Mapping[str, Sequence[Any]]
 """Unit -> the modules in it, and the user's own objects on them, that are in units of other stages, too."""

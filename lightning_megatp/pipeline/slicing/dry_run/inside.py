@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 
-from lightning_megatp.pipeline.slicing.deeds import Deed, deed_of
-from lightning_megatp.pipeline.slicing.operations import (
+from lightning_megatp.pipeline.slicing.dry_run.deeds import Deed, deed_of
+from lightning_megatp.pipeline.slicing.dry_run.operations import (
     HOST_READS,
     LIKE_ANOTHER,
     SHAPE_ONLY,
@@ -19,15 +19,15 @@ from lightning_megatp.pipeline.slicing.operations import (
     NeedsValues,
     random_states,
 )
+from lightning_megatp.pipeline.slicing.dry_run.stage_states import Known, Lineage, joined
+from lightning_megatp.pipeline.slicing.dry_run.values import Value
 from lightning_megatp.pipeline.slicing.plan import SliceError, tensors_in
-from lightning_megatp.pipeline.slicing.stage_states import Known, Lineage, joined
-from lightning_megatp.pipeline.slicing.values import Value
 from lightning_megatp.shim.torch import DisableTorchFunction, is_fake, tensor_version, tree_map
 from lightning_megatp.tensor.features.operation import DRAW
 from lightning_megatp.tensor.functions import check_caller, is_in_place, operation_name, operation_names
 
 if TYPE_CHECKING:
-    from lightning_megatp.pipeline.slicing.tracing import Tracer
+    from lightning_megatp.pipeline.slicing.dry_run.tracer import Tracer
 
 
 class Inside(TorchFunctionMode):
@@ -68,7 +68,7 @@ class Inside(TorchFunctionMode):
         lineage = self._lineage(name, args, kwargs or {})
         drawn = random_states(args, kwargs or {}) if lineage is not None else []
         try:
-            out = self._tracer.evaluate(name, func, args, kwargs or {})
+            out = self._tracer.fakes.evaluate(name, func, args, kwargs or {})
         except NeedsValues as error:
             packed = name == "_pack_padded_sequence" or any(isinstance(x, PackedSequence) for x in self._call.args)
             if not self._call.is_unit or self._call.collects or packed:
@@ -228,7 +228,7 @@ class Inside(TorchFunctionMode):
         stage = self._stage
         value = self._tracer.values.get(x)
         if value is not None and value.stage is not None:
-            self._tracer.refuse_stand_in(value, stage, f"a tensor that {self._call.by} takes from an attribute")
+            self._tracer.record.refuse_stand_in(value, stage, f"a tensor that {self._call.by} takes from an attribute")
             self._add_input(value)
         elif self._tracer.values.is_persistent(x) and stage not in self._tracer.owners.get(id(x), ()):
             self._add_input(self._tracer.find(x, self._call.by))

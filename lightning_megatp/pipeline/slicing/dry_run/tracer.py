@@ -8,8 +8,7 @@ on fakes as a whole.
 from __future__ import annotations
 
 import contextlib
-import itertools
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
@@ -18,14 +17,12 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 from torchmetrics import MetricCollection
 
-from lightning_megatp.pipeline.slicing.collected import with_collected
-from lightning_megatp.pipeline.slicing.deeds import Deeds, Moment, deed_of
-from lightning_megatp.pipeline.slicing.guesses import guess
-from lightning_megatp.pipeline.slicing.inside import Inside
-from lightning_megatp.pipeline.slicing.kept import Kept
-from lightning_megatp.pipeline.slicing.lasting import UNNAMED
-from lightning_megatp.pipeline.slicing.late_hooks import UserHooks, Watched
-from lightning_megatp.pipeline.slicing.operations import (
+from lightning_megatp.pipeline.slicing.dry_run.deeds import Deeds, Moment, deed_of
+from lightning_megatp.pipeline.slicing.dry_run.fakes import Fakes
+from lightning_megatp.pipeline.slicing.dry_run.guesses import guess
+from lightning_megatp.pipeline.slicing.dry_run.inside import Inside
+from lightning_megatp.pipeline.slicing.dry_run.late_hooks import UserHooks, Watched
+from lightning_megatp.pipeline.slicing.dry_run.operations import (
     EFFECTS,
     HOST_READS,
     LIKE_ANOTHER,
@@ -40,36 +37,36 @@ from lightning_megatp.pipeline.slicing.operations import (
     sets_requires_grad,
     with_memory,
 )
+from lightning_megatp.pipeline.slicing.dry_run.record import Record
+from lightning_megatp.pipeline.slicing.dry_run.refusals import (
+    CheckpointRegions,
+    refuse_backwards,
+    refuse_kind,
+    refuse_setting,
+)
+from lightning_megatp.pipeline.slicing.dry_run.stage_states import Known, SharedParts, StageStates
+from lightning_megatp.pipeline.slicing.dry_run.step_generators import StepGenerators
+from lightning_megatp.pipeline.slicing.dry_run.values import Value, Values, versions
 from lightning_megatp.pipeline.slicing.place import Place
-from lightning_megatp.pipeline.slicing.plan import Key, Operation, Read, SideDoor, SliceError, recipe_of, tensors_in
-from lightning_megatp.pipeline.slicing.refusals import CheckpointRegions, refuse_backwards, refuse_kind, refuse_setting
-from lightning_megatp.pipeline.slicing.snapshot import Snapshot
-from lightning_megatp.pipeline.slicing.stage_states import Known, SharedParts, StageStates
-from lightning_megatp.pipeline.slicing.step_generators import StepGenerators
-from lightning_megatp.pipeline.slicing.values import Value, Values, versions
+from lightning_megatp.pipeline.slicing.plan import Read, SideDoor, SliceError, tensors_in
+from lightning_megatp.pipeline.slicing.state.collected import with_collected
+from lightning_megatp.pipeline.slicing.state.kept import Kept
+from lightning_megatp.pipeline.slicing.state.lasting import UNNAMED
 from lightning_megatp.shim.autograd import (
     checkpoint_region,
     function_name,
     functorch_is_active,
-    handle_transforms,
     untransformed,
 )
 from lightning_megatp.shim.torch import (
     FOREACH_IN_PLACE,
-    DataDependentOutputException,
-    DisableTorchFunction,
-    DynamicOutputShapeException,
     FakeTensorMode,
-    UnsupportedOperatorException,
     WithoutMode,
     is_fake,
-    missed_data,
-    modules_convert_without_data,
     open_dataclasses,
-    tensor_version,
     tree_leaves,
-    tree_map,
 )
+from lightning_megatp.snapshots.snapshot import Snapshot
 from lightning_megatp.tensor.functions import check_caller, one_by_one, operation_name
 
 
@@ -116,14 +113,10 @@ class Tracer(TorchFunctionMode):
         self._before = 0
         """The stage of the last operation that has one."""
         self._batch = {id(x) for x in batch}
-        self.operations: list[Operation] = []
-        self.deeds: list[Deeds] = []
-        """What each of them did."""
+        self.fakes, self.record = Fakes(values, fake_mode, owners), Record(values, owners, fake_mode)
         self._doing = Deeds(Moment.now())
         self.not_operations: set[Any] = set()
         self.reads: list[Read] = []
-        self.touched: dict[int, int] = {}
-        """id() of the units' parameters and buffers that operations between units take -> the first of these."""
         self.uses_functions = False
         self.converts = False
         """The step calls a module's `to(...)` or its like."""
@@ -152,15 +145,8 @@ class Tracer(TorchFunctionMode):
         """What was made inside of units, of which stage, and by which."""
         self.known_alike: dict[int, Known] = {}
         """Of that, what every stage would make alike."""
-        self._filled: dict[int, tuple[Tensor, Tensor]] = {}
-        """Tensors that a unit made, and put values without data into; with what stands for them."""
         self.generators = StepGenerators()
         self._regions = CheckpointRegions()
-        self.lasting_inputs: list[tuple[int, int, set[int]]] = []
-        """Operations that gradients come back from, which tensor of their arguments, and id() of those that outlive the
-        step and lie there."""
-        self._changed: set[Key] = set()
-        """Values that came about by a change in place."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -277,7 +263,7 @@ class Tracer(TorchFunctionMode):
         """
         left = [value for value in map(self.values.get, snapshot.new_tensors()) if value is not None]
         for value in left:
-            self.refuse_stand_in(value, self.last_stage, "a tensor that the step leaves on the module")
+            self.record.refuse_stand_in(value, self.last_stage, "a tensor that the step leaves on the module")
             if value.stage is None and value.tensor.is_leaf and value.tensor.requires_grad:
                 raise SliceError(
                     f"a tensor that {value.maker} made, and that the step leaves on the module, requires a gradient:"
@@ -304,26 +290,14 @@ class Tracer(TorchFunctionMode):
         Raises:
             SliceError: the last stage has not begun.
         """
-        if not any(operation.stage == self.last_stage for operation in self.operations):
+        if not any(operation.stage == self.last_stage for operation in self.record.operations):
             raise SliceError(
                 f"the step has {why}, and pipeline stage {self.last_stage}, where values are known, has not begun."
                 " Do it after the last block, or in the forward of a module."
             )
         for value in self.values.early_numbers(self.last_stage):
-            self._use(value, self.last_stage, why, [])
+            self.record.use(value, self.last_stage, why, [])
         self.ended = self.ended or why
-
-    def refuse_stand_in(self, value: Value, stage: int | None, what: str) -> None:
-        """Raise where a stage would find the tensor that another stage changed in place, and not what it became.
-
-        Raises:
-            SliceError: it would.
-        """
-        if value.key is not None and value.stage != stage and value.key in self._changed:
-            raise SliceError(
-                f"{what} was changed in place by {value.maker} on pipeline stage {value.stage}; stage {stage} does not"
-                " see that. Use the operation that returns a new tensor."
-            )
 
     def find(self, tensor: Tensor, by: str) -> Value:
         """The value of a tensor; those that were there before the step are replicated.
@@ -362,45 +336,6 @@ class Tracer(TorchFunctionMode):
         """Whether a tensor that was made in this step is there, or on what hangs there."""
         return any(x is tensor for x in self._left())
 
-    def evaluate(self, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Compute, on fakes if any of the tensors is one, or belongs to a unit.
-
-        Raises:
-            NeedsValues: the operation asks for the data of a fake.
-        """
-        if not any(self._is_without_data(x) for x in tensors_in(args, kwargs)):
-            return function(*args, **kwargs)
-        if name in HOST_READS:
-            raise NeedsValues("it reads a value on the host")
-        real = [x for x in tensors_in(args, kwargs) if not self._is_without_data(x)]
-        before = [tensor_version(self.values.fake(x)) for x in real]
-        args, kwargs = tree_map(lambda x: self.values.fake(x) if isinstance(x, Tensor) else x, (args, kwargs))
-        out = self._on_fakes(name, function, args, kwargs)
-        for x, version in zip(real, before, strict=True):
-            if tensor_version(self.values.fake(x)) != version and self.values.get(x) is None:
-                self._filled[id(x)] = x, self.values.fake(x)
-        return out
-
-    def _on_fakes(self, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        try:
-            with self.fake_mode:
-                return function(*args, **kwargs)
-        except DataDependentOutputException as error:
-            raise NeedsValues(f"`{name}` reads a value on the host") from error
-        except DynamicOutputShapeException as error:
-            raise NeedsValues(f"the shape of what `{name}` returns depends on values") from error
-        except UnsupportedOperatorException as error:
-            raise NeedsValues(f"`{name}` can't tell the shape of its result without computing it") from error
-        except RuntimeError as error:
-            if missed_data(error):
-                raise NeedsValues(f"`{name}` reads values on the host") from error
-            raise
-
-    def _is_without_data(self, x: Tensor) -> bool:
-        known = self.values.get(x)
-        known_to_be = known is not None and known.stage is not None
-        return is_fake(x) or id(x) in self.owners or known_to_be or id(x) in self._filled
-
     def _aside(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if self._inside is not None else WithoutMode(self)
 
@@ -421,7 +356,7 @@ class Tracer(TorchFunctionMode):
         call.inputs = [self.find(x, call.by) for x in tensors_in(call.args, call.kwargs)]
         call.given = tuple(self._given(value) for value in call.inputs)
         refuse_setting(call, lambda x: self.values.is_persistent(x) or id(x) in self.owners)
-        if call.is_unit or call.opaque or any(self._is_without_data(value.tensor) for value in call.inputs):
+        if call.is_unit or call.opaque or any(self.fakes.is_without_data(value.tensor) for value in call.inputs):
             for value in call.inputs:
                 value.fake = self.values.fake(value.tensor)
         before, random_before = versions(call.inputs), random_states(call.args, call.kwargs)
@@ -439,21 +374,24 @@ class Tracer(TorchFunctionMode):
         if not (call.is_unit or changed or tensors_in(out) or call.name in EFFECTS or sets_requires_grad(call)):
             self.not_operations.add(call.what)
             if call.name in HOST_READS:
-                self.reads.append(Read.of(len(self.operations), out))
+                self.reads.append(Read.of(len(self.record.operations), out))
                 self.asks_batch |= any(not value.constant for value in call.inputs)
                 for value in call.inputs:
-                    self.values.look_at(value, len(self.operations))
+                    self.values.look_at(value, len(self.record.operations))
             return out
         call.random = stage is None and random_states(call.args, call.kwargs) != random_before
-        self.generators.note(call, stage, len(self.operations))
+        self.generators.note(call, stage, len(self.record.operations))
         if stage is None and not call.opaque and tensors_in(out) and self._is_sized_by_values(call):
-            self.reads.append(Read(len(self.operations), None))
+            self.reads.append(Read(len(self.record.operations), None))
         refuse_backwards(call, stage)
         self._regions.add(call, stage)
         if checkpoint_region() is not None:
             for value in call.inputs:
-                self.refuse_stand_in(value, stage, f"a tensor that {call.by} takes in an activation checkpoint")
-        return self._record(call, stage, out, changed)
+                self.record.refuse_stand_in(value, stage, f"a tensor that {call.by} takes in an activation checkpoint")
+        if stage is not None and stage > self._before:
+            self._passes()
+        self._before = self._before if stage is None else stage
+        return self.record.add(call, stage, out, changed, self._doing)
 
     def _given(self, value: Value) -> Any:
         """What an operation is to be given where stages depend on it: shape and dtype of a replicated value."""
@@ -470,7 +408,7 @@ class Tracer(TorchFunctionMode):
         """
         given = [untransformed(x) for x in tensors_in(call.args, call.kwargs)]
         why = ""
-        if any(self._is_without_data(x) or x.requires_grad for x in given):
+        if any(self.fakes.is_without_data(x) or x.requires_grad for x in given):
             why = "takes a value that not every stage has, or one that learns"
         known = [self.find(x, call.by) for x in given if self.values.is_persistent(x) or self.values.get(x) is not None]
         before, random_before = versions(known), random_states(call.args, call.kwargs)
@@ -489,7 +427,7 @@ class Tracer(TorchFunctionMode):
                 " a module."
             )
         for value in known:
-            self.values.look_at(value, len(self.operations))
+            self.values.look_at(value, len(self.record.operations))
         return out
 
     def _carry_out(self, call: Call) -> tuple[int | None, Any]:
@@ -504,7 +442,7 @@ class Tracer(TorchFunctionMode):
             if call.is_unit or call.opaque:
                 return self._look_inside(call, stage)
             if stage is not None:
-                return stage, self.evaluate(call.name, call.function, call.args, call.kwargs)
+                return stage, self.fakes.evaluate(call.name, call.function, call.args, call.kwargs)
         except NeedsValues as error:
             self.unseen.update(call.units)
             if call.is_unit and (made_up := self._guess(call)) is not None:
@@ -512,7 +450,7 @@ class Tracer(TorchFunctionMode):
                 return stage, made_up
             if stage == self.last_stage:
                 for value in dict.fromkeys([*call.inputs, *self.values.early_numbers(stage)]):
-                    self._use(value, stage, call.by, [])
+                    self.record.use(value, stage, call.by, [])
                 self.ended, self.ended_in = f"{call.by}, since {error}", tuple(call.units)
                 raise StepEnded from error
             raise SliceError(
@@ -530,47 +468,21 @@ class Tracer(TorchFunctionMode):
             return call.inputs[0].stage is None and id(call.args[0]) not in self.owners
         return call.name in SHAPE_ONLY
 
-    def _read_by(self, call: Call) -> list[Value]:
-        """The inputs whose data an operation reads."""
-        if call.name in SHAPE_ONLY:
-            return []
-        return call.inputs[:1] if call.name in LIKE_ANOTHER and isinstance(call.args[0], Tensor) else call.inputs
-
     def _is_sized_by_values(self, call: Call) -> bool:
         """Whether the shape of what a replicated operation returns may depend on values of the batch, which nobody sees
-        it read (a mask as index, a tensor as bound or size): it can't be done on tensors without data."""
+        it read (a mask as index, a tensor as bound or size)."""
         leaves = tree_leaves((call.args, call.kwargs))
         bounds = [b for x in leaves if isinstance(x, slice) for b in tensors_in(x.start, x.stop)]
         if all(value.constant for value in [*call.inputs, *(self.find(x, call.by) for x in bounds)]):
             return False
-        try:
-            with self.fake_mode, torch.no_grad():
-                args, kwargs = tree_map(lambda x: _empty(x) if isinstance(x, Tensor) else x, (call.args, call.kwargs))
-            with torch.no_grad():
-                self._on_fakes(call.name, call.function, args, kwargs)
-        except NeedsValues:
-            return True
-        except Exception:
-            return False  # these share no memory, and may have other shapes by now: it was done on the real ones
-        return False
-
-    @contextlib.contextmanager
-    def on_fakes(self) -> Iterator[None]:
-        """Around a call that is looked into: what torch functions don't show."""
-
-        def on_fakes(name: str, function: Callable[..., Any], given: Any) -> tuple[Callable[..., Any], Any]:
-            with DisableTorchFunction():
-                return function, tree_map(lambda x: self.values.fake(x) if isinstance(x, Tensor) else x, given)
-
-        with modules_convert_without_data(), handle_transforms(on_fakes):
-            yield
+        return self.fakes.needs_values(call.name, call.function, call.args, call.kwargs)
 
     def _look_inside(self, call: Call, stage: int | None) -> tuple[int | None, Any]:
         self._inside = inside = Inside(self, call)
         hooks = self._hooks.of(call.name) if call.is_unit and call.units else []
         self._doing.inside, self._doing.compared = inside.deeds, False
         try:
-            with inside, self.on_fakes(), self._watched.watching(hooks, inside):
+            with inside, self.fakes.inside(), self._watched.watching(hooks, inside):
                 out = call.function(*call.args, **call.kwargs)
         except Exception as error:
             if inside.missed is None or isinstance(error, SliceError):
@@ -599,106 +511,3 @@ class Tracer(TorchFunctionMode):
             return None
         with self.fake_mode:
             return guess(call.function, hidden)
-
-    def _record(self, call: Call, stage: int | None, out: Any, changed: list[int]) -> Any:
-        """Add an operation to the plan, and give its result as the step gets it."""
-        if stage is not None and stage > self._before:
-            self._passes()
-        self._before = self._before if stage is None else stage
-        n_outputs = len(tensors_in(out))
-        origins = frozenset[int]().union(*(value.origins for value in call.inputs))
-        became = {}
-        for n, position in enumerate(changed):
-            key = None if stage is None else Key(len(self.operations), n_outputs + n)
-            became[position] = self.values.change(
-                call.inputs[position], stage, key, origins, call.by, len(self.operations)
-            )
-            self._changed.update([key] if key is not None else [])
-        known = [*call.inputs, *became.values()]
-        out = self._name_outputs(out, call, stage, known, origins)
-        outputs = [value for value in map(self.values.get, tensors_in(out)) if value is not None]
-        made = [v for v in [*outputs, *became.values()] if call.gradient and self.values.fake(v.tensor).requires_grad]
-        given = call.inputs[: len(tensors_in(call.args, call.kwargs))]  # without what is found inside
-        for position, value in enumerate(given if made else ()):
-            if position not in changed and (lasting := self.values.lasting_in(value)):
-                self.lasting_inputs.append((len(self.operations), position, lasting))
-        for value in call.inputs:
-            if value.stage is None or not call.shape_only:
-                self._use(value, stage, call.by, made)
-        leaves = tree_leaves((call.args, call.kwargs))
-        scalars = tuple(x for x in leaves if isinstance(x, (bool, int, float, str)))
-        recipe = recipe_of(call.name, scalars, [value.identity for value in call.inputs])
-        if stage is None:
-            for i, value in enumerate([*outputs, *became.values()]):
-                value.recipe = f"{recipe}.{i}" if value not in call.inputs else value.recipe
-        self.deeds.append(self._doing)
-        self.operations.append(
-            Operation(
-                what=call.what,
-                name=call.name,
-                where=call.where,
-                stage=stage,
-                units=tuple(call.units),
-                inputs=tuple(value.key for value in call.inputs if value.key is not None),
-                ghosts=None if stage is None else tree_map(self._ghost, out),
-                outputs=tuple(value.key for value in outputs),
-                changed=tuple((position, value.key) for position, value in became.items() if value.key is not None),
-                random=call.random,
-                shape_only=call.shape_only,
-                recipe=recipe,
-                given=call.given,
-            )
-        )
-        return out
-
-    def _name_outputs(
-        self, out: Any, call: Call, stage: int | None, known: list[Value], origins: frozenset[int]
-    ) -> Any:
-        """Learn of the tensors of a result, and give those of a stage keys.
-
-        What is an input of the same stage, unchanged or changed in place, stays what it is, and what is returned twice
-        is one value. What a unit returns becomes a new object: if the unit also keeps it somewhere, that is not taken
-        for what it returned.
-        """
-        given = {id(x): value for value in known for x in (value.tensor, value.fake)}
-        constant = not call.random and all(x.constant for x in self._read_by(call))
-        named: dict[int, Tensor] = {}
-        position = itertools.count()
-
-        def name(x: Any) -> Any:
-            if not isinstance(x, Tensor):
-                return x
-            key = Key(len(self.operations), next(position))
-            if id(x) not in named:
-                named[id(x)] = name_once(x, key)
-            return named[id(x)]
-
-        def name_once(x: Tensor, key: Key) -> Tensor:
-            value = given.get(id(x))
-            if value is not None and value.stage == stage and not call.is_unit:
-                return value.tensor
-            if stage is None:
-                self.values.add(x, None, call.by, origins=origins, constant=constant)
-                return x
-            x = self.values.fake(x)
-            if call.is_unit or value is not None:
-                with self.fake_mode:
-                    x = x.view_as(x)
-            self.values.add(x, stage, call.by, key)
-            return x
-
-        return tree_map(name, out)
-
-    def _ghost(self, x: Any) -> Any:
-        value = self.values.get(x) if isinstance(x, Tensor) else None
-        return x if value is None else value.ghost
-
-    def _use(self, value: Value, stage: int | None, by: str, made: list[Value]) -> None:
-        self.values.use(value, stage, by, made)
-        if stage is not None and id(value.tensor) in self.owners and value.key is None:
-            self.owners[id(value.tensor)].add(stage)
-            self.touched.setdefault(id(value.tensor), len(self.operations))
-
-
-def _empty(x: Tensor) -> Tensor:
-    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)

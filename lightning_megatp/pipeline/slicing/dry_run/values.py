@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from lightning_megatp.pipeline.slicing.lasting import Changed, LastingChanges
 from lightning_megatp.pipeline.slicing.plan import Key, SliceError
+from lightning_megatp.pipeline.slicing.state.lasting import Changed, LastingChanges
 from lightning_megatp.shim.autograd import is_transformed
 from lightning_megatp.shim.torch import FakeTensorMode, is_fake, storage_id, tensor_version
 

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from lightning_megatp.pipeline.slicing.dry_run.values import Value
 from lightning_megatp.pipeline.slicing.plan import SlicePlan
-from lightning_megatp.pipeline.slicing.snapshot import PLAIN, Snapshot
-from lightning_megatp.pipeline.slicing.values import Value
+from lightning_megatp.snapshots.snapshot import PLAIN, Snapshot
 
 
 class _Entry(NamedTuple):

@@ -1,0 +1,280 @@
+"""The dry runs of a module's steps: of the whole, then of each stage alone."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_megatp.pipeline.slicing.calls import Decides
+from lightning_megatp.pipeline.slicing.dry_run.alone import Alone, Difference, Reading
+from lightning_megatp.pipeline.slicing.dry_run.deeds import Deeds
+from lightning_megatp.pipeline.slicing.dry_run.late_hooks import UserHooks
+from lightning_megatp.pipeline.slicing.dry_run.operations import StepEnded
+from lightning_megatp.pipeline.slicing.dry_run.planning import make_plan
+from lightning_megatp.pipeline.slicing.dry_run.stage_states import shared_parts
+from lightning_megatp.pipeline.slicing.dry_run.tracer import Tracer
+from lightning_megatp.pipeline.slicing.dry_run.values import Values
+from lightning_megatp.pipeline.slicing.place import Place
+from lightning_megatp.pipeline.slicing.plan import SideDoor, SliceError, SlicePlan
+from lightning_megatp.pipeline.slicing.running import host_seeded
+from lightning_megatp.pipeline.slicing.signature import leaves_out, tensors_of
+from lightning_megatp.pipeline.slicing.state.kept import KeptByUnits
+from lightning_megatp.pipeline.slicing.state.lasting import UNNAMED
+from lightning_megatp.pipeline.slicing.state.ownership import Ownership
+from lightning_megatp.pipeline.slicing.state.put_back import Toggles, modules_with, putting_back
+from lightning_megatp.pipeline.slicing.state.tables import Left
+from lightning_megatp.shim.autograd import checkpoints_ended, handle_functions
+from lightning_megatp.shim.compiler import uncompiled
+from lightning_megatp.shim.lightning import trainer_of
+from lightning_megatp.shim.torch import FakeTensorMode, conversions_around, subclassed_fake, tensor_version
+from lightning_megatp.snapshots.snapshot import FirstValues, Snapshot, random_state_kept
+
+Step = Callable[[Any], Any]
+"""A user's step on one batch, in the contexts it runs in (autocast)."""
+
+_MOST_TRIES = 3
+"""Of a whole dry run that is not the same as the last one."""
+
+
+class DryRuns:
+    """Finds out what a step does, without computing more than what is replicated, and without leaving a trace.
+
+    Args:
+        module: whose steps.
+        stage_of_unit: unit name -> stage.
+        n_stages: how many stages.
+        ownership: of the tensors of units.
+        fake_mode: makes tensors without data.
+        place: names where an operation is.
+        hooks: of the user's on units.
+        deciding: lets somebody decide about the calls of units and metrics, around a step.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        stage_of_unit: Mapping[str, int],
+        n_stages: int,
+        ownership: Ownership,
+        fake_mode: FakeTensorMode,
+        place: Place,
+        hooks: UserHooks,
+        deciding: Callable[[Decides], contextlib.AbstractContextManager[None]],
+    ) -> None:
+        self._module, self._stage_of_unit, self._n_stages = module, stage_of_unit, n_stages
+        self._ownership, self._fake_mode, self._place, self._hooks = ownership, fake_mode, place, hooks
+        self._deciding = deciding
+        self._early_modules = {
+            f"{name}.{inner}".rstrip("."): part
+            for name, stage in stage_of_unit.items()
+            if stage < n_stages - 1
+            for inner, part in module.get_submodule(name).named_modules()
+        }
+        self._shared = shared_parts(module, stage_of_unit)
+        self._kept = KeptByUnits(module, stage_of_unit)
+        self._tried_alone: set[Hashable] = set()
+        """Kinds of steps of which each stage alone does the same as with the others."""
+
+    def run(self, step: Step, batch: Any, seed: int = 0) -> tuple[SlicePlan, Left]:
+        """The plan, and what the step would leave on the module, which is as before. Hooks on units that hand something
+        to the step are called after their units, where it can be cut so."""
+        late: frozenset[Any] = frozenset()
+        first: SliceError | None = None
+        while True:
+            try:
+                plan, left, deeds, difference = self._seen(late, step, batch, seed)
+            except SliceError as error:
+                hook = error.hook if isinstance(error, SideDoor) else None
+                if hook is None or hook in late:
+                    raise (first or error) from None
+                first, late = first or error, late | {hook}
+            else:
+                self._check_alone(late, step, batch, seed, deeds, difference)
+                return plan, left
+
+    def _check_alone(
+        self,
+        late: frozenset[Any],
+        step: Step,
+        batch: Any,
+        seed: int,
+        deeds: Sequence[Deeds],
+        difference: Difference | Reading | None,
+    ) -> None:
+        """Each stage alone has to do what it did in the dry run of the whole step; unless that differs from time to
+        time by itself (by a cache of the process, a counter that lasts).
+
+        Raises:
+            SliceError: a stage does something else.
+        """
+        for _ in range(_MOST_TRIES if difference is not None else 0):
+            _, _, again, difference = self._seen(late, step, batch, seed)
+            if difference is None:
+                return
+            if [x.inside for x in again] == [x.inside for x in deeds]:
+                raise difference.error()
+            deeds = again
+
+    def _seen(
+        self, late_hooks: frozenset[Any], step: Step, batch: Any, seed: int
+    ) -> tuple[SlicePlan, Left, Sequence[Deeds], Difference | Reading | None]:
+        varies, original, batch = leaves_out(batch), batch, copy.deepcopy(batch)
+        in_batch, containers = tensors_of(batch), Snapshot(SimpleNamespace(batch=batch), submodules=False)
+        before = [(tensor_version(x), x.requires_grad) for x in in_batch]
+        owned = self._ownership
+        with self._prepared_to_plan(), owned.present(), owned.whole_as_fakes(), owned.buffers_aside():
+            snapshot = state_before(self._module)
+            toggles = Toggles(snapshot)
+            tracer = self._tracer(snapshot, in_batch, toggles, late_hooks)
+            tracer.varies = varies
+            values_before = FirstValues(snapshot.tensors.values())
+            try:
+                with owned.lists_noted() as lists, values_before, host_seeded(seed) as drawn:
+                    self._trace(tracer, step, batch, toggles)
+                    draws_on_host = drawn()
+                values = tracer.consume_left(snapshot)
+                left = Left(self._module, snapshot, values, tracer.asks_batch)
+                put_back = toggles.put_back_by_now()
+                set_late = [*self._early_modules]  # of a step that was not seen to its end
+                if not tracer.ended:
+                    set_late = modules_with(toggles.set_late(), self._early_modules)
+            finally:
+                snapshot.restore()
+                values_before.restore()
+            changes_batch = before != [(tensor_version(x), x.requires_grad) for x in in_batch]
+            changes_batch = changes_batch or any(True for _ in containers.changed_entries())
+            left_early = any(value.stage not in (None, self._n_stages - 1) for value in values)
+            plan = make_plan(
+                tracer,
+                owned.names,
+                self._n_stages,
+                changes_batch,
+                left_early,
+                lists.any,
+                put_back,
+                tuple(set_late),
+                late_hooks,
+            )
+            owned.learn(tracer.owners)
+            difference = self._difference(tracer, plan, step, original, seed, snapshot)
+        return replace(plan, draws_on_host=draws_on_host), left, tracer.record.deeds, difference
+
+    def _difference(
+        self, tracer: Tracer, plan: SlicePlan, step: Step, batch: Any, seed: int, snapshot: Snapshot
+    ) -> Difference | Reading | None:
+        """The first operation that a stage does otherwise alone. Steps that differ from a known one by numbers and
+        shapes only are not tried again."""
+        kind = tuple((op.name, op.stage) for op in plan.operations), torch.is_grad_enabled()
+        tried = self._n_stages == 1 or kind in self._tried_alone
+        for stage in range(self._n_stages) if not tried else ():
+            mode = Alone(plan, stage, tracer, seed, self._place, self._hooks, self._stage_of_unit)
+            values, microbatch = FirstValues(snapshot.tensors.values()), copy.deepcopy(batch)
+            try:
+                with (
+                    values,
+                    host_seeded(seed),
+                    putting_back(plan.put_back),
+                    self._seen_by(mode),
+                    contextlib.suppress(StepEnded),
+                    mode,
+                ):
+                    step(microbatch)
+            except Exception:
+                pass  # where it fails alone, a run will, and will say how
+            finally:
+                snapshot.restore()
+                values.restore()
+            if mode.difference is not None:
+                return mode.difference
+        self._tried_alone.add(kind)
+        return None
+
+    @contextlib.contextmanager
+    def _prepared_to_plan(self) -> Iterator[None]:
+        """Nothing outside notices a dry run: neither generators nor autocast's cache of weights, nor the compiler."""
+        grad = torch.is_grad_enabled()
+        self._fake_mode.allow_non_fake_inputs = True
+        try:
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(random_state_kept())
+                stack.enter_context(torch.inference_mode(False))  # inference tensors can't tell in-place changes
+                stack.enter_context(torch.set_grad_enabled(grad))
+                stack.enter_context(uncompiled())
+                stack.enter_context(checkpoints_ended())
+                yield
+        finally:
+            self._fake_mode.allow_non_fake_inputs = False
+            torch.clear_autocast_cache()
+
+    def _tracer(
+        self, snapshot: Snapshot, batch: Sequence[Tensor], toggles: Toggles, late_hooks: Collection[Any]
+    ) -> Tracer:
+        owners = self._ownership.of_units()
+        names = self._ownership.names
+        glue = {tensor_id: name for tensor_id, name in names.items() if tensor_id not in owners}
+        buffers = {id(x): name for name, x in self._module.named_buffers()}
+        others = dict.fromkeys(snapshot.tensors, UNNAMED)
+        values = Values(self._fake_mode, {**others, **buffers, **names}, self._n_stages)
+        return Tracer(
+            owners,
+            glue,
+            values,
+            self._fake_mode,
+            self._n_stages,
+            self._place,
+            batch,
+            self._shared,
+            snapshot.new_tensors,
+            toggles.look,
+            self._hooks,
+            late_hooks,
+        )
+
+    @contextlib.contextmanager
+    def _seen_by(self, mode: Tracer | Alone) -> Iterator[None]:
+        """Around a dry run: what a mode does not see by itself."""
+        with (
+            self._deciding(mode),
+            self._kept.watching(mode.setting, mode.reading),
+            handle_functions(mode.function),
+            conversions_around(mode.converting),
+        ):
+            yield
+
+    def _trace(self, tracer: Tracer, step: Step, batch: Any, toggles: Toggles) -> None:
+        with self._seen_by(tracer):
+            result = None
+            toggles.begin()
+            try:
+                with tracer:
+                    result = step(batch)
+            except StepEnded:
+                pass
+            except SliceError:
+                raise
+            except Exception as error:
+                if kind := subclassed_fake(error):
+                    tracer.end(f"a value made into a `{kind}` (a class of tensors)")
+                elif not tracer.guessed:
+                    raise
+                elif tracer.misled:
+                    tracer.misled += f", and then the step failed ({type(error).__name__}: {error})"
+        if tracer.error is not None:
+            raise tracer.error
+        loss = result.get("loss") if isinstance(result, Mapping) else result
+        tracer.consume(loss, gradient=True, by="the result of the step")
+        tracer.consume(result, gradient=False, by="the result of the step")
+
+
+def state_before(module: nn.Module) -> Snapshot:
+    """What a step finds: the module, and what it may set on its optimizers: attributes, and options such as rates."""
+    optimizers = getattr(trainer_of(module), "optimizers", [])
+    options = [group for optimizer in optimizers for group in optimizer.param_groups]
+    return Snapshot(module, beside=[*(x.__dict__ for x in optimizers), *options])

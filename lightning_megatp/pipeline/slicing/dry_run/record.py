@@ -1,0 +1,166 @@
+"""The plan's operations, as a dry run finds them one after the other."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from lightning_megatp.pipeline.slicing.dry_run.deeds import Deeds
+from lightning_megatp.pipeline.slicing.dry_run.operations import LIKE_ANOTHER, SHAPE_ONLY, Call
+from lightning_megatp.pipeline.slicing.dry_run.values import Value, Values
+from lightning_megatp.pipeline.slicing.plan import Key, Operation, SliceError, recipe_of, tensors_in
+from lightning_megatp.shim.torch import FakeTensorMode, tree_leaves, tree_map
+
+
+class Record:
+    """The operations of one step.
+
+    Args:
+        values: the tensors of the step.
+        owners: id(parameter or buffer of a unit) -> the stages of its units. Those of operations between units that use
+            it are added.
+        fake_mode: makes new objects of what units return.
+    """
+
+    def __init__(self, values: Values, owners: dict[int, set[int]], fake_mode: FakeTensorMode) -> None:
+        self._values, self._owners, self._fake_mode = values, owners, fake_mode
+        self.operations: list[Operation] = []
+        self.deeds: list[Deeds] = []
+        """What each of them did."""
+        self.touched: dict[int, int] = {}
+        """id() of the units' parameters and buffers that operations between units take -> the first of these."""
+        self.lasting_inputs: list[tuple[int, int, set[int]]] = []
+        """Operations that gradients come back from, which tensor of their arguments, and id() of those that outlive the
+        step and lie there."""
+        self._changed: set[Key] = set()
+        """Values that came about by a change in place."""
+
+    def refuse_stand_in(self, value: Value, stage: int | None, what: str) -> None:
+        """Raise where a stage would find the tensor that another stage changed in place, and not what it became.
+
+        Raises:
+            SliceError: it would.
+        """
+        if value.key is not None and value.stage != stage and value.key in self._changed:
+            raise SliceError(
+                f"{what} was changed in place by {value.maker} on pipeline stage {value.stage}; stage {stage} does not"
+                " see that. Use the operation that returns a new tensor."
+            )
+
+    def use(self, value: Value, stage: int | None, by: str, made: Sequence[Value | None] = ()) -> None:
+        """As `Values.use`; parameters and buffers of units are noted."""
+        self._values.use(value, stage, by, made)
+        if stage is not None and id(value.tensor) in self._owners and value.key is None:
+            self._owners[id(value.tensor)].add(stage)
+            self.touched.setdefault(id(value.tensor), len(self.operations))
+
+    def add(self, call: Call, stage: int | None, out: Any, changed: list[int], deeds: Deeds) -> Any:
+        """Add an operation to the plan.
+
+        Args:
+            call: what was done, whose inputs are known.
+            stage: where; None: everywhere.
+            out: what it made.
+            changed: positions of the inputs that it changed in place.
+            deeds: what it did.
+
+        Returns:
+            Its result as the step gets it.
+        """
+        n_outputs = len(tensors_in(out))
+        origins = frozenset[int]().union(*(value.origins for value in call.inputs))
+        became = {}
+        for n, position in enumerate(changed):
+            key = None if stage is None else Key(len(self.operations), n_outputs + n)
+            became[position] = self._values.change(
+                call.inputs[position], stage, key, origins, call.by, len(self.operations)
+            )
+            self._changed.update([key] if key is not None else [])
+        known = [*call.inputs, *became.values()]
+        out = self._name_outputs(out, call, stage, known, origins)
+        outputs = [value for value in map(self._values.get, tensors_in(out)) if value is not None]
+        made = [v for v in [*outputs, *became.values()] if call.gradient and self._values.fake(v.tensor).requires_grad]
+        given = call.inputs[: len(tensors_in(call.args, call.kwargs))]  # without what is found inside
+        for position, value in enumerate(given if made else ()):
+            if position not in changed and (lasting := self._values.lasting_in(value)):
+                self.lasting_inputs.append((len(self.operations), position, lasting))
+        for value in call.inputs:
+            if value.stage is None or not call.shape_only:
+                self.use(value, stage, call.by, made)
+        leaves = tree_leaves((call.args, call.kwargs))
+        scalars = tuple(x for x in leaves if isinstance(x, (bool, int, float, str)))
+        recipe = recipe_of(call.name, scalars, [value.identity for value in call.inputs])
+        if stage is None:
+            for i, value in enumerate([*outputs, *became.values()]):
+                value.recipe = f"{recipe}.{i}" if value not in call.inputs else value.recipe
+        self.deeds.append(deeds)
+        self.operations.append(
+            Operation(
+                what=call.what,
+                name=call.name,
+                where=call.where,
+                stage=stage,
+                units=tuple(call.units),
+                inputs=tuple(value.key for value in call.inputs if value.key is not None),
+                ghosts=None if stage is None else tree_map(self._ghost, out),
+                outputs=tuple(value.key for value in outputs),
+                changed=tuple((position, value.key) for position, value in became.items() if value.key is not None),
+                random=call.random,
+                shape_only=call.shape_only,
+                recipe=recipe,
+                given=call.given,
+            )
+        )
+        return out
+
+    def _name_outputs(
+        self, out: Any, call: Call, stage: int | None, known: list[Value], origins: frozenset[int]
+    ) -> Any:
+        """Learn of the tensors of a result, and give those of a stage keys.
+
+        What is an input of the same stage, unchanged or changed in place, stays what it is, and what is returned twice
+        is one value. What a unit returns becomes a new object: if the unit also keeps it somewhere, that is not taken
+        for what it returned.
+        """
+        given = {id(x): value for value in known for x in (value.tensor, value.fake)}
+        constant = not call.random and all(x.constant for x in _read_by(call))
+        named: dict[int, Tensor] = {}
+        position = itertools.count()
+
+        def name(x: Any) -> Any:
+            if not isinstance(x, Tensor):
+                return x
+            key = Key(len(self.operations), next(position))
+            if id(x) not in named:
+                named[id(x)] = name_once(x, key)
+            return named[id(x)]
+
+        def name_once(x: Tensor, key: Key) -> Tensor:
+            value = given.get(id(x))
+            if value is not None and value.stage == stage and not call.is_unit:
+                return value.tensor
+            if stage is None:
+                self._values.add(x, None, call.by, origins=origins, constant=constant)
+                return x
+            x = self._values.fake(x)
+            if call.is_unit or value is not None:
+                with self._fake_mode:
+                    x = x.view_as(x)
+            self._values.add(x, stage, call.by, key)
+            return x
+
+        return tree_map(name, out)
+
+    def _ghost(self, x: Any) -> Any:
+        value = self._values.get(x) if isinstance(x, Tensor) else None
+        return x if value is None else value.ghost
+
+
+def _read_by(call: Call) -> list[Value]:
+    """The inputs whose data an operation reads."""
+    if call.name in SHAPE_ONLY:
+        return []
+    return call.inputs[:1] if call.name in LIKE_ANOTHER and isinstance(call.args[0], Tensor) else call.inputs
