@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_only
 
@@ -14,3 +15,18 @@ log = logging.getLogger("lightning_megatp")
 def warn_once_per_run(text: str) -> None:
     """A warning on rank 0."""
     warnings.warn(f"MegaTPStrategy: {text}", UserWarning, stacklevel=3)
+
+
+class OfOneRank:
+    """Base of objects on the user's modules that belong to one rank of a run. A pickled module would be a part of
+    itself, which no other run could do anything with."""
+
+    def __reduce__(self) -> Any:
+        """Raises:
+        RuntimeError: always.
+        """
+        raise RuntimeError(
+            "MegaTPStrategy: a module is pickled whole (`torch.save(module, file)`), of which this rank holds a part."
+            " `trainer.save_checkpoint(path, weights_only=True)`, on all ranks, writes the whole model (`megatp"
+            " convert` makes safetensors of it)."
+        )

@@ -18,8 +18,8 @@ from lightning_megatp.default_group import DefaultGroup
 from lightning_megatp.gradients.partial import PartialGradients
 from lightning_megatp.gradients.rows import DividedParameter
 from lightning_megatp.messages import warn_once_per_run
-from lightning_megatp.pipeline.averaged import Versions
 from lightning_megatp.pipeline.slicing.units import common_end
+from lightning_megatp.pipeline.told.averaged import Versions
 from lightning_megatp.plan.parallel_plan import ParallelPlan
 from lightning_megatp.plan.ranges import length
 from lightning_megatp.plan.shard import ShardedTensorSpec, ShardSpec

@@ -33,8 +33,8 @@ from lightning_megatp.gradients.elementwise import unwrap
 from lightning_megatp.gradients.nested import inner_optimizers, method_replaced
 from lightning_megatp.mesh import TALKING
 from lightning_megatp.messages import warn_once_per_run
-from lightning_megatp.pipeline.averaged import agree_on_buffers, versions_of
 from lightning_megatp.pipeline.detour import Detour
+from lightning_megatp.pipeline.told.averaged import agree_on_buffers, versions_of
 from lightning_megatp.randomness import gather_random_states
 from lightning_megatp.shim.lightning import default_store, trainer_of
 

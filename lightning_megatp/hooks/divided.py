@@ -96,12 +96,12 @@ def explaining_written_rows(hook: str) -> Iterator[None]:
     """Around a hook that may write divided parameters to a file by itself.
 
     Raises:
-        RuntimeError: it does, as safetensors do, which asks DTensors for their memory.
+        RuntimeError: it does, as safetensors do, which asks DTensors for their memory, or by pickling a module.
     """
     try:
         yield
-    except RuntimeError as error:
-        if "python storage" not in str(error):
+    except (RuntimeError, AttributeError) as error:
+        if not any(sign in str(error) for sign in ("python storage", "pickle local object 'FSDPParam")):
             raise
         raise RuntimeError(_rows_written(hook)) from error
 

@@ -19,8 +19,6 @@ from lightning_megatp.gradients.sharding import ZeroSharding
 from lightning_megatp.messages import warn_once_per_run
 from lightning_megatp.module import ParallelModule
 from lightning_megatp.pipeline.carried import CarriedState
-from lightning_megatp.pipeline.held_tensors import Change
-from lightning_megatp.pipeline.logs import Call, Logs, scalar
 from lightning_megatp.pipeline.own_values import OwnValues
 from lightning_megatp.pipeline.remote.calls import RemoteCalls
 from lightning_megatp.pipeline.seeds import mixed
@@ -29,7 +27,9 @@ from lightning_megatp.pipeline.slicing.running import seeded
 from lightning_megatp.pipeline.slicing.slicer import Slicer, StageRun
 from lightning_megatp.pipeline.slicing.weights import TargetCount
 from lightning_megatp.pipeline.split import batch_size, merge_outputs
-from lightning_megatp.pipeline.telling import Options
+from lightning_megatp.pipeline.told.held_tensors import Change
+from lightning_megatp.pipeline.told.logs import Call, Logs, scalar
+from lightning_megatp.pipeline.told.telling import Options
 from lightning_megatp.shim.compiler import is_compiled
 from lightning_megatp.snapshots.leftovers import Path, PlainValues
 from lightning_megatp.tensor.random import default_generator

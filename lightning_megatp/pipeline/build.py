@@ -23,7 +23,6 @@ from lightning_megatp.metrics import LastStageMetrics
 from lightning_megatp.module import ParallelModule
 from lightning_megatp.pipeline.executor import Executor, Links, connect, lanes
 from lightning_megatp.pipeline.loans import Loans
-from lightning_megatp.pipeline.logs import Logs
 from lightning_megatp.pipeline.pipeline import Pipeline, Settings
 from lightning_megatp.pipeline.schedules.check import ScheduleError, simulate
 from lightning_megatp.pipeline.schedules.generators import forward_only, make_schedule, split_end
@@ -44,6 +43,7 @@ from lightning_megatp.pipeline.slicing.units import (
     small_among,
 )
 from lightning_megatp.pipeline.split import check_columns, check_rows
+from lightning_megatp.pipeline.told.logs import Logs
 from lightning_megatp.shim.compiler import is_compiled
 from lightning_megatp.shim.lightning import default_store, trainer_of
 from lightning_megatp.tensor.deferred import defer_linears

@@ -7,8 +7,10 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from lightning_megatp.messages import OfOneRank
 
-class Detour:
+
+class Detour(OfOneRank):
     """Stands for a method of an object until `end`. It looks like the method to whoever inspects it.
 
     Args:

@@ -23,17 +23,12 @@ from lightning_megatp.hooks.users import HOOKS, codes_of, is_users, mentions, st
 from lightning_megatp.mesh import ParallelMesh
 from lightning_megatp.metrics import LastStageMetrics
 from lightning_megatp.module import ParallelModule, take_gradients
-from lightning_megatp.pipeline.averaged import versions_of
 from lightning_megatp.pipeline.batch import Backward, BatchRun, Step, generators_on
 from lightning_megatp.pipeline.carried import CarriedState, counters, warn_of_counters
 from lightning_megatp.pipeline.detour import Detour
 from lightning_megatp.pipeline.executor import Executor
-from lightning_megatp.pipeline.held_tensors import Buffers, HeldTensors, modules_outside
 from lightning_megatp.pipeline.hooks import Hook, cleared_unseen, hooks_after_steps
-from lightning_megatp.pipeline.kept_values import KeptValues
 from lightning_megatp.pipeline.loans import Loans
-from lightning_megatp.pipeline.logs import Logs, merge
-from lightning_megatp.pipeline.outputs import Outputs
 from lightning_megatp.pipeline.own_values import OwnValues
 from lightning_megatp.pipeline.plans import Plans
 from lightning_megatp.pipeline.remote.calls import RemoteCalls, Serving, warn_of_turns
@@ -48,7 +43,12 @@ from lightning_megatp.pipeline.slicing.slicer import Slicer
 from lightning_megatp.pipeline.slicing.state.lasting import UNNAMED
 from lightning_megatp.pipeline.slicing.units import modules_around, parts_of_one_stage
 from lightning_megatp.pipeline.split import split_batch
-from lightning_megatp.pipeline.telling import Facts, Options, Telling, dtype_index, options_of, pickled
+from lightning_megatp.pipeline.told.averaged import versions_of
+from lightning_megatp.pipeline.told.held_tensors import Buffers, HeldTensors, modules_outside
+from lightning_megatp.pipeline.told.kept_values import KeptValues
+from lightning_megatp.pipeline.told.logs import Logs, merge
+from lightning_megatp.pipeline.told.outputs import Outputs
+from lightning_megatp.pipeline.told.telling import Facts, Options, Telling, dtype_index, options_of, pickled
 from lightning_megatp.shim.compiler import is_compiled
 from lightning_megatp.shim.torch import DisableTorchFunction
 from lightning_megatp.shim.transformers import is_pretrained

@@ -18,7 +18,7 @@ from lightning_megatp.pipeline.shared import Shared, SharedParameters
 from lightning_megatp.pipeline.slicing.plan import KindError, SliceError, SlicePlan
 from lightning_megatp.pipeline.slicing.slicer import Slicer
 from lightning_megatp.pipeline.slicing.state.lasting import UNNAMED
-from lightning_megatp.pipeline.trained import Trained
+from lightning_megatp.pipeline.told.trained import Trained
 from lightning_megatp.tensor.outside import used_outside
 
 

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_megatp.messages import OfOneRank
 from lightning_megatp.plan.shard import ShardedTensorSpec
 from lightning_megatp.shim.torch import is_fake, tensor_version
 from lightning_megatp.tensor.deferred import DeferredWeights
@@ -55,7 +56,7 @@ class Region:
     """Its column layers."""
 
 
-class TensorContext:
+class TensorContext(OfOneRank):
     """Shared by every parallel layer of a model.
 
     Args:

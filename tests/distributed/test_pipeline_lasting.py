@@ -271,7 +271,7 @@ def test_hooks_decide_alike_on_all_stages(habit: str) -> None:
 
 
 def test_options_of_optimizers_are_what_is_no_tensor() -> None:
-    from lightning_megatp.pipeline.telling import options_of
+    from lightning_megatp.pipeline.told.telling import options_of
 
     weight = nn.Parameter(torch.ones(2))
     ((adam,),) = options_of([torch.optim.Adam([weight], lr=0.1, betas=(0.5, 0.9))])

@@ -76,6 +76,8 @@ class Lit(LightningModule):
             checkpoint["extra"] = self.blocks.state_dict()
         elif self.habit == "writes safetensors":
             save_safetensors(dict(self.blocks.state_dict()))
+        elif self.habit == "pickles":
+            torch.save(self.blocks, io.BytesIO())
         elif self.habit == "rank zero" and self.trainer.is_global_zero:
             checkpoint["module"] = self.state_dict()
 
@@ -207,6 +209,12 @@ def test_divided_weights_as_safetensors_are_refused(tmp_path: Path) -> None:
         RankError, match="`on_save_checkpoint` writes parameters to a file, of which each data-parallel"
     ):
         run_ranks(2, save, "writes safetensors", LAYOUTS["zero3"], str(tmp_path))
+
+
+@pytest.mark.parametrize("layout", ["tp2", "pp2", "zero3"])
+def test_a_pickled_module_is_refused(layout: str, tmp_path: Path) -> None:
+    with pytest.raises(RankError, match=r"`trainer.save_checkpoint\(path, weights_only=True\)`, on all ranks, writes"):
+        run_ranks(2, save, "pickles", LAYOUTS[layout], str(tmp_path))
 
 
 def test_one_rank_may_call_hooks_or_have_callbacks_of_its_own(tmp_path: Path) -> None:

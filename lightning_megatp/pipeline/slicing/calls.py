@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
+from lightning_megatp.messages import OfOneRank
 from lightning_megatp.pipeline.slicing.plan import SliceError
 from lightning_megatp.shim.lightning import around_metrics, trainer_of
 
@@ -67,7 +68,7 @@ class Switch:
         return contextlib.nullcontext() if self.mode is None else self.mode.reading_metrics()
 
 
-class Intercepted:
+class Intercepted(OfOneRank):
     """A method of one module that asks first.
 
     Args:
@@ -141,7 +142,7 @@ def calls_surrounded(around: Mapping[nn.Module, Around]) -> Iterator[None]:
                 _put(module, name, value)
 
 
-class _Surrounded:
+class _Surrounded(OfOneRank):
     """A method that something else runs."""
 
     def __init__(self, around: Around, function: Callable[..., Any]) -> None:

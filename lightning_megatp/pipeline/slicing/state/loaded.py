@@ -10,9 +10,11 @@ from typing import Any
 
 from torch import Size, Tensor, nn
 
+from lightning_megatp.messages import OfOneRank
+
 
 @dataclass
-class _Loading:
+class _Loading(OfOneRank):
     """What the hooks of one module share."""
 
     gone: Mapping[str, Mapping[str, Size]]

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_megatp.mesh import ParallelMesh
-from lightning_megatp.pipeline.held_tensors import Change, adopt
-from lightning_megatp.pipeline.logs import Call, Logs
+from lightning_megatp.pipeline.told.held_tensors import Change, adopt
+from lightning_megatp.pipeline.told.logs import Call, Logs
 from lightning_megatp.snapshots.leftovers import PlainValues
 
 Options = list[list[dict[str, Any]]]
