@@ -18,7 +18,7 @@ from lightning_megatp.commands import requested
 from lightning_megatp.commands.proof import print_errors
 from lightning_megatp.messages import warn_once_per_run
 from lightning_megatp.pipeline.pipeline import Pipeline
-from lightning_megatp.plan.auto.blocks import computed_tensors
+from lightning_megatp.plan.auto.blocks import uncopied
 from lightning_megatp.snapshots.snapshot import random_state_kept
 
 _RELATIVE = {torch.float64: 1e-9, torch.float32: 1e-4}
@@ -130,7 +130,7 @@ class FirstBatch:
 
 def _copy(module: Any) -> Any:
     """A copy that has the same trainer, and logs nothing."""
-    copied = copy.deepcopy(module, dict(computed_tensors(module)))
+    copied = copy.deepcopy(module, dict(uncopied(module)))
     copied.trainer = module.trainer  # Lightning leaves it out of copies
     copied.log = copied.log_dict = lambda *args, **kwargs: None
     return copied

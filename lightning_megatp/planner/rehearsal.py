@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_megatp.example import indices
 from lightning_megatp.module import ParallelModule
 from lightning_megatp.pipeline.slicing.units import find_units
-from lightning_megatp.plan.auto.blocks import computed_tensors, without_logging
+from lightning_megatp.plan.auto.blocks import uncopied, without_logging
 from lightning_megatp.plan.parallel_plan import ParallelPlan
 from lightning_megatp.plugin import ParallelismPlugin
 from lightning_megatp.recompute.blocks import recompute_blocks
@@ -222,7 +222,7 @@ class _Interceptions(TorchFunctionMode):
 
 def _copy(module: Any, make: Callable[[str, Tensor], Tensor]) -> Any:
     """A deep copy with other parameters and buffers; what is shared stays shared."""
-    memo: dict[int, Any] = dict(computed_tensors(module))
+    memo: dict[int, Any] = dict(uncopied(module))
     for name, parameter in module.named_parameters():
         memo[id(parameter)] = nn.Parameter(make(name, parameter), requires_grad=parameter.requires_grad)
     for name, buffer in module.named_buffers():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,13 @@ def operation_name(func: Callable[..., Any]) -> str:
     """`add`, `layer_norm`, or the property's name for a getter (`shape`)."""
     name = getattr(func, "__name__", "")
     return getattr(getattr(func, "__self__", None), "__name__", name) if name in ("__get__", "__set__") else name
+
+
+def without_arguments(call: Callable[..., Any]) -> Callable[..., Any]:
+    """What a partial calls at last."""
+    while isinstance(call, functools.partial):
+        call = call.func
+    return call
 
 
 def operation_names(text: str) -> frozenset[str]:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.profilers.pytorch import RegisterRecordFunction
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
@@ -317,6 +318,14 @@ def test_hooks_of_the_users_own_are_called_by_real_steps_only() -> None:
     result = plan_block(Kind(block, ["block"], [Call((X,), {})]), 2)
     assert not calls and "has a hook of" in (result.problem or "")
     assert set(styles(result).values()) == {"column_gather"}
+
+
+def test_hooks_of_a_profiler_are_no_hooks_of_the_users() -> None:
+    block = Block(Gated())
+    with RegisterRecordFunction(block):
+        block(X)  # which leaves records that can't be copied
+        result = plan_block(Kind(block, ["block"], [Call((X,), {})]), 2)
+    assert styles(result) == styles(plan(Gated(), 2))
 
 
 @pytest.mark.parametrize("left", [lambda y: y, lambda y: [y], lambda y: {"penalty": y}])

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from lightning_megatp.shim.torch import tree_leaves
 from lightning_megatp.shim.transformers import is_conv1d
+from lightning_megatp.tensor.functions import without_arguments
 
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 _FEW, _DEEP = 4096, 6
@@ -169,11 +170,14 @@ def tensors_in(tree: Any, given: Any = None) -> list[Tensor]:
     return list(_tensors(tree, {id(x) for x in tree_leaves(given) if not isinstance(x, Tensor)}))
 
 
-def computed_tensors(module: nn.Module) -> dict[int, Tensor]:
-    """id -> a leaf instead, for the tensors with a graph that modules hold as attributes, which deepcopy refuses: a
-    weight that `torch.nn.utils.weight_norm` computes, what a step left."""
+def uncopied(module: nn.Module) -> dict[int, Any]:
+    """id -> something instead, for what hangs on modules and can't be copied: a leaf for tensors with a graph (a weight
+    that `torch.nn.utils.weight_norm` computes, what a step left), nothing for the hooks of Lightning's PyTorchProfiler.
+    """
     attributes = [value for child in module.modules() for key, value in vars(child).items() if key not in _HELD]
-    return {id(x): copied(x) for x in tree_leaves(attributes) if isinstance(x, Tensor) and not x.is_leaf}
+    tensors = {id(x): copied(x) for x in tree_leaves(attributes) if isinstance(x, Tensor) and not x.is_leaf}
+    profiling = [x for child in module.modules() for x in _hooks_on(child) if ".profilers." in _defined_in(x)]
+    return {**tensors, **{id(x): _nothing for x in profiling}}
 
 
 def _tensors(x: Any, seen: set[int]) -> Iterator[Tensor]:
@@ -218,12 +222,21 @@ def unlooked(block: nn.Module) -> str | None:
     for name, child in block.named_modules():
         if uncompiled_part(child) is not child:
             return f"`{name}` in it is compiled"
-        for hook in (*child._forward_hooks.values(), *child._forward_pre_hooks.values()):
+        for hook in map(without_arguments, _hooks_on(child)):
             if type(hook).__module__.partition(".")[0] not in _LIBRARIES:
-                of = getattr(hook, "__module__", None) or type(hook).__module__
+                of = _defined_in(hook)
                 if of.partition(".")[0] not in _LIBRARIES:
                     return f"`{name or 'it'}` has a hook of {of}"
     return None
+
+
+def _hooks_on(module: nn.Module) -> list[Any]:
+    return [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+
+
+def _defined_in(hook: Any) -> str:
+    function = without_arguments(hook)
+    return str(getattr(function, "__module__", None) or type(function).__module__)
 
 
 def _weight(module: nn.Module) -> int:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_megatp.plan.auto.blocks import Call, computed_tensors, copied_object, is_linear
+from lightning_megatp.plan.auto.blocks import Call, copied_object, is_linear, uncopied
 from lightning_megatp.shim.torch import DisableTorchFunction, tree_map
 from lightning_megatp.shim.transformers import is_conv1d
 
@@ -83,7 +83,7 @@ def thin_copy(block: nn.Module, seed: int, dense: Collection[str] = ()) -> nn.Mo
     memo: dict[int, Any] = {
         id(child.weight): nn.Parameter(torch.empty(0), requires_grad=False) for child in linears.values()
     }
-    memo |= computed_tensors(block)
+    memo |= uncopied(block)
     twin = copy.deepcopy(block, memo)
     for name, child in linears.items():
         _make_thin(twin.get_submodule(name), child, generator)

@@ -19,6 +19,7 @@ from lightning_megatp.pipeline.slicing.dry_run.inside import Inside
 from lightning_megatp.pipeline.slicing.dry_run.operations import NeedsValues
 from lightning_megatp.pipeline.slicing.plan import tensors_in
 from lightning_megatp.shim.torch import tree_map
+from lightning_megatp.tensor.functions import without_arguments
 from lightning_megatp.tensor.shards import gathered
 
 _NOT_THE_USERS = ("torch", "lightning", "pytorch_lightning", "lightning_megatp", "transformers")
@@ -36,7 +37,7 @@ class Hook:
     @property
     def code(self) -> Any:
         """What the hooks of one line of code share: a step may register them anew each time."""
-        function = _unwrapped(self.call)
+        function = without_arguments(self.call)
         function = getattr(function, "__func__", function)
         return getattr(function, "__code__", type(function))
 
@@ -146,13 +147,7 @@ def replaced(hooks: Sequence[Hook], others: Sequence[Callable[..., Any]]) -> Ite
             hook.holder[hook.key] = hook.call
 
 
-def _unwrapped(call: Callable[..., Any]) -> Callable[..., Any]:
-    while isinstance(call, functools.partial):
-        call = call.func
-    return call
-
-
 def _package(call: Callable[..., Any]) -> str:
-    call = _unwrapped(call)
+    call = without_arguments(call)
     module = getattr(call, "__module__", None) or type(call).__module__
     return str(module).partition(".")[0]
