@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import difflib
+import functools
+import inspect
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, Concatenate, ParamSpec
 
+from lightning_megatp.messages import warn_once_per_run
 from lightning_megatp.plugin import ParallelismPlugin
+
+P = ParamSpec("P")
 
 _WANTED: dict[str, tuple[type, str]] = {
     "microbatches": (Integral, "a whole number, such as 8"),
@@ -15,9 +21,62 @@ _WANTED: dict[str, tuple[type, str]] = {
     "bucket_mb": (Real, "a number of MiB, such as 25"),
     "zero": (Integral, "a whole number, such as 3"),
     "dp_replicate": (Integral, "a whole number, such as 2"),
+    **dict.fromkeys(
+        ("sequence_parallel", "offload_activations", "verify", "strict", "summary", "async_save", "memory"),
+        (bool, "True or False"),
+    ),
     "timeout": (timedelta, "a timedelta, such as timedelta(minutes=30)"),
     "parallelism": (ParallelismPlugin, "a plugin, such as ParallelismPlugin(plan={...})"),
 }
+
+
+_ELSEWHERE = {
+    "tensor": "tp",
+    "model_parallel": "tp",
+    "pipeline": "pp",
+    "data_parallel": "dp",
+    "checkpointing": "recompute",
+    "fsdp": "zero",
+    "sharding": "zero",
+}
+"""Parts of the names that arguments have elsewhere -> what they are called here."""
+
+
+def with_known_names(init: Callable[Concatenate[Any, P], None]) -> Callable[Concatenate[Any, P], None]:
+    """A constructor whose callers learn what the argument is called that they mean."""
+    names = [name for name in inspect.signature(init).parameters if name != "self"]
+
+    @functools.wraps(init)
+    def named(self: Any, *args: P.args, **kwargs: P.kwargs) -> None:
+        for name in kwargs:
+            if name not in names:
+                raise TypeError(f"MegaTPStrategy has no argument `{name}`.{_meant(name, names)}")
+        init(self, *args, **kwargs)
+
+    return named
+
+
+def _meant(name: str, names: Sequence[str]) -> str:
+    if name == "cp" or "context" in name:
+        return " There is no context parallelism; with tp, `sequence_parallel` divides tokens between layers."
+    close = difflib.get_close_matches(name, names, 1)
+    meant = [ours for theirs, ours in _ELSEWHERE.items() if theirs in name] + close
+    meant += [axis for axis in ("tp", "pp", "dp") if axis in name.split("_")]
+    return f" Did you mean `{meant[0]}`?" if meant else f" It has: {', '.join(names)}."
+
+
+def warn_of_unused(pp: int, **options: Any) -> None:
+    """Say which of a pipeline's options do nothing, since there is none.
+
+    Args:
+        options: what was given for each; None for nothing.
+    """
+    given = [f"{name}={value!r}" for name, value in options.items() if value is not None]
+    if pp == 1 and given:
+        warn_once_per_run(
+            f"no effect at pp=1, where there is no pipeline: {', '.join(given)}. There,"
+            " Trainer(accumulate_grad_batches=...) makes one step of several smaller batches."
+        )
 
 
 def check_types(**arguments: Any) -> None:
@@ -26,7 +85,7 @@ def check_types(**arguments: Any) -> None:
     """
     for name, value in arguments.items():
         kind, words = _WANTED[name]
-        if value is not None and (isinstance(value, bool) or not isinstance(value, kind)):
+        if value is not None and (not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool)):
             raise ValueError(f"MegaTPStrategy: {name}={value!r} ({type(value).__name__}) has to be {words}.")
 
 

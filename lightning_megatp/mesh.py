@@ -36,6 +36,22 @@ def on_cpu(value: Any) -> Any:
     return tree_map(lambda x: x.cpu() if isinstance(x, Tensor) else x, value)
 
 
+def check_sizes(**sizes: Any) -> None:
+    """Of axes.
+
+    Raises:
+        ValueError: one that is no whole number, or below 1.
+    """
+    for axis, size in sizes.items():
+        if type(size) is bool or not isinstance(size, Integral):
+            raise ValueError(
+                f"MegaTPStrategy: {axis}={size!r} is a {type(size).__name__}, but every axis needs a whole number, such"
+                " as 2."
+            )
+        if size < 1:
+            raise ValueError(f"MegaTPStrategy: {axis}={size}, but every axis needs a size of 1 or more.")
+
+
 @dataclass(frozen=True)
 class MeshShape:
     """The size of each axis, and where a global rank sits. Pure arithmetic: no process group needed."""
@@ -52,15 +68,7 @@ class MeshShape:
         Raises:
             ValueError: a size that is no whole number or below 1, or sizes whose product is not the world size.
         """
-        given: dict[str, Any] = {"tp": tp, "pp": pp, "cp": cp, "dp": 1 if dp is None else dp}
-        for axis, size in given.items():
-            if not isinstance(size, Integral):
-                raise ValueError(
-                    f"MegaTPStrategy: {axis}={size!r} is a {type(size).__name__}, but every axis needs a whole number,"
-                    " such as 2."
-                )
-            if size < 1:
-                raise ValueError(f"MegaTPStrategy: {axis}={size}, but every axis needs a size of 1 or more.")
+        check_sizes(tp=tp, pp=pp, cp=cp, dp=1 if dp is None else dp)
         model = tp * pp * cp
         sizes = f"tp * pp = {model}" if cp == 1 else f"tp * pp * cp = {model}"
         if world_size % model:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_only
 
-from lightning_megatp.arguments import check_stages, check_types
+from lightning_megatp.arguments import check_stages, check_types, warn_of_unused, with_known_names
 from lightning_megatp.batch_norm import BatchNormGroups
 from lightning_megatp.buffers import SentBuffers
 from lightning_megatp.building.methods import BuildingMethods
@@ -50,7 +50,7 @@ from lightning_megatp.hooks.forwards import Forwards, GatheredCalls
 from lightning_megatp.hooks.meeting import Meetings
 from lightning_megatp.hooks.norms import watch_hooks
 from lightning_megatp.hooks.stops import stopping_together
-from lightning_megatp.mesh import AXES, MeshShape, ParallelMesh
+from lightning_megatp.mesh import AXES, MeshShape, ParallelMesh, check_sizes
 from lightning_megatp.metrics import gather_metrics_over
 from lightning_megatp.module import ParallelModule
 from lightning_megatp.pipeline.build import PipelineOptions, open_pipeline
@@ -134,6 +134,7 @@ class MegaTPStrategyBase(StepMethods, GradientMethods, BuildingMethods, WorldMet
 
     namespace: Namespace
 
+    @with_known_names
     def __init__(
         self,
         tp: int = 1,
@@ -177,7 +178,9 @@ class MegaTPStrategyBase(StepMethods, GradientMethods, BuildingMethods, WorldMet
         )
         check_types(
             microbatches=microbatches, virtual_stages=virtual_stages, bucket_mb=bucket_mb, zero=zero,
-            dp_replicate=dp_replicate, timeout=timeout, parallelism=parallelism,
+            dp_replicate=dp_replicate, timeout=timeout, parallelism=parallelism, sequence_parallel=sequence_parallel,
+            offload_activations=offload_activations, verify=verify, strict=strict, summary=summary,
+            async_save=async_save, memory=memory,
         )  # fmt: skip
         check_stages(stages)
         self._set_up_checkpoints(checkpoint, async_save)
@@ -199,11 +202,18 @@ class MegaTPStrategyBase(StepMethods, GradientMethods, BuildingMethods, WorldMet
         self._memory_account: MemoryAccount | None = None
         self._first_batch: FirstBatch | None = None
         self.num_nodes = 1
-        MeshShape.fit(tp * pp * (dp or 1), tp=tp, pp=pp, dp=dp)  # sizes below 1 raise here, where they were written
+        check_sizes(tp=tp, pp=pp, **({} if dp is None else {"dp": dp}))  # where they are written
         if pp > 1:
             made = make_schedule(schedule, pp, 1 if microbatches is None else microbatches, virtual_stages)
             self.zero.check_schedule(made.defers_weights, schedule)
-        elif trace is not None:
+        warn_of_unused(
+            pp,
+            microbatches=microbatches,
+            schedule=schedule if schedule != "1f1b" else None,
+            virtual_stages=virtual_stages,
+            stages=stages,
+        )
+        if pp == 1 and trace is not None:
             raise ValueError(
                 f"MegaTPStrategy: trace={trace!r} is a timeline of pipeline stages, and pp={pp} has none. Use pp=2 or"
                 " more; for a single stage use Trainer(profiler=...)."

@@ -16,6 +16,7 @@ component, `**` for any number of them. A style is its name, or a mapping with `
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -108,7 +109,11 @@ def _read(pattern: str, entry: StyleLike) -> Style:
     style = options.pop("style", None)
     if not isinstance(style, str) or style not in STYLES:
         listed = "; ".join(f"`{name}` ({what})" for name, what in STYLES.items())
-        raise ValueError(f"MegaTPStrategy: the plan gives `{pattern}` the unknown style {style!r}. Styles: {listed}.")
+        close = difflib.get_close_matches(str(style), STYLES, 1)
+        meant = f" Did you mean `{close[0]}`?" if close else ""
+        raise ValueError(
+            f"MegaTPStrategy: the plan gives `{pattern}` the unknown style {style!r}.{meant} Styles: {listed}."
+        )
     unknown = set(options) - _OPTIONS[style]
     if unknown:
         allowed = ", ".join(sorted(_OPTIONS[style])) or "no options"

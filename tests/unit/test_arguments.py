@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -30,6 +31,14 @@ from lightning_megatp import MegaTPStrategy
             "stages=2, but it lists a list of modules per stage: [['embed', 'blocks.0'], ['blocks.1', 'head']]. How"
             " many there are, `pp` says.",
         ),
+        ({"tp": True}, "tp=True is a bool, but every axis needs a whole number, such as 2."),
+        ({"pp": None}, "pp=None is a NoneType, but every axis needs a whole number, such as 2."),
+        ({"verify": "no"}, "verify='no' (str) has to be True or False."),
+        (
+            {"plan": "plan.yaml"},
+            "plan='plan.yaml', but a plan is \"auto\" or a mapping {pattern: style}. Give what the file holds:"
+            " plan=yaml.safe_load(open('plan.yaml')).",
+        ),
         ({"plan": ["up"]}, "plan=['up'], but a plan is \"auto\" or a mapping {pattern: style}."),
         (
             {"pp": 2, "stages": ["blocks.0", "blocks.1"]},
@@ -42,6 +51,34 @@ def test_arguments_of_other_types(arguments: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError) as error:
         MegaTPStrategy(**arguments)
     assert str(error.value) == f"MegaTPStrategy: {text}"
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("tensor_parallel_size", "Did you mean `tp`?"),
+        ("tp_size", "Did you mean `tp`?"),
+        ("pipeline_parallel", "Did you mean `pp`?"),
+        ("num_micro_batches", "Did you mean `microbatches`?"),
+        ("activation_checkpointing", "Did you mean `recompute`?"),
+        ("cpu_offload", "Did you mean `offload`?"),
+        ("context_parallel_size", "There is no context parallelism;"),
+        ("foo", "It has: tp, pp, dp, plan,"),
+    ],
+)
+def test_unknown_arguments_are_told_what_is_meant(name: str, text: str) -> None:
+    with pytest.raises(TypeError, match=rf"^MegaTPStrategy has no argument `{name}`\. {re.escape(text)}"):
+        MegaTPStrategy(**{name: 2})
+
+
+def test_a_misspelt_style_is_refused_where_it_is_written() -> None:
+    with pytest.raises(ValueError, match=r"the plan gives `a` the unknown style 'colum'. Did you mean `column`\?"):
+        MegaTPStrategy(tp=2, plan={"a": "colum"})
+
+
+def test_what_a_pipeline_takes_is_said_to_do_nothing_without_one() -> None:
+    with pytest.warns(UserWarning, match="no effect at pp=1, where there is no pipeline: microbatches=4, schedule='gp"):
+        MegaTPStrategy(tp=2, microbatches=4, schedule="gpipe")
 
 
 @pytest.mark.parametrize("plugin", [FSDPPrecision, DeepSpeedPrecision])
