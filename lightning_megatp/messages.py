@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import warnings
 from typing import Any
@@ -30,3 +31,9 @@ class OfOneRank:
             " `trainer.save_checkpoint(path, weights_only=True)`, on all ranks, writes the whole model (`megatp"
             " convert` makes safetensors of it)."
         )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Copies of a module may have copies of them."""
+        memo[id(self)] = copied = object.__new__(type(self))
+        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return copied
