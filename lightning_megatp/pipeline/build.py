@@ -244,7 +244,17 @@ def _warn_of_pairs(parallel: ParallelModule, step: UnitsOfStep, stage_of_unit: M
         )
 
 
-_PAIRING = frozenset(["zip", "update_parameters"])
+_PAIRING = frozenset(
+    [
+        "zip",
+        "update_parameters",
+        "update_momentum",
+        "_foreach_mul_",
+        "_foreach_lerp_",
+        "_foreach_add_",
+        "_foreach_copy_",
+    ]
+)
 """What hooks are found by that go over two networks."""
 
 
@@ -261,14 +271,16 @@ def _flows_forward(
     batch = apply_to_collection(example.batch, Tensor, lambda x: x.to(device))
     slicer = Slicer(parallel.module, stage_of_unit, n_stages, parallel.sizes, device)
     try:
-        slicer.plan(example.bare_step, batch)
+        plan = slicer.plan(example.bare_step, batch)
     except SliceError:
         return False
     except Exception:
         return True  # see `_looked_at`
     finally:
         slicer.close()
-    return True
+    called = {unit for operation in plan.operations for unit in operation.units}
+    unseen = [unit for unit in stage_of_unit if plan.ended and unit not in called]  # these may come after the end
+    return all(stage_of_unit[unit] == n_stages - 1 for unit in unseen)
 
 
 def used_beside(module: nn.Module, units: Sequence[str], example: Example | None) -> set[str]:

@@ -7,10 +7,8 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from lightning_megatp.messages import OfOneRank
 
-
-class Detour(OfOneRank):
+class Detour:
     """Stands for a method of an object until `end`. It looks like the method to whoever inspects it.
 
     Args:
@@ -47,3 +45,9 @@ class Detour(OfOneRank):
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A copy of the object has the method itself."""
         return copy.deepcopy(self._method, memo)
+
+    def __reduce__(self) -> Any:
+        """So has a pickled one, such as a metric among hyperparameters."""
+        if self._before is not None:
+            return functools.partial, (self._before,)
+        return getattr, (self._owner, self._name)

@@ -264,6 +264,28 @@ def test_averages_that_are_kept_apart_are_told() -> None:
     assert told == [True, False]
 
 
+class MaskedTeacher(Averages):
+    """The step reads values (how many rows a mask keeps) before it comes to the network that is trained, so that the
+    stages of both can't be the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ema.requires_grad_(False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        mask = torch.arange(len(batch["x"])) % 2 == 0
+        with torch.no_grad():
+            aim = self.ema(batch["x"])[mask]
+        loss = self.loss(self.net(batch["x"])[mask], aim + 1)
+        self.log("loss", loss)
+        return loss
+
+
+def test_averages_whose_step_is_not_seen_to_its_end_are_told() -> None:
+    said = " ".join(run_program(PP2, _said, MaskedTeacher)[0])
+    assert "is like `net." in said and "on another pipeline stage" in said
+
+
 def _fit_columns(layout: Layout, column: str) -> list[str]:
     torch.manual_seed(0)
     module = Base()

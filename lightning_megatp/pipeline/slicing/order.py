@@ -74,7 +74,7 @@ def units_of_step(
         if unit not in used:
             order.insert(order.index(before) + 1 if before in order else 0, unit)
     idle, untrained = set(order) - set(called), _untrained(plan)
-    if not plan.ended_in:  # or it may call them later
+    if not plan.ended:  # or it may call them later
         untrained |= idle - used.keys()
     return UnitsOfStep(order, idle, set(plan.touched), untrained, _together(plan, list(called)))
 
