@@ -24,9 +24,11 @@ from lightning_megatp.pipeline.slicing.dry_run.late_hooks import UserHooks
 from lightning_megatp.pipeline.slicing.dry_run.operations import (
     HOST_READS,
     StepEnded,
+    at_positions,
     cut_by_numbers,
     generators_of,
     is_bookkeeping,
+    masks_read,
     with_memory,
 )
 from lightning_megatp.pipeline.slicing.dry_run.refusals import gradient_read
@@ -394,7 +396,11 @@ class Rehearsal(StageMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        args = cut_by_numbers(func, args, lambda x: self.__torch_function__(torch.Tensor.__index__, types, (x,)))
+        def read(x: Tensor) -> int:
+            return int(self.__torch_function__(torch.Tensor.__index__, types, (x,)))
+
+        args = cut_by_numbers(func, args, read)
+        masks_read(func, args, read)
         out = super().__torch_function__(func, types, args, kwargs)
         if self._expected and func in self._not_operations and operation_name(func) in HOST_READS:
             expected = self._expected.pop()
@@ -417,11 +423,14 @@ class Rehearsal(StageMode):
         return super()._skip(instruction, args, kwargs)
 
     def _compare_made(self, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Numbers may tell the shape of what another stage makes of its values (`h[:, :n]`)."""
-        ghosts, opaque = tensors_in(operation.ghosts), isinstance(operation.what, (str, type))
-        numbers = any(isinstance(x, (int, slice)) for x in tree_leaves((args, kwargs)))
-        if opaque or operation.changed or not ghosts or not numbers:
+        """Numbers and masks may tell the shape of what another stage makes of its values (`h[:, :n]`, `h[mask]`)."""
+        ghosts = tensors_in(operation.ghosts)
+        if isinstance(operation.what, (str, type)) or operation.changed or not ghosts:
             return
+        masks = masks_read(operation.what, args, int)
+        if not masks and not any(isinstance(x, (int, slice)) for x in tree_leaves((args, kwargs))):
+            return
+        args = at_positions(args) if masks else args
         try:
             with torch.no_grad():
                 given = tree_map(lambda x: fake_beside(ghosts[0], x) if isinstance(x, Tensor) else x, (args, kwargs))

@@ -84,7 +84,14 @@ class Slicer:
         """Before rehearsals that changed tensors in place, of one batch."""
         self._tables = Tables()
         self._dry_runs = DryRuns(
-            module, stage_of_unit, n_stages, self._ownership, self._fake_mode, self._place, self._hooks, self._deciding
+            module,
+            stage_of_unit,
+            n_stages,
+            self._ownership,
+            self._fake_mode,
+            self._place,
+            self._hooks,
+            self._deciding,
         )
         self._follows = False
         """What steps leave on the module has to be followed from microbatch to microbatch."""

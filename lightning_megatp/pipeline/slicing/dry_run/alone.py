@@ -18,7 +18,13 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_megatp.pipeline.slicing.dry_run.deeds import Deed, Deeds, Moment, deed_of
 from lightning_megatp.pipeline.slicing.dry_run.late_hooks import UserHooks
-from lightning_megatp.pipeline.slicing.dry_run.operations import NeedsValues, StepEnded, cut_by_numbers
+from lightning_megatp.pipeline.slicing.dry_run.operations import (
+    NeedsValues,
+    StepEnded,
+    by_positions,
+    cut_by_numbers,
+    masks_read,
+)
 from lightning_megatp.pipeline.slicing.dry_run.tracer import Tracer
 from lightning_megatp.pipeline.slicing.place import Place
 from lightning_megatp.pipeline.slicing.plan import Instruction, Relay, SliceError, SlicePlan, tensors_in
@@ -153,7 +159,8 @@ class Alone(StageMode):
         self.compare("", planned.inside[0], deed_of(name, args, kwargs, self._tracer.lasting))
 
         def evaluate(*args: Any, **kwargs: Any) -> Any:
-            out = self._tracer.fakes.evaluate(name, function, args, kwargs)
+            follow = by_positions(function, args) if masks_read(function, args, int) else function
+            out = self._tracer.fakes.evaluate(name, follow, args, kwargs)
             given = {id(self._tracer.values.fake(x)): x for x in tensors_in(args, kwargs)}  # changed in place, maybe
             return tree_map(lambda x: given.get(id(x), x), out)
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +41,28 @@ Step = Callable[[Any], Any]
 
 _MOST_TRIES = 3
 """Of a whole dry run that is not the same as the last one."""
+
+
+@dataclass(frozen=True)
+class _Manner:
+    """How a step is followed."""
+
+    late_hooks: frozenset[Any] = frozenset()
+    """Code of hooks that are called after their units."""
+    past_masks: bool = False
+    """See `Tracer`."""
+
+
+class _Seen(NamedTuple):
+    """What a dry run saw."""
+
+    plan: SlicePlan
+    left: Left
+    deeds: Sequence[Deeds]
+    difference: Difference | Reading | None
+    """The first operation that a stage does otherwise alone."""
+    stops_at_mask: bool
+    """It could not be followed to the end of the step, and met a mask of the last stage's values."""
 
 
 class DryRuns:
@@ -84,47 +106,45 @@ class DryRuns:
 
     def run(self, step: Step, batch: Any, seed: int = 0) -> tuple[SlicePlan, Left]:
         """The plan, and what the step would leave on the module, which is as before. Hooks on units that hand something
-        to the step are called after their units, where it can be cut so."""
-        late: frozenset[Any] = frozenset()
+        to the step are called after their units, where it can be cut so; masks of the last stage's values are gone past
+        where something that comes then concerns other stages."""
+        seen, manner = self._by_hooks(_Manner(past_masks=self._n_stages == 1), step, batch, seed)
+        if seen.stops_at_mask:
+            with contextlib.suppress(SliceError):
+                further, past = self._by_hooks(replace(manner, past_masks=True), step, batch, seed)
+                if further.plan.relays != seen.plan.relays:
+                    seen, manner = further, past
+        self._check_alone(manner, step, batch, seed, seen)
+        return seen.plan, seen.left
+
+    def _by_hooks(self, manner: _Manner, step: Step, batch: Any, seed: int) -> tuple[_Seen, _Manner]:
+        """A dry run, with the hooks called late that need it."""
         first: SliceError | None = None
         while True:
             try:
-                plan, left, deeds, difference = self._seen(late, step, batch, seed)
+                return self._seen(manner, step, batch, seed), manner
             except SliceError as error:
                 hook = error.hook if isinstance(error, SideDoor) else None
-                if hook is None or hook in late:
+                if hook is None or hook in manner.late_hooks:
                     raise (first or error) from None
-                first, late = first or error, late | {hook}
-            else:
-                self._check_alone(late, step, batch, seed, deeds, difference)
-                return plan, left
+                first, manner = first or error, replace(manner, late_hooks=manner.late_hooks | {hook})
 
-    def _check_alone(
-        self,
-        late: frozenset[Any],
-        step: Step,
-        batch: Any,
-        seed: int,
-        deeds: Sequence[Deeds],
-        difference: Difference | Reading | None,
-    ) -> None:
+    def _check_alone(self, manner: _Manner, step: Step, batch: Any, seed: int, seen: _Seen) -> None:
         """Each stage alone has to do what it did in the dry run of the whole step; unless that differs from time to
         time by itself (by a cache of the process, a counter that lasts).
 
         Raises:
             SliceError: a stage does something else.
         """
-        for _ in range(_MOST_TRIES if difference is not None else 0):
-            _, _, again, difference = self._seen(late, step, batch, seed)
-            if difference is None:
+        for _ in range(_MOST_TRIES if seen.difference is not None else 0):
+            again = self._seen(manner, step, batch, seed)
+            if again.difference is None:
                 return
-            if [x.inside for x in again] == [x.inside for x in deeds]:
-                raise difference.error()
-            deeds = again
+            if [x.inside for x in again.deeds] == [x.inside for x in seen.deeds]:
+                raise again.difference.error()
+            seen = again
 
-    def _seen(
-        self, late_hooks: frozenset[Any], step: Step, batch: Any, seed: int
-    ) -> tuple[SlicePlan, Left, Sequence[Deeds], Difference | Reading | None]:
+    def _seen(self, manner: _Manner, step: Step, batch: Any, seed: int) -> _Seen:
         varies, original, batch = leaves_out(batch), batch, copy.deepcopy(batch)
         in_batch, containers = tensors_of(batch), Snapshot(SimpleNamespace(batch=batch), submodules=False)
         before = [(tensor_version(x), x.requires_grad) for x in in_batch]
@@ -132,7 +152,7 @@ class DryRuns:
         with self._prepared_to_plan(), owned.present(), owned.whole_as_fakes(), owned.buffers_aside():
             snapshot = state_before(self._module)
             toggles = Toggles(snapshot)
-            tracer = self._tracer(snapshot, in_batch, toggles, late_hooks)
+            tracer = self._tracer(snapshot, in_batch, toggles, manner)
             tracer.varies = varies
             values_before = FirstValues(snapshot.tensors.values())
             try:
@@ -160,11 +180,12 @@ class DryRuns:
                 lists.any,
                 put_back,
                 tuple(set_late),
-                late_hooks,
+                manner.late_hooks,
             )
             owned.learn(tracer.owners)
             difference = self._difference(tracer, plan, step, original, seed, snapshot)
-        return replace(plan, draws_on_host=draws_on_host), left, tracer.record.deeds, difference
+        plan, stops_at_mask = replace(plan, draws_on_host=draws_on_host), bool(tracer.ended) and tracer.met_mask
+        return _Seen(plan, left, tracer.record.deeds, difference, stops_at_mask)
 
     def _difference(
         self, tracer: Tracer, plan: SlicePlan, step: Step, batch: Any, seed: int, snapshot: Snapshot
@@ -213,9 +234,7 @@ class DryRuns:
             self._fake_mode.allow_non_fake_inputs = False
             torch.clear_autocast_cache()
 
-    def _tracer(
-        self, snapshot: Snapshot, batch: Sequence[Tensor], toggles: Toggles, late_hooks: Collection[Any]
-    ) -> Tracer:
+    def _tracer(self, snapshot: Snapshot, batch: Sequence[Tensor], toggles: Toggles, manner: _Manner) -> Tracer:
         owners = self._ownership.of_units()
         names = self._ownership.names
         glue = {tensor_id: name for tensor_id, name in names.items() if tensor_id not in owners}
@@ -234,7 +253,8 @@ class DryRuns:
             snapshot.new_tensors,
             toggles.look,
             self._hooks,
-            late_hooks,
+            manner.past_masks,
+            manner.late_hooks,
         )
 
     @contextlib.contextmanager

@@ -129,6 +129,40 @@ def cut_by_numbers(
     return first, tuple(map(number, index)) if type(index) is tuple else number(index), *rest
 
 
+def masks_read(function: Callable[..., Any], args: tuple[Any, ...], read: Callable[[Tensor], int]) -> bool:
+    """Whether an operation takes what replicated masks keep of a ghost (`h[mask]`): how much that is, decides its
+    shape.
+
+    Args:
+        read: is called with the count of each, and sees to it that this counts as a look at values.
+    """
+    masks = [x for x in _index_of(args) if _is_mask(x)] if function is Tensor.__getitem__ and is_fake(args[0]) else []
+    for mask in masks:
+        read(mask.sum())
+    return bool(masks)
+
+
+def at_positions(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments of such an index, with the positions that masks keep in place of these: tensors without data can
+    follow them."""
+    index = [y for x in _index_of(args) for y in (x.nonzero(as_tuple=True) if _is_mask(x) else (x,))]
+    return args[0], tuple(index)
+
+
+def by_positions(function: Callable[..., Any], args: tuple[Any, ...]) -> Callable[..., Any]:
+    """The index as a function that is given masks, and looks up their positions beforehand."""
+    _, index = at_positions(args)
+    return lambda x, _: function(x, index)
+
+
+def _index_of(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    return args[1] if type(args[1]) is tuple else (args[1],)
+
+
+def _is_mask(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.dtype == torch.bool and x.dim() > 0 and not is_fake(x)
+
+
 _INDEXING = frozenset([Tensor.__getitem__, Tensor.__setitem__])
 _INTEGERS = frozenset([torch.int8, torch.int16, torch.int32, torch.int64])
 

@@ -30,9 +30,11 @@ from lightning_megatp.pipeline.slicing.dry_run.operations import (
     Call,
     NeedsValues,
     StepEnded,
+    by_positions,
     changed_statistics,
     cut_by_numbers,
     is_bookkeeping,
+    masks_read,
     random_states,
     sets_requires_grad,
     with_memory,
@@ -86,6 +88,7 @@ class Tracer(TorchFunctionMode):
         left: gives the tensors that the step has left on the module so far.
         passes: is called where a later stage goes on.
         hooks: of the user's on units.
+        past_masks: go past a mask of what the last stage has, too.
         late_hooks: code of those that are called after units.
     """
 
@@ -102,10 +105,11 @@ class Tracer(TorchFunctionMode):
         left: Callable[[], list[Tensor]],
         passes: Callable[[], None],
         hooks: UserHooks,
+        past_masks: bool,
         late_hooks: Collection[Any] = (),
     ) -> None:
         super().__init__()
-        self._left, self._passes = left, passes
+        self._left, self._passes, self._past_masks = left, passes, past_masks
         self._hooks, self._late_hooks, self._watched = hooks, late_hooks, Watched()
         self._states = StageStates(shared)
         self.owners, self.glue, self.values, self.fake_mode, self.place = owners, glue, values, fake_mode, place
@@ -138,6 +142,8 @@ class Tracer(TorchFunctionMode):
         """The step's code reads values of the batch."""
         self.varies = False
         """Batches of the same signature may find something else than values of tensors: texts, what was logged."""
+        self.met_mask = False
+        """It met a mask that it does not go past."""
         self._inside: Inside | None = None
         self._transforms = False
         """An operation under torch.func runs, which may lift the transforms for its parts."""
@@ -158,8 +164,23 @@ class Tracer(TorchFunctionMode):
             for single, given, named in one_by_one(func, args, kwargs or {}):
                 self.__torch_function__(single, types, given, named)
             return None
-        args = cut_by_numbers(func, args, lambda x: self.__torch_function__(torch.Tensor.__index__, types, (x,)))
-        return self._trace(Call(func, operation_name(func), func, args, kwargs or {}))
+
+        def read(x: Tensor) -> int:
+            return int(self.__torch_function__(torch.Tensor.__index__, types, (x,)))
+
+        args, function = cut_by_numbers(func, args, read), func
+        if self._follows_masks(args):
+            function = by_positions(func, args) if masks_read(func, args, read) else func
+        else:
+            self.met_mask |= masks_read(func, args, int)
+        return self._trace(Call(func, operation_name(func), function, args, kwargs or {}))
+
+    def _follows_masks(self, args: tuple[Any, ...]) -> bool:
+        """Whether a mask of a ghost is gone past. On the last stage the step goes on by itself, unless earlier stages
+        have something to do after that: another mask would need another plan."""
+        value = self.values.get(args[0]) if args and isinstance(args[0], Tensor) else None
+        early = value is not None and value.stage is not None and value.stage < self.last_stage
+        return early or self._past_masks
 
     def unit(
         self, name: str, stage: int, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
