@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
+from lightning_megatp.gradients.rows import DividedParameter
 from lightning_megatp.shim.fsdp import forget_accumulated
 from lightning_megatp.shim.torch import is_view, tree_map
 from lightning_megatp.tensor.features.shard import FeatureShard
@@ -64,12 +65,16 @@ class Holder(Group):
         super().__init__()
         self.unit = unit
         self.on = True
+        self.divided: list[DividedParameter] = []
+        """The unit's parameters."""
         self._inside = False
 
     def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a method of the unit, its parameters gathered meanwhile."""
         if self._inside or not self.on:
             return function(*args, **kwargs)
+        for parameter in self.divided:
+            parameter.agree_on_trained()
         bare, wraps = _bare((args, kwargs))
         if _in_containers((args, kwargs)):  # which FSDP2 would take apart, and what the unit does to them would be lost
             result = self(function, _Boxed(args, kwargs), None)

@@ -51,6 +51,14 @@ class DividedParameter:
         assert shown is not None
         return shown.requires_grad
 
+    def agree_on_trained(self) -> None:
+        """Let all its forms be trained, or frozen, as the module's is. FSDP2 goes by `sharded`, and what a step freezes
+        or thaws while `whole` is shown would be forgotten."""
+        trained = self.is_trained
+        for form in (self.sharded, self.whole, self.local):
+            if form.requires_grad != trained:
+                form.requires_grad_(trained)
+
     def gather(self, rows: Tensor) -> Tensor:
         """The whole of something of which this rank has rows, on this tensor rank.
 

@@ -120,6 +120,8 @@ class ZeroSharding:
         self.parameters = settle(module, groups, in_rest, self._place, self.group.size(), self._first)
         for holder in self._holders.values():
             around_calls(holder.unit, holder.call)
+            inside = set(holder.unit.modules())
+            holder.divided = [p for p in self.parameters if not p.together and p.owners[0][0] in inside]
         self.by_unit = {p.name for p in self.parameters if not p.together}
         """Names of what is gathered only while a unit runs."""
         for parameter in self.parameters:
@@ -297,6 +299,8 @@ class ZeroSharding:
             units: those that it goes through; None for all.
             last_of_all: gradients are collected after it.
         """
+        for parameter in self.parameters:
+            parameter.agree_on_trained()
         self._refuse_frozen()
         # The graph of a gradient uses weights when FSDP2 takes the unit's backward for over: one that was called again
         # on the gradient.

@@ -211,6 +211,27 @@ class Thaws(Plain):
         self.blocks[0].requires_grad_(batch_idx > 1)
 
 
+class Attacks(Plain):
+    """A forward and a backward to the input while the model is frozen, then the step (adversarial examples, samples of
+    an energy model)."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        x = batch.clone().requires_grad_()
+        self.requires_grad_(False)
+        self(x).square().mean().backward()
+        self.requires_grad_(True)
+        assert x.grad is not None
+        return self((x + x.grad.sign()).detach()).square().mean()
+
+
+class FreezesInTheStep(Plain):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.blocks[1].requires_grad_(batch_idx % 2 == 0)
+        if batch_idx == 3:
+            self.head.requires_grad_(False)
+        return self(batch).square().mean()
+
+
 class EndsEpochsEarly(Plain):
     """Between two accumulated batches: what the first has left is not stepped."""
 
@@ -362,7 +383,7 @@ HABITS: list[type[Plain]] = [
     ReplacesGradients, ProbesBeforeTheStep, PenalisesGradients, PenalisesBesideUnused, FollowsGradients,
     FollowsInManual, NamesGroups, Thaws, EndsEpochsEarly, AveragesInEveryBatch, AveragesByAssigning,
     TrainsTheHeadAlone, ChangesUnderVmap, StepsBySetting, SetsGradients, SetsWhatIsThere,
-    AveragesBeforeClearing, Toggles, TogglesWithOldGradients, BackwardInTheStep, ClearedBackwardInTheStep,
+    Attacks, FreezesInTheStep, AveragesBeforeClearing, Toggles, TogglesWithOldGradients, BackwardInTheStep, ClearedBackwardInTheStep,
 ]  # fmt: skip
 
 
