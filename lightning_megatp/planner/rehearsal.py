@@ -29,7 +29,14 @@ from lightning_megatp.plugin import ParallelismPlugin
 from lightning_megatp.recompute.blocks import recompute_blocks
 from lightning_megatp.recompute.options import RecomputeOptions
 from lightning_megatp.shim.lightning import trainer_of
-from lightning_megatp.shim.torch import DisableTorchFunctionSubclass, FakeTensorMode, storage_id, tree_leaves, tree_map
+from lightning_megatp.shim.torch import (
+    CopiesFakes,
+    DisableTorchFunctionSubclass,
+    FakeTensorMode,
+    storage_id,
+    tree_leaves,
+    tree_map,
+)
 from lightning_megatp.snapshots.snapshot import random_state_kept
 from lightning_megatp.tensor.context import TensorContext
 from lightning_megatp.tensor.features.layout import FeatureLayout
@@ -121,7 +128,14 @@ def rehearse(
         own = tree_map(lambda x: torch.empty_like(x, device=device) if isinstance(x, Tensor) else x, batch)
         held = {storage_id(x) for x in (*shadow.parameters(), *shadow.buffers(), *tree_leaves(own)) if _is_plain(x)}
         step = parallel.step(watch=False)
-        with without_logging(shadow), around(), torch.enable_grad(), _recorded(shadow, held) as found, step:
+        with (
+            without_logging(shadow),
+            around(),
+            torch.enable_grad(),
+            CopiesFakes(),
+            _recorded(shadow, held) as found,
+            step,
+        ):
             shadow.training_step(own, *indices(shadow.training_step))
     return found
 

@@ -43,6 +43,7 @@ from lightning_megatp.shim.autograd import untransformed
 # are only the loops over parameters of torch.nn.utils.
 __all__ = [
     "FOREACH_IN_PLACE",
+    "CopiesFakes",
     "DataDependentOutputException",
     "DisableTorchFunction",
     "DisableTorchFunctionSubclass",
@@ -324,6 +325,21 @@ def replace_step(
 def is_random(func: Any) -> bool:
     """Whether an operation draws from a generator. `torch.Tag` is public, the names of its members are not (2.13)."""
     return torch.Tag.nondeterministic_seeded in func.tags
+
+
+class CopiesFakes(TorchFunctionMode):
+    """Lets `copy.deepcopy` copy tensors inside of a FakeTensorMode (a new metric's defaults). There torch 2.13 sets a
+    storage with data for a fake tensor or the other way round, and the process may end by a segmentation fault."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is not Tensor.__deepcopy__ or not (is_fake(args[0]) or type(args[0]) is Tensor):
+            return func(*args, **(kwargs or {}))
+        x, memo = args
+        if id(x) not in memo:
+            memo[id(x)] = x.detach().clone().requires_grad_(x.requires_grad)
+        return memo[id(x)]
 
 
 def forget_fakes(mode: FakeTensorMode) -> None:

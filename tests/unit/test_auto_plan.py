@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from functools import partial
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import torchmetrics
 from lightning.pytorch.profilers.pytorch import RegisterRecordFunction
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
@@ -351,6 +353,20 @@ def test_only_one_block_of_a_kind_runs() -> None:
     assert capture_calls(model, kinds, lambda: model.step(torch.arange(10).view(2, 5))) is None
     assert len(runs) == 1 and len(kinds[0].calls) == 1
     assert "forward" not in vars(model.blocks[0])
+
+
+def test_what_a_step_copies_after_its_blocks() -> None:
+    """Where nothing has data any more: numbers of a new metric, or real tensors."""
+    model, copies = Model(tied=False), []
+
+    def step() -> None:
+        model.step(torch.zeros(2, 5, dtype=torch.long))
+        held = torch.ones(2).requires_grad_()
+        copies.extend(copy.deepcopy([torch.tensor(0.0), held.detach(), model.head.weight] * 20))
+        copies.append(torchmetrics.MeanMetric())
+
+    assert capture_calls(model, kinds_of_blocks(model, find_blocks(model)), step) is None
+    assert len(copies) == 61
 
 
 def test_a_block_of_several_names_is_captured_once_and_gets_its_forward_back() -> None:

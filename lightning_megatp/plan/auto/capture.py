@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_megatp.plan.auto.blocks import PLAIN, Block, Call, copied, describe, uncompiled_part
-from lightning_megatp.shim.torch import FakeTensorMode, tree_flatten, tree_leaves, tree_map, tree_unflatten
+from lightning_megatp.shim.torch import CopiesFakes, FakeTensorMode, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 
 def capture_calls(module: nn.Module, kinds: list[Block], step: Callable[[], Any]) -> Exception | None:
@@ -56,6 +56,7 @@ def capture_calls(module: nn.Module, kinds: list[Block], step: Callable[[], Any]
                 waiting.discard(name)
                 if not waiting:
                     ends.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+                    ends.enter_context(CopiesFakes())
             return result
 
         return run
