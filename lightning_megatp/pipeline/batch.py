@@ -19,6 +19,7 @@ from lightning_megatp.gradients.sharding import ZeroSharding
 from lightning_megatp.messages import warn_once_per_run
 from lightning_megatp.module import ParallelModule
 from lightning_megatp.pipeline.carried import CarriedState
+from lightning_megatp.pipeline.merge import Merge
 from lightning_megatp.pipeline.own_values import OwnValues
 from lightning_megatp.pipeline.remote.calls import RemoteCalls
 from lightning_megatp.pipeline.seeds import mixed
@@ -26,7 +27,7 @@ from lightning_megatp.pipeline.slicing.plan import BeyondPlan, Relay, SlicePlan
 from lightning_megatp.pipeline.slicing.running import seeded
 from lightning_megatp.pipeline.slicing.slicer import Slicer, StageRun
 from lightning_megatp.pipeline.slicing.weights import TargetCount
-from lightning_megatp.pipeline.split import batch_size, merge_outputs
+from lightning_megatp.pipeline.split import batch_size
 from lightning_megatp.pipeline.told.held_tensors import Change
 from lightning_megatp.pipeline.told.logs import Call, Logs, scalar
 from lightning_megatp.pipeline.told.telling import Options
@@ -313,14 +314,22 @@ class BatchRun:
             return result is not None
         return isinstance(result, Mapping) and len(result) > 1
 
-    def merged_results(self) -> Any:
-        """What the steps returned, put together."""
+    def merged_results(self, step: str) -> Any:
+        """What the steps returned, put together.
+
+        Args:
+            step: the name of a step that somebody takes this of; "" if nobody does.
+        """
         order = [self.results[i] for i in range(len(self.microbatches))]
         if order[0] is None:
             return None
         detached = [_detached(result) for result in order]
         rows = [batch_size(microbatch) or 1 for microbatch in self.microbatches]
-        return merge_outputs(detached, self.weights().tolist(), rows)
+        merge = Merge(self.weights().tolist(), rows)
+        merged = merge.of(detached)
+        if step and len(rows) > 1:
+            merge.warn(step)
+        return merged
 
     def _weight(self, counting: TargetCount | None, microbatch: int) -> Tensor | float:
         batch = self.microbatches[microbatch]

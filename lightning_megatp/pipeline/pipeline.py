@@ -278,7 +278,7 @@ class Pipeline:
             parameter.grad = gradient
         if self.sharding is not None:
             self.sharding.park()
-        more = self.outputs.sent("train", run.merged_results() if self.is_last else None) if self._returned else None
+        more = self._outputs_of("train", run)
         return {**(more or {}), "loss": loss} if more or run.returns_mappings else loss
 
     def evaluate(self, kind: str, step: Step, batch: Any) -> Any:
@@ -301,7 +301,14 @@ class Pipeline:
                 self._conclude(run)
         self._kept_values.share()
         ways.ran(way, self._went_on)
-        return self.outputs.sent(kind, run.merged_results() if self.is_last else None) if self._returned else None
+        return self._outputs_of(kind, run)
+
+    def _outputs_of(self, kind: str, run: BatchRun) -> Any:
+        """What a batch's steps returned beside the loss, where it is known."""
+        if not self._returned:
+            return None
+        taken = self.outputs.step_taken(kind, self.parallel.module)
+        return self.outputs.sent(kind, run.merged_results(taken) if self.is_last else None)
 
     def release(self, except_for: Collection[int] = ()) -> None:
         """Give the gradients of the last batch back to the parameters, in addition to what was accumulated before.

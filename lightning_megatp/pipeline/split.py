@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
@@ -282,83 +281,3 @@ def _different_lengths(x: Any) -> bool:
     tensors = [first for first in firsts if isinstance(first, Tensor)]
     same_kind = len(tensors) == len(firsts) and len({(y.dtype, y.dim()) for y in tensors}) == 1
     return same_kind and len(set(map(len, tensors))) > 1
-
-
-def merge_outputs(parts: Sequence[Any], weights: Sequence[float], rows: Sequence[int]) -> Any:
-    """What a step returned for each microbatch, as it would have for the batch.
-
-    Floating scalars are averaged by weight, tensors with a dim are concatenated, lists joined, and what holds them
-    (dicts, tuples, dataclasses) keeps its type; of other values the last one stays. Tensors are concatenated along dim
-    0, unless another dim alone has the microbatches' rows (what recurrent layers return, time first); those that can't
-    be of rows are averaged, too.
-
-    Args:
-        parts: one per microbatch, of the same structure.
-        weights: of the microbatches.
-        rows: of the microbatches.
-
-    Warns:
-        UserWarning: the rows of a tensor may be along dim 0 or another, or along none.
-    """
-    first = parts[-1]
-    if isinstance(first, Tensor):
-        return _merge_tensors(parts, weights, rows)
-    if isinstance(first, float):
-        return sum(part * weight for part, weight in zip(parts, weights, strict=True)) / sum(weights)
-    if isinstance(first, Mapping):
-        items = {key: merge_outputs([part[key] for part in parts], weights, rows) for key in first}
-        return type(first)(items.items())  # type: ignore[call-arg]
-    if isinstance(first, tuple):
-        merged = [merge_outputs(entries, weights, rows) for entries in zip(*parts, strict=True)]
-        return type(first)(*merged) if hasattr(first, "_fields") else tuple(merged)
-    if isinstance(first, list):
-        return [item for part in parts for item in part]
-    if is_dataclass(first) and not isinstance(first, type):
-        values = {field.name: [getattr(part, field.name) for part in parts] for field in fields(first) if field.init}
-        return replace(first, **{name: merge_outputs(items, weights, rows) for name, items in values.items()})
-    return first
-
-
-def _merge_tensors(parts: Sequence[Tensor], weights: Sequence[float], rows: Sequence[int]) -> Tensor | list[Tensor]:
-    if parts[0].dim() > 0 and not _is_no_row(parts, rows):
-        dim = _rows_dim([part.shape for part in parts], rows)
-        same = len({(*part.shape[:dim], *part.shape[dim + 1 :]) for part in parts}) == 1
-        return torch.cat(list(parts), dim) if same else list(parts)
-    if not parts[0].is_floating_point():
-        return parts[-1]
-    total = sum(weights)
-    return sum((part * (weight / total) for part, weight in zip(parts, weights, strict=True)), start=parts[0] * 0.0)
-
-
-def _is_no_row(parts: Sequence[Tensor], rows: Sequence[int]) -> bool:
-    """Whether these are as large for each microbatch, and of no dim that could be its rows, or several for each (a loss
-    for each of three heads): averages, as numbers are."""
-    shape = parts[0].shape
-    if not parts[0].is_floating_point() or any(part.shape != shape for part in parts):
-        return False
-    if any(size % n == 0 for size in shape for n in rows):
-        return False
-    warn_once_per_run(
-        f"the step returned a tensor of shape {tuple(shape)} for {rows[0]} rows, which are in none of its dims: those"
-        f" of {len(rows)} microbatches are averaged."
-    )
-    return True
-
-
-def _rows_dim(shapes: Sequence[torch.Size], rows: Sequence[int]) -> int:
-    """Along which dim tensors of these shapes hold the rows of their microbatches."""
-
-    def has_rows(dim: int) -> bool:
-        return all(len(shape) > dim and shape[dim] == n for shape, n in zip(shapes, rows, strict=True))
-
-    others = [dim for dim in range(1, len(shapes[0])) if has_rows(dim)]
-    if has_rows(0) or len(others) != 1:
-        return 0
-    per_row = {shape[0] / n for shape, n in zip(shapes, rows, strict=True)}
-    if len(per_row) > 1 or not per_row.pop().is_integer():
-        return others[0]
-    warn_once_per_run(
-        f"the step returned a tensor of shape {tuple(shapes[0])} for {rows[0]} rows. Those of {len(rows)} microbatches"
-        f" are put together along dim 0. If dim {others[0]} are the rows, let it come first, or use microbatches=1."
-    )
-    return 0

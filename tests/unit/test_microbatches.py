@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_megatp.pipeline.batch import BatchRun
+from lightning_megatp.pipeline.merge import Merge
 from lightning_megatp.pipeline.slicing.weights import TargetCount
-from lightning_megatp.pipeline.split import batch_size, check_columns, merge_outputs, split_batch
+from lightning_megatp.pipeline.split import batch_size, check_columns, split_batch
 from lightning_megatp.snapshots.leftovers import Attributes
 
 Pair = collections.namedtuple("Pair", ["x", "rest"])
@@ -134,15 +135,27 @@ def test_columns_that_grow_and_tables_of_other_sizes_are_taken(make: Any) -> Non
 
 def test_merge() -> None:
     parts = [
-        {"loss": torch.tensor(1.0), "y": torch.zeros(2, 3), "s": ["a"], "mean": 1.0, "n": 3, "pair": Pair(X, 1.0)},
-        {"loss": torch.tensor(4.0), "y": torch.ones(1, 3), "s": ["b"], "mean": 4.0, "n": 4, "pair": Pair(X, 4.0)},
+        {"loss": torch.tensor(1.0), "y": torch.zeros(2, 3), "s": ["a"], "mean": 1.0, "ok": True, "pair": Pair(X, 1.0)},
+        {"loss": torch.tensor(4.0), "y": torch.ones(1, 3), "s": ["b"], "mean": 4.0, "ok": False, "pair": Pair(X, 4.0)},
     ]
-    merged = merge_outputs(parts, [2.0, 1.0], [2, 1])
-    assert (float(merged["loss"]), merged["mean"], merged["n"], merged["s"]) == (2.0, 2.0, 4, ["a", "b"])
+    merged = Merge([2.0, 1.0], [2, 1]).of(parts)
+    assert (float(merged["loss"]), merged["mean"], merged["ok"], merged["s"]) == (2.0, 2.0, False, ["a", "b"])
     assert merged["y"].shape == (3, 3)
     assert merged["pair"].x.tolist() == [0, 1, 2, 0, 1, 2] and merged["pair"].rest == 2.0
-    record = merge_outputs([Record(X, ["a"]), Record(X, ["b"])], [1.0, 1.0], [3, 3])
+    record = Merge([1.0, 1.0], [3, 3]).of([Record(X, ["a"]), Record(X, ["b"])])
     assert record.tags == ["a", "b"] and len(record.x) == 6
+
+
+def test_whole_numbers_are_counts() -> None:
+    parts = [
+        {"correct": torch.tensor(3), "n": 8, "classes": 10, "batch_idx": 4, "flag": torch.tensor(True), "sum": 1.5},
+        {"correct": torch.tensor(5), "n": 8, "classes": 10, "batch_idx": 4, "flag": torch.tensor(True), "sum": 2.5},
+    ]
+    merge = Merge([1.0, 1.0], [4, 4])
+    found = {key: float(value) for key, value in merge.of(parts).items()}
+    assert found == {"correct": 8, "n": 16, "classes": 10, "batch_idx": 4, "flag": 1, "sum": 2}
+    with pytest.warns(UserWarning, match=r"`test_step`.* added up, .* \(`correct`, `n`\) and others .*`sum`"):
+        merge.warn("test_step")
 
 
 @pytest.mark.parametrize(
@@ -157,18 +170,18 @@ def test_merge() -> None:
     ],
 )
 def test_rows_are_found_where_they_are(shapes: list[Any], rows: list[int], merged: Any) -> None:
-    found = merge_outputs([torch.zeros(shape) for shape in shapes], [1.0, 1.0], rows)
+    found = Merge([1.0, 1.0], rows).of([torch.zeros(shape) for shape in shapes])
     assert [x.shape for x in found] == shapes if merged is None else found.shape == merged
 
 
 def test_rows_that_may_be_along_two_dims_are_said() -> None:
     with pytest.warns(UserWarning, match=r"shape \(6, 2\) for 2 rows.* along dim 0\. If dim 1 are the rows"):
-        assert merge_outputs([torch.zeros(6, 2)] * 2, [1.0, 1.0], [2, 2]).shape == (12, 2)
+        assert Merge([1.0, 1.0], [2, 2]).of([torch.zeros(6, 2)] * 2).shape == (12, 2)
 
 
 def test_what_no_dim_of_is_rows_is_averaged() -> None:
     with pytest.warns(UserWarning, match=r"of shape \(3,\) for 2 rows, which are in none of its dims"):
-        merged = merge_outputs([torch.tensor([1.0, 2.0, 3.0]), torch.tensor([3.0, 4.0, 5.0])], [3.0, 1.0], [2, 2])
+        merged = Merge([3.0, 1.0], [2, 2]).of([torch.tensor([1.0, 2.0, 3.0]), torch.tensor([3.0, 4.0, 5.0])])
     assert merged.tolist() == [1.5, 2.5, 3.5]
 
 

@@ -20,6 +20,9 @@ _HOOKS = {
 }
 
 
+_STEPS = {"train": "training_step", "validate": "validation_step", "test": "test_step", "predict": "predict_step"}
+
+
 class Outputs:
     """Sends what steps returned to all stages, if some callback of the user's takes it in a hook.
 
@@ -41,6 +44,11 @@ class Outputs:
         counts = torch.tensor([sum(is_users(x, hook) for x in trainer.callbacks) for hook in _HOOKS.values()])
         dist.all_reduce(counts, op=dist.ReduceOp.MAX, group=self._mesh.hosts("pp"))
         self._asked = {kind for kind, count in zip(_HOOKS, counts.tolist(), strict=True) if count}
+
+    def step_taken(self, kind: str, module: Any) -> str:
+        """The name of a kind of step, if somebody takes what it returns; "" otherwise."""
+        taken = kind == "predict" or kind in self._asked or is_users(module, _HOOKS[kind])
+        return _STEPS[kind] if taken else ""
 
     def sent(self, kind: str, outputs: Any) -> Any:
         """The last stage's outputs, on the others None if nobody asks.
