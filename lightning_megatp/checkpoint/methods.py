@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from lightning_megatp.checkpoint.after_run import warn_of_parts
+from lightning_megatp.after_run import refuse_others, warn_of_parts
 from lightning_megatp.checkpoint.agree import together
 from lightning_megatp.checkpoint.averages import averaged_states
 from lightning_megatp.checkpoint.background import BackgroundSave
@@ -130,7 +130,8 @@ class CheckpointMethods(LoadingMethods):
             )
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        parallel, mesh = self._parallel(), self._mesh()
+        """Of the module that was trained, which need not be the one that was validated since."""
+        parallel, mesh = self._groups.parallel, self._mesh()
         if self._cannot_gather() or self._is_copy():
             return {}
         optimizer = unwrap(optimizer)
@@ -145,7 +146,7 @@ class CheckpointMethods(LoadingMethods):
         return self._whole_optimizer_state(optimizer) or {"state": {}, "param_groups": []}
 
     def _whole_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        parallel, mesh = self._parallel(), self._mesh()
+        parallel, mesh = self._groups.parallel, self._mesh()
         if not optimizer.param_groups:
             stand_in: dict[str, Any] = type(optimizer).state_dict(optimizer)  # `configure_optimizers` returned None
             return stand_in
@@ -276,6 +277,7 @@ class CheckpointMethods(LoadingMethods):
             parallel.saving += watch_saving(trainer, parallel, self._mesh(), lambda: not self._cannot_gather())
             if parallel.expects_parts is None:
                 warn_of_parts(parallel)
+                refuse_others(parallel, CheckpointMethods)
             parallel.expects_parts = True
 
     def _watch_exceptions(self, trainer: Any) -> None:

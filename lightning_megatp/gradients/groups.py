@@ -37,7 +37,7 @@ class Groups:
         sharding: ZeroSharding | None,
         optimizers: Callable[[], Sequence[Optimizer]],
     ) -> None:
-        self._parallel, self._pipeline, self._sharding = parallel, pipeline, sharding
+        self.parallel, self._pipeline, self._sharding = parallel, pipeline, sharding
         self._optimizers = optimizers
         self._names: dict[int, list[list[str]]] = {}
         """id(optimizer) -> the names of its parameters on all stages, group by group."""
@@ -52,7 +52,7 @@ class Groups:
         with contextlib.ExitStack() as stack:
             if self._pipeline is not None:
                 stack.enter_context(self._pipeline.slicer.present())
-            stack.enter_context(_Whole(self._parallel, self._shapes()))
+            stack.enter_context(_Whole(self.parallel, self._shapes()))
             for optimizer in self._optimizers():
                 self._show(optimizer)
             try:
@@ -70,7 +70,7 @@ class Groups:
 
     def _shapes(self) -> dict[int, Sequence[int]]:
         """id(parameter) -> the whole one's shape, where tensor ranks hold parts."""
-        parallel = self._parallel
+        parallel = self.parallel
         pairs = ((p, parallel.spec(parallel.held(p))) for p in parallel.module.parameters())
         return {id(p): spec.shape for p, spec in pairs if spec is not None}
 
@@ -87,7 +87,7 @@ class Groups:
     def _cut_states(self, optimizer: Optimizer) -> None:
         """Of states that an optimizer makes when it is built (Adagrad), of the whole parameters' size, keep this rank's
         part."""
-        parallel = self._parallel
+        parallel = self.parallel
         for p in (p for group in optimizer.param_groups for p in group["params"]):
             shape = parallel.whole_shape(p)
             for key, x in optimizer.state.get(p, {}).items() if shape != p.shape else ():
@@ -118,7 +118,7 @@ class _Whole(PartsMode):
 
     def __init__(self, parallel: ParallelModule, shapes: Mapping[int, Sequence[int]]) -> None:
         super().__init__(parallel.parts)
-        self._parallel, self._shapes = parallel, shapes
+        self.parallel, self._shapes = parallel, shapes
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -138,7 +138,7 @@ class _Whole(PartsMode):
         part = self.part(x) if isinstance(x, Tensor) and not is_fake(x) else None
         if part is None:
             return x
-        return self._parallel.whole_value(self._parallel.names[part.shard.name], own_part(x.detach()))
+        return self.parallel.whole_value(self.parallel.names[part.shard.name], own_part(x.detach()))
 
     def _shape(self, x: Any) -> Sequence[int] | None:
         return self._shapes.get(id(x), x.shape if isinstance(x, DTensor) else None)

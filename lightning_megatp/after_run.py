@@ -1,14 +1,40 @@
-"""State dicts that a user asks a model in parts for, after a run."""
+"""What a user does with a model in parts after a run: asks for its state dict, or trains it by another strategy."""
 
 from __future__ import annotations
 
+import functools
 import weakref
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
 from lightning_megatp.messages import OfOneRank, warn_once_per_run
 from lightning_megatp.module import ParallelModule
+from lightning_megatp.pipeline.detour import Detour
+from lightning_megatp.shim.lightning import trainer_of
+
+
+def refuse_others(parallel: ParallelModule, own: type) -> None:
+    """Let no strategy but ours train the module from now on: another would take this rank's part for all of it.
+
+    Args:
+        own: the base of our strategies.
+    """
+    module = parallel.module
+
+    def set_up(call: functools.partial[Any]) -> Any:
+        trainer = trainer_of(module)
+        if trainer is not None and trainer.state.fn == "fit" and not isinstance(trainer.strategy, own):
+            raise RuntimeError(
+                f"MegaTPStrategy: an earlier run has split this {type(module).__name__}, and this process holds a part"
+                f" of it, which {type(trainer.strategy).__name__} would train as if it were all. Save the model by"
+                " `trainer.save_checkpoint(path, weights_only=True)` of that run and load it into a new module; or go"
+                " on with MegaTPStrategy."
+            )
+        return call()
+
+    Detour(module, "setup", set_up)
 
 
 def warn_of_parts(parallel: ParallelModule) -> None:
