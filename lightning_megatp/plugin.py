@@ -108,6 +108,7 @@ class ParallelismPlugin:
             self._warn_undivided(plan, dict(module.named_modules()))
         if mesh.size("tp") > 1 and not plan.layers:
             self._warn_whole(module, mesh.size("tp"))
+            plan.sequences, plan.token_local = {}, []  # between layers that aren't there
         if mesh.size("tp") > 1 and plan.whole_sequences:
             self._say(
                 f"the plan has `sequence` for {', '.join(plan.whole_sequences[:4])}, which meets compiled code, where"

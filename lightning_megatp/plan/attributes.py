@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from types import CodeType
 
@@ -51,8 +52,9 @@ def divide(style: Style, modules: Mapping[str, nn.Module], tp: int) -> list[Attr
 
 
 def undivided_counts(plan: ParallelPlan, modules: Mapping[str, nn.Module]) -> dict[str, str]:
-    """Numbers of heads that the forward of a layer's module reads, and the plan does not divide: where its parts are
-    given as units, an undivided number may fit shapes, and make other heads of them.
+    """Numbers of heads that the forward of a layer's module reads, and the plan does not divide: an undivided number
+    may fit shapes, and make other heads of them. Where parts are given as units, it is known by its value, else by its
+    name.
 
     Returns:
         `module.attribute` -> the layer.
@@ -64,14 +66,20 @@ def undivided_counts(plan: ParallelPlan, modules: Mapping[str, nn.Module]) -> di
         module = modules.get(owner)
         code = getattr(getattr(type(module), "forward", None), "__code__", None)
         parts = layer.style.parts
-        if layer.unit == 1 or layer.global_sizes or code is None or not isinstance(parts, int):
+        split = layer.style.style in ("column", "row") and not layer.global_sizes
+        if not split or code is None or not isinstance(parts, int):
             continue
         count = sum(map(length, layer.by_rank)) // (layer.unit * parts)
         for attribute in _names(code) if count > 1 else ():
             value = vars(module).get(attribute)
-            if type(value) is int and value == count and (owner, attribute) not in divided:
+            if type(value) is not int or value < 2 or (owner, attribute) in divided:
+                continue
+            if value == count if layer.unit > 1 else _COUNTS_HEADS.search(attribute) and count % value == 0:
                 found[f"{owner}.{attribute}".lstrip(".")] = name
     return found
+
+
+_COUNTS_HEADS = re.compile(r"^(n|nb|num|number)(_of)?_?([a-z]+_)*heads?$|^heads?$|^nheads?$")
 
 
 def _names(code: CodeType) -> Iterator[str]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
-from tests.distributed.training import TP2, Layout, make_trainer, run_program, train_loader
+from tests.distributed.training import PLAIN, TP2, Layout, make_trainer, run_program, train_loader
 from tests.parity.models import GPT, GPTConfig
 from tests.parity.variants import gpt_plan
 from tests.ranks import RankError, run_ranks
@@ -140,6 +141,19 @@ def test_strict_raises_where_a_plan_splits_nothing(kind: type[NoStep], text: str
     with pytest.raises(RankError) as error:
         run_program(TP2, _strict, kind)
     _check([f.message for f in error.value.failures], "tp=2", "splits nothing", text)
+
+
+def _sequence_alone(layout: Layout) -> dict[str, Any]:
+    trainer = make_trainer(layout, strategy=None if layout.plain else {"plan": {"blocks.*": "sequence"}})
+    module = GPT(GPTConfig(tied=False))
+    trainer.fit(module, train_loader(layout, 2))
+    return {name: value.detach().clone() for name, value in module.state_dict().items()}
+
+
+def test_tokens_stay_whole_where_a_plan_splits_nothing() -> None:
+    [expected] = run_program(PLAIN, _sequence_alone)
+    for found in run_program(TP2, _sequence_alone):
+        torch.testing.assert_close(found, expected)
 
 
 def _half(layout: Layout) -> None:

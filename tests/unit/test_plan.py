@@ -313,6 +313,18 @@ def test_a_number_of_heads_that_a_forward_reads_and_the_plan_does_not_divide(
     assert found == (expected if kind is ReadsHeads and not divided else {})
 
 
+@pytest.mark.parametrize(("styles", "told"), [(("column", "row"), True), (("column_gather", "row_split"), False)])
+def test_numbers_of_heads_are_known_by_their_names_where_a_plan_gives_no_units(
+    styles: tuple[str, str], told: bool
+) -> None:
+    model = Model()
+    for block in model.blocks:
+        block.attn = ReadsHeads(4, 2)
+    plan = {"blocks.*.attn.qkv": {"style": styles[0], "parts": 3}, "blocks.*.attn.out": styles[1]}
+    found = undivided_counts(resolve(plan, model, 2), dict(model.named_modules()))
+    assert found == ({f"blocks.{i}.attn.heads": f"blocks.{i}.attn.out" for i in range(2)} if told else {})
+
+
 # ---------------------------------------------------------------- bad input
 
 
