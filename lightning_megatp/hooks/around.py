@@ -374,6 +374,8 @@ class _WithoutOthers(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs, name = kwargs or {}, operation_name(func)
+        if func in FOREACH_IN_PLACE and not args[0]:  # of a part that is on another stage
+            return None
         if func in FOREACH_IN_PLACE and any(map(is_fake, args[0])):
             for single, of_one, named in one_by_one(func, args, kwargs):
                 single(*of_one, **named)

@@ -173,6 +173,32 @@ class HasNoTest(Base):
     test_step = None  # type: ignore[assignment]
 
 
+class AveragesByLists(Averages):
+    """Block by block, whose lists are empty on other stages."""
+
+    @torch.no_grad()
+    def on_train_batch_end(self, *args: Any) -> None:
+        if self.is_last_microbatch:
+            for ema, net in zip(self.ema, self.net, strict=True):
+                means, values = list(ema.parameters()), list(net.parameters())
+                torch._foreach_mul_(means, 0.9)
+                torch._foreach_add_(means, values, alpha=0.1)
+
+
+class SetsBuffer(Base):
+    """Of a loss, behind the last block, by `.data` (lightly's DINOLoss)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.criterion = nn.Module()
+        self.criterion.register_buffer("center", torch.zeros(8))
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        loss = super().loss(x, y + self.criterion.center)
+        self.criterion.center.data = 0.9 * self.criterion.center + 0.1 * x.detach().mean(0)
+        return loss
+
+
 class MaskedTeacher(Averages):
     """What a mask keeps, on whatever stage, is another number in every microbatch, and so are shapes; the network
     that is trained comes after that."""
@@ -235,7 +261,7 @@ def _fit(
     ("kind", "layout"),
     [
         *((kind, PP2) for kind in (Averages, AveragesByTorch, Counts, Learns, WritesBatch, PopsBatch, SetsRates)),
-        *((kind, PP2) for kind in (Replaces, HasNoTest, MaskedTeacher, MasksEarly)),
+        *((kind, PP2) for kind in (Replaces, HasNoTest, MaskedTeacher, MasksEarly, AveragesByLists, SetsBuffer)),
         *((kind, INTERLEAVED) for kind in (WritesBatch, PopsBatch, MaskedTeacher, MasksEarly)),
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else str(value),

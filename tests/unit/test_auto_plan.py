@@ -355,6 +355,12 @@ def test_only_one_block_of_a_kind_runs() -> None:
     assert "forward" not in vars(model.blocks[0])
 
 
+def test_a_layer_of_torch_with_dropout_in_its_attention() -> None:
+    layer = nn.TransformerEncoderLayer(HIDDEN, 4, 48, batch_first=True)
+    result = plan_block(Kind(layer, ["block"], [Call((X,), {})]), 2)
+    assert styles(result) == {"linear1": "column", "linear2": "row"}
+
+
 def test_what_a_step_copies_after_its_blocks() -> None:
     """Where nothing has data any more: numbers of a new metric, or real tensors."""
     model, copies = Model(tied=False), []

@@ -29,6 +29,7 @@ from lightning_megatp.pipeline.slicing.dry_run.operations import (
     generators_of,
     is_bookkeeping,
     masks_read,
+    sets_values,
     with_memory,
 )
 from lightning_megatp.pipeline.slicing.dry_run.refusals import gradient_read
@@ -109,6 +110,9 @@ class StageMode(TorchFunctionMode):
             return self._transformed(func, args, kwargs or {})
         if func is torch.Tensor.__iter__:
             return iter(self.__torch_function__(torch.Tensor.unbind, types, args))
+        if sets_values(func, args):
+            with torch.no_grad():
+                return self.__torch_function__(torch.Tensor.copy_, types, args)
         if func in FOREACH_IN_PLACE:
             for single, given, named in one_by_one(func, args, kwargs or {}):
                 self.__torch_function__(single, types, given, named)

@@ -165,7 +165,18 @@ def frozen_twins(
         best = max(alike, key=lambda other: common_end(unit, other), default=None)
         if best is not None and (common_end(unit, best) or ("." not in unit and len(alike) == 1)):
             twins[unit] = best
+    networks = {_starts(unit, other) for unit, other in twins.items()}
+    for unit in frozen:  # what neither of two networks uses (a classifier) is a pair, too
+        beside = [v for v in frozen if v not in twins and kinds[v] == kinds[unit] and _starts(unit, v) in networks]
+        if unit not in twins and len(beside) == 1:
+            twins[unit] = beside[0]
     return twins
+
+
+def _starts(name: str, other: str) -> tuple[str, str]:
+    """Two names without what is the same at their ends."""
+    n = common_end(name, other)
+    return ".".join(name.split(".")[: -n or None]), ".".join(other.split(".")[: -n or None])
 
 
 def common_end(name: str, other: str) -> int:

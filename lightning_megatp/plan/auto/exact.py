@@ -48,6 +48,8 @@ class _Exact(TorchFunctionMode):
         if name == "scaled_dot_product_attention":
             args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
             kwargs |= {"dropout_p": 0.0} if "dropout_p" in kwargs else {}
+        elif name == "multi_head_attention_forward":  # of nn.MultiheadAttention: what it calls is not seen
+            kwargs |= {"training": False}
         elif name in ("to", "type", "softmax", "log_softmax"):
             args = tuple(map(_wide, args))
         elif name in _CASTS:

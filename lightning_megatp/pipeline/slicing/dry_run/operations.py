@@ -71,6 +71,15 @@ def sets_requires_grad(call: Call) -> bool:
     return bool(call.what == torch.Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
 
 
+def sets_values(function: Callable[..., Any], args: tuple[Any, ...]) -> bool:
+    """`buffer.data = values`, which is done as `buffer.copy_(values)`: so other stages see that there are others."""
+    if function != _SET_DATA:
+        return False
+    x, values = args
+    alike = isinstance(values, Tensor) and (x.shape, x.dtype) == (values.shape, values.dtype)
+    return alike and not x.requires_grad
+
+
 def changed_statistics(call: Call) -> list[Tensor]:
     """The running mean and variance that a norm in training changes. Their versions don't tell."""
     names = _STATISTICS.get(call.what)
@@ -82,6 +91,7 @@ def changed_statistics(call: Call) -> list[Tensor]:
     return [x for name in ("running_mean", "running_var") if isinstance(x := given.get(name), Tensor)]
 
 
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _BUILT_IN = "input weight bias running_mean running_var"
 _STATISTICS: dict[Any, str] = {
     F.batch_norm: "input running_mean running_var weight bias training",

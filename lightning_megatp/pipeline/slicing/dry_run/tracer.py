@@ -37,6 +37,7 @@ from lightning_megatp.pipeline.slicing.dry_run.operations import (
     masks_read,
     random_states,
     sets_requires_grad,
+    sets_values,
     with_memory,
 )
 from lightning_megatp.pipeline.slicing.dry_run.record import Record
@@ -160,6 +161,9 @@ class Tracer(TorchFunctionMode):
         check_caller(func)
         if func is torch.Tensor.__iter__:
             return iter(self.__torch_function__(torch.Tensor.unbind, types, args))
+        if sets_values(func, args) and self.values.is_persistent(args[0]) and id(args[0]) not in self.owners:
+            with torch.no_grad():
+                return self.__torch_function__(torch.Tensor.copy_, types, args)
         if func in FOREACH_IN_PLACE:
             for single, given, named in one_by_one(func, args, kwargs or {}):
                 self.__torch_function__(single, types, given, named)
