@@ -104,8 +104,9 @@ class MegaTPStrategyBase(StepMethods, GradientMethods, BuildingMethods, WorldMet
         parallelism: A ParallelismPlugin, or a subclass of your own.
         verify: Compare the first training batch with the unsplit model, which global rank 0 keeps a copy of until then:
             its loss and, at dp = 1 without accumulation, every gradient. A mismatch stops the run.
-        strict: Raise where otherwise a warning says that something stays whole.
-        summary: Print at set-up who is where and what is split.
+        strict: Raise where set-up would otherwise only warn about the plan: it splits nothing, leaves a number of heads
+            undivided, meets compiled code with `sequence`, or, found automatically, left something whole or unproven.
+        summary: Print at set-up who is where, what is split, and how many parameters rank 0 holds.
         bucket_mb: Size of the data-parallel gradient buckets in MiB; 0 reduces after backward instead of during it.
         zero: What the data-parallel ranks divide among themselves, by FSDP2, instead of each holding all of it: 1 the
             optimizer's state, 2 also gradients, 3 also parameters between their uses; 0 nothing.
