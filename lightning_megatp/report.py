@@ -134,11 +134,14 @@ def _why_whole(parallel: ParallelModule, name: str) -> str:
     module = parallel.module.get_submodule(owner)
     if computed or name.endswith(("weight_g", "weight_v", "weight_orig")):
         return "its layer's weight is computed from it (a parametrization)"
-    split = parallel.plan.layers.get(owner) or parallel.plan.layers.get(owner.rpartition(".")[0])
+    split = parallel.plan.layers.get(owner)
     if split is not None:
         if split.style.style in ("row", "row_split") and leaf == "bias":
             return "bias of a row layer: added once, after the sum"
-        return "added once, after the sum" if leaf.endswith("bias") else ""
+        return "added once, after the sum" if leaf in split.once else ""
+    attention = parallel.plan.layers.get(owner.removesuffix(".out_proj"))
+    if attention is not None and attention.style.style == "attention" and leaf == "bias":
+        return "added once, after the sum"
     if isinstance(module, nn.Linear) and type(module).forward is not nn.Linear.forward:
         return f"`{type(module).__name__}` has a forward of its own"
     return parallel.plan.whole.get(owner, "")

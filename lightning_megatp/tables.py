@@ -55,7 +55,8 @@ class Titled(Table):
         title, caption = self.title, self.caption
         self.title = self.caption = None
         try:
-            yield Text(str(title), style="table.title")
+            if title:
+                yield Text(str(title), style="table.title")
             yield from super().__rich_console__(console, options)
         finally:
             self.title, self.caption = title, caption
