@@ -173,7 +173,7 @@ ARGUMENTS = {
     "plan": "How each layer is split",
     "sequence_parallel": "False ignores the plan's `sequence` entries",
     "parallelism": "A ParallelismPlugin, or a subclass of your own",
-    "strict": "Raise where otherwise a warning says that something stays whole",
+    "strict": "Raise where set-up would otherwise only warn about the plan",
     "summary": "Print at set-up who is where and what is split",
     "bucket_mb": "Size of the data-parallel gradient buckets in MiB",
     "timeout": "Of every collective",
