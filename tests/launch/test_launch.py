@@ -174,7 +174,7 @@ ARGUMENTS = {
     "sequence_parallel": "False ignores the plan's `sequence` entries",
     "parallelism": "A ParallelismPlugin, or a subclass of your own",
     "strict": "Raise where set-up would otherwise only warn about the plan",
-    "summary": "Print at set-up who is where and what is split",
+    "summary": "Print at set-up who is where, what is split",
     "bucket_mb": "Size of the data-parallel gradient buckets in MiB",
     "timeout": "Of every collective",
     "process_group_backend": '"nccl" or "gloo"',
