@@ -1,4 +1,4 @@
-"""Megatron's tensor, sequence and data parallelism for an unmodified LightningModule."""
+"""Megatron's tensor, sequence, pipeline and data parallelism for an unmodified LightningModule."""
 
 # First: what is imported before decides whether typing has `int` or `float` first in the Trainer's signature, and so
 # what the CLI of Lightning 2.5 makes of a `val_check_interval` of 200.

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_megatp.shim.torch import tree_map
+from lightning_megatp.tables import Titled
 
 AXES = ("pp", "dp", "cp", "tp")
 """Slowest to fastest varying."""
@@ -279,18 +280,28 @@ class ParallelMesh:
         """One rank in words: `rank 3 (tp 1, dp 1)`; axes of size 1 are left out."""
         return self.shape.describe(self.global_rank if rank is None else rank)
 
-    def table(self) -> Table:
-        """Who is where, as a rich table: one row per dp (and stage) index, the ranks of its tensor group beside it."""
-        table = Table(title="Who is where", title_justify="left")
-        for column in ("stage", "data (dp)", "tensor ranks (tp)", "global ranks"):
-            table.add_column(column, justify="right" if column != "global ranks" else "left")
-        for ranks in self.shape.groups("tp"):
-            at = self.shape.coordinates(ranks[0])
+    def table(self, stages: Sequence[Sequence[int]] | None = None) -> Table:
+        """Who is where, as a rich table: one row per stage and dp index, with the ranks of its tensor group.
+
+        Args:
+            stages: those of each index on the pp axis, in ascending order; one each by default.
+        """
+        shape = self.shape
+        stages = stages or [[shape.pp - 1 - at] for at in range(shape.pp)]
+        last = max(map(max, stages))
+        sizes = ", ".join(f"{axis}={getattr(shape, axis)}" for axis in AXES if axis != "cp" or shape.cp > 1)
+        table = Titled(title=f"Who is where: {sizes}")
+        for column in ("pipeline (pp)", "data (dp)", "tensor (tp)", "global ranks"):
+            table.add_column(column)
+        for ranks in shape.groups("tp"):
+            at = shape.coordinates(ranks[0])
+            own = stages[at["pp"]]
+            ends = ["first"] * (own[0] == 0 < last) + ["last"] * (own[-1] == last > 0)
             table.add_row(
-                f"{self.shape.stage(ranks[0])} of {self.shape.pp}",
-                f"{at['dp']} of {self.shape.dp}",
-                f"0..{len(ranks) - 1}" if len(ranks) > 1 else "0",
-                " ".join(map(str, ranks)),
+                f"stage{'s' * (len(own) > 1)} {', '.join(map(str, own))}" + (f" ({', '.join(ends)})" if ends else ""),
+                f"dp {at['dp']}",
+                f"tp 0..{len(ranks) - 1}" if len(ranks) > 1 else "tp 0",
+                f"{ranks[0]}..{ranks[-1]}" if len(ranks) > 2 else ", ".join(map(str, ranks)),
             )
         return table
 

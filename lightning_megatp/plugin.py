@@ -53,7 +53,7 @@ class ParallelismPlugin:
     Args:
         plan: `{pattern: style}`, see `lightning_megatp.plan.styles`; "auto" is short for `{"**": "auto"}`. None leaves
             every layer whole on every rank.
-        strict: raise where a warning would say that something stays whole.
+        strict: raise where set-up would otherwise only warn about the plan.
     """
 
     def __init__(self, plan: Mapping[str, StyleLike] | str | None = None, strict: bool = False) -> None:

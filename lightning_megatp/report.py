@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -13,22 +13,33 @@ from torch import nn
 
 from lightning_megatp.mesh import ParallelMesh
 from lightning_megatp.module import ParallelModule
-from lightning_megatp.pipeline.build import stage_table
+from lightning_megatp.pipeline.build import stage_table, stages_along
 from lightning_megatp.pipeline.pipeline import Pipeline
-from lightning_megatp.plan.layer import LayerPlan
-from lightning_megatp.plan.ranges import length, show
+from lightning_megatp.planner.report import size
+from lightning_megatp.tables import Titled, grouped, layers_table, numbers
+
+SHOWN_FROM = 0.1
+"""The share of whole parameters from which the largest of them are listed."""
 
 
-def print_layout(parallel: ParallelModule, mesh: ParallelMesh, pipeline: Pipeline | None = None) -> None:
-    """Print the tables to the terminal."""
+def print_layout(
+    parallel: ParallelModule, mesh: ParallelMesh, pipeline: Pipeline | None = None, summarised: bool = False
+) -> None:
+    """Print the tables to the terminal.
+
+    Args:
+        summarised: whether Lightning's summary of the model follows.
+    """
     console = Console()
     if mesh.shape.world_size > 1:
-        console.print(mesh.table())
+        console.print(mesh.table(None if pipeline is None else stages_along(pipeline)))
     if parallel.plan.layers and mesh.size("tp") > 1:
-        console.print(layer_table(parallel))
+        console.print(layer_table(parallel, mesh))
     if pipeline is not None:
         console.print(stage_table(pipeline))
-    console.print(memory_table(parallel))
+    console.print(memory_table(parallel, mesh, pipeline))
+    for line in memory_remarks(parallel, mesh, summarised):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
     if parallel.recomputation is not None and parallel.recomputation.options.kind != "none":
         console.print(parallel.recomputation.describe())
     if 1 < mesh.size("dp") == mesh.shape.world_size and parallel.sharding is None:
@@ -36,47 +47,29 @@ def print_layout(parallel: ParallelModule, mesh: ParallelMesh, pipeline: Pipelin
     console.print(peak_memory(), style="italic")
 
 
-def layer_table(parallel: ParallelModule) -> Table:
+def layer_table(parallel: ParallelModule, mesh: ParallelMesh) -> Table:
     """One row per kind of split layer: layers that differ in their index only are counted."""
-    table = Table(title=f"What is split over tp={parallel.plan.tp}", title_justify="left")
-    table.add_column("layers", overflow="fold")
-    table.add_column("style", no_wrap=True)
-    table.add_column("on this rank", overflow="fold")
-    table.add_column("notes", overflow="fold")
-    for name, layers in _grouped(parallel.plan.layers.values()).items():
-        layer = layers[0]
-        own = layer.by_rank[parallel.context.rank]
-        of = max(stop for ranges in layer.by_rank for _, stop in ranges)
-        notes = [parallel.plan.how.get(layer.name, ""), "sequence shards" if layer.sequence_dim is not None else ""]
-        table.add_row(
-            name + (f" (x{len(layers)})" if len(layers) > 1 else ""),
-            layer.style.style,
-            f"{length(own)} of {of}: {show(own)}",
-            "; ".join(filter(None, notes)),
-        )
-    return table
+    plan = parallel.plan
+    title, where = f"What is split over tp={plan.tp}", f"on rank {mesh.global_rank}"
+    return layers_table(title, plan.layers.values(), parallel.context.rank, where, plan.how)
 
 
-def memory_table(parallel: ParallelModule) -> Table:
-    """Parameters in all and on this rank, split and whole, and the largest of those that stay whole."""
-    split_full = split_own = whole = bytes_own = 0
-    largest: list[tuple[int, str]] = []
-    for name, parameter in parallel.module.named_parameters():
-        spec = parallel.spec(parameter)
-        bytes_own += parameter.numel() * parameter.element_size()
-        if spec is None:
-            whole += parameter.numel()
-            largest.append((parameter.numel(), name))
-        else:
-            split_full += spec.spec(0).numel
-            split_own += parameter.numel()
-    pipelined = split_full + whole < parallel.whole_parameters
-    table = Table(title="Parameters of this rank's stages" if pipelined else "Parameters", title_justify="left")
-    for column in ("", "unsplit", "this rank"):
+def memory_table(parallel: ParallelModule, mesh: ParallelMesh, pipeline: Pipeline | None = None) -> Table:
+    """Parameters in all and on this rank, split and whole."""
+    split_full, split_own, whole, nbytes = _counts(parallel)
+    rank = f"rank {mesh.global_rank}"
+    title = "Parameters"
+    if pipeline is not None:
+        stages = sorted(pipeline.own_stages)
+        title = f"Parameters on {rank}, which has stage{'s' if len(stages) > 1 else ''} {numbers(stages)}"
+    table = Titled(title=title)
+    for column in ("", "unsplit", f"on {rank}"):
         table.add_column(column, justify="left" if not column else "right")
-    table.add_row("split", f"{split_full:,}", f"{split_own:,}")
-    table.add_row("whole on every tensor rank", f"{whole:,}", f"{whole:,}")
-    table.add_row("all", f"{split_full + whole:,}", f"{split_own + whole:,} ({bytes_own / 2**20:,.1f} MiB)")
+    if parallel.plan.tp > 1:
+        table.add_row("split", f"{split_full:,}", f"{split_own:,}")
+        table.add_row("whole on every tensor rank", f"{sum(whole.values()):,}", f"{sum(whole.values()):,}")
+    full, own = split_full + sum(whole.values()), split_own + sum(whole.values())
+    table.add_row("all", f"{full:,}", f"{own:,} ({size(nbytes)})")
     if parallel.sharding is not None:
         rows = sum(held.numel() for _, held in parallel.named_held())
         level, ranks = parallel.sharding.options.level, parallel.rows_group.size() if parallel.rows_group else 1
@@ -85,33 +78,70 @@ def memory_table(parallel: ParallelModule) -> Table:
         if parallel.sharding.whole:
             names = ", ".join(parallel.sharding.whole[:3])
             table.add_row(f"not divided: {names}{', ...' if len(parallel.sharding.whole) > 3 else ''}", "", "")
-    if pipelined:
+    if pipeline is not None:
         table.add_row("whole model, all stages", f"{parallel.whole_parameters:,}", "")
-    if parallel.plan.tp > 1 and largest:
-        table.caption_justify = "left"
-        table.caption = "Largest whole parameters:\n" + "\n".join(_largest(parallel, largest))
     return table
 
 
-def _largest(parallel: ParallelModule, whole: Iterable[tuple[int, str]]) -> list[str]:
-    """The three kinds of parameters with the most elements in all, and why these are whole."""
-    kinds: dict[str, list[tuple[int, str]]] = {}
-    for numel, name in whole:
-        kinds.setdefault(_pattern(name), []).append((numel, name))
-    most = sorted(kinds.items(), key=lambda kind: -sum(numel for numel, _ in kind[1]))[:3]
-    found = []
-    for pattern, (first, *others) in most:
-        times, why = f"{len(others) + 1} x " if others else "", _why_whole(parallel, first[1])
-        found.append(f"{pattern} ({times}{first[0]:,})" + (f": {why}" if why else ""))
+def memory_remarks(parallel: ParallelModule, mesh: ParallelMesh, summarised: bool = False) -> list[str]:
+    """What stays whole, and what a summary of Lightning's that follows counts."""
+    split_full, split_own, whole, _ = _counts(parallel)
+    remarks = _about_whole(parallel, whole, split_full) if parallel.plan.tp > 1 and whole else []
+    if summarised and split_own + sum(whole.values()) < parallel.whole_parameters:
+        remarks.append(
+            f"Lightning's model summary, below, counts what rank {mesh.global_rank} holds; the whole model has"
+            f" {parallel.whole_parameters:,} parameters."
+        )
+    return remarks
+
+
+def _counts(parallel: ParallelModule) -> tuple[int, int, dict[str, int], int]:
+    """Numbers of split parameters in all and on this rank, of each whole one, and the bytes of this rank's."""
+    split_full = split_own = nbytes = 0
+    whole: dict[str, int] = {}
+    for name, parameter in parallel.module.named_parameters():
+        spec = parallel.spec(parameter)
+        nbytes += parameter.numel() * parameter.element_size()
+        if spec is None:
+            whole[name] = parameter.numel()
+        else:
+            split_full += spec.spec(0).numel
+            split_own += parameter.numel()
+    return split_full, split_own, whole, nbytes
+
+
+def _about_whole(parallel: ParallelModule, whole: Mapping[str, int], split: int) -> list[str]:
+    """What share of the parameters stays whole; if it is large, the three kinds with the most elements, and why."""
+    part = sum(whole.values()) / max(split + sum(whole.values()), 1)
+    said = f"{part:.1%} of the unsplit parameters stay whole"
+    if part < SHOWN_FROM:
+        return [f"{said}."]
+    kinds = grouped({name: (numel, _why_whole(parallel, name)) for name, numel in whole.items()})
+    most = sorted(kinds.items(), key=lambda kind: -len(kind[1]) * whole[kind[1][0]])[:3]
+    found = [f"{said}, most of them in"]
+    for name, names in most:
+        count, each, why = len(names), f"{whole[names[0]]:,}", _why_whole(parallel, names[0])
+        found.append(
+            f"  {name} ({f'{count} of them, {each} each' if count > 1 else each})" + (f": {why}" if why else "")
+        )
     return found
 
 
 def _why_whole(parallel: ParallelModule, name: str) -> str:
     layer, _, computed = name.partition(".parametrizations.")
-    owner = layer if computed else name.rpartition(".")[0]
+    owner, _, leaf = (layer if computed else name).rpartition(".")
+    owner = layer if computed else owner
     module = parallel.module.get_submodule(owner)
     if computed or name.endswith(("weight_g", "weight_v", "weight_orig")):
         return "its layer's weight is computed from it (a parametrization)"
+    split = parallel.plan.layers.get(owner)
+    if split is not None:
+        if split.style.style in ("row", "row_split") and leaf == "bias":
+            return "bias of a row layer: added once, after the sum"
+        return "added once, after the sum" if leaf in split.once else ""
+    attention = parallel.plan.layers.get(owner.removesuffix(".out_proj"))
+    if attention is not None and attention.style.style == "attention" and leaf == "bias":
+        return "added once, after the sum"
     if isinstance(module, nn.Linear) and type(module).forward is not nn.Linear.forward:
         return f"`{type(module).__name__}` has a forward of its own"
     return parallel.plan.whole.get(owner, "")
@@ -127,15 +157,3 @@ def peak_memory() -> str:
     if torch.cuda.is_available():
         found.append(f"{torch.cuda.max_memory_allocated() / 2**30:,.2f} GiB of GPU memory")
     return f"Peak of this process until now: {' and '.join(found) or 'unknown'}"
-
-
-def _grouped(layers: Iterable[LayerPlan]) -> dict[str, list[LayerPlan]]:
-    groups: dict[str, list[LayerPlan]] = {}
-    for layer in layers:
-        groups.setdefault(_pattern(layer.name), []).append(layer)
-    return groups
-
-
-def _pattern(name: str) -> str:
-    """A name without its numbers."""
-    return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name)

@@ -67,7 +67,7 @@ from lightning_megatp.recompute.blocks import recompute_blocks
 from lightning_megatp.recompute.options import RecomputeOptions
 from lightning_megatp.report import print_layout
 from lightning_megatp.shadows.methods import ShadowMethods
-from lightning_megatp.shim.lightning import Namespace, default_store, without_sync_advice
+from lightning_megatp.shim.lightning import Namespace, default_store, summaries, without_sync_advice
 from lightning_megatp.shim.sigterm import stop_together
 from lightning_megatp.stepping import StepMethods
 from lightning_megatp.stopping import Stopping
@@ -76,7 +76,7 @@ from lightning_megatp.world import WorldMethods
 
 
 class MegaTPStrategyBase(StepMethods, GradientMethods, BuildingMethods, WorldMethods, ShadowMethods, CheckpointMethods):
-    """Megatron's tensor, sequence and data parallelism for an unmodified LightningModule.
+    """Megatron's tensor, sequence, pipeline and data parallelism for an unmodified LightningModule.
 
     Layers that the module creates in `configure_model` are never whole on any rank; see the documentation on large
     models.
@@ -104,8 +104,9 @@ class MegaTPStrategyBase(StepMethods, GradientMethods, BuildingMethods, WorldMet
         parallelism: A ParallelismPlugin, or a subclass of your own.
         verify: Compare the first training batch with the unsplit model, which global rank 0 keeps a copy of until then:
             its loss and, at dp = 1 without accumulation, every gradient. A mismatch stops the run.
-        strict: Raise where otherwise a warning says that something stays whole.
-        summary: Print at set-up who is where and what is split.
+        strict: Raise where set-up would otherwise only warn about the plan: it splits nothing, leaves a number of heads
+            undivided, meets compiled code with `sequence`, or, found automatically, left something whole or unproven.
+        summary: Print at set-up who is where, what is split, and how many parameters rank 0 holds.
         bucket_mb: Size of the data-parallel gradient buckets in MiB; 0 reduces after backward instead of during it.
         zero: What the data-parallel ranks divide among themselves, by FSDP2, instead of each holding all of it: 1 the
             optimizer's state, 2 also gradients, 3 also parameters between their uses; 0 nothing.
@@ -366,7 +367,7 @@ class MegaTPStrategyBase(StepMethods, GradientMethods, BuildingMethods, WorldMet
         agree_on_precision(self.precision_plugin, parallel, mesh, self.optimizers)
         watch_hooks(self.precision_plugin, trainer, parallel, mesh)
         if self.summary and fitting and self.is_global_zero:
-            print_layout(parallel, mesh, self.pipeline)
+            print_layout(parallel, mesh, self.pipeline, summarised=bool(summaries(trainer)))
 
     def _convert(self, trainer: Any) -> None:
         """What every strategy of Lightning does with a module first; here it is the last that is recorded of it."""
@@ -526,6 +527,6 @@ def strategy_class(namespace: str, module: str) -> type[MegaTPStrategyBase]:
     body = {"__module__": module, "__doc__": MegaTPStrategyBase.__doc__, "namespace": found}
     made = type("MegaTPStrategy", (MegaTPStrategyBase, found.parallel_strategy), body)
     found.registry.register(
-        "megatp", made, description="Megatron's tensor, sequence and data parallelism", override=True
+        "megatp", made, description="Megatron's tensor, sequence, pipeline and data parallelism", override=True
     )
     return made

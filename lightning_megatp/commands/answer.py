@@ -8,8 +8,9 @@ from lightning_megatp.commands import Done, requested
 from lightning_megatp.commands.estimate import print_estimate, rehearse_both
 from lightning_megatp.commands.show import print_plan
 from lightning_megatp.example import Example
-from lightning_megatp.pipeline.schedules.generators import make_schedule
 from lightning_megatp.plan.auto.discover import discover, look
+from lightning_megatp.planner.live import layout_of
+from lightning_megatp.planner.sizes import place
 
 
 def answer(strategy: Any, trainer: Any, example: Example) -> NoReturn:
@@ -38,8 +39,9 @@ def answer(strategy: Any, trainer: Any, example: Example) -> NoReturn:
     if requested() == "estimate":
         print_estimate(strategy, trainer, plan, problems)
         raise Done(0)
-    options = strategy.pipeline_options
-    placement = make_schedule(options.schedule, strategy.pp, 1, options.virtual_stages)
     kept = rehearse_both(strategy, trainer, plan, problems)
-    print_plan(module, plan, results, problems, placement.stages if strategy.pp > 1 else 1, kept)
+    stage_of_unit = None
+    if strategy.pp > 1:
+        stage_of_unit = place(module, layout_of(strategy, strategy.shape), None if kept is None else kept[0])
+    print_plan(module, plan, results, problems, stage_of_unit, kept)
     raise Done(0)

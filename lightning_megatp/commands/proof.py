@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
 from torch import nn
 
 from lightning_megatp.building.building import Building
 from lightning_megatp.commands import layers_to_keep
 from lightning_megatp.plan.auto.blocks import kinds_of_blocks
+from lightning_megatp.tables import Folded, Titled
 
 _ROWS = 12
 
@@ -94,11 +94,11 @@ def shorten(module: nn.Module, layers: int) -> dict[str, int]:
 
 def print_errors(errors: Mapping[str, float], limit: float) -> None:
     """The largest relative differences of gradients, and how many there are."""
-    table = Table(title="Gradients beside those of the unsplit model, float64", title_justify="left")
+    table = Titled(title="Gradients beside those of the unsplit model, float64")
     table.add_column("parameter")
     table.add_column("relative difference", justify="right")
     for name, error in sorted(errors.items(), key=lambda item: -item[1])[:_ROWS]:
-        table.add_row(name, f"{error:.1e}")
+        table.add_row(Folded(name), f"{error:.1e}")
     wrong = sum(not error <= limit for error in errors.values())
     verdict = f"{wrong} of {len(errors)} differ" if wrong else f"all {len(errors)} agree"
     table.caption = f"{verdict} (limit {limit:.0e})"

@@ -46,6 +46,7 @@ from lightning_megatp.pipeline.split import check_columns, check_rows
 from lightning_megatp.pipeline.told.logs import Logs
 from lightning_megatp.shim.compiler import is_compiled
 from lightning_megatp.shim.lightning import default_store, trainer_of
+from lightning_megatp.tables import Folded, Titled, numbers
 from lightning_megatp.tensor.deferred import defer_linears
 
 _ONE_QUEUE = "CUDA_DEVICE_MAX_CONNECTIONS"
@@ -488,18 +489,29 @@ def _stage_sizes(parallel: ParallelModule, stage_of_unit: Mapping[str, int], sta
     return sizes
 
 
+def stages_along(pipeline: Pipeline) -> list[list[int]]:
+    """The stages of each index on the pp axis."""
+    schedule = pipeline.settings.schedule(pipeline.settings.microbatches)
+    order = _order(schedule)
+    return [schedule.stages_of(order.index(at)) for at in range(schedule.ranks)]
+
+
 def stage_table(pipeline: Pipeline) -> Table:
     """What each stage holds, and where."""
-    schedule = pipeline.settings.schedule(pipeline.settings.microbatches)
-    table = Table(title=f"Pipeline of {schedule.stages} stages, {schedule.name}", title_justify="left")
-    for column in ("stage", "on pipeline rank", "units", "parameters"):
+    schedule, shape = pipeline.settings.schedule(pipeline.settings.microbatches), pipeline.mesh.shape
+    order = _order(schedule)
+    title = f"Pipeline of {schedule.stages} stages, {schedule.name}"
+    table = Titled(title=title)
+    for column in ("stage", "global ranks", "units", "parameters"):
         table.add_column(column, justify="right" if column == "parameters" else "left")
     for stage, size in enumerate(pipeline.stage_parameters):
         units = [unit for unit, at in pipeline.stage_of_unit.items() if at == stage]
         shown = units if len(units) <= 4 else [*units[:2], "...", units[-1]]
-        table.add_row(str(stage), str(schedule.placement[stage]), f"{len(units)}: {', '.join(shown)}", f"{size:,}")
-    m, p = schedule.microbatches, schedule.ranks
-    table.caption = f"{m} microbatches over {p} ranks (batches with fewer rows have fewer)"
+        at_pp = order[schedule.placement[stage]]
+        ranks = [rank for rank in range(shape.world_size) if shape.coordinates(rank)["pp"] == at_pp]
+        held = Folded(f"{len(units)}: {', '.join(shown)}")
+        table.add_row(f"stage {stage}", numbers(ranks), held, f"{size:,}")
+    table.caption = f"up to {schedule.microbatches} microbatches per batch (fewer where it has fewer rows)"
     if pipeline.compiled:
         names = ", ".join(pipeline.compiled[:4]) + (", ..." if len(pipeline.compiled) > 4 else "")
         table.caption += f"; compiled, so that weight gradients can't be put off: {names}"

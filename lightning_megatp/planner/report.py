@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_megatp.planner.sizes import Bytes
+from lightning_megatp.tables import Titled
 
 _PARTS = ("parameters", "gathered", "gradients", "optimizer", "activations", "total")
 
@@ -41,17 +42,19 @@ class MemoryReport:
         return self.ranks[rank]
 
     def table(self) -> Table:
-        """The largest rank of each pipeline stage."""
-        table = Table(title="Memory per rank (largest of each stage): predicted / measured", title_justify="left")
-        for column in ("stage", *_PARTS):
-            table.add_column(column, justify="left" if column == "stage" else "right")
+        """The largest rank of each pipeline stage: a row of what was predicted, and one of what was measured."""
+        table = Titled(title="Memory per rank (largest of each stage)")
+        for column in ("stage", "", *_PARTS):
+            table.add_column(column, justify="right" if column in _PARTS else "left")
         cuda = any(own.allocator_peak for own in self.ranks)
         if cuda:
             table.add_column("allocator's peak", justify="right")
         for stage in sorted({own.stage for own in self.ranks}):
             own = max((r for r in self.ranks if r.stage == stage), key=lambda r: r.measured.total)
-            cells = [_pair(own, part) for part in _PARTS]
-            table.add_row(str(stage), *cells, *([size(own.allocator_peak)] if cuda else []))
+            predicted = ["?" if own.predicted is None else size(getattr(own.predicted, part)) for part in _PARTS]
+            measured = [size(getattr(own.measured, part)) for part in _PARTS]
+            table.add_row(str(stage), "predicted", *predicted)
+            table.add_row("", "measured", *measured, *([size(own.allocator_peak)] if cuda else []), end_section=True)
         captions = ["gradients: at the optimizer's step; gathered: predicted for the step, measured between steps"]
         table.caption = "; ".join(filter(None, [*captions, self.problem]))
         return table
@@ -63,7 +66,7 @@ class MemoryReport:
 
 def estimate_table(stages: Sequence[Bytes], title: str, notes: Iterable[str] = ()) -> Table:
     """The prediction alone, a row per pipeline rank."""
-    table = Table(title=title, title_justify="left")
+    table = Titled(title=title)
     for column in ("pipeline rank", *_PARTS):
         table.add_column(column, justify="left" if column == "pipeline rank" else "right")
     for rank, own in enumerate(stages):
@@ -80,8 +83,3 @@ def size(nbytes: int | None) -> str:
         if nbytes >= factor:
             return f"{nbytes / factor:,.2f} {unit}"
     return f"{nbytes} B"
-
-
-def _pair(own: RankMemory, part: str) -> str:
-    predicted = "?" if own.predicted is None else size(getattr(own.predicted, part))
-    return f"{predicted} / {size(getattr(own.measured, part))}"

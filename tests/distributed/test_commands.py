@@ -64,7 +64,7 @@ def test_plan_shows_what_would_be_split_and_trains_nothing(tmp_path: Path) -> No
     ended = megatp(tmp_path, "plan", script(tmp_path), "4")
     assert ended.returncode == 0, ended.stderr
     assert "net.blocks.0 and 1 more, over tp=4" in ended.stdout
-    assert "body.q" in ended.stdout and "8: [0:8]" in ended.stdout and "proven in float64" in ended.stdout
+    assert "body.q" in ended.stdout and "8 of 24: [0:8]" in ended.stdout and "Proven in float64" in ended.stdout
     assert "trained" not in ended.stdout
     assert "activations unsplit" in ended.stdout and "could not be predicted" not in ended.stdout
 

@@ -96,11 +96,11 @@ def _table(rank: int, world_size: int, shape: MeshShape) -> tuple[list[str], lis
 
 
 def test_the_table_says_who_is_where() -> None:
-    header = ["stage", "data (dp)", "tensor ranks (tp)", "global ranks"]
-    rows = [["0 of 1", "0 of 2", "0..1", "0 1"], ["0 of 1", "1 of 2", "0..1", "2 3"]]
+    header = ["pipeline (pp)", "data (dp)", "tensor (tp)", "global ranks"]
+    rows = [["stage 0", "dp 0", "tp 0..1", "0, 1"], ["stage 0", "dp 1", "tp 0..1", "2, 3"]]
     assert run_ranks(4, _table, MeshShape(dp=2, tp=2)) == [(header, rows)] * 4
-    rows = [["1 of 2", "0 of 2", "0", "0"], ["1 of 2", "1 of 2", "0", "1"]]
-    rows += [["0 of 2", "0 of 2", "0", "2"], ["0 of 2", "1 of 2", "0", "3"]]
+    rows = [["stage 1 (last)", "dp 0", "tp 0", "0"], ["stage 1 (last)", "dp 1", "tp 0", "1"]]
+    rows += [["stage 0 (first)", "dp 0", "tp 0", "2"], ["stage 0 (first)", "dp 1", "tp 0", "3"]]
     assert run_ranks(4, _table, MeshShape(pp=2, dp=2))[3] == (header, rows)
 
 

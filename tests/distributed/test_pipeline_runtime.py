@@ -20,6 +20,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback
 from torch import Tensor, nn
 
+from lightning_megatp.mesh import MeshShape
 from lightning_megatp.pipeline.build import PipelineOptions, stage_table
 from lightning_megatp.pipeline.executor import Direction, Executor, connect, lane, lanes
 from lightning_megatp.pipeline.schedules.check import Times, simulate
@@ -217,9 +218,26 @@ def test_weights_kept_whole_are_not_put_off() -> None:
 def test_set_up_names_what_cannot_be_put_off() -> None:
     settings = SimpleNamespace(microbatches=4, schedule=lambda m: make_schedule("zb_h1", 2, m))
     units = {"blocks.0": 0, "blocks.1": 1}
+    mesh = SimpleNamespace(shape=MeshShape(pp=2))
     found = {"settings": settings, "stage_of_unit": units, "stage_parameters": [3, 4], "compiled": ["blocks.1"]}
+    found["mesh"] = mesh
     table = stage_table(SimpleNamespace(**found))  # type: ignore[arg-type]
     assert "compiled, so that weight gradients can't be put off: blocks.1" in str(table.caption)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "ranks"),
+    [("1f1b", ["2, 3", "0, 1"]), ("interleaved", ["2, 3", "0, 1"] * 2), ("zb_v", ["0, 1", "2, 3", "2, 3", "0, 1"])],
+)
+def test_set_up_says_which_global_ranks_have_a_stage(schedule: str, ranks: list[str]) -> None:
+    """Global rank 0 has the last stage, wherever a schedule puts that."""
+    settings = SimpleNamespace(microbatches=4, schedule=lambda m: make_schedule(schedule, 2, m))
+    units = {f"blocks.{stage}": stage for stage in range(len(ranks))}
+    found = {"settings": settings, "stage_of_unit": units, "stage_parameters": [1] * len(ranks), "compiled": []}
+    found["mesh"] = SimpleNamespace(shape=MeshShape(pp=2, tp=2))
+    table = stage_table(SimpleNamespace(**found))  # type: ignore[arg-type]
+    assert list(table.columns[1].cells) == ranks
+    assert str(table.caption).startswith("up to 4 microbatches")
 
 
 # ---- memory ----

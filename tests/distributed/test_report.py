@@ -24,7 +24,7 @@ def _printed(layout: Layout) -> tuple[str, int, int]:
     """The text, the parameters of the unsplit model, and those that this rank holds."""
     os.environ["COLUMNS"], text, module = "160", io.StringIO(), variant("untied").build()
     whole = sum(parameter.numel() for parameter in module.parameters())
-    trainer = make_trainer(layout, strategy={"summary": True}, max_steps=1)
+    trainer = make_trainer(layout, strategy={"summary": True}, max_steps=1, enable_model_summary=True)
     with contextlib.redirect_stdout(text):
         trainer.fit(module, train_loader(layout, 4))
     held = {id(parameter): parameter.numel() for _, parameter in trainer.strategy.parallel.named_held()}
@@ -35,7 +35,9 @@ def _printed(layout: Layout) -> tuple[str, int, int]:
 def test_the_tables_say_what_each_rank_holds(layout: Layout) -> None:
     (text, whole, held), *others = run_program(layout, _printed)
     assert all(UNDIVIDED not in other and "Parameters" not in other for other, *_ in others), "one rank speaks for all"
-    assert re.search(r"│ +0 of 1 │ +1 of 2 │" if layout.dp > 1 else "Who is where", text)
+    assert re.search(r"│ stage 0 +│ dp 1 +│" if layout.dp > 1 else "Who is where", text)
+    assert ("Lightning's model summary, below, counts what rank 0 holds" in text) == (layout.tp * layout.pp > 1)
+    assert text.index("Who is where") < text.index("Lightning's model summary") if layout.tp > 1 else True
     own = re.search(r"│ all +│ +([\d,]+) │ +([\d,]+) \(", text)
     unsplit, mine = (int(number.replace(",", "")) for number in own.groups())
     assert mine == held if not layout.zero else mine == whole
@@ -78,6 +80,40 @@ def _printed_why(layout: Layout) -> str:
 
 def test_the_tables_say_why_layers_stay_whole() -> None:
     text = " ".join(run_program(TP2, _printed_why)[0].split())
-    assert "blocks.*.*.weight (2 x 512): `OwnLinear` has a forward of its own" in text
+    assert "blocks.*.0.weight (2 of them, 512 each): `OwnLinear` has a forward of its own" in text
     computed = "its layer's weight is computed from it (a parametrization)"
-    assert f"blocks.*.*.parametrizations.weight.original1 (2 x 512): {computed}" in text
+    assert f"blocks.*.2.parametrizations.weight.original1 (2 of them, 512 each): {computed}" in text
+
+
+class Pairs(LightningModule):
+    """Pairs of layers in an nn.Sequential, whose names differ in numbers only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(2, 2), nn.GELU(), nn.Linear(2, 256)) for _ in range(3))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return sum(block(batch[:, :2]).square().mean() for block in self.blocks)  # type: ignore[return-value]
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def _printed_pairs(layout: Layout, columns: str) -> str:
+    os.environ["COLUMNS"], text = columns, io.StringIO()
+    rows = torch.randn(8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    plan = {"blocks.*.0": "column", "blocks.*.2": "row"}
+    trainer = make_trainer(layout, strategy={"summary": True, "plan": plan}, max_steps=1)
+    with contextlib.redirect_stdout(text):
+        trainer.fit(Pairs(), DataLoader(rows, batch_size=4))  # type: ignore[arg-type]
+    return text.getvalue()
+
+
+@pytest.mark.parametrize("columns", ["160", "80"])
+def test_layers_share_a_row_only_if_they_are_alike(columns: str) -> None:
+    text = run_program(TP2, _printed_pairs, columns)[0]
+    assert re.search(r"│ blocks\.\*\.0 \(x3\) +│ column +│ 1 of 2: \[0:1\] ", text)
+    assert re.search(r"│ blocks\.\*\.2 \(x3\) +│ row +│ 1 of 2: \[0:1\] ", text)
+    said = " ".join(text.split())
+    assert "blocks.*.2.bias (3 of them, 256 each): bias of a row layer: added once, after the sum" in said
+    assert "RowParallelLinear" not in text

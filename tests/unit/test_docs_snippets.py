@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import io
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,10 +19,12 @@ from typing import Any
 import pytest
 import yaml  # type: ignore[import-untyped]
 from lightning.pytorch import Trainer
+from rich.console import Console
 from torch import nn
 
 from lightning_megatp.plan.resolve import resolve
 from lightning_megatp.strategy import MegaTPStrategyBase
+from lightning_megatp.tables import layers_table
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -51,6 +54,22 @@ def test_blocks_run_and_plans_fit(page: Path, monkeypatch: pytest.MonkeyPatch, t
                 assert found.layers or found.token_local
                 model = None
     assert model is None, f"{page.name}: {model} has no plan"
+
+
+def test_getting_started_shows_the_table_that_is_printed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    page = ROOT / "docs" / "getting-started.md"
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(Trainer, "fit", _fit)
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    for kind, text in list(_pieces(page)):
+        if kind == "python":
+            exec(text, namespace)
+            if text.startswith("plan = {"):
+                break
+    layers = resolve(namespace["plan"], namespace["LanguageModel"](), tp=2).layers.values()
+    console = Console(width=100, file=io.StringIO(), color_system=None)
+    console.print(layers_table("What is split over tp=2", layers, 0, "on rank 0", {}))
+    assert console.file.getvalue() in page.read_text()  # type: ignore[attr-defined]
 
 
 def _fit(self: Trainer, model: nn.Module, *args: Any) -> None:
