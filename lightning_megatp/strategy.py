@@ -260,11 +260,18 @@ class MegaTPStrategyBase(StepMethods, GradientMethods, BuildingMethods, WorldMet
         """Sizes of the axes for the Trainer's devices, before there are ranks."""
         return MeshShape.fit(self.num_nodes * self.num_processes, tp=self.tp, pp=self.pp, dp=self.dp)
 
+    def _check_devices(self) -> None:
+        """Raises:
+        ValueError: the devices don't fit tp, pp and dp.
+        """
+        MeshShape.fit(self.num_nodes * self.num_processes, tp=self.tp, pp=self.pp, dp=self.dp)
+
     def _configure_launcher(self) -> None:
         environment = self.cluster_environment
         assert environment is not None
         if without_ranks():
             return  # this process alone looks at the model
+        self._check_devices()  # here, where one process says it
         self._launcher = self.namespace.launcher(environment, self.num_processes, self.num_nodes)
 
     def setup_environment(self) -> None:
