@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 from lightning.pytorch import Trainer
 from lightning.pytorch.plugins.precision import DeepSpeedPrecision, FSDPPrecision, Precision
 
 from lightning_megatp import MegaTPStrategy
+from lightning_megatp.pipeline.schedules.generators import NAMES
 
 
 @pytest.mark.parametrize(
@@ -102,6 +103,14 @@ def test_backends_that_torch_does_not_have(backend: str) -> None:
     with pytest.raises(ValueError, match=rf"process_group_backend='{backend}', but this torch has no '.*gloo"):
         MegaTPStrategy(process_group_backend=backend)
     MegaTPStrategy(process_group_backend="cpu:gloo,cuda:gloo")
+
+
+def test_a_config_s_choices_are_those_there_are() -> None:
+    """LightningCLI names what the annotations list."""
+    hints = get_type_hints(MegaTPStrategy.__init__)
+    assert get_args(hints["schedule"]) == ("1f1b", "gpipe", "interleaved", "zb_h1", "zb_v")
+    assert set(get_args(hints["schedule"])) == set(NAMES)
+    assert get_args(hints["checkpoint"]) == ("file", "folder")
 
 
 @pytest.mark.parametrize("plugin", [FSDPPrecision, DeepSpeedPrecision])

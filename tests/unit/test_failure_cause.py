@@ -13,7 +13,7 @@ import torch
 from torch.distributed import DistBackendError
 
 from lightning_megatp.failure.cause import Evidence, Kind, evidence_of, first_cause, is_communication_error
-from lightning_megatp.failure.ending import say
+from lightning_megatp.failure.ending import say, saying_after
 from lightning_megatp.failure.link import Address
 from lightning_megatp.failure.star import Hub, Spoke
 from lightning_megatp.gradients.rows import finds_rows
@@ -174,6 +174,14 @@ def test_a_screen_that_takes_nothing_holds_nobody_up(monkeypatch: pytest.MonkeyP
     say("the cause")
     assert time.monotonic() - start < 5
     never.set()
+
+
+def test_a_long_wait_says_for_what(capsys: pytest.CaptureFixture[str]) -> None:
+    with saying_after(0.05, "waiting for rank 1"):
+        time.sleep(0.5)
+    with saying_after(30.0, "never"):
+        pass
+    assert capsys.readouterr().err.strip() == "waiting for rank 1"
 
 
 @pytest.mark.parametrize(
