@@ -108,8 +108,8 @@ class WorldMethods(CopyMethods):
         else:
             local = environment.main_address in ("127.0.0.1", "localhost")
             text = (
-                f"waiting at {place} for {self.num_nodes} nodes, {self.world_size} ranks in all. Unless a launcher does,"
-                " start the script on each of the other nodes, with the environment variables"
+                f"waiting at {place} for {self.num_nodes} nodes, {self.world_size} ranks in all. Unless a launcher"
+                " does, start the script on each of the other nodes, with the environment variables"
                 f" MASTER_ADDR={socket.gethostname() if local else environment.main_address}"
                 f" MASTER_PORT={environment.main_port} NODE_RANK=1 (2, ...)."
             )
