@@ -355,7 +355,7 @@ def test_only_one_block_of_a_kind_runs() -> None:
 
 def test_operations_that_fail_behind_the_blocks_are_not_printed_by_torch(caplog: pytest.LogCaptureFixture) -> None:
     """What torch.compile does with values behind them."""
-    model = Model(Separate())
+    model = Model(layers=2)
     kinds = kinds_of_blocks(model)
 
     def step() -> None:
