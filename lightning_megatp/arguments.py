@@ -106,7 +106,7 @@ def check_schedule(
     made = make_schedule(name, pp, 1 if microbatches is None else microbatches, virtual_stages if pp > 1 else None)
     if pp > 1 and stages is not None and len(stages) != (needed := len(made.placement)):
         raise ValueError(
-            f"MegaTPStrategy: stages has {len(stages)} lists of modules, but there are {needed} stages: pp={pp}, with"
+            f"MegaTPStrategy: stages lists {len(stages)} of {needed} stages, one list of modules each: pp={pp}, with"
             f" {needed // pp} of schedule={name!r} on each rank (virtual_stages)."
         )
     return made

@@ -47,12 +47,12 @@ from lightning_megatp.pipeline.schedules.generators import NAMES
         ({"microbatches": 0}, "microbatches=0, but a batch needs 1 or more."),
         (
             {"pp": 2, "stages": [["a"]]},
-            "stages has 1 lists of modules, but there are 2 stages: pp=2, with 1 of schedule='1f1b' on each rank"
+            "stages lists 1 of 2 stages, one list of modules each: pp=2, with 1 of schedule='1f1b' on each rank"
             " (virtual_stages).",
         ),
         (
             {"pp": 2, "schedule": "zb_v", "stages": [["a"], ["b"]]},
-            "stages has 2 lists of modules, but there are 4 stages: pp=2, with 2 of schedule='zb_v' on each rank"
+            "stages lists 2 of 4 stages, one list of modules each: pp=2, with 2 of schedule='zb_v' on each rank"
             " (virtual_stages).",
         ),
         ({"plan": ["up"]}, "plan=['up'], but a plan is \"auto\" or a mapping {pattern: style}."),
