@@ -5,17 +5,22 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
+import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from numbers import Integral, Real
 from typing import Any, Concatenate, ParamSpec
 
+import torch.distributed as dist
+
 from lightning_megatp.messages import warn_once_per_run
+from lightning_megatp.pipeline.schedules.generators import make_schedule
+from lightning_megatp.pipeline.schedules.schedule import Schedule
 from lightning_megatp.plugin import ParallelismPlugin
 
 P = ParamSpec("P")
 
-_WANTED: dict[str, tuple[type, str]] = {
+_WANTED: dict[str, tuple[type | tuple[type, ...], str]] = {
     "microbatches": (Integral, "a whole number, such as 8"),
     "virtual_stages": (Integral, "a whole number, such as 2"),
     "bucket_mb": (Real, "a number of MiB, such as 25"),
@@ -25,6 +30,7 @@ _WANTED: dict[str, tuple[type, str]] = {
         ("sequence_parallel", "offload_activations", "verify", "strict", "summary", "async_save", "memory"),
         (bool, "True or False"),
     ),
+    "trace": ((str, os.PathLike), "a file's name, such as 'run.json'"),
     "timeout": (timedelta, "a timedelta, such as timedelta(minutes=30)"),
     "parallelism": (ParallelismPlugin, "a plugin, such as ParallelismPlugin(plan={...})"),
 }
@@ -89,15 +95,49 @@ def check_types(**arguments: Any) -> None:
             raise ValueError(f"MegaTPStrategy: {name}={value!r} ({type(value).__name__}) has to be {words}.")
 
 
+def check_schedule(
+    pp: int, name: str, microbatches: int | None, virtual_stages: int | None, stages: Sequence[Sequence[str]] | None
+) -> Schedule:
+    """The schedule that was asked for, of an example batch; at pp = 1 only its name and numbers are looked at.
+
+    Raises:
+        ValueError: see `make_schedule`; or `stages` has another number of lists than there are stages.
+    """
+    made = make_schedule(name, pp, 1 if microbatches is None else microbatches, virtual_stages if pp > 1 else None)
+    if pp > 1 and stages is not None and len(stages) != (needed := len(made.placement)):
+        raise ValueError(
+            f"MegaTPStrategy: stages lists {len(stages)} of {needed} stages, one list of modules each: pp={pp}, with"
+            f" {needed // pp} of schedule={name!r} on each rank (virtual_stages)."
+        )
+    return made
+
+
+def check_backend(backend: str | None) -> None:
+    """Raises:
+    ValueError: torch doesn't know it, or was built without it.
+    """
+    for entry in (backend or "").lower().split(","):
+        name = entry.rpartition(":")[-1]
+        if name and not dist.is_backend_available(name):
+            known = set(dist.Backend.backend_list) - {"undefined", "fake"}
+            there = ", ".join(sorted(each for each in known if dist.is_backend_available(each)))
+            raise ValueError(
+                f"MegaTPStrategy: process_group_backend={backend!r}, but this torch has no {name!r}. It has: {there}."
+                " Left out, it is what the devices need: nccl for GPUs, gloo for CPUs."
+            )
+
+
 def check_stages(stages: Sequence[Sequence[str]] | None) -> None:
     """Raises:
     ValueError: a plain list of names, or something else.
     """
     if stages is not None and (isinstance(stages, str) or not isinstance(stages, Sequence)):
         raise ValueError(
-            f"MegaTPStrategy: stages={stages!r}, but it lists a list of modules per stage: [['embed', 'blocks.0'],"
-            " ['blocks.1', 'head']]. How many there are, `pp` says."
+            f"MegaTPStrategy: stages={stages!r}, but it is a list with one list of module names per stage: [['embed',"
+            " 'blocks.0'], ['blocks.1', 'head']]. Left out, `pp` stages are balanced by parameters."
         )
     if stages is not None and any(isinstance(names, str) for names in stages):
         lists = [[names] if isinstance(names, str) else names for names in stages]
-        raise ValueError(f"MegaTPStrategy: stages={stages!r}, but it lists a list of modules per stage: {lists!r}.")
+        raise ValueError(
+            f"MegaTPStrategy: stages={stages!r}, but it is a list with one list of module names per stage: {lists!r}."
+        )

@@ -49,7 +49,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "compare the first batch, loss and every gradient, with the unsplit model, in float64 on real ranks",
         ),
     ):
-        command = commands.add_parser(name, help=what, description=f"{what}.")
+        own = "[-h] [--layers N]" if name == "verify" else "[-h]"
+        usage = f"megatp {name} {own} (SCRIPT ARGUMENTS | --hf MODEL OPTIONS)"
+        command = commands.add_parser(
+            name, help=what, description=f"{what}.", usage=usage, epilog=_hugging_face_options(name)
+        )
         if name == "verify":
             command.add_argument(
                 "--layers", type=_positive, help="keep so many layers of each kind in every list of the model"
@@ -62,6 +66,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
         given[1:2] = [_HUGGING_FACE]
     options = parser.parse_args(given)
     options.run(options)
+
+
+def _hugging_face_options(command: str) -> str:
+    more = ""
+    if command == "estimate":
+        more = ", --dp N (1), --zero LEVEL (0), --microbatch ROWS TOKENS (1 2048), --microbatches N, --schedule NAME"
+        more += ", --recompute none|selective|full, --precision NAME (bf16-mixed)"
+    return (
+        f"Options behind --hf MODEL: --tp N (2), --pp N (1), --layers N (as many instead of the config's){more}. A"
+        " script's layout is that of its own MegaTPStrategy."
+    )
 
 
 def _run_script(options: argparse.Namespace) -> None:
@@ -83,9 +98,16 @@ def _convert(options: argparse.Namespace) -> None:
 
 
 def _trace(options: argparse.Namespace) -> None:
-    trace = Trace.read(options.file)
+    try:
+        trace = Trace.read(options.file)
+    except (ValueError, OSError) as error:
+        sys.exit(f"megatp trace: {error}")
     print(f"{options.file}: {trace.describe()}.")
     if options.png is not None:
         path = options.file.with_suffix(".png") if options.png == Path() else options.png
         draw_trace(trace, path)
         print(f"Drew it to {path}.")
+
+
+if __name__ == "__main__":
+    main()

@@ -18,6 +18,11 @@ def warn_once_per_run(text: str) -> None:
     warnings.warn(f"MegaTPStrategy: {text}", UserWarning, stacklevel=3)
 
 
+def with_article(noun: str) -> str:
+    """`a Linear`, `an Embedding`."""
+    return f"{'an' if noun[:1] in 'AEIOUaeiou' else 'a'} {noun}"
+
+
 class OfOneRank:
     """Base of objects on the user's modules that belong to one rank of a run. A pickled module would be a part of
     itself, which no other run could do anything with."""

@@ -25,7 +25,7 @@ from lightning_megatp.plan.convolutions import is_convolution, is_weight_normed
 from lightning_megatp.plan.layer import LayerPlan
 from lightning_megatp.plan.parallel_plan import ParallelPlan, plain_name
 from lightning_megatp.plan.resolve import resolve
-from lightning_megatp.plan.styles import Style, StyleLike, read_plan
+from lightning_megatp.plan.styles import Style, StyleLike, as_mapping, read_plan
 from lightning_megatp.shim.torch import tree_map
 from lightning_megatp.snapshots.snapshot import random_state_kept
 from lightning_megatp.tensor.attention import ParallelAttention, no_fused_paths
@@ -57,15 +57,7 @@ class ParallelismPlugin:
     """
 
     def __init__(self, plan: Mapping[str, StyleLike] | str | None = None, strict: bool = False) -> None:
-        if plan == "auto":
-            plan = {"**": "auto"}
-        if plan is not None and not isinstance(plan, Mapping):
-            is_file = isinstance(plan, str) and plan.endswith((".yaml", ".yml"))
-            raise ValueError(
-                f'MegaTPStrategy: plan={plan!r}, but a plan is "auto" or a mapping {{pattern: style}}.'
-                + (f" Give what the file holds: plan=yaml.safe_load(open({plan!r}))." if is_file else "")
-            )
-        self.plan = dict(plan or {})
+        self.plan = as_mapping(plan)
         read_plan(self.plan)  # what is misspelt is an error where it is written
         self.strict = strict
 

@@ -10,7 +10,14 @@ import torch
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_only
 
-from lightning_megatp.arguments import check_stages, check_types, warn_of_unused, with_known_names
+from lightning_megatp.arguments import (
+    check_backend,
+    check_schedule,
+    check_stages,
+    check_types,
+    warn_of_unused,
+    with_known_names,
+)
 from lightning_megatp.batch_norm import BatchNormGroups
 from lightning_megatp.buffers import SentBuffers
 from lightning_megatp.building.methods import BuildingMethods
@@ -55,7 +62,6 @@ from lightning_megatp.metrics import gather_metrics_over
 from lightning_megatp.module import ParallelModule
 from lightning_megatp.pipeline.build import PipelineOptions, open_pipeline
 from lightning_megatp.pipeline.pipeline import Pipeline
-from lightning_megatp.pipeline.schedules.generators import make_schedule
 from lightning_megatp.pipeline.schedules.trace import StepTrace
 from lightning_megatp.pipeline.slicing.units import find_units
 from lightning_megatp.planner.live import predict_run
@@ -144,7 +150,7 @@ class MegaTPStrategyBase(StepMethods, GradientMethods, BuildingMethods, WorldMet
         plan: dict[str, str | dict[str, Any]] | str | None = "auto",
         sequence_parallel: bool = True,
         microbatches: int | None = None,
-        schedule: str = "1f1b",
+        schedule: Literal["1f1b", "gpipe", "interleaved", "zb_h1", "zb_v"] = "1f1b",
         virtual_stages: int | None = None,
         stages: list[list[str]] | None = None,
         trace: str | None = None,
@@ -159,7 +165,7 @@ class MegaTPStrategyBase(StepMethods, GradientMethods, BuildingMethods, WorldMet
         offload: Literal["optimizer", "parameters"] | None = None,
         dp_replicate: int = 1,
         reduce_dtype: Literal["float32"] | None = None,
-        checkpoint: str = "file",
+        checkpoint: Literal["file", "folder"] = "file",
         async_save: bool = False,
         memory: bool = False,
         timeout: timedelta | None = None,
@@ -181,9 +187,10 @@ class MegaTPStrategyBase(StepMethods, GradientMethods, BuildingMethods, WorldMet
             microbatches=microbatches, virtual_stages=virtual_stages, bucket_mb=bucket_mb, zero=zero,
             dp_replicate=dp_replicate, timeout=timeout, parallelism=parallelism, sequence_parallel=sequence_parallel,
             offload_activations=offload_activations, verify=verify, strict=strict, summary=summary,
-            async_save=async_save, memory=memory,
+            async_save=async_save, memory=memory, trace=trace,
         )  # fmt: skip
         check_stages(stages)
+        check_backend(process_group_backend)
         self._set_up_checkpoints(checkpoint, async_save)
         if plan not in (None, "auto") and parallelism is not None:
             raise ValueError("MegaTPStrategy: give the plan either as `plan` or inside `parallelism`, not both.")
@@ -204,8 +211,8 @@ class MegaTPStrategyBase(StepMethods, GradientMethods, BuildingMethods, WorldMet
         self._first_batch: FirstBatch | None = None
         self.num_nodes = 1
         check_sizes(tp=tp, pp=pp, **({} if dp is None else {"dp": dp}))  # where they are written
+        made = check_schedule(pp, schedule, microbatches, virtual_stages, stages)
         if pp > 1:
-            made = make_schedule(schedule, pp, 1 if microbatches is None else microbatches, virtual_stages)
             self.zero.check_schedule(made.defers_weights, schedule)
         warn_of_unused(
             pp,
@@ -261,11 +268,19 @@ class MegaTPStrategyBase(StepMethods, GradientMethods, BuildingMethods, WorldMet
         """Sizes of the axes for the Trainer's devices, before there are ranks."""
         return MeshShape.fit(self.num_nodes * self.num_processes, tp=self.tp, pp=self.pp, dp=self.dp)
 
+    def _check_devices(self) -> None:
+        """Raises:
+        ValueError: the devices don't fit tp, pp and dp.
+        """
+        MeshShape.fit(self.num_nodes * self.num_processes, tp=self.tp, pp=self.pp, dp=self.dp)
+
     def _configure_launcher(self) -> None:
         environment = self.cluster_environment
         assert environment is not None
         if without_ranks():
             return  # this process alone looks at the model
+        check_precision(self.precision_plugin, self.pp)  # here, where one process says it
+        self._check_devices()
         self._launcher = self.namespace.launcher(environment, self.num_processes, self.num_nodes)
 
     def setup_environment(self) -> None:
@@ -468,7 +483,10 @@ class MegaTPStrategyBase(StepMethods, GradientMethods, BuildingMethods, WorldMet
         if without_ranks():
             return  # nothing was set up, and the model may be on meta
         self._leave_building()
-        if self._undivided or self.parallel is None:
+        # set-up may have failed because the layers have no values, which nobody can move
+        module = self.lightning_module
+        without_values = module is not None and any(x.is_meta for x in module.parameters())
+        if (self._undivided or self.parallel is None) and not without_values:
             super().teardown()
         else:  # module and optimizers stay on their device, where whoever saves them after the fit gathers them
             assert self.accelerator is not None and self.cluster_environment is not None

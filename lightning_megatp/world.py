@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import socket
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,10 +19,13 @@ from torch.autograd.function import once_differentiable
 
 from lightning_megatp.copies import CopyMethods
 from lightning_megatp.failure import FailureWatch, ParentWatch
+from lightning_megatp.failure.ending import saying_after
 from lightning_megatp.mesh import AXES, MeshShape
 from lightning_megatp.shim.lightning import default_store
 from lightning_megatp.shim.torch import tree_map
 from lightning_megatp.tensor.collectives import all_gather, reduce_scatter
+
+_PATIENCE_S = 10.0  # until somebody is told which nodes are missing
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,7 @@ class WorldMethods(CopyMethods):
 
     timeout: timedelta
     process_group_backend: str | None
+    num_nodes: int
     _failure_watch: FailureWatch | None
     _interrupted: Callable[[], bool]
     _apart: Callable[[], bool]
@@ -72,13 +77,14 @@ class WorldMethods(CopyMethods):
             device = self.root_device
             backend = self.process_group_backend or dist.get_default_backend_for_device(device)
             bound = "nccl" in backend.lower()  # of gloo's groups torch would then ask for what NCCL's alone can do
-            dist.init_process_group(
-                backend,
-                rank=self.global_rank,
-                world_size=self.world_size,
-                timeout=self.timeout,
-                device_id=device if bound else None,
-            )
+            with self._saying_whom_it_waits_for():
+                dist.init_process_group(
+                    backend,
+                    rank=self.global_rank,
+                    world_size=self.world_size,
+                    timeout=self.timeout,
+                    device_id=device if bound else None,
+                )
             atexit.register(self._leave_world)
         launcher = self._launcher
         describe = getattr(launcher, "describe_exit", lambda pid: None)
@@ -89,6 +95,25 @@ class WorldMethods(CopyMethods):
         parent.stop()
         if launcher is not None:
             launcher.failure_watch = self._failure_watch  # type: ignore[attr-defined]
+
+    def _saying_whom_it_waits_for(self) -> contextlib.AbstractContextManager[None]:
+        """Around the ranks' first meeting, which lasts until the last node's script has been started."""
+        environment = self.cluster_environment
+        assert environment is not None
+        if self.num_nodes == 1 or self.process_local_rank != 0:
+            return contextlib.nullcontext()
+        place = f"{environment.main_address}:{environment.main_port}"
+        if self.global_rank != 0:
+            text = f"this node waits for rank 0 at {place}. Is that node's script running, and the port reachable?"
+        else:
+            local = environment.main_address in ("127.0.0.1", "localhost")
+            text = (
+                f"waiting at {place} for {self.num_nodes} nodes, {self.world_size} ranks in all. Unless a launcher"
+                " does, start the script on each of the other nodes, with the environment variables"
+                f" MASTER_ADDR={socket.gethostname() if local else environment.main_address}"
+                f" MASTER_PORT={environment.main_port} NODE_RANK=1 (2, ...)."
+            )
+        return saying_after(_PATIENCE_S, f"MegaTPStrategy: {text}")
 
     def _leave_world(self) -> None:
         """At exit: meet the other ranks once more, since gloo may abort where one leaves early (torch 2.13)."""

@@ -46,8 +46,10 @@ def run_script(command: str, script: Path, arguments: Sequence[str], layers: int
 
     Raises:
         Done: when the command is done.
-        SystemExit: the script ended before a Trainer with this strategy was run.
+        SystemExit: there is no such script, or it ended before a Trainer with this strategy was run.
     """
+    if not script.exists():
+        sys.exit(f"megatp {command}: there is no script {script}.")
     with _as_main([str(script), *arguments], {_VARIABLE: command, _LAYERS: str(layers or "")}):
         runpy.run_path(str(script), run_name="__main__")
     sys.exit(

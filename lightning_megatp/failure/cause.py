@@ -6,9 +6,10 @@ import os
 import re
 import sysconfig
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from enum import StrEnum
+from types import FrameType
 
 # What gloo, NCCL and the store say when a peer went away; gloo's errors are plain RuntimeErrors.
 _COMMUNICATION_TEXT = re.compile(
@@ -20,6 +21,8 @@ _COMMUNICATION_TEXT = re.compile(
 _OWN_GPU = re.compile(r"Cuda failure.*")
 _MAX_ERROR_CHARS = 2000  # of an exception's text that travel to rank 0
 _MAX_LINE_CHARS = 300  # of its first line that are printed: the whole text is in the traceback of its rank
+_OURS = re.compile(r"(\w+: )?MegaTPStrategy: ")  # an error of this package: its last sentence says what to do
+_INTERNAL = {"lightning_megatp", "lightning", "pytorch_lightning", "lightning_fabric", "torch"}
 
 
 class Kind(StrEnum):
@@ -43,15 +46,23 @@ class Evidence:
     """`ValueError: bad batch`; for a death how the process ended, where that is known."""
     where: str = ""
     """`train.py:12 in training_step`."""
+    everywhere: bool = False
+    """Of a verdict: all ranks ended with the same."""
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether it is an error that this package words itself."""
+        return self.kind is Kind.EXCEPTION and _OURS.match(self.error) is not None
 
     def sentence(self) -> str:
         """One line for the screen that names this as the first cause."""
         place = f" ({self.where})" if self.where else ""
         lines = self.error.strip().splitlines()
-        error = lines[0][:_MAX_LINE_CHARS] if lines else ""
+        error = lines[0] if lines else ""
+        error = error if self.is_ours else error[:_MAX_LINE_CHARS]
         match self.kind:
             case Kind.EXCEPTION:
-                text = f"{self.who} failed first: {error}{place}"
+                text = f"{self.who} failed first: {error if place else error.removesuffix('.')}{place}"
             case Kind.DEATH:
                 text = f"{self.who} died first, without reporting an exception"
                 text += f": its process {error}" if error else ""
@@ -73,7 +84,7 @@ def evidence_of(exc: BaseException, rank: int, who: str) -> Evidence:
     error = f"{type(exc).__name__}: {exc}" if str(exc) else type(exc).__name__
     if kind is Kind.EXCEPTION and (gpu := _OWN_GPU.search(error)):
         error = f"{type(exc).__name__}: {gpu.group()}, in: {exc}"
-    return Evidence(rank, who, kind, error[:_MAX_ERROR_CHARS], _where(exc))
+    return Evidence(rank, who, kind, _shortened(error), _where(exc))
 
 
 def first_cause(evidence: Sequence[Evidence]) -> Evidence:
@@ -87,7 +98,7 @@ def first_cause(evidence: Sequence[Evidence]) -> Evidence:
 
 def is_communication_error(exc: BaseException) -> bool:
     """Whether an exception says that a peer went away, itself or through what it was raised from."""
-    return any(_says_peer_gone(e) for e in _chain(exc))
+    return any(_says_peer_gone(e) for e in chain(exc))
 
 
 def _says_peer_gone(exc: BaseException) -> bool:
@@ -99,7 +110,8 @@ def _says_peer_gone(exc: BaseException) -> bool:
     return isinstance(exc, RuntimeError) and _COMMUNICATION_TEXT.search(str(exc)) is not None
 
 
-def _chain(exc: BaseException) -> Iterator[BaseException]:
+def chain(exc: BaseException) -> Iterator[BaseException]:
+    """An exception, and all that a traceback shows it was raised from."""
     seen: set[int] = set()
     todo: list[BaseException | None] = [exc]
     while todo:
@@ -113,14 +125,34 @@ def _chain(exc: BaseException) -> Iterator[BaseException]:
             todo.extend(e.exceptions)
 
 
+def _shortened(error: str) -> str:
+    """At the end of a sentence, where there is one."""
+    if len(error) <= _MAX_ERROR_CHARS:
+        return error
+    cut = error[:_MAX_ERROR_CHARS]
+    end = cut.rfind(". ")
+    return cut if end < 0 else cut[: end + 1]
+
+
+def is_internal(frame: FrameType, besides: Set[str] = frozenset()) -> bool:
+    """Whether it belongs to this package, Lightning or torch, or to another module of these names."""
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0] in _INTERNAL | besides
+
+
 def _where(exc: BaseException) -> str:
-    """The last frame of the user's own code, else the last frame at all."""
-    frames = traceback.extract_tb(exc.__traceback__)
+    """The last frame of the user's own code, else the last frame at all. What the Trainer has caught has no frames of
+    its caller; these are found below it."""
+    frames = list(traceback.walk_tb(exc.__traceback__))
     if not frames:
         return ""
     paths = sysconfig.get_paths()
     libraries = (paths[name] + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib"))
     foreign = (*libraries, "<frozen")
-    own = [frame for frame in frames if not frame.filename.startswith(foreign)]
-    frame = (own or frames)[-1]
-    return f"{os.path.basename(frame.filename)}:{frame.lineno} in {frame.name}"
+    callers = list(traceback.walk_stack(frames[0][0].f_back))[::-1]
+    own = [each for each in [*callers, *frames] if not is_internal(each[0]) and not _file(each[0]).startswith(foreign)]
+    frame, line = (own or frames)[-1]
+    return f"{os.path.basename(_file(frame))}:{line} in {frame.f_code.co_name}"
+
+
+def _file(frame: FrameType) -> str:
+    return frame.f_code.co_filename

@@ -6,6 +6,7 @@ import contextlib
 import os
 import sys
 import threading
+from collections.abc import Iterator
 from typing import NoReturn
 
 _SAY_S = 0.5
@@ -17,6 +18,18 @@ def say(text: str) -> None:
     thread = threading.Thread(target=_write, args=(text,), daemon=True)
     thread.start()
     thread.join(_SAY_S)
+
+
+@contextlib.contextmanager
+def saying_after(seconds: float, text: str) -> Iterator[None]:
+    """Print a line if what is inside takes longer."""
+    timer = threading.Timer(seconds, say, [text])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def end_process(text: str | None) -> NoReturn:

@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from lightning_megatp.failure.cause import Evidence, Kind, first_cause
@@ -190,9 +190,9 @@ class Hub(threading.Thread):
     def _decide(self) -> None:
         self._deadline = None
         evidence = list(self._evidence.values())
-        self._verdict = first_cause(evidence)
-        same_everywhere = len(evidence) == self._world_size and len({(e.kind, e.error) for e in evidence}) == 1
-        self._on_verdict(self._verdict, not same_everywhere)  # said before any rank's traceback
+        everywhere = len(evidence) == self._world_size and len({(e.kind, e.error) for e in evidence}) == 1
+        self._verdict = replace(first_cause(evidence), everywhere=everywhere)
+        self._on_verdict(self._verdict, not everywhere)  # said before any rank's traceback
         for member in self._members.values():
             member.link.send(verdict=asdict(self._verdict))
 

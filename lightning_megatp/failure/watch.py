@@ -17,6 +17,7 @@ from torch.distributed import PrefixStore, Store
 from lightning_megatp.failure.cause import Evidence, Kind, evidence_of
 from lightning_megatp.failure.ending import end_process, say
 from lightning_megatp.failure.link import Address
+from lightning_megatp.failure.screen import print_nothing, print_shortened
 from lightning_megatp.failure.star import Hub, Spoke
 
 
@@ -102,7 +103,7 @@ class FailureWatch:
         """Report the exception that ends this rank; from here on it unwinds, and gets `unwind_s` for that.
 
         Waits some seconds for the verdict. Where the first cause is another rank's, adds it to `exc` as a note, so that
-        the last line of the traceback names it.
+        the last line of the traceback names it. An error of this package that all ranks have is printed by rank 0 only.
 
         Returns:
             The verdict in one line, or None where there is none (yet).
@@ -121,7 +122,16 @@ class FailureWatch:
             return None
         if cause.rank != self.rank and cause.error != evidence.error:
             exc.add_note(cause.sentence())
+        self._choose_printing(exc, evidence, cause)
         return cause.sentence()
+
+    def _choose_printing(self, exc: BaseException, evidence: Evidence, cause: Evidence) -> None:
+        if cause.everywhere and cause.is_ours and self.rank != 0:
+            print_nothing(exc)
+        elif cause.everywhere and cause.is_ours:
+            print_shortened(exc, "All ranks raised this:")
+        elif evidence.is_ours or (evidence.kind is Kind.BYSTANDER and cause.kind is Kind.EXCEPTION):
+            print_shortened(exc, "Without the frames of Lightning, torch and MegaTPStrategy:")
 
     def ask_to_stop(self) -> None:
         """Tell rank 0 that this rank was asked to stop in order; it is no failure. Waits for nobody."""

@@ -10,6 +10,7 @@ from lightning_megatp.example import Example
 from lightning_megatp.gradients.sharding import ZeroSharding
 from lightning_megatp.gradients.zero_options import ZeroOptions
 from lightning_megatp.mesh import ParallelMesh
+from lightning_megatp.messages import warn_once_per_run
 from lightning_megatp.module import ParallelModule
 from lightning_megatp.pipeline.build import units_in_use
 from lightning_megatp.pipeline.pipeline import Pipeline
@@ -43,6 +44,11 @@ def divide(
             "MegaTPStrategy: this LightningModule was already divided over data-parallel ranks by an earlier"
             " Trainer, with other options or another layout. Give the same ones, or build a new module and load the"
             " checkpoint into it."
+        )
+    if options.level and not level and before is None:
+        warn_once_per_run(
+            f"zero={options.level} divides nothing at dp=1: there are no other data-parallel ranks. Give the Trainer"
+            " more devices than tp * pp, or use zero=0."
         )
     if before is None and level:
         if pipeline is None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_megatp.gradients.sharding import ZeroSharding
-from lightning_megatp.messages import warn_once_per_run
+from lightning_megatp.messages import warn_once_per_run, with_article
 from lightning_megatp.module import ParallelModule
 from lightning_megatp.pipeline.carried import CarriedState
 from lightning_megatp.pipeline.merge import Merge
@@ -384,10 +384,11 @@ def _loss_of(result: Any) -> Tensor:
     elif isinstance(result, Mapping) and "loss" not in result:
         found = f"a dict without `loss` (it has {', '.join(map(str, result)) or 'nothing'})"
     else:
-        found = f"{type(loss).__name__} instead of a loss"
+        found = f"{'None' if loss is None else with_article(type(loss).__name__)} instead of a loss"
+    skipped = " To skip a batch, leave it out of the data." if result is None else ""
     raise RuntimeError(
         f"MegaTPStrategy: training_step returned {found}. Under pipeline parallelism every step needs one: all stages"
-        " take part in each batch. To skip a batch, leave it out of the data."
+        f" take part in each batch.{skipped}"
     )
 
 

@@ -21,6 +21,7 @@ from lightning_megatp.gradients.rows import own_part
 from lightning_megatp.gradients.sharding import ZeroSharding
 from lightning_megatp.hooks.users import HOOKS, codes_of, is_users, mentions, stored_in
 from lightning_megatp.mesh import ParallelMesh
+from lightning_megatp.messages import warn_once_per_run
 from lightning_megatp.metrics import LastStageMetrics
 from lightning_megatp.module import ParallelModule, take_gradients
 from lightning_megatp.pipeline.batch import Backward, BatchRun, Step, generators_on
@@ -123,7 +124,7 @@ class Pipeline:
         self._told_objects = set[Path]()
         """The user's own objects whose tensors the other stages were told, when a step first set a plain value there:
         it may say that they are filled."""
-        self._looks_for_carried = True
+        self._looks_for_carried = self._first = True
         self._looked_for_counters = False
         self._ways: dict[str, Ways] = {}
         self._went_on = False
@@ -337,6 +338,8 @@ class Pipeline:
     def _prepared(self, kind: str, step: Step, batch: Any, backward: Backward | None) -> BatchRun:
         """A batch with its plans, about to be executed."""
         microbatches = self.microbatches(batch)
+        if kind == "train":
+            self._warn_of_one(len(microbatches))
         seed = shared_seed(self._trainer, kind)
         self.metrics.next_batch()
         with self.metrics.apart():
@@ -348,6 +351,16 @@ class Pipeline:
         if kind == "train" and len(microbatches) > 1:
             run.carried, run.own_values = self._carried_state(), self._own_values
         return run
+
+    def _warn_of_one(self, microbatches: int) -> None:
+        """Look at the first batch: later ones may be what is left of a data set."""
+        first, self._first = self._first, False
+        if first and microbatches == 1 < self.settings.microbatches:
+            warn_once_per_run(
+                "a batch has one microbatch, so that the pipeline's stages wait for each other and never work at the"
+                " same time: rows can't be divided further. Give the loader a batch_size of several rows (four per"
+                " stage or more), or use pp=1."
+            )
 
     def _run(
         self, step: Step, microbatches: Sequence[Any], plans: Sequence[SlicePlan], seed: int, backward: Backward | None

@@ -24,9 +24,10 @@ def divide(style: Style, modules: Mapping[str, nn.Module], tp: int) -> list[Attr
     names = [""] if parent == "" else matching(parent, modules)
     owners = [name for name in names if attribute in vars(modules[name])]
     if not owners:
+        holder = f"no module named `{parent}` has" if parent else "the LightningModule has not"
         raise ValueError(
-            f"MegaTPStrategy: the plan's `{style.pattern}` (divide) matches no attribute: no module named `{parent}`"
-            f" has an own attribute `{attribute}`. (A property is divided by dividing what it is made of.)"
+            f"MegaTPStrategy: the plan's `{style.pattern}` (divide) matches no attribute: {holder} an own attribute"
+            f" `{attribute}`. (A property is divided by dividing what it is made of.)"
         )
     plans = []
     for name in owners:

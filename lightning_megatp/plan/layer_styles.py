@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
+from lightning_megatp.messages import with_article
 from lightning_megatp.plan.convolutions import convolution_plan, is_convolution, is_weight_normed
 from lightning_megatp.plan.experts import check_parameters, usual_parameters
 from lightning_megatp.plan.layer import LayerPlan, Split
@@ -50,7 +51,8 @@ def layer_plan(name: str, style: Style, modules: Mapping[str, nn.Module], tp: in
                 f" layer can't repeat units. Use tp <= {size // unit}, or leave this region out of the plan."
             )
         if style.style != "row" and style.style != "row_split" and min(map(length, by_rank)) == 0:
-            raise ValueError(f"MegaTPStrategy: `{name}` has {size} features for tp={tp} ranks; each needs one or more.")
+            what = "rows" if style.style == "vocab" else "features"
+            raise ValueError(f"MegaTPStrategy: `{name}` has {size} {what} for tp={tp} ranks; each needs one or more.")
     return LayerPlan(name, style, by_rank, unit)
 
 
@@ -66,9 +68,9 @@ def attention_plan(name: str, style: Style, module: nn.Module, tp: int) -> Layer
     """
     if type(module) is not nn.MultiheadAttention:
         raise ValueError(
-            f"MegaTPStrategy: the plan gives `{name}` the style `attention`, but it is a {type(module).__name__}; only"
-            " exactly nn.MultiheadAttention is swapped, since a subclass may compute something else. Give the linear"
-            " layers of another attention `column` and `row`, or leave it out of the plan."
+            f"MegaTPStrategy: the plan gives `{name}` the style `attention`, but it"
+            f" {_other_kind(module, nn.MultiheadAttention)}. Give the linear layers of another attention `column` and"
+            " `row`, or leave it out of the plan."
         )
     out = module.out_proj
     weights = ["in_proj_weight"] if module._qkv_same_embed_dim else ["q_proj_weight", "k_proj_weight", "v_proj_weight"]
@@ -181,14 +183,21 @@ def unit_of(name: str, style: Style, modules: Mapping[str, nn.Module]) -> int:
     return value
 
 
+def _other_kind(module: nn.Module, wanted: type[nn.Module]) -> str:
+    if isinstance(module, wanted):
+        kind = with_article(f"subclass of nn.{wanted.__name__} ({type(module).__name__})")
+        return f"is {kind}; only exactly nn.{wanted.__name__} is swapped, since a subclass may compute something else"
+    return f"is {with_article(type(module).__name__)}; that style is for nn.{wanted.__name__}"
+
+
 def _check_type(name: str, style: Style, module: nn.Module) -> None:
     wanted = nn.Linear if style.style in _LINEAR else nn.Embedding
     kind = type(module).__name__
     why = None
     if type(module) is not wanted and not (wanted is nn.Linear and is_conv1d(module)):
-        why = f"is a {kind}; only exactly nn.{wanted.__name__} is swapped, since a subclass may compute something else"
+        why = _other_kind(module, wanted)
         if is_convolution(module):
-            why = f"is a {kind}, which takes the style `column_gather` only"
+            why = f"is {with_article(kind)}, which takes the style `column_gather` only"
         if kind == "NonDynamicallyQuantizableLinear":
             holder = name.rpartition(".")[0]
             why = (

@@ -74,6 +74,11 @@ def plain_name(name: str) -> str:
     return name.replace("_orig_mod.", "").removesuffix("._orig_mod")
 
 
+def _generalized(name: str) -> str:
+    """A module's name as a pattern of all in its list."""
+    return ".".join("*" if part.isdecimal() else part for part in name.split("."))
+
+
 def matching(pattern: str, modules: Mapping[str, nn.Module]) -> list[str]:
     """The modules that a pattern matches by any of their names, each under its first name."""
     first: dict[int, str] = {}
@@ -91,7 +96,8 @@ def named(pattern: str, modules: Mapping[str, nn.Module]) -> list[str]:
     """
     names = matching(pattern, modules)
     if not names:
-        close = difflib.get_close_matches(pattern, [name for name in modules if name], n=3, cutoff=0.3)
+        names = [_generalized(name) if "*" in pattern else name for name in modules if name]
+        close = difflib.get_close_matches(pattern, dict.fromkeys(names), n=3, cutoff=0.3)
         hint = f" Close names: {', '.join(f'`{name}`' for name in close)}." if close else ""
         raise ValueError(
             f"MegaTPStrategy: the plan's pattern `{pattern}` matches no module of the LightningModule.{hint} Patterns"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+
+from torch import nn
 
 from lightning_megatp.plan.layer import LayerPlan
 from lightning_megatp.plan.layer_styles import pieces
@@ -11,7 +13,7 @@ from lightning_megatp.plan.parallel_plan import ParallelPlan
 from lightning_megatp.plan.ranges import Ranges, deal_units, shard_ranges, show
 
 
-def place(plan: ParallelPlan) -> None:
+def place(plan: ParallelPlan, modules: Mapping[str, nn.Module]) -> None:
     """Find the region of each column and row layer, and the rows inside sequence blocks."""
     columns = [name for name, layer in plan.layers.items() if layer.style.style == "column"]
     rows = [name for name, layer in plan.layers.items() if layer.style.style == "row"]
@@ -25,7 +27,7 @@ def place(plan: ParallelPlan) -> None:
                 what = "output is split, and nothing consumes it" if other == "row" else "input is never split"
                 raise ValueError(
                     f"MegaTPStrategy: `{name}` has the style `{layer.style.style}`, but its {what}: the plan has no"
-                    f" `{other}` layer. Add one, or use `{fix}` for `{name}`."
+                    f" `{other}` layer. {_missing(plan, name, other, modules)}, or use `{fix}` for `{name}`."
                 )
         blocks = [a for a in _ancestors(name) if a in plan.sequences]
         closes = layer.style.style in ("row", "row_split", "attention")
@@ -41,6 +43,25 @@ def place(plan: ParallelPlan) -> None:
     for region in dict.fromkeys(layer.region for layer in plan.layers.values()):
         if region is not None:
             _check_shared_heads(plan, region)
+
+
+def _missing(plan: ParallelPlan, name: str, style: str, modules: Mapping[str, nn.Module]) -> str:
+    """What to add to the plan: the style for the one linear layer beside another whose features fit, where that is
+    plain."""
+    layer, parent = modules[name], name.rpartition(".")[0]
+    here, there = ("out_features", "in_features") if style == "row" else ("in_features", "out_features")
+    beside = (
+        other
+        for other, module in modules.items()
+        if other != name and other.rpartition(".")[0] == parent and isinstance(module, nn.Linear)
+        if getattr(module, there) == getattr(layer, here, None)
+    )
+    fitting = list(beside)
+    if len(fitting) != 1:
+        return "Add one"
+    verb = "takes" if style == "row" else "makes"
+    instead = f" instead of `{plan.layers[fitting[0]].style.style}`" if fitting[0] in plan.layers else ""
+    return f"Give `{fitting[0]}`, which {verb} as many features, the style `{style}`{instead}"
 
 
 def _check_row(plan: ParallelPlan, name: str) -> None:

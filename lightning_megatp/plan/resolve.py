@@ -14,15 +14,17 @@ from lightning_megatp.plan.layer_styles import attention_plan, expert_counts, ex
 from lightning_megatp.plan.parallel_plan import ParallelPlan, named, plain_name
 from lightning_megatp.plan.regions import place
 from lightning_megatp.plan.specs import parameter_specs
-from lightning_megatp.plan.styles import Style, StyleLike, read_plan
+from lightning_megatp.plan.styles import Style, StyleLike, as_mapping, read_plan
 from lightning_megatp.shim.compiler import is_compiled
 
 
-def resolve(plan: Mapping[str, StyleLike], model: nn.Module, tp: int, sequence_parallel: bool = True) -> ParallelPlan:
+def resolve(
+    plan: Mapping[str, StyleLike] | str | None, model: nn.Module, tp: int, sequence_parallel: bool = True
+) -> ParallelPlan:
     """Match a plan against a model and check everything that can be known before a step.
 
     Args:
-        plan: see `lightning_megatp.plan.styles`.
+        plan: see `lightning_megatp.plan.styles`; "auto" leaves all to be planned (`ParallelPlan.open`).
         model: the unsplit model; parameters may be on meta.
         tp: size of the tensor axis.
         sequence_parallel: False ignores the plan's `sequence` and `token_local` entries.
@@ -33,7 +35,8 @@ def resolve(plan: Mapping[str, StyleLike], model: nn.Module, tp: int, sequence_p
             torch.jit made.
     """
     _check_scripted(model)
-    found = ParallelPlan(tp, dict(plan), sequence_parallel)
+    plan = as_mapping(plan)
+    found = ParallelPlan(tp, plan, sequence_parallel)
     modules = {plain_name(name): module for name, module in model.named_modules(remove_duplicate=False)}
     compiled = [plain_name(name) for name, module in model.named_modules() if is_compiled(module)]
     for style in read_plan(plan):
@@ -59,7 +62,7 @@ def resolve(plan: Mapping[str, StyleLike], model: nn.Module, tp: int, sequence_p
                 found.layers[name] = layer_plan(name, style, modules, tp)
     check_heads(found, modules)
     found.attributes += expert_counts(found, modules)
-    place(found)
+    place(found, modules)
     found.parameters = parameter_specs(found, model)
     return found
 

@@ -95,6 +95,23 @@ STYLES = {
 }
 
 
+def as_mapping(plan: object) -> dict[str, StyleLike]:
+    """What a user may give for a plan, as a mapping.
+
+    Raises:
+        ValueError: it is something else than "auto", None or a mapping.
+    """
+    if plan == "auto":
+        return {"**": "auto"}
+    if plan is not None and not isinstance(plan, Mapping):
+        is_file = isinstance(plan, str) and plan.endswith((".yaml", ".yml"))
+        raise ValueError(
+            f'MegaTPStrategy: plan={plan!r}, but a plan is "auto" or a mapping {{pattern: style}}.'
+            + (f" Give what the file holds: plan=yaml.safe_load(open({plan!r}))." if is_file else "")
+        )
+    return dict(plan or {})
+
+
 def read_plan(plan: Mapping[str, StyleLike]) -> list[Style]:
     """Check the form of a plan; what it matches is checked later, against a model.
 
@@ -105,14 +122,22 @@ def read_plan(plan: Mapping[str, StyleLike]) -> list[Style]:
 
 
 def _read(pattern: str, entry: StyleLike) -> Style:
+    if not isinstance(pattern, str):
+        raise ValueError(
+            f"MegaTPStrategy: the plan's pattern {pattern!r} ({type(pattern).__name__}) is no module's name. Write it"
+            f" as text: {str(pattern)!r}."
+        )
     options: dict[str, Any] = dict(entry) if isinstance(entry, Mapping) else {"style": entry}
-    style = options.pop("style", None)
+    if "style" not in options:
+        written = ", ".join(f"{name}: {value}" for name, value in {"style": "column", **options}.items())
+        raise ValueError(f"MegaTPStrategy: the plan's entry for `{pattern}` has no `style`: write {{{written}}}.")
+    style = options.pop("style")
     if not isinstance(style, str) or style not in STYLES:
-        listed = "; ".join(f"`{name}` ({what})" for name, what in STYLES.items())
+        listed = ", ".join(f"`{name}`" for name in STYLES)
         close = difflib.get_close_matches(str(style), STYLES, 1)
         meant = f" Did you mean `{close[0]}`?" if close else ""
         raise ValueError(
-            f"MegaTPStrategy: the plan gives `{pattern}` the unknown style {style!r}.{meant} Styles: {listed}."
+            f"MegaTPStrategy: the plan gives `{pattern}` the unknown style {style!r}.{meant} There are {listed}."
         )
     unknown = set(options) - _OPTIONS[style]
     if unknown:

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_megatp.building.recording import default_dtype
-from lightning_megatp.messages import warn_once_per_run
+from lightning_megatp.messages import warn_once_per_run, with_article
 from lightning_megatp.places import Place, changeable, copy_of, is_same
 from lightning_megatp.plan.ranges import split_evenly
 from lightning_megatp.shim.torch import FakeTensor, is_fake, tensor_version, tree_flatten, tree_unflatten
@@ -184,8 +184,8 @@ class _Changing:
             changed = {place for place, version in now.items() if self._versions.get(place) != version}
         for place in changed - copies.keys():
             warn_once_per_run(
-                f"`{place.leaf}` of a {type(place.module).__name__} changes in its forward from now on. This once,"
-                " the recomputation in backward sees the new value."
+                f"`{place.leaf}` of {with_article(type(place.module).__name__)} changes in its forward from now on."
+                " This once, the recomputation in backward sees the new value."
             )
         self._modules = (self._modules or set()) | {place.module for place in changed}
         for place in [place for place in copies if place.module not in self._modules]:

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import logging
 import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, TypeVar
@@ -61,6 +62,7 @@ __all__ = [
     "compute_weight",
     "conversions_around",
     "distributions_not_validated",
+    "failures_of_fakes_unlogged",
     "fake_beside",
     "flatten",
     "foreach_norm",
@@ -110,6 +112,18 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 def missed_data(error: RuntimeError) -> bool:
     """Whether a kernel failed since it reads the memory of a fake tensor; only torch's words tell (2.11-2.13)."""
     return "data is not allocated yet" in str(error) or "Cannot access data pointer of Tensor" in str(error)
+
+
+@contextlib.contextmanager
+def failures_of_fakes_unlogged() -> Iterator[None]:
+    """Operations that fail on fake tensors are errors to who tries them; torch prints their tracebacks besides, by the
+    logger of this module (2.11-2.13)."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 def subclassed_fake(error: Exception) -> str:

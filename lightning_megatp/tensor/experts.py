@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_megatp.messages import with_article
 from lightning_megatp.plan.ranges import Ranges
 from lightning_megatp.shim.torch import tree_leaves, tree_map
 from lightning_megatp.tensor.collectives import copy_to_region, reduce_from_region, reduce_scatter_sequence
@@ -47,7 +48,7 @@ class ParallelExperts(ParallelLayer):
         if not isinstance(partial, Tensor):
             raise ValueError(
                 f"MegaTPStrategy: `{self.label}` has the style `experts`, and its forward should return one tensor, but"
-                f" returned a {type(partial).__name__}. Leave it out of the plan."
+                f" returned {with_article(type(partial).__name__)}. Leave it out of the plan."
             )
         with context.running(user_code=False):
             context.leave()
@@ -87,8 +88,8 @@ def expert_kind(module: nn.Module) -> type[ParallelExperts]:
     clash = sorted(name for name in own & taken if not name.startswith("__"))
     if clash:
         raise ValueError(
-            f"MegaTPStrategy: a {type(module).__name__} has the style `experts` and the attributes {', '.join(clash)},"
-            " which this strategy needs there. Rename them, or leave it out of the plan."
+            f"MegaTPStrategy: {with_article(type(module).__name__)} has the style `experts` and the attributes"
+            f" {', '.join(clash)}, which this strategy needs there. Rename them, or leave it out of the plan."
         )
     kind: type[ParallelExperts] = _combined(type(module))  # type: ignore[arg-type]
     return kind

@@ -111,6 +111,33 @@ def test_a_script_that_never_trains_is_told_so(tmp_path: Path) -> None:
     assert ended.returncode == 1 and "ended before a Trainer with MegaTPStrategy" in ended.stderr
 
 
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["plan", "nofile.py"], "megatp plan: there is no script nofile.py."),
+        (["trace", "nope.json"], "megatp trace: [Errno 2] No such file or directory: 'nope.json'"),
+        (
+            ["trace", "train.py"],
+            "megatp trace: train.py is not a trace that MegaTPStrategy(trace=...) wrote: Expecting",
+        ),
+    ],
+)
+def test_files_that_are_not_there_are_told_in_one_line(arguments: list[str], text: str, tmp_path: Path) -> None:
+    script(tmp_path)
+    ended = megatp(tmp_path, *arguments)
+    assert ended.returncode == 1
+    assert ended.stderr.startswith(text) and len(ended.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("module", ["lightning_megatp", "lightning_megatp.cli"])
+def test_the_command_as_a_module_and_its_help(module: str, tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "COLUMNS": "200"}
+    command = [sys.executable, "-m", module, "estimate", "--help"]
+    ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0
+    assert "--hf MODEL" in ended.stdout and "--tp N (2)" in ended.stdout and "--zero LEVEL" in ended.stdout
+
+
 @pytest.mark.parametrize("command", ["plan", "verify"])
 def test_a_hugging_face_config(command: str, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")

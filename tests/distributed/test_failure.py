@@ -165,6 +165,34 @@ def test_same_exception_on_all_ranks_adds_no_word(run: Callable[[str], Ended], s
     assert all("MegaTPStrategy" not in screen for screen in ended.screens)
 
 
+def test_our_error_on_all_ranks_is_printed_once_without_internal_frames(run: Callable[[str], Ended]) -> None:
+    ended = run("all_raise_ours")
+
+    assert all(ended.statuses), ended.statuses
+    assert last_word(ended.screens[0]).endswith("RuntimeError: MegaTPStrategy: no such layer.")
+    assert "in bad_plan" in ended.screens[0] and "in hook" not in ended.screens[0]
+    assert "Traceback" not in ended.screens[1] + ended.screens[2]
+    assert "MegaTPStrategy" not in ended.screens[1] + ended.screens[2]
+
+
+def test_full_tracebacks_are_there_for_who_asks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    monkeypatch.setenv("MEGATP_FULL_TRACEBACK", "1")
+    host = Host()  # its ranks have its environment
+    request.addfinalizer(host.close)
+    assert all(host.run("all_raise_ours", tmp_path))
+    assert all("in hook" in (tmp_path / str(rank)).read_text() for rank in range(3))
+
+
+def test_our_error_stays_as_it_is_for_who_catches_it(run: Callable[[str], Ended]) -> None:
+    ended = run("caught_and_raised_anew")
+
+    for rank, screen in enumerate(ended.screens):
+        assert last_word(screen).endswith(f"ValueError: rank {rank} gives up")
+        assert "in hook" in screen and "no such layer" in screen
+
+
 def test_interrupt_of_one_rank_ends_all_with_one_calm_line(run: Callable[[str], Ended]) -> None:
     ended = run("interrupt_2")
 

@@ -1137,7 +1137,7 @@ def _refused(layout: Layout, what: str, strategy: dict[str, Any]) -> None:
         ("manual", {}, ["manual optimization", "pp=1"], 2),
         ("backward", {}, ["own `backward`", "on_before_backward"], 2),
         ("iterator", {}, ["`dataloader_iter`", "takes a batch"], 2),
-        ("none", {}, ["returned NoneType instead of a loss", "leave it out"], 2),
+        ("none", {}, ["returned None instead of a loss", "leave it out"], 2),
         ("skip", {}, ["returned None before `", "DataLoader"], 1),
         ("dict", {}, ["returned a dict without `loss` (it has los)"], 2),
         ("vector", {}, ["returned a loss of shape (3,)", "mean"], 2),

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import traceback
+import warnings
 from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
-from tests.distributed.training import PLAIN, TP2, Layout, make_trainer, run_program, train_loader
+from tests.distributed.training import PLAIN, PP2, TP2, Layout, make_trainer, run_program, tokens, train_loader
 from tests.parity.models import GPT, GPTConfig
 from tests.parity.variants import gpt_plan
 from tests.ranks import RankError, run_ranks
@@ -119,6 +122,43 @@ def test_a_tied_weight_that_is_split_at_one_place_only() -> None:
     _check(_errors(plan, tied=True), "head.weight", "tok.weight", "tied", "`column_gather`")
 
 
+def _on_meta(layout: Layout) -> None:
+    with torch.device("meta"):
+        module = NoStep()
+    make_trainer(layout, strategy={"plan": GOOD}).fit(module, train_loader(layout, 1))
+
+
+def test_layers_without_values_are_told_so_to_the_end() -> None:
+    """Teardown, too, can't move them."""
+    with pytest.raises(RankError) as error:
+        run_program(TP2, _on_meta)
+    _check([f.message for f in error.value.failures], "is on the meta device. Create the layers with values")
+
+
+def _warnings(layout: Layout, rows: int) -> list[str]:
+    trainer = make_trainer(layout, strategy={"plan": None} if layout.tp == 1 else {"plan": GOOD})
+    loader = DataLoader(tokens(3 * rows), batch_size=rows)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(GPT(GPTConfig(tied=False)), loader)
+    return [str(each.message) for each in caught]
+
+
+@pytest.mark.parametrize(
+    ("layout", "rows", "text", "count"),
+    [
+        (Layout(tp=2, zero=3), 2, "zero=3 divides nothing at dp=1", 1),
+        (Layout(dp=2, zero=3), 2, "divides nothing", 0),
+        (PP2, 1, "a batch has one microbatch", 1),
+        (PP2, 2, "a batch has one microbatch", 0),
+    ],
+    ids=str,
+)
+def test_what_does_nothing_is_said_once(layout: Layout, rows: int, text: str, count: int) -> None:
+    said = run_program(layout, _warnings, rows)
+    assert [sum(text in each for each in of_rank) for of_rank in said] == [count, 0]
+
+
 def test_two_patterns_for_one_layer() -> None:
     _check(_errors({**GOOD, "**.head": "row_split"}), "`head`", "`**.head`", "both")
 
@@ -179,6 +219,7 @@ def _used_after_fit(layout: Layout) -> list[str]:
             use()
         except RuntimeError as error:
             said.append(str(error))
+            assert "FakeTensors" not in "".join(traceback.format_exception(error)), "torch's own error is no news"
     return said
 
 

@@ -15,6 +15,24 @@ SCRIPT = Path(__file__).parent / "failure_scripts" / "trainer.py"
 LIMIT_S = 90  # importing Lightning twice on a busy machine included; from the strike on it is a few seconds
 
 
+def run_script(script: Path, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    distributed = ("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    environment = {name: value for name, value in os.environ.items() if name not in distributed}
+    root = str(Path(__file__).parents[2])
+    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([root, environment.get("PYTHONPATH", "")])}
+    # Both ranks write to one pipe: it is read to the end, which comes when the last of them is gone.
+    return subprocess.run(
+        [sys.executable, str(script), *arguments],
+        env=environment,
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+
+
 @pytest.mark.parametrize(
     ("what", "point", "rank", "form"),
     [
@@ -31,22 +49,7 @@ LIMIT_S = 90  # importing Lightning twice on a busy machine included; from the s
 def test_one_rank_ends_all_and_is_named(what: str, point: str, rank: int, form: str, tmp_path: Path) -> None:
     if form and not LIGHTNING_2_6:
         pytest.skip("Lightning 2.5 has no `save_on_exception`")
-    distributed = ("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    environment = {name: value for name, value in os.environ.items() if name not in distributed}
-    root = str(Path(__file__).parents[2])
-    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([root, environment.get("PYTHONPATH", "")])}
-    command = [sys.executable, str(SCRIPT), what, point, str(rank), str(tmp_path), *filter(None, [form])]
-    # Both ranks write to one pipe: it is read to the end, which comes when the last of them is gone.
-    ended = subprocess.run(
-        command,
-        env=environment,
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
+    ended = run_script(SCRIPT, tmp_path, what, point, str(rank), str(tmp_path), *filter(None, [form]))
     assert ended.returncode != 0, ended.stdout
     assert "finished" not in ended.stdout
     cause = f"ValueError: struck in {point}" if what == "raise" else "died first"
@@ -59,3 +62,14 @@ def test_one_rank_ends_all_and_is_named(what: str, point: str, rank: int, form: 
     if form:
         assert "no checkpoint was saved after the ValueError" in ended.stdout
         assert "not all ranks have raised within" in ended.stdout
+
+
+def test_a_plan_that_does_not_fit_is_told_once_where_the_user_wrote_the_fit(tmp_path: Path) -> None:
+    ended = run_script(SCRIPT.with_name("bad_plan.py"), tmp_path)
+    lines = ended.stdout.splitlines()
+    first = next(i for i, line in enumerate(lines) if "Traceback" in line)
+    assert ended.returncode == 1
+    assert "the plan's pattern `layre` matches no module" in lines[-1], ended.stdout
+    assert ended.stdout.count("matches no module") == ended.stdout.count("Traceback") == 1, ended.stdout
+    frames = [line for line in lines[first:] if "File " in line]
+    assert len(frames) == 1 and "bad_plan.py" in frames[0], ended.stdout

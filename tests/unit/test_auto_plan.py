@@ -375,6 +375,19 @@ def test_what_a_step_copies_after_its_blocks() -> None:
     assert len(copies) == 61
 
 
+def test_operations_that_fail_behind_the_blocks_are_not_printed_by_torch(caplog: pytest.LogCaptureFixture) -> None:
+    """What torch.compile does with values behind them."""
+    model = Model(layers=2)
+    kinds = kinds_of_blocks(model)
+
+    def step() -> None:
+        model.step(torch.arange(10).view(2, 5))
+        torch.empty(2).set_(torch.UntypedStorage(8), 0, (2,))
+
+    assert capture_calls(model, kinds, step) is None
+    assert "set_" not in caplog.text
+
+
 def test_a_block_of_several_names_is_captured_once_and_gets_its_forward_back() -> None:
     model, shared = nn.Module(), Block(Gated())
     model.first, model.second = nn.ModuleList([shared]), nn.ModuleList([shared])

@@ -13,7 +13,7 @@ import torch
 from torch.distributed import DistBackendError
 
 from lightning_megatp.failure.cause import Evidence, Kind, evidence_of, first_cause, is_communication_error
-from lightning_megatp.failure.ending import say
+from lightning_megatp.failure.ending import say, saying_after
 from lightning_megatp.failure.link import Address
 from lightning_megatp.failure.star import Hub, Spoke
 from lightning_megatp.gradients.rows import finds_rows
@@ -104,6 +104,39 @@ def test_sentence_is_one_line_of_a_long_message() -> None:
     assert sentence == "MegaTPStrategy: rank 2 failed first: ValueError: first line. All ranks stop."
 
 
+def test_sentence_keeps_the_advice_of_our_own_errors() -> None:
+    error = "RuntimeError: MegaTPStrategy: " + "why " * 200 + "Use tp=2."
+
+    assert "why Use tp=2." in Evidence(2, "rank 2", Kind.EXCEPTION, error).sentence()
+
+
+def test_our_errors_are_cut_at_the_end_of_a_sentence_only() -> None:
+    error = RuntimeError("MegaTPStrategy: It is so. " + "Why? Because. " * 200)
+
+    sentence = evidence_of(error, 2, "rank 2").sentence()
+
+    assert sentence.endswith("Because. All ranks stop.")
+
+
+def test_place_is_the_user_s_line_though_the_package_raises() -> None:
+    names: dict[str, Any] = {"__name__": "lightning_megatp.norms"}
+    exec(compile("def check():\n    raise RuntimeError('MegaTPStrategy: no')", "/somewhere/norms.py", "exec"), names)
+    try:
+        names["check"]()
+    except RuntimeError as exc:
+        sentence = evidence_of(exc, 2, "rank 2").sentence()
+
+    assert "(test_failure_cause.py:" in sentence and "norms.py" not in sentence
+
+
+def test_place_is_the_caller_of_the_trainer_where_no_other_line_is_the_user_s() -> None:
+    names: dict[str, Any] = {"__name__": "lightning.pytorch.trainer", "evidence_of": evidence_of}
+    code = "def fit():\n try:\n  raise ValueError('MegaTPStrategy: no')\n except ValueError as e:\n"
+    exec(compile(f"{code}  return evidence_of(e, 2, 'rank 2')", "/somewhere/trainer.py", "exec"), names)
+
+    assert "test_failure_cause.py:" in names["fit"]().where
+
+
 def test_sentence_of_bystanders_only_says_so() -> None:
     sentence = Evidence(1, "rank 1", Kind.BYSTANDER, "RuntimeError: " + GLOO).sentence()
 
@@ -141,6 +174,14 @@ def test_a_screen_that_takes_nothing_holds_nobody_up(monkeypatch: pytest.MonkeyP
     say("the cause")
     assert time.monotonic() - start < 5
     never.set()
+
+
+def test_a_long_wait_says_for_what(capsys: pytest.CaptureFixture[str]) -> None:
+    with saying_after(0.05, "waiting for rank 1"):
+        time.sleep(0.5)
+    with saying_after(30.0, "never"):
+        pass
+    assert capsys.readouterr().err.strip() == "waiting for rank 1"
 
 
 @pytest.mark.parametrize(

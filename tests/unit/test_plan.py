@@ -137,7 +137,18 @@ def test_an_unknown_style_lists_all_styles() -> None:
 
 
 def test_a_mapping_without_a_style() -> None:
-    _check(_error({"head": {"unit": 2}}), "`head` the unknown style None")
+    _check(_error({"head": {"unit": 2}}), "entry for `head` has no `style`: write {style: column, unit: 2}.")
+
+
+def test_a_pattern_that_is_no_text() -> None:
+    _check(_error({1: "column"}), "the plan's pattern 1 (int) is no module's name. Write it as text: '1'.")  # type: ignore[dict-item]
+
+
+def test_what_the_strategy_takes_for_a_plan() -> None:
+    assert resolve("auto", Model(), 2).open == ["**"]
+    assert not resolve(None, Model(), 2).layers
+    with pytest.raises(ValueError, match="plan='all', but a plan is \"auto\" or a mapping"):
+        resolve("all", Model(), 2)
 
 
 @pytest.mark.parametrize(
@@ -330,7 +341,8 @@ def test_numbers_of_heads_are_known_by_their_names_where_a_plan_gives_no_units(
 
 def test_a_pattern_that_matches_nothing() -> None:
     message = _error({**PLAN, "blocks.*.attn.qvk": "column"})
-    _check(message, "pattern `blocks.*.attn.qvk` matches no module", "Close names", "`blocks.0.attn.qkv`")
+    _check(message, "pattern `blocks.*.attn.qvk` matches no module", "Close names: `blocks.*.attn.qkv`,")
+    assert message.count("attn.qkv`") == 1
     _check(message, "full names as in `named_modules()`", "`*` is one component, `**` any number")
 
 
@@ -346,7 +358,7 @@ def test_a_pattern_that_matches_nothing() -> None:
 )
 def test_a_style_on_a_module_of_another_type(pattern: str, style: str, kind: str, wanted: str) -> None:
     message = _error({pattern: style})
-    _check(message, f"gives `{pattern}` the style `{style}`", f"is a {kind}; only exactly {wanted} is swapped")
+    _check(message, f"gives `{pattern}` the style `{style}`", f"{kind}; that style is for {wanted}")
     _check(message, "Leave it out of the plan")
 
 
@@ -361,7 +373,11 @@ def test_a_subclass_is_not_swapped() -> None:
 
     model = Model()
     model.head = Scaled(8, 10)
-    _check(_error({"head": "column_gather"}, model), "is a Scaled", "a subclass may compute something else")
+    _check(
+        _error({"head": "column_gather"}, model),
+        "is a subclass of nn.Linear (Scaled)",
+        "a subclass may compute something else",
+    )
 
 
 def test_a_convolution_is_split_by_its_output_channels_or_whole_groups() -> None:
@@ -387,7 +403,7 @@ def test_a_conv1d_is_a_linear_layer_whose_weight_lies_the_other_way() -> None:
         "up.weight": (1, (8, 8)), "up.bias": (0, (8,)), "down.weight": (0, (8, 8)),
     }  # fmt: skip
     assert specs["up.weight"].by_rank[1] == specs["down.weight"].by_rank[1] == ((4, 8), (12, 16))
-    _check(_error({"up": "vocab"}, model), "is a Conv1D; only exactly nn.Embedding is swapped")
+    _check(_error({"up": "vocab"}, model), "is a Conv1D; that style is for nn.Embedding")
     _check(_error({"up": "column", "down": {"style": "row", "unit": 3}}, model), "`down` (row, 16 features)")
 
 
@@ -436,9 +452,16 @@ def test_what_is_no_attention_that_can_be_split() -> None:
     class Rotary(nn.MultiheadAttention):
         pass
 
-    _check(_error({"blocks.*.attn": "attention"}), "is a Attention; only exactly nn.MultiheadAttention", "`column`")
+    _check(
+        _error({"blocks.*.attn": "attention"}), "is an Attention; that style is for nn.MultiheadAttention", "`column`"
+    )
     message = _error({"attn": "attention"}, nn.ModuleDict({"attn": Rotary(8, 2)}))
-    _check(message, "is a Rotary; only exactly", "a subclass may compute something else", "leave it out of the plan")
+    _check(
+        message,
+        "is a subclass of nn.MultiheadAttention (Rotary); only exactly",
+        "a subclass may compute something else",
+        "leave it out of the plan",
+    )
     model = nn.ModuleDict({"attn": nn.MultiheadAttention(8, 2)})
     nn.utils.prune.random_unstructured(model.attn, "in_proj_weight", amount=0.5)
     _check(_error({"attn": "attention"}, model), "some weight of it is no parameter of its own", "pruning")
@@ -542,7 +565,12 @@ def test_experts_that_can_not_be_split() -> None:
 def test_parametrized_and_pruned_weights() -> None:
     model = Model()
     nn.utils.parametrizations.weight_norm(model.head)
-    _check(_error({"head": "column_gather"}, model), "`head`", "is a ParametrizedLinear", "Leave it out of the plan")
+    _check(
+        _error({"head": "column_gather"}, model),
+        "`head`",
+        "is a subclass of nn.Linear (ParametrizedLinear)",
+        "Leave it out of the plan",
+    )
     model = Model()
     nn.utils.prune.random_unstructured(model.head, "weight", amount=0.5)
     _check(_error({"head": "column_gather"}, model), "no parameter `weight` of its own", "pruning replaces it")
@@ -611,7 +639,7 @@ def test_a_row_can_not_repeat_units() -> None:
 def test_an_embedding_with_fewer_features_than_ranks() -> None:
     model = Model()
     model.tok = nn.Embedding(3, 2)
-    _check(_error({"tok": "vocab"}, model, tp=4), "`tok` has 3 features for tp=4 ranks; each needs one or more")
+    _check(_error({"tok": "vocab"}, model, tp=4), "`tok` has 3 rows for tp=4 ranks; each needs one or more")
     _check(_error({"tok": "hidden"}, model, tp=4), "`tok` has 2 features for tp=4 ranks")
 
 
@@ -619,6 +647,25 @@ def test_a_column_without_a_row() -> None:
     message = _error({"blocks.*.mlp.up": "column"})
     _check(message, "`blocks.0.mlp.up` has the style `column`", "its output is split, and nothing consumes it")
     _check(message, "the plan has no `row` layer", "use `column_gather` for `blocks.0.mlp.up`")
+    _check(message, "Give `blocks.0.mlp.down`, which takes as many features, the style `row`, or")
+
+
+def test_columns_alone_are_told_which_of_them_should_be_a_row() -> None:
+    message = _error({"blocks.*.mlp.up": "column", "blocks.*.mlp.down": "column"})
+    _check(message, "Give `blocks.0.mlp.down`, which takes as many features, the style `row` instead of `column`, or")
+
+
+def test_kinds_of_modules_that_a_style_is_not_for() -> None:
+    class Own(nn.Linear):
+        pass
+
+    model = Model()
+    _check(_error({"tok": "column"}, model), "but it is an Embedding; that style is for nn.Linear.")
+    model.head = Own(8, 10)
+    _check(
+        _error({"head": "column"}, model), "is a subclass of nn.Linear (Own); only exactly nn.Linear is swapped, since"
+    )
+    _check(_error({"blocks.0": "attention"}, model), "that style is for nn.MultiheadAttention.")
 
 
 def test_a_row_without_a_column() -> None:

@@ -104,7 +104,10 @@ class Trace:
         Raises:
             ValueError: another Chrome trace.
         """
-        content = json.loads(path.read_text())
+        try:
+            content = json.loads(path.read_text())
+        except ValueError as error:
+            raise ValueError(f"{path} is not a trace that MegaTPStrategy(trace=...) wrote: {error}.") from None
         data = content.get("otherData", {}) if isinstance(content, dict) else {}
         if "virtual_stages" not in data:
             raise ValueError(f"{path} is not a trace that MegaTPStrategy(trace=...) wrote.")

@@ -109,7 +109,7 @@ class Intercepted(OfOneRank):
                 f"MegaTPStrategy: `{self._name}` is called outside of a step, and its parameters are on another"
                 " pipeline stage. Only training, validation, test and predict steps run on all stages together: do it"
                 " in one of these, or from a checkpoint with pp=1."
-            ) from error
+            ) from None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A copy of the module runs by itself: the method of the copy, which asks nobody."""

@@ -11,7 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from lightning_megatp.plan.auto.blocks import PLAIN, Block, Call, copied, describe, uncompiled_part
-from lightning_megatp.shim.torch import CopiesFakes, FakeTensorMode, tree_flatten, tree_leaves, tree_map, tree_unflatten
+from lightning_megatp.shim.torch import (
+    CopiesFakes,
+    FakeTensorMode,
+    failures_of_fakes_unlogged,
+    tree_flatten,
+    tree_leaves,
+    tree_map,
+    tree_unflatten,
+)
 
 
 def capture_calls(module: nn.Module, kinds: list[Block], step: Callable[[], Any]) -> Exception | None:
@@ -68,7 +76,7 @@ def capture_calls(module: nn.Module, kinds: list[Block], step: Callable[[], Any]
             handles.append((target, own))
             target.__dict__["forward"] = make(kind, name, target)
     try:
-        with torch.enable_grad(), ends:  # which values need a gradient matters
+        with torch.enable_grad(), failures_of_fakes_unlogged(), ends:  # which values need a gradient matters
             step()
     except Exception as error:
         return None if len(known) == len(kinds) else error.with_traceback(None)

@@ -14,9 +14,11 @@ import signal
 import socket
 import sys
 import threading
+import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -122,6 +124,26 @@ def blocked_unwinding(run: Run) -> None:
 
 def all_raise(run: Run) -> None:
     run.train(lambda i: bad_batch())
+
+
+def bad_plan() -> None:
+    raise RuntimeError("MegaTPStrategy: no such layer.")
+
+
+def all_raise_ours(run: Run) -> None:
+    """An error that this package words, under frames of Lightning's."""
+    names: dict[str, Any] = {"__name__": "lightning.pytorch.call", "bad_plan": bad_plan}
+    exec(compile("def hook(i):\n    bad_plan()", "call.py", "exec"), names)
+    run.train(names["hook"])
+
+
+def caught_and_raised_anew(run: Run) -> None:
+    """Who catches it finds it as it is; what is raised then is another error."""
+    try:
+        all_raise_ours(run)
+    except RuntimeError as error:
+        assert "in hook" in "".join(traceback.format_exception(error))
+        raise ValueError(f"rank {run.rank} gives up") from error
 
 
 def all_interrupted(run: Run) -> None:
