@@ -124,7 +124,8 @@ class Pipeline:
         self._told_objects = set[Path]()
         """The user's own objects whose tensors the other stages were told, when a step first set a plain value there:
         it may say that they are filled."""
-        self._looks_for_carried = self._first = True
+        self._looks_for_carried = True
+        self._is_first = True
         self._looked_for_counters = False
         self._ways: dict[str, Ways] = {}
         self._went_on = False
@@ -354,7 +355,7 @@ class Pipeline:
 
     def _warn_of_one(self, microbatches: int) -> None:
         """Look at the first batch: later ones may be what is left of a data set."""
-        first, self._first = self._first, False
+        first, self._is_first = self._is_first, False
         if first and microbatches == 1 < self.settings.microbatches:
             warn_once_per_run(
                 "a batch has one microbatch, so that the pipeline's stages wait for each other and never work at the"
