@@ -12,8 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from lightning_megatp.gradients.rows import DividedParameter
-from lightning_megatp.shim.fsdp import forget_accumulated
+from lightning_megatp.shim.fsdp import forget_accumulated, look_at_shards
 from lightning_megatp.shim.torch import is_view, tree_map
+from lightning_megatp.tensor.context import TensorContext
 from lightning_megatp.tensor.features.shard import FeatureShard
 from lightning_megatp.tensor.sequence import SequenceShard
 
@@ -44,6 +45,11 @@ class Group(nn.Module):
         """The gradients that wait for a later backward to be reduced."""
         if isinstance(self, FSDPModule):
             forget_accumulated(self)
+
+    def see_shards(self, context: TensorContext) -> None:
+        """Split layers show FSDP2 what they hold, also while a step loads a state dict, which sees whole parameters."""
+        if isinstance(self, FSDPModule):
+            look_at_shards(self, functools.partial(context.running, user_code=False))
 
     def gather(self) -> None:
         if isinstance(self, FSDPModule):

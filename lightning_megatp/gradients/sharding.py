@@ -133,6 +133,7 @@ class ZeroSharding:
         replace_kept(module, {key: sharded[name] for key, name in kept.items() if name in sharded})
         for group in groups:
             group.reduce_unused()
+            group.see_shards(parallel.context)
         self._versions = {p.name: tensor_version(p.whole) for p in self.parameters}
         self._rows = [p.local.detach() for p in self.parameters]
         """In the memory that FSDP2 gathers from."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 
@@ -17,3 +20,16 @@ def forget_accumulated(module: Any) -> None:
     group = module._get_fsdp_state()._fsdp_param_group
     for parameter in group.fsdp_params if group is not None else ():
         parameter.unsharded_accumulated_grad = None
+
+
+def look_at_shards(module: Any, meanwhile: Callable[[], AbstractContextManager[Any]]) -> None:
+    """Let a module made by `fully_shard` read its parameters off the modules that have them, which it does whenever
+    these have loaded a state dict, in a context of its own."""
+
+    def within(reset: Callable[[], None]) -> None:
+        with meanwhile():
+            reset()
+
+    group = module._get_fsdp_state()._fsdp_param_group
+    for parameter in group.fsdp_params if group is not None else ():
+        parameter.reset_sharded_param = functools.partial(within, parameter.reset_sharded_param)

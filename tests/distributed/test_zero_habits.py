@@ -414,6 +414,44 @@ def test_habits() -> None:
                 )
 
 
+class LoadsInTheStep(Plain):
+    """A DQN's target network."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.target = copy.deepcopy(self.blocks).requires_grad_(False)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        wanted = batch
+        for block in self.target:
+            wanted = block(wanted)
+        loss = (self(batch) - wanted).square().mean()
+        if batch_idx % 2:
+            self.target.load_state_dict(self.blocks.state_dict())
+        return loss
+
+
+def _loaded(layout: Layout) -> dict[str, Tensor]:
+    trainer = make_trainer(layout, "untied", {"plan": "auto"})
+    trainer.fit(LoadsInTheStep(), DataLoader(_data(), batch_size=2))  # type: ignore[arg-type]
+    state: dict[str, Tensor] = trainer.strategy.lightning_module_state_dict()
+    return state
+
+
+LOADED = [
+    Layout(tp=2, dp=2, zero=3),
+    pytest.param(Layout(tp=2, dp=2, zero=1), marks=pytest.mark.extended),
+    pytest.param(Layout(dp=2, zero=3), marks=pytest.mark.extended),
+]
+
+
+@pytest.mark.parametrize("layout", LOADED, ids=str)
+def test_a_step_loads_the_state_of_divided_modules(layout: Layout) -> None:
+    expected, found = (run_program(where, _loaded)[0] for where in (Layout(dp=2), layout))
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, atol=1e-9, rtol=0, msg=lambda text, n=name: f"{n}: {text}")
+
+
 class WeighsUnseen(Toggles):
     """Weights beside their layers, in a step that can't be looked at before training."""
 
