@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from tests.ranks import RankError, run_ranks, run_reference
-from tests.unit.auto_models import HIDDEN, Block, Fused, Model
+from tests.unit.auto_models import HIDDEN, Block, Conditioned, Fused, Model, Unnormed
 
 QUIET: dict[str, Any] = {
     "logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False,
@@ -355,6 +355,20 @@ class Tangents(Perceptron):
         return nn.functional.cross_entropy(y, ids[:, 0] % 8) + speed.square().mean()
 
 
+class Conditioning(Perceptron):
+    """Layers that could be a row of what stands before them, and are a column of what stands behind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(40, HIDDEN)
+        self.net = nn.Sequential(
+            *(body for _ in range(2) for body in (Unnormed(), Conditioned())), nn.Linear(HIDDEN, 40)
+        )
+
+    def training_step(self, ids: Tensor, batch_idx: int) -> Tensor:
+        return nn.functional.cross_entropy(self.net(self.tokens(ids)).mean(1), ids[:, 0])
+
+
 class FixedPoint(nn.Module):
     """An implicit layer: a leaf of its own, and a hook that solves for the gradient. Beside it a region."""
 
@@ -426,6 +440,12 @@ def fit_losses_alone(kind: type[Factorized | Adapted | Averaging | Perceptron]) 
 def test_features_gathered_on_demand_enter_sequence_regions() -> None:
     expected = run_reference(fit_losses_alone, Factorized)
     for losses in run_ranks(2, fit_losses, Factorized):
+        assert losses == pytest.approx(expected, rel=1e-9)
+
+
+def test_projections_that_are_added_to_what_a_region_reads() -> None:
+    expected = run_reference(fit_losses_alone, Conditioning)
+    for losses in run_ranks(2, fit_losses, Conditioning):
         assert losses == pytest.approx(expected, rel=1e-9)
 
 

@@ -94,6 +94,43 @@ class SideDoor(nn.Module):
         return self.down(F.gelu(self.up(x)) * (x * self.gate).mean(-1, keepdim=True))
 
 
+class Conditioned(nn.Module):
+    """A projection that is added to what the first layer reads: their features are not split, those behind are."""
+
+    def __init__(self, inner: int = 32) -> None:
+        super().__init__()
+        self.condition, self.up, self.down = (
+            nn.Linear(HIDDEN, HIDDEN),
+            nn.Linear(HIDDEN, inner),
+            nn.Linear(inner, HIDDEN),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(F.gelu(self.up(x + self.condition(x))))
+        return y
+
+
+class Three(Conditioned):
+    """Layers one after another, of which the last two hold most of the weights."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(F.gelu(self.up(F.gelu(self.condition(x)))))
+        return y
+
+
+class Unnormed(nn.Module):
+    """A residual without a norm between attention and perceptron: what attention returns is read as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.up, self.down = Separate(), nn.Linear(HIDDEN, 32), nn.Linear(32, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(x)
+        y: Tensor = x + self.down(F.gelu(self.up(x)))
+        return y
+
+
 class Block(nn.Module):
     """Pre-norm residual around a body."""
 

@@ -20,7 +20,7 @@ from lightning_megatp.plan.auto.blocks import Block as Kind
 from lightning_megatp.plan.auto.blocks import Call, find_blocks, is_linear, kinds_of_blocks
 from lightning_megatp.plan.auto.capture import capture_calls
 from lightning_megatp.plan.auto.discover import discover, look
-from lightning_megatp.plan.auto.influence import find_candidates
+from lightning_megatp.plan.auto.influence import probe
 from lightning_megatp.plan.auto.search import BlockResult, plan_block
 from lightning_megatp.plan.auto.simulate import BlockPlan, Ranks, Reference, SimulatedExchange
 from lightning_megatp.plan.auto.thin import ThinLinear, thin_copy
@@ -29,7 +29,20 @@ from lightning_megatp.plan.parallel_plan import ParallelPlan
 from lightning_megatp.plan.ranges import length
 from lightning_megatp.plan.resolve import resolve
 from tests.parity.models import Adapter, adapted
-from tests.unit.auto_models import HIDDEN, Block, FullNorm, Fused, Gated, Interleaved, Model, Separate, SideDoor
+from tests.unit.auto_models import (
+    HIDDEN,
+    Block,
+    Conditioned,
+    FullNorm,
+    Fused,
+    Gated,
+    Interleaved,
+    Model,
+    Separate,
+    SideDoor,
+    Three,
+    Unnormed,
+)
 
 X = torch.randn(2, 5, HIDDEN, generator=torch.Generator().manual_seed(0))
 
@@ -459,8 +472,18 @@ def test_after_a_step_that_raises_layers_are_gathered_and_it_is_said() -> None:
 
 def test_candidates_name_what_feeds_a_row() -> None:
     twin = thin_copy(Block(Separate()), seed=0)
-    (candidate,) = find_candidates(twin, Call((X,), {}), 2).candidates
+    (candidate,) = probe(twin, Call((X,), {}), 2).candidates(2)
     assert candidate.rows == ["body.out"] and set(candidate.columns) == {"body.q", "body.k", "body.v"}
+
+
+@pytest.mark.parametrize("body", [Conditioned(), Conditioned(128), Three()])
+def test_of_three_layers_the_pair_with_most_weights_is_a_region(body: nn.Module) -> None:
+    assert styles(plan(body, 2)) == {"condition": "column_gather", "up": "column", "down": "row"}
+
+
+def test_a_layer_is_a_column_after_it_was_no_row() -> None:
+    attention = {**dict.fromkeys(("attention.q", "attention.k", "attention.v"), "column"), "attention.out": "row"}
+    assert styles(plan(Unnormed(), 2)) == {**attention, "up": "column", "down": "row"}
 
 
 @pytest.mark.parametrize(("tp", "dropout"), [(2, 0.0), (6, 0.0), (2, 0.1)])

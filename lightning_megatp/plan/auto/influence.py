@@ -8,7 +8,7 @@ before it by these features (columns), whatever the code in between is called an
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -28,6 +28,9 @@ _MUCH = 4
 for. Otherwise the first in the block do."""
 
 
+_MIXED = "its features mix with others before a layer could take them"
+
+
 @dataclass
 class Candidate:
     """Row layers that take the same features, with the column layers that feed them."""
@@ -41,17 +44,68 @@ class Candidate:
     copies: dict[str, float] = field(default_factory=dict)
     """On how many ranks each column's features are on average: 1, or more for key-value heads that ranks share."""
 
+    @property
+    def layers(self) -> list[str]:
+        """Rows and columns."""
+        return [*self.rows, *self.columns]
+
 
 @dataclass
 class Influence:
-    """What a probe found."""
+    """What a probe found.
 
-    candidates: list[Candidate] = field(default_factory=list)
+    Args:
+        sizes: number of weights of each layer.
+        reached: layer -> what its input is made of.
+    """
+
+    sizes: dict[str, int]
+    reached: dict[str, _Row]
     reasons: dict[str, str] = field(default_factory=dict)
-    """Layer -> why it is in no candidate."""
+    """Layer -> why it is in none of the last candidates."""
+
+    def candidates(self, tp: int, taken: Collection[str] = (), refused: Collection[str] = ()) -> list[Candidate]:
+        """Those that hold most weights together, in the order in which the block has their rows.
+
+        Args:
+            taken: layers that are in use.
+            refused: layers that are no rows of what they are made of; they may be columns of others.
+        """
+        rows = [name for name in self.reached if name not in refused]
+        largest = max((self.sizes[name] for name in rows), default=1)
+        by_row = sorted(rows, key=lambda name: int(math.log(largest / self.sizes[name], _MUCH)))
+        alone = {name: self._in_turn([name], tp, taken, {}) for name in rows}
+        by_weights = sorted(rows, key=lambda name: -self._weights(alone[name]))
+        reasons: dict[str, str] = {}
+        found = self._in_turn(by_row, tp, taken, reasons)
+        other_reasons: dict[str, str] = {}
+        other = self._in_turn(by_weights, tp, taken, other_reasons)
+        if self._weights(other) > self._weights(found):
+            found, reasons = other, other_reasons
+        taken = {*taken, *(name for candidate in found for name in candidate.layers)}
+        self.reasons = {name: _MIXED for name in self.sizes if name not in taken} | reasons
+        order = list(self.sizes)
+        return sorted(found, key=lambda candidate: order.index(candidate.rows[0]))
+
+    def _weights(self, candidates: Sequence[Candidate]) -> int:
+        return sum(self.sizes[name] for candidate in candidates for name in candidate.layers)
+
+    def _in_turn(
+        self, rows: Sequence[str], tp: int, taken: Collection[str], reasons: dict[str, str]
+    ) -> list[Candidate]:
+        """Each row takes what is left of the layers that it is made of."""
+        taken, found = set(taken), list[Candidate]()
+        for name in rows:
+            candidate = self.reached[name].candidate(name, tp, taken, reasons)
+            if candidate is not None:
+                others = (other for other in rows if other not in taken and other not in (name, *candidate.columns))
+                candidate.rows += [other for other in others if self.reached[other].takes(candidate)]
+                found.append(candidate)
+                taken.update(candidate.layers)
+        return found
 
 
-def find_candidates(twin: nn.Module, call: Call, tp: int) -> Influence:
+def probe(twin: nn.Module, call: Call, tp: int) -> Influence:
     """Probe a thin copy of a block.
 
     Args:
@@ -60,7 +114,6 @@ def find_candidates(twin: nn.Module, call: Call, tp: int) -> Influence:
         tp: number of tensor ranks.
     """
     layers = {name: child for name, child in twin.named_modules() if isinstance(child, ThinLinear)}
-    found = Influence()
     rows = [name for name, layer in layers.items() if layer.in_features >= tp]
     sums: dict[str, _Row] = {}
     for seed in range(_ROUNDS[1]):
@@ -72,23 +125,7 @@ def find_candidates(twin: nn.Module, call: Call, tp: int) -> Influence:
                 sums[name].add(row)
             else:
                 sums[name] = row
-    taken: set[str] = set()
-    sizes = {name: layers[name].in_features * layers[name].out_features for name in sums}
-    largest = max(sizes.values(), default=1)
-    for name in sorted(sums, key=lambda name: int(math.log(largest / sizes[name], _MUCH))):
-        candidate = sums[name].candidate(name, tp, taken, found.reasons)
-        if candidate is not None:
-            others = (other for other in sums if other not in taken and other not in (name, *candidate.columns))
-            candidate.rows += [other for other in others if sums[other].takes(candidate)]
-            found.candidates.append(candidate)
-            taken |= {*candidate.rows, *candidate.columns}
-    found.candidates.sort(key=lambda candidate: rows.index(candidate.rows[0]))
-    for name in layers:
-        if name not in taken:
-            found.reasons.setdefault(name, "its features mix with others before a layer could take them")
-        else:
-            found.reasons.pop(name, None)
-    return found
+    return Influence({name: layer.in_features * layer.out_features for name, layer in layers.items()}, sums)
 
 
 @dataclass

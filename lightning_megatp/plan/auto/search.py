@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from torch import nn
 
 from lightning_megatp.plan.auto.blocks import Block, is_linear, unlooked
-from lightning_megatp.plan.auto.influence import Candidate, deal, find_candidates
+from lightning_megatp.plan.auto.influence import Candidate, Influence, deal, probe
 from lightning_megatp.plan.auto.references import couplings, references_of
 from lightning_megatp.plan.auto.simulate import BlockPlan, NotFinite, Outcome, Reference
 from lightning_megatp.plan.auto.thin import ThinLinear, copy_of, thin_copy
@@ -110,12 +110,10 @@ def _probed(
     block = result.block
     twin, references = _thin_references(block, result)
     result.couplings = frozenset(couplings(references))
-    influence = find_candidates(copy_of(twin), block.calls[0], tp)
+    influence = probe(copy_of(twin), block.calls[0], tp)
     search = _Search(twin, references, tp, result, global_sizes, undivided)
     if trusted is None or not search.accept(trusted, "as the model's own plan says"):
-        for candidate in influence.candidates:
-            search.region(candidate)
-        result.whole.update(influence.reasons)
+        search.regions(influence)
     search.gather_the_rest()
     search.convolutions(convolutions)
     outcome = search.prove(result.plan)
@@ -220,6 +218,17 @@ class _Search:
             self.result.plan = self.result.plan.merged(plan)
             self.result.how.update(dict.fromkeys(plan.layers, how))
         return outcome.holds
+
+    def regions(self, influence: Influence) -> None:
+        """Try all candidates, then what others there are without the rows of those that don't hold: a projection that
+        is added to what a large layer reads may belong to nothing, and that layer to the one behind it."""
+        refused = set[str]()
+        while candidates := influence.candidates(self.tp, self.result.plan.layers, refused):
+            for candidate in candidates:
+                self.region(candidate)
+            refused.update(row for candidate in candidates for row in candidate.rows)
+        for name, why in influence.reasons.items():
+            self.result.whole.setdefault(name, why)
 
     def region(self, candidate: Candidate) -> None:
         """Try a region as it is, then with attributes divided, then with global sizes."""
