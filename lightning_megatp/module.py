@@ -24,7 +24,7 @@ from lightning_megatp.plan.parallel_plan import ParallelPlan
 from lightning_megatp.plan.ranges import length
 from lightning_megatp.plan.shard import ShardedTensorSpec, ShardSpec
 from lightning_megatp.replicas import differing
-from lightning_megatp.shim.autograd import handle_checkpoints, handle_grad
+from lightning_megatp.shim.autograd import handle_checkpoints, handle_grad, unbind_functions
 from lightning_megatp.shim.compiler import uncompiled
 from lightning_megatp.shim.torch import modules_in, tree_map
 from lightning_megatp.tensor.context import Region, TensorContext
@@ -59,6 +59,7 @@ class ParallelModule:
     def __init__(
         self, module: nn.Module, plan: ParallelPlan, context: TensorContext, specs: dict[str, ShardedTensorSpec]
     ) -> None:
+        unbind_functions()
         self.module, self.plan, self.context = module, plan, context
         self.names = dict(module.named_parameters(remove_duplicate=False))
         self.sharded = context.sharded

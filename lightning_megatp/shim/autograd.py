@@ -1,8 +1,12 @@
-"""Private names of torch's autograd. Seen in 2.11 and 2.13."""
+"""Private names of torch's autograd. Seen in 2.11, 2.13 and 2.14."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import gc
+import inspect
+import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -98,21 +102,27 @@ class DirectFunction(torch.autograd.Function):
             RuntimeError: a transform is active.
         """
         replaced = _function_base.__dict__.get("apply")
+        is_original = replaced is _original_apply
         if torch._C._are_functorch_transforms_active():
             raise RuntimeError(
                 "MegaTPStrategy: a layer that the plan splits, or a tensor of which each tensor rank holds a part, is"
                 " used under torch.func (vmap, grad, jvp, ...), which can't follow what the ranks send each other."
                 " Leave the layers that it runs out of the plan."
             )
-        if not (replaced is None or replaced.__func__.others_only):
+        if not (is_original or replaced.__func__.others_only):
             return super().apply(*args)
         return _function_apply(None, cls)(*args)
 
 
-_function_base = torch.autograd.function._SingleLevelFunction
-
-
 _function_apply = torch._C._FunctionBase.__dict__["apply"].__get__
+
+APPLY_IS_PYTHON = inspect.ismethod(torch.autograd.Function.apply)
+"""Whether `Function.apply` is Python code (2.11-2.13), not the engine's own (2.14)."""
+
+_function_base: Any = torch.autograd.function._SingleLevelFunction if APPLY_IS_PYTHON else torch.autograd.Function
+"""Whose `apply` is replaced by `handle_functions`."""
+
+_original_apply = _function_base.__dict__.get("apply")
 
 
 @contextlib.contextmanager
@@ -123,33 +133,73 @@ def handle_functions(
     of no DirectFunction), and for every call of a function that torch.jit made: neither asks `__torch_function__`, nor
     a TorchFunctionMode. `function` is the class, or what torch.jit made.
 
-    `apply` is replaced one class further down than where it is documented: `gelu = GeluFunction.apply` in a model file
-    binds `Function.apply` before anything can replace it, but that method calls its base class's (2.11-2.13). Contexts
-    may be nested: the inner one is asked first.
+    `gelu = GeluFunction.apply` in a model file binds `Function.apply` before anything can replace it. In 2.11-2.13 that
+    method calls its base class's, which is replaced here. In 2.14 it is one with the engine's own: `unbind_functions`.
+    Contexts may be nested: the inner one is asked first.
     """
     base = _function_base
-    outer = base.__dict__.get("apply")
+    outer: Any = base.__dict__.get("apply")
     original = outer or torch._C._FunctionBase.__dict__["apply"]
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         return handle(cls, original.__get__(None, cls), args, kwargs)
 
-    apply.others_only = others_only and (outer is None or outer.__func__.others_only)  # type: ignore[attr-defined]
+    apply.others_only = others_only and (outer is _original_apply or outer.__func__.others_only)  # type: ignore[attr-defined]
     outer_script = torch.jit.ScriptFunction.__call__
 
     def script(self: Any, *args: Any, **kwargs: Any) -> Any:
         return handle(self, outer_script.__get__(self), args, kwargs)
 
-    base.apply = classmethod(apply)  # type: ignore[attr-defined]
+    base.apply = classmethod(apply)
     torch.jit.ScriptFunction.__call__ = script  # type: ignore[method-assign]
     try:
         yield
     finally:
         torch.jit.ScriptFunction.__call__ = outer_script  # type: ignore[method-assign]
         if outer is None:
-            del base.apply  # type: ignore[attr-defined]
+            del base.apply
         else:
-            base.apply = outer  # type: ignore[attr-defined]
+            base.apply = outer
+
+
+class _LateApply:
+    """`apply` of a `torch.autograd.Function`, looked up when it is called."""
+
+    def __init__(self, function: Any) -> None:
+        self.function = function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function.apply(*args, **kwargs)
+
+
+def unbind_functions() -> None:
+    """Let `gelu = GeluFunction.apply`, wherever a program keeps it (a file's globals, a class, an attribute, a list, a
+    closure), look `apply` up when it is called, or in 2.14 `handle_functions` would not be asked. Tuples keep theirs.
+    """
+    if APPLY_IS_PYTHON:
+        return
+    bound = [x for x in gc.get_objects() if type(x) is types.BuiltinMethodType and _is_users_apply(x)]
+    late = {id(x): _LateApply(x.__self__) for x in bound}
+    holders: list[Any] = gc.get_referrers(*bound) if bound else []
+    for holder in holders:
+        if isinstance(holder, types.CellType):
+            holder.cell_contents = late[id(holder.cell_contents)]
+        elif isinstance(holder, functools.partial):
+            state = late.get(id(holder.func), holder.func), holder.args, holder.keywords, vars(holder)
+            holder.__setstate__(state)  # type: ignore[attr-defined]
+        elif isinstance(holder, list) and holder is not bound:
+            holder[:] = [late.get(id(x), x) for x in holder]
+        elif isinstance(holder, dict) and (classes := [x for x in gc.get_referrers(holder) if isinstance(x, type)]):
+            for key in [key for key, x in holder.items() if id(x) in late]:
+                setattr(classes[0], key, late[id(holder[key])])
+        elif isinstance(held := holder if isinstance(holder, dict) else getattr(holder, "__dict__", None), dict):
+            held.update({key: late[id(x)] for key, x in held.items() if id(x) in late})
+
+
+def _is_users_apply(method: Any) -> bool:
+    function = method.__self__
+    is_apply = method.__name__ == "apply" and isinstance(function, type(torch.autograd.Function))
+    return is_apply and not function.__module__.startswith("torch.")
 
 
 def is_scripted(function: Any) -> bool:
@@ -194,77 +244,87 @@ def handle_grad(
         torch.autograd._engine_run_backward = original
 
 
+Keep = Callable[[Callable[..., Any], tuple[Any, ...]], Iterator[None]]
+"""What surrounds a non-reentrant checkpoint's run of a function with arguments, and runs it again in backward."""
+
+
 @contextlib.contextmanager
-def handle_checkpoints(unwrap: Callable[[Any], tuple[Any, Callable[[Any], Any] | None]]) -> Iterator[None]:
+def _around_checkpoints(
+    around: Callable[[Keep, Callable[..., Any], tuple[Any, ...]], Iterator[None]],
+) -> Iterator[None]:
+    """Let `around(keep, function, args)` stand for what surrounds each activation checkpoint (use_reentrant=False), in
+    all threads. The generator that does it takes (function, five settings, args) in 2.11-2.13, and (function, args,
+    keyword arguments) in 2.14."""
+    import torch.utils.checkpoint as checkpoints
+
+    name = "_checkpoint_without_reentrant_generator"
+    apart = hasattr(checkpoints, f"{name}_impl")
+    name = f"{name}_impl" if apart else name
+    original = getattr(checkpoints, name)
+
+    def of_tuples(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], **settings: Any) -> Iterator[None]:
+        return around(lambda run, given: original(run, given, kwargs, **settings), function, args)
+
+    def of_all(function: Any, *rest: Any, **kwargs: Any) -> Iterator[None]:
+        return around(lambda run, given: original(run, *rest[:5], *given, **kwargs), function, rest[5:])
+
+    setattr(checkpoints, name, of_tuples if apart else of_all)
+    try:
+        yield
+    finally:
+        setattr(checkpoints, name, original)
+
+
+def handle_checkpoints(
+    unwrap: Callable[[Any], tuple[Any, Callable[[Any], Any] | None]],
+) -> contextlib.AbstractContextManager[None]:
     """Let the user's non-reentrant checkpoints keep other tensors than they are called with.
 
     They keep their arguments as saved tensors. Inside of another checkpoint, or of other saved-tensor hooks, these come
-    back as plain tensors, whatever subclass they were. The generator that does it looks the same in 2.11 and 2.13:
-    (function, settings, arguments of the function).
+    back as plain tensors, whatever subclass they were.
 
     Args:
         unwrap: from an argument to what is kept of it, and to what makes an argument of that again (None: the same).
     """
-    import torch.utils.checkpoint as checkpoints
 
-    original = checkpoints._checkpoint_without_reentrant_generator
-
-    def generator(function: Callable[..., Any], *rest: Any, **kwargs: Any) -> Any:
-        kept, wraps = zip(*map(unwrap, rest), strict=True)
+    def around(keep: Keep, function: Callable[..., Any], args: tuple[Any, ...]) -> Iterator[None]:
+        unwrapped = [unwrap(x) for x in args]
+        wraps = [wrap for _, wrap in unwrapped]
 
         def again(*args: Any, **named: Any) -> Any:
-            own = wraps[len(wraps) - len(args) :] if args else ()
-            args = tuple(x if wrap is None else wrap(x) for x, wrap in zip(args, own, strict=True))
+            args = tuple(x if wrap is None else wrap(x) for x, wrap in zip(args, wraps, strict=True))
             return function(*args, **named)
 
-        return original(again if any(wraps) else function, *kept, **kwargs)
+        return keep(again if any(wraps) else function, tuple(kept for kept, _ in unwrapped))
 
-    checkpoints._checkpoint_without_reentrant_generator = generator  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        checkpoints._checkpoint_without_reentrant_generator = original
+    return _around_checkpoints(around)
 
 
 @contextlib.contextmanager
 def checkpoints_ended() -> Iterator[None]:
     """On leaving, be outside of all activation checkpoints (use_reentrant=False) that were entered meanwhile. Where an
-    error left them, their saved-tensor hooks stay in torch 2.11 until the error is collected; 2.13 ends them itself.
-    The generator that does it looks the same in both."""
-    import torch.utils.checkpoint as checkpoints
-
-    original = checkpoints._checkpoint_without_reentrant_generator
+    error left them, their saved-tensor hooks stay in torch 2.11 until the error is collected; 2.13 ends them itself."""
     entered: list[Any] = []
 
-    def generator(*args: Any, **kwargs: Any) -> Any:
-        entered.append(original(*args, **kwargs))
+    def around(keep: Keep, function: Callable[..., Any], args: tuple[Any, ...]) -> Iterator[None]:
+        entered.append(keep(function, args))
         return entered[-1]
 
-    checkpoints._checkpoint_without_reentrant_generator = generator
     try:
-        yield
+        with _around_checkpoints(around):
+            yield
     finally:
-        checkpoints._checkpoint_without_reentrant_generator = original
         for each in reversed(entered):
             each.close()
 
 
-@contextlib.contextmanager
-def without_checkpoints() -> Iterator[None]:
-    """Activation checkpoints (use_reentrant=False) keep everything, in all threads: backward runs nothing again. The
-    generator around what they run looks the same in 2.11 and 2.13."""
-    import torch.utils.checkpoint as checkpoints
+def without_checkpoints() -> contextlib.AbstractContextManager[None]:
+    """Activation checkpoints (use_reentrant=False) keep everything, in all threads: backward runs nothing again."""
 
-    original = checkpoints._checkpoint_without_reentrant_generator
-
-    def generator(*args: Any, **kwargs: Any) -> Any:
+    def around(keep: Keep, function: Callable[..., Any], args: tuple[Any, ...]) -> Iterator[None]:
         yield
 
-    checkpoints._checkpoint_without_reentrant_generator = generator
-    try:
-        yield
-    finally:
-        checkpoints._checkpoint_without_reentrant_generator = original
+    return _around_checkpoints(around)
 
 
 def functorch_is_active() -> bool:

@@ -1,4 +1,4 @@
-"""Private names of torch. Seen in 2.11 and 2.13."""
+"""Private names of torch. Seen in 2.11, 2.13 and 2.14."""
 
 from __future__ import annotations
 
@@ -64,6 +64,7 @@ __all__ = [
     "distributions_not_validated",
     "failures_of_fakes_unlogged",
     "fake_beside",
+    "fake_of",
     "flatten",
     "foreach_norm",
     "forget_fakes",
@@ -216,11 +217,17 @@ def is_fake(x: object) -> bool:
     return isinstance(x, FakeTensor)
 
 
+def fake_of(mode: FakeTensorMode, x: Tensor) -> Tensor:
+    """A tensor without data like x. In torch 2.14 that of a number would remember it, in `item_memo`."""
+    fake: Any = mode.from_tensor(x)
+    fake.item_memo = None
+    return fake
+
+
 def fake_beside(ghost: Tensor, x: Tensor) -> Tensor:
     """A tensor without data like x, that operations may take together with a ghost: `FakeTensor.fake_mode`, torch 2.11
-    to 2.13, made it."""
-    made: Tensor = x.detach() if is_fake(x) else ghost.fake_mode.from_tensor(x)  # type: ignore[attr-defined]
-    return made
+    to 2.14, made it."""
+    return x.detach() if is_fake(x) else fake_of(ghost.fake_mode, x)  # type: ignore[attr-defined]
 
 
 def making_fakes(ghost: Tensor) -> contextlib.AbstractContextManager[Any]:

@@ -25,7 +25,7 @@ from lightning_megatp.plan.ranges import Ranges, split_evenly
 from lightning_megatp.plan.resolve import whole_modules
 from lightning_megatp.plan.specs import parameter_specs
 from lightning_megatp.plan.styles import Style, matches
-from lightning_megatp.shim.autograd import functorch_is_active
+from lightning_megatp.shim.autograd import functorch_is_active, unbind_functions
 from lightning_megatp.shim.compiler import is_compiled
 from lightning_megatp.shim.transformers import is_conv1d
 
@@ -53,6 +53,7 @@ def look(model: nn.Module, plan: ParallelPlan, steps: Sequence[Callable[[], Any]
     Returns:
         The kinds, and in words what went wrong.
     """
+    unbind_functions()
     names = [name for name in find_blocks(model) if _is_open(name, plan) and not _touched(name, plan)]
     stacks = [name for name, child in model.named_modules() if looks_like_experts(child) and not of_transformers(child)]
     kinds = kinds_of_blocks(model, names) + kinds_of_blocks(model, stacks, stacks=True)

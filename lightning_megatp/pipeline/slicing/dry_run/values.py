@@ -10,7 +10,7 @@ from torch import Tensor
 from lightning_megatp.pipeline.slicing.plan import Key, SliceError
 from lightning_megatp.pipeline.slicing.state.lasting import Changed, LastingChanges
 from lightning_megatp.shim.autograd import is_transformed
-from lightning_megatp.shim.torch import FakeTensorMode, is_fake, storage_id, tensor_version
+from lightning_megatp.shim.torch import FakeTensorMode, fake_of, is_fake, storage_id, tensor_version
 
 
 @dataclass(eq=False)
@@ -91,9 +91,9 @@ class Values:
             return tensor
         known = self.get(tensor)
         if known is None:
-            return self._fake_mode.from_tensor(tensor)
+            return fake_of(self._fake_mode, tensor)
         if known.fake is None:
-            known.fake = self._fake_mode.from_tensor(tensor)
+            known.fake = fake_of(self._fake_mode, tensor)
             if self.is_persistent(tensor):
                 self._lasting[storage_id(known.fake)] = known
         return known.fake

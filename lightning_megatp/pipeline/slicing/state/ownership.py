@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightning_megatp.pipeline.slicing.plan import SliceError
 from lightning_megatp.pipeline.slicing.state.loaded import load_own_stage
 from lightning_megatp.references import kept_parameters, replace_kept
-from lightning_megatp.shim.torch import FakeTensorMode, is_fake, modules_in
+from lightning_megatp.shim.torch import FakeTensorMode, fake_of, is_fake, modules_in
 from lightning_megatp.snapshots.snapshot import kept_by
 
 _KINDS = ("_parameters", "_buffers")
@@ -217,7 +217,7 @@ class Ownership:
         if is_fake(x):  # freed: the module finds it under its own name, and there is nothing to protect
             return x
         if x is not None and id(x) not in copies:
-            copies[id(x)] = self._fake_mode.from_tensor(x) if id(x) in owners else x.detach().clone()
+            copies[id(x)] = fake_of(self._fake_mode, x) if id(x) in owners else x.detach().clone()
         return None if x is None else copies[id(x)]
 
     def _empty(
@@ -254,8 +254,7 @@ class Ownership:
         """What stands for a tensor; for an absent one, as it will be on the device."""
         absent = self._is_absent(x)
         if not absent and x.shape == shape:
-            fake: Tensor = self._fake_mode.from_tensor(x)
-            return fake
+            return fake_of(self._fake_mode, x)
         expected: Any = self._device or getattr(self._module, "device", "cpu")
         device = expected if absent else x.device
         stride = x.stride() if x.shape == shape else torch.empty(shape, device="meta").stride()
