@@ -256,6 +256,31 @@ def _reading(kind: type) -> type:
     return type(kind.__name__, (kind,), {name: read(name) for name in names})
 
 
+@contextmanager
+def noting_progress(trainer: Any, note: Callable[[], None]) -> Iterator[None]:
+    """Call `note` whenever somebody asks a Trainer, or a module of its, for the step or the epoch it is at. Both are
+    properties of its class."""
+    before: Any = type(trainer)
+    trainer.__class__, trainer.note_progress = _noting(before), note
+    try:
+        yield
+    finally:
+        trainer.__class__ = before
+        del trainer.note_progress
+
+
+@functools.cache
+def _noting(kind: type) -> type:
+    def read(name: str) -> property:
+        def progress(trainer: Any) -> Any:
+            trainer.note_progress()
+            return getattr(kind, name).fget(trainer)
+
+        return property(progress)
+
+    return type(kind.__name__, (kind,), {name: read(name) for name in ("global_step", "current_epoch")})
+
+
 class _Later(list[Any]):
     """A list that is filled when it is looked at."""
 

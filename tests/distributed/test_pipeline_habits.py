@@ -233,6 +233,26 @@ class MasksEarly(Base):
         return loss
 
 
+class GrowsWithSteps(Base):
+    """A curriculum: longer sequences in later steps, of batches that all look alike."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = (torch.stack([batch[key]] * 4, 1)[:, : 1 + self.progress] for key in ("x", "y"))
+        loss = self.loss(self.net(x.cumsum(1)), y)
+        self.log("loss", loss)
+        return loss
+
+    @property
+    def progress(self) -> int:
+        return min(self.global_step, 3)
+
+
+class GrowsWithEpochs(GrowsWithSteps):
+    @property
+    def progress(self) -> int:
+        return self.current_epoch
+
+
 def _samples(n: int) -> list[dict[str, Tensor]]:
     def draw(seed: int) -> Tensor:
         return torch.randn(8, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
@@ -247,7 +267,12 @@ def _fit(
     module, size, accumulated = kind(), 4, 1
     if layout.plain:
         size, accumulated = 2, 2
-    options = {"callbacks": [RateByMean()], "accumulate_grad_batches": accumulated, "use_distributed_sampler": False}
+    options = {
+        "callbacks": [RateByMean()],
+        "max_epochs": 1 + issubclass(kind, GrowsWithEpochs),
+        "accumulate_grad_batches": accumulated,
+        "use_distributed_sampler": False,
+    }
     trainer = make_trainer(layout, strategy=None if layout.plain else {"plan": None, "stages": stages}, **options)
     loaders = [DataLoader(_samples(n), batch_size=size) for n in (16, 4)]  # type: ignore[arg-type]
     trainer.fit(module, loaders[0], loaders[1] if hasattr(module, "ema") else None)
@@ -262,6 +287,7 @@ def _fit(
     [
         *((kind, PP2) for kind in (Averages, AveragesByTorch, Counts, Learns, WritesBatch, PopsBatch, SetsRates)),
         *((kind, PP2) for kind in (Replaces, HasNoTest, MaskedTeacher, MasksEarly, AveragesByLists, SetsBuffer)),
+        *((kind, PP2) for kind in (GrowsWithSteps, GrowsWithEpochs)),
         *((kind, INTERLEAVED) for kind in (WritesBatch, PopsBatch, MaskedTeacher, MasksEarly)),
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else str(value),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -32,7 +33,7 @@ from lightning_megatp.pipeline.slicing.state.put_back import Toggles, modules_wi
 from lightning_megatp.pipeline.slicing.state.tables import Left
 from lightning_megatp.shim.autograd import checkpoints_ended, handle_functions
 from lightning_megatp.shim.compiler import uncompiled
-from lightning_megatp.shim.lightning import trainer_of
+from lightning_megatp.shim.lightning import noting_progress, trainer_of
 from lightning_megatp.shim.torch import FakeTensorMode, conversions_around, subclassed_fake, tensor_version
 from lightning_megatp.snapshots.snapshot import FirstValues, Snapshot, random_state_kept
 
@@ -156,7 +157,7 @@ class DryRuns:
             tracer.varies = varies
             values_before = FirstValues(snapshot.tensors.values())
             try:
-                with owned.lists_noted() as lists, values_before, host_seeded(seed) as drawn:
+                with owned.lists_noted() as lists, values_before, host_seeded(seed) as drawn, self._progress(tracer):
                     self._trace(tracer, step, batch, toggles)
                     draws_on_host = drawn()
                 values = tracer.consume_left(snapshot)
@@ -256,6 +257,12 @@ class DryRuns:
             manner.past_masks,
             manner.late_hooks,
         )
+
+    def _progress(self, tracer: Tracer) -> contextlib.AbstractContextManager[None]:
+        """A step that asks how far the training is may do something else in a later one (a curriculum of lengths)."""
+        trainer = trainer_of(self._module)
+        note = functools.partial(setattr, tracer, "varies", True)
+        return contextlib.nullcontext() if trainer is None else noting_progress(trainer, note)
 
     @contextlib.contextmanager
     def _seen_by(self, mode: Tracer | Alone) -> Iterator[None]:

@@ -82,9 +82,22 @@ class Ownership:
         return owners
 
     def learn(self, owners: Mapping[int, set[int]]) -> None:
-        """Remember on which stages a plan uses the units' parameters."""
+        """Remember on which stages a plan uses the units' parameters.
+
+        Raises:
+            SliceError: it uses a unit's buffer on the stage of another one, where it is gone.
+        """
         for tensor_id, name in self.names.items():
             self._uses.setdefault(name, set()).update(owners.get(tensor_id, set()))
+        homes = self.of_units()
+        for name, buffer in self._module.named_buffers():
+            homes_of = homes.get(id(buffer), set())
+            if apart := owners.get(id(buffer), set()) - homes_of:
+                raise SliceError(
+                    f"the step uses the buffer `{name}` on pipeline stage {min(apart)}, and its module is on stage"
+                    f" {min(homes_of)}. Make that module a child of those that use the buffer (`self.child = module` in"
+                    " their `__init__`), or keep them on one stage, by `stages=[[...], ...]`."
+                )
 
     def free(self, own: Collection[int]) -> None:
         """Let go of the parameters and buffers that belong to units of other stages only. Tied ones stay tied."""
