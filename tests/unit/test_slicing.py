@@ -471,16 +471,26 @@ def _keeps(module: GPT, x: Tensor, how: str) -> Tensor:
         held.append(x)
     elif how == "table" and not hasattr(module, "table"):
         module.table = torch.arange(HIDDEN).cos()
+    elif how == "pair" and not hasattr(module, "table"):
+        module.table = (torch.arange(HIDDEN).cos(), torch.arange(HIDDEN).sin())
     elif how == "in a list" and not held:
         held.append(torch.arange(HIDDEN).cos())
     elif how == "of the first batch" and not hasattr(module, "mean"):
         module.mean = x.double().mean()
-    return {"table": lambda: module.table, "in a list": lambda: held[0]}.get(how, lambda: torch.ones(()))()
+    return {"table": lambda: module.table, "pair": lambda: module.table[0], "in a list": lambda: held[0]}.get(
+        how, lambda: torch.ones(())
+    )()
 
 
 @pytest.mark.parametrize(
     ("how", "plans", "is_rehearsed"),
-    [("collected", 1, False), ("table", 2, False), ("in a list", 1, True), ("of the first batch", 1, True)],
+    [
+        ("collected", 1, False),
+        ("table", 2, False),
+        ("pair", 2, False),
+        ("in a list", 1, True),
+        ("of the first batch", 1, True),
+    ],
 )
 def test_what_a_step_leaves_is_followed_where_the_next_one_goes_by_it(how: str, plans: int, is_rehearsed: bool) -> None:
     class Leaving(GPT):
@@ -497,7 +507,7 @@ def test_what_a_step_leaves_is_followed_where_the_next_one_goes_by_it(how: str, 
         before, calls = dict(vars(module)), []
         assert slicer.fits(found[0], lambda x: calls.append(1) or module.training_step(x), batch)
     assert (len(found), bool(calls)) == (plans, is_rehearsed)
-    assert vars(module) == before and hasattr(module, "table") == (how == "table")
+    assert vars(module) == before and hasattr(module, "table") == (how in ("table", "pair"))
     assert len({plan.digest() for plan in found}) == plans
 
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_megatp.pipeline.slicing.dry_run.values import Value
-from lightning_megatp.pipeline.slicing.plan import SlicePlan
+from lightning_megatp.pipeline.slicing.plan import SlicePlan, tensors_in
 from lightning_megatp.snapshots.snapshot import PLAIN, Snapshot
 
 
@@ -22,6 +22,11 @@ class _Entry(NamedTuple):
     holder: dict[Any, Any]
     key: Any
     value: Any
+
+
+def _tensors_of(value: Any) -> list[Tensor]:
+    """A tensor, or those that a tuple holds (cosines and sines of positions)."""
+    return tensors_in(value) if isinstance(value, (Tensor, tuple)) else []
 
 
 class Left:
@@ -41,25 +46,30 @@ class Left:
         self._buffers_of = {id(child.__dict__): child.__dict__["_buffers"] for child in module.modules()}
         self._entries = {plain: self._entries_with(left, plain) for plain in (False, True)}
         constant = all(value.constant and not value.tensor.requires_grad for value in left.values())
-        complete = {id(entry.value) for entry in self.entries} == set(left)
+        complete = {id(x) for entry in self.entries for x in _tensors_of(entry.value)} == set(left)
         self.are_tables = self.any and complete and constant and not asks_batch
         """Whether it depends neither on the batch, nor on chance, nor on what is trained; `put` finds its places."""
 
     @property
     def entries(self) -> list[_Entry]:
-        """Attributes and entries of dicts that hold the tensors."""
+        """Attributes and entries of dicts that hold the tensors, or tuples of them."""
         return self._entries[False]
 
     def _entries_with(self, tensors: Collection[int], plain: bool) -> list[_Entry]:
         """With `plain` also the numbers and the like that changed beside them."""
         dicts = [(holder, new) for holder, new in self._changes or () if isinstance(holder, dict)]
-        having = {id(holder) for holder, new in dicts if any(id(x) in tensors for x in new.values())}
+
+        def has(value: Any) -> bool:
+            held = _tensors_of(value)
+            return bool(held) and all(id(x) in tensors for x in held)
+
+        having = {id(holder) for holder, new in dicts if any(map(has, new.values()))}
         return [
             _Entry(holder, key, x)
             for holder, new in dicts
             if id(holder) in having or id(self._buffers_of.get(id(holder))) in having
             for key, x in new.items()
-            if id(x) in tensors or (plain and type(x) in PLAIN)
+            if has(x) or (plain and type(x) in PLAIN)
         ]
 
     def put(self, plain: bool) -> None:
@@ -98,7 +108,7 @@ class Tables:
     def note_if_unchanged(self, plan: SlicePlan, before: Snapshot) -> None:
         """A plan has been tried and fits, from that moment on."""
         held = self._held()
-        if all(x is None or id(x) in before.tensors for x in held):
+        if all(id(x) in before.tensors for kept in held for x in _tensors_of(kept)):
             self._found[id(plan)] = plan, held
 
     def are_those_of(self, plan: SlicePlan) -> bool:
