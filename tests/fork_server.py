@@ -143,7 +143,7 @@ def inherited() -> dict[str, str]:
 def _execute(
     descriptor: int, imports: Sequence[str], simulated: bool, forks: bool, output: Any
 ) -> subprocess.Popen[bytes]:
-    options = ["--simulated", str(library())] * simulated + ["--execute"] * (not forks)
+    options = (["--simulated", str(library())] if simulated else []) + ["--execute"] * (not forks)
     return subprocess.Popen(
         _command(descriptor, *options, *imports), env=inherited(), cwd=REPOSITORY,
         pass_fds=[descriptor], start_new_session=True,
