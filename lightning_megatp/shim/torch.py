@@ -137,8 +137,13 @@ def subclassed_fake(error: Exception) -> str:
 
 
 def is_view(x: Tensor) -> bool:
-    """Whether autograd follows changes in place of a tensor back to another (`Tensor._base`, 2.11-2.13)."""
-    return x._base is not None
+    """Whether autograd follows changes in place of a tensor back to another."""
+    return viewed(x) is not None
+
+
+def viewed(x: Tensor) -> Tensor | None:
+    """That other tensor (`Tensor._base`, 2.11-2.14)."""
+    return x._base
 
 
 def tensor_version(x: Tensor) -> int:

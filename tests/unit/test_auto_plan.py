@@ -653,6 +653,24 @@ def test_what_a_row_returns_may_be_changed_in_place() -> None:
     assert styles(found) == {"up": "column", "down": "row"} and found.sequence_dim == 1
 
 
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_block_that_changes_one_token_in_place_keeps_all_of_them(dim: int) -> None:
+    """Of a part of the sequence, each rank would change its own first one."""
+
+    class InPart(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(HIDDEN, 48), nn.Linear(48, HIDDEN)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x.clone()
+            x.select(dim, 0).add_(1)
+            return x + self.down(self.up(x).relu())
+
+    found = plan(InPart(), 2)
+    assert styles(found) == {"up": "column", "down": "row"} and found.sequence_dim is None
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_block_with_a_checkpoint_inside(reentrant: bool) -> None:
     """What backward runs again would wait there for the other simulated ranks."""

@@ -19,8 +19,8 @@ from lightning_megatp.plan.auto.exact import exact
 from lightning_megatp.plan.auto.thin import ThinLinear, concrete_call
 from lightning_megatp.plan.layer import LayerPlan
 from lightning_megatp.shim.autograd import accumulated_parameter
-from lightning_megatp.shim.torch import tree_leaves
-from lightning_megatp.tensor.functions import operation_name
+from lightning_megatp.shim.torch import tree_leaves, viewed
+from lightning_megatp.tensor.functions import is_in_place, operation_name
 
 
 def sequence_dim(twin: nn.Module, call: Call, layers: Mapping[str, LayerPlan]) -> int | None:
@@ -49,9 +49,11 @@ def sequence_dim(twin: nn.Module, call: Call, layers: Mapping[str, LayerPlan]) -
         layer = twin.get_submodule(name)
         assert isinstance(layer, ThinLinear)
         layer.record, layer.cut = [], name in rows
-    with torch.enable_grad(), exact(), _Gradients() as gradients:
+    with torch.enable_grad(), exact(), _Watch() as watch:
         result = twin(*own.args, **own.kwargs)
-    if gradients.asked:  # of tokens a rank would be given a part
+    inside = {id(y) for name in columns for _, y in _calls(twin, name)}
+    in_part = [x for x in watch.changed_in_part if x.shape == hidden.shape and id(x) not in inside]
+    if watch.asked or in_part:  # of tokens a rank would be given a part
         return None
     outputs = [x for x in tensors_in(result, (own.args, own.kwargs)) if x.is_floating_point()]
     sources = [hidden, *(y for name in rows for _, y in _calls(twin, name))]
@@ -64,11 +66,14 @@ def sequence_dim(twin: nn.Module, call: Call, layers: Mapping[str, LayerPlan]) -
     return None
 
 
-class _Gradients(TorchFunctionMode):
+class _Watch(TorchFunctionMode):
     """Notes whether code asks for gradients of what it computes with: by hooks, or by making leaves (implicit layers,
-    learning at test time)."""
+    learning at test time); and what it changes in place through a view (`x[:, 0] += 1`)."""
 
-    asked = False
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked = False
+        self.changed_in_part: list[Tensor] = []
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -79,6 +84,10 @@ class _Gradients(TorchFunctionMode):
         elif name == "requires_grad_" or (name == "requires_grad" and len(args) > 1):  # set
             wanted = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
             self.asked = self.asked or bool(wanted and not args[0].requires_grad)
+        elif is_in_place(name) and args and isinstance(args[0], Tensor):
+            base = viewed(args[0])
+            if base is not None and args[0].numel() < base.numel():
+                self.changed_in_part.append(base)
         return func(*args, **kwargs)
 
 
