@@ -40,7 +40,7 @@ class Entry:
         return Chunks.to_write(self.tensor, self.spec, index == turn)
 
 
-def model_entries(state: Mapping[str, Any], parallel: ParallelModule, mesh: ParallelMesh) -> Iterator[Entry]:
+def model_entries(state: Mapping[str, Any], parallel: ParallelModule) -> Iterator[Entry]:
     """The tensors of a module's state dict.
 
     Args:
@@ -61,7 +61,7 @@ def model_entries(state: Mapping[str, Any], parallel: ParallelModule, mesh: Para
             yield Entry(name, parallel.shard(name, parameter), value)
 
 
-def optimizer_entries(optimizer: Optimizer, parallel: ParallelModule, mesh: ParallelMesh) -> Iterator[Entry]:
+def optimizer_entries(optimizer: Optimizer, parallel: ParallelModule) -> Iterator[Entry]:
     """The tensors of an optimizer's state.
 
     Raises:

@@ -35,7 +35,7 @@ def sharded_state_dict(state: Mapping[str, Any], parallel: ParallelModule, mesh:
 
     Communication: at pp > 1 one object all-gather of what isn't a tensor, over pp.
     """
-    found: dict[str, Any] = {entry.name: entry.to_write(mesh) for entry in model_entries(state, parallel, mesh)}
+    found: dict[str, Any] = {entry.name: entry.to_write(mesh) for entry in model_entries(state, parallel)}
     others = {name: value for name, value in state.items() if name not in found}
     return found | {name: value for stage in reversed(_over_stages(others, mesh)) for name, value in stage.items()}
 
@@ -67,7 +67,7 @@ def sharded_optimizer_state(optimizer: Optimizer, parallel: ParallelModule, mesh
     for index, group in enumerate(optimizer.param_groups):
         members = list(dict.fromkeys(name for of_stage, _ in stages for name in of_stage[index]))
         groups.append({**group, "params": sorted(members, key=_place(parallel)) if mesh.size("pp") > 1 else members})
-    state: dict[str, Any] = {entry.name: entry.to_write(mesh) for entry in optimizer_entries(optimizer, parallel, mesh)}
+    state: dict[str, Any] = {entry.name: entry.to_write(mesh) for entry in optimizer_entries(optimizer, parallel)}
     for _, of_stage in reversed(stages):
         state |= of_stage
     return {"state": state, "param_groups": groups}
@@ -164,7 +164,7 @@ def load_sharded_model(
     """
     with together(f"the model was not loaded from {folder.path}"):
         state = module.state_dict()
-        specs = {x.name: (x.spec, x.tensor.dtype) for x in model_entries(state, parallel, mesh)}
+        specs = {x.name: (x.spec, x.tensor.dtype) for x in model_entries(state, parallel)}
         known = set(state) | set(parallel.order)
         saved = {name.removeprefix(MODEL) for name in folder.tensors if name.startswith(MODEL)} | set(others)
         _compare(folder, specs, saved, known, set(state), strict)

@@ -85,18 +85,18 @@ class NotFinite(ValueError):
         self.ran = ran
 
 
-def path(twin: nn.Module, call: Call, train: bool = True) -> list[Any]:
-    """The operations by which a thin block computes a call, and the shapes of what they return."""
-    return _watched(twin, call, train).found
+def path(twin: nn.Module, call: Call) -> list[Any]:
+    """The operations by which a thin block in training computes a call, and the shapes of what they return."""
+    return _watched(twin, call, train=True).found
 
 
-def done_in(twin: nn.Module, call: Call, train: bool = True) -> set[Done]:
+def done_in(twin: nn.Module, call: Call, train: bool) -> set[Done]:
     """The same operations, each with the user's line that calls it."""
     return _watched(twin, call, train).done
 
 
 def _watched(twin: nn.Module, call: Call, train: bool) -> _Operations:
-    own = concrete_call(call, 0, noise=0.1)
+    own = concrete_call(call, seed=0, noise=0.1)
     with exact(), _Operations() as seen:
         copy_of(twin, train)(*own.args, **own.kwargs)
     return seen
@@ -127,10 +127,10 @@ class Reference:
         train: the mode to run it in.
     """
 
-    def __init__(self, twin: nn.Module, call: Call, train: bool = True, seed: int = 0) -> None:
-        self.twin, self.call, self.train, self.seed = twin, call, train, seed
+    def __init__(self, twin: nn.Module, call: Call, train: bool = True) -> None:
+        self.twin, self.call, self.train = twin, call, train
         whole = copy_of(twin, train)
-        own = concrete_call(call, seed, noise=0.1)
+        own = concrete_call(call, seed=0, noise=0.1)
         given = _floating((own.args, own.kwargs))
         with torch.enable_grad(), exact():
             self.outputs = _floating(whole(*own.args, **own.kwargs), (own.args, own.kwargs))
@@ -148,7 +148,7 @@ class Reference:
     def reads(self, numbers: Collection[str]) -> set[str]:
         """Which of these attributes the block's code reads; their names are behind those of their modules."""
         whole = copy_of(self.twin, self.train)
-        own = concrete_call(self.call, self.seed, noise=0.1)
+        own = concrete_call(self.call, seed=0, noise=0.1)
         with reads_outside(whole, numbers, ()) as read, exact():
             whole(*own.args, **own.kwargs)
         return read
@@ -164,7 +164,7 @@ class Reference:
         """Run the shards of a plan, and compare outputs and every gradient."""
         ranks = Ranks(tp)
         shards = [_Rank(self.twin, plan, ranks, rank, self.train) for rank in range(tp)]
-        calls = [concrete_call(self.call, self.seed, noise=0.1) for _ in range(tp)]
+        calls = [concrete_call(self.call, seed=0, noise=0.1) for _ in range(tp)]
         given = [_floating((call.args, call.kwargs)) for call in calls]
         with functions_take_whole(), exact():
             error = ranks.run(lambda rank: shards[rank].run(calls[rank]))
