@@ -21,6 +21,7 @@ from lightning_megatp.checkpoint.contents import (
 )
 from lightning_megatp.checkpoint.folder import Folder
 from lightning_megatp.mesh import ParallelMesh
+from lightning_megatp.messages import with_article
 from lightning_megatp.module import ParallelModule
 from lightning_megatp.shim.torch import tree_leaves
 
@@ -59,8 +60,9 @@ def sharded_optimizer_state(optimizer: Optimizer, parallel: ParallelModule, mesh
     for name, value in others.items():
         if any(isinstance(x, Tensor) and x.dim() for x in tree_leaves(value)):
             raise RuntimeError(
-                f"MegaTPStrategy: the optimizer's state `{name}` holds tensors in a {type(value).__name__}, which a"
-                ' checkpoint folder has no place for. Use checkpoint="file".'
+                f"MegaTPStrategy: the optimizer's state `{name}` holds tensors in"
+                f" {with_article(type(value).__name__)}, which a checkpoint folder has no place for. Use"
+                ' checkpoint="file".'
             )
     stages = _over_stages((names, others), mesh)
     groups = []
