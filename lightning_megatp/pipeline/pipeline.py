@@ -36,10 +36,9 @@ from lightning_megatp.pipeline.remote.calls import RemoteCalls, Serving, warn_of
 from lightning_megatp.pipeline.remote.in_hooks import FromLast, Together
 from lightning_megatp.pipeline.remote.ways import Way, Ways
 from lightning_megatp.pipeline.schedules.schedule import Schedule
-from lightning_megatp.pipeline.seeds import shared_seed
+from lightning_megatp.pipeline.seeds import seeded, shared_seed
 from lightning_megatp.pipeline.shared import Shared, SharedParameters
 from lightning_megatp.pipeline.slicing.plan import SlicePlan
-from lightning_megatp.pipeline.slicing.running import seeded
 from lightning_megatp.pipeline.slicing.slicer import Slicer
 from lightning_megatp.pipeline.slicing.state.lasting import UNNAMED
 from lightning_megatp.pipeline.slicing.units import modules_around, parts_of_one_stage
