@@ -60,9 +60,10 @@ from lightning_megatp.hooks.stops import stopping_together
 from lightning_megatp.mesh import AXES, MeshShape, ParallelMesh, check_sizes
 from lightning_megatp.metrics import gather_metrics_over
 from lightning_megatp.module import ParallelModule
-from lightning_megatp.pipeline.build import PipelineOptions, open_pipeline
+from lightning_megatp.pipeline.build import open_pipeline
 from lightning_megatp.pipeline.pipeline import Pipeline
 from lightning_megatp.pipeline.schedules.trace import StepTrace
+from lightning_megatp.pipeline.settings import PipelineOptions
 from lightning_megatp.pipeline.slicing.units import find_units
 from lightning_megatp.planner.live import predict_run
 from lightning_megatp.planner.measure import MemoryAccount, measure

@@ -10,7 +10,6 @@ import contextlib
 import functools
 from collections import ChainMap
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,6 +36,7 @@ from lightning_megatp.pipeline.remote.in_hooks import FromLast, Together
 from lightning_megatp.pipeline.remote.ways import Way, Ways
 from lightning_megatp.pipeline.schedules.schedule import Schedule
 from lightning_megatp.pipeline.seeds import seeded, shared_seed
+from lightning_megatp.pipeline.settings import Settings
 from lightning_megatp.pipeline.shared import Shared, SharedParameters
 from lightning_megatp.pipeline.slicing.plan import SlicePlan
 from lightning_megatp.pipeline.slicing.slicer import Slicer
@@ -54,23 +54,6 @@ from lightning_megatp.shim.torch import DisableTorchFunction
 from lightning_megatp.shim.transformers import is_pretrained
 from lightning_megatp.snapshots.leftovers import Attributes, Path, PlainValues
 from lightning_megatp.snapshots.snapshot import FirstValues, Snapshot
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What a run needs to know beyond the batch.
-
-    Args:
-        microbatches: per batch, at most.
-        schedule: number of microbatches -> the schedule of training.
-        evaluation: the same for validation, test and predict.
-        stages: the units of each stage, if the user chose them.
-    """
-
-    microbatches: int
-    schedule: Callable[[int], Schedule]
-    evaluation: Callable[[int], Schedule]
-    stages: Sequence[Sequence[str]] | None = None
 
 
 class Pipeline:

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from lightning_megatp.gradients.rows import rows_of
 from lightning_megatp.gradients.units import in_several, large_units
-from lightning_megatp.pipeline.build import holders_of, unit_costs
+from lightning_megatp.pipeline.assignment import assign, holders_of, unit_costs
 from lightning_megatp.pipeline.schedules.generators import make_schedule
 from lightning_megatp.pipeline.schedules.schedule import Kind, Schedule
-from lightning_megatp.pipeline.slicing.units import assign, find_units
+from lightning_megatp.pipeline.slicing.units import find_units
 from lightning_megatp.plan.parallel_plan import ParallelPlan
 from lightning_megatp.planner.optimizers import States
 from lightning_megatp.planner.rehearsal import Rehearsal
