@@ -16,6 +16,7 @@ from lightning_megatp.checkpoint.contents import (
     Entry,
     group_names,
     model_entries,
+    numbered_groups,
     optimizer_entries,
     state_spec,
 )
@@ -220,13 +221,7 @@ def load_sharded_optimizer(
             if name in state:
                 state[name][key] = value
     numbered = {number: state[name] for number, name in enumerate(flat) if state[name]}
-    groups, start = [], 0
-    for group, members in zip(saved["param_groups"], names, strict=True):
-        groups.append({**group, "params": list(range(start, start + len(members)))})
-        if "param_names" in group:
-            groups[-1]["param_names"] = members
-        start += len(members)
-    optimizer.load_state_dict({"state": numbered, "param_groups": groups})
+    optimizer.load_state_dict({"state": numbered, "param_groups": numbered_groups(saved["param_groups"], names)})
 
 
 def _compare(

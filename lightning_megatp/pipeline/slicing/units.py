@@ -8,6 +8,8 @@ from itertools import takewhile
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
+from lightning_megatp.shim.compiler import wraps_compiled
+
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 _PARAMETERS = (nn.ParameterList, nn.ParameterDict)
 
@@ -106,7 +108,7 @@ def _units(name: str, module: nn.Module, open_all: bool, in_list: bool) -> Itera
     bare = not _has_forward(module)
     opened = is_list or is_root or bare or (not in_list and _has_lists(module))
     opened |= open_all and not _own_parameters(module)
-    if is_compiled(module) or _is_parametrized_layer(module) or not opened or not inner:
+    if wraps_compiled(module) or _is_parametrized_layer(module) or not opened or not inner:
         if _is_callable(module) and not is_root:
             yield name
         return
@@ -121,11 +123,6 @@ def modules_around(units: Iterable[str]) -> list[str]:
         parts = unit.split(".")
         names |= {".".join(parts[:depth]) for depth in range(1, len(parts))}
     return sorted(names)
-
-
-def is_compiled(module: nn.Module) -> bool:
-    """Whether this is what `torch.compile(module)` returned."""
-    return "_orig_mod" in module._modules
 
 
 def _is_list(module: nn.Module) -> bool:
@@ -145,7 +142,7 @@ def _has_lists(module: nn.Module) -> bool:
     modules = list(module.modules())
     parametrizations = {id(child.parametrizations) for child in modules if is_parametrized(child)}
     lists = (child for child in modules if _is_list(child) and id(child) not in parametrizations)
-    return not is_compiled(module) and any(map(_blocks, lists))
+    return not wraps_compiled(module) and any(map(_blocks, lists))
 
 
 def _is_parametrized_layer(module: nn.Module) -> bool:
