@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from lightning_megatp.gradients.preparing import most_common, trained_dtypes
 from lightning_megatp.gradients.rows import rows_of
-from lightning_megatp.gradients.settle import most_common, trained_dtypes
 from lightning_megatp.gradients.units import in_several, large_units
 from lightning_megatp.pipeline.assignment import assign, holders_of, unit_costs
 from lightning_megatp.pipeline.schedules.generators import make_schedule

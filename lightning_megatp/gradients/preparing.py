@@ -18,7 +18,7 @@ from lightning_megatp.gradients.rows import DividedParameter, rows_of
 from lightning_megatp.shim.autograd import accumulation_hooks, hooks_held, leaf_hooks
 
 
-def settle(
+def lay_out(
     module: nn.Module, groups: Sequence[Group], in_rest: set[str], place: int, ranks: int, first_copy: bool
 ) -> list[DividedParameter]:
     """Let FSDP2 lay out its memory: afterwards this rank's rows, and the tensors it gathers into, stay the same.
