@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_megatp.mesh import AXES, ParallelMesh
-from lightning_megatp.messages import warn_once_per_run
+from lightning_megatp.messages import warn_once_per_run, with_article
 from lightning_megatp.stopping import Stopping
 
 log = logging.getLogger(__name__)
@@ -215,7 +215,7 @@ class _Describer(pickle.Pickler):
             return None
         if not _is_dense(obj):
             if obj.device.type != "cpu":
-                kind = f"a {type(obj).__name__} of layout {obj.layout} on {obj.device}"
+                kind = f"{with_article(type(obj).__name__)} of layout {obj.layout} on {obj.device}"
                 raise TypeError(f"it holds {kind}, which is not dense; make it so, or leave it on the CPU")
             return None  # pickled by value
         if id(obj) not in self.index:

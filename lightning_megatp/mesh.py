@@ -20,6 +20,7 @@ from rich.table import Table
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from lightning_megatp.messages import with_article
 from lightning_megatp.shim.torch import tree_map
 from lightning_megatp.tables import Titled
 
@@ -46,8 +47,8 @@ def check_sizes(**sizes: Any) -> None:
     for axis, size in sizes.items():
         if type(size) is bool or not isinstance(size, Integral):
             raise ValueError(
-                f"MegaTPStrategy: {axis}={size!r} is a {type(size).__name__}, but every axis needs a whole number, such"
-                " as 2."
+                f"MegaTPStrategy: {axis}={size!r} is {with_article(type(size).__name__)}, but every axis needs a whole"
+                " number, such as 2."
             )
         if size < 1:
             raise ValueError(f"MegaTPStrategy: {axis}={size}, but every axis needs a size of 1 or more.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import re
 import warnings
 from typing import Any
 
@@ -19,8 +20,14 @@ def warn_once_per_run(text: str) -> None:
 
 
 def with_article(noun: str) -> str:
-    """`a Linear`, `an Embedding`."""
-    return f"{'an' if noun[:1] in 'AEIOUaeiou' else 'a'} {noun}"
+    """`a Linear`, `an Embedding`; by sound, so `a UNet` and `an MLP`, whose first letters are spelled."""
+    word = noun.lstrip("_`")
+    spelled = re.match("[A-Z]{2}", word) is not None and word[:1] != "U"
+    vowel = word[:1] in "AEFHILMNORSX" if spelled else word[:1] in "AEIOUaeiou" and not _SOUNDS_LIKE_YOU.match(word)
+    return f"{'an' if vowel else 'a'} {noun}"
+
+
+_SOUNDS_LIKE_YOU = re.compile("U[A-Z]|[Uu](ni(?!n)|se|til)|[Ee]u|[Oo]ne")
 
 
 class OfOneRank:

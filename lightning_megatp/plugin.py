@@ -15,7 +15,7 @@ from lightning_megatp.example import Example, untouched
 from lightning_megatp.mesh import ParallelMesh, alone
 from lightning_megatp.messages import warn_once_per_run
 from lightning_megatp.module import ParallelModule
-from lightning_megatp.pipeline.build import used_beside
+from lightning_megatp.pipeline.observed import used_beside
 from lightning_megatp.pipeline.slicing.units import find_units
 from lightning_megatp.plan.attributes import undivided_counts
 from lightning_megatp.plan.auto.blocks import find_blocks

@@ -13,10 +13,10 @@ from torch import nn
 
 from lightning_megatp.mesh import ParallelMesh
 from lightning_megatp.module import ParallelModule
-from lightning_megatp.pipeline.build import stage_table, stages_along
 from lightning_megatp.pipeline.pipeline import Pipeline
+from lightning_megatp.pipeline.settings import stage_order
 from lightning_megatp.planner.report import size
-from lightning_megatp.tables import Titled, grouped, layers_table, numbers
+from lightning_megatp.tables import Folded, Titled, grouped, layers_table, numbers
 
 SHOWN_FROM = 0.1
 """The share of whole parameters from which the largest of them are listed."""
@@ -32,7 +32,7 @@ def print_layout(
     """
     console = Console()
     if mesh.shape.world_size > 1:
-        console.print(mesh.table(None if pipeline is None else stages_along(pipeline)))
+        console.print(mesh.table(None if pipeline is None else _stages_along(pipeline)))
     if parallel.plan.layers and mesh.size("tp") > 1:
         console.print(layer_table(parallel, mesh))
     if pipeline is not None:
@@ -52,6 +52,35 @@ def layer_table(parallel: ParallelModule, mesh: ParallelMesh) -> Table:
     plan = parallel.plan
     title, where = f"What is split over tp={plan.tp}", f"on rank {mesh.global_rank}"
     return layers_table(title, plan.layers.values(), parallel.context.rank, where, plan.how)
+
+
+def stage_table(pipeline: Pipeline) -> Table:
+    """What each stage holds, and where."""
+    schedule, shape = pipeline.settings.schedule(pipeline.settings.microbatches), pipeline.mesh.shape
+    order = stage_order(schedule)
+    title = f"Pipeline of {schedule.stages} stages, {schedule.name}"
+    table = Titled(title=title)
+    for column in ("stage", "global ranks", "units", "parameters"):
+        table.add_column(column, justify="right" if column == "parameters" else "left")
+    for stage, held in enumerate(pipeline.stage_parameters):
+        units = [unit for unit, at in pipeline.stage_of_unit.items() if at == stage]
+        shown = units if len(units) <= 4 else [*units[:2], "...", units[-1]]
+        at_pp = order[schedule.placement[stage]]
+        ranks = [rank for rank in range(shape.world_size) if shape.coordinates(rank)["pp"] == at_pp]
+        listed = Folded(f"{len(units)}: {', '.join(shown)}")
+        table.add_row(f"stage {stage}", numbers(ranks), listed, f"{held:,}")
+    table.caption = f"up to {schedule.microbatches} microbatches per batch (fewer where it has fewer rows)"
+    if pipeline.compiled:
+        names = ", ".join(pipeline.compiled[:4]) + (", ..." if len(pipeline.compiled) > 4 else "")
+        table.caption += f"; compiled, so that weight gradients can't be put off: {names}"
+    return table
+
+
+def _stages_along(pipeline: Pipeline) -> list[list[int]]:
+    """The stages of each index on the pp axis."""
+    schedule = pipeline.settings.schedule(pipeline.settings.microbatches)
+    order = stage_order(schedule)
+    return [schedule.stages_of(order.index(at)) for at in range(schedule.ranks)]
 
 
 def memory_table(parallel: ParallelModule, mesh: ParallelMesh, pipeline: Pipeline | None = None) -> Table:

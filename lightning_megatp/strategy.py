@@ -7,7 +7,6 @@ from datetime import timedelta
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_only
 
 from lightning_megatp.arguments import (
@@ -60,13 +59,12 @@ from lightning_megatp.hooks.stops import stopping_together
 from lightning_megatp.mesh import AXES, MeshShape, ParallelMesh, check_sizes
 from lightning_megatp.metrics import gather_metrics_over
 from lightning_megatp.module import ParallelModule
-from lightning_megatp.pipeline.build import PipelineOptions, open_pipeline
+from lightning_megatp.pipeline.build import open_pipeline
 from lightning_megatp.pipeline.pipeline import Pipeline
 from lightning_megatp.pipeline.schedules.trace import StepTrace
+from lightning_megatp.pipeline.settings import PipelineOptions
 from lightning_megatp.pipeline.slicing.units import find_units
-from lightning_megatp.planner.live import predict_run
-from lightning_megatp.planner.measure import MemoryAccount, measure
-from lightning_megatp.planner.report import MemoryReport, RankMemory
+from lightning_megatp.planner.measure import MemoryAccount
 from lightning_megatp.plugin import ParallelismPlugin
 from lightning_megatp.randomness import share_drawn, synchronize_random_state
 from lightning_megatp.recompute.blocks import recompute_blocks
@@ -265,14 +263,12 @@ class MegaTPStrategyBase(StepMethods, GradientMethods, BuildingMethods, WorldMet
 
     @property
     def shape(self) -> MeshShape:
-        """Sizes of the axes for the Trainer's devices, before there are ranks."""
-        return MeshShape.fit(self.num_nodes * self.num_processes, tp=self.tp, pp=self.pp, dp=self.dp)
+        """Sizes of the axes for the Trainer's devices, before there are ranks.
 
-    def _check_devices(self) -> None:
-        """Raises:
-        ValueError: the devices don't fit tp, pp and dp.
+        Raises:
+            ValueError: the devices don't fit tp, pp and dp.
         """
-        MeshShape.fit(self.num_nodes * self.num_processes, tp=self.tp, pp=self.pp, dp=self.dp)
+        return MeshShape.fit(self.num_nodes * self.num_processes, tp=self.tp, pp=self.pp, dp=self.dp)
 
     def _configure_launcher(self) -> None:
         environment = self.cluster_environment
@@ -280,7 +276,7 @@ class MegaTPStrategyBase(StepMethods, GradientMethods, BuildingMethods, WorldMet
         if without_ranks():
             return  # this process alone looks at the model
         check_precision(self.precision_plugin, self.pp)  # here, where one process says it
-        self._check_devices()
+        _ = self.shape  # raises, where the devices don't fit tp, pp and dp
         self._launcher = self.namespace.launcher(environment, self.num_processes, self.num_nodes)
 
     def setup_environment(self) -> None:
@@ -338,21 +334,7 @@ class MegaTPStrategyBase(StepMethods, GradientMethods, BuildingMethods, WorldMet
             without_sync_advice()
         if not self._undivided:
             without_inference_mode(trainer)
-            self._detours += without_examples(trainer, whole_forward=self.pipeline is None and self.sharding is None)
-        if self._default_group is not None:
-            self._detours += among_copies(trainer, self.among_copies)
-        if mesh.size("tp") > 1:
-            self._detours += with_whole_functions(trainer, parallel)
-        if mesh.size("tp") > 1 or self.sharding is not None or self.pipeline is not None:
-            meetings = Meetings(parallel.context, mesh, default_store(), divided=self.sharding is not None)
-            self._detours += meetings.around_hooks(trainer)
-        if self.pipeline is not None:
-            self._detours += Forwards(self.pipeline.running_units).around_hooks(trainer)
-            self._detours += explaining_stages(trainer)
-        elif self.sharding is not None:
-            self._detours += Forwards(GatheredCalls(parallel, self.sharding).running).around_hooks(trainer)
-        if self.pipeline is not None and not self.pipeline.is_last:
-            self._detours += without_predictions(trainer)
+        self._stand_in_for_hooks(trainer, parallel, mesh)
         self._watch_sigterm(trainer, example)
         self._load_split_model()
         synchronize_random_state(mesh)
@@ -366,18 +348,7 @@ class MegaTPStrategyBase(StepMethods, GradientMethods, BuildingMethods, WorldMet
         if fitting:
             self._prepare_optimizers(trainer)
             self._check_optimizers()
-            self._detours += with_whole_groups(trainer, self._as_on_one_device)
-            if self.world_size > 1:
-                self._detours += stopping_together(trainer, mesh.hosts(*AXES))
-            if mesh.size("tp") > 1 or self.sharding is not None:
-                self._detours += with_whole_values(trainer, parallel)  # inside of the next ones
-            if mesh.size("tp") > 1:
-                self._detours += watching_weights(trainer, parallel)
-            if self.pipeline is not None:
-                self._detours += leaving_out_others(trainer)
-            if self.sharding is not None:
-                self._detours += keeping_data(trainer, self.sharding.parameters)
-                self._detours += finding_divided(trainer, self.sharding.as_divided)
+            self._stand_in_for_fit_hooks(trainer, parallel, mesh)
         self.setup_precision_plugin()
         agree_on_precision(self.precision_plugin, parallel, mesh, self.optimizers)
         watch_hooks(self.precision_plugin, trainer, parallel, mesh)
@@ -452,6 +423,40 @@ class MegaTPStrategyBase(StepMethods, GradientMethods, BuildingMethods, WorldMet
         self._alone = self._undivided and self.world_size == 1 and not any(extras)
         return parallel
 
+    def _stand_in_for_hooks(self, trainer: Any, parallel: ParallelModule, mesh: ParallelMesh) -> None:
+        """Around the user's hooks in runs of every kind. What comes later is outside of what comes earlier."""
+        if not self._undivided:
+            self._detours += without_examples(trainer, whole_forward=self.pipeline is None and self.sharding is None)
+        if self._default_group is not None:
+            self._detours += among_copies(trainer, self.among_copies)
+        if mesh.size("tp") > 1:
+            self._detours += with_whole_functions(trainer, parallel)
+        if mesh.size("tp") > 1 or self.sharding is not None or self.pipeline is not None:
+            meetings = Meetings(parallel.context, mesh, default_store(), divided=self.sharding is not None)
+            self._detours += meetings.around_hooks(trainer)
+        if self.pipeline is not None:
+            self._detours += Forwards(self.pipeline.running_units).around_hooks(trainer)
+            self._detours += explaining_stages(trainer)
+        elif self.sharding is not None:
+            self._detours += Forwards(GatheredCalls(parallel, self.sharding).running).around_hooks(trainer)
+        if self.pipeline is not None and not self.pipeline.is_last:
+            self._detours += without_predictions(trainer)
+
+    def _stand_in_for_fit_hooks(self, trainer: Any, parallel: ParallelModule, mesh: ParallelMesh) -> None:
+        """Around those that meet weights, gradients and optimizers, outside of the others."""
+        self._detours += with_whole_groups(trainer, self._as_on_one_device)
+        if self.world_size > 1:
+            self._detours += stopping_together(trainer, mesh.hosts(*AXES))
+        if mesh.size("tp") > 1 or self.sharding is not None:
+            self._detours += with_whole_values(trainer, parallel)  # inside of the next ones
+        if mesh.size("tp") > 1:
+            self._detours += watching_weights(trainer, parallel)
+        if self.pipeline is not None:
+            self._detours += leaving_out_others(trainer)
+        if self.sharding is not None:
+            self._detours += keeping_data(trainer, self.sharding.parameters)
+            self._detours += finding_divided(trainer, self.sharding.as_divided)
+
     def _watch_sigterm(self, trainer: Any, example: Example) -> None:
         """Let all ranks stop after the same batch when one gets SIGTERM."""
         if self.world_size == 1:
@@ -509,29 +514,6 @@ class MegaTPStrategyBase(StepMethods, GradientMethods, BuildingMethods, WorldMet
             if self._failure_watch.active:
                 self.barrier()  # as long as one rank still works, all of them watch
             self._failure_watch.stop()
-
-    # ---------------------------------------------------------------- what people ask for
-
-    def parameter_counts(self) -> tuple[int, int]:
-        """Parameters of the whole model, and of this rank; tied ones once."""
-        parallel = self._parallel()
-        return parallel.whole_parameters, sum(held.numel() for _, held in parallel.named_held())
-
-    def memory_report(self) -> MemoryReport:
-        """What every rank holds, predicted and measured, in bytes; after a training batch. Every rank calls it.
-
-        Activations, and what is predicted, are known with `MegaTPStrategy(memory=True)`.
-
-        Communication: one object all-gather over the world.
-        """
-        mesh, parallel = self._mesh(), self._parallel()
-        measured = measure(parallel, self.optimizers, self._memory_account)
-        predicted, problem = predict_run(self, parallel, mesh, self._memory_account)
-        peak = torch.cuda.max_memory_allocated(self.root_device) if self.root_device.type == "cuda" else None
-        own = RankMemory(self.global_rank, mesh.stage, measured, predicted, peak), problem
-        by_rank: list[Any] = [None] * self.world_size
-        dist.all_gather_object(by_rank, own)
-        return MemoryReport(tuple(rank for rank, _ in by_rank), problem)
 
 
 def strategy_class(namespace: str, module: str) -> type[MegaTPStrategyBase]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -40,7 +40,7 @@ class Entry:
         return Chunks.to_write(self.tensor, self.spec, index == turn)
 
 
-def model_entries(state: Mapping[str, Any], parallel: ParallelModule, mesh: ParallelMesh) -> Iterator[Entry]:
+def model_entries(state: Mapping[str, Any], parallel: ParallelModule) -> Iterator[Entry]:
     """The tensors of a module's state dict.
 
     Args:
@@ -61,7 +61,7 @@ def model_entries(state: Mapping[str, Any], parallel: ParallelModule, mesh: Para
             yield Entry(name, parallel.shard(name, parameter), value)
 
 
-def optimizer_entries(optimizer: Optimizer, parallel: ParallelModule, mesh: ParallelMesh) -> Iterator[Entry]:
+def optimizer_entries(optimizer: Optimizer, parallel: ParallelModule) -> Iterator[Entry]:
     """The tensors of an optimizer's state.
 
     Raises:
@@ -106,3 +106,16 @@ def group_names(optimizer: Optimizer, parallel: ParallelModule) -> list[list[str
     """The canonical names of the parameters of each group; of a tied one the first."""
     names = {id(parallel.held(parameter)): name for name, parameter in reversed(parallel.names.items())}
     return [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
+
+
+def numbered_groups(groups: Iterable[Mapping[str, Any]], names: Iterable[Sequence[str]]) -> list[dict[str, Any]]:
+    """Groups of an optimizer's state dict with the parameters of these names, numbered from the first group to the
+    last, as `Optimizer.load_state_dict` takes them."""
+    numbered: list[dict[str, Any]] = []
+    start = 0
+    for group, members in zip(groups, names, strict=True):
+        numbered.append({**group, "params": list(range(start, start + len(members)))})
+        if "param_names" in group:
+            numbered[-1]["param_names"] = members
+        start += len(members)
+    return numbered

@@ -16,11 +16,13 @@ from lightning_megatp.checkpoint.contents import (
     Entry,
     group_names,
     model_entries,
+    numbered_groups,
     optimizer_entries,
     state_spec,
 )
 from lightning_megatp.checkpoint.folder import Folder
 from lightning_megatp.mesh import ParallelMesh
+from lightning_megatp.messages import with_article
 from lightning_megatp.module import ParallelModule
 from lightning_megatp.shim.torch import tree_leaves
 
@@ -35,7 +37,7 @@ def sharded_state_dict(state: Mapping[str, Any], parallel: ParallelModule, mesh:
 
     Communication: at pp > 1 one object all-gather of what isn't a tensor, over pp.
     """
-    found: dict[str, Any] = {entry.name: entry.to_write(mesh) for entry in model_entries(state, parallel, mesh)}
+    found: dict[str, Any] = {entry.name: entry.to_write(mesh) for entry in model_entries(state, parallel)}
     others = {name: value for name, value in state.items() if name not in found}
     return found | {name: value for stage in reversed(_over_stages(others, mesh)) for name, value in stage.items()}
 
@@ -59,15 +61,16 @@ def sharded_optimizer_state(optimizer: Optimizer, parallel: ParallelModule, mesh
     for name, value in others.items():
         if any(isinstance(x, Tensor) and x.dim() for x in tree_leaves(value)):
             raise RuntimeError(
-                f"MegaTPStrategy: the optimizer's state `{name}` holds tensors in a {type(value).__name__}, which a"
-                ' checkpoint folder has no place for. Use checkpoint="file".'
+                f"MegaTPStrategy: the optimizer's state `{name}` holds tensors in"
+                f" {with_article(type(value).__name__)}, which a checkpoint folder has no place for. Use"
+                ' checkpoint="file".'
             )
     stages = _over_stages((names, others), mesh)
     groups = []
     for index, group in enumerate(optimizer.param_groups):
         members = list(dict.fromkeys(name for of_stage, _ in stages for name in of_stage[index]))
         groups.append({**group, "params": sorted(members, key=_place(parallel)) if mesh.size("pp") > 1 else members})
-    state: dict[str, Any] = {entry.name: entry.to_write(mesh) for entry in optimizer_entries(optimizer, parallel, mesh)}
+    state: dict[str, Any] = {entry.name: entry.to_write(mesh) for entry in optimizer_entries(optimizer, parallel)}
     for _, of_stage in reversed(stages):
         state |= of_stage
     return {"state": state, "param_groups": groups}
@@ -164,7 +167,7 @@ def load_sharded_model(
     """
     with together(f"the model was not loaded from {folder.path}"):
         state = module.state_dict()
-        specs = {x.name: (x.spec, x.tensor.dtype) for x in model_entries(state, parallel, mesh)}
+        specs = {x.name: (x.spec, x.tensor.dtype) for x in model_entries(state, parallel)}
         known = set(state) | set(parallel.order)
         saved = {name.removeprefix(MODEL) for name in folder.tensors if name.startswith(MODEL)} | set(others)
         _compare(folder, specs, saved, known, set(state), strict)
@@ -218,13 +221,7 @@ def load_sharded_optimizer(
             if name in state:
                 state[name][key] = value
     numbered = {number: state[name] for number, name in enumerate(flat) if state[name]}
-    groups, start = [], 0
-    for group, members in zip(saved["param_groups"], names, strict=True):
-        groups.append({**group, "params": list(range(start, start + len(members)))})
-        if "param_names" in group:
-            groups[-1]["param_names"] = members
-        start += len(members)
-    optimizer.load_state_dict({"state": numbered, "param_groups": groups})
+    optimizer.load_state_dict({"state": numbered, "param_groups": numbered_groups(saved["param_groups"], names)})
 
 
 def _compare(

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_megatp.checkpoint.contents import group_names
+from lightning_megatp.checkpoint.contents import group_names, numbered_groups
 from lightning_megatp.checkpoint.full import local_state_dict
 from lightning_megatp.mesh import ParallelMesh, on_cpu
 from lightning_megatp.messages import warn_once_per_run
@@ -150,13 +150,7 @@ def own_optimizer_state(
         )
     flat = [name for group in names for name in group]
     own = {i: state["state"][numbers[name][1]] for i, name in enumerate(flat) if numbers[name][1] in state["state"]}
-    groups, start = [], 0
-    for group, members in zip(state["param_groups"], names, strict=True):
-        groups.append({**group, "params": list(range(start, start + len(members)))})
-        if "param_names" in group:
-            groups[-1]["param_names"] = members
-        start += len(members)
-    return {**state, "state": own, "param_groups": groups}
+    return {**state, "state": own, "param_groups": numbered_groups(state["param_groups"], names)}
 
 
 def _numbers(by_stage: list[list[list[str]]], order: list[str]) -> dict[str, tuple[int, int]]:

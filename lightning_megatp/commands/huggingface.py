@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 
 from lightning_megatp import MegaTPStrategy
 from lightning_megatp.commands import requested, without_ranks
+from lightning_megatp.messages import with_article
 
 ROWS, TOKENS = 2, 16
 
@@ -105,7 +106,7 @@ def _build(transformers: Any, config: Any) -> Any:
     for auto in ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForMaskedLM", "AutoModel"):
         with contextlib.suppress(ValueError):
             return getattr(transformers, auto).from_config(config)
-    raise ValueError(f"megatp: transformers has no model for a {type(config).__name__}.")
+    raise ValueError(f"megatp: transformers has no model for {with_article(type(config).__name__)}.")
 
 
 def example_batch(

@@ -12,7 +12,7 @@ from lightning_megatp.gradients.zero_options import ZeroOptions
 from lightning_megatp.mesh import ParallelMesh
 from lightning_megatp.messages import warn_once_per_run
 from lightning_megatp.module import ParallelModule
-from lightning_megatp.pipeline.build import units_in_use
+from lightning_megatp.pipeline.observed import units_in_use
 from lightning_megatp.pipeline.pipeline import Pipeline
 
 

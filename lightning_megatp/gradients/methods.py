@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 
 from lightning_megatp.commands import Done, requested
@@ -25,18 +24,16 @@ from lightning_megatp.gradients.whole_steps import WholeSteps
 from lightning_megatp.gradients.wide import narrow, widen
 from lightning_megatp.hooks.around import explained
 from lightning_megatp.hooks.users import is_users
+from lightning_megatp.inspection import InspectionMethods
 from lightning_megatp.pipeline.batch import Backward
 from lightning_megatp.pipeline.pipeline import Pipeline
 from lightning_megatp.pipeline.schedules.trace import StepTrace
-from lightning_megatp.shim.torch import DisableTorchFunction
-from lightning_megatp.tensor.layers import ParallelLayer
-from lightning_megatp.tensor.parameters import whole_values
 
 _BETWEEN_BATCHES = ("on_train_batch_end", "on_train_batch_start", "on_validation_start", "on_validation_epoch_start")
 """Hooks that run after a batch that only accumulates."""
 
 
-class GradientMethods(CopyMethods):
+class GradientMethods(CopyMethods, InspectionMethods):
     """What Lightning calls from the loss to the optimizer's step: backward, and the sums over ranks."""
 
     _trace: StepTrace | None
@@ -387,77 +384,6 @@ class GradientMethods(CopyMethods):
         self._walked = self._bucketed = None
         self._accumulated.clear()
         self._window_open = False
-
-    # ---------------------------------------------------------------- what people ask for
-
-    def full_gradients(self) -> dict[str, Tensor]:
-        """The gradients of the whole model under canonical names, on every rank; for looking at them. With a pipeline
-        they are on the CPU.
-
-        Raises:
-            RuntimeError: inside of a step at pp > 1, which stages leave before its end.
-
-        Communication: one all-gather over tp per sharded parameter, one over dp per divided one, and an object gather
-        over pp, between the hosts.
-        """
-        parallel = self._parallel()
-        if parallel.context.user_code and self.pipeline is not None:
-            raise RuntimeError(
-                "MegaTPStrategy: `full_gradients` can't be used inside of a step with pp > 1, where stages are at other"
-                " places: use it in `on_after_backward` or `on_before_optimizer_step`, on all ranks."
-            )
-        gradients = {}
-        with parallel.context.running(user_code=False), DisableTorchFunction():  # what hooks make of parts is watched
-            for name, parameter in parallel.named_held():
-                if parameter.grad is not None:
-                    grad = parallel.whole_value(parameter, parameter.grad)
-                    gradients[name] = grad.clone() if parallel.spec(parameter) is None else grad
-        if self.pipeline is None:
-            return gradients
-        by_stage: list[dict[str, Tensor]] = self._mesh().exchange(gradients, "pp")
-        merged = {name: grad for stage in by_stage for name, grad in stage.items()}
-        return {name: merged[name] for name in parallel.order if name in merged}
-
-    @contextlib.contextmanager
-    def whole_parameters(self) -> Iterator[None]:
-        """Meanwhile the parameters that tensor ranks divide have the values and shapes of one device, and may be
-        changed: for hooks that project weights, prune them or draw them anew. All tensor ranks have to do the same,
-        and call no layers of theirs meanwhile. Of a pipeline they are those of this rank's stages.
-
-        Raises:
-            RuntimeError: inside of a step; with zero > 0, where other ranks have rows of them; meanwhile, where a layer
-                is called that the plan has split.
-
-        Communication: one all-gather over tp for each.
-        """
-        parallel = self._parallel()
-        if parallel.context.user_code or parallel.divided:
-            where = "inside of a step" if parallel.context.user_code else "with zero > 0"
-            raise RuntimeError(f"MegaTPStrategy: `whole_parameters` can't be used {where}: use it in hooks, at zero=0.")
-        split = {id(p): (p, spec) for p in parallel.names.values() if (spec := parallel.spec(p)) is not None}
-        whole = whole_values(list(split.values()), parallel.context.group)
-        with parallel.parts_expected(), DisableTorchFunction(), whole, _without_layers(parallel.module):
-            yield
-
-
-@contextlib.contextmanager
-def _without_layers(module: nn.Module) -> Iterator[None]:
-    """Meanwhile a split layer that is called raises an error: it would take whole weights for this rank's part."""
-
-    def refuse(called: nn.Module, args: Any) -> None:
-        if isinstance(called, ParallelLayer):
-            name = next((name for name, child in module.named_modules() if child is called), type(called).__name__)
-            raise RuntimeError(
-                f"MegaTPStrategy: `{name}` is called inside of `whole_parameters()`. The plan has split it, and it"
-                " would take whole weights for this rank's part of them. Call modules outside: there they compute what"
-                " they do on one device."
-            )
-
-    handle = register_module_forward_pre_hook(refuse)
-    try:
-        yield
-    finally:
-        handle.remove()
 
 
 def _parameters_of(optimizer: Optimizer) -> list[Tensor]:

@@ -91,14 +91,10 @@ def own_elements(
     return parts
 
 
-def clip_by_norm(
-    parameters: Iterable[Tensor], max_norm: float, parallel: ParallelModule, mesh: ParallelMesh, p: float = 2.0
-) -> Tensor:
+def clip_by_norm(parameters: Iterable[Tensor], max_norm: float, parallel: ParallelModule, mesh: ParallelMesh) -> None:
     """Scale all gradients by max_norm / norm where the norm is larger, as torch.nn.utils.clip_grad_norm_ does."""
     parameters = list(parameters)
-    norm = global_norm(parameters, parallel, mesh, p)
-    clip_grads_with_norm_(parameters, max_norm, norm)
-    return norm
+    clip_grads_with_norm_(parameters, max_norm, global_norm(parameters, parallel, mesh))
 
 
 def _norm(tensors: list[Tensor], p: float, device: torch.device) -> Tensor:

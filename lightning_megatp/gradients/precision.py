@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_megatp.gradients.norm import clip_by_norm
 from lightning_megatp.mesh import ParallelMesh
+from lightning_megatp.messages import with_article
 from lightning_megatp.module import ParallelModule
 from lightning_megatp.shim.lightning import around_clipping
 from lightning_megatp.shim.torch import unscale_before_step
@@ -74,8 +75,8 @@ def agree_on_precision(
 def _shared(scaler: Any, mesh: ParallelMesh) -> ShardedGradScaler:
     if type(scaler) is not torch.amp.GradScaler:
         raise ValueError(
-            f"MegaTPStrategy: the precision plugin's scaler is a {type(scaler).__name__}, whose ranks would"
-            " disagree on skipped steps. Use torch.amp.GradScaler or ShardedGradScaler."
+            f"MegaTPStrategy: the precision plugin's scaler is {with_article(type(scaler).__name__)}, whose ranks"
+            " would disagree on skipped steps. Use torch.amp.GradScaler or ShardedGradScaler."
         )
     return ShardedGradScaler(
         mesh.device.type,

@@ -15,17 +15,19 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_megatp.gradients.holders import REDUCES_UNUSED, Group, Holder, Root, Sharder
+from lightning_megatp.gradients.preparing import hooks_of, lay_out, main_dtype, refuse_sparse
 from lightning_megatp.gradients.rows import (
     DividedParameter,
     finds_rows,
@@ -34,7 +36,6 @@ from lightning_megatp.gradients.rows import (
     rows_of,
     used_beside,
 )
-from lightning_megatp.gradients.settle import hooks_of, main_dtype, refuse_sparse, settle
 from lightning_megatp.gradients.units import in_several, large_units
 from lightning_megatp.gradients.writes import WriteWatch, lost_change
 from lightning_megatp.gradients.zero_options import ZeroOptions
@@ -75,63 +76,35 @@ class ZeroSharding:
         make: Callable[[nn.Module], None] = lambda module: None,
     ) -> None:
         self.parallel, self.mesh, self.options = parallel, mesh, options
-        module = parallel.module
-        roles = parallel.roles()
-        dtype = main_dtype(module)
-        whole = {
-            id(p)
-            for p in module.parameters()
-            if p.dim() == 0
-            or not parallel.whole_size(p)
-            or not p.is_floating_point()
-            or (p.requires_grad and p.dtype != dtype)
-        }
+        module, roles = parallel.module, parallel.roles()
+        undivided = _undivided(parallel)
         hooks = hooks_of(module)
         refuse_sparse(module)
         attributes = {name: dict(vars(p)) for name, p in module.named_parameters()}
         kept = kept_parameters(module)
-        self.whole = [name for name, p in module.named_parameters() if id(p) in whole]
+        self.whole = [name for name, p in module.named_parameters() if id(p) in undivided]
         """Parameters that are not divided: numbers without a dim, those without elements, and trained ones of another
         dtype than most."""
         apart = {id(parallel.names[name]) for name in together if name in parallel.names}
-        apart |= in_several(module, units) | whole
+        apart |= in_several(module, units) | undivided
         parallel.names.clear()  # or all that is divided would be held until the end
         data_mesh = mesh.divided_data(options.replicas)
         self.group = data_mesh.get_group(-1)
         """The ranks that hold different rows."""
         self._place = data_mesh.get_local_rank(data_mesh.ndim - 1)
-        self._first = data_mesh.ndim == 1 or data_mesh.get_local_rank(0) == 0
-        shard = Sharder(
-            data_mesh, options.offload is not None, torch.float32 if options.reduce_dtype is not None else None
-        )
+        first_copy = data_mesh.ndim == 1 or data_mesh.get_local_rank(0) == 0
         self.units = large_units(module, units, apart)
         self._holders = {unit: Holder(module.get_submodule(unit)) for unit in self.units}
-        last = self.units[-1] if self.units and parallel.pipeline is None else ""  # its backward is the next that runs
-        for unit, holder in self._holders.items():
-            make(holder.unit)
-            frees = options.level == 3 and unit != last
-            shard(holder, {p for p in holder.parameters() if id(p) not in apart}, frees)
-        make(module)
-        rest = {p for p in module.parameters() if id(p) not in whole and not isinstance(p, DTensor)}
-        in_rest = {name for name, p in module.named_parameters() if p in rest}
-        self._root = Root(module, self._holders.values())
-        shard(self._root, rest, False)
-        groups = (*self._holders.values(), self._root)
-        self.parameters = settle(module, groups, in_rest, self._place, self.group.size(), self._first)
+        in_rest = self._shard(data_mesh, apart, undivided, make)
+        self.parameters = lay_out(module, self._groups, in_rest, self._place, self.group.size(), first_copy)
         for holder in self._holders.values():
             around_calls(holder.unit, holder.call)
             inside = set(holder.unit.modules())
             holder.divided = [p for p in self.parameters if not p.together and p.owners[0][0] in inside]
         self.by_unit = {p.name for p in self.parameters if not p.together}
         """Names of what is gathered only while a unit runs."""
-        for parameter in self.parameters:
-            for tensor in (parameter.sharded, parameter.whole, parameter.local):
-                vars(tensor).update(attributes[parameter.name])
-            if parameter.name in hooks:
-                hold_hooks(parameter.sharded, hooks[parameter.name])
-        sharded = {parameter.name: parameter.sharded for parameter in self.parameters}
-        replace_kept(module, {key: sharded[name] for key, name in kept.items() if name in sharded})
-        for group in groups:
+        self._give_back(attributes, hooks, kept)
+        for group in self._groups:
             group.reduce_unused()
             group.see_shards(parallel.context)
         self._versions = {p.name: tensor_version(p.whole) for p in self.parameters}
@@ -148,22 +121,82 @@ class ZeroSharding:
         """What tells the other ranks which parameters were used here."""
         self.watches = False
         """Whether steps are looked at for writes that nothing else shows, those by `.data`."""
-        for parameter in self.parameters:
-            use = OwnHook(functools.partial(_note, self._used, parameter.name))
-            trained = parameter.whole.requires_grad  # a frozen one, which takes no hook, may be unfrozen later
-            parameter.whole.requires_grad_(True).register_post_accumulate_grad_hook(use)
-            parameter.whole.requires_grad_(trained)
+        self._note_uses()
         self._shown: dict[str, Any] = {}
         """Name -> the gradient that the module's parameter was last given."""
         self._parked: dict[str, Any] = {}
         """Name -> what FSDP2 reduced, until it is collected."""
         self._stepping = False
-        self._forward = Detour(module, "forward", self._explain_outside)
-        self._zero_grad = Detour(module, "zero_grad", self._clear_gradients)
+        Detour(module, "forward", self._explain_outside)
+        Detour(module, "zero_grad", self._clear_gradients)
         for name in ("toggle_optimizer", "untoggle_optimizer"):
             Detour(module, name, self._freeze_rows)
         parallel.adopt_divided(self.parameters, self.group, roles)
         load_rows(self.parameters)
+
+    # ---------------------------------------------------------------- set-up
+
+    def _shard(
+        self,
+        data_mesh: DeviceMesh,
+        apart: Collection[int],
+        undivided: Collection[int],
+        make: Callable[[nn.Module], None],
+    ) -> set[str]:
+        """Give the parameters of each unit, and then the rest, to FSDP2.
+
+        Args:
+            apart: id of parameters that no unit gathers.
+            undivided: id of those that stay as they are.
+
+        Returns:
+            The names of the rest.
+        """
+        options, module = self.options, self.parallel.module
+        reduce_dtype = torch.float32 if options.reduce_dtype is not None else None
+        shard = Sharder(data_mesh, options.offload is not None, reduce_dtype)
+        # The backward of the last unit is the next that runs.
+        last = self.units[-1] if self.units and self.parallel.pipeline is None else ""
+        for unit, holder in self._holders.items():
+            make(holder.unit)
+            frees = options.level == 3 and unit != last
+            shard(holder, {p for p in holder.parameters() if id(p) not in apart}, frees)
+        make(module)
+        rest = {p for p in module.parameters() if id(p) not in undivided and not isinstance(p, DTensor)}
+        names = {name for name, p in module.named_parameters() if p in rest}
+        self._root = Root(module, self._holders.values())
+        shard(self._root, rest, False)
+        return names
+
+    @property
+    def _groups(self) -> tuple[Group, ...]:
+        """What is gathered together: each unit, and last the rest."""
+        return (*self._holders.values(), self._root)
+
+    def _give_back(
+        self, attributes: Mapping[str, dict[str, Any]], hooks: Mapping[str, Any], kept: Mapping[int, str]
+    ) -> None:
+        """What users have put on the parameters, or keep them in, goes on with those in their places.
+
+        Args:
+            attributes: by name of the parameter, as `hooks` are.
+            kept: see `kept_parameters`.
+        """
+        for parameter in self.parameters:
+            for tensor in (parameter.sharded, parameter.whole, parameter.local):
+                vars(tensor).update(attributes[parameter.name])
+            if parameter.name in hooks:
+                hold_hooks(parameter.sharded, hooks[parameter.name])
+        sharded = {parameter.name: parameter.sharded for parameter in self.parameters}
+        replace_kept(self.parallel.module, {key: sharded[name] for key, name in kept.items() if name in sharded})
+
+    def _note_uses(self) -> None:
+        """Let backwards note which parameters they reach."""
+        for parameter in self.parameters:
+            use = OwnHook(functools.partial(_note, self._used, parameter.name))
+            trained = parameter.whole.requires_grad  # a frozen one, which takes no hook, may be unfrozen later
+            parameter.whole.requires_grad_(True).register_post_accumulate_grad_hook(use)
+            parameter.whole.requires_grad_(trained)
 
     # ---------------------------------------------------------------- around steps
 
@@ -174,15 +207,15 @@ class ZeroSharding:
             if held is not hooks_held(parameter.whole):
                 hold_hooks(parameter.whole, held)
         self._root.gather()
-        for group in (*self._holders.values(), self._root):
+        for group in self._groups:
             group.stay()
 
     def end(self) -> None:
         """Let go of all that is gathered: after evaluation, and when values have changed."""
         self._wait_for_flags()
         self._check_unchanged()
-        for holder in (*self._holders.values(), self._root):
-            holder.free()
+        for group in self._groups:
+            group.free()
 
     @torch.no_grad()
     def take_back_rows(self) -> None:
@@ -398,7 +431,7 @@ class ZeroSharding:
     def forget_unreduced(self) -> None:
         """Gradients of accumulated batches that no optimizer will step, since the epoch or the fit has ended between
         them. FSDP2 keeps them at level 1, where nobody else can clear them."""
-        for group in (*self._holders.values(), self._root):
+        for group in self._groups:
             group.forget()
         for parameter in self.parameters:
             parameter.whole.grad = None
@@ -480,6 +513,22 @@ class ZeroSharding:
         divided = self.parallel.divided
         for group in optimizer.param_groups:
             group["params"] = [divided[id(p)].sharded if id(p) in divided else p for p in group["params"]]
+
+
+def _undivided(parallel: ParallelModule) -> set[int]:
+    """id of the parameters that can't be divided, or not in one group with the others.
+
+    Communication: see `main_dtype`.
+    """
+    dtype = main_dtype(parallel.module)
+    return {
+        id(p)
+        for p in parallel.module.parameters()
+        if p.dim() == 0
+        or not parallel.whole_size(p)
+        or not p.is_floating_point()
+        or (p.requires_grad and p.dtype != dtype)
+    }
 
 
 def _note(used: set[str], name: str, parameter: Tensor) -> None:

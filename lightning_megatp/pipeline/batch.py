@@ -22,9 +22,8 @@ from lightning_megatp.pipeline.carried import CarriedState
 from lightning_megatp.pipeline.merge import Merge
 from lightning_megatp.pipeline.own_values import OwnValues
 from lightning_megatp.pipeline.remote.calls import RemoteCalls
-from lightning_megatp.pipeline.seeds import mixed
+from lightning_megatp.pipeline.seeds import mixed, seeded
 from lightning_megatp.pipeline.slicing.plan import BeyondPlan, Relay, SlicePlan
-from lightning_megatp.pipeline.slicing.running import seeded
 from lightning_megatp.pipeline.slicing.slicer import Slicer, StageRun
 from lightning_megatp.pipeline.slicing.weights import TargetCount
 from lightning_megatp.pipeline.split import batch_size

@@ -8,70 +8,45 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections import ChainMap
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from lightning_megatp.gradients.rows import own_part
 from lightning_megatp.gradients.sharding import ZeroSharding
-from lightning_megatp.hooks.users import HOOKS, codes_of, is_users, mentions, stored_in
+from lightning_megatp.hooks.users import HOOKS, is_users, mentions
 from lightning_megatp.mesh import ParallelMesh
 from lightning_megatp.messages import warn_once_per_run
 from lightning_megatp.metrics import LastStageMetrics
 from lightning_megatp.module import ParallelModule, take_gradients
-from lightning_megatp.pipeline.batch import Backward, BatchRun, Step, generators_on
-from lightning_megatp.pipeline.carried import CarriedState, counters, warn_of_counters
-from lightning_megatp.pipeline.detour import Detour
+from lightning_megatp.pipeline.batch import Backward, BatchRun, Step
+from lightning_megatp.pipeline.carried import CarriedState
 from lightning_megatp.pipeline.executor import Executor
-from lightning_megatp.pipeline.hooks import Hook, cleared_unseen, hooks_after_steps
+from lightning_megatp.pipeline.hooks import cleared_unseen
+from lightning_megatp.pipeline.last_stage import LastStage
 from lightning_megatp.pipeline.loans import Loans
 from lightning_megatp.pipeline.own_values import OwnValues
 from lightning_megatp.pipeline.plans import Plans
-from lightning_megatp.pipeline.remote.calls import RemoteCalls, Serving, warn_of_turns
-from lightning_megatp.pipeline.remote.in_hooks import FromLast, Together
+from lightning_megatp.pipeline.remote.calls import RemoteCalls, warn_of_turns
+from lightning_megatp.pipeline.remote.in_hooks import Together
 from lightning_megatp.pipeline.remote.ways import Way, Ways
 from lightning_megatp.pipeline.schedules.schedule import Schedule
 from lightning_megatp.pipeline.seeds import shared_seed
+from lightning_megatp.pipeline.settings import Settings
 from lightning_megatp.pipeline.shared import Shared, SharedParameters
 from lightning_megatp.pipeline.slicing.plan import SlicePlan
-from lightning_megatp.pipeline.slicing.running import seeded
 from lightning_megatp.pipeline.slicing.slicer import Slicer
-from lightning_megatp.pipeline.slicing.state.lasting import UNNAMED
-from lightning_megatp.pipeline.slicing.units import modules_around, parts_of_one_stage
+from lightning_megatp.pipeline.slicing.units import parts_of_one_stage
 from lightning_megatp.pipeline.split import split_batch
 from lightning_megatp.pipeline.told.averaged import versions_of
-from lightning_megatp.pipeline.told.held_tensors import Buffers, HeldTensors, modules_outside
 from lightning_megatp.pipeline.told.kept_values import KeptValues
-from lightning_megatp.pipeline.told.logs import Logs, merge
+from lightning_megatp.pipeline.told.logs import Logs
 from lightning_megatp.pipeline.told.outputs import Outputs
-from lightning_megatp.pipeline.told.telling import Facts, Options, Telling, dtype_index, options_of, pickled
 from lightning_megatp.shim.compiler import is_compiled
-from lightning_megatp.shim.torch import DisableTorchFunction
 from lightning_megatp.shim.transformers import is_pretrained
-from lightning_megatp.snapshots.leftovers import Attributes, Path, PlainValues
 from lightning_megatp.snapshots.snapshot import FirstValues, Snapshot
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What a run needs to know beyond the batch.
-
-    Args:
-        microbatches: per batch, at most.
-        schedule: number of microbatches -> the schedule of training.
-        evaluation: the same for validation, test and predict.
-        stages: the units of each stage, if the user chose them.
-    """
-
-    microbatches: int
-    schedule: Callable[[int], Schedule]
-    evaluation: Callable[[int], Schedule]
-    stages: Sequence[Sequence[str]] | None = None
 
 
 class Pipeline:
@@ -119,38 +94,14 @@ class Pipeline:
         self.stage_parameters, self.touched = stage_parameters, touched
         self.factor = 1.0
         """By what the gradients of the last batch have to be multiplied, since its weights add up to something else."""
-        self.stateful = False
-        """Whether a step left something on the module, which then exists on the last stage only."""
-        self._told_objects = set[Path]()
-        """The user's own objects whose tensors the other stages were told, when a step first set a plain value there:
-        it may say that they are filled."""
         self._looks_for_carried = True
         self._is_first = True
-        self._looked_for_counters = False
         self._ways: dict[str, Ways] = {}
-        self._went_on = False
-        """Whether the last batch, which the last stage ran by itself, could not have been cut."""
-        self._sets_options = False
-        """Whether its code has to do with the options of optimizers, which a step may set."""
-        self._returned = False
-        """Whether the last step returned something that exists on the last stage only."""
         self._loss_units: set[str] = set()
-        self._hooks: list[Detour] = []
         self._schedules: dict[tuple[bool, int], Schedule] = {}
         self._parked: list[tuple[Tensor, Tensor]] = []
-        self._opened = _opened(parallel.module, stage_of_unit)
-        """The modules whose Python values the last stage tells: those that run on every stage, and those on which steps
-        set some when earlier stages have left."""
-        self._outside = modules_outside(parallel.module, stage_of_unit)
-        self._set_by_hooks: dict[str, nn.Module] = {}
-        """Parts of units on which the module's own hooks may set some, which run on the last stage alone at times."""
-        self._told = ChainMap[str, nn.Module](self._opened, self._set_by_hooks)
-        self._telling = Telling(mesh, logs, self._told, self._outside, self._set_options)
-        self._changes_tensors = False
-        """Whether some step changes tensors outside of units in place, on one stage."""
-        self._untold: set[Path] = set()
-        """Large ones that the last stage has changed, and others have not been told of."""
-        beside = [*self._outside.values(), *(x for x in parallel.module.modules() if isinstance(x, Metric))]
+        self.last_stage = LastStage(parallel, slicer, mesh, logs, metrics, stage_of_unit, self._remote, self._run_unit)
+        beside = [*self.last_stage.outside.values(), *(x for x in parallel.module.modules() if isinstance(x, Metric))]
         self._beside = [x for x in beside if not is_pretrained(x)]
         """What evaluation may change beside the units, metrics included."""
 
@@ -225,24 +176,14 @@ class Pipeline:
         """
         self.close()
         self.__dict__.pop("_kept_values", None)  # another Trainer has other callbacks
-        module = self.parallel.module
         self.logs.open()
         self.metrics.open()
         self.outputs.look_at(self._trainer)
-        self._sets_options = mentions(module, {"param_groups"})
-        after = list(hooks_after_steps(module))
-        codes = (code for hook in after for code in codes_of(module, hook.name))
-        stored = set[str]().union(*map(stored_in, codes))
-        for name in parts_of_one_stage(module, self.stage_of_unit) if stored else ():
-            if any(hasattr(module.get_submodule(name), attribute) for attribute in stored):
-                self._set_by_hooks[name] = module.get_submodule(name)
-        self._hooks = [Detour(module, hook.name, functools.partial(self._run_hook, hook)) for hook in after]
+        self.last_stage.open()
 
     def close(self) -> None:
         """Give the module its own methods back. Its units stay intercepted: what other stages own is gone."""
-        for detour in self._hooks:
-            detour.end()
-        self._hooks = []
+        self.last_stage.close()
         self.metrics.close()
         self.logs.close()
 
@@ -269,7 +210,7 @@ class Pipeline:
         cleared = set(map(id, cleared_unseen(self.parallel.module.trainer)))
         held = [(p, gradient) for p, gradient in take_gradients(parameters) if id(p) not in cleared]
         self._execute("train", run)
-        concluded = self._conclude(run)
+        concluded = self.last_stage.conclude(run)
         assert concluded is not None, "of training, a batch is run once"
         loss, self.factor = concluded
         self._kept_values.share()
@@ -294,20 +235,20 @@ class Pipeline:
             run = run if way is Way.CUT else self._uncut(run, way, kind, batch)
             with self._undone_beyond_plan(run):
                 self._execute(kind, run)
-            if self._conclude(run) is None:
+            if self.last_stage.conclude(run) is None:
                 if run.beyond is not None:
                     warn_of_turns(kind, run.beyond)
                 way = ways.instead
                 run = self._uncut(run, way, kind, batch)
                 self._execute(kind, run)
-                self._conclude(run)
+                self.last_stage.conclude(run)
         self._kept_values.share()
-        ways.ran(way, self._went_on)
+        ways.ran(way, self.last_stage.went_on)
         return self._outputs_of(kind, run)
 
     def _outputs_of(self, kind: str, run: BatchRun) -> Any:
         """What a batch's steps returned beside the loss, where it is known."""
-        if not self._returned:
+        if not self.last_stage.returned:
             return None
         taken = self.outputs.step_taken(kind, self.parallel.module)
         return self.outputs.sent(kind, run.merged_results(taken) if self.is_last else None)
@@ -345,9 +286,7 @@ class Pipeline:
         self.metrics.next_batch()
         with self.metrics.apart():
             plans = self.plans.of(kind, step, microbatches, seed)
-        self._changes_tensors = self._changes_tensors or any(map(self._changes_outside, plans or ()))
-        for name in dict.fromkeys(name for plan in plans or () for name in plan.set_late):
-            self._opened[name] = self.parallel.module.get_submodule(name)
+        self.last_stage.expect(plans or ())
         run = self._run(step, microbatches, plans or [], seed, backward)
         if kind == "train" and len(microbatches) > 1:
             run.carried, run.own_values = self._carried_state(), self._own_values
@@ -376,7 +315,7 @@ class Pipeline:
             plans,
             seed,
             backward,
-            self._opened,
+            self.last_stage.opened,
             self.own_stages,
             self.sharding,
             self.stage_of_unit,
@@ -425,7 +364,7 @@ class Pipeline:
         group = self.parallel.default_group
         with (
             self.metrics.apart(),
-            self._noticing(run),
+            self.last_stage.noticing(run),
             self._kept_values.batch(kind, run.microbatches),
             self.slicer.batch(),
             contextlib.nullcontext() if run.own_values is None else run.own_values.batch(),
@@ -436,177 +375,9 @@ class Pipeline:
             else:
                 self.executor.run(schedule, run)
 
-    @contextlib.contextmanager
-    def _noticing(self, run: BatchRun) -> Iterator[None]:
-        """On the last stage find out what its steps leave and set there, which the others will be told. Whether
-        anything is left on the module is no question any more, once something was."""
-        if not self.is_last:
-            yield
-            return
-        before = None if self.stateful else Attributes(self.parallel.module)
-        plain, buffers = PlainValues(self._opened), Buffers(self._outside)
-        held = HeldTensors(self._outside) if run.remote or self._changes_tensors else None
-        options = options_of(self._trainer.optimizers) if self._sets_options else None
-        counts = self._counts(buffers) if run.backward and len(run.microbatches) > 1 else None
-        yield
-        run.left_state = before is not None and Attributes(self.parallel.module).differ_from(before)
-        now = PlainValues(self._opened)
-        run.set_values = now.changes(plain)
-        objects = {path[:-1] for path in run.set_values if len(path) > 2} - self._told_objects
-        if objects:
-            self._told_objects |= objects
-            run.set_tensors = HeldTensors(self._outside).of_objects(objects)
-        if held is not None:  # other stages did not run the step, or not to its end
-            changes = {path: x for path, x in HeldTensors(self._outside).changes(held).items() if not x.replaced}
-            small = {path: x for path, x in changes.items() if x.value.nbytes <= _SMALL or run.remote is not None}
-            run.set_tensors = small | run.set_tensors
-            self._untold |= changes.keys() - small.keys()
-        run.set_tensors = Buffers(self._outside).replaced(buffers, _SMALL) | run.set_tensors
-        if options is not None and (set_now := options_of(self._trainer.optimizers)) != options:
-            run.set_options = set_now
-        if counts is not None:
-            n, later = len(run.microbatches), self._counts(Buffers(self._outside)) or {}
-            self._looked_for_counters = True
-            risen = [name for name, x in counts.items() if later.get(name, x) - x == n]
-            warn_of_counters([*counters(now, plain, run.microbatches), *risen], n)
-
-    def _counts(self, buffers: Buffers) -> dict[str, float] | None:
-        """Numbers that a step may count in, as long as nobody has looked at them: buffers, attributes of optimizers."""
-        if self._looked_for_counters:
-            return None
-        optimizers = {f"optimizer.{name}": x for o in self._trainer.optimizers for name, x in vars(o).items()}
-        return buffers.numbers() | {name: x for name, x in optimizers.items() if type(x) is int}
-
-    def _run_hook(self, hook: Hook, call: Callable[[], Any]) -> Any:
-        """Run one of the user's hooks: on all stages, or if steps left or returned something that exists on the last
-        stage, there alone. What it logs is logged everywhere."""
-        if not (self.stateful or (hook.gets_outputs and self._returned)):
-            if self._changes_tensors:
-                self._tell_changed()
-            return call()
-        seed = shared_seed(self._trainer, hook.name)
-        remote = self._remote()
-        if not self.is_last:
-            if self.parallel.context.meeting is not None:
-                self.parallel.context.meeting.answer()
-            with self.slicer.calls_decided_by(Serving(self._run_unit)):
-                remote.answer()
-            left, size, stop, *self.metrics.resets = self._telling.share([], [0.0, 0.0, 0.0, *self.metrics.resets])
-            self.stateful = self.stateful or bool(left)
-            self._stop_if(stop)
-            self._telling.adopt(int(size))
-            return None
-        before, norms, plain = Attributes(self.parallel.module), self._norms(), PlainValues(self._told)
-        held, options = HeldTensors(self._outside), options_of(self._trainer.optimizers)
-        drawing = seeded(seed, generators_on(self.mesh.device))
-        calling = self.slicer.calls_decided_by(FromLast(remote, hook.name, self._run_unit, self.parallel.context.meet))
-        with self.metrics.apart(counts_resets=True), self.logs.recording() as calls, drawing, calling:
-            result = call()
-        remote.over()
-        after = self._norms()
-        if len(after) != len(norms) or not torch.allclose(norms, after, rtol=0, atol=0, equal_nan=True):
-            raise RuntimeError(
-                f"MegaTPStrategy: `{hook.name}` changes parameters, or an average of them, and runs on the last"
-                " pipeline stage only, since what steps returned or left on the module exists there. Move that part to"
-                " a callback, which runs on all stages."
-            )
-        self.stateful = self.stateful or Attributes(self.parallel.module).differ_from(before)
-        merged = merge([calls], torch.ones(1, dtype=torch.float64, device=self.mesh.device))
-        now = options_of(self._trainer.optimizers)
-        changes = PlainValues(self._told).changes(plain), HeldTensors(self._outside).changes(held)
-        values = pickled(*changes, now if now != options else None)
-        stop = float(self._trainer.should_stop)
-        self._telling.share(merged, [float(self.stateful), float(len(values)), stop, *self.metrics.resets])
-        self._telling.send_values(values)
-        return result
-
-    def _changes_outside(self, plan: SlicePlan) -> bool:
-        return any(name == UNNAMED or name.rpartition(".")[0] in self._outside for name in plan.changed)
-
-    def _tell_changed(self) -> None:
-        """Before a hook that runs on all stages: let it find large tensors as the last stage has them.
-
-        Communication: see `Telling.share` and `send_values`.
-        """
-        if self.is_last:
-            values = pickled({}, HeldTensors(self._outside).at(self._untold) if self._untold else None)
-            self._telling.share([], [float(len(values))])
-            self._telling.send_values(values)
-            self._untold.clear()
-        else:
-            (size,) = self._telling.share([], [0.0])
-            self._telling.adopt(int(size))
-
-    def _set_options(self, options: Options) -> None:
-        for optimizer, groups in zip(self._trainer.optimizers, options, strict=False):
-            for group, new in zip(optimizer.param_groups, groups, strict=False):
-                group.update(new)
-
-    @torch.no_grad()
-    def _norms(self) -> Tensor:
-        """Of what this rank has of the parameters, and of averages of them. Their versions would not tell what is done
-        to their `.data`."""
-        averages = () if self.parallel.shadows is None else self.parallel.shadows.tensors()
-        own = map(own_part, (*self.parallel.module.parameters(), *averages))
-        wide = ((p, torch.promote_types(p.dtype, torch.float32)) for p in own)
-        with DisableTorchFunction():  # hooks are watched for what they make of weights
-            found = [torch.linalg.vector_norm(p, dtype=dtype).double() for p, dtype in wide if p.numel()]
-        return torch.stack(found) if found else torch.zeros(0)
-
     def _schedule(self, training: bool, microbatches: int) -> Schedule:
         key = training, microbatches
         if key not in self._schedules:
             make = self.settings.schedule if training else self.settings.evaluation
             self._schedules[key] = make(microbatches)
         return self._schedules[key]
-
-    def _conclude(self, run: BatchRun) -> tuple[Tensor, float] | None:
-        """Tell what only the last stage knows: the loss, the factor that makes the weights add up to 1, the logs, and
-        whether more was left or returned there.
-
-        Returns:
-            The loss of the batch, and the factor; None if the batch has to be run once more, `_uncut`.
-        """
-        if run.beyond is not None:
-            self._telling.share([], Facts(again=1))
-            return None
-        if self.is_last:
-            weights = run.weights()
-            total = run.loss(weights)
-            values = pickled(run.set_values, run.set_tensors, run.set_options)
-            known = Facts(
-                loss=total.double(),
-                factor=run.provisional_total / weights.sum(),
-                dtype=dtype_index(total),
-                left_state=run.left_state,
-                returns_more=run.returns_more,
-                set_values=len(values),
-                stop=self._trainer.should_stop,
-                goes_on=run.goes_on,
-            )
-            facts = Facts(*self._telling.share(merge(run.logged, weights), known))
-            self._telling.send_values(values)
-        else:
-            facts = Facts(*self._telling.share([], Facts()))
-            if facts.again:
-                return None
-            total = facts.loss_on(self.mesh.device)
-            self._telling.warn_late(self._telling.adopt(int(facts.set_values)))
-            self._stop_if(facts.stop)
-        self._went_on = bool(facts.goes_on)
-        self.stateful, self._returned = self.stateful or bool(facts.left_state), bool(facts.returns_more)
-        return total, facts.factor
-
-    def _stop_if(self, stop: float) -> None:
-        """The step or a hook has set `trainer.should_stop` on the last stage."""
-        if stop:
-            self._trainer.should_stop = True
-
-
-_SMALL = 2**16
-"""Bytes of a tensor that is told after each batch in which a step has changed it."""
-
-
-def _opened(module: nn.Module, units: Iterable[str]) -> dict[str, nn.Module]:
-    """The modules around the units, whose Python code runs on every stage, by name."""
-    return {name: module.get_submodule(name) for name in modules_around(units)}

@@ -17,7 +17,6 @@ from lightning_megatp.plan.styles import Style
 from lightning_megatp.shim.transformers import is_conv1d
 
 _LINEAR = {"column", "column_gather", "row", "row_split"}
-_EMBEDDING = {"vocab", "hidden"}
 _SPLIT_DIM = {"column": 0, "column_gather": 0, "row": 1, "row_split": 1, "vocab": 0, "hidden": 1}
 
 
@@ -50,7 +49,7 @@ def layer_plan(name: str, style: Style, modules: Mapping[str, nn.Module], tp: in
                 f"MegaTPStrategy: `{name}` has {size // unit} units of {unit} for tp={tp} ranks, and a `{style.style}`"
                 f" layer can't repeat units. Use tp <= {size // unit}, or leave this region out of the plan."
             )
-        if style.style != "row" and style.style != "row_split" and min(map(length, by_rank)) == 0:
+        if style.style in ("vocab", "hidden") and min(map(length, by_rank)) == 0:
             what = "rows" if style.style == "vocab" else "features"
             raise ValueError(f"MegaTPStrategy: `{name}` has {size} {what} for tp={tp} ranks; each needs one or more.")
     return LayerPlan(name, style, by_rank, unit)

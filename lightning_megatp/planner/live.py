@@ -6,7 +6,7 @@ from typing import Any
 
 from lightning_megatp.mesh import MeshShape, ParallelMesh
 from lightning_megatp.module import ParallelModule
-from lightning_megatp.pipeline.build import pipeline_rank
+from lightning_megatp.pipeline.settings import pipeline_rank
 from lightning_megatp.planner.formula import rehearse_or_estimate
 from lightning_megatp.planner.measure import MemoryAccount
 from lightning_megatp.planner.optimizers import StateTensor, states_of

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
+from lightning_megatp.gradients.preparing import most_common, trained_dtypes
 from lightning_megatp.gradients.rows import rows_of
 from lightning_megatp.gradients.units import in_several, large_units
-from lightning_megatp.pipeline.build import holders_of, unit_costs
+from lightning_megatp.pipeline.assignment import assign, holders_of, unit_costs
 from lightning_megatp.pipeline.schedules.generators import make_schedule
 from lightning_megatp.pipeline.schedules.schedule import Kind, Schedule
-from lightning_megatp.pipeline.slicing.units import assign, find_units
+from lightning_megatp.pipeline.slicing.units import find_units
 from lightning_megatp.plan.parallel_plan import ParallelPlan
 from lightning_megatp.planner.optimizers import States
 from lightning_megatp.planner.rehearsal import Rehearsal
@@ -90,7 +90,7 @@ def predict(
     if stage_of_unit is None:
         stage_of_unit = place(module, layout, rehearsal)
     holders = holders_of(module, stage_of_unit, schedule)
-    dtype = _main_dtype(module)
+    dtype = most_common(trained_dtypes(module))
     found = [Bytes(optimizer=None if states is None else 0) for _ in range(schedule.ranks)]
     for name, parameter in module.named_parameters():
         spec = plan.parameters.get(name) if plan.tp > 1 else None
@@ -184,11 +184,3 @@ def _gathered(module: nn.Module, plan: ParallelPlan, layout: Layout, units: list
 
     sizes = sorted((nbytes(unit) for unit in large_units(module, units, shared)), reverse=True)
     return max(everything - sum(sizes), 0) + sum(sizes[:2])
-
-
-def _main_dtype(module: nn.Module) -> torch.dtype:
-    counts: Counter[torch.dtype] = Counter()
-    for parameter in module.parameters():
-        if parameter.requires_grad:
-            counts[parameter.dtype] += parameter.numel()
-    return max(counts, key=lambda dtype: (counts[dtype], str(dtype)), default=torch.get_default_dtype())

@@ -142,8 +142,8 @@ class FullRecompute:
     def _check_unchanged(self, tensors: dict[int, Tensor], versions: list[int]) -> None:
         if [tensor_version(x) for x in tensors.values()] != versions:
             raise RuntimeError(
-                f"MegaTPStrategy: a {self._name} changes its input in place (`x += ...`), so it can't be run again from"
-                ' it. Write `x = x + ...`, or leave such blocks out: recompute="selective" or "none".'
+                f"MegaTPStrategy: {with_article(self._name)} changes its input in place (`x += ...`), so it can't be"
+                ' run again from it. Write `x = x + ...`, or leave such blocks out: recompute="selective" or "none".'
             )
 
 

@@ -12,7 +12,12 @@ from torch import nn
 
 def is_compiled(module: nn.Module) -> bool:
     """Whether this is what `torch.compile(module)` returned, or `module.compile()` was called (2.11-2.13)."""
-    return "_orig_mod" in module._modules or module.__dict__.get("_compiled_call_impl") is not None
+    return wraps_compiled(module) or module.__dict__.get("_compiled_call_impl") is not None
+
+
+def wraps_compiled(module: nn.Module) -> bool:
+    """Whether this is what `torch.compile(module)` returned (2.11-2.13)."""
+    return "_orig_mod" in module._modules
 
 
 def uncompiled() -> contextlib.AbstractContextManager[Any]:

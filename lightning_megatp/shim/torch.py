@@ -414,7 +414,6 @@ def modules_convert_without_data() -> Iterator[None]:
     """Let `module.to(...)`, `.float()` and the like replace the parameters and buffers that they convert to another
     dtype or device, and leave others as they are. Of fakes, `nn.Module._apply` would swap the contents instead, which
     fails where something has a weak reference to them (2.11-2.13)."""
-    original = nn.Module._apply
 
     def apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         for child in self.modules() if recurse else [self]:
@@ -424,11 +423,8 @@ def modules_convert_without_data() -> Iterator[None]:
                     held[name] = None if held[name] is None else _converted(held[name], fn)
         return self
 
-    nn.Module._apply = apply  # type: ignore[method-assign]
-    try:
+    with _conversions_by(apply):
         yield
-    finally:
-        nn.Module._apply = original  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager
@@ -442,6 +438,13 @@ def conversions_around(context: Callable[[], contextlib.AbstractContextManager[N
             held = [*self.parameters(recurse), *self.buffers(recurse)]
             return self if all(_converted(x, fn) is x for x in held) else original(self, fn, recurse)
 
+    with _conversions_by(apply):
+        yield
+
+
+@contextlib.contextmanager
+def _conversions_by(apply: Callable[..., nn.Module]) -> Iterator[None]:
+    original = nn.Module._apply
     nn.Module._apply = apply  # type: ignore[method-assign]
     try:
         yield

@@ -21,11 +21,11 @@ from lightning_megatp.tensor.collectives import copy_to_region, gather_sequence,
 from lightning_megatp.tensor.context import TensorContext
 from lightning_megatp.tensor.functions import is_in_place, operation_name, operation_names
 from lightning_megatp.tensor.shards import (
-    CHANGE_VALUES,
     METADATA,
     GatheredView,
     Shard,
     becomes_leaf,
+    change_whole,
     changes,
     gathered,
     is_collective,
@@ -120,27 +120,10 @@ class SequenceShard(Shard):
         if is_collective(func):
             return send_whole(func, name, args, kwargs)
         if changes(SequenceShard, name, args, kwargs):
-            return _change_whole(func, name, args, kwargs)
+            return change_whole(SequenceShard, _SequenceView, func, name, args, kwargs)
         own_args, own_kwargs = map_arguments(_gathered, args, kwargs)
         result = func(*own_args, **own_kwargs)
         return of_whole(name, result, _SequenceView)
-
-
-def _change_whole(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """An operation in place that needs all tokens: it changes the gathered tensor, of which each rank takes its own
-    back.
-
-    Raises:
-        RuntimeError: it changes more than values, or another tensor than the first.
-    """
-    shard = args[0]
-    if not isinstance(shard, SequenceShard) or name not in CHANGE_VALUES or kwargs.get("out") is not None:
-        raise RuntimeError(_changed_in_place(name))
-    (whole, *rest), options = map_arguments(_gathered, args, kwargs)
-    whole = whole.clone()
-    func(whole, *rest, **options)
-    shard.take_part(whole)
-    return None if name == "__setitem__" else shard
 
 
 def _gathered(x: Any) -> Any:
@@ -152,15 +135,11 @@ class _SequenceView(GatheredView):
 
     @staticmethod
     def refusal(name: str) -> str:
-        return _changed_in_place(name)
-
-
-def _changed_in_place(name: str) -> str:
-    return (
-        f"MegaTPStrategy: `{name}` changes a sequence-sharded tensor in place, and needs all of its tokens. Write it"
-        " without in-place change, or take the `sequence` style of this block out of the plan (of an automatic one:"
-        " `sequence_parallel=False`)."
-    )
+        return (
+            f"MegaTPStrategy: `{name}` changes a sequence-sharded tensor in place, and needs all of its tokens. Write"
+            " it without in-place change, or take the `sequence` style of this block out of the plan (of an automatic"
+            " one: `sequence_parallel=False`)."
+        )
 
 
 def _shape(name: str, x: Tensor, *args: Any, **kwargs: Any) -> Any:

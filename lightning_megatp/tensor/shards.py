@@ -98,6 +98,34 @@ def gathered(x: Any) -> Any:
     return x.whole() if isinstance(x, Shard) else x
 
 
+def change_whole(
+    kind: type[Shard],
+    view: type[GatheredView],
+    func: Callable[..., Any],
+    name: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """An operation in place that needs all of a tensor: it changes the gathered one, of which each rank takes its own
+    part back.
+
+    Args:
+        kind: of the shards.
+        view: says what is refused.
+
+    Raises:
+        RuntimeError: it changes more than values, or another tensor than the first.
+    """
+    shard = args[0]
+    if not isinstance(shard, kind) or name not in CHANGE_VALUES or kwargs.get("out") is not None:
+        raise RuntimeError(view.refusal(name))
+    (whole, *rest), options = map_arguments(lambda x: x.whole("in place") if isinstance(x, kind) else x, args, kwargs)
+    whole = whole.clone()  # what was gathered may be held for others
+    func(whole, *rest, **options)
+    shard.take_part(whole)
+    return None if name == "__setitem__" else shard
+
+
 def is_collective(func: Callable[..., Any]) -> bool:
     """Whether it is a function of torch.distributed: torch's own ask `__torch_function__` (2.13)."""
     return str(getattr(func, "__module__", "")).startswith("torch.distributed")

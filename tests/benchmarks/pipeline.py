@@ -77,7 +77,7 @@ class Work(Callback):
 
     def _take(self, *args: Any) -> None:
         recorder = self.executor.recorder
-        recorder.rest("optimizer")
+        recorder.optimizer()
         parts = Counter[str]()
         for span in recorder.spans():
             parts["computing" if span.what in COMPUTING else span.what] += span.end - span.start

@@ -253,7 +253,7 @@ def _deciding(layout: Layout, habit: str) -> tuple[list[float], float]:
     losses, module = Losses(), Decides(habit)
     apart = {"accumulate_grad_batches": layout.microbatches} if layout.plain else {}
     trainer = make_trainer(layout, strategy={"plan": None}, max_epochs=3, callbacks=[losses], **apart)
-    large = mock.patch("lightning_megatp.pipeline.pipeline._SMALL", 0)
+    large = mock.patch("lightning_megatp.pipeline.last_stage._SMALL", 0)
     with large if habit == "a large buffer" else contextlib.nullcontext(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer.fit(module, _loader(ROWS // layout.microbatches if layout.plain else ROWS))

@@ -21,13 +21,14 @@ from lightning.pytorch import Callback
 from torch import Tensor, nn
 
 from lightning_megatp.mesh import MeshShape
-from lightning_megatp.pipeline.build import PipelineOptions, stage_table
 from lightning_megatp.pipeline.executor import Direction, Executor, connect, lane, lanes
 from lightning_megatp.pipeline.schedules.check import Times, simulate
 from lightning_megatp.pipeline.schedules.generators import NAMES, make_schedule
 from lightning_megatp.pipeline.schedules.messages import receive_ahead
 from lightning_megatp.pipeline.schedules.schedule import Action, Kind, Schedule
+from lightning_megatp.pipeline.settings import PipelineOptions
 from lightning_megatp.pipeline.slicing.plan import Key, Relay
+from lightning_megatp.report import stage_table
 from lightning_megatp.tensor.context import TensorContext
 from lightning_megatp.tensor.deferred import DeferredWeights, defer_linears
 from lightning_megatp.tensor.layers import ColumnParallelLinear

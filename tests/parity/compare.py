@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 
-import torch
 from torch import Tensor
 
 from tests.parity.running import Run
@@ -115,7 +114,3 @@ def _whole(reference: Run, run: Run) -> tuple[dict[str, Tensor], dict[str, Tenso
     """The rank's own parameters that are whole, and what they should be."""
     own = {name: p for name, p in run.local.items() if reference.parameters[name].shape == p.shape}
     return {name: reference.parameters[name] for name in own}, own
-
-
-def same_everywhere(values: list[Tensor]) -> bool:
-    return all(torch.equal(values[0], value) for value in values[1:])

@@ -237,7 +237,7 @@ def test_a_block_that_changes_its_input_is_refused() -> None:
     model = nn.Module()
     model.blocks = nn.ModuleList(_InPlaceInput() for _ in range(2))
     Recomputation(model, context()).choose(RecomputeOptions("full"))
-    with pytest.raises(RuntimeError, match="MegaTPStrategy: a _InPlaceInput changes its input in place"):
+    with pytest.raises(RuntimeError, match="MegaTPStrategy: an _InPlaceInput changes its input in place"):
         model.blocks[0](torch.randn(2, 4).requires_grad_() * 1)
 
 

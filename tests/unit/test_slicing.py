@@ -19,11 +19,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.quasirandom import SobolEngine
 
+from lightning_megatp.pipeline.assignment import assign
 from lightning_megatp.pipeline.slicing import place
 from lightning_megatp.pipeline.slicing.order import units_of_step
 from lightning_megatp.pipeline.slicing.plan import SliceError, SlicePlan
 from lightning_megatp.pipeline.slicing.slicer import Slicer, StageRun
-from lightning_megatp.pipeline.slicing.units import assign, find_units
+from lightning_megatp.pipeline.slicing.units import find_units
 from lightning_megatp.shim.torch import is_fake
 from tests.pipeline_models import (
     CASES,

@@ -64,9 +64,9 @@ class Recorder:
         self._last = self._clock.stamp()
         self._stamps.append((what, action, start, self._last))
 
-    def rest(self, what: str) -> None:
-        """One more span, from the end of the last one until now."""
-        self._stamps.append((what, None, self._last, self._clock.stamp()))
+    def optimizer(self) -> None:
+        """One more span, from the end of the last one until now: what the optimizer took."""
+        self._stamps.append(("optimizer", None, self._last, self._clock.stamp()))
 
     def spans(self) -> tuple[Span, ...]:
         """All of them, in the order of their ends."""

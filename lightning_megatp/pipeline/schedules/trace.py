@@ -159,7 +159,7 @@ class StepTrace:
             yield
         finally:
             executor.recorder = None
-        recorder.rest("optimizer")
+        recorder.optimizer()
         spans = recorder.spans()
         schedule = pipeline.settings.schedule(1 + max(span.microbatch for span in spans))
         rows: list[Any] = [None] * mesh.shape.world_size

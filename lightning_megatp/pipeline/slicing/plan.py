@@ -1,6 +1,6 @@
 """SlicePlan: which operation of a user's step runs on which stage, and which values cross between stages.
 
-A plan is data, made by one dry run (tracing.py) and carried out by every stage on its own (running.py).
+A plan is data, made by one dry run (dry_run/) and carried out by every stage on its own (running.py).
 """
 
 from __future__ import annotations

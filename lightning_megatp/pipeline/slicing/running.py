@@ -9,26 +9,20 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import pickle
-import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from lightning_megatp.pipeline.seeds import seeded
 from lightning_megatp.pipeline.slicing.dry_run.late_hooks import UserHooks
 from lightning_megatp.pipeline.slicing.dry_run.operations import (
-    HOST_READS,
     StepEnded,
-    at_positions,
-    cut_by_numbers,
     generators_of,
     is_bookkeeping,
-    masks_read,
     sets_values,
     with_memory,
 )
@@ -39,7 +33,6 @@ from lightning_megatp.pipeline.slicing.plan import (
     Instruction,
     Key,
     Operation,
-    Read,
     SliceError,
     SlicePlan,
     tensors_in,
@@ -50,10 +43,8 @@ from lightning_megatp.shim.autograd import functorch_is_active
 from lightning_megatp.shim.torch import (
     FOREACH_IN_PLACE,
     WithoutMode,
-    fake_beside,
     is_fake,
     tensor_version,
-    tree_leaves,
     tree_map,
 )
 from lightning_megatp.tensor.deferred import DeferredWeights
@@ -376,129 +367,6 @@ class _Outside(WithoutMode):
             self._fast = False
         super().__exit__(*raised)
         self._stage_mode.inside = False
-
-
-class Rehearsal(StageMode):
-    """What is replicated, as far as stages depend on each other; less far where the step sees on the host, to the last
-    time, what it saw when it was planned.
-
-    Args:
-        plan: of the batch's signature.
-        seed: of the random numbers that all stages share.
-        place: names where an operation is.
-        hooks: of the user's on units.
-        to_the_end: what the step saw is not all that it may branch by.
-    """
-
-    def __init__(self, plan: SlicePlan, seed: int, place: Place, hooks: UserHooks, to_the_end: bool) -> None:
-        super().__init__(plan, None, {}, seed, place, hooks)
-        self._expected = [] if to_the_end else list(reversed(plan.early_reads))
-        self.same_answers = False
-        self.found: tuple[int, Any] | None = None
-        """Which operation was given tensors of other shapes than planned, and of which."""
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        def read(x: Tensor) -> int:
-            return int(self.__torch_function__(torch.Tensor.__index__, types, (x,)))
-
-        args = cut_by_numbers(func, args, read)
-        masks_read(func, args, read)
-        out = super().__torch_function__(func, types, args, kwargs)
-        if self._expected and func in self._not_operations and operation_name(func) in HOST_READS:
-            expected = self._expected.pop()
-            if expected.answer is None or Read.of(self._index + 1, out) != expected:
-                self._expected.clear()
-            elif not self._expected:
-                self.done = self.same_answers = True
-                raise StepEnded
-        return out
-
-    def _compute(
-        self, instruction: Instruction, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        self._compare(instruction.operation, args, kwargs)
-        return super()._compute(instruction, function, args, kwargs)
-
-    def _skip(self, instruction: Instruction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._compare(instruction.operation, args, kwargs)
-        self._compare_made(instruction.operation, args, kwargs)
-        return super()._skip(instruction, args, kwargs)
-
-    def _compare_made(self, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Numbers and masks may tell the shape of what another stage makes of its values (`h[:, :n]`, `h[mask]`)."""
-        ghosts = tensors_in(operation.ghosts)
-        if isinstance(operation.what, (str, type)) or operation.changed or not ghosts:
-            return
-        masks = masks_read(operation.what, args, int)
-        if not masks and not any(isinstance(x, (int, slice)) for x in tree_leaves((args, kwargs))):
-            return
-        args = at_positions(args) if masks else args
-        try:
-            with torch.no_grad():
-                given = tree_map(lambda x: fake_beside(ghosts[0], x) if isinstance(x, Tensor) else x, (args, kwargs))
-                made = tensors_in(operation.what(*given[0], **given[1]))
-        except Exception:
-            return  # where it runs it will fail, too
-        if [x.shape for x in made] != [x.shape for x in ghosts]:
-            self._error = SliceError(f"`{operation.name}` ({operation.where}) makes other shapes than planned.")
-            raise self._error
-
-    def _compare(self, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """What is replicated has other shapes where they depend on values: other stages' results would, too."""
-        pairs = zip(tensors_in(args, kwargs), operation.given, strict=False)
-        given = tuple(None if planned is None else (tuple(x.shape), x.dtype) for x, planned in pairs)
-        if given != operation.given[: len(given)]:
-            self.found = self._index, given
-            self._error = SliceError(f"`{operation.name}` ({operation.where}) takes other shapes than planned.")
-            raise self._error
-
-    def check(self, skipped: bool) -> None:
-        """After the step, unless it saw the same."""
-        if not self.same_answers:
-            super().check(skipped)
-
-
-@contextlib.contextmanager
-def seeded(seed: int, generators: Sequence[torch.Generator]) -> Iterator[None]:
-    """Draw from a seed, and leave the generators as they were.
-
-    `torch.manual_seed` would do it for all devices; for every kind of device that isn't there it formats a stack trace,
-    to be shown if one ever is.
-    """
-    states = [generator.get_state() for generator in generators]
-    try:
-        for generator in generators:
-            generator.manual_seed(seed % 2**63)
-        yield
-    finally:
-        for generator, state in zip(generators, states, strict=True):
-            generator.set_state(state)
-
-
-@contextlib.contextmanager
-def host_seeded(seed: int) -> Iterator[Callable[[], bool]]:
-    """Let Python and NumPy draw from a seed, and leave their generators as they were.
-
-    Yields:
-        A function that tells whether something was drawn.
-    """
-    python, of_numpy = random.getstate(), np.random.get_state()
-
-    def drawn() -> bool:
-        fresh = random.Random(seed), np.random.RandomState(seed % 2**32)
-        return random.getstate() != fresh[0].getstate() or pickle.dumps(np.random.get_state()) != pickle.dumps(
-            fresh[1].get_state()
-        )
-
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    try:
-        yield drawn
-    finally:
-        random.setstate(python)
-        np.random.set_state(of_numpy)
 
 
 _PROPERTIES = frozenset([torch.Tensor.device.__get__])

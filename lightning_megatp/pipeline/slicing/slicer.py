@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_megatp.pipeline.seeds import host_seeded
 from lightning_megatp.pipeline.slicing.calls import Decides, Interception, Switch, loggers_in, logging_by
 from lightning_megatp.pipeline.slicing.dry_run.dry_runs import DryRuns, Step, state_before
 from lightning_megatp.pipeline.slicing.dry_run.late_hooks import UserHooks
@@ -26,7 +27,8 @@ from lightning_megatp.pipeline.slicing.dry_run.operations import StepEnded
 from lightning_megatp.pipeline.slicing.handing_on import received_by_key, value_to_send
 from lightning_megatp.pipeline.slicing.place import Place
 from lightning_megatp.pipeline.slicing.plan import SliceError, SlicePlan, tensors_in
-from lightning_megatp.pipeline.slicing.running import Rehearsal, StageMode, host_seeded
+from lightning_megatp.pipeline.slicing.rehearsal import Rehearsal
+from lightning_megatp.pipeline.slicing.running import StageMode
 from lightning_megatp.pipeline.slicing.signature import modes_of, signature_of
 from lightning_megatp.pipeline.slicing.state.ownership import Ownership, Sizes
 from lightning_megatp.pipeline.slicing.state.put_back import putting_back

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from fnmatch import fnmatchcase
-from itertools import accumulate, takewhile
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import takewhile
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
+
+from lightning_megatp.shim.compiler import wraps_compiled
 
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 _PARAMETERS = (nn.ParameterList, nn.ParameterDict)
@@ -56,77 +56,6 @@ def _without_holders(module: nn.Module, units: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(part for unit in units for part in opened.get(unit) or [unit]))
 
 
-def assign(
-    units: Sequence[str],
-    n_stages: int,
-    cost: Mapping[str, float],
-    stages: Sequence[Sequence[str]] | None = None,
-    together: Sequence[tuple[str, str]] = (),
-) -> dict[str, int]:
-    """Spread units over stages.
-
-    Contiguous in the given order, every stage with at least one unit, such that the costliest stage costs least.
-
-    Args:
-        units: in order of execution.
-        n_stages: how many stages.
-        cost: of each unit: its time, or number of parameters.
-        stages: the user's own choice instead: for each stage its units, as names or patterns (`blocks.[0-3]`).
-        together: pairs of units that need one stage, and all in between with them, if that leaves something to every
-            stage.
-
-    Returns:
-        Unit name -> stage.
-
-    Raises:
-        ValueError: fewer units than stages, or a choice that does not place every unit once.
-    """
-    if stages is not None:
-        return _chosen(units, n_stages, stages)
-    if len(units) < n_stages:
-        raise ValueError(
-            f"MegaTPStrategy: {n_stages} pipeline stages need at least as many units, and the model has {len(units)}:"
-            f" {', '.join(units) or 'none'}. Use fewer stages (pp * virtual_stages), or name smaller modules by"
-            " `stages=[[...], ...]`."
-        )
-    runs = _runs(units, together)
-    if len(runs) < n_stages:
-        runs = [[unit] for unit in units]
-    bounds = [*_balance([sum(cost[unit] for unit in run) for run in runs], n_stages), len(runs)]
-    return {unit: s for s in range(n_stages) for run in runs[bounds[s] : bounds[s + 1]] for unit in run}
-
-
-def _runs(units: Sequence[str], together: Sequence[tuple[str, str]]) -> list[list[str]]:
-    """The units, in their order, with no cut between those that belong together."""
-    place = {unit: i for i, unit in enumerate(units)}
-    joined = {i for first, last in together for i in range(place[first] + 1, place[last] + 1)}
-    runs: list[list[str]] = []
-    for i, unit in enumerate(units):
-        if i in joined:
-            runs[-1].append(unit)
-        else:
-            runs.append([unit])
-    return runs
-
-
-def can_be_cut(units: Sequence[str], n_stages: int, together: Sequence[tuple[str, str]]) -> bool:
-    """Whether pairs of units that need one stage, as for `assign`, leave a place for so many stages."""
-    return len(_runs(units, together)) >= n_stages
-
-
-def small_among(module: nn.Module, units: Sequence[str], together: Sequence[tuple[str, str]]) -> set[str]:
-    """Of pairs of units that need one stage the first ones that are small modules, outside of lists: such as are called
-    at both ends of a model (an invertible norm, RevIN). What they do can be done between units, where every stage has
-    their parameters."""
-    sizes = {unit: sum(p.numel() for p in module.get_submodule(unit).parameters()) for unit in units}
-    small = _SMALL * sum(sizes.values())
-    return {unit for unit, _ in together if sizes[unit] <= small and not is_in_list(module, unit)}
-
-
-_SMALL = 0.05
-"""Of all parameters in units."""
-
-
 def parts_of_one_stage(module: nn.Module, stage_of_unit: Mapping[str, int]) -> dict[str, str]:
     """The names of the modules in units, each of which only one stage has, with their units."""
     found: dict[int, tuple[str, str, set[int]]] = {}
@@ -134,49 +63,6 @@ def parts_of_one_stage(module: nn.Module, stage_of_unit: Mapping[str, int]) -> d
         for name, part in module.get_submodule(unit).named_modules():
             found.setdefault(id(part), (f"{unit}.{name}".rstrip("."), unit, set()))[2].add(stage)
     return {name: unit for name, unit, stages in found.values() if len(stages) == 1}
-
-
-def frozen_twins(
-    module: nn.Module,
-    units: Sequence[str],
-    untrained: Collection[str] = (),
-    shape: Callable[[Tensor], torch.Size] = Tensor.size,
-) -> dict[str, str]:
-    """Units of averaged copies (a teacher, a target network) -> the trained units that they are copies of.
-
-    A unit without trained parameters, and a trained one of the same class and shapes whose name ends alike
-    (`teacher.blocks.0` and `blocks.0`, or `student.blocks.0`): of several the one that shares most. One that is an
-    attribute of the model itself (`ema_head`) needs no such name, if a single trained one is like it. The user's loops
-    over the parameters of both networks meet the same pairs on every stage, if each pair is on one.
-
-    Args:
-        untrained: units of which a step needs no gradient, if that is known.
-        shape: of a parameter. All ranks have to find the same, and their parts may be uneven.
-    """
-    parts = {unit: module.get_submodule(unit) for unit in units}
-    kinds = {
-        unit: (type(part), [(name, tuple(shape(p))) for name, p in part.named_parameters()])
-        for unit, part in parts.items()
-    }
-    frozen = [u for u in units if u in untrained or not any(p.requires_grad for p in parts[u].parameters())]
-    twins = {}
-    for unit in frozen:
-        alike = [other for other in units if other not in frozen and kinds[other] == kinds[unit]]
-        best = max(alike, key=lambda other: common_end(unit, other), default=None)
-        if best is not None and (common_end(unit, best) or ("." not in unit and len(alike) == 1)):
-            twins[unit] = best
-    networks = {_starts(unit, other) for unit, other in twins.items()}
-    for unit in frozen:  # what neither of two networks uses (a classifier) is a pair, too
-        beside = [v for v in frozen if v not in twins and kinds[v] == kinds[unit] and _starts(unit, v) in networks]
-        if unit not in twins and len(beside) == 1:
-            twins[unit] = beside[0]
-    return twins
-
-
-def _starts(name: str, other: str) -> tuple[str, str]:
-    """Two names without what is the same at their ends."""
-    n = common_end(name, other)
-    return ".".join(name.split(".")[: -n or None]), ".".join(other.split(".")[: -n or None])
 
 
 def common_end(name: str, other: str) -> int:
@@ -222,7 +108,7 @@ def _units(name: str, module: nn.Module, open_all: bool, in_list: bool) -> Itera
     bare = not _has_forward(module)
     opened = is_list or is_root or bare or (not in_list and _has_lists(module))
     opened |= open_all and not _own_parameters(module)
-    if is_compiled(module) or _is_parametrized_layer(module) or not opened or not inner:
+    if wraps_compiled(module) or _is_parametrized_layer(module) or not opened or not inner:
         if _is_callable(module) and not is_root:
             yield name
         return
@@ -237,11 +123,6 @@ def modules_around(units: Iterable[str]) -> list[str]:
         parts = unit.split(".")
         names |= {".".join(parts[:depth]) for depth in range(1, len(parts))}
     return sorted(names)
-
-
-def is_compiled(module: nn.Module) -> bool:
-    """Whether this is what `torch.compile(module)` returned."""
-    return "_orig_mod" in module._modules
 
 
 def _is_list(module: nn.Module) -> bool:
@@ -261,7 +142,7 @@ def _has_lists(module: nn.Module) -> bool:
     modules = list(module.modules())
     parametrizations = {id(child.parametrizations) for child in modules if is_parametrized(child)}
     lists = (child for child in modules if _is_list(child) and id(child) not in parametrizations)
-    return not is_compiled(module) and any(map(_blocks, lists))
+    return not wraps_compiled(module) and any(map(_blocks, lists))
 
 
 def _is_parametrized_layer(module: nn.Module) -> bool:
@@ -290,64 +171,3 @@ def _checked(module: nn.Module, names: Sequence[str]) -> list[str]:
                 f"MegaTPStrategy: `{name}` is inside of `{outer}`, and both are chosen as pipeline units. Drop one."
             )
     return list(dict.fromkeys(names))
-
-
-def _chosen(units: Sequence[str], n_stages: int, stages: Sequence[Sequence[str]]) -> dict[str, int]:
-    if len(stages) != n_stages:
-        raise ValueError(
-            f"MegaTPStrategy: `stages` lists {len(stages)} stages, but there are {n_stages} (pp * virtual_stages)."
-        )
-    placed: dict[str, int] = {}
-    for stage, patterns in enumerate(stages):
-        for pattern in patterns:
-            matching = [unit for unit in units if _matches(unit, pattern)]
-            if not matching:
-                raise ValueError(
-                    f"MegaTPStrategy: `{pattern}` in `stages[{stage}]` matches no unit. The units are"
-                    f" {', '.join(units)}."
-                )
-            for unit in matching:
-                if placed.setdefault(unit, stage) != stage:
-                    raise ValueError(
-                        f"MegaTPStrategy: `stages` places `{unit}` on stage {placed[unit]} and, by `{pattern}`, on"
-                        f" stage {stage}. Every unit goes to one stage."
-                    )
-        if stage not in placed.values():
-            raise ValueError(
-                f"MegaTPStrategy: `stages[{stage}]` is empty. Every stage needs a unit; or use fewer stages."
-            )
-    missing = [unit for unit in units if unit not in placed]
-    if missing:
-        raise ValueError(f"MegaTPStrategy: `stages` leaves out {', '.join(missing)}. Every unit goes to one stage.")
-    return placed
-
-
-def _matches(unit: str, pattern: str) -> bool:
-    """A pattern names units, or a module all of whose units are meant."""
-    return fnmatchcase(unit, pattern) or unit.startswith(f"{pattern}.")
-
-
-def _balance(costs: Sequence[float], parts: int) -> list[int]:
-    """Where each part starts, if a list is cut into so many parts that the costliest costs least.
-
-    best[k][i] is the cost of the costliest of k + 1 parts of the first i entries.
-    """
-    total = [0.0, *accumulate(costs)]
-    best = [list(total)]
-    cuts: list[list[int]] = [[0] * len(total)]
-    for k in range(1, parts):
-        row, cut = [float("inf")] * len(total), [0] * len(total)
-        for i in range(k + 1, len(total)):
-            for j in range(i - 1, k - 1, -1):
-                last = total[i] - total[j]
-                if last >= row[i]:
-                    break
-                if max(best[-1][j], last) < row[i]:
-                    row[i], cut[i] = max(best[-1][j], last), j
-        best.append(row)
-        cuts.append(cut)
-    starts, end = [], len(costs)
-    for cut in reversed(cuts):
-        starts.append(cut[end])
-        end = cut[end]
-    return starts[::-1]

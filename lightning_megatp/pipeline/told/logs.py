@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torchmetrics import Metric
 
+from lightning_megatp.messages import with_article
 from lightning_megatp.shim.torch import is_fake, unrecorded
 from lightning_megatp.shim.torchmetrics import batch_value, set_batch_value
 
@@ -165,8 +166,8 @@ class Logs:
         )
         if found is None:
             raise RuntimeError(
-                f"MegaTPStrategy: self.log was given a {type(metric).__name__} that is no attribute of the"
-                " LightningModule, so the other pipeline stages can't know it. Make it one in `__init__`."
+                f"MegaTPStrategy: self.log was given {with_article(type(metric).__name__)} that is no attribute of"
+                " the LightningModule, so the other pipeline stages can't know it. Make it one in `__init__`."
             )
         return str(found)
 

@@ -4,16 +4,19 @@ models take besides."""
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from lightning_megatp.plan.auto.blocks import Block, Call
-from lightning_megatp.plan.auto.simulate import Reference, done_in, path
-from lightning_megatp.plan.auto.thin import copy_of
+from lightning_megatp.plan.auto.compare import Reference
+from lightning_megatp.plan.auto.exact import exact
+from lightning_megatp.plan.auto.thin import concrete_call, copy_of
 from lightning_megatp.shim.torch import tree_leaves
-from lightning_megatp.tensor.functions import Done
+from lightning_megatp.tensor.functions import Done, couples, done_by_user, operation_name
 
 _HIDDEN = -1e3
 """Added to the score of a hidden token."""
@@ -47,7 +50,7 @@ def _of_calls(twin: nn.Module, calls: Sequence[Call]) -> Iterator[Reference]:
 def _other_ways(twin: nn.Module, block: Block, first_reference: Reference) -> Iterator[Reference]:
     """What blocks of a kind compute by other operations than the first one does: by plain values that they are given,
     or by the number that counts them."""
-    known = [path(twin, block.calls[0])]
+    known = [_path(twin, block.calls[0])]
     first = block.counts[0] if block.counts else {}
     paths = {key.lstrip("."): key for key in first}
     read = set(paths)
@@ -66,7 +69,7 @@ def _other_ways(twin: nn.Module, block: Block, first_reference: Reference) -> It
             vars(other.get_submodule(module))[attribute] = number
         for call in (block.calls[0], *block.other_calls):
             try:
-                way = path(other, call)
+                way = _path(other, call)
             except Exception:
                 continue  # not what it takes
             if way not in known:
@@ -79,7 +82,7 @@ def couplings(references: Sequence[Reference]) -> Iterator[Done]:
     for reference in references:
         for train in (True, False):
             with contextlib.suppress(Exception):  # it may not be what it takes in this mode
-                yield from done_in(reference.twin, reference.call, train)
+                yield from _done_in(reference.twin, reference.call, train)
 
 
 def _other_masks(call: Call) -> Iterator[Call]:
@@ -95,3 +98,36 @@ def _other_masks(call: Call) -> Iterator[Call]:
             mask = torch.zeros(hidden[0].shape[0], 1, lengths[0], tokens, dtype=torch.float64)
             mask[0, ..., -1] = _HIDDEN
             yield Call(call.args, {**call.kwargs, key: mask})
+
+
+def _path(twin: nn.Module, call: Call) -> list[Any]:
+    """The operations by which a thin block in training computes a call, and the shapes of what they return."""
+    return _watched(twin, call, train=True).found
+
+
+def _done_in(twin: nn.Module, call: Call, train: bool) -> set[Done]:
+    """The same operations, each with the user's line that calls it."""
+    return _watched(twin, call, train).done
+
+
+def _watched(twin: nn.Module, call: Call, train: bool) -> _Operations:
+    own = concrete_call(call, seed=0, noise=0.1)
+    with exact(), _Operations() as seen:
+        copy_of(twin, train)(*own.args, **own.kwargs)
+    return seen
+
+
+class _Operations(TorchFunctionMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[Any] = []
+        self.done: set[Done] = set()
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result, name = func(*args, **(kwargs or {})), operation_name(func)
+        self.found.append((name, [tuple(x.shape) for x in tree_leaves(result) if isinstance(x, Tensor)]))
+        if couples(name):
+            self.done.add(done_by_user(name))
+        return result

@@ -12,9 +12,10 @@ from dataclasses import dataclass, field, replace
 from torch import nn
 
 from lightning_megatp.plan.auto.blocks import Block, is_linear, unlooked
+from lightning_megatp.plan.auto.compare import NotFinite, Outcome, Reference
 from lightning_megatp.plan.auto.influence import Candidate, Influence, deal, probe
 from lightning_megatp.plan.auto.references import couplings, references_of
-from lightning_megatp.plan.auto.simulate import BlockPlan, NotFinite, Outcome, Reference
+from lightning_megatp.plan.auto.simulate import BlockPlan
 from lightning_megatp.plan.auto.thin import ThinLinear, copy_of, thin_copy
 from lightning_megatp.plan.auto.tokens import sequence_dim, used_twice
 from lightning_megatp.plan.convolutions import convolution_plan, fits, weights

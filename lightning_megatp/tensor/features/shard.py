@@ -23,10 +23,10 @@ from lightning_megatp.tensor.features.decision import Decision, Enter, take_loca
 from lightning_megatp.tensor.features.layout import FeatureLayout
 from lightning_megatp.tensor.features.operation import DRAW, NEED_GRADIENT, NEED_WHOLE, Operation, operation_of
 from lightning_megatp.tensor.shards import (
-    CHANGE_VALUES,
     GatheredView,
     Shard,
     becomes_leaf,
+    change_whole,
     changes,
     is_collective,
     of_whole,
@@ -280,7 +280,7 @@ def _run_on_whole(func: Callable[..., Any], name: str, args: tuple[Any, ...], kw
     if is_collective(func):
         return send_whole(func, name, args, kwargs)
     if changes(FeatureShard, name, args, kwargs):
-        return _change_whole(func, name, args, kwargs)
+        return change_whole(FeatureShard, _FeatureView, func, name, args, kwargs)
     draws = name in DRAW and draws_random(name, args, kwargs)
     shards: list[FeatureShard] = []
 
@@ -294,26 +294,6 @@ def _run_on_whole(func: Callable[..., Any], name: str, args: tuple[Any, ...], kw
     with _replicated_stream(shards[0]) if draws and shards else contextlib.nullcontext():
         result = func(*args, **kwargs)
     return of_whole(name, result, _FeatureView)
-
-
-def _change_whole(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """An operation in place that needs all features: it changes the gathered tensor, of which each rank takes its own
-    back.
-
-    Raises:
-        RuntimeError: it changes more than values, or another tensor than the first.
-    """
-    shard, (first, *rest) = args[0], tree_map(_gathered, args)
-    if not isinstance(shard, FeatureShard) or name not in CHANGE_VALUES or kwargs.get("out") is not None:
-        raise RuntimeError(_FeatureView.refusal(name))
-    whole = first.clone()  # what was gathered may be held for others
-    func(whole, *rest, **tree_map(_gathered, kwargs))
-    shard.take_part(whole)
-    return None if name == "__setitem__" else shard
-
-
-def _gathered(x: Any) -> Any:
-    return x.whole("in place") if isinstance(x, FeatureShard) else x
 
 
 @contextlib.contextmanager

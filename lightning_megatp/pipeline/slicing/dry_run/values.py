@@ -81,10 +81,6 @@ class Values:
         """The value of a tensor, if it was met before."""
         return self._known.get(id(tensor))
 
-    def constants(self) -> list[Tensor]:
-        """Those that every stage makes of nothing but constants and what was there before the step."""
-        return [x.tensor for x in self._known.values() if x.constant and not self.is_persistent(x.tensor)]
-
     def fake(self, tensor: Tensor) -> Tensor:
         """A tensor without data in place of this one."""
         if is_fake(tensor) or is_transformed(tensor):  # those of torch.func, in a unit, are around fakes

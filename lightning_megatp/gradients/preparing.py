@@ -18,7 +18,7 @@ from lightning_megatp.gradients.rows import DividedParameter, rows_of
 from lightning_megatp.shim.autograd import accumulation_hooks, hooks_held, leaf_hooks
 
 
-def settle(
+def lay_out(
     module: nn.Module, groups: Sequence[Group], in_rest: set[str], place: int, ranks: int, first_copy: bool
 ) -> list[DividedParameter]:
     """Let FSDP2 lay out its memory: afterwards this rank's rows, and the tensors it gathers into, stay the same.
@@ -110,14 +110,23 @@ def main_dtype(module: nn.Module) -> torch.dtype:
 
     Communication: one object all-gather over the world.
     """
+    by_rank: list[Counter[torch.dtype]] = [Counter() for _ in range(dist.get_world_size())]
+    dist.all_gather_object(by_rank, trained_dtypes(module))
+    return most_common(sum(by_rank, Counter[torch.dtype]()))
+
+
+def trained_dtypes(module: nn.Module) -> Counter[torch.dtype]:
+    """How many trained elements there are of each dtype."""
     counts: Counter[torch.dtype] = Counter()
     for parameter in module.parameters():
         if parameter.requires_grad:
             counts[parameter.dtype] += parameter.numel()
-    by_rank: list[Counter[torch.dtype]] = [Counter() for _ in range(dist.get_world_size())]
-    dist.all_gather_object(by_rank, counts)
-    total = sum(by_rank, Counter[torch.dtype]())
-    return max(total, key=lambda dtype: (total[dtype], str(dtype)), default=torch.get_default_dtype())
+    return counts
+
+
+def most_common(counts: Counter[torch.dtype]) -> torch.dtype:
+    """The dtype of most elements, the same on all ranks; torch's default where there are none."""
+    return max(counts, key=lambda dtype: (counts[dtype], str(dtype)), default=torch.get_default_dtype())
 
 
 def _owners(module: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
