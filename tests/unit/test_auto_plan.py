@@ -482,6 +482,24 @@ def test_of_three_layers_the_pair_with_most_weights_is_a_region(body: nn.Module)
     assert styles(plan(body, 2)) == {"condition": "column_gather", "up": "column", "down": "row"}
 
 
+def test_a_block_may_use_a_buffer_of_a_module_that_it_is_given() -> None:
+    class Grid(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("grid", torch.randn(5, HIDDEN))
+
+    class OnGrid(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(HIDDEN, 48), nn.Linear(48, HIDDEN)
+
+        def forward(self, x: Tensor, grid: nn.Module) -> Tensor:
+            return x + self.down(torch.relu(self.up(x @ (grid.grid.T @ grid.grid))))
+
+    found = plan_block(Kind(OnGrid(), ["block"], [Call((X, Grid()), {})]), 2)
+    assert styles(found) == {"up": "column", "down": "row"}
+
+
 def test_a_layer_is_a_column_after_it_was_no_row() -> None:
     attention = {**dict.fromkeys(("attention.q", "attention.k", "attention.v"), "column"), "attention.out": "row"}
     assert styles(plan(Unnormed(), 2)) == {**attention, "up": "column", "down": "row"}

@@ -23,6 +23,9 @@ from lightning_megatp.shim.transformers import is_conv1d
 RANK = 6
 """Columns of U and V."""
 
+_MOST_COPIED = 2**24
+"""Elements of a module that a block is given, for it to be copied with each probe."""
+
 
 class ThinLinear(nn.Linear):
     """y = U (V^T x) + b. `weight` is there for who asks for its shape, and nan for who computes with it.
@@ -115,7 +118,8 @@ def concrete_call(call: Call, seed: int, noise: float = 0.0) -> Call:
 
     Those that needed a gradient do, and so does the first floating tensor: the hidden states, if embeddings are frozen.
     Tensors on meta become random ones of their shape. Values that mean minus infinity stay as they are, and so do zeros
-    and ones that may be a mask: multiplied by minus infinity, noise in them would decide everything.
+    and ones that may be a mask: multiplied by minus infinity, noise in them would decide everything. Of small modules,
+    whose tensors the block may use (a grid of positions), thin copies are given.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -123,6 +127,8 @@ def concrete_call(call: Call, seed: int, noise: float = 0.0) -> Call:
 
     def make(x: Any) -> Any:
         nonlocal first
+        if isinstance(x, nn.Module):
+            return _thin_argument(x, seed)
         if not isinstance(x, Tensor):
             return copied_object(x, lambda held: leaf(held, held.requires_grad))
         needs, floating = x.requires_grad or (first and x.is_floating_point()), x.is_floating_point()
@@ -138,6 +144,17 @@ def concrete_call(call: Call, seed: int, noise: float = 0.0) -> Call:
         return x.clone().requires_grad_(needs)
 
     return Call(*tree_map(make, (call.args, call.kwargs)))
+
+
+def _thin_argument(module: nn.Module, seed: int) -> nn.Module:
+    """A thin copy of a module that a block is given, if it is small and can be copied, and isn't the whole model."""
+    held = sum(x.numel() for x in (*module.parameters(), *module.buffers()))
+    if held > _MOST_COPIED or hasattr(module, "training_step"):
+        return module
+    try:
+        return thin_copy(module, seed)
+    except Exception:  # a module may be anything
+        return module
 
 
 def _is_mask(x: Tensor) -> bool:
