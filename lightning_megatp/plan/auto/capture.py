@@ -43,10 +43,10 @@ def capture_calls(module: nn.Module, kinds: list[Block], step: Callable[[], Any]
     with capture.in_place_of_blocks(module):
         try:
             with (
-                torch.enable_grad(),
+                torch.enable_grad(),  # which values need a gradient matters
                 failures_of_fakes_unlogged(),
                 capture.without_data,
-            ):  # who needs a gradient matters
+            ):
                 step()
         except Exception as error:
             return None if capture.is_complete else error.with_traceback(None)
