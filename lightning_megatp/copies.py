@@ -13,11 +13,11 @@ import torch.distributed as dist
 from lightning_megatp.default_group import DefaultGroup
 from lightning_megatp.hooks.around import set_up_among_copies
 from lightning_megatp.iteration import iterate_freely, iterate_in
-from lightning_megatp.parts import Parts
 from lightning_megatp.shim.lightning import around_loader_hooks, around_training_step
+from lightning_megatp.state import StrategyState
 
 
-class CopyMethods(Parts):
+class CopyMethods(StrategyState):
     """What `trainer.global_rank`, `trainer.local_rank`, `trainer.world_size` and `trainer.num_devices` are."""
 
     _counted: tuple[int, int] | None = None

@@ -11,16 +11,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from lightning_megatp.parts import Parts
 from lightning_megatp.planner.live import predict_run
 from lightning_megatp.planner.measure import MemoryAccount, measure
 from lightning_megatp.planner.report import MemoryReport, RankMemory
 from lightning_megatp.shim.torch import DisableTorchFunction
+from lightning_megatp.state import StrategyState
 from lightning_megatp.tensor.layers import ParallelLayer
 from lightning_megatp.tensor.parameters import whole_values
 
 
-class InspectionMethods(Parts):
+class InspectionMethods(StrategyState):
     """Answers about the whole model; for `full_gradients`, `whole_parameters` and `memory_report` all ranks ask."""
 
     _memory_account: MemoryAccount | None

@@ -14,14 +14,14 @@ from lightning_megatp.building.building import Building
 from lightning_megatp.example import Example
 from lightning_megatp.messages import warn_once_per_run
 from lightning_megatp.module import ParallelModule
-from lightning_megatp.parts import Parts
 from lightning_megatp.pipeline.slicing.units import find_units
 from lightning_megatp.randomness import random_state, set_random_state, share_random_state
 from lightning_megatp.shim.torch import weights_of_recurrent_layers_renewed
 from lightning_megatp.snapshots.snapshot import Snapshot
+from lightning_megatp.state import StrategyState
 
 
-class BuildingMethods(Parts):
+class BuildingMethods(StrategyState):
     """From the layers that a module has, or `configure_model` would create, to what this rank holds, on its device."""
 
     def _set_up_building(self) -> None:

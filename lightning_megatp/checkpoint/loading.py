@@ -25,12 +25,12 @@ from lightning_megatp.checkpoint.sharded import (
 from lightning_megatp.checkpoint.stages import load_own, own_optimizer_state
 from lightning_megatp.gradients.nested import inner_optimizers, method_replaced
 from lightning_megatp.module import ParallelModule
-from lightning_megatp.parts import Parts
 from lightning_megatp.randomness import set_random_state
 from lightning_megatp.shim.lightning import averages, restart_loaders
+from lightning_megatp.state import StrategyState
 
 
-class LoadingMethods(Parts):
+class LoadingMethods(StrategyState):
     """What Lightning calls to load, from one file or from a folder."""
 
     wait_for_checkpoints: Callable[[], None]

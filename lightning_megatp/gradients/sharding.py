@@ -39,11 +39,11 @@ from lightning_megatp.gradients.rows import (
 from lightning_megatp.gradients.units import in_several, large_units
 from lightning_megatp.gradients.writes import WriteWatch, lost_change
 from lightning_megatp.gradients.zero_options import ZeroOptions
+from lightning_megatp.kept_parameters import kept_parameters, replace_kept
 from lightning_megatp.mesh import ParallelMesh
 from lightning_megatp.module import ParallelModule
 from lightning_megatp.pipeline.detour import Detour
 from lightning_megatp.pipeline.slicing.calls import around_calls
-from lightning_megatp.references import kept_parameters, replace_kept
 from lightning_megatp.shim.autograd import hold_hooks, hooks_held
 from lightning_megatp.shim.torch import FakeTensorMode, storage_id, tensor_version, unrecorded
 from lightning_megatp.tensor.functions import OwnHook

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torchmetrics import Metric
 
 from lightning_megatp.messages import warn_once_per_run
-from lightning_megatp.pipeline.slicing.place import Place
+from lightning_megatp.pipeline.slicing.locator import Locator
 from lightning_megatp.pipeline.slicing.plan import tensors_in
 from lightning_megatp.pipeline.split import batch_size
 from lightning_megatp.shim.torch import is_fake
@@ -36,7 +36,7 @@ class CarriedState(TorchFunctionMode):
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        self._module, self._place = module, Place(module)
+        self._module, self._locator = module, Locator(module)
         self._left: dict[int, tuple[Tensor, int]] = {}
         """id -> what is on the module, and of which microbatch."""
         self._taken: dict[int, str] = {}
@@ -49,7 +49,7 @@ class CarriedState(TorchFunctionMode):
         for x in tensors_in(args, kwargs or {}) if tensors_in(out) else ():
             _, microbatch = self._left.get(id(x), (None, self._microbatch))
             if microbatch != self._microbatch:
-                self._taken.setdefault(id(x), f"`{operation_name(func)}` ({self._place.here()})")
+                self._taken.setdefault(id(x), f"`{operation_name(func)}` ({self._locator.here()})")
         return out
 
     @contextlib.contextmanager

@@ -6,13 +6,13 @@ from typing import Any
 
 from lightning_megatp.mesh import AXES
 from lightning_megatp.module import ParallelModule
-from lightning_megatp.parts import Parts
 from lightning_megatp.pipeline.detour import Detour
 from lightning_megatp.shadows.finding import Found, Weights, find_shadows
 from lightning_megatp.shadows.shadows import Shadows, agree, owners_of, synchronize, warn_unclear
+from lightning_megatp.state import StrategyState
 
 
-class ShadowMethods(Parts):
+class ShadowMethods(StrategyState):
     """Tensors that a user keeps beside the weights."""
 
     _detours: list[Detour]

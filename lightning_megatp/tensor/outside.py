@@ -139,23 +139,33 @@ class WholeParameter(torch.Tensor):
         if first is not None and name == "grad" and func.__name__ == "__get__" and not first.context.pipelined:
             return first._gradient()
         if first is not None and (name in _REFUSED or is_in_place(name)):
-            others = [x for x in tree_leaves((args[1:], kwargs)) if isinstance(x, Tensor) and x.dim() > 0]
-            parts = {id(x): first._own(x) for x in others} if name in _ELEMENTWISE_IN_PLACE else {}
-            if name in _ELEMENTWISE_IN_PLACE and all(part is not None for part in parts.values()):
-                rest, kwargs = tree_map(lambda x: parts.get(id(x), x), (args[1:], kwargs))
-                func(first.shard, *rest, **kwargs)
-                return first
-            if name not in _REFUSED:
-                (whole, *rest), kwargs = tree_map(lambda x: used_whole(x, name), (args, kwargs))
-                func(whole, *rest, **kwargs)
-                first.shard.copy_(first.spec.spec(first.context.rank).take(whole))
-                return None if name == "__setitem__" else first
-            raise RuntimeError(_written(first, name))
+            return first._change(func, name, args, kwargs)
         written = [*(args[:1] if is_in_place(name) else ()), kwargs.get("out")]
         if lost := [x for x in tree_leaves(written) if isinstance(x, WholeParameter)]:
             raise RuntimeError(_written(lost[0], name))
         args, kwargs = tree_map(lambda x: used_whole(x, name), (args, kwargs))
         return func(*args, **kwargs)
+
+    def _change(self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """An operation in place: on the shard where each element is by itself, else on the gathered parameter, of which
+        the shard takes its part.
+
+        Raises:
+            RuntimeError: it does more than change values.
+        """
+        if name in _ELEMENTWISE_IN_PLACE:
+            others = [x for x in tree_leaves((args[1:], kwargs)) if isinstance(x, Tensor) and x.dim() > 0]
+            parts = {id(x): self._own(x) for x in others}
+            if all(part is not None for part in parts.values()):
+                rest, kwargs = tree_map(lambda x: parts.get(id(x), x), (args[1:], kwargs))
+                func(self.shard, *rest, **kwargs)
+                return self
+        if name in _REFUSED:
+            raise RuntimeError(_written(self, name))
+        (whole, *rest), kwargs = tree_map(lambda x: used_whole(x, name), (args, kwargs))
+        func(whole, *rest, **kwargs)
+        self.shard.copy_(self.spec.spec(self.context.rank).take(whole))
+        return None if name == "__setitem__" else self
 
     def _set_data(self, value: Any) -> None:
         """`p.data = value`: another tensor from now on, of which this rank has its part."""

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.quasirandom import SobolEngine
 
 from lightning_megatp.pipeline.assignment import assign
-from lightning_megatp.pipeline.slicing import place
+from lightning_megatp.pipeline.slicing import locator
 from lightning_megatp.pipeline.slicing.order import units_of_step
 from lightning_megatp.pipeline.slicing.plan import SliceError, SlicePlan
 from lightning_megatp.pipeline.slicing.slicer import Slicer, StageRun
@@ -1416,7 +1416,7 @@ def test_a_freed_module_can_be_copied() -> None:
 
 
 def test_places_are_lines_of_the_users() -> None:
-    package = Path(place.__file__).parents[2]
+    package = Path(locator.__file__).parents[2]
     names: dict[str, Any] = {}
     exec(compile("def call(function): return function()", str(package / "tensor" / "watch.py"), "exec"), names)
-    assert names["call"](place.Place(nn.Linear(2, 2)).here).startswith("test_slicing.py:")
+    assert names["call"](locator.Locator(nn.Linear(2, 2)).here).startswith("test_slicing.py:")

@@ -19,7 +19,7 @@ from lightning_megatp.pipeline.slicing.dry_run.operations import (
     cut_by_numbers,
     masks_read,
 )
-from lightning_megatp.pipeline.slicing.place import Place
+from lightning_megatp.pipeline.slicing.locator import Locator
 from lightning_megatp.pipeline.slicing.plan import (
     Instruction,
     Operation,
@@ -40,13 +40,13 @@ class Rehearsal(StageMode):
     Args:
         plan: of the batch's signature.
         seed: of the random numbers that all stages share.
-        place: names where an operation is.
+        locator: names where an operation is.
         hooks: of the user's on units.
         to_the_end: what the step saw is not all that it may branch by.
     """
 
-    def __init__(self, plan: SlicePlan, seed: int, place: Place, hooks: UserHooks, to_the_end: bool) -> None:
-        super().__init__(plan, None, {}, seed, place, hooks)
+    def __init__(self, plan: SlicePlan, seed: int, locator: Locator, hooks: UserHooks, to_the_end: bool) -> None:
+        super().__init__(plan, None, {}, seed, locator, hooks)
         self._expected = [] if to_the_end else list(reversed(plan.early_reads))
         self.same_answers = False
         self.found: tuple[int, Any] | None = None

@@ -27,7 +27,7 @@ from lightning_megatp.pipeline.slicing.dry_run.operations import (
     with_memory,
 )
 from lightning_megatp.pipeline.slicing.dry_run.refusals import gradient_read
-from lightning_megatp.pipeline.slicing.place import Place
+from lightning_megatp.pipeline.slicing.locator import Locator
 from lightning_megatp.pipeline.slicing.plan import (
     BeyondPlan,
     Instruction,
@@ -59,7 +59,7 @@ class StageMode(TorchFunctionMode):
         stage: the one that is run; None to do what is replicated alone, as far as stages depend on each other.
         received: the values of `plan.relays[stage]`.
         seed: of the random numbers that all stages share; another one for every step and microbatch.
-        place: names where an operation is.
+        locator: names where an operation is.
         hooks: of the user's on units.
         counting: sees the same operations, and those inside of units, on the last stage.
     """
@@ -70,7 +70,7 @@ class StageMode(TorchFunctionMode):
         stage: int | None,
         received: dict[Key, Tensor],
         seed: int,
-        place: Place,
+        locator: Locator,
         hooks: UserHooks,
         counting: TargetCount | None = None,
     ) -> None:
@@ -79,7 +79,7 @@ class StageMode(TorchFunctionMode):
         script = plan.script(stage)
         self._instructions, self._last, self._free_after = script.instructions, script.last, script.free_after
         self._not_operations = plan.not_operations | _PROPERTIES
-        self._stage, self._is_last, self._seed, self._place = stage, stage == plan.n_stages - 1, seed, place
+        self._stage, self._is_last, self._seed, self._locator = stage, stage == plan.n_stages - 1, seed, locator
         self._counting, self._plan = counting, plan
         self._received = {key: x.clone() if key in plan.clones else x for key, x in received.items()}
         self._stand_ins: dict[int, tuple[Tensor, Tensor]] = {}
@@ -301,7 +301,7 @@ class StageMode(TorchFunctionMode):
         """An operation of which the plan says nothing: the last stage's, after it holds all it needs, or those of a
         `finally` after the stage's last operation."""
         if asks_gradient(function, args):
-            raise gradient_read(f"`{operation_name(function)}` ({self._place.here()})")
+            raise gradient_read(f"`{operation_name(function)}` ({self._locator.here()})")
         try:
             out = function(*args, **kwargs)
         except Exception as error:
@@ -318,14 +318,16 @@ class StageMode(TorchFunctionMode):
         if any(map(is_fake, tensors_in(args, kwargs))):
             kind = BeyondPlan if self._is_last else SliceError
             self._error = kind(
-                f"`{name}` ({self._place.here()}) on pipeline stage {self._stage} needs a value of another stage that"
+                f"`{name}` ({self._locator.here()}) on pipeline stage {self._stage} needs a value of another stage that"
                 f" was not sent to it: {self._plan.why_not_sent}"
             )
             raise self._error from error
 
     def _diverged(self, what: Any) -> None:
         name = what if isinstance(what, str) else operation_name(what)
-        found = f"on pipeline stage {self._stage}: it does `{name}` ({self._place.here()}), and when it was planned it"
+        found = (
+            f"on pipeline stage {self._stage}: it does `{name}` ({self._locator.here()}), and when it was planned it"
+        )
         if self._index < len(self._instructions) and not self._free:
             operation = self._instructions[self._index].operation
             self._error = SliceError(

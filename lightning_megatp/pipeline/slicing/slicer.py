@@ -25,7 +25,7 @@ from lightning_megatp.pipeline.slicing.dry_run.dry_runs import DryRuns, Step, st
 from lightning_megatp.pipeline.slicing.dry_run.late_hooks import UserHooks
 from lightning_megatp.pipeline.slicing.dry_run.operations import StepEnded
 from lightning_megatp.pipeline.slicing.handing_on import received_by_key, value_to_send
-from lightning_megatp.pipeline.slicing.place import Place
+from lightning_megatp.pipeline.slicing.locator import Locator
 from lightning_megatp.pipeline.slicing.plan import SliceError, SlicePlan, tensors_in
 from lightning_megatp.pipeline.slicing.rehearsal import Rehearsal
 from lightning_megatp.pipeline.slicing.running import StageMode
@@ -77,7 +77,7 @@ class Slicer:
         unbind_functions()
         self._fake_mode = FakeTensorMode()
         self._ownership = Ownership(module, stage_of_unit, self._fake_mode, sizes or {}, device)
-        self._place, self._hooks = Place(module), UserHooks(module)
+        self._locator, self._hooks = Locator(module), UserHooks(module)
         self._loggers = loggers_in(module)
         self._switch = Switch()
         self._interception = Interception(module, dict(stage_of_unit), self._switch)
@@ -92,7 +92,7 @@ class Slicer:
             n_stages,
             self._ownership,
             self._fake_mode,
-            self._place,
+            self._locator,
             self._hooks,
             self._deciding,
         )
@@ -193,7 +193,7 @@ class Slicer:
             SliceError: the step did something else than planned.
         """
         got = received_by_key(plan.relays[stage], received, stage)
-        mode = StageMode(plan, stage, got, seed, self._place, self._hooks, counting)
+        mode = StageMode(plan, stage, got, seed, self._locator, self._hooks, counting)
         is_last = stage == self.n_stages - 1
         batch = copy.deepcopy(batch) if plan.changes_batch else batch
         result, skipped = None, False
@@ -236,7 +236,7 @@ class Slicer:
         for plan in plans:
             if any(index >= len(plan.operations) or plan.operations[index].given != given for index, given in found):
                 continue  # up to there the step did what an earlier plan says
-            mode = Rehearsal(plan, seed, self._place, self._hooks, self._is_rehearsed_to_the_end(plan))
+            mode = Rehearsal(plan, seed, self._locator, self._hooks, self._is_rehearsed_to_the_end(plan))
             if self._fits(plan, mode, step, batch, seed):
                 return plan
             found += [mode.found] if mode.found is not None else []

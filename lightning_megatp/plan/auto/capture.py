@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,54 +39,82 @@ def capture_calls(module: nn.Module, kinds: list[Block], step: Callable[[], Any]
     """
     if not kinds:
         return None
-    waiting = {name for kind in kinds for name in kind.names}
-    known: dict[int, _Known] = {}
-    handles = []
-    ends = contextlib.ExitStack()
+    capture = _Capture(kinds)
+    with capture.in_place_of_blocks(module):
+        try:
+            with (
+                torch.enable_grad(),  # which values need a gradient matters
+                failures_of_fakes_unlogged(),
+                capture.without_data,
+            ):
+                step()
+        except Exception as error:
+            return None if capture.is_complete else error.with_traceback(None)
+    return None
 
-    def make(kind: Block, name: str, target: nn.Module) -> Callable[..., Any]:
-        forward = uncompiled_part(target).forward
 
+class _Capture:
+    """Stands in for the forwards of blocks.
+
+    Args:
+        kinds: of blocks.
+    """
+
+    def __init__(self, kinds: list[Block]) -> None:
+        self._kinds = kinds
+        self._waiting = {name for kind in kinds for name in kind.names}
+        self._known: dict[int, _Known] = {}
+        self.without_data = contextlib.ExitStack()
+        """Entered when all blocks were called."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether blocks of all kinds were called."""
+        return len(self._known) == len(self._kinds)
+
+    @contextlib.contextmanager
+    def in_place_of_blocks(self, module: nn.Module) -> Iterator[None]:
+        """Meanwhile blocks are recorded."""
+        before = []
+        for kind in self._kinds:
+            for name in kind.names:
+                target = module.get_submodule(name)
+                before.append((target, target.__dict__.get("forward")))
+                target.__dict__["forward"] = self._recorded(kind, name, uncompiled_part(target).forward)
+        try:
+            yield
+        finally:
+            for target, own in before:
+                if own is None:
+                    target.__dict__.pop("forward", None)
+                else:
+                    target.__dict__["forward"] = own
+
+    def _recorded(self, kind: Block, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
-            given = _Given.of(args, kwargs)
-            if id(kind) not in known:
-                kind.calls.append(Call(*tree_map(copied, (args, kwargs))))
-                known[id(kind)] = _Known(given, kind.calls[-1])
-            of_kind = known[id(kind)]
-            if given.shapes != of_kind.first.shapes:
-                result = forward(*args, **kwargs)
-            else:
-                of_kind.note(given, kind)
-                if given.flags not in of_kind.results:
-                    of_kind.results[given.flags] = tree_map(copied, forward(*args, **kwargs))
-                result = tree_map(copied, of_kind.results[given.flags])
-            if name in waiting:
-                waiting.discard(name)
-                if not waiting:
-                    ends.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-                    ends.enter_context(CopiesFakes())
+            result = self._result(kind, forward, args, kwargs)
+            if name in self._waiting:
+                self._waiting.discard(name)
+                if not self._waiting:
+                    self.without_data.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+                    self.without_data.enter_context(CopiesFakes())
             return result
 
         return run
 
-    for kind in kinds:
-        for name in kind.names:
-            target = module.get_submodule(name)
-            own = target.__dict__.get("forward")
-            handles.append((target, own))
-            target.__dict__["forward"] = make(kind, name, target)
-    try:
-        with torch.enable_grad(), failures_of_fakes_unlogged(), ends:  # which values need a gradient matters
-            step()
-    except Exception as error:
-        return None if len(known) == len(kinds) else error.with_traceback(None)
-    finally:
-        for target, own in handles:
-            if own is None:
-                target.__dict__.pop("forward", None)
-            else:
-                target.__dict__["forward"] = own
-    return None
+    def _result(self, kind: Block, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Of a block's forward; of one that is called like another of its kind, what that returned."""
+        given = _Given.of(args, kwargs)
+        if id(kind) not in self._known:
+            kind.calls.append(Call(*tree_map(copied, (args, kwargs))))
+            self._known[id(kind)] = _Known(given, kind.calls[-1])
+        of_kind = self._known[id(kind)]
+        if given.shapes != of_kind.first.shapes:
+            return forward(*args, **kwargs)
+        of_kind.note(given, kind)
+        if given.flags not in of_kind.results:
+            of_kind.results[given.flags] = tree_map(copied, forward(*args, **kwargs))
+        return tree_map(copied, of_kind.results[given.flags])
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from lightning_megatp.pipeline.slicing.dry_run.operations import (
     masks_read,
 )
 from lightning_megatp.pipeline.slicing.dry_run.tracer import Tracer
-from lightning_megatp.pipeline.slicing.place import Place
+from lightning_megatp.pipeline.slicing.locator import Locator
 from lightning_megatp.pipeline.slicing.plan import Instruction, Relay, SliceError, SlicePlan, tensors_in
 from lightning_megatp.pipeline.slicing.running import StageMode
 from lightning_megatp.pipeline.slicing.state.kept import Kept
@@ -88,7 +88,7 @@ class Alone(StageMode):
         stage: whose part.
         tracer: after the dry run that the plan is of.
         seed: as in that.
-        place: names where an operation is.
+        locator: names where an operation is.
         hooks: of the user's on units.
         stage_of_unit: unit name -> stage.
     """
@@ -99,12 +99,12 @@ class Alone(StageMode):
         stage: int,
         tracer: Tracer,
         seed: int,
-        place: Place,
+        locator: Locator,
         hooks: UserHooks,
         stage_of_unit: Mapping[str, int],
     ) -> None:
         received = {relay.key: _without_data(relay, tracer.fake_mode) for relay in plan.relays[stage]}
-        super().__init__(plan, stage, received, seed, place, hooks)
+        super().__init__(plan, stage, received, seed, locator, hooks)
         self._tracer, self._at = tracer, stage
         self._opaquely = ""
         """The unit or function that is called."""
@@ -137,7 +137,7 @@ class Alone(StageMode):
         """A Python value of a unit's module is read."""
         of, set_inside = self._stage_of_unit[unit], kept in self._tracer.kept or unit in self._tracer.unseen
         if of != self._at and set_inside and kept not in self._set and not self.done:
-            self.difference = Reading(self._at, of, unit, kept, self._place.here())
+            self.difference = Reading(self._at, of, unit, kept, self._locator.here())
             raise StepEnded
 
     def _opaque(
@@ -201,7 +201,7 @@ class Alone(StageMode):
     def compare(self, unit: str, planned: Deed | None, alone: Deed | None) -> None:
         """Leave the step if this is not what was done before."""
         if planned != alone:
-            self.difference = Difference(self._at, unit, self._place.here(), planned, alone)
+            self.difference = Difference(self._at, unit, self._locator.here(), planned, alone)
             raise StepEnded
 
 

@@ -23,7 +23,7 @@ from lightning_megatp.pipeline.slicing.dry_run.planning import make_plan
 from lightning_megatp.pipeline.slicing.dry_run.stage_states import shared_parts
 from lightning_megatp.pipeline.slicing.dry_run.tracer import Tracer
 from lightning_megatp.pipeline.slicing.dry_run.values import Values
-from lightning_megatp.pipeline.slicing.place import Place
+from lightning_megatp.pipeline.slicing.locator import Locator
 from lightning_megatp.pipeline.slicing.plan import SideDoor, SliceError, SlicePlan
 from lightning_megatp.pipeline.slicing.signature import leaves_out, tensors_of
 from lightning_megatp.pipeline.slicing.state.kept import KeptByUnits
@@ -75,7 +75,7 @@ class DryRuns:
         n_stages: how many stages.
         ownership: of the tensors of units.
         fake_mode: makes tensors without data.
-        place: names where an operation is.
+        locator: names where an operation is.
         hooks: of the user's on units.
         deciding: lets somebody decide about the calls of units and metrics, around a step.
     """
@@ -87,12 +87,12 @@ class DryRuns:
         n_stages: int,
         ownership: Ownership,
         fake_mode: FakeTensorMode,
-        place: Place,
+        locator: Locator,
         hooks: UserHooks,
         deciding: Callable[[Decides], contextlib.AbstractContextManager[None]],
     ) -> None:
         self._module, self._stage_of_unit, self._n_stages = module, stage_of_unit, n_stages
-        self._ownership, self._fake_mode, self._place, self._hooks = ownership, fake_mode, place, hooks
+        self._ownership, self._fake_mode, self._locator, self._hooks = ownership, fake_mode, locator, hooks
         self._deciding = deciding
         self._early_modules = {
             f"{name}.{inner}".rstrip("."): part
@@ -196,7 +196,7 @@ class DryRuns:
         kind = tuple((op.name, op.stage) for op in plan.operations), torch.is_grad_enabled()
         tried = self._n_stages == 1 or kind in self._tried_alone
         for stage in range(self._n_stages) if not tried else ():
-            mode = Alone(plan, stage, tracer, seed, self._place, self._hooks, self._stage_of_unit)
+            mode = Alone(plan, stage, tracer, seed, self._locator, self._hooks, self._stage_of_unit)
             values, microbatch = FirstValues(snapshot.tensors.values()), copy.deepcopy(batch)
             try:
                 with (
@@ -248,7 +248,7 @@ class DryRuns:
             values,
             self._fake_mode,
             self._n_stages,
-            self._place,
+            self._locator,
             batch,
             self._shared,
             snapshot.new_tensors,

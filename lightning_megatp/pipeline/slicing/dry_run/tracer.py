@@ -50,7 +50,7 @@ from lightning_megatp.pipeline.slicing.dry_run.refusals import (
 from lightning_megatp.pipeline.slicing.dry_run.stage_states import Known, SharedParts, StageStates
 from lightning_megatp.pipeline.slicing.dry_run.step_generators import StepGenerators
 from lightning_megatp.pipeline.slicing.dry_run.values import Value, Values, versions
-from lightning_megatp.pipeline.slicing.place import Place
+from lightning_megatp.pipeline.slicing.locator import Locator
 from lightning_megatp.pipeline.slicing.plan import Read, SideDoor, SliceError, tensors_in
 from lightning_megatp.pipeline.slicing.state.collected import with_collected
 from lightning_megatp.pipeline.slicing.state.kept import Kept
@@ -83,7 +83,7 @@ class Tracer(TorchFunctionMode):
         values: of this step.
         fake_mode: makes the ghosts.
         n_stages: how many there are.
-        place: names where an operation is.
+        locator: names where an operation is.
         batch: its tensors.
         shared: modules and objects of which each stage has its own state.
         left: gives the tensors that the step has left on the module so far.
@@ -100,7 +100,7 @@ class Tracer(TorchFunctionMode):
         values: Values,
         fake_mode: FakeTensorMode,
         n_stages: int,
-        place: Place,
+        locator: Locator,
         batch: Iterable[Tensor],
         shared: SharedParts,
         left: Callable[[], list[Tensor]],
@@ -113,7 +113,7 @@ class Tracer(TorchFunctionMode):
         self._left, self._passes, self._past_masks = left, passes, past_masks
         self._hooks, self._late_hooks, self._watched = hooks, late_hooks, Watched()
         self._states = StageStates(shared)
-        self.owners, self.glue, self.values, self.fake_mode, self.place = owners, glue, values, fake_mode, place
+        self.owners, self.glue, self.values, self.fake_mode, self.locator = owners, glue, values, fake_mode, locator
         self.last_stage = n_stages - 1
         self._before = 0
         """The stage of the last operation that has one."""
@@ -249,7 +249,7 @@ class Tracer(TorchFunctionMode):
     def log(self, _: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         """Stands for `self.log` and `self.log_dict`."""
         value = args, kwargs
-        by = f"`self.log({next(iter([*args, *kwargs.values()]), None)!r})` ({self.place.here()})"
+        by = f"`self.log({next(iter([*args, *kwargs.values()]), None)!r})` ({self.locator.here()})"
         if self._inside is None:
             with WithoutMode(self):
                 self.consume(value, gradient=False, by=by)
@@ -372,7 +372,7 @@ class Tracer(TorchFunctionMode):
             raise
 
     def _traced(self, call: Call) -> Any:
-        call.where = self.place.here()
+        call.where = self.locator.here()
         if call.is_unit:
             open_dataclasses(call.args, call.kwargs)
         refuse_kind(call)

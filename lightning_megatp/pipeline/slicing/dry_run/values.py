@@ -212,8 +212,8 @@ class Values:
                     value.reaches_loss = found = True
 
     def changed_for_good(self, owners: Mapping[int, set[int]], ends: Sequence[int]) -> Changed:
-        """At the end of the step: what outlives it and was changed in place. See `LastingChanges.settle`."""
-        return self._lasting_changes.settle(self.uses, owners, ends)
+        """At the end of the step: what outlives it and was changed in place. See `LastingChanges.decide`."""
+        return self._lasting_changes.decide(self.uses, owners, ends)
 
     def _storages(self, value: Value) -> set[int]:
         return {storage_id(x) for x in (value.tensor, value.fake) if x is not None}

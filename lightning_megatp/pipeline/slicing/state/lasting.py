@@ -65,7 +65,7 @@ class LastingChanges:
         """Each stage that has not left the step by then looks at a tensor's value."""
         self._first_looks.setdefault(tensor_id, before)
 
-    def settle(
+    def decide(
         self, uses: Mapping[int, set[int | None]], owners: Mapping[int, set[int]], ends: Sequence[int]
     ) -> Changed:
         """At the end of the step: who changes what.

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_megatp.kept_parameters import kept_parameters, replace_kept
 from lightning_megatp.pipeline.slicing.plan import SliceError
 from lightning_megatp.pipeline.slicing.state.loaded import load_own_stage
-from lightning_megatp.references import kept_parameters, replace_kept
 from lightning_megatp.shim.torch import FakeTensorMode, fake_of, is_fake, modules_in
 from lightning_megatp.snapshots.snapshot import kept_by
 

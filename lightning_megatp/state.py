@@ -21,8 +21,8 @@ else:
     _Base = object  # the class is completed per Lightning namespace, by `strategy_class`
 
 
-class Parts(_Base):
-    """The parts of a run, in the order in which they come to be; `MegaTPStrategyBase` makes them."""
+class StrategyState(_Base):
+    """What a run is made of, in the order in which it comes to be; `MegaTPStrategyBase` makes it."""
 
     namespace: Namespace
     tp: int

@@ -11,7 +11,7 @@ from torch import nn
 _PASSED_OVER = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))
 
 
-class Place:
+class Locator:
     """Names the user's line, and the module it is in.
 
     Args:
