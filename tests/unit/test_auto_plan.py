@@ -742,6 +742,22 @@ def test_units_that_no_token_passes_are_reached() -> None:
     assert styles(plan(Shifted(), 2)) == {"up": "column", "down": "row"}
 
 
+def test_units_of_a_bottleneck_behind_other_layers_are_reached() -> None:
+    """A pooled row is one of few, and the signs of both layers cancel."""
+
+    class Squeezed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(HIDDEN, 48), nn.Linear(48, HIDDEN)
+            self.reduce, self.excite = nn.Linear(HIDDEN, 16), nn.Linear(16, HIDDEN)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.down(torch.nn.functional.gelu(self.up(x)))
+            return h * torch.sigmoid(self.excite(torch.relu(self.reduce(h.mean(1, keepdim=True)))))
+
+    assert styles(plan(Squeezed(), 2)) == {"up": "column", "down": "row", "reduce": "column", "excite": "row"}
+
+
 def test_modules_that_use_a_parameter_twice_are_known() -> None:
     class Mixed(nn.Module):
         def __init__(self) -> None:

@@ -21,7 +21,8 @@ from lightning_megatp.plan.ranges import Ranges, merge, split_evenly
 
 _ROUNDS = (3, 10)
 """Least and most probes, with other values: a dead unit's gradient is zero by chance. Every second one repeats the last
-with the layers' outputs negated: a unit that no token passes is passed by all of them."""
+with the layers' outputs negated: a unit that no token passes is passed by all of them. Where one layer reads what another
+makes, both signs cancel; so in the other probes some features are negated, by chance."""
 
 _MUCH = 4
 """Of rows, those that are so many times larger come first: an adapter stands before the layer that its features are
@@ -193,10 +194,14 @@ def _probe(
     twin: nn.Module, layers: dict[str, ThinLinear], rows: list[str], call: Call, tp: int, seed: int
 ) -> dict[str, _Row]:
     call = concrete_call(call, seed // 2, noise=seed // 2)
+    signs = torch.Generator().manual_seed(seed)
     for layer in layers.values():
         layer.record = []
         if seed:
-            layer.negate()
+            turned = (
+                torch.ones(layer.out_features) if seed % 2 else torch.rand(layer.out_features, generator=signs).round()
+            )
+            layer.turn(1 - 2 * turned)
     try:
         with torch.enable_grad(), exact():
             twin(*call.args, **call.kwargs)

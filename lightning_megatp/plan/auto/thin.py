@@ -65,11 +65,11 @@ class ThinLinear(nn.Linear):
         return y if self.bias is None or not bias else y + self.bias
 
     @torch.no_grad()
-    def negate(self) -> None:
-        """Let it compute -y."""
-        self.left.neg_()
+    def turn(self, signs: Tensor) -> None:
+        """Let it compute signs * y; signs (out)."""
+        self.left.mul_(signs[:, None])
         if self.bias is not None:
-            self.bias.neg_()
+            self.bias.mul_(signs)
 
 
 def thin_copy(block: nn.Module, seed: int, dense: Collection[str] = ()) -> nn.Module:
