@@ -21,8 +21,8 @@ from lightning_megatp.plan.ranges import Ranges, merge, split_evenly
 
 _ROUNDS = (3, 10)
 """Least and most probes, with other values: a dead unit's gradient is zero by chance. Every second one repeats the last
-with the layers' outputs negated: a unit that no token passes is passed by all of them. Where one layer reads what another
-makes, both signs cancel; so in the other probes some features are negated, by chance."""
+with the layers' outputs negated: a unit that no token passes is passed by all of them. Where one layer reads what
+another makes, both signs cancel; so in the other probes some features are negated, by chance."""
 
 _MUCH = 4
 """Of rows, those that are so many times larger come first: an adapter stands before the layer that its features are
