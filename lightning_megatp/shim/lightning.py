@@ -229,56 +229,43 @@ def trainer_of(module: Any) -> Any:
     return getattr(module, "_trainer", None)
 
 
-@contextmanager
-def around_metrics(trainer: Any, context: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+def around_metrics(trainer: Any, context: Callable[[], AbstractContextManager[None]]) -> AbstractContextManager[None]:
     """Let a Trainer's `callback_metrics` and its kinds be read in a context. They are computed when they are read,
     by an object under a private name (`_logger_connector`, 2.5-2.6)."""
-    connector = trainer._logger_connector
-    before: Any = type(connector)
-    connector.__class__, connector.around_reading = _reading(before), context
-    try:
-        yield
-    finally:
-        connector.__class__ = before
-        del connector.around_reading
-
-
-@functools.cache
-def _reading(kind: type) -> type:
-    def read(name: str) -> property:
-        def metrics(connector: Any) -> Any:
-            with connector.around_reading():
-                return getattr(kind, name).fget(connector)
-
-        return property(metrics)
-
     names = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
-    return type(kind.__name__, (kind,), {name: read(name) for name in names})
+    return _reading_in(trainer._logger_connector, names, context)
+
+
+def around_progress(trainer: Any, context: Callable[[], AbstractContextManager[None]]) -> AbstractContextManager[None]:
+    """Let the step and the epoch that a Trainer is at be read in a context, also by `self.global_step` and its like of
+    its modules. Both are properties of the Trainer's class."""
+    return _reading_in(trainer, ("global_step", "current_epoch"), context)
 
 
 @contextmanager
-def noting_progress(trainer: Any, note: Callable[[], None]) -> Iterator[None]:
-    """Call `note` whenever somebody asks a Trainer, or a module of its, for the step or the epoch it is at. Both are
-    properties of its class."""
-    before: Any = type(trainer)
-    trainer.__class__, trainer.note_progress = _noting(before), note
+def _reading_in(
+    owner: Any, names: tuple[str, ...], context: Callable[[], AbstractContextManager[None]]
+) -> Iterator[None]:
+    """Let properties of an object be read in a context, by giving it another class meanwhile."""
+    before: Any = type(owner)
+    owner.__class__, owner.around_reading = _read_in_context(before, names), context
     try:
         yield
     finally:
-        trainer.__class__ = before
-        del trainer.note_progress
+        owner.__class__ = before
+        del owner.around_reading
 
 
 @functools.cache
-def _noting(kind: type) -> type:
+def _read_in_context(kind: type, names: tuple[str, ...]) -> type:
     def read(name: str) -> property:
-        def progress(trainer: Any) -> Any:
-            trainer.note_progress()
-            return getattr(kind, name).fget(trainer)
+        def value(owner: Any) -> Any:
+            with owner.around_reading():
+                return getattr(kind, name).fget(owner)
 
-        return property(progress)
+        return property(value)
 
-    return type(kind.__name__, (kind,), {name: read(name) for name in ("global_step", "current_epoch")})
+    return type(kind.__name__, (kind,), {name: read(name) for name in names})
 
 
 class _Later(list[Any]):

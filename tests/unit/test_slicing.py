@@ -25,6 +25,7 @@ from lightning_megatp.pipeline.slicing.order import units_of_step
 from lightning_megatp.pipeline.slicing.plan import SliceError, SlicePlan
 from lightning_megatp.pipeline.slicing.slicer import Slicer, StageRun
 from lightning_megatp.pipeline.slicing.units import find_units
+from lightning_megatp.shim.autograd import unbind_functions
 from lightning_megatp.shim.torch import is_fake
 from tests.pipeline_models import (
     CASES,
@@ -68,6 +69,7 @@ def pipeline(
     stages: list[list[str]] | None = None,
     prepare: Callable[[nn.Module], None] = lambda module: None,
 ) -> Pipeline:
+    unbind_functions()  # as a ParallelModule does, before there are stages
     units = units_of_step(module, find_units(module), module.training_step, batch).order
     cost = {unit: sum(p.numel() for p in module.get_submodule(unit).parameters()) for unit in units}
     stage_of_unit = assign(units, n, cost, stages)

@@ -34,7 +34,7 @@ from lightning_megatp.pipeline.slicing.state.ownership import Ownership, Sizes
 from lightning_megatp.pipeline.slicing.state.put_back import putting_back
 from lightning_megatp.pipeline.slicing.state.tables import Tables
 from lightning_megatp.pipeline.slicing.weights import TargetCount
-from lightning_megatp.shim.autograd import checkpoints_ended, handle_functions, unbind_functions
+from lightning_megatp.shim.autograd import checkpoints_ended, handle_functions
 from lightning_megatp.shim.torch import (
     FakeTensorMode,
     conversions_around,
@@ -74,7 +74,6 @@ class Slicer:
         device: torch.device | None = None,
     ) -> None:
         self.module, self.n_stages = module, n_stages
-        unbind_functions()
         self._fake_mode = FakeTensorMode()
         self._ownership = Ownership(module, stage_of_unit, self._fake_mode, sizes or {}, device)
         self._locator, self._hooks = Locator(module), UserHooks(module)

@@ -198,10 +198,8 @@ def _probe(
     for layer in layers.values():
         layer.record = []
         if seed:
-            turned = (
-                torch.ones(layer.out_features) if seed % 2 else torch.rand(layer.out_features, generator=signs).round()
-            )
-            layer.turn(1 - 2 * turned)
+            chance = torch.rand(layer.out_features, generator=signs).round()
+            layer.turn(torch.full_like(chance, -1.0) if seed % 2 else 1 - 2 * chance)
     try:
         with torch.enable_grad(), exact():
             twin(*call.args, **call.kwargs)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -33,7 +32,7 @@ from lightning_megatp.pipeline.slicing.state.put_back import Toggles, modules_wi
 from lightning_megatp.pipeline.slicing.state.tables import Left
 from lightning_megatp.shim.autograd import checkpoints_ended, handle_functions
 from lightning_megatp.shim.compiler import uncompiled
-from lightning_megatp.shim.lightning import noting_progress, trainer_of
+from lightning_megatp.shim.lightning import around_progress, trainer_of
 from lightning_megatp.shim.torch import FakeTensorMode, conversions_around, subclassed_fake, tensor_version
 from lightning_megatp.snapshots.snapshot import FirstValues, Snapshot, random_state_kept
 
@@ -261,8 +260,7 @@ class DryRuns:
     def _progress(self, tracer: Tracer) -> contextlib.AbstractContextManager[None]:
         """A step that asks how far the training is may do something else in a later one (a curriculum of lengths)."""
         trainer = trainer_of(self._module)
-        note = functools.partial(setattr, tracer, "varies", True)
-        return contextlib.nullcontext() if trainer is None else noting_progress(trainer, note)
+        return contextlib.nullcontext() if trainer is None else around_progress(trainer, tracer.reading_progress)
 
     @contextlib.contextmanager
     def _seen_by(self, mode: Tracer | Alone) -> Iterator[None]:

@@ -266,6 +266,11 @@ class Tracer(TorchFunctionMode):
         self.varies = True
         return self._aside()
 
+    def reading_progress(self) -> contextlib.AbstractContextManager[None]:
+        """Around what tells the step or the epoch."""
+        self.varies = True
+        return contextlib.nullcontext()
+
     def converting(self) -> contextlib.AbstractContextManager[None]:
         """Around a module's `to(...)` and its like: no operations of the step's."""
         self.converts = True
