@@ -67,13 +67,13 @@ def settings_of(options: PipelineOptions, mesh: ParallelMesh) -> Settings:
     placement = options.made(ranks, 1).placement
     return Settings(
         microbatches=options.microbatches or 4 * ranks,
-        schedule=lambda m: _on_device(options.made(ranks, m), mesh.device),
-        evaluation=lambda m: _on_device(forward_only(placement, m), mesh.device),
+        schedule=lambda m: on_device(options.made(ranks, m), mesh.device),
+        evaluation=lambda m: on_device(forward_only(placement, m), mesh.device),
         stages=options.stages,
     )
 
 
-def _on_device(schedule: Schedule, device: torch.device) -> Schedule:
+def on_device(schedule: Schedule, device: torch.device) -> Schedule:
     """A schedule, as messages between such devices allow it.
 
     Raises:

@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch.distributed.pipelining import schedules as theirs
 
-from lightning_megatp.pipeline import build
 from lightning_megatp.pipeline.schedules.check import ScheduleError, Timeline, Times, check, peaks, simulate
 from lightning_megatp.pipeline.schedules.generators import (
     NAMES,
@@ -29,6 +28,7 @@ from lightning_megatp.pipeline.schedules.generators import (
 )
 from lightning_megatp.pipeline.schedules.messages import receive_ahead
 from lightning_megatp.pipeline.schedules.schedule import Action, Kind, Schedule
+from lightning_megatp.pipeline.settings import on_device
 
 Order = list[list[tuple[str, int, int]]]
 """Rank -> (kind, stage, microbatch) of what it computes."""
@@ -103,12 +103,12 @@ def test_one_queue_of_a_gpu_is_enough_for_most_schedules() -> None:
 
 def test_one_queue_is_refused_where_ranks_would_wait_forever(monkeypatch: pytest.MonkeyPatch) -> None:
     schedule = zb_v(2, 3)
-    assert build._on_device(schedule, torch.device("cuda")) is schedule
+    assert on_device(schedule, torch.device("cuda")) is schedule
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    assert build._on_device(schedule, torch.device("cpu")) == receive_ahead(schedule)
-    assert build._on_device(one_f_one_b(2, 3), torch.device("cuda")) == one_f_one_b(2, 3)
+    assert on_device(schedule, torch.device("cpu")) == receive_ahead(schedule)
+    assert on_device(one_f_one_b(2, 3), torch.device("cuda")) == one_f_one_b(2, 3)
     with pytest.raises(ValueError, match=r"CUDA_DEVICE_MAX_CONNECTIONS=1 .*schedule='zb_v' and 3 microbatches"):
-        build._on_device(schedule, torch.device("cuda"))
+        on_device(schedule, torch.device("cuda"))
 
 
 def test_receives_are_few() -> None:
