@@ -132,6 +132,7 @@ class GradientBuckets:
     def _is_ready(self, bucket: _Bucket) -> bool:
         return len(bucket.ready) == len(bucket.parameters)
 
+    @torch.no_grad()  # a backward with create_graph leaves gradients that need one
     def _start(self, bucket: _Bucket) -> None:
         self._next += 1
         parameters = bucket.parameters
@@ -150,6 +151,7 @@ class GradientBuckets:
         bucket.flat = bucket.flatten([*grads, flags])
         bucket.work = dist.all_reduce(bucket.flat, group=self.group, async_op=True)
 
+    @torch.no_grad()
     def _collect(self, bucket: _Bucket, factor: float) -> None:
         assert bucket.flat is not None and bucket.work is not None
         bucket.work.wait()

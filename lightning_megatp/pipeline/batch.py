@@ -16,19 +16,20 @@ import torch
 from torch import Tensor, nn
 
 from lightning_megatp.gradients.sharding import ZeroSharding
-from lightning_megatp.messages import warn_once_per_run, with_article
+from lightning_megatp.messages import with_article
 from lightning_megatp.module import ParallelModule
 from lightning_megatp.pipeline.carried import CarriedState
+from lightning_megatp.pipeline.loss.averages import Averages
+from lightning_megatp.pipeline.loss.weighing import BatchLoss
 from lightning_megatp.pipeline.merge import Merge
 from lightning_megatp.pipeline.own_values import OwnValues
 from lightning_megatp.pipeline.remote.calls import RemoteCalls
 from lightning_megatp.pipeline.seeds import mixed, seeded
 from lightning_megatp.pipeline.slicing.plan import BeyondPlan, Relay, SlicePlan
 from lightning_megatp.pipeline.slicing.slicer import Slicer, StageRun
-from lightning_megatp.pipeline.slicing.weights import TargetCount
 from lightning_megatp.pipeline.split import batch_size
 from lightning_megatp.pipeline.told.held_tensors import Change
-from lightning_megatp.pipeline.told.logs import Call, Logs, scalar
+from lightning_megatp.pipeline.told.logs import Call, Logs
 from lightning_megatp.pipeline.told.telling import Options
 from lightning_megatp.shim.compiler import is_compiled
 from lightning_megatp.snapshots.leftovers import Path, PlainValues
@@ -109,10 +110,6 @@ class BatchRun:
     set such values for the first time."""
     set_options: Options | None = None
     """Of the optimizers, if it changed some."""
-    _weights: dict[int, Tensor | float] = field(default_factory=dict)
-    _counted: set[bool] = field(default_factory=set)
-    _means: dict[int, list[Tensor]] = field(default_factory=dict)
-    """By microbatch, what was averaged over targets."""
     _with_losses: set[str] | None = None
     """The units inside of which the first microbatch that averaged losses did; None until one does. In later ones of
     the batch the others are not looked at: a loss in another unit that only some microbatches compute is missed."""
@@ -129,7 +126,7 @@ class BatchRun:
         if last and self.beyond is not None:
             return []  # what the other stages still send is received, and no more
         seed = mixed(self.seed, microbatch)
-        counting = TargetCount(self._with_losses, self._is_closed) if last else None
+        counting = Averages(self._with_losses, self._is_closed) if last else None
         with contextlib.ExitStack() as stack:
             stack.enter_context(seeded(mixed(seed, stage), generators_on(self.device)))
             stack.enter_context(torch.set_grad_enabled(self.backward is not None and torch.is_grad_enabled()))
@@ -159,10 +156,13 @@ class BatchRun:
         self.results[microbatch] = done.result
         assert counting is not None
         loss = done.result.get("loss") if isinstance(done.result, Mapping) else done.result
-        losses = [*counting.means, *([loss] if isinstance(loss, Tensor) else [])]
-        self.logged.append([call.beside(losses) for call in calls])
-        self._weights[microbatch] = self._weight(counting, microbatch)
-        self._means[microbatch] = counting.means
+        averages = counting if len(self.microbatches) > 1 else None
+        self.logged.append([call.beside(loss if isinstance(loss, Tensor) else None, averages) for call in calls])
+        own = getattr(self.parallel.module, "loss_weight", None)
+        self.loss.add(microbatch, loss, counting, None if own is None else own(self.microbatches[microbatch]))
+        units = counting.units_of(loss)
+        self._with_losses = self._with_losses or units or None
+        self.loss_units |= units
         if self.backward is None:
             return []
         return [self._root(_loss_of(done.result), microbatch, received)]
@@ -182,7 +182,7 @@ class BatchRun:
         return self.remote.calls * len(self.plans) > planned * len(self.microbatches)
 
     def _run(
-        self, stage: int, microbatch: int, received: list[Tensor], seed: int, counting: TargetCount | None
+        self, stage: int, microbatch: int, received: list[Tensor], seed: int, counting: Averages | None
     ) -> StageRun:
         batch = self.microbatches[microbatch]
         if self.remote is None:
@@ -246,59 +246,22 @@ class BatchRun:
             self.backward.complete(stage)
 
     @functools.cached_property
-    def provisional_total(self) -> Tensor:
-        """() float64, by what the weights are divided in the losses, before their sum is known: as if all microbatches
-        weighed what the first does. Where they do, nothing is left to correct. Not less than its samples: few targets
-        there would let the other losses overflow."""
-        first = scalar(self._weights[0], self.device)
-        return first.clamp(min=float(batch_size(self.microbatches[0]) or 1)) * len(self.microbatches)
+    def loss(self) -> BatchLoss:
+        """Of the batch, on the last stage."""
+        return BatchLoss([batch_size(microbatch) or 1 for microbatch in self.microbatches], self.device)
 
-    def weights(self) -> Tensor:
-        """(m,) float64, of the microbatches.
+    def conclude(self) -> tuple[Tensor, Tensor]:
+        """On the last stage, after all microbatches.
 
-        Raises:
-            RuntimeError: some are numbers of targets, and others of samples.
+        Returns:
+            The loss of the batch, nan for evaluation; and the weights of its microbatches, (m,) float64.
         """
-        if len(self._counted) > 1:
-            raise RuntimeError(
-                "MegaTPStrategy: the step averages one cross-entropy in some microbatches of a batch, and none or"
-                " several in others, so what they weigh can't be told. Define `loss_weight(self, batch)` on the"
-                " LightningModule."
-            )
-        return torch.stack([scalar(self._weights[i], self.device) for i in range(len(self.microbatches))])
-
-    def loss(self, weights: Tensor) -> Tensor:
-        """The loss of the batch; nan for evaluation."""
+        weights = self.loss.weights()
         if self.backward is None:
-            return torch.full((), torch.nan, device=self.device)
-        losses = torch.stack([_loss_of(self.results[i]).detach() for i in range(len(self.microbatches))])
-        if self.carried is not None and self._counted == {True}:
-            self._look_for_addends(losses, weights)
-        total: Tensor = (losses.double() * weights).sum() / weights.sum()
-        return total.to(losses.dtype)
-
-    def _look_for_addends(self, losses: Tensor, weights: Tensor) -> None:
-        """In the first batch, whose microbatches weigh by their targets: whether a loss is one cross-entropy, but for a
-        factor or a number that is the same for all (a norm of weights).
-
-        Warns:
-            UserWarning: it is not, and microbatches hold different numbers of targets per sample.
-        """
-        means = [self._means[i] for i in range(len(self.microbatches))]
-        if any(len(found) != 1 for found in means):
-            return
-        rows = torch.tensor([float(batch_size(microbatch) or 1) for microbatch in self.microbatches])
-        found, by_targets = losses.double().cpu(), torch.stack([mean for (mean,) in means]).double().cpu()
-        rest = found - by_targets
-        same_rest = float(rest.max() - rest.min()) <= _ALIKE * float(found.abs().max())
-        if same_rest or min(_spread(weights.cpu() / rows), _spread(found / by_targets)) <= _ALIKE:
-            return
-        warn_once_per_run(
-            "the step adds something of its samples to a cross-entropy, and its microbatches, which hold different"
-            " numbers of targets per sample, weigh by these: so does what is added, which on one device may be a mean"
-            " over samples. If it is, use microbatches=1, or let `loss_weight(self, batch)` on the LightningModule tell"
-            " what a microbatch counts in all of the loss."
-        )
+            return torch.full((), torch.nan, device=self.device), weights
+        if self.carried is not None and len(self.microbatches) > 1:
+            self.loss.warn(weights)
+        return self.loss.value(weights), weights
 
     @property
     def returns_mappings(self) -> bool:
@@ -324,35 +287,11 @@ class BatchRun:
             return None
         detached = [_detached(result) for result in order]
         rows = [batch_size(microbatch) or 1 for microbatch in self.microbatches]
-        merge = Merge(self.weights().tolist(), rows)
+        merge = Merge(self.loss.weights().tolist(), rows)
         merged = merge.of(detached)
         if step and len(rows) > 1:
             merge.warn(step)
         return merged
-
-    def _weight(self, counting: TargetCount | None, microbatch: int) -> Tensor | float:
-        batch = self.microbatches[microbatch]
-        own = getattr(self.parallel.module, "loss_weight", None)
-        if own is not None:
-            weight: Tensor | float = own(batch)
-            return weight
-        assert counting is not None
-        self._with_losses = self._with_losses or counting.with_losses or None
-        self.loss_units |= counting.with_losses
-        self._counted.add(len(counting.counts) == 1)
-        if len(counting.counts) > 1:
-            warn_once_per_run(
-                "the step averages several cross-entropies, so its microbatches are weighted by their samples."
-                " If they hold different numbers of targets, define `loss_weight(self, batch)` on the LightningModule."
-            )
-        if counting.own_reduction is not None and not counting.counts:
-            warn_once_per_run(
-                f"the step averages a cross-entropy by itself (reduction={counting.own_reduction!r}), so its"
-                " microbatches are weighted by their samples. If they hold different numbers of targets, define"
-                " `loss_weight(self, batch)` on the LightningModule. A loss that is a sum has to be divided by the"
-                " step."
-            )
-        return counting.weight(lambda: batch_size(batch) or 1)
 
     def _root(self, loss: Tensor, microbatch: int, received: Sequence[Tensor]) -> Tensor:
         assert self.backward is not None
@@ -362,16 +301,7 @@ class BatchRun:
                 " `no_grad`, or of frozen parameters alone. Return the loss with its graph."
             )
         self.parallel.partial.trace([loss], received)
-        weight = scalar(self._weights[microbatch], self.device)
-        return self.backward.scale(loss * (weight / self.provisional_total).to(loss))
-
-
-_ALIKE = 1e-2
-"""Of numbers that may be 16 bits wide: how far apart they may be, relative to the largest."""
-
-
-def _spread(x: Tensor) -> float:
-    return float((x.max() - x.min()) / x.abs().max().clamp(min=1e-12))
+        return self.backward.scale(loss * self.loss.share(microbatch).to(loss))
 
 
 def _loss_of(result: Any) -> Tensor:

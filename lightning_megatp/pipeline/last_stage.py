@@ -166,12 +166,11 @@ class LastStage:
             self._telling.share([], Facts(again=1))
             return None
         if self.mesh.is_last_stage:
-            weights = run.weights()
-            total = run.loss(weights)
+            total, weights = run.conclude()
             values = pickled(run.set_values, run.set_tensors, run.set_options)
             known = Facts(
                 loss=total.double(),
-                factor=run.provisional_total / weights.sum(),
+                factor=run.loss.provisional_total / run.loss.total_weight(weights),
                 dtype=dtype_index(total),
                 left_state=run.left_state,
                 returns_more=run.returns_more,
@@ -179,7 +178,7 @@ class LastStage:
                 stop=self._trainer.should_stop,
                 goes_on=run.goes_on,
             )
-            facts = Facts(*self._telling.share(merge(run.logged, weights), known))
+            facts = Facts(*self._telling.share(merge(run.logged, weights, run.loss.adds_up), known))
             self._telling.send_values(values)
         else:
             facts = Facts(*self._telling.share([], Facts()))

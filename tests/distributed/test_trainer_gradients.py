@@ -8,8 +8,9 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, LightningModule
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from tests.distributed.test_collective_counts import CollectiveCounter
 from tests.distributed.training import DP2, PLAIN, TP2_DP2, Layout, make_trainer, run_program, train_loader
@@ -268,3 +269,38 @@ def test_optimizers_that_accumulate_unlike_each_other(layout: Layout) -> None:
     expected, found = (run_program(where, _in_turns)[0] for where in (PLAIN, layout))
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, atol=1e-9, rtol=0, msg=lambda text, n=name: f"{n}: {text}")
+
+
+class KeepsGraphs(LightningModule):
+    """Backwards whose gradients have a graph themselves, of a bucket that keeps its memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.automatic_optimization = False
+        self.net = nn.Sequential(nn.Linear(8, 400), nn.Tanh(), nn.Linear(400, 400))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.net(batch[0]).square().mean(), create_graph=True)
+        optimizer.step()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def _with_graphs(layout: Layout) -> list[Tensor]:
+    x = torch.randn(12, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    module, size = KeepsGraphs(), 4 // layout.dp
+    rows = x.view(-1, layout.dp, size, 8)[:, dist.get_rank() if layout.dp > 1 else 0].flatten(0, 1)
+    trainer = make_trainer(layout, strategy={"plan": None}, use_distributed_sampler=False)
+    trainer.fit(module, DataLoader(TensorDataset(rows), batch_size=size))
+    return [p.detach().clone() for p in module.parameters()]
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")
+def test_gradients_that_have_a_graph() -> None:
+    (expected,) = run_program(PLAIN, _with_graphs)
+    for found in run_program(DP2, _with_graphs):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)

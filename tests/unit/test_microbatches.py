@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_megatp.pipeline.batch import BatchRun
+from lightning_megatp.pipeline.loss.averages import Averages
+from lightning_megatp.pipeline.loss.weighing import BatchLoss
 from lightning_megatp.pipeline.merge import Merge
-from lightning_megatp.pipeline.slicing.weights import TargetCount
 from lightning_megatp.pipeline.split import batch_size, check_columns, split_batch
 from lightning_megatp.snapshots.leftovers import Attributes
 
@@ -185,49 +185,73 @@ def test_what_no_dim_of_is_rows_is_averaged() -> None:
     assert merged.tolist() == [1.5, 2.5, 3.5]
 
 
+def _weight(averages: Averages, loss: Any, rows: int = 4) -> float:
+    batch = BatchLoss([rows], torch.device("cpu"))
+    batch.add(0, loss, averages, None)
+    return float(batch.weights())
+
+
 def test_targets_are_counted() -> None:
     logits, targets = torch.randn(4, 5, requires_grad=True), torch.tensor([1, -100, 3, -100])
-    with TargetCount() as twice:
+    with Averages() as twice:
         loss = F.cross_entropy(logits, targets) + nn.CrossEntropyLoss()(logits, targets)
-    assert twice.weight(lambda: 4) == 2.0, "the same targets count once"
+    assert _weight(twice, loss) == 2.0, "the same targets count once"
     torch.testing.assert_close(loss, 2 * F.cross_entropy(logits, targets))
-    with TargetCount() as two:
-        F.cross_entropy(logits, targets)
-        F.nll_loss(logits, targets.clone().clamp(min=0))
-    assert two.weight(lambda: 4) == 4.0, "of different losses nobody knows: samples"
-    with TargetCount() as none:
-        F.cross_entropy(logits, torch.full((4,), -100)).backward()
-    assert none.weight(lambda: 4) == 0.0 and logits.grad is not None and not logits.grad.any(), "no nan"
-    with TargetCount() as weighted:
-        F.cross_entropy(logits, targets, weight=torch.arange(5.0))
-    assert weighted.weight(lambda: 4) == 4.0
-    with TargetCount() as own:
+    with Averages() as two:
+        loss = F.cross_entropy(logits, targets) + F.nll_loss(logits, targets.clone().clamp(min=0))
+    assert _weight(two, loss) == _weight(two, None) == 4.0, "of different losses nobody knows: samples"
+    with Averages() as none:
+        loss = F.cross_entropy(logits, torch.full((4,), -100))
+        loss.backward()
+    assert _weight(none, loss) == 0.0 and logits.grad is not None and not logits.grad.any(), "no nan"
+    with Averages() as weighted:
+        loss = F.cross_entropy(logits, targets, weight=torch.arange(5.0))
+    assert _weight(weighted, loss) == 4.0
+    with Averages() as own:
         F.cross_entropy(logits, targets, reduction="none")
-    assert own.weight(lambda: 4) == 4.0 and own.own_reduction == "none"
+    assert _weight(own, None) == 4.0
 
 
 def test_targets_inside_of_units_are_counted_where_there_are_some() -> None:
     logits, targets = torch.randn(4, 5), torch.tensor([1, -100, 3, -100])
-    with TargetCount() as everywhere:
+    with Averages() as everywhere:
         with everywhere.inside("block"):
-            logits.exp()
+            logits.exp().mean()
         with everywhere.inside("head"):
-            F.cross_entropy(logits, targets)
-    assert everywhere.with_losses == {"head"} and everywhere.weight(lambda: 4) == 2.0
-    with TargetCount(everywhere.with_losses) as again:
+            loss = F.cross_entropy(logits, targets)
+    assert everywhere.units_of(loss) == everywhere.units_of(None) == {"head"} and _weight(everywhere, None) == 2.0
+    with Averages(everywhere.units_of(loss)) as again:
         with again.inside("block"):
             F.cross_entropy(logits, targets.clone())  # not looked for
         with again.inside("head"):
             F.cross_entropy(logits, targets)
-    assert again.weight(lambda: 4) == 2.0
+    assert _weight(again, None) == 2.0
+
+
+def test_only_what_is_linear_is_followed() -> None:
+    x, mask = torch.rand(6, requires_grad=True), torch.tensor([1, 1, 0, 1, 0, 0])
+    with Averages() as seen:
+        mean = (x * mask).sum() / mask.sum()
+        same = [2 * mean - 1, torch.stack([mean, mean]).sum().float(), mean.item(), (mean + 0).detach()[None].squeeze()]
+        counts = [made.count for number in same if (made := seen.made(number)) is not None]
+        bent = [seen.made(number) for number in (mean.sqrt(), mean * mean, 1 / mean, mean.clamp(min=1))]
+        other = seen.made(mean + x[0])
+        unknown = [seen.made(number) for number in (x, x[0], x.norm(), x.mean(0, keepdim=True))]
+    assert counts == [3.0] * 4
+    assert all(made is not None and made.bent for made in bent)
+    assert other is not None and other.rest and not other.bent and not any(unknown)
+    with Averages() as paused, paused.paused():
+        assert paused.made(x.mean()) is None
+    with Averages() as transformed:
+        torch.func.grad(lambda v: transformed.made(v.mean()) or v.mean())(x.detach())
+    assert not transformed._made, "nothing of a transform outlives it"
 
 
 def test_microbatches_that_weigh_alike_leave_nothing_to_correct() -> None:
-    run = BatchRun(
-        None, None, None, torch.device("cpu"), None, [torch.zeros(2)] * 3, [], 0, None, {}, [1], None, {}, set()
-    )  # type: ignore
-    run._weights.update(dict.fromkeys(range(3), torch.tensor(7)))
-    assert run.provisional_total == run.weights().sum() == 21.0
+    batch = BatchLoss([2, 2, 2], torch.device("cpu"))
+    for i in range(3):
+        batch.add(i, torch.zeros(()), Averages(), torch.tensor(7))
+    assert batch.provisional_total == batch.weights().sum() == 21.0
 
 
 class Holder(nn.Module):

@@ -20,10 +20,10 @@ from torch.overrides import TorchFunctionMode
 from lightning_megatp.mesh import ParallelMesh
 from lightning_megatp.messages import warn_once_per_run
 from lightning_megatp.pipeline.detour import Detour
+from lightning_megatp.pipeline.loss.averages import Averages
 from lightning_megatp.pipeline.remote.messages import Contents, Table
 from lightning_megatp.pipeline.slicing.calls import Decides
 from lightning_megatp.pipeline.slicing.plan import SliceError, tensors_in
-from lightning_megatp.pipeline.slicing.weights import TargetCount
 from lightning_megatp.shim.torch import WithoutMode, is_fake, tree_map
 from lightning_megatp.shim.transformers import asked_for, collected_for, collecting
 from lightning_megatp.tensor.functions import operation_name
@@ -75,7 +75,7 @@ class RemoteCalls:
         """For the messages of one step, with one peer."""
         return Table(self.module, self.mesh.device, keeps)
 
-    def drive(self, by: Deciding, step: Callable[[], Any], counting: TargetCount) -> Any:
+    def drive(self, by: Deciding, step: Callable[[], Any], counting: Averages) -> Any:
         """On the last stage: run a step.
 
         Args:
@@ -221,7 +221,7 @@ class Driving(TorchFunctionMode):
         counting: sees what averages losses.
     """
 
-    def __init__(self, remote: RemoteCalls, counting: TargetCount) -> None:
+    def __init__(self, remote: RemoteCalls, counting: Averages) -> None:
         super().__init__()
         self._remote, self._counting, self._caller = remote, counting, Caller(remote)
         self._inside = False

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from lightning_megatp.pipeline.loss.averages import Averages
 from lightning_megatp.pipeline.seeds import seeded
 from lightning_megatp.pipeline.slicing.dry_run.late_hooks import UserHooks
 from lightning_megatp.pipeline.slicing.dry_run.operations import (
@@ -38,7 +39,6 @@ from lightning_megatp.pipeline.slicing.plan import (
     tensors_in,
 )
 from lightning_megatp.pipeline.slicing.state.collected import with_collected
-from lightning_megatp.pipeline.slicing.weights import TargetCount
 from lightning_megatp.shim.autograd import functorch_is_active
 from lightning_megatp.shim.torch import (
     FOREACH_IN_PLACE,
@@ -72,7 +72,7 @@ class StageMode(TorchFunctionMode):
         seed: int,
         locator: Locator,
         hooks: UserHooks,
-        counting: TargetCount | None = None,
+        counting: Averages | None = None,
     ) -> None:
         super().__init__()
         self._hooks = hooks

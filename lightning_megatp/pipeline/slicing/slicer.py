@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_megatp.pipeline.loss.averages import Averages
 from lightning_megatp.pipeline.seeds import host_seeded
 from lightning_megatp.pipeline.slicing.calls import Decides, Interception, Switch, loggers_in, logging_by
 from lightning_megatp.pipeline.slicing.dry_run.dry_runs import DryRuns, Step, state_before
@@ -33,7 +34,6 @@ from lightning_megatp.pipeline.slicing.signature import modes_of, signature_of
 from lightning_megatp.pipeline.slicing.state.ownership import Ownership, Sizes
 from lightning_megatp.pipeline.slicing.state.put_back import putting_back
 from lightning_megatp.pipeline.slicing.state.tables import Tables
-from lightning_megatp.pipeline.slicing.weights import TargetCount
 from lightning_megatp.shim.autograd import checkpoints_ended, handle_functions
 from lightning_megatp.shim.torch import (
     FakeTensorMode,
@@ -175,7 +175,7 @@ class Slicer:
         batch: Any,
         received: Sequence[Tensor],
         seed: int = 0,
-        counting: TargetCount | None = None,
+        counting: Averages | None = None,
     ) -> StageRun:
         """Run one stage's part of the step on a microbatch.
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_megatp.messages import with_article
+from lightning_megatp.pipeline.loss.averages import Averages, scalar
 from lightning_megatp.shim.torch import is_fake, unrecorded
 from lightning_megatp.shim.torchmetrics import batch_value, set_batch_value
 
@@ -47,14 +48,28 @@ class Call:
     value: Tensor
     """() float64; nan without one."""
     is_loss: Tensor | None = None
-    """() bool: whether it is what the step's loss is, or the mean over targets that was counted; None for no."""
+    """() bool: whether it is what the step's loss is; None for no."""
+    count: Tensor | None = None
+    """() float64: how many values it is an average of; infinity for a sum, None if nobody knows."""
+    given: Tensor | float | None = None
+    """What was logged, until it is compared."""
     size: Tensor | float | None = None
     """The batch size that was logged with it."""
 
-    def beside(self, losses: Sequence[Tensor]) -> Call:
-        """The same call, compared with the losses of its microbatch."""
-        same = [self.value == loss.detach().to(self.value) for loss in losses if loss.numel() == 1]
-        return replace(self, is_loss=torch.stack([x.reshape(()) for x in same]).any()) if same else self
+    def beside(self, loss: Tensor | None, averages: Averages | None) -> Call:
+        """The same call, compared with what its microbatch made.
+
+        Args:
+            loss: its own.
+            averages: of the step; None if they don't matter.
+        """
+        device, call = self.value.device, replace(self, given=None)
+        if loss is not None and loss.numel() == 1:
+            call = replace(call, is_loss=(self.value == scalar(loss, device)))
+        made = None if averages is None else averages.made(self.given)
+        if made is not None and made.count is not None:
+            call = replace(call, count=scalar(made.count, device))
+        return call
 
 
 @dataclass
@@ -158,7 +173,7 @@ class Logs:
         dtype = given.dtype if isinstance(given, Tensor) and given.is_floating_point() else torch.get_default_dtype()
         size = options.pop("batch_size", None)
         entry = Entry(name, _portable(options), dtype, metric, given is not None, size is not None)
-        return Call(entry, scalar(torch.nan if given is None else given, self.device), size=size)
+        return Call(entry, scalar(torch.nan if given is None else given, self.device), size=size, given=given)
 
     def _metric_name(self, metric: Metric, options: dict[str, Any]) -> str:
         found = options.get("metric_attribute") or next(
@@ -189,15 +204,17 @@ class Logs:
             self._log(entry.name, metric, metric_attribute=entry.metric, **options)
 
 
-def merge(microbatches: Sequence[Sequence[Call]], weights: Tensor) -> list[Call]:
+def merge(microbatches: Sequence[Sequence[Call]], weights: Tensor, adds_up: bool = False) -> list[Call]:
     """What the microbatches logged, as one batch would have.
 
-    A value is averaged by the microbatches' weights, or by the batch sizes that were logged with it unless it is the
-    loss; or summed, or the largest or smallest one is taken, as its `reduce_fx` says. What is logged several times
-    under one name, in a loop maybe, stays several calls.
+    The loss is averaged by the microbatches' weights. Any other number that a step averaged is averaged by what it
+    averaged over, and a sum is added up; the rest is averaged by the batch sizes that were logged with it, or by the
+    weights. Or values are summed, or the largest or smallest is taken, as `reduce_fx` says. What is logged several
+    times under one name, in a loop maybe, stays several calls.
 
     Args:
         weights: (m,) float64.
+        adds_up: whether the loss is the sum of the microbatches', not their mean.
     """
     weights = torch.where(weights.sum() > 0, weights, torch.ones_like(weights))
     found: dict[tuple[str, int], list[tuple[Call, Tensor]]] = {}
@@ -206,21 +223,34 @@ def merge(microbatches: Sequence[Sequence[Call]], weights: Tensor) -> list[Call]
         for call in calls:
             found.setdefault((call.entry.name, times[call.entry.name]), []).append((call, weight))
             times[call.entry.name] += 1
-    return [_merged([call for call, _ in pairs], torch.stack([w for _, w in pairs])) for pairs in found.values()]
+    return [
+        _merged([call for call, _ in pairs], torch.stack([w for _, w in pairs]), adds_up) for pairs in found.values()
+    ]
 
 
-def _merged(calls: list[Call], weights: Tensor) -> Call:
+def _merged(calls: list[Call], weights: Tensor, adds_up: bool) -> Call:
     entry, values = calls[-1].entry, torch.stack([call.value for call in calls])
     sizes = [call.size for call in calls if call.size is not None]
-    total: Tensor | float | None = None
-    if len(sizes) == len(calls):
-        by_size = torch.stack([scalar(size, values.device) for size in sizes])
-        losses = [call.is_loss for call in calls if call.is_loss is not None]
-        weights = torch.where(torch.stack(losses).all(), weights, by_size) if len(losses) == len(calls) else by_size
-        total = sum(sizes)
+    sized, total = len(sizes) == len(calls), sum(sizes) if len(sizes) == len(calls) else None
     how = entry.options.get("reduce_fx", "mean")
-    value = getattr(values, how)() if how in ("sum", "max", "min") else (values * weights).sum() / weights.sum()
-    return Call(replace(entry, sized=total is not None), value, size=total)
+    if how in ("sum", "max", "min"):
+        return Call(replace(entry, sized=sized), getattr(values, how)(), size=total)
+    given = torch.stack([scalar(size, values.device) for size in sizes]) if sized else weights
+    value = _mean(values, given)
+    counts = [call.count for call in calls if call.count is not None]
+    if len(counts) == len(calls):
+        of = torch.stack(counts)
+        value = torch.where(torch.isfinite(of).all(), _mean(values, of), value)
+        value = torch.where(torch.isinf(of).all(), values.sum(), value)
+    losses = [call.is_loss for call in calls if call.is_loss is not None]
+    if len(losses) == len(calls):
+        loss = values.sum() if adds_up else _mean(values, weights)
+        value = torch.where(torch.stack(losses).all(), loss, value)
+    return Call(replace(entry, sized=sized), value, size=total)
+
+
+def _mean(values: Tensor, weights: Tensor) -> Tensor:
+    return (values * weights).sum() / weights.sum()
 
 
 def _loggable(value: Any) -> bool:
@@ -233,14 +263,6 @@ def _portable(options: dict[str, Any]) -> dict[str, Any]:
     if callable(how := kept.get("reduce_fx")):
         kept["reduce_fx"] = how.__name__
     return kept
-
-
-def scalar(number: Tensor | float, device: torch.device) -> Tensor:
-    """() float64 on a device. A number is written there by the device itself: copied from the host, it would wait for
-    all that was launched before."""
-    if isinstance(number, Tensor):
-        return number.detach().to(device, torch.float64, copy=True).reshape(())  # it may be changed in place later
-    return torch.full((), float(number), dtype=torch.float64, device=device)
 
 
 def _on_host(numbers: Sequence[float | Tensor]) -> list[float]:

@@ -1,0 +1,1 @@
+"""The loss of a batch, of which microbatches compute parts: what each part averages, and how much it weighs."""

@@ -1,0 +1,391 @@
+"""What a step averages: seen while it runs, so that microbatches can weigh by it.
+
+A number does not say what it is a mean of. So every mean and sum down to one number is noted as it is made, with how
+many values it is over, and followed through what is linear: factors, other addends, a division by a count. The loss of
+a masked language model, of a masked autoencoder (`(loss * mask).sum() / mask.sum()`), or of marked tokens
+(`loss[mask].mean()`) is then the batch's, and not the mean of the microbatches' means.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import operator
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from lightning_megatp.shim.autograd import functorch_is_active
+from lightning_megatp.shim.torch import WithoutMode, is_fake
+
+
+@dataclass(frozen=True, eq=False)
+class Average:
+    """One number that a step has made of many.
+
+    Args:
+        by: what made it, for messages.
+        value: () a copy: a step may add to the number in place.
+        count: how many values it is the mean of, or their weights' sum; None for a sum of them.
+        over: the same for averages over the same things.
+        of_targets: whether it is a cross-entropy of classes.
+        unit: the unit inside of which it was made; "" for none.
+        summed: of a sum, the shape of what it has added up.
+        adds: whether that is nothing but a sum over samples: by `reduction="sum"`, or of whole numbers. What else a
+            step sums up may have been divided before, by the number of samples or the sum of their weights.
+        divisor: the Python number that such a sum was divided by: a count of them, or any number.
+    """
+
+    by: str
+    value: Tensor
+    count: Tensor | float | None
+    over: Hashable
+    of_targets: bool = False
+    unit: str = ""
+    summed: tuple[int, ...] = ()
+    adds: bool = False
+    divisor: float | None = None
+
+    def divided(self, by: Tensor | float, over: Hashable, result: Tensor) -> Average:
+        """Of the same things, after a division.
+
+        Args:
+            by: a count, or what else it is divided by.
+            over: the same for divisions by the same.
+            result: of the division, of which this may be an addend.
+        """
+        value = result.detach().clone()
+        if self.count is not None:
+            return replace(self, value=value, count=self.count * by, over=(self.over, over))
+        none = (self.value == 0) & (by <= 1)  # a count of nothing is often taken for 1, or for less
+        count = torch.where(none, 0.0, by)
+        number = None if isinstance(by, Tensor) else float(by)
+        return replace(self, by="sum / count", value=value, count=count, over=over, divisor=number)
+
+    def divisor_counts(self, rows: int, batch: int) -> bool:
+        """Whether the divisor may be a number of what was added up, by the shapes of a microbatch.
+
+        Args:
+            rows: its samples.
+            batch: those of the batch.
+        """
+        by, counts = self.divisor, list(itertools.accumulate(self.summed, operator.mul))
+        if by is None or by in counts:
+            return True
+        return by != batch and by >= rows and by % rows == 0 and bool(counts) and counts[-1] % by == 0
+
+
+@dataclass(frozen=True, eq=False)
+class Made:
+    """Of what a number is a linear function.
+
+    Args:
+        of: averages and sums.
+        rest: whether something else is added, too, of which nothing is known.
+        bent: the operation by which it isn't a linear one; "" if it is.
+    """
+
+    of: tuple[Average, ...]
+    rest: bool = False
+    bent: str = ""
+
+    @functools.cached_property
+    def weighs_by(self) -> tuple[str, Average | None]:
+        """What microbatches weigh by: "targets" or "elements", and the average whose count it is; nothing for "sums",
+        which are added up; or "samples", if there are several cross-entropies, or nothing is known."""
+        means = list({a.over: a for a in self.of if a.count is not None}.values())
+        targets = [a for a in means if a.of_targets]
+        if len(targets) == 1:
+            return "targets", targets[0]
+        if means and not targets:
+            return "elements", next((a for a in means if isinstance(a.count, Tensor)), means[0])
+        sums = self.of and all(a.adds for a in self.of) and not self.rest and not self.bent
+        return "sums" if sums else "samples", None
+
+    @property
+    def count(self) -> Tensor | float | None:
+        """How many values it is an average of; infinity for a sum of them, None if that can't be said."""
+        kind, chosen = self.weighs_by
+        return torch.inf if kind == "sums" else None if chosen is None else chosen.count
+
+
+class Averages(TorchFunctionMode):
+    """Notes what the step averages in one microbatch.
+
+    A mean over nothing at all is nan, with a gradient of nan. Here it is 0, since the other microbatches' values make
+    up the batch's mean.
+
+    Args:
+        look_inside: the units inside of which to look; None for all. A mode costs time at every operation.
+        closed: whether not to look inside of a unit, of those: the compiler takes a mode into its graphs.
+    """
+
+    def __init__(
+        self, look_inside: Collection[str] | None = None, closed: Callable[[str], bool] = lambda unit: False
+    ) -> None:
+        super().__init__()
+        self.of_targets: list[Average] = []
+        """All cross-entropies of classes, also those that are no part of the loss."""
+        self._look_inside, self._closed, self._unit = look_inside, closed, ""
+        self._paused = False
+        self._made: dict[int, tuple[Any, Made]] = {}
+        """By the identity of a tensor or a Python number, which is kept alive for it."""
+        self._kept: list[Any] = []
+        """What averages are over, kept alive so that its address means it."""
+
+    def made(self, number: Any) -> Made | None:
+        """Of what a tensor was made; None if nothing is known."""
+        found = self._made.get(id(number))
+        return None if found is None else found[1]
+
+    def units_of(self, loss: Any) -> set[str]:
+        """The units inside of which the averages of a loss were made, or cross-entropies if its are not known."""
+        made = self.made(loss)
+        return {a.unit for a in (self.of_targets if made is None else made.of)}
+
+    def inside(self, unit: str) -> contextlib.AbstractContextManager[None]:
+        """Around a call of a unit."""
+        if (self._look_inside is not None and unit not in self._look_inside) or (unit and self._closed(unit)):
+            return WithoutMode(self)
+        return self._looking_inside(unit)
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Around a metric, whose averages are no losses."""
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
+
+    @contextlib.contextmanager
+    def _looking_inside(self, unit: str) -> Iterator[None]:
+        self._unit = unit
+        try:
+            yield
+        finally:
+            self._unit = ""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not (self._paused or torch.compiler.is_compiling()):
+            if func in _REDUCTIONS:
+                return self._reduced(func, args, kwargs)
+            if func in _LOSSES:
+                return self._loss(func, args, kwargs)
+            if self._made:
+                return self._followed(func, args, kwargs)
+        return func(*args, **kwargs)
+
+    def _loss(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """One of torch's losses."""
+        given = dict(zip(_LOSSES[func], args, strict=False)) | kwargs
+        if given.get("size_average") is not None or given.get("reduce") is not None:
+            return func(*args, **kwargs)
+        reduction, x = given.get("reduction", "mean"), given.get(_LOSSES[func][0])
+        target, weight = given.get("target"), given.get("weight")
+        if reduction == "mean" and isinstance(target, Tensor):
+            if func in _OF_CLASSES and not target.is_floating_point():
+                return self._of_targets(func, given, target)
+            if func in _WEIGHTED and isinstance(weight, Tensor):
+                self._kept.append(weight)
+                return self._divided_sum(func, given, weight.detach().sum(), ("weights", id(weight)))
+        result = func(*args, **kwargs)
+        if reduction == "sum" and isinstance(x, Tensor):
+            self._note(result, func.__name__, None, None, summed=tuple(x.shape), adds=True)
+        elif reduction != "none" and isinstance(x, Tensor):
+            if not x.numel():
+                result = x.sum()
+            count = _count(func, given, x)
+            self._note(result, func.__name__, count, ("elements", count))
+        return result
+
+    def _of_targets(self, func: Callable[..., Any], given: Mapping[str, Any], target: Tensor) -> Tensor:
+        by_class, ignored = given.get("weight"), given.get("ignore_index", -100)
+        counted = target != ignored
+        weights = counted if by_class is None else by_class[target.masked_fill(~counted, 0)] * counted
+        over = target.data_ptr(), target.shape, target.stride(), ignored, None if by_class is None else id(by_class)
+        self._kept.append((target, by_class))
+        return self._divided_sum(func, given, weights.sum(), over, of_targets=True)
+
+    def _divided_sum(
+        self,
+        func: Callable[..., Any],
+        given: Mapping[str, Any],
+        count: Tensor,
+        over: Hashable,
+        of_targets: bool = False,
+    ) -> Tensor:
+        """A loss's mean by the sum of weights, () each."""
+        total = func(**{**given, "reduction": "sum"})
+        mean: Tensor = total / torch.where(count > 0, count, torch.ones_like(count))
+        self._note(mean, func.__name__, count, over, of_targets)
+        return mean
+
+    def _reduced(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A mean or a sum."""
+        x = args[0] if args else kwargs.get("input")
+        if not isinstance(x, Tensor) or not x.dim() or id(x) in self._made:
+            return self._followed(func, args, kwargs)
+        result, mean = func(*args, **kwargs), func in _MEANS
+        if isinstance(result, Tensor) and result.dim() == 0:
+            if mean and not x.numel():
+                result = x.sum(dtype=result.dtype)
+            if mean:
+                self._note(result, func.__name__, float(x.numel()), ("elements", float(x.numel())))
+            else:
+                whole = not x.is_floating_point() and not x.is_complex()
+                self._note(result, func.__name__, None, None, summed=tuple(x.shape), adds=whole)
+        return result
+
+    def _followed(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Any operation, maybe on numbers that are known."""
+        operands = list(_operands(args, kwargs))
+        known = [found for x in operands if (found := self.made(x)) is not None]
+        if not known:
+            return func(*args, **kwargs)
+        name = func.__name__
+        if name in _DIVISIONS and len(args) == 2 and not kwargs:
+            return self._divided(func, args, kwargs)
+        result = func(*args, **kwargs)
+        if type(result) is float:  # `item`, `float(...)`; whole numbers may be one object for all
+            self._made[id(result)] = result, known[0]
+        elif isinstance(result, Tensor) and result.is_floating_point() and result.numel() <= _FEW:
+            bent = next((x.bent for x in known if x.bent), "")
+            if name not in _LINEAR or (name in _PRODUCTS and len(known) > 1):
+                bent = bent or name
+            adds = name in _SUMS and any(
+                self.made(x) is None and (x.is_floating_point() if isinstance(x, Tensor) else bool(x)) for x in operands
+            )
+            self._keep(result, tuple(a for x in known for a in x.of), adds or any(x.rest for x in known), bent)
+        return result
+
+    def _divided(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A division of a number by another."""
+        x, by = args
+        made, over = self.made(x), ("divisor", id(by) if isinstance(by, Tensor) else by)
+        if made is None or (isinstance(by, Tensor) and (by.requires_grad or by.numel() != 1)):
+            result = func(*args, **kwargs)
+            if isinstance(result, Tensor) and result.numel() <= _FEW:
+                self._keep(result, *self._all_of(args), bent=func.__name__)
+            return result
+        divisor = by
+        if isinstance(by, Tensor):
+            self._kept.append(by)
+            divisor = by.detach().clone().reshape(())
+            nothing = (divisor == 0) & (x.detach() == 0)
+            args = x, torch.where(nothing, torch.ones_like(by), by)
+        result = func(*args, **kwargs)
+        divided = tuple(a.divided(divisor, over, result) for a in made.of)
+        self._keep(result, divided, made.rest, made.bent)
+        return result
+
+    def _all_of(self, operands: Sequence[Any]) -> tuple[tuple[Average, ...], bool]:
+        known = [found for x in operands if (found := self.made(x)) is not None]
+        return tuple(a for x in known for a in x.of), any(x.rest for x in known)
+
+    def _note(
+        self,
+        result: Tensor,
+        by: str,
+        count: Tensor | float | None,
+        over: Hashable,
+        of_targets: bool = False,
+        summed: tuple[int, ...] = (),
+        adds: bool = False,
+    ) -> None:
+        if is_fake(result) or functorch_is_active():
+            return
+        average = Average(by, result.detach().clone(), count, over, of_targets, self._unit, summed, adds)
+        if of_targets:
+            self.of_targets.append(average)
+        self._keep(result, (average,))
+
+    def _keep(self, result: Any, of: tuple[Average, ...], rest: bool = False, bent: str = "") -> None:
+        if isinstance(result, Tensor):
+            self._made[id(result)] = result, Made(of, rest, bent)
+
+
+def _operands(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Any]:
+    for x in (*args, *kwargs.values()):
+        if isinstance(x, (list, tuple)):
+            yield from x
+        else:
+            yield x
+
+
+def _count(func: Callable[..., Any], given: Mapping[str, Any], x: Tensor) -> float:
+    """How many values a loss averages, but for a factor that is the same in all microbatches."""
+    if given.get("reduction") == "batchmean":
+        return float(x.shape[0])
+    if func is F.ctc_loss:
+        return float(x.shape[-2])
+    if func in _BROADCAST and isinstance(target := given.get("target"), Tensor):
+        return float(torch.broadcast_shapes(x.shape, target.shape).numel())
+    return float(x.numel())
+
+
+def scalar(number: Tensor | float, device: torch.device) -> Tensor:
+    """() float64 on a device. A number is written there by the device itself: copied from the host, it would wait for
+    all that was launched before."""
+    if isinstance(number, Tensor):
+        return number.detach().to(device, torch.float64, copy=True).reshape(())  # it may be changed in place later
+    return torch.full((), float(number), dtype=torch.float64, device=device)
+
+
+_FEW = 64
+"""Numbers at most, as of losses of layers that are stacked."""
+_MEANS = frozenset([torch.mean, Tensor.mean])
+_REDUCTIONS = _MEANS | {torch.sum, Tensor.sum}
+_DIVISIONS = frozenset(["div", "div_", "divide", "divide_", "true_divide", "true_divide_", "__truediv__"])
+_PRODUCTS = frozenset(["mul", "mul_", "multiply", "multiply_", "__mul__", "__rmul__"])
+_SUMS = frozenset(
+    ["add", "add_", "__add__", "__radd__", "__iadd__", "sub", "sub_", "__sub__", "__rsub__", "rsub", "subtract"]
+)
+_LINEAR = _PRODUCTS | _SUMS | {
+    "mean", "sum", "nanmean", "nansum", "neg", "negative", "__neg__", "clone", "detach", "__get__", "to", "type",
+    "type_as", "float", "double", "half", "bfloat16", "cpu", "cuda", "contiguous", "squeeze", "unsqueeze", "reshape",
+    "view", "view_as", "flatten", "ravel", "expand", "expand_as", "broadcast_to", "stack", "cat", "concat", "hstack",
+    "vstack", "__getitem__", "select", "narrow", "where", "nan_to_num", "requires_grad_", "copy_", "mean_",
+}  # fmt: skip
+_FIRST_TWO = ("input", "target")
+_LOSSES: dict[Callable[..., Any], tuple[str, ...]] = {
+    F.cross_entropy: (*_FIRST_TWO, "weight", "size_average", "ignore_index", "reduce", "reduction"),
+    F.nll_loss: (*_FIRST_TWO, "weight", "size_average", "ignore_index", "reduce", "reduction"),
+    F.mse_loss: (*_FIRST_TWO, "size_average", "reduce", "reduction", "weight"),
+    F.l1_loss: (*_FIRST_TWO, "size_average", "reduce", "reduction", "weight"),
+    F.smooth_l1_loss: (*_FIRST_TWO, "size_average", "reduce", "reduction", "beta"),
+    F.huber_loss: (*_FIRST_TWO, "reduction", "delta", "weight"),
+    F.binary_cross_entropy: (*_FIRST_TWO, "weight", "size_average", "reduce", "reduction"),
+    F.binary_cross_entropy_with_logits: (*_FIRST_TWO, "weight", "size_average", "reduce", "reduction", "pos_weight"),
+    F.kl_div: (*_FIRST_TWO, "size_average", "reduce", "reduction", "log_target"),
+    F.poisson_nll_loss: (*_FIRST_TWO, "log_input", "full", "size_average", "eps", "reduce", "reduction"),
+    F.gaussian_nll_loss: (*_FIRST_TWO, "var", "full", "eps", "reduction"),
+    F.soft_margin_loss: (*_FIRST_TWO, "size_average", "reduce", "reduction"),
+    F.hinge_embedding_loss: (*_FIRST_TWO, "margin", "size_average", "reduce", "reduction"),
+    F.multilabel_margin_loss: (*_FIRST_TWO, "size_average", "reduce", "reduction"),
+    F.multilabel_soft_margin_loss: (*_FIRST_TWO, "weight", "size_average", "reduce", "reduction"),
+    F.multi_margin_loss: (*_FIRST_TWO, "p", "margin", "weight", "size_average", "reduce", "reduction"),
+    F.margin_ranking_loss: ("input1", "input2", "target", "margin", "size_average", "reduce", "reduction"),
+    F.cosine_embedding_loss: ("input1", "input2", "target", "margin", "size_average", "reduce", "reduction"),
+    F.triplet_margin_loss: (
+        "anchor", "positive", "negative", "margin", "p", "eps", "swap", "size_average", "reduce", "reduction",
+    ),
+    F.ctc_loss: ("log_probs", "targets", "input_lengths", "target_lengths", "blank", "reduction", "zero_infinity"),
+}  # fmt: skip
+"""By torch's losses, what their arguments are called, in order."""
+_OF_CLASSES = frozenset([F.cross_entropy, F.nll_loss])
+_WEIGHTED = frozenset([F.mse_loss, F.l1_loss])
+"""Whose mean with weights is divided by the sum of these (torch 2.13; `F.huber_loss`'s is not)."""
+_BROADCAST = frozenset(
+    [F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy_with_logits, F.kl_div]
+)
+"""Whose arguments are broadcast."""

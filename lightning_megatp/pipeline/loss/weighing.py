@@ -1,0 +1,234 @@
+"""How much each microbatch counts in the loss of its batch, and that loss.
+
+The weight is what the step's average is over, where it makes one (`averages.py`): targets, elements, or the sum that it
+divides by. Otherwise the user's `loss_weight(batch)` says it, or else the number of samples. A loss that is a sum over
+the samples has the sum of the microbatches'.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_megatp.messages import warn_once_per_run
+from lightning_megatp.pipeline.loss.averages import Average, Averages, Made, scalar
+
+
+@dataclass
+class BatchLoss:
+    """Of the microbatches of one batch, on the last stage.
+
+    Args:
+        rows: the samples of each microbatch.
+        device: of weights that are plain numbers.
+    """
+
+    rows: Sequence[int]
+    device: torch.device
+    losses: dict[int, Tensor] = field(default_factory=dict)
+    """By microbatch, () each, without a graph."""
+    _weights: dict[int, Tensor | float] = field(default_factory=dict)
+    _made: dict[int, Made | None] = field(default_factory=dict)
+    _chosen: dict[int, Average | None] = field(default_factory=dict)
+    """By microbatch, the average whose count it weighs."""
+    _kinds: set[str] = field(default_factory=set)
+    _elements: tuple[Tensor | float, int] | None = None
+    """What the first microbatch that weighs by elements averages over, and its samples."""
+
+    def add(self, microbatch: int, loss: Any, averages: Averages, own: Tensor | float | None) -> None:
+        """After the step of a microbatch.
+
+        Args:
+            loss: what it returned as one, if anything.
+            averages: that the step made.
+            own: what the user says it weighs; None if nothing.
+        """
+        made = averages.made(loss)
+        if isinstance(loss, Tensor) and loss.numel() == 1:
+            self.losses[microbatch] = loss.detach().reshape(())
+        if own is not None:
+            self._weights[microbatch] = own
+            return
+        self._made[microbatch] = made
+        # if nothing is known, it may be made of the cross-entropies that there are
+        kind, chosen = (made or Made(tuple(averages.of_targets))).weighs_by
+        self._kinds.add(kind)
+        self._chosen[microbatch] = chosen
+        self._weights[microbatch] = self._weight(kind, chosen, self.rows[microbatch])
+
+    def _weight(self, kind: str, chosen: Average | None, rows: int) -> Tensor | float:
+        if kind == "sums":
+            return 1.0
+        if chosen is None or chosen.count is None:
+            return float(rows)
+        if kind == "targets":
+            return chosen.count
+        if self._elements is None:
+            self._elements = chosen.count, rows
+        first, first_rows = self._elements
+        if isinstance(first, Tensor):
+            return chosen.count * torch.where(first > 0, first_rows / first, torch.ones_like(first))
+        return chosen.count * (first_rows / first) if first else chosen.count
+
+    @property
+    def adds_up(self) -> bool:
+        """Whether the batch's loss is the sum of the microbatches', not their mean."""
+        return self._kinds == {"sums"}
+
+    @functools.cached_property
+    def provisional_total(self) -> Tensor:
+        """() float64, by what the weights are divided in the losses, before their sum is known: as if all microbatches
+        weighed what the first does. Where they do, nothing is left to correct. Not less than its samples: few targets
+        there would let the other losses overflow."""
+        first = scalar(self._weights[0], self.device)
+        if self.adds_up:
+            return torch.ones_like(first)
+        return first.clamp(min=float(self.rows[0])) * len(self.rows)
+
+    def share(self, microbatch: int) -> Tensor:
+        """() float64: the factor of a microbatch's loss, but for one that is the same for all."""
+        return scalar(self._weights[microbatch], self.device) / self.provisional_total
+
+    def weights(self) -> Tensor:
+        """(m,) float64, of the microbatches.
+
+        Raises:
+            RuntimeError: some are numbers of targets, and others of samples.
+        """
+        if "targets" in self._kinds and len(self._kinds) > 1:
+            raise RuntimeError(
+                "MegaTPStrategy: the step averages one cross-entropy in some microbatches of a batch, and none or"
+                " several in others, so what they weigh can't be told. Define `loss_weight(self, batch)` on the"
+                " LightningModule."
+            )
+        return torch.stack([scalar(self._weights[i], self.device) for i in range(len(self.rows))])
+
+    def total_weight(self, weights: Tensor) -> Tensor:
+        """() float64: what the weighted losses are divided by."""
+        return torch.ones_like(self.provisional_total) if self.adds_up else weights.sum()
+
+    def value(self, weights: Tensor) -> Tensor:
+        """() of the batch."""
+        losses = torch.stack([self.losses[i] for i in range(len(self.rows))])
+        total: Tensor = (losses.double() * weights).sum() / self.total_weight(weights)
+        return total.to(losses.dtype)
+
+    def warn(self, weights: Tensor) -> None:
+        """Say where the batch's loss is not that of one device. Waits for a GPU: of one batch of a run.
+
+        Warns:
+            UserWarning: the step adds averages over different things, or makes something else of them; or nothing is
+                known of what it adds.
+        """
+        if self._made and (text := self._different(weights)):  # else the user says what microbatches weigh
+            warn_once_per_run(text)
+
+    def _different(self, weights: Tensor) -> str:
+        made = [self._made[i] for i in range(len(self.rows))]
+        known = [x for x in made if x is not None]
+        if not known and "targets" not in self._kinds:
+            return (
+                "what the step's loss is an average of can't be followed (compiled code makes it, or none of torch's"
+                " losses, means and sums), so its microbatches weigh by their samples. If they hold different numbers"
+                " of what it averages (targets, marked tokens), let `loss_weight(self, batch)` on the LightningModule"
+                " tell how many; if not, let it tell the number of samples."
+            )
+        if bent := next((x.bent for x in known if x.bent), ""):
+            return (
+                f"the step does not add averages over its samples, but makes something else of them (by `{bent}`). A"
+                " pipeline does so for every microbatch, and the batch's loss is the mean of the results; on one device"
+                " it is made of the averages over the batch. If that matters, use microbatches=1."
+            )
+        if len(known) < len(made) or len({len(x.of) for x in known}) > 1:
+            return ""  # not the same in all microbatches
+        if self.adds_up and len(known[0].of) > 1 and any(map(_alike, _by_average(known))):
+            return (
+                "the step's loss is a sum over its samples, and so is the batch's: what is added to it and doesn't"
+                " depend on samples (a norm of weights) counts once for every microbatch. Divide it by their number, or"
+                " use microbatches=1."
+            )
+        if all(a.count is None for a in known[0].of) and not self.adds_up:
+            return (
+                "the step's loss is a sum over its samples, and the batch's is the mean of the microbatches' sums."
+                " Divide it by the number of samples (`len(x)`), or let one of torch's losses sum it"
+                " (`reduction='sum'`), which is added up. If what it sums is divided already, let"
+                " `loss_weight(self, batch)` on the LightningModule return the number of samples."
+            )
+        if (number := self._constant(known)) is not None:
+            return (
+                f"the step divides a sum over its samples by {number:g} in every microbatch, which by their shapes is"
+                " no number of what it has added up. The batch's loss is the mean of the microbatches'; on one device"
+                f" it is {len(made)} times as large. Divide by what a microbatch holds (`len(x)`), or use"
+                " microbatches=1."
+            )
+        if not self.adds_up and self._unequal(known, weights):
+            names = ", ".join(dict.fromkeys(f"`{a.by}`" for a in known[0].of))
+            chosen = self._chosen[0]
+            by = "their samples" if chosen is None else f"what `{chosen.by}` is over"
+            return (
+                f"the step adds averages over different numbers ({names}), and its microbatches weigh by {by}: so does"
+                " all that is added. On one device each average is of the whole batch. If that matters, use"
+                " microbatches=1, or let `loss_weight(self, batch)` on the LightningModule tell what a microbatch"
+                " counts in all of the loss."
+            )
+        if self._chosen[0] is not None and any(x.rest for x in known) and self._adds(weights):
+            return (
+                "the step adds something of its samples to an average, and its microbatches, which hold different"
+                " numbers of targets per sample, weigh by these: so does what is added, which on one device may be a"
+                " mean over samples. If it is, use microbatches=1, or let `loss_weight(self, batch)` on the"
+                " LightningModule tell what a microbatch counts in all of the loss."
+            )
+        return ""
+
+    def _constant(self, made: Sequence[Made]) -> float | None:
+        """A Python number that a sum is divided by in all microbatches, though it can't be a count."""
+        for averages in zip(*(x.of for x in made), strict=True):
+            divisors = {a.divisor for a in averages}
+            counts = any(a.divisor_counts(rows, sum(self.rows)) for a, rows in zip(averages, self.rows, strict=True))
+            if len(divisors) == 1 and not counts:
+                return divisors.pop()
+        return None
+
+    def _unequal(self, made: Sequence[Made], weights: Tensor) -> bool:
+        """Whether some average is over numbers of another ratio than the weights, or a sum beside averages is not the
+        same in all microbatches."""
+        for averages, values in zip(zip(*(x.of for x in made), strict=True), _by_average(made), strict=True):
+            if any(a.count is None for a in averages):
+                if not _alike(values):
+                    return True
+                continue
+            counts = torch.stack([scalar(a.count, self.device) for a in averages])
+            shares = counts / counts.sum().clamp(min=1e-12), weights / weights.sum().clamp(min=1e-12)
+            if float((shares[0] - shares[1]).abs().max()) > _ALIKE / len(self.rows):
+                return True
+        return False
+
+    def _adds(self, weights: Tensor) -> bool:
+        """Whether a loss is its average, but for a factor or a number that is the same for all (a norm of weights)."""
+        chosen = [self._chosen.get(i) for i in range(len(self.rows))]
+        if any(a is None for a in chosen):
+            return False
+        found = torch.stack([self.losses[i] for i in range(len(self.rows))]).double()
+        averaged = torch.stack([a.value for a in chosen if a is not None]).double()
+        rest = found - averaged
+        same_rest = float(rest.max() - rest.min()) <= _ALIKE * float(found.abs().max())
+        rows = torch.tensor(self.rows, dtype=torch.float64, device=weights.device)
+        return not same_rest and not _alike(weights / rows) and not _alike(found / averaged)
+
+
+_ALIKE = 1e-2
+"""Of numbers that may be 16 bits wide: how far apart they may be, relative to the largest."""
+
+
+def _by_average(made: Sequence[Made]) -> list[Tensor]:
+    """(m,) each, the values of an average in the microbatches."""
+    return [torch.stack([a.value.double() for a in averages]) for averages in zip(*(x.of for x in made), strict=True)]
+
+
+def _alike(x: Tensor) -> bool:
+    return float((x.max() - x.min()) / x.abs().max().clamp(min=1e-12)) <= _ALIKE

@@ -1,0 +1,189 @@
+"""Losses that average over what microbatches hold different numbers of: the batch's, and what is logged of it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from tests.distributed.training import PLAIN, PP2, TP2_PP2, Layout, Losses, make_trainer, run_program
+
+# y: (B, T, 3) float, of the model; t: the same shape; m: (B, T) bool, of what counts.
+Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def _squares(y: Tensor, t: Tensor) -> Tensor:
+    return (y - t).square().mean(-1)
+
+
+def _classes(t: Tensor) -> Tensor:
+    return t.argmax(-1)
+
+
+def _entropies(y: Tensor, t: Tensor) -> Tensor:
+    return F.cross_entropy(y.transpose(1, 2), _classes(t), reduction="none")
+
+
+def _in_place(y: Tensor, t: Tensor, m: Tensor) -> Tensor:
+    loss = (_squares(y, t) * m).sum()
+    loss /= m.sum()
+    loss += 0.5 * _entropies(y, t)[m].mean()
+    return loss
+
+
+def _ignored(t: Tensor, m: Tensor) -> Tensor:
+    return _classes(t).masked_fill(~m, -100).flatten()
+
+
+SAME: dict[str, Loss] = {
+    "mse of marked": lambda y, t, m: F.mse_loss(y[m], t[m]),
+    "weighted mse": lambda y, t, m: F.mse_loss(y, t, weight=m[..., None].expand_as(y).to(y)),
+    "mean of marked": lambda y, t, m: _squares(y, t)[m].mean(),
+    "sum / count": lambda y, t, m: (_squares(y, t) * m).sum() / m.sum(),
+    "sum / clamped count": lambda y, t, m: (_squares(y, t) * m).sum() / m.sum().clamp(min=1),
+    "sum / number": lambda y, t, m: torch.div(_squares(y, t)[m].sum(), max(int(m.sum()), 1)),
+    "sum / count + eps": lambda y, t, m: (_squares(y, t) * m).sum() / (m.sum() + 1e-12),
+    "mean / mean": lambda y, t, m: (_squares(y, t) * m).mean() / m.to(y).mean(),
+    "entropies by hand": lambda y, t, m: (_entropies(y, t) * m).sum() / m.sum(),
+    "logits by hand": lambda y, t, m: (
+        (F.binary_cross_entropy_with_logits(y, t.sigmoid(), reduction="none").mean(-1) * m).sum() / m.sum()
+    ),
+    "sum": lambda y, t, m: F.mse_loss(y, t, reduction="sum"),
+    "sums": lambda y, t, m: (
+        2 * F.mse_loss(y[m], t[m], reduction="sum") - 0.3 * F.cross_entropy(y[:, 0], _classes(t)[:, 0], reduction="sum")
+    ),
+    "sum / rows": lambda y, t, m: _squares(y, t).sum() / len(y),
+    "of rows": lambda y, t, m: ((_squares(y, t) * m).sum(1) / m.sum(1).clamp(min=1)).mean(),
+    "of the same": lambda y, t, m: (
+        (_squares(y, t) * m).sum() / m.sum() + 0.5 * (_entropies(y, t) * m).sum() / m.sum() + F.l1_loss(y[m], t[m])
+    ),
+    "stacked": lambda y, t, m: torch.stack([F.mse_loss(y[m], t[m]), F.l1_loss(y[m], t[m])]).mean(),
+    "summed": lambda y, t, m: sum([F.mse_loss(y[m], t[m]), F.l1_loss(y[m], t[m])]) / 2,  # type: ignore[return-value]
+    "in place": _in_place,
+    "two of as many": lambda y, t, m: (
+        F.cross_entropy(y.transpose(1, 2), _classes(t)) + F.cross_entropy(-y.transpose(1, 2), _classes(t).clone())
+    ),
+    "entropy and mean": lambda y, t, m: (
+        F.cross_entropy(y.flatten(0, 1), _ignored(t, m)) + 0.1 * F.smooth_l1_loss(y[m], t[m])
+    ),
+    "divergence": lambda y, t, m: F.kl_div(y[m].log_softmax(-1), t[m].softmax(-1), reduction="batchmean"),
+}
+OTHERS: dict[str, tuple[Loss, str]] = {
+    "root": (lambda y, t, m: F.mse_loss(y, t).sqrt(), "`sqrt`"),
+    "overlap": (lambda y, t, m: 1 - (y.sigmoid() * m[..., None]).sum() / (y.sigmoid().sum() + m.sum()), "`div`"),
+    "clamped": (lambda y, t, m: F.mse_loss(y[m], t[m]).clamp(min=0.1), "`clamp`"),
+    "mixed": (lambda y, t, m: F.mse_loss(y[m], t[m]) + _squares(y, t).mean(), "`mse_loss`, `mean`"),
+    "two entropies": (
+        lambda y, t, m: F.cross_entropy(y.flatten(0, 1), _ignored(t, m)) + _entropies(y, t).mean(),
+        "`cross_entropy`, `mean`",
+    ),
+    "sum / constant": (lambda y, t, m: _squares(y, t).sum() / 3, "by 3 in every microbatch"),
+    "sum / batch": (lambda y, t, m: _squares(y, t).sum() / 8, "by 8 in every microbatch"),
+    "a penalty": (
+        lambda y, t, m: F.mse_loss(y, t, reduction="sum") + F.mse_loss(y[:0].sum() + 1, t[:0].sum(), reduction="sum"),
+        "counts once for every microbatch",
+    ),
+    "a sum": (lambda y, t, m: (_squares(y, t) / (m * 1.0 + 1)).sum(), "loss is a sum over its samples"),
+    "a function": (lambda y, t, m: (y - t).norm(), "can't be followed"),
+    "a sum besides": (lambda y, t, m: F.mse_loss(y, t) + _squares(y, t).sum(), "`mse_loss`, `sum`"),
+}
+
+
+class Lit(LightningModule):
+    """Blocks, a loss of a user's, and what it logs of it."""
+
+    def __init__(self, loss: Loss, inside: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(
+            nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3)
+        )
+        self.criterion = Criterion(loss) if inside else loss
+
+    def step(self, batch: list[Tensor], stage: str) -> Tensor:
+        x, t, m = batch
+        y = self.net(x)
+        loss: Tensor = self.criterion(y, t, m)
+        options: dict[str, Any] = {"on_step": False, "on_epoch": True, "batch_size": len(x)}
+        self.log(f"{stage}_loss", loss, **options)
+        self.log(f"{stage}_all", F.l1_loss(y, t), **options)
+        self.log(f"{stage}_marked", F.l1_loss(y[m], t[m]).item(), **options)
+        self.log(f"{stage}_number", (y.argmax(-1) == _classes(t))[m].sum(), **options)
+        self.log(f"{stage}_share", (y.argmax(-1) == _classes(t))[m].to(y).mean(), **options)
+        return loss
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return self.step(batch, "train")
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.step(batch, "val")
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+class Criterion(nn.Module):
+    """A loss with a parameter: a unit of the pipeline."""
+
+    def __init__(self, loss: Loss) -> None:
+        super().__init__()
+        self.loss, self.scale = loss, nn.Parameter(torch.full((), 1.5))
+
+    def forward(self, y: Tensor, t: Tensor, m: Tensor) -> Tensor:
+        return self.loss(y * self.scale, t, m)
+
+
+def _data() -> DataLoader:
+    torch.manual_seed(2)
+    x, t = torch.randn(2, 16, 5, 3, dtype=torch.float64)
+    m = torch.rand(16, 5) < torch.linspace(0, 1, 16)[:, None]  # the first rows, and so a microbatch, have none
+    m[:4] = False
+    return DataLoader(TensorDataset(x, t, m), batch_size=8)
+
+
+def _fit(layout: Layout, names: list[str], inside: bool = False) -> dict[str, Any]:
+    found = {}
+    for name in names:
+        module, losses = Lit(SAME[name] if name in SAME else OTHERS[name][0], inside), Losses()
+        trainer = make_trainer(layout, strategy={"plan": None}, callbacks=[losses])
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainer.fit(module, _data(), _data())
+        logged = {key: float(value) for key, value in trainer.callback_metrics.items()}
+        said = [str(w.message) for w in caught if "microbatch" in str(w.message) and "step" in str(w.message)]
+        found[name] = losses.seen, logged, said
+    return found
+
+
+@pytest.mark.parametrize(
+    ("layout", "inside", "every"),
+    [(PP2, False, 1), (PP2, True, 3), (Layout(pp=2, schedule="zb_v"), False, 4), (TP2_PP2, False, 5)],
+    ids=["pp2", "in a unit", "zb_v", "tp2-pp2"],
+)
+def test_averages_are_of_the_batch(layout: Layout, inside: bool, every: int) -> None:
+    names = list(SAME)[::every]
+    (expected,) = run_program(PLAIN, _fit, names, inside)
+    wrong = {}
+    for found in run_program(layout, _fit, names, inside):
+        for name in names:
+            losses, logged, said = found[name]
+            if losses != pytest.approx(expected[name][0], rel=1e-9) or said:
+                wrong[name] = losses, expected[name][0], said
+            if logged != pytest.approx(expected[name][1], rel=1e-6, nan_ok=True):
+                wrong[f"{name}, logged"] = logged, expected[name][1]
+    assert not wrong, "\n".join(f"{name}: {what}" for name, what in wrong.items())
+
+
+def test_what_is_no_average_of_the_batch_is_said() -> None:
+    names = list(OTHERS)
+    for rank in zip(*(found.items() for found in run_program(PP2, _fit, names)), strict=True):
+        texts = [text for _, (_, _, said) in rank for text in said]
+        ((name, _), *_) = rank
+        assert any(OTHERS[name][1] in text for text in texts), (name, texts)
