@@ -126,7 +126,9 @@ class BatchRun:
         if last and self.beyond is not None:
             return []  # what the other stages still send is received, and no more
         seed = mixed(self.seed, microbatch)
-        counting = Averages(self._with_losses, self._is_closed) if last else None
+        rows = batch_size(self.microbatches[microbatch]) or 1
+        looks = self.carried is not None and len(self.microbatches) > 1
+        counting = Averages(self._with_losses, self._is_closed, rows if looks else 0) if last else None
         with contextlib.ExitStack() as stack:
             stack.enter_context(seeded(mixed(seed, stage), generators_on(self.device)))
             stack.enter_context(torch.set_grad_enabled(self.backward is not None and torch.is_grad_enabled()))
@@ -135,7 +137,7 @@ class BatchRun:
             if self.own_values is not None:
                 stack.enter_context(self.own_values.forward(stage))
             if self.carried is not None:
-                stack.enter_context(self.carried.watching(microbatch, batch_size(self.microbatches[microbatch]) or 1))
+                stack.enter_context(self.carried.watching(microbatch, rows))
             calls = stack.enter_context(self.logs.recording()) if last else []
             if stage != max(self.stages):
                 stack.enter_context(self._plain_values_of(stage))

@@ -69,19 +69,21 @@ def test_a_batch_is_planned_without_the_gradients_of_the_last(exact: bool, valid
 class Head(nn.Module):
     """A loss of its own, unless there is nothing to learn from."""
 
-    def __init__(self) -> None:
+    def __init__(self, otherwise: str) -> None:
         super().__init__()
-        self.linear = nn.Linear(8, 4)
+        self.linear, self.otherwise = nn.Linear(8, 4), otherwise
 
     def forward(self, h: Tensor, target: Tensor) -> Tensor:
         z = self.linear(h)
-        return F.cross_entropy(z, target) if bool((target != -100).any()) else z.sum() * 0
+        if bool((target != -100).any()):
+            return F.cross_entropy(z, target)
+        return z.sum() * 0 if self.otherwise == "nothing" else z.square().mean()
 
 
 class WithHead(Blocks):
-    def __init__(self) -> None:
+    def __init__(self, otherwise: str) -> None:
         super().__init__()
-        self.head = Head()
+        self.head = Head(otherwise)
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         x, target = batch
@@ -90,20 +92,27 @@ class WithHead(Blocks):
         return self.head(x, target)
 
 
-def _nothing_in_the_first(layout: Layout) -> list[float]:
+def _nothing_in_the_first(layout: Layout, otherwise: str) -> list[float]:
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(8, 8, generator=generator, dtype=torch.float64)
     target = torch.randint(0, 4, (8,), generator=generator)
     target[:2] = -100  # all of the first microbatch
-    module = WithHead()
+    module = WithHead(otherwise)
     strategy = {"strategy": {"plan": None, "microbatches": 4}}
-    make_trainer(layout, **strategy).fit(module, DataLoader(TensorDataset(x, target), batch_size=8))
+    trainer = make_trainer(layout, **({} if layout.plain else strategy), max_epochs=2)
+    trainer.fit(module, DataLoader(TensorDataset(x, target), batch_size=8))
     return module.losses
 
 
 def test_losses_that_only_later_microbatches_average_are_seen() -> None:
     with pytest.raises(RankError, match="averages one cross-entropy in some microbatches"):
-        run_program(Layout(pp=2), _nothing_in_the_first)
+        run_program(Layout(pp=2), _nothing_in_the_first, "another")
+
+
+def test_a_microbatch_that_learns_nothing_weighs_nothing() -> None:
+    (expected,) = run_program(Layout(plain=True), _nothing_in_the_first, "nothing")
+    for found in run_program(Layout(pp=2), _nothing_in_the_first, "nothing"):
+        assert found == pytest.approx(expected, rel=1e-9)
 
 
 class Rows:

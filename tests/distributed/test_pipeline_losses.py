@@ -91,6 +91,7 @@ OTHERS: dict[str, tuple[Loss, str]] = {
         "counts once for every microbatch",
     ),
     "a sum": (lambda y, t, m: (_squares(y, t) / (m * 1.0 + 1)).sum(), "loss is a sum over its samples"),
+    "of pairs": (lambda y, t, m: (y.flatten(1) @ t.flatten(1).T).log_softmax(1).diagonal().mean(), "`matmul`"),
     "a function": (lambda y, t, m: (y - t).norm(), "can't be followed"),
     "a sum besides": (lambda y, t, m: F.mse_loss(y, t) + _squares(y, t).sum(), "`mse_loss`, `sum`"),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ from tests.distributed.training import (
     PLAIN,
     PP2,
     TP2,
+    TP2_PP2,
     Layout,
     make_trainer,
     run_program,
@@ -142,6 +144,7 @@ def test_an_optimizer_that_makes_its_states_at_once(made: str, layout: Layout, t
 
 WHOLE_STEPS = [
     TP2,
+    TP2_PP2,
     Layout(tp=2, dp=2),
     Layout(tp=2, pp=2),
     Layout(dp=2, zero=1),
@@ -191,9 +194,13 @@ def _resume(layout: Layout, kind: str, root: str, form: str) -> tuple[dict[str, 
     return saved["optimizer_states"][0]["state"], saved["state_dict"], (seen, rate)
 
 
-@pytest.mark.parametrize("form", ["file", "folder"])
-@pytest.mark.parametrize("layout", [TP2, Layout(tp=2, pp=2), Layout(tp=2, dp=2, zero=3)], ids=str)
-@pytest.mark.parametrize("kind", COUPLED)
+RESUMED = [
+    pytest.param(kind, layout, form, marks=pytest.mark.extended if (form == "file") != (kind == "Muon") else ())
+    for kind, layout, form in itertools.product(COUPLED, (TP2, TP2_PP2, Layout(tp=2, dp=2, zero=3)), ("file", "folder"))
+]
+
+
+@pytest.mark.parametrize(("kind", "layout", "form"), RESUMED, ids=str)
 def test_a_coupled_optimizer_goes_on_from_a_checkpoint(kind: str, layout: Layout, form: str, tmp_path: Path) -> None:
     (expected, *_), (found, *_) = (run_program(each, _resume, kind, str(tmp_path), form) for each in (PLAIN, layout))
     assert found[2] == expected[2], "hooks are called once a step, and see all groups"

@@ -236,9 +236,12 @@ def test_only_what_is_linear_is_followed() -> None:
         counts = [made.count for number in same if (made := seen.made(number)) is not None]
         bent = [seen.made(number) for number in (mean.sqrt(), mean * mean, 1 / mean, mean.clamp(min=1))]
         other = seen.made(mean + x[0])
+        kept = torch.ones(()).mul_(0.9).add_(0.1 * mean.detach())
+        factors = [seen.made(number) for number in (mean / kept, mean / 7, mean / torch.tensor(3.0))]
         unknown = [seen.made(number) for number in (x, x[0], x.norm(), x.mean(0, keepdim=True))]
     assert counts == [3.0] * 4
     assert all(made is not None and made.bent for made in bent)
+    assert [made.count for made in factors if made is not None] == [3.0] * 3, "no counts"
     assert other is not None and other.rest and not other.bent and not any(unknown)
     with Averages() as paused, paused.paused():
         assert paused.made(x.mean()) is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 from collections.abc import Callable, Iterator
@@ -36,8 +37,13 @@ UNEVEN = Times(forward=2, backward_input=3, backward_weight=1, message=2)
 COMPUTES = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 
 
-def every(most_ranks: int, most_rounds: int = 3) -> Iterator[Schedule]:
+@functools.cache
+def every(most_ranks: int, most_rounds: int = 3) -> tuple[Schedule, ...]:
     """Every schedule for every p up to a number, and every m up to a few times p."""
+    return tuple(_every(most_ranks, most_rounds))
+
+
+def _every(most_ranks: int, most_rounds: int) -> Iterator[Schedule]:
     for p in range(1, most_ranks + 1):
         for m in range(1, most_rounds * p + 2):
             yield from (gpipe(p, m), one_f_one_b(p, m), zb_h1(p, m), zb_v(p, m))

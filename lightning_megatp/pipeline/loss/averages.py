@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_megatp.shim.autograd import functorch_is_active
@@ -52,17 +52,19 @@ class Average:
     adds: bool = False
     divisor: float | None = None
 
-    def divided(self, by: Tensor | float, over: Hashable, result: Tensor) -> Average:
+    def divided(self, by: Tensor | float, over: Hashable, share: bool, result: Tensor) -> Average:
         """Of the same things, after a division.
 
         Args:
             by: a count, or what else it is divided by.
             over: the same for divisions by the same.
+            share: whether it is a mean itself (of a mask): `mean / mean` is over what counts in both. Any other divisor
+                of an average is a factor.
             result: of the division, of which this may be an addend.
         """
         value = result.detach().clone()
         if self.count is not None:
-            return replace(self, value=value, count=self.count * by, over=(self.over, over))
+            return replace(self, value=value, count=self.count * by, over=(self.over, over)) if share else self
         none = (self.value == 0) & (by <= 1)  # a count of nothing is often taken for 1, or for less
         count = torch.where(none, 0.0, by)
         number = None if isinstance(by, Tensor) else float(by)
@@ -87,7 +89,7 @@ class Made:
 
     Args:
         of: averages and sums.
-        rest: whether something else is added, too, of which nothing is known.
+        rest: whether a tensor is added, too, of which nothing is known.
         bent: the operation by which it isn't a linear one; "" if it is.
     """
 
@@ -124,12 +126,19 @@ class Averages(TorchFunctionMode):
     Args:
         look_inside: the units inside of which to look; None for all. A mode costs time at every operation.
         closed: whether not to look inside of a unit, of those: the compiler takes a mode into its graphs.
+        rows: the microbatch's samples, to notice where they are compared with each other; 0 to look for nothing.
     """
 
     def __init__(
-        self, look_inside: Collection[str] | None = None, closed: Callable[[str], bool] = lambda unit: False
+        self,
+        look_inside: Collection[str] | None = None,
+        closed: Callable[[str], bool] = lambda unit: False,
+        rows: int = 0,
     ) -> None:
         super().__init__()
+        self.compared = ""
+        """By what operation samples are compared with each other."""
+        self._rows = rows
         self.of_targets: list[Average] = []
         """All cross-entropies of classes, also those that are no part of the loss."""
         self._look_inside, self._closed, self._unit = look_inside, closed, ""
@@ -145,9 +154,10 @@ class Averages(TorchFunctionMode):
         return None if found is None else found[1]
 
     def units_of(self, loss: Any) -> set[str]:
-        """The units inside of which the averages of a loss were made, or cross-entropies if its are not known."""
+        """The units inside of which the averages of a loss were made, or cross-entropies if it has none."""
         made = self.made(loss)
-        return {a.unit for a in (self.of_targets if made is None else made.of)}
+        known = made is not None and made.weighs_by[0] != "samples"
+        return {a.unit for a in (made.of if made is not None and known else self.of_targets)}
 
     def inside(self, unit: str) -> contextlib.AbstractContextManager[None]:
         """Around a call of a unit."""
@@ -181,9 +191,21 @@ class Averages(TorchFunctionMode):
                 return self._reduced(func, args, kwargs)
             if func in _LOSSES:
                 return self._loss(func, args, kwargs)
+            if self._rows > 1 and func in _COMPARISONS:
+                return self._comparison(func, args, kwargs)
             if self._made:
                 return self._followed(func, args, kwargs)
         return func(*args, **kwargs)
+
+    def _comparison(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """An operation that may compare samples: a table of as many rows and columns as there are of them, or two views
+        of each."""
+        result = func(*args, **kwargs)
+        weights = any(isinstance(x, nn.Parameter) or isinstance(x._base, nn.Parameter) for x in _tensors(args, kwargs))
+        square = isinstance(result, Tensor) and result.shape in [(n, n) for n in (self._rows, 2 * self._rows)]
+        if square and not weights:
+            self.compared = self.compared or func.__name__.strip("_")
+        return result
 
     def _loss(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One of torch's losses."""
@@ -263,7 +285,7 @@ class Averages(TorchFunctionMode):
             if name not in _LINEAR or (name in _PRODUCTS and len(known) > 1):
                 bent = bent or name
             adds = name in _SUMS and any(
-                self.made(x) is None and (x.is_floating_point() if isinstance(x, Tensor) else bool(x)) for x in operands
+                isinstance(x, Tensor) and x.is_floating_point() and self.made(x) is None for x in operands
             )
             self._keep(result, tuple(a for x in known for a in x.of), adds or any(x.rest for x in known), bent)
         return result
@@ -271,8 +293,10 @@ class Averages(TorchFunctionMode):
     def _divided(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A division of a number by another."""
         x, by = args
-        made, over = self.made(x), ("divisor", id(by) if isinstance(by, Tensor) else by)
-        if made is None or (isinstance(by, Tensor) and (by.requires_grad or by.numel() != 1)):
+        made, divisor_made = self.made(x), self.made(by)
+        over = "divisor", id(by) if isinstance(by, Tensor) else by
+        depends = isinstance(by, Tensor) and (by.requires_grad or by.numel() != 1)
+        if made is None or depends:
             result = func(*args, **kwargs)
             if isinstance(result, Tensor) and result.numel() <= _FEW:
                 self._keep(result, *self._all_of(args), bent=func.__name__)
@@ -284,7 +308,9 @@ class Averages(TorchFunctionMode):
             nothing = (divisor == 0) & (x.detach() == 0)
             args = x, torch.where(nothing, torch.ones_like(by), by)
         result = func(*args, **kwargs)
-        divided = tuple(a.divided(divisor, over, result) for a in made.of)
+        mixed = divisor_made is not None and divisor_made.rest  # with something kept: an average of losses so far
+        share = divisor_made is not None and not mixed and all(a.count is not None for a in divisor_made.of)
+        divided = made.of if mixed else tuple(a.divided(divisor, over, share, result) for a in made.of)
         self._keep(result, divided, made.rest, made.bent)
         return result
 
@@ -322,6 +348,10 @@ def _operands(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Any]:
             yield x
 
 
+def _tensors(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
+    return (x for x in _operands(args, kwargs) if isinstance(x, Tensor))
+
+
 def _count(func: Callable[..., Any], given: Mapping[str, Any], x: Tensor) -> float:
     """How many values a loss averages, but for a factor that is the same in all microbatches."""
     if given.get("reduction") == "batchmean":
@@ -343,6 +373,8 @@ def scalar(number: Tensor | float, device: torch.device) -> Tensor:
 
 _FEW = 64
 """Numbers at most, as of losses of layers that are stacked."""
+_PRODUCTS_OF_ROWS = (torch.matmul, Tensor.matmul, torch.mm, Tensor.mm, torch.einsum)
+_COMPARISONS = frozenset([*_PRODUCTS_OF_ROWS, torch.cdist, F.cosine_similarity])
 _MEANS = frozenset([torch.mean, Tensor.mean])
 _REDUCTIONS = _MEANS | {torch.sum, Tensor.sum}
 _DIVISIONS = frozenset(["div", "div_", "divide", "divide_", "true_divide", "true_divide_", "__truediv__"])

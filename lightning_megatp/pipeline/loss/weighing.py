@@ -32,11 +32,14 @@ class BatchLoss:
     device: torch.device
     losses: dict[int, Tensor] = field(default_factory=dict)
     """By microbatch, () each, without a graph."""
+    compared: str = ""
+    """The operation by which the step compares samples with each other, if that was looked for."""
     _weights: dict[int, Tensor | float] = field(default_factory=dict)
     _made: dict[int, Made | None] = field(default_factory=dict)
     _chosen: dict[int, Average | None] = field(default_factory=dict)
     """By microbatch, the average whose count it weighs."""
-    _kinds: set[str] = field(default_factory=set)
+    _kinds: dict[int, str] = field(default_factory=dict)
+    """By microbatch, what it weighs by."""
     _elements: tuple[Tensor | float, int] | None = None
     """What the first microbatch that weighs by elements averages over, and its samples."""
 
@@ -51,13 +54,14 @@ class BatchLoss:
         made = averages.made(loss)
         if isinstance(loss, Tensor) and loss.numel() == 1:
             self.losses[microbatch] = loss.detach().reshape(())
+        self.compared = self.compared or averages.compared
         if own is not None:
             self._weights[microbatch] = own
             return
         self._made[microbatch] = made
         # if nothing is known, it may be made of the cross-entropies that there are
         kind, chosen = (made or Made(tuple(averages.of_targets))).weighs_by
-        self._kinds.add(kind)
+        self._kinds[microbatch] = kind
         self._chosen[microbatch] = chosen
         self._weights[microbatch] = self._weight(kind, chosen, self.rows[microbatch])
 
@@ -78,7 +82,7 @@ class BatchLoss:
     @property
     def adds_up(self) -> bool:
         """Whether the batch's loss is the sum of the microbatches', not their mean."""
-        return self._kinds == {"sums"}
+        return set(self._kinds.values()) == {"sums"}
 
     @functools.cached_property
     def provisional_total(self) -> Tensor:
@@ -95,18 +99,26 @@ class BatchLoss:
         return scalar(self._weights[microbatch], self.device) / self.provisional_total
 
     def weights(self) -> Tensor:
-        """(m,) float64, of the microbatches.
+        """(m,) float64, of the microbatches. One that averages nothing, where others do, and whose loss is 0 (steps
+        return `y.sum() * 0` where nothing is marked), weighs nothing.
 
         Raises:
             RuntimeError: some are numbers of targets, and others of samples.
         """
-        if "targets" in self._kinds and len(self._kinds) > 1:
+        weights = [scalar(self._weights[i], self.device) for i in range(len(self.rows))]
+        kinds = set(self._kinds.values())
+        if not kinds & {"targets", "elements"}:
+            return torch.stack(weights)
+        others = [i for i, kind in self._kinds.items() if kind not in ("targets", "elements")]
+        for i in others:
+            weights[i] = torch.where(self.losses.get(i, torch.ones(())).to(self.device) == 0, 0.0, weights[i])
+        if "targets" in kinds and ("elements" in kinds or any(map(bool, (weights[i] for i in others)))):
             raise RuntimeError(
                 "MegaTPStrategy: the step averages one cross-entropy in some microbatches of a batch, and none or"
                 " several in others, so what they weigh can't be told. Define `loss_weight(self, batch)` on the"
                 " LightningModule."
             )
-        return torch.stack([scalar(self._weights[i], self.device) for i in range(len(self.rows))])
+        return torch.stack(weights)
 
     def total_weight(self, weights: Tensor) -> Tensor:
         """() float64: what the weighted losses are divided by."""
@@ -122,16 +134,22 @@ class BatchLoss:
         """Say where the batch's loss is not that of one device. Waits for a GPU: of one batch of a run.
 
         Warns:
-            UserWarning: the step adds averages over different things, or makes something else of them; or nothing is
-                known of what it adds.
+            UserWarning: the step adds averages over different things, or makes something else of them, or nothing is
+                known of what it adds; or it compares samples.
         """
+        if self.compared:
+            warn_once_per_run(
+                f"the step compares samples with each other (by `{self.compared}`), and finds those of a microbatch"
+                f" only, {self.rows[0]} of the {sum(self.rows)} that one device compares. That is another loss: use"
+                " microbatches=1 for the same one."
+            )
         if self._made and (text := self._different(weights)):  # else the user says what microbatches weigh
             warn_once_per_run(text)
 
     def _different(self, weights: Tensor) -> str:
         made = [self._made[i] for i in range(len(self.rows))]
         known = [x for x in made if x is not None]
-        if not known and "targets" not in self._kinds:
+        if not known and "targets" not in self._kinds.values():
             return (
                 "what the step's loss is an average of can't be followed (compiled code makes it, or none of torch's"
                 " losses, means and sums), so its microbatches weigh by their samples. If they hold different numbers"
