@@ -265,7 +265,7 @@ def _fit(
 ) -> tuple[dict[str, Tensor], list[float]]:
     torch.manual_seed(0)
     module, size, accumulated = kind(), 4, 1
-    if layout.plain:
+    if layout.plain and kind is not MaskedTeacher:  # whose loss is that of the whole batch
         size, accumulated = 2, 2
     options = {
         "callbacks": [RateByMean()],
