@@ -33,7 +33,7 @@ LAYOUTS = [
     Layout(pp=2, microbatches=2),
     pytest.param(Layout(pp=2, microbatches=4, schedule="zb_v"), marks=pytest.mark.extended),
     Layout(tp=2, pp=2, microbatches=2),
-    Layout(pp=2, dp=2, microbatches=2, zero=2),
+    pytest.param(Layout(pp=2, dp=2, microbatches=2, zero=2), marks=pytest.mark.extended),
 ]
 
 

@@ -203,8 +203,12 @@ def _trained(layout: Layout, where: str, names: list[str]) -> list[dict[str, Ten
 
 LAYOUTS = [TP2, Layout(dp=2, zero=1), Layout(dp=2, zero=3), Layout(tp=2, dp=2, zero=3)]
 PIPELINES = [Layout(pp=2, microbatches=1), Layout(tp=2, pp=2, microbatches=1)]
-CASES = [("weight", layout) for layout in PIPELINES] + [
-    (where, layout) for where in WHERE for layout in LAYOUTS if where != "accumulated" or not layout.zero
+CASES = [
+    pytest.param(where, layout, marks=pytest.mark.extended if layout.ranks > 2 and where != "weight" else ())
+    for where, layout in (
+        *(("weight", layout) for layout in PIPELINES),
+        *((where, layout) for where in WHERE for layout in LAYOUTS if where != "accumulated" or not layout.zero),
+    )
 ]
 
 

@@ -191,7 +191,7 @@ def _finetune(layout: Layout, name: str, folder: str) -> tuple[list[float], dict
     "layout",
     [
         Layout(pp=2),
-        Layout(tp=2, pp=2, sequence=False),
+        pytest.param(Layout(tp=2, pp=2, sequence=False), marks=pytest.mark.extended),
         Layout(dp=2, zero=3),
         pytest.param(Layout(dp=2, zero=1), marks=pytest.mark.extended),
         pytest.param(Layout(pp=2, dp=2, microbatches=2), marks=pytest.mark.extended),

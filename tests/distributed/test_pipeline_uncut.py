@@ -213,8 +213,14 @@ def _validated(layout: Layout, kind: Any, *args: Any, **options: Any) -> dict[st
     return {name: float(value) for name, value in trainer.callback_metrics.items()}
 
 
-@pytest.mark.parametrize("layout", [PP2, PP4, ROUND, TP2_PP2], ids=str)
-@pytest.mark.parametrize("kind", [Writes, Stops, StopsLate, Peeks])
+BACK = [
+    pytest.param(kind, layout, marks=pytest.mark.extended if layout.ranks > 2 and kind is not Writes else ())
+    for kind in (Writes, Stops, StopsLate, Peeks)
+    for layout in (PP2, PP4, ROUND, TP2_PP2)
+]
+
+
+@pytest.mark.parametrize(("kind", "layout"), BACK, ids=lambda x: x.__name__ if isinstance(x, type) else str(x))
 def test_what_goes_back_to_earlier_stages(kind: type[GPT], layout: Layout) -> None:
     expected = run_program(PLAIN, _validated, kind)[0]
     for found in run_program(layout, _validated, kind):
@@ -229,8 +235,14 @@ def test_what_blocks_change_is_changed_for_all(layout: Layout) -> None:
         assert found == pytest.approx(expected, rel=1e-9)
 
 
-@pytest.mark.parametrize("layout", [PP2, TP2_PP2], ids=str)
-@pytest.mark.parametrize("kind", ["cache", "beams", "static", "states", "t5"])
+GENERATED = [
+    pytest.param(kind, layout, marks=pytest.mark.extended if layout.tp > 1 and kind not in ("cache", "t5") else ())
+    for kind in ("cache", "beams", "static", "states", "t5")
+    for layout in (PP2, TP2_PP2)
+]
+
+
+@pytest.mark.parametrize(("kind", "layout"), GENERATED, ids=str)
 def test_generation_of_hugging_face(kind: str, layout: Layout) -> None:
     expected = run_program(PLAIN, _validated, OfHuggingFace, kind)[0]
     for found in run_program(layout, _unsplit, OfHuggingFace, kind):
