@@ -169,7 +169,7 @@ class _Gradients(Callback):
 
 def check_stages(rank: int, world_size: int, name: str, sequence: bool, tp: int) -> Result:
     """One family cut into pipeline stages, each split over `tp` of the ranks, two microbatches, under a Trainer. A loss
-    that couples samples (contrastive, BatchNorm), or sums them, is that of one device over the same microbatches."""
+    that couples samples (contrastive, BatchNorm) is that of one device over the same microbatches."""
     torch.set_num_threads(1)
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     family, dtype = FAMILIES[name], torch.float32 if name in FLOAT32 else torch.float64
@@ -202,10 +202,11 @@ def check_stages(rank: int, world_size: int, name: str, sequence: bool, tp: int)
         with without_logging(reference):
             wanted = _loss(reference, copy.deepcopy(batch))
             if not padding:
-                halves = torch.stack([_loss(reference, part) for part in split_batch(copy.deepcopy(batch), 2)]).mean()
+                parts = torch.stack([_loss(reference, part) for part in split_batch(copy.deepcopy(batch), 2)])
                 normed = any(isinstance(child, nn.BatchNorm1d | nn.BatchNorm2d) for child in reference.modules())
-                coupled = normed or abs(float(halves - wanted)) > 1e-4 * abs(float(wanted))
-                wanted = halves if coupled else wanted
+                near = 1e-4 * abs(float(wanted))
+                coupled = normed or all(abs(float(x - wanted)) > near for x in (parts.mean(), parts.sum()))
+                wanted = parts.mean() if coupled else wanted
         if coupled and padding:
             continue  # samples meet within microbatches, and how many of what is in each is then another matter
         wanted.backward()
