@@ -126,9 +126,8 @@ class BatchRun:
         if last and self.beyond is not None:
             return []  # what the other stages still send is received, and no more
         seed = mixed(self.seed, microbatch)
-        rows = batch_size(self.microbatches[microbatch]) or 1
-        looks = self.carried is not None and len(self.microbatches) > 1
-        counting = Averages(self._with_losses, self._is_closed, rows if looks else 0) if last else None
+        looked_for = self.rows[microbatch] if self.carried is not None and len(self.microbatches) > 1 else 0
+        counting = Averages(self._with_losses, self._is_closed, looked_for) if last else None
         with contextlib.ExitStack() as stack:
             stack.enter_context(seeded(mixed(seed, stage), generators_on(self.device)))
             stack.enter_context(torch.set_grad_enabled(self.backward is not None and torch.is_grad_enabled()))
@@ -137,7 +136,7 @@ class BatchRun:
             if self.own_values is not None:
                 stack.enter_context(self.own_values.forward(stage))
             if self.carried is not None:
-                stack.enter_context(self.carried.watching(microbatch, rows))
+                stack.enter_context(self.carried.watching(microbatch, self.rows[microbatch]))
             calls = stack.enter_context(self.logs.recording()) if last else []
             if stage != max(self.stages):
                 stack.enter_context(self._plain_values_of(stage))
@@ -248,9 +247,14 @@ class BatchRun:
             self.backward.complete(stage)
 
     @functools.cached_property
+    def rows(self) -> list[int]:
+        """The samples of each microbatch."""
+        return [batch_size(microbatch) or 1 for microbatch in self.microbatches]
+
+    @functools.cached_property
     def loss(self) -> BatchLoss:
         """Of the batch, on the last stage."""
-        return BatchLoss([batch_size(microbatch) or 1 for microbatch in self.microbatches], self.device)
+        return BatchLoss(self.rows, self.device)
 
     def conclude(self) -> tuple[Tensor, Tensor]:
         """On the last stage, after all microbatches.
@@ -288,10 +292,9 @@ class BatchRun:
         if order[0] is None:
             return None
         detached = [_detached(result) for result in order]
-        rows = [batch_size(microbatch) or 1 for microbatch in self.microbatches]
-        merge = Merge(self.loss.weights().tolist(), rows)
+        merge = Merge(self.loss.weights().tolist(), self.rows)
         merged = merge.of(detached)
-        if step and len(rows) > 1:
+        if step and len(self.rows) > 1:
             merge.warn(step)
         return merged
 

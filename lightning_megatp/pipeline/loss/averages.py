@@ -17,12 +17,24 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from lightning_megatp.pipeline.loss.functions import (
+    COMPARISONS,
+    DIVISIONS,
+    LINEAR,
+    LOSSES,
+    MEANS,
+    OF_CLASSES,
+    PRODUCTS,
+    REDUCTIONS,
+    SUMS,
+    WEIGHTED,
+    count_of,
+)
 from lightning_megatp.shim.autograd import functorch_is_active
-from lightning_megatp.shim.torch import WithoutMode, is_fake
+from lightning_megatp.shim.torch import WithoutMode, is_fake, viewed
 
 
 @dataclass(frozen=True, eq=False)
@@ -187,11 +199,11 @@ class Averages(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if not (self._paused or torch.compiler.is_compiling()):
-            if func in _REDUCTIONS:
+            if func in REDUCTIONS:
                 return self._reduced(func, args, kwargs)
-            if func in _LOSSES:
+            if func in LOSSES:
                 return self._loss(func, args, kwargs)
-            if self._rows > 1 and func in _COMPARISONS:
+            if self._rows > 1 and func in COMPARISONS:
                 return self._comparison(func, args, kwargs)
             if self._made:
                 return self._followed(func, args, kwargs)
@@ -201,23 +213,23 @@ class Averages(TorchFunctionMode):
         """An operation that may compare samples: a table of as many rows and columns as there are of them, or two views
         of each."""
         result = func(*args, **kwargs)
-        weights = any(isinstance(x, nn.Parameter) or isinstance(x._base, nn.Parameter) for x in _tensors(args, kwargs))
         square = isinstance(result, Tensor) and result.shape in [(n, n) for n in (self._rows, 2 * self._rows)]
-        if square and not weights:
-            self.compared = self.compared or func.__name__.strip("_")
+        operands = (x for x in _operands(args, kwargs) if isinstance(x, Tensor))
+        if square and not any(isinstance(x if viewed(x) is None else viewed(x), nn.Parameter) for x in operands):
+            self.compared = self.compared or func.__name__
         return result
 
     def _loss(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One of torch's losses."""
-        given = dict(zip(_LOSSES[func], args, strict=False)) | kwargs
+        given = dict(zip(LOSSES[func], args, strict=False)) | kwargs
         if given.get("size_average") is not None or given.get("reduce") is not None:
             return func(*args, **kwargs)
-        reduction, x = given.get("reduction", "mean"), given.get(_LOSSES[func][0])
+        reduction, x = given.get("reduction", "mean"), given.get(LOSSES[func][0])
         target, weight = given.get("target"), given.get("weight")
         if reduction == "mean" and isinstance(target, Tensor):
-            if func in _OF_CLASSES and not target.is_floating_point():
+            if func in OF_CLASSES and not target.is_floating_point():
                 return self._of_targets(func, given, target)
-            if func in _WEIGHTED and isinstance(weight, Tensor):
+            if func in WEIGHTED and isinstance(weight, Tensor):
                 self._kept.append(weight)
                 return self._divided_sum(func, given, weight.detach().sum(), ("weights", id(weight)))
         result = func(*args, **kwargs)
@@ -226,7 +238,7 @@ class Averages(TorchFunctionMode):
         elif reduction != "none" and isinstance(x, Tensor):
             if not x.numel():
                 result = x.sum()
-            count = _count(func, given, x)
+            count = count_of(func, given, x)
             self._note(result, func.__name__, count, ("elements", count))
         return result
 
@@ -257,7 +269,7 @@ class Averages(TorchFunctionMode):
         x = args[0] if args else kwargs.get("input")
         if not isinstance(x, Tensor) or not x.dim() or id(x) in self._made:
             return self._followed(func, args, kwargs)
-        result, mean = func(*args, **kwargs), func in _MEANS
+        result, mean = func(*args, **kwargs), func in MEANS
         if isinstance(result, Tensor) and result.dim() == 0:
             if mean and not x.numel():
                 result = x.sum(dtype=result.dtype)
@@ -275,48 +287,41 @@ class Averages(TorchFunctionMode):
         if not known:
             return func(*args, **kwargs)
         name = func.__name__
-        if name in _DIVISIONS and len(args) == 2 and not kwargs:
-            return self._divided(func, args, kwargs)
+        if name in DIVISIONS and len(args) == 2 and not kwargs and not self._bends(*args):
+            return self._divided(func, *args)
         result = func(*args, **kwargs)
         if type(result) is float:  # `item`, `float(...)`; whole numbers may be one object for all
             self._made[id(result)] = result, known[0]
         elif isinstance(result, Tensor) and result.is_floating_point() and result.numel() <= _FEW:
             bent = next((x.bent for x in known if x.bent), "")
-            if name not in _LINEAR or (name in _PRODUCTS and len(known) > 1):
+            if name not in LINEAR or (name in PRODUCTS and len(known) > 1):
                 bent = bent or name
-            adds = name in _SUMS and any(
+            adds = name in SUMS and any(
                 isinstance(x, Tensor) and x.is_floating_point() and self.made(x) is None for x in operands
             )
             self._keep(result, tuple(a for x in known for a in x.of), adds or any(x.rest for x in known), bent)
         return result
 
-    def _divided(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A division of a number by another."""
-        x, by = args
-        made, divisor_made = self.made(x), self.made(by)
+    def _bends(self, x: Any, by: Any) -> bool:
+        """Whether a division makes something else of averages than others of them."""
+        return self.made(x) is None or (isinstance(by, Tensor) and (by.requires_grad or by.numel() != 1))
+
+    def _divided(self, func: Callable[..., Any], x: Tensor, by: Tensor | float) -> Any:
+        """A division of a known number by another."""
+        made, divisor_made = self._made[id(x)][1], self.made(by)
         over = "divisor", id(by) if isinstance(by, Tensor) else by
-        depends = isinstance(by, Tensor) and (by.requires_grad or by.numel() != 1)
-        if made is None or depends:
-            result = func(*args, **kwargs)
-            if isinstance(result, Tensor) and result.numel() <= _FEW:
-                self._keep(result, *self._all_of(args), bent=func.__name__)
-            return result
         divisor = by
         if isinstance(by, Tensor):
             self._kept.append(by)
             divisor = by.detach().clone().reshape(())
             nothing = (divisor == 0) & (x.detach() == 0)
-            args = x, torch.where(nothing, torch.ones_like(by), by)
-        result = func(*args, **kwargs)
+            by = torch.where(nothing, torch.ones_like(by), by)
+        result = func(x, by)
         mixed = divisor_made is not None and divisor_made.rest  # with something kept: an average of losses so far
         share = divisor_made is not None and not mixed and all(a.count is not None for a in divisor_made.of)
         divided = made.of if mixed else tuple(a.divided(divisor, over, share, result) for a in made.of)
         self._keep(result, divided, made.rest, made.bent)
         return result
-
-    def _all_of(self, operands: Sequence[Any]) -> tuple[tuple[Average, ...], bool]:
-        known = [found for x in operands if (found := self.made(x)) is not None]
-        return tuple(a for x in known for a in x.of), any(x.rest for x in known)
 
     def _note(
         self,
@@ -335,9 +340,8 @@ class Averages(TorchFunctionMode):
             self.of_targets.append(average)
         self._keep(result, (average,))
 
-    def _keep(self, result: Any, of: tuple[Average, ...], rest: bool = False, bent: str = "") -> None:
-        if isinstance(result, Tensor):
-            self._made[id(result)] = result, Made(of, rest, bent)
+    def _keep(self, result: Tensor, of: tuple[Average, ...], rest: bool = False, bent: str = "") -> None:
+        self._made[id(result)] = result, Made(of, rest, bent)
 
 
 def _operands(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Any]:
@@ -346,21 +350,6 @@ def _operands(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Any]:
             yield from x
         else:
             yield x
-
-
-def _tensors(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
-    return (x for x in _operands(args, kwargs) if isinstance(x, Tensor))
-
-
-def _count(func: Callable[..., Any], given: Mapping[str, Any], x: Tensor) -> float:
-    """How many values a loss averages, but for a factor that is the same in all microbatches."""
-    if given.get("reduction") == "batchmean":
-        return float(x.shape[0])
-    if func is F.ctc_loss:
-        return float(x.shape[-2])
-    if func in _BROADCAST and isinstance(target := given.get("target"), Tensor):
-        return float(torch.broadcast_shapes(x.shape, target.shape).numel())
-    return float(x.numel())
 
 
 def scalar(number: Tensor | float, device: torch.device) -> Tensor:
@@ -373,51 +362,3 @@ def scalar(number: Tensor | float, device: torch.device) -> Tensor:
 
 _FEW = 64
 """Numbers at most, as of losses of layers that are stacked."""
-_PRODUCTS_OF_ROWS = (torch.matmul, Tensor.matmul, torch.mm, Tensor.mm, torch.einsum)
-_COMPARISONS = frozenset([*_PRODUCTS_OF_ROWS, torch.cdist, F.cosine_similarity])
-_MEANS = frozenset([torch.mean, Tensor.mean])
-_REDUCTIONS = _MEANS | {torch.sum, Tensor.sum}
-_DIVISIONS = frozenset(["div", "div_", "divide", "divide_", "true_divide", "true_divide_", "__truediv__"])
-_PRODUCTS = frozenset(["mul", "mul_", "multiply", "multiply_", "__mul__", "__rmul__"])
-_SUMS = frozenset(
-    ["add", "add_", "__add__", "__radd__", "__iadd__", "sub", "sub_", "__sub__", "__rsub__", "rsub", "subtract"]
-)
-_LINEAR = _PRODUCTS | _SUMS | {
-    "mean", "sum", "nanmean", "nansum", "neg", "negative", "__neg__", "clone", "detach", "__get__", "to", "type",
-    "type_as", "float", "double", "half", "bfloat16", "cpu", "cuda", "contiguous", "squeeze", "unsqueeze", "reshape",
-    "view", "view_as", "flatten", "ravel", "expand", "expand_as", "broadcast_to", "stack", "cat", "concat", "hstack",
-    "vstack", "__getitem__", "select", "narrow", "where", "nan_to_num", "requires_grad_", "copy_", "mean_",
-}  # fmt: skip
-_FIRST_TWO = ("input", "target")
-_LOSSES: dict[Callable[..., Any], tuple[str, ...]] = {
-    F.cross_entropy: (*_FIRST_TWO, "weight", "size_average", "ignore_index", "reduce", "reduction"),
-    F.nll_loss: (*_FIRST_TWO, "weight", "size_average", "ignore_index", "reduce", "reduction"),
-    F.mse_loss: (*_FIRST_TWO, "size_average", "reduce", "reduction", "weight"),
-    F.l1_loss: (*_FIRST_TWO, "size_average", "reduce", "reduction", "weight"),
-    F.smooth_l1_loss: (*_FIRST_TWO, "size_average", "reduce", "reduction", "beta"),
-    F.huber_loss: (*_FIRST_TWO, "reduction", "delta", "weight"),
-    F.binary_cross_entropy: (*_FIRST_TWO, "weight", "size_average", "reduce", "reduction"),
-    F.binary_cross_entropy_with_logits: (*_FIRST_TWO, "weight", "size_average", "reduce", "reduction", "pos_weight"),
-    F.kl_div: (*_FIRST_TWO, "size_average", "reduce", "reduction", "log_target"),
-    F.poisson_nll_loss: (*_FIRST_TWO, "log_input", "full", "size_average", "eps", "reduce", "reduction"),
-    F.gaussian_nll_loss: (*_FIRST_TWO, "var", "full", "eps", "reduction"),
-    F.soft_margin_loss: (*_FIRST_TWO, "size_average", "reduce", "reduction"),
-    F.hinge_embedding_loss: (*_FIRST_TWO, "margin", "size_average", "reduce", "reduction"),
-    F.multilabel_margin_loss: (*_FIRST_TWO, "size_average", "reduce", "reduction"),
-    F.multilabel_soft_margin_loss: (*_FIRST_TWO, "weight", "size_average", "reduce", "reduction"),
-    F.multi_margin_loss: (*_FIRST_TWO, "p", "margin", "weight", "size_average", "reduce", "reduction"),
-    F.margin_ranking_loss: ("input1", "input2", "target", "margin", "size_average", "reduce", "reduction"),
-    F.cosine_embedding_loss: ("input1", "input2", "target", "margin", "size_average", "reduce", "reduction"),
-    F.triplet_margin_loss: (
-        "anchor", "positive", "negative", "margin", "p", "eps", "swap", "size_average", "reduce", "reduction",
-    ),
-    F.ctc_loss: ("log_probs", "targets", "input_lengths", "target_lengths", "blank", "reduction", "zero_infinity"),
-}  # fmt: skip
-"""By torch's losses, what their arguments are called, in order."""
-_OF_CLASSES = frozenset([F.cross_entropy, F.nll_loss])
-_WEIGHTED = frozenset([F.mse_loss, F.l1_loss])
-"""Whose mean with weights is divided by the sum of these (torch 2.13; `F.huber_loss`'s is not)."""
-_BROADCAST = frozenset(
-    [F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy_with_logits, F.kl_div]
-)
-"""Whose arguments are broadcast."""

@@ -231,7 +231,8 @@ def merge(microbatches: Sequence[Sequence[Call]], weights: Tensor, adds_up: bool
 def _merged(calls: list[Call], weights: Tensor, adds_up: bool) -> Call:
     entry, values = calls[-1].entry, torch.stack([call.value for call in calls])
     sizes = [call.size for call in calls if call.size is not None]
-    sized, total = len(sizes) == len(calls), sum(sizes) if len(sizes) == len(calls) else None
+    sized = len(sizes) == len(calls)
+    total = sum(sizes) if sized else None
     how = entry.options.get("reduce_fx", "mean")
     if how in ("sum", "max", "min"):
         return Call(replace(entry, sized=sized), getattr(values, how)(), size=total)
