@@ -13,6 +13,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from tests.crossing import crossed
 from tests.distributed.training import PLAIN, Layout, Losses, make_trainer, run_program
 from tests.ranks import RankError
 
@@ -157,8 +158,7 @@ def _fit(layout: Layout, kind: Any, file: str, start: str | None, **options: Any
 LAYOUTS = [Layout(tp=2), Layout(pp=2, microbatches=1), Layout(dp=2, zero=3), Layout(tp=2, pp=2, microbatches=1)]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-@pytest.mark.parametrize("kind", [Chained, Aggregated])
+@pytest.mark.parametrize(("kind", "layout"), crossed([Chained, Aggregated], LAYOUTS), ids=str)
 def test_a_run_goes_on_as_on_one_device(kind: Any, layout: Layout, tmp_path: Path) -> None:
     plain, file, other = (str(tmp_path / name) for name in ("plain.ckpt", "file.ckpt", "other.ckpt"))
     (first,) = run_program(PLAIN, _fit, kind, plain, None)

@@ -10,6 +10,7 @@ from lightning.pytorch import Callback, LightningModule
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from tests.crossing import crossed
 from tests.distributed.training import (
     DP2,
     PLAIN,
@@ -25,15 +26,20 @@ from tests.parity.models import GPT
 from tests.ranks import RankError
 
 IDS = torch.arange(4).unsqueeze(0)
-LAYOUTS = [
-    Layout(dp=2, zero=1),
-    Layout(dp=2, zero=3),
-    pytest.param(Layout(dp=2, zero=2), marks=pytest.mark.extended),
-    Layout(tp=2, dp=2, zero=3),
-    Layout(pp=2, microbatches=2),
-    pytest.param(Layout(pp=2, microbatches=4, schedule="zb_v"), marks=pytest.mark.extended),
-    Layout(tp=2, pp=2, microbatches=2),
-    pytest.param(Layout(pp=2, dp=2, microbatches=2, zero=2), marks=pytest.mark.extended),
+CASES = [
+    *crossed(
+        [Layout(pp=2, microbatches=2), Layout(dp=2, zero=1), Layout(tp=2, dp=2, zero=3), Layout(dp=2, zero=3)], [1, 2]
+    ),
+    *(
+        pytest.param(layout, accumulated, marks=pytest.mark.extended)
+        for accumulated in (1, 2)
+        for layout in (
+            Layout(dp=2, zero=2),
+            Layout(pp=2, microbatches=4, schedule="zb_v"),
+            Layout(tp=2, pp=2, microbatches=2),
+            Layout(pp=2, dp=2, microbatches=2, zero=2),
+        )
+    ),
 ]
 
 
@@ -114,8 +120,7 @@ def _fit(layout: Layout, accumulated: int = 1, kind: str = "") -> dict[str, list
     return {**module.seen, "val": [float(trainer.callback_metrics["val"])]}
 
 
-@pytest.mark.parametrize("accumulated", [1, 2])
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize(("layout", "accumulated"), CASES, ids=str)
 def test_forwards_are_those_of_undivided_parameters(layout: Layout, accumulated: int) -> None:
     expected = run_program(DP2 if layout.dp > 1 else PLAIN, _fit, accumulated)[0]
     assert {name: len(values) for name, values in expected.items()} == {

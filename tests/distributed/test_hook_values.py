@@ -13,6 +13,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from tests.crossing import crossed
 from tests.distributed.training import PLAIN, TP2, Layout, make_trainer, run_program
 from tests.ranks import RankError
 
@@ -204,11 +205,11 @@ def _trained(layout: Layout, where: str, names: list[str]) -> list[dict[str, Ten
 LAYOUTS = [TP2, Layout(dp=2, zero=1), Layout(dp=2, zero=3), Layout(tp=2, dp=2, zero=3)]
 PIPELINES = [Layout(pp=2, microbatches=1), Layout(tp=2, pp=2, microbatches=1)]
 CASES = [
-    pytest.param(where, layout, marks=pytest.mark.extended if layout.ranks > 2 and where != "weight" else ())
-    for where, layout in (
-        *(("weight", layout) for layout in PIPELINES),
-        *((where, layout) for where in WHERE for layout in LAYOUTS if where != "accumulated" or not layout.zero),
-    )
+    ("accumulated", TP2),
+    ("weight", PIPELINES[0]),
+    *crossed(["weight", "gradient", "before the optimizer"], LAYOUTS[:3]),
+    *(pytest.param(where, LAYOUTS[3], marks=pytest.mark.extended) for where in WHERE if where != "accumulated"),
+    pytest.param("weight", PIPELINES[1], marks=pytest.mark.extended),
 ]
 
 

@@ -14,6 +14,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 
+from tests.crossing import crossed
 from tests.distributed.training import PLAIN, Layout, make_trainer, run_program, train_loader
 from tests.parity.models import GPT, GPTConfig
 
@@ -21,7 +22,7 @@ LAYOUTS = [
     Layout(pp=2),
     Layout(pp=2, schedule="zb_v"),
     Layout(tp=2, pp=2),
-    pytest.param(Layout(pp=2, dp=2, microbatches=2, zero=2), marks=pytest.mark.extended),
+    Layout(pp=2, dp=2, microbatches=2, zero=2),
 ]
 
 
@@ -135,8 +136,7 @@ def _fit(layout: Layout, name: str, folder: str) -> tuple[list[float], dict[str,
     return [*first, *losses], state, {k: float(v) for k, v in trainer.logged_metrics.items()}
 
 
-@pytest.mark.parametrize("name", list(MODELS))
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize(("name", "layout"), crossed(list(MODELS), LAYOUTS), ids=str)
 def test_a_stage_without_anything_to_train(layout: Layout, name: str, tmp_path: Path) -> None:
     ((losses, state, logged),) = run_program(PLAIN, _fit, name, str(tmp_path))
     results = run_program(layout, _fit, name, str(tmp_path))
@@ -186,16 +186,19 @@ def _finetune(layout: Layout, name: str, folder: str) -> tuple[list[float], dict
     return losses, trainer.strategy.lightning_module_state_dict(), groups
 
 
-@pytest.mark.parametrize("name", list(FINETUNING))
 @pytest.mark.parametrize(
-    "layout",
+    ("name", "layout"),
     [
-        Layout(pp=2),
-        pytest.param(Layout(tp=2, pp=2, sequence=False), marks=pytest.mark.extended),
-        Layout(dp=2, zero=3),
-        pytest.param(Layout(dp=2, zero=1), marks=pytest.mark.extended),
-        pytest.param(Layout(pp=2, dp=2, microbatches=2), marks=pytest.mark.extended),
-        pytest.param(Layout(pp=2, dp=2, microbatches=2, zero=2), marks=pytest.mark.extended),
+        *crossed(["callback", "hook", "backbone"], [Layout(pp=2), Layout(dp=2, zero=3), Layout(pp=2, dp=2, zero=2)]),
+        *(
+            pytest.param(name, layout, marks=pytest.mark.extended)
+            for name in FINETUNING
+            for layout in (
+                Layout(tp=2, pp=2, sequence=False),
+                Layout(dp=2, zero=1),
+                Layout(pp=2, dp=2, microbatches=2),
+            )
+        ),
     ],
     ids=str,
 )

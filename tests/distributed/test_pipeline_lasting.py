@@ -15,6 +15,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from tests.crossing import crossed
 from tests.distributed.training import (
     PLAIN,
     Layout,
@@ -110,8 +111,10 @@ EARLY = ["counts_early", "reads_early", "normalizes", "by_a_view", "attribute"]
 LATE = ["counts_late", "reads_late", "weighs", "queue", "queue_of_samples"]
 
 
-@pytest.mark.parametrize("layout", [Layout(pp=2), Layout(pp=2, schedule="gpipe"), Layout(tp=2, pp=2)], ids=str)
-@pytest.mark.parametrize("habit", [*EARLY, *LATE])
+LAYOUTS = [Layout(pp=2), Layout(pp=2, schedule="gpipe"), Layout(tp=2, pp=2)]
+
+
+@pytest.mark.parametrize(("habit", "layout"), [*crossed(EARLY, LAYOUTS), *crossed(LATE, LAYOUTS)], ids=str)
 def test_what_a_step_changes_in_place_is_what_it_is_on_one_device(layout: Layout, habit: str, tmp_path: Path) -> None:
     ((losses, state, buffers),) = run_program(PLAIN, _keeping, habit, str(tmp_path))
     for found, saved, held in run_program(layout, _keeping, habit, str(tmp_path)):

@@ -23,6 +23,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
+from tests.crossing import crossed
 from tests.distributed.test_trainer_callbacks import _callbacks, _metrics, _scheduled
 from tests.distributed.test_trainer_failure import LIMIT_S
 from tests.distributed.test_trainer_precision import Poison
@@ -387,8 +388,9 @@ def _log_everything(layout: Layout, keeps: bool, root: str) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("keeps", [False, True], ids=["", "keeps"])
-@pytest.mark.parametrize("layout", [PP2, TP2_PP2, Layout(pp=2, microbatches=3, schedule="zb_v")], ids=str)
+@pytest.mark.parametrize(
+    ("keeps", "layout"), crossed([False, True], [PP2, Layout(pp=2, microbatches=3, schedule="zb_v"), TP2_PP2]), ids=str
+)
 def test_logs_are_those_of_one_device(layout: Layout, keeps: bool, tmp_path: Path) -> None:
     expected = run_program(PLAIN, _log_everything, keeps, str(tmp_path))[0]
     for found in run_program(layout, _log_everything, keeps, str(tmp_path)):
@@ -846,8 +848,7 @@ def _fit_masked(layout: Layout, criterion: str) -> dict[str, Any]:
     return {**found, "losses": hooks.losses}
 
 
-@pytest.mark.parametrize("criterion", ["function", "module", "unit"])
-@pytest.mark.parametrize("layout", [PP2, TP2_PP2], ids=str)
+@pytest.mark.parametrize(("criterion", "layout"), crossed(["module", "function", "unit"], [PP2, TP2_PP2]), ids=str)
 def test_masked_targets_weigh_alike(layout: Layout, criterion: str) -> None:
     expected = run_program(PLAIN, _fit_masked, criterion)[0]
     for found in run_program(layout, _fit_masked, criterion):

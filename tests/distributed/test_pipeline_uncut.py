@@ -13,6 +13,7 @@ import torchmetrics
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
+from tests.crossing import crossed
 from tests.distributed.training import (
     DP2_PP2,
     PLAIN,
@@ -213,11 +214,7 @@ def _validated(layout: Layout, kind: Any, *args: Any, **options: Any) -> dict[st
     return {name: float(value) for name, value in trainer.callback_metrics.items()}
 
 
-BACK = [
-    pytest.param(kind, layout, marks=pytest.mark.extended if layout.ranks > 2 and kind is not Writes else ())
-    for kind in (Writes, Stops, StopsLate, Peeks)
-    for layout in (PP2, PP4, ROUND, TP2_PP2)
-]
+BACK = crossed([Peeks, StopsLate, Stops, Writes], [PP2, ROUND, PP4, TP2_PP2])
 
 
 @pytest.mark.parametrize(("kind", "layout"), BACK, ids=lambda x: x.__name__ if isinstance(x, type) else str(x))
@@ -235,11 +232,7 @@ def test_what_blocks_change_is_changed_for_all(layout: Layout) -> None:
         assert found == pytest.approx(expected, rel=1e-9)
 
 
-GENERATED = [
-    pytest.param(kind, layout, marks=pytest.mark.extended if layout.tp > 1 and kind not in ("cache", "t5") else ())
-    for kind in ("cache", "beams", "static", "states", "t5")
-    for layout in (PP2, TP2_PP2)
-]
+GENERATED = crossed(["t5", "cache", "beams", "static", "states"], [PP2, TP2_PP2])
 
 
 @pytest.mark.parametrize(("kind", "layout"), GENERATED, ids=str)

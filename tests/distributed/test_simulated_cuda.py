@@ -20,6 +20,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveragi
 from torch import Tensor
 
 from tests import devices
+from tests.crossing import crossed
 from tests.distributed.training import (
     DP2,
     LIGHTNING_2_6,
@@ -248,8 +249,7 @@ def _set_up(rank: int, world_size: int, layout: Layout, kind: Callable[..., Any]
     return whole, peak.bytes
 
 
-@pytest.mark.parametrize("kind", [Deep, DeepLate])
-@pytest.mark.parametrize("layout", [Layout(pp=4), Layout(dp=4, zero=3)], ids=str)
+@pytest.mark.parametrize(("kind", "layout"), crossed([DeepLate, Deep], [Layout(pp=4), Layout(dp=4, zero=3)]), ids=str)
 def test_a_model_larger_than_a_device_is_never_whole_on_one(layout: Layout, kind: type) -> None:
     """A quarter is held in the end."""
     for whole, peak in run_on_cuda(4, _set_up, layout, kind):

@@ -12,6 +12,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
+from tests.crossing import crossed
 from tests.distributed.training import (
     DP2,
     LIGHTNING_2_6,
@@ -86,8 +87,7 @@ def assert_same(a: Any, b: Any, where: str = "checkpoint") -> None:
         assert a == b, f"{where}: {a!r} and {b!r}"
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("layout", [TP2, TP4, TP2_DP2], ids=str)
+@pytest.mark.parametrize(("model", "layout"), crossed(MODELS, [TP2, TP4, TP2_DP2]), ids=str)
 def test_the_file_is_that_of_a_plain_trainer(layout: Layout, model: str, tmp_path: Path) -> None:
     ours, plain = (run_program(PLAIN, _just_read, _save(where, model, tmp_path))[0] for where in (layout, PLAIN))
     assert_same(ours, plain)
@@ -102,11 +102,12 @@ def _just_read(layout: Layout, path: str) -> dict[str, Any]:
     return _without_random_states(_read(path))
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize(
-    ("writer", "reader"), [(TP2, PLAIN), (PLAIN, TP2), (TP2, TP4), (TP4, DP2), (TP2_DP2, TP2), (DP2, TP2_DP2)], ids=str
-)
-def test_another_layout_goes_on(writer: Layout, reader: Layout, model: str, tmp_path: Path) -> None:
+CHANGES = [(TP2, PLAIN), (PLAIN, TP2), (TP2, TP4), (TP4, DP2), (TP2_DP2, TP2), (DP2, TP2_DP2)]
+
+
+@pytest.mark.parametrize(("model", "change"), crossed(MODELS, CHANGES))
+def test_another_layout_goes_on(change: tuple[Layout, Layout], model: str, tmp_path: Path) -> None:
+    writer, reader = change
     expected = run_program(PLAIN, _train, model, str(tmp_path / "whole.ckpt"), None, 2)[0]
     path = _save(writer, model, tmp_path)
     second = str(tmp_path / "second.ckpt")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, TensorDataset
 
+from tests.crossing import crossed
 from tests.distributed.training import (
     PLAIN,
     PP2,
@@ -135,8 +135,11 @@ def _fit_states(layout: Layout, made: str, root: str) -> dict[str, Any]:
     return {"weights": saved["state_dict"], "states": saved["optimizer_states"][0]["state"]}
 
 
-@pytest.mark.parametrize("layout", [TP2, PP2, Layout(dp=2, zero=1), Layout(tp=2, dp=2, zero=3)], ids=str)
-@pytest.mark.parametrize("made", ["as usual", "by shape", "before the split"])
+@pytest.mark.parametrize(
+    ("made", "layout"),
+    crossed(["as usual", "by shape", "before the split"], [TP2, PP2, Layout(dp=2, zero=1), Layout(tp=2, dp=2, zero=3)]),
+    ids=str,
+)
 def test_an_optimizer_that_makes_its_states_at_once(made: str, layout: Layout, tmp_path: Path) -> None:
     expected, found = (run_program(each, _fit_states, made, str(tmp_path))[0] for each in (PLAIN, layout))
     torch.testing.assert_close(found, expected, atol=1e-9, rtol=0)
@@ -154,8 +157,7 @@ WHOLE_STEPS = [
 ]
 
 
-@pytest.mark.parametrize("layout", WHOLE_STEPS, ids=str)
-@pytest.mark.parametrize("kind", COUPLED)
+@pytest.mark.parametrize(("kind", "layout"), crossed(list(COUPLED), WHOLE_STEPS), ids=str)
 def test_a_coupled_optimizer_steps_whole_tensors(kind: str, layout: Layout) -> None:
     expected, found = (run_program(each, _fit, kind)[0] for each in (PLAIN, layout))
     for name, value in expected.items():
@@ -194,14 +196,12 @@ def _resume(layout: Layout, kind: str, root: str, form: str) -> tuple[dict[str, 
     return saved["optimizer_states"][0]["state"], saved["state_dict"], (seen, rate)
 
 
-RESUMED = [
-    pytest.param(kind, layout, form, marks=pytest.mark.extended if (form == "file") != (kind == "Muon") else ())
-    for kind, layout, form in itertools.product(COUPLED, (TP2, TP2_PP2, Layout(tp=2, dp=2, zero=3)), ("file", "folder"))
-]
+RESUMED = [(layout, form) for layout in (TP2, TP2_PP2, Layout(tp=2, dp=2, zero=3)) for form in ("file", "folder")]
 
 
-@pytest.mark.parametrize(("kind", "layout", "form"), RESUMED, ids=str)
-def test_a_coupled_optimizer_goes_on_from_a_checkpoint(kind: str, layout: Layout, form: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "where"), crossed(list(COUPLED), RESUMED), ids=str)
+def test_a_coupled_optimizer_goes_on_from_a_checkpoint(kind: str, where: tuple[Layout, str], tmp_path: Path) -> None:
+    layout, form = where
     (expected, *_), (found, *_) = (run_program(each, _resume, kind, str(tmp_path), form) for each in (PLAIN, layout))
     assert found[2] == expected[2], "hooks are called once a step, and see all groups"
     torch.testing.assert_close(found[1], expected[1], atol=1e-9, rtol=0)

@@ -40,6 +40,9 @@ class Case:
 FEWER = {**FACTORS, "tp": (2, 1), "precision": ("64-true", "32-true", "bf16-true", "bf16-mixed")}
 """Without 16-mixed, which Lightning runs as bf16-mixed on a CPU, and without tp=4, of which FOUR has a few."""
 
+TYPICAL = ["tied", "grouped", "swiglu_rms"]
+"""The models that the fast suite trains with every pair of the other factors."""
+
 FOUR = [
     Case("tied", tp=4, clip="norm", accumulate=2),
     Case("uneven", tp=4, precision="bf16-mixed", length=7),
@@ -51,6 +54,13 @@ FOUR = [
     Case("encoder", tp=4, dp=2, accumulate=2, precision="bf16-true", length=7),
 ]
 """What four tensor ranks may do differently: uneven heads, heads that ranks share, sequences shorter than they are."""
+
+
+def each_model(models: Sequence[str]) -> Iterator[Case]:
+    """Every model in float64, with and without sequence regions, while the other settings take turns."""
+    for i, (model, sequence) in enumerate(itertools.product(models, (True, False))):
+        accumulate, clip = (1, "none") if model == "manual" else (1 + i // 4 % 2, ("none", "norm", "value")[i // 2 % 3])
+        yield Case(model, sequence=sequence, accumulate=accumulate, clip=clip, length=(4, 7, 1)[i % 3])
 
 
 def every_case(models: Sequence[str], among: dict[str, Sequence[object]] = FACTORS) -> Iterator[Case]:

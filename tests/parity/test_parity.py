@@ -12,7 +12,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.conftest import CASES
-from tests.parity.cases import FEWER, FOUR, Case, every_case, matrix, pairwise
+from tests.parity.cases import FEWER, FOUR, TYPICAL, Case, each_model, every_case, matrix, pairwise
 from tests.parity.compare import ParityError, compare
 from tests.parity.parallel import fit_case, fit_ddp, setting_of
 from tests.parity.running import Run, Setting
@@ -29,8 +29,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             cases = [case for case in every_case(models) if str(case) == name]
             assert cases, f"no parity case is called {name}"
         else:
-            fewer = [*pairwise(models, among=FEWER), *FOUR, Case("tied", precision="16-mixed")]
-            cases = list(matrix(models)) if metafunc.config.getoption("--all-cases") else fewer
+            pairs = pairwise(TYPICAL, among=FEWER)
+            fewer = dict.fromkeys([*each_model(models), *pairs, *FOUR, Case("tied", precision="16-mixed")])
+            cases = list(matrix(models)) if metafunc.config.getoption("--all-cases") else list(fewer)
         cases.sort(key=lambda case: case.tp * case.dp)  # stable: one pool of processes after the other
         metafunc.parametrize("case", cases, ids=str)
 

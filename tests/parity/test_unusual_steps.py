@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.crossing import crossed
 from tests.parity.cases import Case
 from tests.parity.compare import compare
 from tests.parity.parallel import fit_case, setting_of
@@ -27,10 +28,9 @@ MODELS = [
 ]
 
 
-@pytest.mark.parametrize("sequence", [True, False], ids=["sequence", "replicated"])
-@pytest.mark.parametrize("model", MODELS)
-def test_an_unusual_step(model: str, sequence: bool, reference: Reference) -> None:
-    case = Case(model, sequence=sequence)
+@pytest.mark.parametrize(("model", "regions"), crossed(MODELS, ["sequence", "replicated"]))
+def test_an_unusual_step(model: str, regions: str, reference: Reference) -> None:
+    case = Case(model, sequence=regions == "sequence")
     compare(reference(setting_of(case)), run_ranks(2, fit_case, case), 2, case.precision)
 
 

@@ -27,6 +27,7 @@ from lightning_megatp.pipeline.slicing.slicer import Slicer, StageRun
 from lightning_megatp.pipeline.slicing.units import find_units
 from lightning_megatp.shim.autograd import unbind_functions
 from lightning_megatp.shim.torch import is_fake
+from tests.crossing import crossed
 from tests.pipeline_models import (
     CASES,
     GPT,
@@ -159,8 +160,7 @@ def assert_same(whole: nn.Module, pipe: Pipeline, result: Any, loss: Tensor) -> 
             torch.testing.assert_close(found[name], p.grad, rtol=1e-12, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
 
 
-@pytest.mark.parametrize("n", [2, 4])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "n"), crossed(list(CASES), [4, 2]))
 def test_stages_together_are_the_whole(name: str, n: int) -> None:
     torch.manual_seed(0)
     module, batch = CASES[name].build().double(), CASES[name].batch()

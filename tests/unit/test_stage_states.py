@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_megatp.pipeline.slicing.plan import SliceError
+from tests.crossing import crossed
 from tests.unit.test_slicing import assert_same, backward, forward, loss_of, pipeline
 
 WIDTH, VOCAB = 8, 11
@@ -168,8 +169,7 @@ def batch(length: int) -> Tensor:
 TABLES = ["attribute", "dict", "buffer", "in place", "object", "kept object", "function", "checkpointed"]
 
 
-@pytest.mark.parametrize("n", [2, 4])
-@pytest.mark.parametrize("how", TABLES)
+@pytest.mark.parametrize(("how", "n"), crossed(list(TABLES), [4, 2]))
 def test_each_stage_makes_its_own_table(how: str, n: int) -> None:
     torch.manual_seed(0)
     module = (MaskedModel(how) if how == "object" else Model(how)).double()
