@@ -18,6 +18,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
+from tests.crossing import crossed
 from tests.distributed.training import (
     PLAIN,
     Layout,
@@ -277,10 +278,14 @@ PUTS_BACK = [
 ]
 
 
-@pytest.mark.parametrize("habit", PUTS_BACK)
-def test_what_a_step_puts_back_is_put_back_on_all_stages(habit: str, tmp_path: Path) -> None:
-    _compare(Layout(pp=2), PutsBack, habit, {}, tmp_path)
-    _compare(Layout(pp=2, schedule="zb_v"), PutsBack, habit, {}, tmp_path)
+STAGES = [Layout(pp=2), Layout(pp=2, schedule="zb_v")]
+
+
+@pytest.mark.parametrize(
+    ("habit", "layout"), [*crossed(PUTS_BACK[:5], STAGES), *crossed(PUTS_BACK[5:], STAGES[::-1])], ids=str
+)
+def test_what_a_step_puts_back_is_put_back_on_all_stages(habit: str, layout: Layout, tmp_path: Path) -> None:
+    _compare(layout, PutsBack, habit, {}, tmp_path)
 
 
 class SetsLate(Model):
