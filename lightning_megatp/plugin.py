@@ -227,10 +227,7 @@ class ParallelismPlugin:
     ) -> None:
         for name, tensor in _tensors(module):
             if not tensor.is_meta:
-                value = tensor.data.to(device).contiguous()
-                if dist.get_world_size() > 1:
-                    dist.broadcast(value.reshape(-1).view(torch.uint8), src=0)  # bytes: gloo doesn't know every dtype
-                tensor.data = value
+                tensor.data = _of_rank_zero(tensor.data.to(device))
             elif building is None or tensor not in building:
                 raise ValueError(
                     f"MegaTPStrategy: `{name}` is on the meta device. Create the layers with values, in `__init__`, or"
@@ -392,6 +389,19 @@ def _regions(plan: ParallelPlan) -> dict[str, Region]:
     names = dict.fromkeys(layer.region for layer in plan.layers.values() if layer.region is not None)
     tracked = {name: [layer.global_sizes for layer in columns if layer.region == name] for name in names}
     return {name: Region(name, tracked=bool(sizes) and all(sizes)) for name, sizes in tracked.items()}
+
+
+def _of_rank_zero(value: Tensor) -> Tensor:
+    """The first rank's value, of the same shape and dtype."""
+    if value.layout is not torch.strided:
+        held = [value.cpu()]
+        if dist.get_world_size() > 1:
+            dist.broadcast_object_list(held, src=0)
+        return held[0].to(value.device)
+    value = value.contiguous()
+    if dist.get_world_size() > 1:
+        dist.broadcast(value.reshape(-1).view(torch.uint8), src=0)  # bytes: gloo doesn't know every dtype
+    return value
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

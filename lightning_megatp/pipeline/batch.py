@@ -126,8 +126,9 @@ class BatchRun:
         if last and self.beyond is not None:
             return []  # what the other stages still send is received, and no more
         seed = mixed(self.seed, microbatch)
-        looked_for = self.rows[microbatch] if self.carried is not None and len(self.microbatches) > 1 else 0
-        counting = Averages(self._with_losses, self._is_closed, looked_for) if last else None
+        several = len(self.microbatches) > 1
+        rows, compares = self.rows[microbatch] if several else 0, several and self.carried is not None
+        counting = Averages(self._with_losses, self._is_closed, rows, compares) if last else None
         with contextlib.ExitStack() as stack:
             stack.enter_context(seeded(mixed(seed, stage), generators_on(self.device)))
             stack.enter_context(torch.set_grad_enabled(self.backward is not None and torch.is_grad_enabled()))

@@ -42,7 +42,48 @@ def _ignored(t: Tensor, m: Tensor) -> Tensor:
     return _classes(t).masked_fill(~m, -100).flatten()
 
 
+def _of_samples(y: Tensor, t: Tensor, m: Tensor) -> Tensor:
+    losses = [F.mse_loss(a[k], b[k]) for a, b, k in zip(y, t, m, strict=True) if k.any()]
+    return torch.stack(losses).mean() if losses else y.sum() * 0
+
+
+def _samples_by_number(y: Tensor, t: Tensor, m: Tensor) -> Tensor:
+    loss = torch.zeros((), dtype=y.dtype)
+    for i in range(len(y)):
+        loss += F.cross_entropy(y[i], _classes(t)[i]) + 0.1 * (_squares(y[i], t[i]) * m[i]).sum() / m[i].sum().clamp(1)
+    return loss / len(y)
+
+
+def _one_by_one(y: Tensor, t: Tensor, m: Tensor) -> Tensor:
+    loss, count = y.new_zeros(()), y.new_zeros(())
+    for i in range(y.shape[1]):
+        loss = loss + (_squares(y, t) * m)[:, i].sum()
+        count = count + m[:, i].sum()
+    return loss / count.clamp(min=1)
+
+
+def _heads(y: Tensor, t: Tensor, m: Tensor) -> Tensor:
+    """As many heads as a microbatch has samples are no samples."""
+    losses = [(_squares(head, t) * m).sum() / m.sum().clamp(1) for head in torch.stack([y, 2 * y, 3 * y, -y])]
+    return sum(losses) / 4  # type: ignore[return-value]
+
+
+def _with_nan(y: Tensor, t: Tensor, m: Tensor) -> Tensor:
+    return torch.where(m[..., None], (y - t).square(), torch.nan)
+
+
 SAME: dict[str, Loss] = {
+    "of samples": _of_samples,
+    "of samples, by number": _samples_by_number,
+    "of samples, added up": lambda y, t, m: sum(2 * F.l1_loss(*each) for each in zip(y, t, strict=True)),  # type: ignore
+    "one by one": _one_by_one,
+    "heads": _heads,
+    "all / clamped count": lambda y, t, m: _squares(y, t).sum() / m.sum().clamp(min=1),
+    "all / number": lambda y, t, m: _squares(y, t).sum() / max(m.sum().item(), 1),
+    "dim by dim": lambda y, t, m: (y - t).square().mean(0).mean(0).sum(),
+    "divided twice": lambda y, t, m: (y - t).square().sum() / 15 / len(y),
+    "without nan": lambda y, t, m: torch.nanmean(_with_nan(y, t, m)),
+    "sum without nan": lambda y, t, m: _with_nan(y, t, m).nansum() / (3 * m.sum()),
     "mse of marked": lambda y, t, m: F.mse_loss(y[m], t[m]),
     "weighted mse": lambda y, t, m: F.mse_loss(y, t, weight=m[..., None].expand_as(y).to(y)),
     "mean of marked": lambda y, t, m: _squares(y, t)[m].mean(),
@@ -92,7 +133,20 @@ OTHERS: dict[str, tuple[Loss, str]] = {
     ),
     "a sum": (lambda y, t, m: (_squares(y, t) / (m * 1.0 + 1)).sum(), "loss is a sum over its samples"),
     "of pairs": (lambda y, t, m: (y.flatten(1) @ t.flatten(1).T).log_softmax(1).diagonal().mean(), "`matmul`"),
-    "a function": (lambda y, t, m: (y - t).norm(), "can't be followed"),
+    "a function": (lambda y, t, m: torch.einsum("bti,bti->", y - t, y - t) / y.numel(), "can't be followed"),
+    "a statistic": (lambda y, t, m: ((y - t) / t.std()).square().mean(), "`std`"),
+    "of normalised": (lambda y, t, m: ((t - t.mean()) / (t.std() + 1e-8) * y).mean(), "makes something else"),
+    "normalised samples": (lambda y, t, m: ((y - y.mean(0)) * t).mean(), "`sub`"),
+    "hard ones": (lambda y, t, m: _squares(y, t).flatten().topk(3).values.mean(), "`topk`"),
+    "overlap of classes": (
+        lambda y, t, m: 1 - ((y.sigmoid() * t).sum((0, 1)) / (y.sigmoid() + t.abs()).sum((0, 1))).mean(),
+        "`div`",
+    ),
+    "of groups": (
+        lambda y, t, m: y.new_zeros(2).scatter_add(0, m.long().flatten(), _squares(y, t).flatten()).square().sum(),
+        "`scatter_add`",
+    ),
+    "a norm besides": (lambda y, t, m: F.mse_loss(y, t) + 0.1 * (y - t).norm(), "`norm`"),
     "a sum besides": (lambda y, t, m: F.mse_loss(y, t) + _squares(y, t).sum(), "`mse_loss`, `sum`"),
 }
 
@@ -142,9 +196,10 @@ class Criterion(nn.Module):
 
 
 def _data() -> DataLoader:
+    """The last batch is of two unequal microbatches."""
     torch.manual_seed(2)
-    x, t = torch.randn(2, 16, 5, 3, dtype=torch.float64)
-    m = torch.rand(16, 5) < torch.linspace(0, 1, 16)[:, None]  # the first rows, and so a microbatch, have none
+    x, t = torch.randn(2, 19, 5, 3, dtype=torch.float64)
+    m = torch.rand(19, 5) < torch.linspace(0, 1, 19)[:, None]  # the first rows, and so a microbatch, have none
     m[:4] = False
     return DataLoader(TensorDataset(x, t, m), batch_size=8)
 

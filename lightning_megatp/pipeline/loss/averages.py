@@ -12,7 +12,7 @@ import contextlib
 import functools
 import itertools
 import operator
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,18 +21,24 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_megatp.pipeline.loss.functions import (
+    CLAMPS,
     COMPARISONS,
     DIVISIONS,
+    EMPTY,
+    JOINS,
+    LIKE,
     LINEAR,
     LOSSES,
     MEANS,
     OF_CLASSES,
+    OF_NUMBERS,
     PRODUCTS,
     REDUCTIONS,
     SUMS,
     WEIGHTED,
     count_of,
 )
+from lightning_megatp.pipeline.loss.samples import GROUPED, SLICES, STATISTICS, Samples
 from lightning_megatp.shim.autograd import functorch_is_active
 from lightning_megatp.shim.torch import WithoutMode, is_fake, viewed
 
@@ -52,6 +58,9 @@ class Average:
         adds: whether that is nothing but a sum over samples: by `reduction="sum"`, or of whole numbers. What else a
             step sums up may have been divided before, by the number of samples or the sum of their weights.
         divisor: the Python number that such a sum was divided by: a count of them, or any number.
+        of_sample: whether it was made of one sample, like a loss in a loop over samples: one number to add up.
+        empty: () bool, whether a sum was divided by a count of nothing that was taken for something (`clamp(min=1)`):
+            it is added to the batch's sum, and nothing to what that is divided by.
     """
 
     by: str
@@ -63,8 +72,12 @@ class Average:
     summed: tuple[int, ...] = ()
     adds: bool = False
     divisor: float | None = None
+    of_sample: bool = False
+    empty: Tensor | bool = False
 
-    def divided(self, by: Tensor | float, over: Hashable, share: bool, result: Tensor) -> Average:
+    def divided(
+        self, by: Tensor | float, over: Hashable, share: bool, result: Tensor, empty: Tensor | bool = False
+    ) -> Average:
         """Of the same things, after a division.
 
         Args:
@@ -73,14 +86,19 @@ class Average:
             share: whether it is a mean itself (of a mask): `mean / mean` is over what counts in both. Any other divisor
                 of an average is a factor.
             result: of the division, of which this may be an addend.
+            empty: () bool, whether the count is known to be of nothing.
         """
         value = result.detach().clone()
+        if self.count is not None and self.divisor is not None and not isinstance(by, Tensor):
+            return replace(self, value=value, count=self.count * by, divisor=self.divisor * by)  # / length / rows
         if self.count is not None:
             return replace(self, value=value, count=self.count * by, over=(self.over, over)) if share else self
         none = (self.value == 0) & (by <= 1)  # a count of nothing is often taken for 1, or for less
-        count = torch.where(none, 0.0, by)
-        number = None if isinstance(by, Tensor) else float(by)
-        return replace(self, by="sum / count", value=value, count=count, over=over, divisor=number)
+        if isinstance(by, Tensor):
+            count, number = torch.where(none, 0.0, by), None
+        else:
+            count, number = none.logical_not() * float(by), float(by)
+        return replace(self, by="sum / count", value=value, count=count, over=over, divisor=number, empty=empty)
 
     def divisor_counts(self, rows: int, batch: int) -> bool:
         """Whether the divisor may be a number of what was added up, by the shapes of a microbatch.
@@ -92,7 +110,24 @@ class Average:
         by, counts = self.divisor, list(itertools.accumulate(self.summed, operator.mul))
         if by is None or by in counts:
             return True
+        if self.of_sample:
+            return by <= rows  # maybe of those alone that have something marked
         return by != batch and by >= rows and by % rows == 0 and bool(counts) and counts[-1] % by == 0
+
+
+def _by_over(averages: Iterable[Average]) -> Iterable[list[Average]]:
+    found: dict[Hashable, list[Average]] = {}
+    for average in averages:
+        found.setdefault(average.over, []).append(average)
+    return found.values()
+
+
+def _largest(same: Sequence[Average]) -> Average:
+    """Of averages over the same things: one of a loss of 0 may seem to be over nothing."""
+    first, *others = same
+    if not others or not isinstance(first.count, Tensor):
+        return first
+    return replace(first, count=functools.reduce(torch.maximum, [torch.as_tensor(a.count) for a in same]))
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,11 +144,17 @@ class Made:
     rest: bool = False
     bent: str = ""
 
+    @property
+    def distinct(self) -> list[Average]:
+        """Sums, and averages over different things."""
+        sums = [a for a in self.of if a.count is None]
+        return sums + [_largest(same) for same in _by_over(a for a in self.of if a.count is not None)]
+
     @functools.cached_property
     def weighs_by(self) -> tuple[str, Average | None]:
         """What microbatches weigh by: "targets" or "elements", and the average whose count it is; nothing for "sums",
         which are added up; or "samples", if there are several cross-entropies, or nothing is known."""
-        means = list({a.over: a for a in self.of if a.count is not None}.values())
+        means = [_largest(same) for same in _by_over(a for a in self.of if a.count is not None)]
         targets = [a for a in means if a.of_targets]
         if len(targets) == 1:
             return "targets", targets[0]
@@ -121,6 +162,12 @@ class Made:
             return "elements", next((a for a in means if isinstance(a.count, Tensor)), means[0])
         sums = self.of and all(a.adds for a in self.of) and not self.rest and not self.bent
         return "sums" if sums else "samples", None
+
+    @property
+    def empty(self) -> Tensor | bool:
+        """() bool, whether what it weighs by is a count of nothing that was taken for something."""
+        chosen = self.weighs_by[1]
+        return False if chosen is None else chosen.empty
 
     @property
     def count(self) -> Tensor | float | None:
@@ -138,7 +185,8 @@ class Averages(TorchFunctionMode):
     Args:
         look_inside: the units inside of which to look; None for all. A mode costs time at every operation.
         closed: whether not to look inside of a unit, of those: the compiler takes a mode into its graphs.
-        rows: the microbatch's samples, to notice where they are compared with each other; 0 to look for nothing.
+        rows: the microbatch's samples, to know them where a step takes them one by one; 0 for unknown.
+        compares: whether to notice where samples are compared with each other, or all of them make a statistic.
     """
 
     def __init__(
@@ -146,11 +194,16 @@ class Averages(TorchFunctionMode):
         look_inside: Collection[str] | None = None,
         closed: Callable[[str], bool] = lambda unit: False,
         rows: int = 0,
+        compares: bool = False,
     ) -> None:
         super().__init__()
         self.compared = ""
         """By what operation samples are compared with each other."""
-        self._rows = rows
+        self._rows, self._samples, self._compares = rows, Samples(rows), compares and rows > 1
+        self._of_sample = False
+        """Whether the operation that runs is about one sample."""
+        self._read_nothing = False
+        """Whether the step was told a count of nothing, as a Python number."""
         self.of_targets: list[Average] = []
         """All cross-entropies of classes, also those that are no part of the loss."""
         self._look_inside, self._closed, self._unit = look_inside, closed, ""
@@ -164,6 +217,11 @@ class Averages(TorchFunctionMode):
         """Of what a tensor was made; None if nothing is known."""
         found = self._made.get(id(number))
         return None if found is None else found[1]
+
+    def count_of(self, number: Any) -> Tensor | float | None:
+        """How many values a number is an average of, as `Made.count`; None for one sample's of all."""
+        made = self.made(number)
+        return None if made is None or self._samples.alone([number]) is not None else made.count
 
     def units_of(self, loss: Any) -> set[str]:
         """The units inside of which the averages of a loss were made, or cross-entropies if it has none."""
@@ -198,16 +256,55 @@ class Averages(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if not (self._paused or torch.compiler.is_compiling()):
-            if func in REDUCTIONS:
-                return self._reduced(func, args, kwargs)
-            if func in LOSSES:
-                return self._loss(func, args, kwargs)
-            if self._rows > 1 and func in COMPARISONS:
+        if self._paused or torch.compiler.is_compiling():
+            return func(*args, **kwargs)
+        name = getattr(func, "__name__", "")
+        sample = None if name in JOINS else self._samples.alone(_operands(args, kwargs), adds=name in SUMS)
+        if sample is None:
+            if func in SLICES and id(args[0]) not in self._made:
+                parts = self._samples.cut(func, args, kwargs)
+                if parts is not NotImplemented:
+                    return parts
+            result = self._noted(func, args, kwargs)
+            self._samples.forget(result)
+            return result
+        self._of_sample = True
+        try:
+            result = self._noted(func, args, kwargs)
+        finally:
+            self._of_sample = False
+        self._samples.note(result, sample)
+        return result
+
+    def _noted(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func in REDUCTIONS:
+            return self._reduced(func, args, kwargs)
+        if func in LOSSES:
+            return self._loss(func, args, kwargs)
+        if self._compares:
+            if func in COMPARISONS:
                 return self._comparison(func, args, kwargs)
-            if self._made:
-                return self._followed(func, args, kwargs)
+            name = getattr(func, "__name__", "")
+            if not self._unit and name in STATISTICS and self._samples.reduces(name, args, kwargs, *STATISTICS[name]):
+                return self._statistic(func, args, kwargs)
+            if not self._unit and name in GROUPED and args[0].is_floating_point():
+                return self._statistic(func, args, kwargs)
+        if func in EMPTY:
+            result = func(*args, **kwargs)
+            if isinstance(result, Tensor) and result.dim() == 0:
+                self._keep(result, ())  # what losses are added to, one by one
+            return result
+        if self._made:
+            return self._followed(func, args, kwargs)
         return func(*args, **kwargs)
+
+    def _statistic(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A function of all samples that is no mean: known by what it bends."""
+        result = func(*args, **kwargs)
+        for x in result if isinstance(result, tuple) else [result]:
+            if isinstance(x, Tensor) and x.is_floating_point():
+                self._keep(x, (), bent=func.__name__)
+        return result
 
     def _comparison(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """An operation that may compare samples: a table of as many rows and columns as there are of them, or two views
@@ -270,7 +367,17 @@ class Averages(TorchFunctionMode):
         if not isinstance(x, Tensor) or not x.dim() or id(x) in self._made:
             return self._followed(func, args, kwargs)
         result, mean = func(*args, **kwargs), func in MEANS
-        if isinstance(result, Tensor) and result.dim() == 0:
+        if not isinstance(result, Tensor):
+            return result
+        if func in OF_NUMBERS:
+            numbers = (~x.isnan()).sum()
+            if mean and not result.dim():
+                result = x.nansum(dtype=result.dtype) / numbers.clamp(min=1)  # 0 with a gradient where nothing is
+                self._kept.append(numbers)
+                self._note(result, func.__name__, numbers, ("numbers", id(numbers)))
+            elif not result.dim():
+                self._note(result, func.__name__, None, None, summed=tuple(x.shape))
+        elif result.dim() == 0:
             if mean and not x.numel():
                 result = x.sum(dtype=result.dtype)
             if mean:
@@ -278,6 +385,12 @@ class Averages(TorchFunctionMode):
             else:
                 whole = not x.is_floating_point() and not x.is_complex()
                 self._note(result, func.__name__, None, None, summed=tuple(x.shape), adds=whole)
+        elif not self._unit and self._samples.reduces(func.__name__, args, kwargs, 1, None):
+            each = float(x.numel() / max(result.numel(), 1))
+            if mean:
+                self._note(result, func.__name__, each, ("elements", each))
+            else:
+                self._note(result, func.__name__, None, None, summed=tuple(x.shape))
         return result
 
     def _followed(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -290,20 +403,44 @@ class Averages(TorchFunctionMode):
         if name in DIVISIONS and len(args) == 2 and not kwargs and not self._bends(*args):
             return self._divided(func, *args)
         result = func(*args, **kwargs)
+        joins = name not in LIKE and any(self._samples.holds(x) and self.made(x) is None for x in operands)
         if type(result) is float:  # `item`, `float(...)`; whole numbers may be one object for all
             self._made[id(result)] = result, known[0]
-        elif isinstance(result, Tensor) and result.is_floating_point() and result.numel() <= _FEW:
+        elif type(result) is int or type(result) is bool:
+            self._read_nothing = self._read_nothing or not result
+        elif isinstance(result, Tensor) and name in CLAMPS and result.numel() == 1:
+            self._keep(result, tuple(a for x in known for a in x.of), bent=name if known[0].of[0].count else "")
+        elif isinstance(result, Tensor) and result.is_floating_point() and self._follows(result, joins):
             bent = next((x.bent for x in known if x.bent), "")
-            if name not in LINEAR or (name in PRODUCTS and len(known) > 1):
+            if name not in LINEAR or (name in PRODUCTS and sum(bool(x.of or x.bent) for x in known) > 1):
+                bent = bent or name
+            if joins:  # what was made of all samples goes back into each of them
                 bent = bent or name
             adds = name in SUMS and any(
                 isinstance(x, Tensor) and x.is_floating_point() and self.made(x) is None for x in operands
             )
-            self._keep(result, tuple(a for x in known for a in x.of), adds or any(x.rest for x in known), bent)
+            of = tuple(a for x in known for a in x.of)
+            if name == "mean" and isinstance(args[0], Tensor) and any(a.of_sample for a in of):
+                number = args[0].numel()
+                divided = (a.divided(number, ("divisor", number), False, result) if a.of_sample else a for a in of)
+                of = tuple(divided)
+            self._keep(result, of, adds or any(x.rest for x in known), bent)
         return result
+
+    def _follows(self, result: Tensor, joins: bool) -> bool:
+        """Whether to follow what was made of known numbers: a few, or a table that joins samples.
+
+        Args:
+            joins: whether samples were operands: followed where statistics are looked for.
+        """
+        if joins:
+            return self._compares and not self._unit
+        return result.numel() <= _FEW or not self._unit
 
     def _bends(self, x: Any, by: Any) -> bool:
         """Whether a division makes something else of averages than others of them."""
+        if (made := self.made(by)) is not None and made.bent:
+            return True
         return self.made(x) is None or (isinstance(by, Tensor) and (by.requires_grad or by.numel() != 1))
 
     def _divided(self, func: Callable[..., Any], x: Tensor, by: Tensor | float) -> Any:
@@ -311,15 +448,22 @@ class Averages(TorchFunctionMode):
         made, divisor_made = self._made[id(x)][1], self.made(by)
         over = "divisor", id(by) if isinstance(by, Tensor) else by
         divisor = by
+        empty: Tensor | bool = by == 1 and self._read_nothing if not isinstance(by, Tensor) else False
+        if divisor_made is not None and len(divisor_made.of) == 1 and divisor_made.of[0].count is None:
+            empty = divisor_made.of[0].value == 0
         if isinstance(by, Tensor):
             self._kept.append(by)
             divisor = by.detach().clone().reshape(())
             nothing = (divisor == 0) & (x.detach() == 0)
             by = torch.where(nothing, torch.ones_like(by), by)
         result = func(x, by)
+        if self._of_sample:  # maybe by its own count: still a number of one sample
+            of = tuple(replace(a, value=result.detach().clone()) for a in made.of)
+            self._keep(result, of, made.rest, made.bent)
+            return result
         mixed = divisor_made is not None and divisor_made.rest  # with something kept: an average of losses so far
         share = divisor_made is not None and not mixed and all(a.count is not None for a in divisor_made.of)
-        divided = made.of if mixed else tuple(a.divided(divisor, over, share, result) for a in made.of)
+        divided = made.of if mixed else tuple(a.divided(divisor, over, share, result, empty) for a in made.of)
         self._keep(result, divided, made.rest, made.bent)
         return result
 
@@ -336,7 +480,9 @@ class Averages(TorchFunctionMode):
         if is_fake(result) or functorch_is_active():
             return
         average = Average(by, result.detach().clone(), count, over, of_targets, self._unit, summed, adds)
-        if of_targets:
+        if self._of_sample:
+            average = replace(average, count=None, over=None, of_targets=False, summed=(), adds=True, of_sample=True)
+        elif of_targets:
             self.of_targets.append(average)
         self._keep(result, (average,))
 

@@ -15,8 +15,11 @@ from torch import Tensor
 COMPARISONS = frozenset(
     [torch.matmul, Tensor.matmul, torch.mm, Tensor.mm, torch.einsum, torch.cdist, F.cosine_similarity]
 )
-MEANS = frozenset([torch.mean, Tensor.mean])
-REDUCTIONS = MEANS | {torch.sum, Tensor.sum}
+MEANS = frozenset([torch.mean, Tensor.mean, torch.nanmean, Tensor.nanmean])
+OF_NUMBERS = frozenset([torch.nanmean, Tensor.nanmean, torch.nansum, Tensor.nansum])
+"""Of what isn't nan."""
+REDUCTIONS = MEANS | OF_NUMBERS | {torch.sum, Tensor.sum}
+EMPTY = frozenset([torch.zeros, torch.zeros_like, Tensor.new_zeros])
 DIVISIONS = frozenset(["div", "div_", "divide", "divide_", "true_divide", "true_divide_", "__truediv__"])
 PRODUCTS = frozenset(["mul", "mul_", "multiply", "multiply_", "__mul__", "__rmul__"])
 SUMS = frozenset(
@@ -28,6 +31,11 @@ LINEAR = PRODUCTS | SUMS | {
     "view", "view_as", "flatten", "ravel", "expand", "expand_as", "broadcast_to", "stack", "cat", "concat", "hstack",
     "vstack", "__getitem__", "select", "narrow", "where", "nan_to_num", "requires_grad_", "copy_",
 }  # fmt: skip
+CLAMPS = frozenset(["clamp", "clamp_", "clamp_min", "clamp_min_", "clip", "clip_", "maximum", "max"])
+"""By which a count of nothing is taken for something."""
+JOINS = frozenset(["stack", "cat", "concat", "concatenate", "hstack", "vstack"])
+LIKE = frozenset(["to", "type_as", "view_as", "expand_as"])
+"""Whose second tensor is an example: its values are not used."""
 _FIRST_TWO = ("input", "target")
 LOSSES: dict[Callable[..., Any], tuple[str, ...]] = {
     F.cross_entropy: (*_FIRST_TWO, "weight", "size_average", "ignore_index", "reduce", "reduction"),

@@ -52,6 +52,8 @@ class BatchLoss:
             own: what the user says it weighs; None if nothing.
         """
         made = averages.made(loss)
+        if made is not None and not made.of and not made.bent:
+            made = None
         if isinstance(loss, Tensor) and loss.numel() == 1:
             self.losses[microbatch] = loss.detach().reshape(())
         self.compared = self.compared or averages.compared
@@ -76,6 +78,7 @@ class BatchLoss:
             self._elements = chosen.count, rows
         first, first_rows = self._elements
         if isinstance(first, Tensor):
+            first = first.double()
             return chosen.count * torch.where(first > 0, first_rows / first, torch.ones_like(first))
         return chosen.count * (first_rows / first) if first else chosen.count
 
@@ -122,7 +125,14 @@ class BatchLoss:
 
     def total_weight(self, weights: Tensor) -> Tensor:
         """() float64: what the weighted losses are divided by."""
-        return torch.ones_like(self.provisional_total) if self.adds_up else weights.sum()
+        if self.adds_up:
+            return torch.ones_like(self.provisional_total)
+        if not any(isinstance(a.empty, Tensor) or a.empty for a in self._chosen.values() if a is not None):
+            return weights.sum()
+        empty = [False if (a := self._chosen.get(i)) is None else a.empty for i in range(len(self.rows))]
+        counted = (1 - torch.stack([scalar(x, self.device) for x in empty])) * weights
+        # one device takes a count of nothing for something, too: once
+        return torch.where(counted.sum() > 0, counted.sum(), weights.max())
 
     def value(self, weights: Tensor) -> Tensor:
         """() of the batch."""
@@ -147,7 +157,9 @@ class BatchLoss:
             warn_once_per_run(text)
 
     def _different(self, weights: Tensor) -> str:
-        made = [self._made[i] for i in range(len(self.rows))]
+        losses = torch.stack([self.losses.get(i, torch.ones(())).to(weights) for i in range(len(self.rows))])
+        counted = ((weights != 0) | (losses != 0)).nonzero().flatten().tolist() or list(range(len(self.rows)))
+        made = [self._made[i] for i in counted]
         known = [x for x in made if x is not None]
         if not known and "targets" not in self._kinds.values():
             return (
@@ -164,7 +176,8 @@ class BatchLoss:
             )
         if len(known) < len(made) or len({len(x.of) for x in known}) > 1:
             return ""  # not the same in all microbatches
-        if self.adds_up and len(known[0].of) > 1 and any(map(_alike, _by_average(known))):
+        besides = [[a for a in x.of if not a.of_sample] for x in known]
+        if self.adds_up and len(known[0].of) > 1 and any(map(_alike, _by_average(besides))):
             return (
                 "the step's loss is a sum over its samples, and so is the batch's: what is added to it and doesn't"
                 " depend on samples (a norm of weights) counts once for every microbatch. Divide it by their number, or"
@@ -177,16 +190,16 @@ class BatchLoss:
                 " (`reduction='sum'`), which is added up. If what it sums is divided already, let"
                 " `loss_weight(self, batch)` on the LightningModule return the number of samples."
             )
-        if (number := self._constant(known)) is not None:
+        if (number := self._constant(known, [self.rows[i] for i in counted])) is not None:
             return (
                 f"the step divides a sum over its samples by {number:g} in every microbatch, which by their shapes is"
                 " no number of what it has added up. The batch's loss is the mean of the microbatches'; on one device"
                 f" it is {len(made)} times as large. Divide by what a microbatch holds (`len(x)`), or use"
                 " microbatches=1."
             )
-        if not self.adds_up and self._unequal(known, weights):
+        if not self.adds_up and self._unequal(known, weights[counted]):
             names = ", ".join(dict.fromkeys(f"`{a.by}`" for a in known[0].of))
-            chosen = self._chosen[0]
+            chosen = self._chosen[counted[0]]
             by = "their samples" if chosen is None else f"what `{chosen.by}` is over"
             return (
                 f"the step adds averages over different numbers ({names}), and its microbatches weigh by {by}: so does"
@@ -203,19 +216,23 @@ class BatchLoss:
             )
         return ""
 
-    def _constant(self, made: Sequence[Made]) -> float | None:
+    def _constant(self, made: Sequence[Made], rows: Sequence[int]) -> float | None:
         """A Python number that a sum is divided by in all microbatches, though it can't be a count."""
         for averages in zip(*(x.of for x in made), strict=True):
             divisors = {a.divisor for a in averages}
-            counts = any(a.divisor_counts(rows, sum(self.rows)) for a, rows in zip(averages, self.rows, strict=True))
-            if len(divisors) == 1 and not counts:
+            counts = any(a.divisor_counts(n, sum(self.rows)) for a, n in zip(averages, rows, strict=True))
+            empty = any(isinstance(a.empty, Tensor) or a.empty for a in averages)
+            if len(divisors) == 1 and not counts and not empty:
                 return divisors.pop()
         return None
 
     def _unequal(self, made: Sequence[Made], weights: Tensor) -> bool:
         """Whether some average is over numbers of another ratio than the weights, or a sum beside averages is not the
         same in all microbatches."""
-        for averages, values in zip(zip(*(x.of for x in made), strict=True), _by_average(made), strict=True):
+        of = [x.distinct for x in made]
+        if len(set(map(len, of))) > 1:
+            return False
+        for averages, values in zip(zip(*of, strict=True), _by_average(of), strict=True):
             if any(a.count is None for a in averages):
                 if not _alike(values):
                     return True
@@ -243,9 +260,9 @@ _ALIKE = 1e-2
 """Of numbers that may be 16 bits wide: how far apart they may be, relative to the largest."""
 
 
-def _by_average(made: Sequence[Made]) -> list[Tensor]:
-    """(m,) each, the values of an average in the microbatches."""
-    return [torch.stack([a.value.double() for a in averages]) for averages in zip(*(x.of for x in made), strict=True)]
+def _by_average(averages: Sequence[Sequence[Average]]) -> list[Tensor]:
+    """(m,) each, the values of an average in the microbatches; of a table, their mean."""
+    return [torch.stack([a.value.double().mean() for a in each]) for each in zip(*averages, strict=False)]
 
 
 def _alike(x: Tensor) -> bool:

@@ -51,6 +51,8 @@ class Call:
     """() bool: whether it is what the step's loss is; None for no."""
     count: Tensor | None = None
     """() float64: how many values it is an average of; infinity for a sum, None if nobody knows."""
+    over: Tensor | None = None
+    """() float64: the same, but 0 for a count of nothing that was taken for something."""
     given: Tensor | float | None = None
     """What was logged, until it is compared."""
     size: Tensor | float | None = None
@@ -67,8 +69,10 @@ class Call:
         if loss is not None and loss.numel() == 1:
             call = replace(call, is_loss=(self.value == scalar(loss, device)))
         made = None if averages is None else averages.made(self.given)
-        if made is not None and made.count is not None:
-            call = replace(call, count=scalar(made.count, device))
+        number = None if averages is None else averages.count_of(self.given)
+        if made is not None and number is not None:
+            count = scalar(number, device)
+            call = replace(call, count=count, over=torch.where(scalar(made.empty, device) > 0, 0.0, count))
         return call
 
 
@@ -204,7 +208,9 @@ class Logs:
             self._log(entry.name, metric, metric_attribute=entry.metric, **options)
 
 
-def merge(microbatches: Sequence[Sequence[Call]], weights: Tensor, adds_up: bool = False) -> list[Call]:
+def merge(
+    microbatches: Sequence[Sequence[Call]], weights: Tensor, adds_up: bool = False, total: Tensor | None = None
+) -> list[Call]:
     """What the microbatches logged, as one batch would have.
 
     The loss is averaged by the microbatches' weights. Any other number that a step averaged is averaged by what it
@@ -215,7 +221,9 @@ def merge(microbatches: Sequence[Sequence[Call]], weights: Tensor, adds_up: bool
     Args:
         weights: (m,) float64.
         adds_up: whether the loss is the sum of the microbatches', not their mean.
+        total: () float64, what their weighted sum is divided by; None for the weights' sum.
     """
+    total = weights.sum() if total is None else total
     weights = torch.where(weights.sum() > 0, weights, torch.ones_like(weights))
     found: dict[tuple[str, int], list[tuple[Call, Tensor]]] = {}
     for calls, weight in zip(microbatches, weights.unbind(), strict=True):
@@ -224,11 +232,12 @@ def merge(microbatches: Sequence[Sequence[Call]], weights: Tensor, adds_up: bool
             found.setdefault((call.entry.name, times[call.entry.name]), []).append((call, weight))
             times[call.entry.name] += 1
     return [
-        _merged([call for call, _ in pairs], torch.stack([w for _, w in pairs]), adds_up) for pairs in found.values()
+        _merged([call for call, _ in pairs], torch.stack([w for _, w in pairs]), adds_up, total)
+        for pairs in found.values()
     ]
 
 
-def _merged(calls: list[Call], weights: Tensor, adds_up: bool) -> Call:
+def _merged(calls: list[Call], weights: Tensor, adds_up: bool, total_weight: Tensor) -> Call:
     entry, values = calls[-1].entry, torch.stack([call.value for call in calls])
     sizes = [call.size for call in calls if call.size is not None]
     sized = len(sizes) == len(calls)
@@ -238,14 +247,19 @@ def _merged(calls: list[Call], weights: Tensor, adds_up: bool) -> Call:
         return Call(replace(entry, sized=sized), getattr(values, how)(), size=total)
     given = torch.stack([scalar(size, values.device) for size in sizes]) if sized else weights
     value = _mean(values, given)
-    counts = [call.count for call in calls if call.count is not None]
-    if len(counts) == len(calls):
-        of = torch.stack(counts)
-        value = torch.where(torch.isfinite(of).all(), _mean(values, of), value)
+    if any(call.count is not None for call in calls):
+        # `y.sum() * 0`, where there is nothing to average, is an average of nothing
+        unknown = torch.where(values == 0, 0.0, torch.nan).unbind()
+        counts = [u if call.count is None else call.count for call, u in zip(calls, unknown, strict=True)]
+        overs = [u if call.over is None else call.over for call, u in zip(calls, unknown, strict=True)]
+        of, over = torch.stack(counts), torch.stack(overs).sum()
+        mean = (values * of).sum() / torch.where(over > 0, over, of.max())
+        value = torch.where(torch.isfinite(of).all(), mean, value)
         value = torch.where(torch.isinf(of).all(), values.sum(), value)
     losses = [call.is_loss for call in calls if call.is_loss is not None]
     if len(losses) == len(calls):
-        loss = values.sum() if adds_up else _mean(values, weights)
+        mean = (values * weights).sum() / torch.where(total_weight > 0, total_weight, weights.sum())
+        loss = values.sum() if adds_up else mean
         value = torch.where(torch.stack(losses).all(), loss, value)
     return Call(replace(entry, sized=sized), value, size=total)
 

@@ -76,7 +76,7 @@ def _computes_linear(module: nn.Module) -> bool:
     if module._buffers or module._modules or type(module).__module__.startswith("torch."):
         return False
     names = getattr(getattr(type(module).forward, "__code__", None), "co_names", ())
-    if any(hasattr(module, name) and name not in _OF_LINEAR for name in names):
+    if any(_is_own(module, name) for name in names):
         return False
     twin = copy.copy(module)
     weight, x = torch.linspace(-1, 1, 15).view(5, 3), torch.linspace(-2, 3, 24).view(2, 4, 3)
@@ -91,6 +91,13 @@ def _computes_linear(module: nn.Module) -> bool:
         results = [(twin.train(mode)(y), z) for mode in (True, False) for y, z in ((x, wanted), (x[0], wanted[0]))]
         return all(torch.allclose(found, z, atol=1e-6) for found, z in results)
     return False
+
+
+def _is_own(module: nn.Module, name: str) -> bool:
+    """Whether a linear layer has an attribute that nn.Linear has not, or another one."""
+    if name in _OF_LINEAR:
+        return False
+    return name in vars(module) or getattr(type(module), name, None) is not getattr(nn.Linear, name, None)
 
 
 def find_blocks(module: nn.Module) -> list[str]:

@@ -114,7 +114,13 @@ class _Capture:
         of_kind.note(given, kind)
         if given.flags not in of_kind.results:
             of_kind.results[given.flags] = tree_map(copied, forward(*args, **kwargs))
-        return tree_map(copied, of_kind.results[given.flags])
+        return tree_map(_handed_out, of_kind.results[given.flags])
+
+
+def _handed_out(x: Any) -> Any:
+    """A copy for the step, which may change it in place: no leaf, if it needs a gradient."""
+    found = copied(x)
+    return found.clone() if isinstance(found, Tensor) and found.requires_grad else found
 
 
 @dataclass(frozen=True)

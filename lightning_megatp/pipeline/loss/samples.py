@@ -1,0 +1,119 @@
+"""What a step does with single samples of a microbatch, and with all of them at once, beside its averages.
+
+A loop over samples (`for x, t in zip(y, target)`) makes a loss of each: numbers to add up, whatever each is a mean of.
+And a statistic of all samples (`x.std()`, `loss.topk(k)`, `p.sum(0)`) is the microbatch's in a pipeline, and no mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_megatp.shim.torch import viewed
+
+SLICES = frozenset([Tensor.__iter__, Tensor.__getitem__, torch.unbind, Tensor.unbind])
+_ALL = None
+STATISTICS: dict[str, tuple[int, Any]] = {
+    **dict.fromkeys(("std", "var", "std_mean", "var_mean", "max", "min", "amax", "amin", "aminmax"), (1, _ALL)),
+    **dict.fromkeys(("median", "nanmedian", "logsumexp", "prod"), (1, _ALL)),
+    **dict.fromkeys(("quantile", "nanquantile", "norm", "vector_norm", "linalg_norm", "linalg_vector_norm"), (2, _ALL)),
+    **dict.fromkeys(("sort", "softmax", "log_softmax", "cumsum", "cumprod", "logcumsumexp"), (1, -1)),
+    **{"topk": (2, -1), "kthvalue": (2, -1), "normalize": (2, 1)},
+}
+"""By name, which argument is the dim of a function that is no mean of it, and its default; None for all dims."""
+GROUPED = frozenset(["scatter_add", "scatter_add_", "index_add", "index_add_", "scatter_reduce", "scatter_reduce_"])
+"""Sums of groups of what they are given."""
+
+
+class Samples:
+    """The tensors of one microbatch that are made of one sample each.
+
+    Args:
+        rows: the microbatch's samples; 0 to follow nothing.
+    """
+
+    def __init__(self, rows: int) -> None:
+        self.rows = rows
+        self._of: dict[int, tuple[Tensor, int]] = {}
+        """By the identity of a tensor, which is kept alive for it, and the number of its sample."""
+
+    def holds(self, x: Any) -> bool:
+        """Whether a tensor has a row per sample. Of one whose rows have as many rows this isn't known: its first dim
+        may be that of layers, heads or time."""
+        return (
+            isinstance(x, Tensor)
+            and 0 < self.rows == (x.shape[0] if x.dim() else 0)
+            and (x.dim() == 1 or x.shape[1] != self.rows)
+            and not isinstance(x if viewed(x) is None else viewed(x), nn.Parameter)
+        )
+
+    def alone(self, operands: Iterable[Any], adds: bool = False) -> int | None:
+        """The sample that an operation is about, if it is about one.
+
+        Args:
+            adds: whether it is an addition: of a sample's number to 0, or to others', is a sum over samples.
+        """
+        if not self._of:
+            return None
+        found = set()
+        for x in operands:
+            if isinstance(x, Tensor) and (known := self._of.get(id(x))) is not None:
+                found.add(known[1])
+            elif self.holds(x) or (adds and (isinstance(x, (int, float)) or (isinstance(x, Tensor) and not x.dim()))):
+                return None
+        return found.pop() if len(found) == 1 else None
+
+    def forget(self, result: Any) -> None:
+        """What was changed in place by others."""
+        if self._of:
+            self._of.pop(id(result), None)
+
+    def note(self, result: Any, sample: int) -> None:
+        """What an operation has made of one sample."""
+        for x in result if isinstance(result, (list, tuple)) else [result]:
+            if isinstance(x, Tensor):
+                self._of[id(x)] = x, sample
+
+    def cut(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """The result of one of `SLICES`, whose samples are noted; NotImplemented if it does not cut samples apart."""
+        if not args or not self.holds(args[0]):
+            return NotImplemented
+        if func is Tensor.__getitem__:
+            index = args[1][0] if isinstance(args[1], tuple) and args[1] else args[1]
+            if type(index) is slice and type(index.start) is int and index.stop == index.start + 1:
+                index = index.start  # a microbatch of one sample
+            if type(index) is not int:
+                return NotImplemented
+            result = func(*args)
+            self.note(result, index % self.rows)
+            return result
+        if kwargs.get("dim", args[1] if len(args) > 1 else 0) != 0:
+            return NotImplemented
+        parts = args[0].unbind(0)
+        for i, part in enumerate(parts):
+            self.note(part, i)
+        return iter(parts) if func is Tensor.__iter__ else parts
+
+    def reduces(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], position: int, default: Any) -> bool:
+        """Whether a function of its first argument joins samples: over dim 0 of one row per sample, or over all of it.
+
+        Args:
+            name: of the function.
+            position: of the argument that is a dim.
+            default: of that; None for all dims.
+        """
+        x = args[0] if args else kwargs.get("input")
+        if not isinstance(x, Tensor) or not x.is_floating_point() or not x.dim():
+            return False
+        dim = kwargs.get("dim", kwargs.get("axis", args[position] if len(args) > position else default))
+        if isinstance(dim, Tensor):
+            return False  # the larger of two
+        dims = [dim] if type(dim) is int else dim
+        whole = not isinstance(dims, (list, tuple)) or not dims
+        if not whole and 0 not in [d % x.dim() for d in dims]:
+            return False
+        flat = x.dim() == 1 and x.requires_grad and self.rows > 0 and x.shape[0] % self.rows == 0
+        return self.holds(x) or flat
