@@ -51,6 +51,11 @@ def changeable(module: nn.Module) -> Iterator[tuple[Place, Tensor]]:
                 yield Place(module, holder, leaf), x
 
 
+def address(x: Tensor) -> int:
+    """Where the values of a tensor lie; of one that has no one place for them (a sparse one), a number of its own."""
+    return x.data_ptr() if x.layout is torch.strided else id(x)
+
+
 def copy_of(x: Tensor) -> Tensor:
     """Without gradient, and of the same class."""
     copy = x.detach().clone()

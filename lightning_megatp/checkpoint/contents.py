@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from lightning_megatp.checkpoint.chunks import Chunks, whole
 from lightning_megatp.mesh import ParallelMesh
 from lightning_megatp.module import ParallelModule
+from lightning_megatp.places import address
 from lightning_megatp.plan.shard import ShardSpec
 
 MODEL = "state_dict."
@@ -54,7 +55,7 @@ def model_entries(state: Mapping[str, Any], parallel: ParallelModule) -> Iterato
         value = value.to_local() if isinstance(value, DTensor) else value
         parameter = held.get(name)
         if parameter is None and value.numel():
-            parameter = parameters.get(value.data_ptr())
+            parameter = parameters.get(address(value))
         if parameter is None or parameter.shape != value.shape:
             yield Entry(name, whole(name, value), value, trained=False)
         else:

@@ -332,7 +332,7 @@ def _parameters(state: dict[str, Any]) -> Iterator[str]:
     """Names of what may be parameters, each storage once. Batch norms' buffers are known by their counter."""
     seen = set()
     for name, x in state.items():
-        if not isinstance(x, Tensor) or not x.is_floating_point():
+        if not isinstance(x, Tensor) or not x.is_floating_point() or x.layout is not torch.strided:
             continue
         owner, _, leaf = name.rpartition(".")
         if leaf in ("running_mean", "running_var") and f"{owner}.num_batches_tracked".lstrip(".") in state:

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_megatp.module import ParallelModule
+from lightning_megatp.places import address
 from lightning_megatp.shim.torch import tree_map
 from lightning_megatp.tensor.parameters import gather_shards
 
@@ -32,7 +33,7 @@ def full_state_dict(state: Mapping[str, Any], parallel: ParallelModule, keep: bo
         value = value.to_local() if isinstance(value, DTensor) else value
         known = name
         if name not in held and isinstance(value, Tensor) and value.numel() > 0:
-            known = by_storage.get(value.data_ptr(), name)  # a user's state_dict() may rename entries
+            known = by_storage.get(address(value), name)  # a user's state_dict() may rename entries
         if known in held:
             spec, divided = parallel.spec_of(known), id(held[known]) in parallel.divided
             value = parallel.of_tensor_rank(held[known], value)

@@ -178,11 +178,8 @@ class LastStage:
                 stop=self._trainer.should_stop,
                 goes_on=run.goes_on,
             )
-            facts = Facts(
-                *self._telling.share(
-                    merge(run.logged, weights, run.loss.adds_up, run.loss.total_weight(weights)), known
-                )
-            )
+            logged = merge(run.logged, weights, run.loss.adds_up, run.loss.total_weight(weights))
+            facts = Facts(*self._telling.share(logged, known))
             self._telling.send_values(values)
         else:
             facts = Facts(*self._telling.share([], Facts()))

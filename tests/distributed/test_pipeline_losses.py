@@ -50,7 +50,12 @@ def _of_samples(y: Tensor, t: Tensor, m: Tensor) -> Tensor:
 def _samples_by_number(y: Tensor, t: Tensor, m: Tensor) -> Tensor:
     loss = torch.zeros((), dtype=y.dtype)
     for i in range(len(y)):
-        loss += F.cross_entropy(y[i], _classes(t)[i]) + 0.1 * (_squares(y[i], t[i]) * m[i]).sum() / m[i].sum().clamp(1)
+        near = 1 - (y[i] * t[i]).sum() / (y[i].square().sum() * t[i].square().sum()).sqrt()
+        loss += (
+            F.cross_entropy(y[i], _classes(t)[i])
+            + near
+            + 0.1 * (_squares(y[i], t[i]) * m[i]).sum() / m[i].sum().clamp(1)
+        )
     return loss / len(y)
 
 

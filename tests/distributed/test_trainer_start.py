@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.quasirandom import SobolEngine
 
-from tests.distributed.training import PLAIN, QUIET, TP2, Layout, make_trainer, run_program, train_loader
+from tests.distributed.training import PLAIN, QUIET, TP2, Layout, Losses, make_trainer, run_program, train_loader
 from tests.parity.variants import variant
 from tests.ranks import run_ranks
 
@@ -55,6 +55,20 @@ def _old_namespace(layout: Layout) -> list[float]:
 def test_pytorch_lightning_projects_train_the_same() -> None:
     expected = run_program(PLAIN, _old_namespace)[0]
     assert run_program(TP2, _old_namespace) == [pytest.approx(expected, abs=1e-9)] * 2
+
+
+def _with_sparse_buffers(layout: Layout) -> list[float]:
+    module, losses = variant("untied").build(), Losses()
+    module.register_buffer("heads", torch.eye(4).bool().to_sparse(), persistent=False)
+    make_trainer(layout, callbacks=[losses]).fit(module, train_loader(layout, 2))
+    assert module.heads.to_dense().sum() == 4
+    return losses.seen
+
+
+def test_buffers_may_be_sparse() -> None:
+    expected = run_program(PLAIN, _with_sparse_buffers)[0]
+    for layout in (TP2, Layout(pp=2)):
+        assert run_program(layout, _with_sparse_buffers) == [pytest.approx(expected, abs=1e-9)] * 2
 
 
 def _by_name(rank: int, world_size: int) -> tuple[str, int, int]:

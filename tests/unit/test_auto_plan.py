@@ -411,17 +411,46 @@ def test_a_block_of_several_names_is_captured_once_and_gets_its_forward_back() -
     assert len(kinds[0].calls) == 1 and "forward" not in vars(shared)
 
 
+def test_a_step_may_change_results_of_blocks_in_place() -> None:
+    model = nn.Module()
+    other = nn.Sequential(nn.Linear(HIDDEN, 8), nn.ReLU(), nn.Linear(8, HIDDEN))
+    model.blocks = nn.ModuleList([Block(Gated()), Block(other)])  # of two kinds
+    kinds = kinds_of_blocks(model)
+
+    def step() -> None:
+        x = X
+        for block in model.blocks:
+            x = block(x)
+            x *= 2.0
+
+    assert capture_calls(model, kinds, step) is None
+    assert [len(kind.calls) for kind in kinds] == [1, 1]
+
+
 def test_a_linear_subclass_counts_if_it_computes_the_same() -> None:
     class Same(nn.Linear):
         def forward(self, input: Tensor) -> Tensor:
             return input @ self.weight.T if self.bias is None else input @ self.weight.T + self.bias
 
+    class Cast(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            bias = None if self.bias is None else self.bias.to(input.dtype)
+            return F.linear(input, self.weight.to(input.dtype), bias)
+
     class Scaled(nn.Linear):
         def forward(self, input: Tensor) -> Tensor:
             return super().forward(input) * 1.01
 
+    class Quantized(nn.Linear):
+        def to(self, dtype: torch.dtype) -> Tensor:  # type: ignore[override]
+            return self.weight.round().to(dtype)
+
+        def forward(self, input: Tensor) -> Tensor:
+            return F.linear(input, self.weight, self.bias) if self.training else self.to(input.dtype)
+
     assert is_linear(nn.Linear(3, 2)) and is_linear(Same(7, 3)) and is_linear(Same(7, 3, bias=False))
-    assert not is_linear(Scaled(7, 3))
+    assert is_linear(Cast(7, 3)) and is_linear(Cast(7, 3, bias=False))
+    assert not is_linear(Scaled(7, 3)) and not is_linear(Quantized(7, 3))
     assert not is_linear(torch.nn.utils.parametrizations.weight_norm(nn.Linear(3, 2)))
 
 

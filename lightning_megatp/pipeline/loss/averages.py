@@ -38,7 +38,7 @@ from lightning_megatp.pipeline.loss.functions import (
     WEIGHTED,
     count_of,
 )
-from lightning_megatp.pipeline.loss.samples import GROUPED, SLICES, STATISTICS, Samples
+from lightning_megatp.pipeline.loss.samples import SLICES, Samples
 from lightning_megatp.shim.autograd import functorch_is_active
 from lightning_megatp.shim.torch import WithoutMode, is_fake, viewed
 
@@ -261,7 +261,7 @@ class Averages(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         sample = None if name in JOINS else self._samples.alone(_operands(args, kwargs), adds=name in SUMS)
         if sample is None:
-            if func in SLICES and id(args[0]) not in self._made:
+            if func in SLICES and args and id(args[0]) not in self._made:
                 parts = self._samples.cut(func, args, kwargs)
                 if parts is not NotImplemented:
                     return parts
@@ -284,10 +284,7 @@ class Averages(TorchFunctionMode):
         if self._compares:
             if func in COMPARISONS:
                 return self._comparison(func, args, kwargs)
-            name = getattr(func, "__name__", "")
-            if not self._unit and name in STATISTICS and self._samples.reduces(name, args, kwargs, *STATISTICS[name]):
-                return self._statistic(func, args, kwargs)
-            if not self._unit and name in GROUPED and args[0].is_floating_point():
+            if not self._unit and self._samples.makes_a_statistic(getattr(func, "__name__", ""), args, kwargs):
                 return self._statistic(func, args, kwargs)
         if func in EMPTY:
             result = func(*args, **kwargs)
@@ -385,7 +382,7 @@ class Averages(TorchFunctionMode):
             else:
                 whole = not x.is_floating_point() and not x.is_complex()
                 self._note(result, func.__name__, None, None, summed=tuple(x.shape), adds=whole)
-        elif not self._unit and self._samples.reduces(func.__name__, args, kwargs, 1, None):
+        elif not self._unit and self._samples.reduces(args, kwargs):
             each = float(x.numel() / max(result.numel(), 1))
             if mean:
                 self._note(result, func.__name__, each, ("elements", each))
@@ -395,6 +392,11 @@ class Averages(TorchFunctionMode):
 
     def _followed(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Any operation, maybe on numbers that are known."""
+        if self._of_sample:  # whatever is made of one sample's numbers is a number of it
+            result = func(*args, **kwargs)
+            if isinstance(result, Tensor) and result.is_floating_point() and not result.dim():
+                self._note(result, func.__name__, None, None)
+            return result
         operands = list(_operands(args, kwargs))
         known = [found for x in operands if (found := self.made(x)) is not None]
         if not known:
@@ -457,10 +459,6 @@ class Averages(TorchFunctionMode):
             nothing = (divisor == 0) & (x.detach() == 0)
             by = torch.where(nothing, torch.ones_like(by), by)
         result = func(x, by)
-        if self._of_sample:  # maybe by its own count: still a number of one sample
-            of = tuple(replace(a, value=result.detach().clone()) for a in made.of)
-            self._keep(result, of, made.rest, made.bent)
-            return result
         mixed = divisor_made is not None and divisor_made.rest  # with something kept: an average of losses so far
         share = divisor_made is not None and not mixed and all(a.count is not None for a in divisor_made.of)
         divided = made.of if mixed else tuple(a.divided(divisor, over, share, result, empty) for a in made.of)

@@ -15,11 +15,10 @@ from torch import Tensor, nn
 from lightning_megatp.shim.torch import viewed
 
 SLICES = frozenset([Tensor.__iter__, Tensor.__getitem__, torch.unbind, Tensor.unbind])
-_ALL = None
 STATISTICS: dict[str, tuple[int, Any]] = {
-    **dict.fromkeys(("std", "var", "std_mean", "var_mean", "max", "min", "amax", "amin", "aminmax"), (1, _ALL)),
-    **dict.fromkeys(("median", "nanmedian", "logsumexp", "prod"), (1, _ALL)),
-    **dict.fromkeys(("quantile", "nanquantile", "norm", "vector_norm", "linalg_norm", "linalg_vector_norm"), (2, _ALL)),
+    **dict.fromkeys(("std", "var", "std_mean", "var_mean", "max", "min", "amax", "amin", "aminmax"), (1, None)),
+    **dict.fromkeys(("median", "nanmedian", "logsumexp", "prod"), (1, None)),
+    **dict.fromkeys(("quantile", "nanquantile", "norm", "vector_norm", "linalg_norm", "linalg_vector_norm"), (2, None)),
     **dict.fromkeys(("sort", "softmax", "log_softmax", "cumsum", "cumprod", "logcumsumexp"), (1, -1)),
     **{"topk": (2, -1), "kthvalue": (2, -1), "normalize": (2, 1)},
 }
@@ -58,13 +57,16 @@ class Samples:
         """
         if not self._of:
             return None
-        found = set()
+        found, numbers, others = set(), True, False
         for x in operands:
             if isinstance(x, Tensor) and (known := self._of.get(id(x))) is not None:
                 found.add(known[1])
-            elif self.holds(x) or (adds and (isinstance(x, (int, float)) or (isinstance(x, Tensor) and not x.dim()))):
+                numbers = numbers and not x.dim()
+            elif self.holds(x):
                 return None
-        return found.pop() if len(found) == 1 else None
+            else:
+                others = others or isinstance(x, (int, float)) or (isinstance(x, Tensor) and not x.dim())
+        return None if len(found) != 1 or (adds and numbers and others) else found.pop()
 
     def forget(self, result: Any) -> None:
         """What was changed in place by others."""
@@ -97,11 +99,16 @@ class Samples:
             self.note(part, i)
         return iter(parts) if func is Tensor.__iter__ else parts
 
-    def reduces(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], position: int, default: Any) -> bool:
+    def makes_a_statistic(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Whether a function, by its name, joins samples to something that is no mean or sum of all of them."""
+        if name in GROUPED:
+            return bool(args) and isinstance(args[0], Tensor) and args[0].is_floating_point()
+        return name in STATISTICS and self.reduces(args, kwargs, *STATISTICS[name])
+
+    def reduces(self, args: Sequence[Any], kwargs: Mapping[str, Any], position: int = 1, default: Any = None) -> bool:
         """Whether a function of its first argument joins samples: over dim 0 of one row per sample, or over all of it.
 
         Args:
-            name: of the function.
             position: of the argument that is a dim.
             default: of that; None for all dims.
         """

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_megatp.mesh import ParallelMesh, on_cpu
+from lightning_megatp.places import address
 from lightning_megatp.shim.torch import is_fake, tensor_version
 
 Versions = dict[str, tuple[int, int]]
@@ -15,7 +16,7 @@ Versions = dict[str, tuple[int, int]]
 
 def versions_of(module: nn.Module) -> Versions:
     """Of the buffers that this rank holds."""
-    return {name: (x.data_ptr(), tensor_version(x)) for name, x in _held(module).items()}
+    return {name: (address(x), tensor_version(x)) for name, x in _held(module).items()}
 
 
 def agree_on_buffers(module: nn.Module, before: Versions, mesh: ParallelMesh) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_megatp.mesh import on_cpu
+from lightning_megatp.places import address
 from lightning_megatp.shim.torch import tensor_version
 from lightning_megatp.snapshots.leftovers import Path, is_own_object
 
@@ -122,4 +123,4 @@ def adopt(modules: Mapping[str, nn.Module], changes: Mapping[Path, Change], devi
 
 
 def _version(x: Tensor) -> tuple[int, int]:
-    return x.data_ptr(), tensor_version(x)
+    return address(x), tensor_version(x)
