@@ -974,6 +974,29 @@ class Collecting(Leaking):
         return loss + 0.1 * early + 0.1 * sum(normed)
 
 
+class CastHead(nn.Module):
+    """Its head is the embedding's weight, cast to a dtype that it has already (Whisper)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(16, 8)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(4))
+
+    def training_step(self, batch: Tensor, batch_idx: int = 0) -> Tensor:
+        x = self.tokens(batch)
+        for block in self.blocks:
+            x = x + block(x)
+        return F.cross_entropy((x @ self.tokens.weight.to(x.dtype).transpose(0, 1)).flatten(0, 1), batch.flatten())
+
+
+def test_a_weight_that_is_cast_to_its_own_dtype() -> None:
+    torch.manual_seed(0)
+    module = CastHead().double()
+    pipe = pipeline(module, torch.randint(0, 16, (4, 6)), 2)
+    for length in (6, 5):  # the second plan is made where each stage holds its own parameters only
+        check_with_plans_of(pipe, module, torch.randint(0, 16, (4, length)))
+
+
 @pytest.mark.parametrize("n", [2, 4])
 def test_what_layers_inside_of_units_collect(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_megatp.pipeline.slicing.state.collected.collecting", lambda: COLLECTED)

@@ -30,7 +30,7 @@ from lightning_megatp.pipeline.slicing.locator import Locator
 from lightning_megatp.pipeline.slicing.plan import Instruction, Relay, SliceError, SlicePlan, tensors_in
 from lightning_megatp.pipeline.slicing.running import StageMode
 from lightning_megatp.pipeline.slicing.state.kept import Kept
-from lightning_megatp.shim.torch import FakeTensorMode, tree_map
+from lightning_megatp.shim.torch import FakeTensorMode, tensor_version, tree_map
 from lightning_megatp.tensor.functions import operation_name
 
 
@@ -160,8 +160,16 @@ class Alone(StageMode):
 
         def evaluate(*args: Any, **kwargs: Any) -> Any:
             follow = by_positions(function, args) if masks_read(function, args, int) else function
+            before = {id(x): tensor_version(self._tracer.values.fake(x)) for x in tensors_in(args, kwargs)}
             out = self._tracer.fakes.evaluate(name, follow, args, kwargs)
-            given = {id(self._tracer.values.fake(x)): x for x in tensors_in(args, kwargs)}  # changed in place, maybe
+            given = {}
+            for x in tensors_in(args, kwargs):
+                fake = self._tracer.values.fake(x)
+                if id(x) not in self._tracer.owners or tensor_version(fake) != before[id(x)]:
+                    given[id(fake)] = x  # changed in place, maybe
+                elif any(y is x or y is fake for y in tensors_in(out)):
+                    with self._tracer.fake_mode:  # what comes out as it is (`weight.to(dtype)`) is not the unit's then
+                        given[id(x)] = given[id(fake)] = fake.view_as(fake)
             return tree_map(lambda x: given.get(id(x), x), out)
 
         return super()._compute(instruction, evaluate, args, kwargs)
