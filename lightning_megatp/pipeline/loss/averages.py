@@ -221,7 +221,7 @@ class Averages(TorchFunctionMode):
     def count_of(self, number: Any) -> Tensor | float | None:
         """How many values a number is an average of, as `Made.count`; None for one sample's of all."""
         made = self.made(number)
-        return None if made is None or self._samples.alone([number]) is not None else made.count
+        return None if made is None or self._samples.alone([number], ()) is not None else made.count
 
     def units_of(self, loss: Any) -> set[str]:
         """The units inside of which the averages of a loss were made, or cross-entropies if it has none."""
@@ -259,7 +259,7 @@ class Averages(TorchFunctionMode):
         if self._paused or torch.compiler.is_compiling():
             return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
-        sample = None if name in JOINS else self._samples.alone(_operands(args, kwargs), adds=name in SUMS)
+        sample = None if name in JOINS else self._samples.alone(_operands(args, kwargs), self._made, name in SUMS)
         if sample is None:
             if func in SLICES and args and id(args[0]) not in self._made:
                 parts = self._samples.cut(func, args, kwargs)
@@ -411,7 +411,9 @@ class Averages(TorchFunctionMode):
         elif type(result) is int or type(result) is bool:
             self._read_nothing = self._read_nothing or not result
         elif isinstance(result, Tensor) and name in CLAMPS and result.numel() == 1:
-            self._keep(result, tuple(a for x in known for a in x.of), bent=name if known[0].of[0].count else "")
+            of = tuple(a for x in known for a in x.of)
+            bends = name if any(a.count is not None for a in of) else ""
+            self._keep(result, of, bent=next((x.bent for x in known if x.bent), bends))
         elif isinstance(result, Tensor) and result.is_floating_point() and self._follows(result, joins):
             bent = next((x.bent for x in known if x.bent), "")
             if name not in LINEAR or (name in PRODUCTS and sum(bool(x.of or x.bent) for x in known) > 1):

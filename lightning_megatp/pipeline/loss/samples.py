@@ -6,7 +6,7 @@ And a statistic of all samples (`x.std()`, `loss.topk(k)`, `p.sum(0)`) is the mi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -46,27 +46,32 @@ class Samples:
             isinstance(x, Tensor)
             and 0 < self.rows == (x.shape[0] if x.dim() else 0)
             and (x.dim() == 1 or x.shape[1] != self.rows)
-            and not isinstance(x if viewed(x) is None else viewed(x), nn.Parameter)
+            and not _is_parameter(x)
         )
 
-    def alone(self, operands: Iterable[Any], adds: bool = False) -> int | None:
-        """The sample that an operation is about, if it is about one.
+    def alone(self, operands: Iterable[Any], known: Container[int], adds: bool = False) -> int | None:
+        """The sample that an operation is about, if it is about one: others of its operands are constants and weights,
+        and no larger than what it has of that sample.
 
         Args:
+            known: the identities of numbers of which more is known, all samples' or one's.
             adds: whether it is an addition: of a sample's number to 0, or to others', is a sum over samples.
         """
         if not self._of:
             return None
-        found, numbers, others = set(), True, False
+        samples, largest, others, number = set(), 0, 0, False
         for x in operands:
-            if isinstance(x, Tensor) and (known := self._of.get(id(x))) is not None:
-                found.add(known[1])
-                numbers = numbers and not x.dim()
-            elif self.holds(x):
+            if not isinstance(x, Tensor):
+                number = number or isinstance(x, (int, float))
+            elif (of := self._of.get(id(x))) is not None:
+                samples.add(of[1])
+                largest = max(largest, x.numel())
+            elif id(x) in known or self.holds(x):
                 return None
-            else:
-                others = others or isinstance(x, (int, float)) or (isinstance(x, Tensor) and not x.dim())
-        return None if len(found) != 1 or (adds and numbers and others) else found.pop()
+            elif not _is_parameter(x):
+                others, number = max(others, x.numel()), number or not x.dim()
+        joins = adds and number and largest <= 1
+        return None if len(samples) != 1 or others > largest or joins else samples.pop()
 
     def forget(self, result: Any) -> None:
         """What was changed in place by others."""
@@ -80,8 +85,9 @@ class Samples:
                 self._of[id(x)] = x, sample
 
     def cut(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """The result of one of `SLICES`, whose samples are noted; NotImplemented if it does not cut samples apart."""
-        if not args or not self.holds(args[0]):
+        """The result of one of `SLICES`, whose samples are noted; NotImplemented if it does not cut samples apart.
+        Numbers are not: a vector of as many may be the weights of losses."""
+        if not args or not self.holds(args[0]) or args[0].dim() < 2:
             return NotImplemented
         if func is Tensor.__getitem__:
             index = args[1][0] if isinstance(args[1], tuple) and args[1] else args[1]
@@ -124,3 +130,9 @@ class Samples:
             return False
         flat = x.dim() == 1 and x.requires_grad and self.rows > 0 and x.shape[0] % self.rows == 0
         return self.holds(x) or flat
+
+
+def _is_parameter(x: Tensor) -> bool:
+    """Whether this is a parameter, or a view of one."""
+    of = viewed(x)
+    return isinstance(x if of is None else of, nn.Parameter)
