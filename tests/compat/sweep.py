@@ -205,8 +205,9 @@ def check_stages(rank: int, world_size: int, name: str, sequence: bool, tp: int)
                 parts = torch.stack([_loss(reference, part) for part in split_batch(copy.deepcopy(batch), 2)])
                 normed = any(isinstance(child, nn.BatchNorm1d | nn.BatchNorm2d) for child in reference.modules())
                 near = 1e-4 * abs(float(wanted))
-                coupled = normed or all(abs(float(x - wanted)) > near for x in (parts.mean(), parts.sum()))
-                wanted = parts.mean() if coupled else wanted
+                together = min(parts.mean(), parts.sum(), key=lambda x: abs(float(x - wanted)))
+                coupled = normed or abs(float(together - wanted)) > near
+                wanted = together if coupled else wanted
         if coupled and padding:
             continue  # samples meet within microbatches, and how many of what is in each is then another matter
         wanted.backward()
