@@ -167,10 +167,11 @@ class LastStage:
             return None
         if self.mesh.is_last_stage:
             total, weights = run.conclude()
+            divisor = run.loss.total_weight(weights)
             values = pickled(run.set_values, run.set_tensors, run.set_options)
             known = Facts(
                 loss=total.double(),
-                factor=run.loss.provisional_total / run.loss.total_weight(weights),
+                factor=run.loss.provisional_total / divisor,
                 dtype=dtype_index(total),
                 left_state=run.left_state,
                 returns_more=run.returns_more,
@@ -178,7 +179,7 @@ class LastStage:
                 stop=self._trainer.should_stop,
                 goes_on=run.goes_on,
             )
-            logged = merge(run.logged, weights, run.loss.adds_up, run.loss.total_weight(weights))
+            logged = merge(run.logged, weights, run.loss.adds_up, divisor)
             facts = Facts(*self._telling.share(logged, known))
             self._telling.send_values(values)
         else:

@@ -131,6 +131,7 @@ OTHERS: dict[str, tuple[Loss, str]] = {
     "root": (lambda y, t, m: F.mse_loss(y, t).sqrt(), "`sqrt`"),
     "overlap": (lambda y, t, m: 1 - (y.sigmoid() * m[..., None]).sum() / (y.sigmoid().sum() + m.sum()), "`div`"),
     "clamped": (lambda y, t, m: F.mse_loss(y[m], t[m]).clamp(min=0.1), "`clamp`"),
+    "a clamped sum": (lambda y, t, m: F.mse_loss(y, t, reduction="sum").clamp(max=1e3), "`clamp`"),
     "mixed": (lambda y, t, m: F.mse_loss(y[m], t[m]) + _squares(y, t).mean(), "`mse_loss`, `mean`"),
     "two entropies": (
         lambda y, t, m: F.cross_entropy(y.flatten(0, 1), _ignored(t, m)) + _entropies(y, t).mean(),

@@ -9,15 +9,12 @@ a masked language model, of a masked autoencoder (`(loss * mask).sum() / mask.su
 from __future__ import annotations
 
 import contextlib
-import functools
-import itertools
-import operator
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from lightning_megatp.pipeline.loss.functions import (
@@ -38,142 +35,10 @@ from lightning_megatp.pipeline.loss.functions import (
     WEIGHTED,
     count_of,
 )
-from lightning_megatp.pipeline.loss.samples import SLICES, Samples
+from lightning_megatp.pipeline.loss.made import Average, Made
+from lightning_megatp.pipeline.loss.samples import SLICES, Samples, is_parameter
 from lightning_megatp.shim.autograd import functorch_is_active
-from lightning_megatp.shim.torch import WithoutMode, is_fake, viewed
-
-
-@dataclass(frozen=True, eq=False)
-class Average:
-    """One number that a step has made of many.
-
-    Args:
-        by: what made it, for messages.
-        value: () a copy: a step may add to the number in place.
-        count: how many values it is the mean of, or their weights' sum; None for a sum of them.
-        over: the same for averages over the same things.
-        of_targets: whether it is a cross-entropy of classes.
-        unit: the unit inside of which it was made; "" for none.
-        summed: of a sum, the shape of what it has added up.
-        adds: whether that is nothing but a sum over samples: by `reduction="sum"`, or of whole numbers. What else a
-            step sums up may have been divided before, by the number of samples or the sum of their weights.
-        divisor: the Python number that such a sum was divided by: a count of them, or any number.
-        of_sample: whether it was made of one sample, like a loss in a loop over samples: one number to add up.
-        empty: () bool, whether a sum was divided by a count of nothing that was taken for something (`clamp(min=1)`):
-            it is added to the batch's sum, and nothing to what that is divided by.
-    """
-
-    by: str
-    value: Tensor
-    count: Tensor | float | None
-    over: Hashable
-    of_targets: bool = False
-    unit: str = ""
-    summed: tuple[int, ...] = ()
-    adds: bool = False
-    divisor: float | None = None
-    of_sample: bool = False
-    empty: Tensor | bool = False
-
-    def divided(
-        self, by: Tensor | float, over: Hashable, share: bool, result: Tensor, empty: Tensor | bool = False
-    ) -> Average:
-        """Of the same things, after a division.
-
-        Args:
-            by: a count, or what else it is divided by.
-            over: the same for divisions by the same.
-            share: whether it is a mean itself (of a mask): `mean / mean` is over what counts in both. Any other divisor
-                of an average is a factor.
-            result: of the division, of which this may be an addend.
-            empty: () bool, whether the count is known to be of nothing.
-        """
-        value = result.detach().clone()
-        if self.count is not None and self.divisor is not None and not isinstance(by, Tensor):
-            return replace(self, value=value, count=self.count * by, divisor=self.divisor * by)  # / length / rows
-        if self.count is not None:
-            return replace(self, value=value, count=self.count * by, over=(self.over, over)) if share else self
-        none = (self.value == 0) & (by <= 1)  # a count of nothing is often taken for 1, or for less
-        if isinstance(by, Tensor):
-            count, number = torch.where(none, 0.0, by), None
-        else:
-            count, number = none.logical_not() * float(by), float(by)
-        return replace(self, by="sum / count", value=value, count=count, over=over, divisor=number, empty=empty)
-
-    def divisor_counts(self, rows: int, batch: int) -> bool:
-        """Whether the divisor may be a number of what was added up, by the shapes of a microbatch.
-
-        Args:
-            rows: its samples.
-            batch: those of the batch.
-        """
-        by, counts = self.divisor, list(itertools.accumulate(self.summed, operator.mul))
-        if by is None or by in counts:
-            return True
-        if self.of_sample:
-            return by <= rows  # maybe of those alone that have something marked
-        return by != batch and by >= rows and by % rows == 0 and bool(counts) and counts[-1] % by == 0
-
-
-def _by_over(averages: Iterable[Average]) -> Iterable[list[Average]]:
-    found: dict[Hashable, list[Average]] = {}
-    for average in averages:
-        found.setdefault(average.over, []).append(average)
-    return found.values()
-
-
-def _largest(same: Sequence[Average]) -> Average:
-    """Of averages over the same things: one of a loss of 0 may seem to be over nothing."""
-    first, *others = same
-    if not others or not isinstance(first.count, Tensor):
-        return first
-    return replace(first, count=functools.reduce(torch.maximum, [torch.as_tensor(a.count) for a in same]))
-
-
-@dataclass(frozen=True, eq=False)
-class Made:
-    """Of what a number is a linear function.
-
-    Args:
-        of: averages and sums.
-        rest: whether a tensor is added, too, of which nothing is known.
-        bent: the operation by which it isn't a linear one; "" if it is.
-    """
-
-    of: tuple[Average, ...]
-    rest: bool = False
-    bent: str = ""
-
-    @property
-    def distinct(self) -> list[Average]:
-        """Sums, and averages over different things."""
-        sums = [a for a in self.of if a.count is None]
-        return sums + [_largest(same) for same in _by_over(a for a in self.of if a.count is not None)]
-
-    @functools.cached_property
-    def weighs_by(self) -> tuple[str, Average | None]:
-        """What microbatches weigh by: "targets" or "elements", and the average whose count it is; nothing for "sums",
-        which are added up; or "samples", if there are several cross-entropies, or nothing is known."""
-        means = [_largest(same) for same in _by_over(a for a in self.of if a.count is not None)]
-        targets = [a for a in means if a.of_targets]
-        if len(targets) == 1:
-            return "targets", targets[0]
-        if means and not targets:
-            return "elements", next((a for a in means if isinstance(a.count, Tensor)), means[0])
-        sums = self.of and all(a.adds for a in self.of) and not self.rest and not self.bent
-        return "sums" if sums else "samples", None
-
-    @property
-    def empty(self) -> Tensor | bool:
-        """() bool, whether what it weighs by is a count of nothing that was taken for something."""
-        chosen = self.weighs_by[1]
-        return False if chosen is None else chosen.empty
-
-    @property
-    def count(self) -> Tensor | float | None:
-        """How many values it is an average of; infinity for a sum of them, None if that can't be said."""
-        kind, chosen = self.weighs_by
-        return torch.inf if kind == "sums" else None if chosen is None else chosen.count
+from lightning_megatp.shim.torch import WithoutMode, is_fake
 
 
 class Averages(TorchFunctionMode):
@@ -199,7 +64,7 @@ class Averages(TorchFunctionMode):
         super().__init__()
         self.compared = ""
         """By what operation samples are compared with each other."""
-        self._rows, self._samples, self._compares = rows, Samples(rows), compares and rows > 1
+        self._samples, self._compares = Samples(rows), compares and rows > 1
         self._of_sample = False
         """Whether the operation that runs is about one sample."""
         self._read_nothing = False
@@ -306,10 +171,9 @@ class Averages(TorchFunctionMode):
     def _comparison(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """An operation that may compare samples: a table of as many rows and columns as there are of them, or two views
         of each."""
-        result = func(*args, **kwargs)
-        square = isinstance(result, Tensor) and result.shape in [(n, n) for n in (self._rows, 2 * self._rows)]
-        operands = (x for x in _operands(args, kwargs) if isinstance(x, Tensor))
-        if square and not any(isinstance(x if viewed(x) is None else viewed(x), nn.Parameter) for x in operands):
+        result, rows = func(*args, **kwargs), self._samples.rows
+        square = isinstance(result, Tensor) and result.shape in [(n, n) for n in (rows, 2 * rows)]
+        if square and not any(isinstance(x, Tensor) and is_parameter(x) for x in _operands(args, kwargs)):
             self.compared = self.compared or func.__name__
         return result
 
@@ -410,10 +274,8 @@ class Averages(TorchFunctionMode):
             self._made[id(result)] = result, known[0]
         elif type(result) is int or type(result) is bool:
             self._read_nothing = self._read_nothing or not result
-        elif isinstance(result, Tensor) and name in CLAMPS and result.numel() == 1:
-            of = tuple(a for x in known for a in x.of)
-            bends = name if any(a.count is not None for a in of) else ""
-            self._keep(result, of, bent=next((x.bent for x in known if x.bent), bends))
+        elif isinstance(result, Tensor) and name in CLAMPS and _is_count(result, operands, known):
+            self._keep(result, tuple(a for x in known for a in x.of))
         elif isinstance(result, Tensor) and result.is_floating_point() and self._follows(result, joins):
             bent = next((x.bent for x in known if x.bent), "")
             if name not in LINEAR or (name in PRODUCTS and sum(bool(x.of or x.bent) for x in known) > 1):
@@ -488,6 +350,13 @@ class Averages(TorchFunctionMode):
 
     def _keep(self, result: Tensor, of: tuple[Average, ...], rest: bool = False, bent: str = "") -> None:
         self._made[id(result)] = result, Made(of, rest, bent)
+
+
+def _is_count(result: Tensor, operands: Sequence[Any], known: Sequence[Made]) -> bool:
+    """Whether a clamped number may be a count: a sum of what is not trained."""
+    single = result.numel() == 1 and all(x.numel() == 1 for x in operands if isinstance(x, Tensor))
+    sums = all(a.count is None for x in known for a in x.of) and not any(x.bent for x in known)
+    return single and sums and not result.requires_grad
 
 
 def _operands(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Any]:

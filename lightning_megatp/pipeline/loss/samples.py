@@ -46,7 +46,7 @@ class Samples:
             isinstance(x, Tensor)
             and 0 < self.rows == (x.shape[0] if x.dim() else 0)
             and (x.dim() == 1 or x.shape[1] != self.rows)
-            and not _is_parameter(x)
+            and not is_parameter(x)
         )
 
     def alone(self, operands: Iterable[Any], known: Container[int], adds: bool = False) -> int | None:
@@ -68,7 +68,7 @@ class Samples:
                 largest = max(largest, x.numel())
             elif id(x) in known or self.holds(x):
                 return None
-            elif not _is_parameter(x):
+            elif not is_parameter(x):
                 others, number = max(others, x.numel()), number or not x.dim()
         joins = adds and number and largest <= 1
         return None if len(samples) != 1 or others > largest or joins else samples.pop()
@@ -132,7 +132,7 @@ class Samples:
         return self.holds(x) or flat
 
 
-def _is_parameter(x: Tensor) -> bool:
+def is_parameter(x: Tensor) -> bool:
     """Whether this is a parameter, or a view of one."""
     of = viewed(x)
     return isinstance(x if of is None else of, nn.Parameter)

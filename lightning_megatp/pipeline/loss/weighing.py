@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from lightning_megatp.messages import warn_once_per_run
-from lightning_megatp.pipeline.loss.averages import Average, Averages, Made, scalar
+from lightning_megatp.pipeline.loss.averages import Averages, scalar
+from lightning_megatp.pipeline.loss.made import Average, Made
 
 
 @dataclass

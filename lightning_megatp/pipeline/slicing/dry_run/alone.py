@@ -160,12 +160,11 @@ class Alone(StageMode):
 
         def evaluate(*args: Any, **kwargs: Any) -> Any:
             follow = by_positions(function, args) if masks_read(function, args, int) else function
-            before = {id(x): tensor_version(self._tracer.values.fake(x)) for x in tensors_in(args, kwargs)}
+            fakes = [(x, fake := self._tracer.values.fake(x), tensor_version(fake)) for x in tensors_in(args, kwargs)]
             out = self._tracer.fakes.evaluate(name, follow, args, kwargs)
             given = {}
-            for x in tensors_in(args, kwargs):
-                fake = self._tracer.values.fake(x)
-                if id(x) not in self._tracer.owners or tensor_version(fake) != before[id(x)]:
+            for x, fake, version in fakes:
+                if id(x) not in self._tracer.owners or tensor_version(fake) != version:
                     given[id(fake)] = x  # changed in place, maybe
                 elif any(y is x or y is fake for y in tensors_in(out)):
                     with self._tracer.fake_mode:  # what comes out as it is (`weight.to(dtype)`) is not the unit's then
