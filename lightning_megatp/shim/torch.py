@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch._utils import _flatten_dense_tensors as flatten
 from torch._utils import _unflatten_dense_tensors as unflatten
+from torch.distributed.distributed_c10d import AllgatherOptions, ReduceScatterOptions
 from torch.distributed.tensor import DTensor
 from torch.distributions import Distribution
 from torch.nn.utils.parametrizations import _WeightNorm
@@ -55,6 +56,7 @@ __all__ = [
     "UnsupportedOperatorException",
     "WeightNormed",
     "WithoutMode",
+    "all_gather_each",
     "all_gather_single",
     "as_subclass",
     "attributes_of_fakes",
@@ -78,6 +80,7 @@ __all__ = [
     "modules_convert_without_data",
     "modules_in",
     "real_again",
+    "reduce_scatter_each",
     "reduce_scatter_single",
     "replace_step",
     "runs_own_convolution",
@@ -108,6 +111,45 @@ T = TypeVar("T", bound=Tensor)
 # torch 2.13 renames these two and warns at the names that 2.11 knows.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+# Several at once, which torch.distributed offers by `_coalescing_manager` alone (2.11-2.14): the methods that it calls.
+# NCCL sends them by one kernel. 2.13 renames them, too.
+def all_gather_each(
+    outputs: list[Tensor], inputs: list[Tensor], group: dist.ProcessGroup, async_op: bool
+) -> dist.Work | None:
+    """`all_gather_single` of each input into its output. All are contiguous."""
+    options = AllgatherOptions()
+    options.asyncOp = async_op
+    return _begun(
+        _each(group, "all_gather_single_coalesced", "allgather_into_tensor_coalesced")(outputs, inputs, options),
+        async_op,
+    )
+
+
+def reduce_scatter_each(
+    outputs: list[Tensor], inputs: list[Tensor], group: dist.ProcessGroup, async_op: bool
+) -> dist.Work | None:
+    """`reduce_scatter_single` of each input, a sum, into its output. All are contiguous."""
+    options = ReduceScatterOptions()
+    options.asyncOp = async_op
+    return _begun(
+        _each(group, "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced")(outputs, inputs, options),
+        async_op,
+    )
+
+
+def _each(group: dist.ProcessGroup, name: str, before: str) -> Callable[..., dist.Work | None]:
+    found: Callable[..., dist.Work | None] = getattr(group, name, None) or getattr(group, before)
+    return found
+
+
+def _begun(work: dist.Work | None, async_op: bool) -> dist.Work | None:
+    if async_op:
+        return work
+    if work is not None:
+        work.wait()
+    return None
 
 
 def missed_data(error: RuntimeError) -> bool:

@@ -19,8 +19,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_megatp.plan.ranges import Ranges, length
-from lightning_megatp.shim.torch import all_gather_single, is_fake, is_view, reduce_scatter_single
+from lightning_megatp.shim.torch import (
+    all_gather_each,
+    all_gather_single,
+    is_fake,
+    is_view,
+    reduce_scatter_each,
+    reduce_scatter_single,
+)
 from lightning_megatp.tensor.functions import OwnFunction
+
+LONG_ROW = 2**20
+"""Bytes of one sequence of a batch, all tokens, from which on each is sent from and to where it lies. Shorter ones are
+brought into one piece first, which takes a copy of them, and fewer messages."""
 
 
 def sequence_sizes(length: int, ways: int) -> list[int]:
@@ -289,12 +300,16 @@ def begin_all_gather(
 ) -> Pending:
     """Start an `all_gather`."""
     ways, most, dim = len(sizes), max(sizes), dim % x.dim()
+    size = torch.Size((*x.shape[:dim], sum(sizes), *x.shape[dim + 1 :]))
     if is_fake(x):
-        return Pending(x.new_empty((*x.shape[:dim], sum(sizes), *x.shape[dim + 1 :])), None)
+        return Pending(x.new_empty(size), None)
     sent = x.contiguous() if x.shape[dim] == most else _pad(x, dim, most)
+    if min(sizes) == most and _sent_by_rows(size, dim, x.element_size()):  # parts arrive where they belong
+        whole = sent.new_empty(size)
+        return Pending(whole, all_gather_each(_rows(whole, dim), _rows(sent, dim), group, async_op))
     wire = (ways * sent.shape[0], *sent.shape[1:])
-    if min(sizes) == most and x.shape[:dim].numel() == 1:  # the ranks' parts arrive where they belong
-        whole = sent.new_empty((*x.shape[:dim], ways * most, *x.shape[dim + 1 :]))
+    if min(sizes) == most and size[:dim].numel() == 1:  # here, too
+        whole = sent.new_empty(size)
         return Pending(whole, all_gather_single(whole.view(wire), sent, group=group, async_op=async_op))
     received = sent.new_empty(wire)
 
@@ -317,11 +332,13 @@ def begin_reduce_scatter(
     x: Tensor, group: dist.ProcessGroup, dim: int, sizes: Sequence[int], async_op: bool = True
 ) -> Pending:
     """Start a `reduce_scatter`."""
-    rank, most = group.rank(), max(sizes)
+    rank, most, dim = group.rank(), max(sizes), dim % x.dim()
     if is_fake(x):
         return Pending(x.narrow(dim, 0, sizes[rank]).clone(memory_format=torch.contiguous_format), None)
+    if min(sizes) == most and _sent_by_rows(x.shape, dim, x.element_size()):
+        kept = x.new_empty((*x.shape[:dim], most, *x.shape[dim + 1 :]))
+        return Pending(kept, reduce_scatter_each(_rows(kept, dim), _rows(x.contiguous(), dim), group, async_op))
     if min(sizes) == most:
-        dim = dim % x.dim()
         split = x.reshape(*x.shape[:dim], len(sizes), most, *x.shape[dim + 1 :]).movedim(dim, 0)
     else:
         split = torch.stack([_pad(piece, dim, most) for piece in x.split(list(sizes), dim)])
@@ -365,6 +382,16 @@ def canonical_order(by_rank: Sequence[Ranges]) -> list[int] | None:
     for position, feature in enumerate(features):
         first.setdefault(feature, position)
     return [first[feature] for feature in range(len(first))]
+
+
+def _sent_by_rows(size: torch.Size, dim: int, element: int) -> bool:
+    """Whether there are several rows before a dim, and long ones; `element` bytes each. All ranks say the same."""
+    return size[:dim].numel() > 1 and size[dim:].numel() * element >= LONG_ROW
+
+
+def _rows(x: Tensor, dim: int) -> list[Tensor]:
+    """What lies before a dim, one after another, of a contiguous tensor."""
+    return list(x.flatten(0, dim - 1).unbind(0))
 
 
 def _pad(x: Tensor, dim: int, size: int) -> Tensor:

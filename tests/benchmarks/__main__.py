@@ -39,7 +39,9 @@ def parts(quick: bool) -> dict[str, Callable[[], Iterator[Any]]]:
     if quick:
         small = dataclasses.replace(small, rounds=1, steps=5)
     g = settings["gpu"]
-    bench = gpu.Bench(**{**g, "layer": LayerSize(**g["layer"]), "model": Size(**g["model"])})
+    bench = gpu.Bench(
+        **{**g, **{kind: LayerSize(**g[kind]) for kind in ("layer", "batch")}, "model": Size(**g["model"])}
+    )
     if quick:
         bench = dataclasses.replace(bench, rounds=1, steps=5)
     return {

@@ -50,6 +50,7 @@ class Bench:
 
     Args:
         layer: the layer, and how many ranks share it.
+        batch: the same with several sequences, of which each rank has some tokens of each.
         model: trained once with NCCL, and once by two processes on one device.
         square: side of the matrices whose product is the ceiling.
         gigabytes_per_second: of a rank's links, in one direction.
@@ -59,6 +60,7 @@ class Bench:
     """
 
     layer: LayerSize
+    batch: LayerSize
     model: Size
     square: int
     gigabytes_per_second: float
@@ -80,6 +82,7 @@ def rows(bench: Bench) -> Iterator[Row | Figure]:
     with started_with(bench.device):
         yield from _tried(ceiling, bench)
         yield from _tried(layers, eager, True, "")
+        yield from _tried(layers, dataclasses.replace(eager, layer=bench.batch), True, "")
     with started_with(bench.device, **ONE_QUEUE):
         for sequence in (True, False):
             yield from _tried(layers, eager, sequence, setting)
@@ -230,7 +233,12 @@ def _account(what: str, bench: Bench, top: float, seconds: list[float], program:
     each = statistics.median(seconds) / layer.layers
     unit = "kernels" if device.type == "cuda" else "aten calls"
     yield Figure(PART, f"{what}: a layer", each * 1e6, "us")
-    yield Figure(PART, f"{what}: through all {layer.layers}", layer.tokens / statistics.median(seconds), "tokens/s")
+    yield Figure(
+        PART,
+        f"{what}: through all {layer.layers}",
+        layer.sequences * layer.tokens / statistics.median(seconds),
+        "tokens/s",
+    )
     yield Figure(PART, f"{what}: of the ceiling", 100 * layer.flops / each / top, "%")
     yield Figure(PART, f"{what}: launched a layer", _launched(program, device) / layer.layers, unit)
     yield Figure(PART, f"{what}: peak of weights and a step", _peak(program, device) / 2**30, "GiB")

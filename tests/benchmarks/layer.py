@@ -27,6 +27,7 @@ class LayerSize:
     Args:
         layers: how many are stacked.
         tokens: of one sequence, on all ranks together.
+        sequences: of a batch.
     """
 
     tp: int
@@ -36,9 +37,11 @@ class LayerSize:
     heads: int
     kv_heads: int
     tokens: int
+    sequences: int = 1
 
     def __str__(self) -> str:
-        return f"tp={self.tp} shards of {self.layers} layers of {self.hidden}/{self.ffn}, 1 x {self.tokens} tokens"
+        shards = f"tp={self.tp} shards of {self.layers} layers of {self.hidden}/{self.ffn}"
+        return f"{shards}, {self.sequences} x {self.tokens} tokens"
 
     @property
     def head(self) -> int:
@@ -50,7 +53,7 @@ class LayerSize:
         what its backward computes again is not counted."""
         queries, keys, inner = self.hidden // self.tp, self.kv_heads * self.head // self.tp, self.ffn // self.tp
         linears = 2 * self.tokens * self.hidden * (2 * queries + 2 * keys + 3 * inner)
-        return 3 * (linears + 2 * self.tokens**2 * queries)
+        return 3 * self.sequences * (linears + 2 * self.tokens**2 * queries)
 
 
 class Layer(nn.Module):
@@ -94,7 +97,7 @@ class PlainLayer(Layer):
     """A rank's shard of plain nn.Linear.
 
     Args:
-        elsewhere: what stands for the tokens of other ranks, and for gradients of them, (1, s, h): norms and sums see
+        elsewhere: what stands for the tokens of other ranks, and for gradients of them, (b, s, h): norms and sums see
             1 / tp of the tokens, the linears all, and no time is spent on getting from one to the other. None: all see
             all tokens.
     """
@@ -163,9 +166,9 @@ class Plain:
         tokens = size.tokens // size.tp if sequence else size.tokens
         with device:
             torch.manual_seed(0)
-            elsewhere = torch.randn(1, size.tokens, size.hidden, dtype=dtype) if sequence else None
+            elsewhere = torch.randn(size.sequences, size.tokens, size.hidden, dtype=dtype) if sequence else None
             self.model = Stack(size, lambda: PlainLayer(size, elsewhere)).to(dtype)
-            self.x = torch.randn(1, tokens, size.hidden, dtype=dtype, requires_grad=True)
+            self.x = torch.randn(size.sequences, tokens, size.hidden, dtype=dtype, requires_grad=True)
             self.grad = torch.randn_like(self.x)
         compile_blocks(self.model, compiler)
 
@@ -193,7 +196,7 @@ class Ours:
         self.layout = SequenceLayout(-2, size.tokens, self.parallel.context) if sequence else None
         tokens = size.tokens // size.tp if sequence else size.tokens
         with device:
-            self.x = torch.randn(1, tokens, size.hidden, dtype=dtype, requires_grad=True)
+            self.x = torch.randn(size.sequences, tokens, size.hidden, dtype=dtype, requires_grad=True)
             self.grad = torch.randn_like(self.x)
 
     def forward(self) -> Tensor:

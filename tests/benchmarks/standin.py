@@ -93,7 +93,7 @@ class Wire:
 class StandIn(dist.ProcessGroup):
     """The process group: rank `rank` of `size`, the others imagined.
 
-    The methods are those that `torch.distributed` calls; two have one name in torch 2.11 and another one in 2.13.
+    The methods are those that `torch.distributed` calls; four have one name in torch 2.11 and another one in 2.13.
     """
 
     def __init__(self, wire: Wire, rank: int, size: int) -> None:
@@ -123,12 +123,22 @@ class StandIn(dist.ProcessGroup):
         part = whole.view(self.size(), *own.shape)[self.rank()]
         return self.wire.send(self._share(whole), own, part)
 
+    def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> dist.Work:
+        return _last(map(self.all_gather_single, outputs, inputs))
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
+    ) -> dist.Work:
+        return _last(map(self.reduce_scatter_single, outputs, inputs))
+
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
         return _Work()  # of set-up: from this rank, and so there
 
     def barrier(self, opts: Any = None) -> dist.Work:
         return _Work()
 
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
     _allgather_base = all_gather_single
     _reduce_scatter_base = reduce_scatter_single
 
@@ -151,6 +161,12 @@ def standin_world(size: int, wire: Wire) -> Iterator[None]:
     finally:
         wire.close()
         dist.destroy_process_group()
+
+
+def _last(works: Iterator[dist.Work]) -> dist.Work:
+    """Of several, which run one after another: the wait for the last is one for all, if it keeps their tensors."""
+    *before, last = works
+    return _Work(last.wait, before)
 
 
 class _Work(dist.Work):

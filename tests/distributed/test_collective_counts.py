@@ -30,6 +30,8 @@ CONFIGS = {
     "grouped": GPTConfig(tied=False, attention="separate", kv_heads=2, gate="fused"),
 }
 KINDS = {"allreduce_": "all-reduce", "_allgather_base_": "all-gather", "_reduce_scatter_base_": "reduce-scatter"}
+EACH = {"allgather_into_tensor_coalesced_": "all-gather", "reduce_scatter_tensor_coalesced_": "reduce-scatter"}
+"""Of several at once, each for a row of its own."""
 
 
 class CollectiveCounter(TorchDispatchMode):
@@ -39,14 +41,17 @@ class CollectiveCounter(TorchDispatchMode):
         super().__init__()
         self.calls: Counter[str] = Counter()
         self.bytes: Counter[str] = Counter()
+        self.rows = 0
+        """That were sent one by one."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
             name = func._schema.name.removeprefix("c10d::")
-            kind = KINDS.get(name, name)
+            kind = {**KINDS, **EACH}.get(name, name)
             self.calls[kind] += 1
-            tensors = [x for x in tree_leaves(args) if isinstance(x, Tensor)]
-            self.bytes[kind] += max(x.numel() * x.element_size() for x in tensors)
+            sent = [[x for x in tree_leaves(arg) if isinstance(x, Tensor)] for arg in args]
+            self.bytes[kind] += max(sum(x.nbytes for x in tensors) for tensors in sent)
+            self.rows += max(map(len, sent)) if name in EACH else 0
         from lightning_megatp.shim.torch import DisableTorchFunctionSubclass
 
         with DisableTorchFunctionSubclass():  # as without this mode: operations below autograd see plain tensors
@@ -71,15 +76,20 @@ class Counted(GPT):
 
 
 def _count(
-    layout: Layout, config: GPTConfig, layers: int, kept: int, precision: Any = "64-true"
+    layout: Layout, config: GPTConfig, layers: int, kept: int, precision: Any = "64-true", long: int = 2**20
 ) -> list[tuple[Counter[str], Counter[str]]]:
     """Calls and bytes of the second step's forward and of its backward: the first step may look around."""
     torch.manual_seed(0)
     module = Counted(GPTConfig(**{**config.__dict__, "layers": layers}))
     plan = {name: style for name, style in gpt_plan(config).items() if name not in ("tok", "head")}
     trainer = make_trainer(layout, strategy={"plan": plan}, limit_train_batches=2, precision=precision)
-    with mock.patch("lightning_megatp.tensor.entry.KEPT_BYTES", kept):
+    tensor = "lightning_megatp.tensor"
+    with (
+        mock.patch(f"{tensor}.entry.KEPT_BYTES", kept),
+        mock.patch(f"{tensor}.collectives.LONG_ROW", long),
+    ):
         trainer.fit(module, train_loader(layout, 2, length=LENGTH))
+    assert all(bool(counter.rows) == (long == 0) for counter in module.counters[-1])
     return [(counter.calls, counter.bytes) for counter in module.counters[-1]]
 
 
@@ -108,12 +118,13 @@ def test_a_block_costs_two_all_reduces_each_way(name: str, tp: int) -> None:
         assert sent == {"all-reduce": 2 * hidden_states}
 
 
-@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("tp, long", [(2, 2**20), (4, 2**20), (2, 0)])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_sequence_region_costs_two_gathers_and_two_reduce_scatters_each_way(name: str, tp: int) -> None:
+def test_a_sequence_region_costs_two_gathers_and_two_reduce_scatters_each_way(name: str, tp: int, long: int) -> None:
+    """So do rows of a batch that are long enough to be sent one by one: all of them at once."""
     config = CONFIGS[name]
     hidden_states = GLOBAL_BATCH * LENGTH * config.hidden * 8
-    block = _block(Layout(tp=tp), config)
+    block = _block(Layout(tp=tp), config, 0, "64-true", long)
     for (calls, sent), gathers in zip(block, (2, 4), strict=True):
         assert calls == {"all-gather": gathers, "reduce-scatter": 2}
         assert sent == {"all-gather": gathers * hidden_states, "reduce-scatter": 2 * hidden_states}

@@ -10,6 +10,7 @@ import dataclasses
 import itertools
 import re
 from collections.abc import Callable
+from unittest import mock
 
 import pytest
 import torch
@@ -217,7 +218,12 @@ def _loss(outputs: list[Tensor], weights: list[Tensor]) -> Tensor:
     return torch.stack([(weight * y**3).sum() for y, weight in zip(outputs, weights, strict=True)]).sum()
 
 
-def _check_case(rank: int, world_size: int, name: str) -> int:
+def _check_case(rank: int, world_size: int, name: str, long_row: int) -> int:
+    with mock.patch.object(c, "LONG_ROW", long_row):
+        return _check_named(rank, world_size, name)
+
+
+def _check_named(rank: int, world_size: int, name: str) -> int:
     count = 0
     for even, dim in itertools.product([True, False], [0, 1, -1]):
         torch.manual_seed(3 + dim)
@@ -255,7 +261,12 @@ def _check_case(rank: int, world_size: int, name: str) -> int:
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("name", CASES)
 def test_values_and_gradients_are_those_of_the_unsharded_computation(name: str, world_size: int) -> None:
-    assert run_ranks(world_size, _check_case, name) == [6] * world_size
+    assert run_ranks(world_size, _check_case, name, c.LONG_ROW) == [6] * world_size
+
+
+@pytest.mark.parametrize("name", ["gather_sequence to whole", "gather_sequence to tensor", "reduce_scatter_sequence"])
+def test_rows_that_are_sent_one_by_one(name: str) -> None:
+    assert run_ranks(2, _check_case, name, 0) == [6] * 2
 
 
 def _gather_repeated(rank: int, world_size: int) -> None:
@@ -301,8 +312,14 @@ def test_a_group_of_one_rank() -> None:
 
 
 def _plain(rank: int, world_size: int) -> None:
-    """The collectives below autograd: dtypes, strides, pieces of every size."""
-    group, layout = dist.group.WORLD, [3, 1, 0, 2][:world_size]
+    """The collectives below autograd: dtypes, strides, pieces of every size, and rows sent one by one."""
+    for layout, long_row in (([3, 1, 0, 2][:world_size], c.LONG_ROW), ([2] * world_size, 0)):
+        with mock.patch.object(c, "LONG_ROW", long_row):
+            _plain_pieces(rank, world_size, layout)
+
+
+def _plain_pieces(rank: int, world_size: int, layout: list[int]) -> None:
+    group = dist.group.WORLD
     for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.int64):
         torch.manual_seed(0)
         for dim in (0, 1, -1):

@@ -29,8 +29,9 @@ from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
 LAYER = LayerSize(tp=4, layers=2, hidden=32, ffn=64, heads=8, kv_heads=4, tokens=16)
+BATCH = dataclasses.replace(LAYER, sequences=2)
 BENCH = gpu.Bench(
-    LAYER, Size("tiny", 16, 32, 4, 1, 1, 8), square=16, gigabytes_per_second=1, rounds=1, steps=3, device="cpu",
+    LAYER, BATCH, Size("tiny", 16, 32, 4, 1, 1, 8), square=16, gigabytes_per_second=1, rounds=1, steps=3, device="cpu",
     dtype="float32", compiler=None,
 )  # fmt: skip
 
@@ -79,6 +80,9 @@ def test_programs_with_different_losses_are_not_compared() -> None:
         check_losses("what", [{OURS: _taken([1.0]), "peer": Taken([1.0], [1.0], loss=3.1)}])
 
 
+PAIRS = torch.tensor([0.0, 1.0] * 4 + [2.0, 3.0] * 4)
+
+
 def test_what_a_stand_in_sends_is_there_after_the_wait_and_not_before() -> None:
     wire = Wire(CPU, 1e3, poison=True)  # bytes per second
     group = StandIn(wire, rank=0, size=4)
@@ -87,6 +91,8 @@ def test_what_a_stand_in_sends_is_there_after_the_wait_and_not_before() -> None:
         (lambda: group.all_gather_single(whole, own), whole, own.repeat(4), 48),
         (lambda: group.reduce_scatter_single(part, torch.arange(16.0)), part, own, 48),
         (lambda: group.allreduce([part]), part, own, 24),
+        (lambda: group.all_gather_single_coalesced([*whole.view(2, 8)], [*own.view(2, 2)]), whole, PAIRS, 48),
+        (lambda: group.reduce_scatter_single_coalesced([*part.view(2, 2)], [*PAIRS.view(2, 8)]), part, own, 48),
     ]:
         work = begin()
         assert result.isnan().all()
@@ -111,11 +117,13 @@ def test_a_rank_alone_is_compared_with_the_loop_by_hand() -> None:
     assert all(0 < row.ratio.low <= row.ratio.high for row in found)
 
 
-def _gradients(rank: int, world_size: int, sequence: bool, poison: bool) -> list[torch.Tensor]:
+def _gradients(
+    rank: int, world_size: int, size: LayerSize, long_row: int, sequence: bool, poison: bool
+) -> list[torch.Tensor]:
     torch.distributed.destroy_process_group()
     wire = Wire(CPU, 1e6, poison)
-    with standin_world(LAYER.tp, wire):
-        ours = Ours(LAYER, sequence, CPU, torch.float32)
+    with standin_world(size.tp, wire), mock.patch("lightning_megatp.tensor.collectives.LONG_ROW", long_row):
+        ours = Ours(size, sequence, CPU, torch.float32)
         y = ours.forward()
         ours.backward(y)
         return [y.detach(), *(x.grad.clone() for x in (ours.x, *ours.model.parameters()))]
@@ -141,23 +149,24 @@ def test_all_that_is_compared_runs(what: str) -> None:
         assert all(each.processor[0] > 0 for each in taken.values())
 
 
-@pytest.mark.parametrize("sequence", [True, False])
-def test_layers_wait_for_the_results_of_collectives(sequence: bool) -> None:
+@pytest.mark.parametrize("sequence, size, long_row", [(True, LAYER, 2**20), (False, LAYER, 2**20), (True, BATCH, 0)])
+def test_layers_wait_for_the_results_of_collectives(sequence: bool, size: LayerSize, long_row: int) -> None:
     """Values that were read too early are NaN."""
-    (expected,) = run_ranks(1, _gradients, sequence, False)
-    (found,) = run_ranks(1, _gradients, sequence, True)
+    (expected,) = run_ranks(1, _gradients, size, long_row, sequence, False)
+    (found,) = run_ranks(1, _gradients, size, long_row, sequence, True)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     assert not any(x.isnan().any() for x in found)
 
 
+@pytest.mark.parametrize("size", [LAYER, BATCH])
 @pytest.mark.parametrize("sequence", [True, False])
-def test_a_layers_operations_are_counted_by_formula(sequence: bool) -> None:
-    plain = Plain(LAYER, sequence, CPU, torch.float32)
+def test_a_layers_operations_are_counted_by_formula(sequence: bool, size: LayerSize) -> None:
+    plain = Plain(size, sequence, CPU, torch.float32)
     with FlopCounterMode(display=False) as counter:
         plain.step()
     products = counter.get_flop_counts()["Global"][torch.ops.aten.mm]
-    attention = 3 * 2 * LAYER.tokens**2 * LAYER.hidden // LAYER.tp
-    assert products == LAYER.layers * (LAYER.flops - attention)
+    attention = 3 * 2 * size.sequences * size.tokens**2 * size.hidden // size.tp
+    assert products == size.layers * (size.flops - attention)
 
 
 COMPILERS = [None, pytest.param("eager", marks=pytest.mark.extended)]
@@ -169,7 +178,7 @@ def test_the_rows_of_a_gpu_run_in_small_on_a_cpu(compiler: str | None) -> None:
     ratios = [x for x in found if isinstance(x, Row)]
     figures = {x.what: x.value for x in found if isinstance(x, Figure)}
     assert [(row.peer, row.goal) for row in ratios[:2]] == [(gpu.PLAIN, 1.01), (gpu.PLAIN, None)]
-    assert len(ratios) == 2 * 4 + (compiler is not None) and len(figures) == len(found) - len(ratios)
+    assert len(ratios) == 2 * 5 + (compiler is not None) and len(figures) == len(found) - len(ratios)
     assert all(math.isfinite(x) for x in figures.values())
     close = [x for x in found if isinstance(x, Figure) and x.goal == gpu.LOSS_GOAL]
     assert len(close) == 2 and all(x.met for x in close)
