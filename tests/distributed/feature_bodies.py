@@ -180,9 +180,7 @@ class Bert(Body):
 
 
 class BertMean(Bert):
-    """Output weights, averaged over the heads: the only thing here that has to be gathered."""
-
-    gathers = 1
+    """Output weights, averaged over the heads, of which each rank adds up its own."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         y, probs = super().forward(x)
@@ -267,8 +265,6 @@ class PerHeadParameters(Body):
 class Olmo2(Body):
     """A norm over all heads together."""
 
-    gathers = 2
-
     def __init__(self) -> None:
         super().__init__()
         self.separate()
@@ -340,14 +336,13 @@ class GLU(Body):
 
 
 class MLP(Body):
-    """Plain, with a norm over the whole hidden dim in it: that one gathers."""
+    """Plain, or with a norm over the whole hidden dim in it."""
 
     def __init__(self, norm: bool) -> None:
         super().__init__()
         self.rows, self.columns = {"down": (1, 1)}, {"up": (1, 1)}
         self.up, self.down = nn.Linear(self.width, 14), nn.Linear(14, self.width)
         self.norm = nn.LayerNorm(14) if norm else nn.Identity()
-        self.gathers = int(norm)
         del self.proj
 
     def forward(self, x: Tensor) -> Tensor:

@@ -100,14 +100,38 @@ LOCAL: dict[str, Operation] = {
     "metadata": lambda x, o: (x.shape, x.size(1), x.size()[-1], len(x), x.numel(), x.dim(), x.dtype, x.requires_grad),
     "glu": lambda x, o: F.glu(x, -1),
 }  # fmt: skip
+ADDED: dict[str, Operation] = {
+    "sums and means": lambda x, o: (x.mean(1), x.sum(), torch.sum(x, (1, -1), keepdim=True), x.mean((0, 1)), x.mean()),
+    "other dtypes": lambda x, o: (x.float().sum(1), x.mean(1, dtype=torch.float32), x.sum(dim=-3, dtype=torch.float32)),
+    "spreads": lambda x, o: (x.std(), x.var(1), x.std((1, 3), unbiased=False), *torch.var_mean(x, 1, correction=0)),
+    "more spreads": lambda x, o: (x.var(dim=(1, 2), keepdim=True), *torch.std_mean(x, (1,)), x.var(unbiased=False)),
+    "lengths": lambda x, o: (x.norm(dim=1), x.norm(), torch.norm(x, 2, (1, 3)), torch.linalg.vector_norm(x, dim=1)),
+    "length of nothing": lambda x, o: ((x * 0).norm(dim=1), (x * 0.0).std(1), F.normalize(x * 0.0, dim=1)),
+    "directions": lambda x, o: (F.normalize(x), F.normalize(x, dim=1, eps=1.0), F.normalize(x, 2.0, (1, 3))),
+    "layer norms": lambda x, o: (
+        F.layer_norm(x, (HEADS, T, D), o.per_head.expand(HEADS, T, D), o.y[0]),
+        F.layer_norm(x.movedim(1, -1), (HEADS,), o.per_head.flatten(), eps=1e-3),
+        torch.layer_norm(x.mT.transpose(1, 3), (D, HEADS)[1:], None, o.per_head[:, 0, 0]),
+    ),
+    "rms norms": lambda x, o: (
+        F.rms_norm(x.movedim(1, -1), (HEADS,), o.per_head.flatten(), 1e-2),
+        F.rms_norm(x.movedim(1, -1), (HEADS,)),
+        F.rms_norm(x, x.shape[1:], o.y[0]),
+    ),
+    "by hand": lambda x, o: (
+        x * torch.rsqrt(x.pow(2).mean(1, keepdim=True) + 1e-6) * o.per_head,
+        (x - x.mean(1, keepdim=True)) / (x.std(1, keepdim=True) + 1e-6) + o.per_head,
+    ),
+}
+"""Over the heads themselves, of which ranks add up their parts."""
 GATHERS: dict[str, Operation] = {
-    "over the heads": lambda x, o: (x.mean(1), x.sum(), x.softmax(1), x.argmax(1), x.flip(1), x.std()),
+    "over the heads": lambda x, o: (x.amax(1), x.prod(1), x.softmax(1), x.argmax(1), x.flip(1), x.norm(1, 1)),
     "some heads": lambda x, o: (x[:, 3], x[:, ::2], x[:, torch.tensor([1, 5])], x.select(1, -1), x[o.mask]),
     "all heads one by one": lambda x, o: [head * 2 for head in x.unbind(1)],
     "mixing heads": lambda x, o: (torch.einsum("bhqd,hg->bgqd", x, o.mix), x.movedim(1, -1) @ o.mix),
     "no rule": lambda x, o: (F.avg_pool2d(x, 2), F.conv2d(x, o.mix[:, :, None, None]), torch.diagonal(x, 0, 1, 2)),
     "another dim": lambda x, o: x.transpose(1, 2).reshape(2, T, -1)[..., :HEADS] + o.z[:, :, :, 0].mT,
-    "numbers": lambda x, o: (x.sum().item(), x.tolist(), x.detach().numpy().shape, bool(x.mean() > 9), repr(x)[:6]),
+    "numbers": lambda x, o: (x.amax().item(), x.tolist(), x.detach().numpy().shape, bool(x.mean() > 9), repr(x)[:6]),
     "iteration": lambda x, o: [head for batch in x for head in batch],
     "whole in place": lambda x, o: (o.y * 1.0).add_(x),
     "whole set": lambda x, o: _set(o.y * 1.0, x),

@@ -369,6 +369,43 @@ class Conditioning(Perceptron):
         return nn.functional.cross_entropy(self.net(self.tokens(ids)).mean(1), ids[:, 0])
 
 
+class SubNormed(nn.Module):
+    """A norm of its own before each layer that goes back to the block's width, as Magneto and BitNet have it;
+    one of them without parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(HIDDEN), nn.LayerNorm(HIDDEN)
+        self.q, self.k, self.v, self.out = (nn.Linear(HIDDEN, HIDDEN) for _ in range(4))
+        self.norm_of_heads, self.drop = nn.LayerNorm(HIDDEN), nn.Dropout(0.0)
+        self.up, self.down = nn.Linear(HIDDEN, 48), nn.Linear(48, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm1(x)
+        q, k, v = (layer(y).unflatten(-1, (4, -1)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        y = nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        x = x + self.out(self.drop(self.norm_of_heads(y)))
+        y = nn.functional.gelu(self.up(self.norm2(x)))
+        return x + self.down(y * torch.rsqrt(y.square().mean(-1, keepdim=True) + 1e-6))
+
+
+class Magneto(Perceptron):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(40, HIDDEN)
+        self.net = nn.Sequential(*(SubNormed() for _ in range(2)), nn.Linear(HIDDEN, 40))
+
+    def training_step(self, ids: Tensor, batch_idx: int) -> Tensor:
+        return nn.functional.cross_entropy(self.net(self.tokens(ids)).flatten(0, 1), ids.roll(1, 1).flatten())
+
+    def on_train_start(self) -> None:
+        layers = dict(self.named_modules())
+        kinds = {name: type(layers[f"net.1.{name}"]).__name__ for name in ("q", "k", "v", "out", "up", "down")}
+        parts = {"out": "RowParallelLinear", "down": "RowParallelLinear"}
+        expected = {name: parts.get(name, "ColumnParallelLinear") for name in kinds}
+        assert self.trainer.world_size == 1 or kinds == expected
+
+
 class FixedPoint(nn.Module):
     """An implicit layer: a leaf of its own, and a hook that solves for the gradient. Beside it a region."""
 
@@ -447,6 +484,13 @@ def test_projections_that_are_added_to_what_a_region_reads() -> None:
     expected = run_reference(fit_losses_alone, Conditioning)
     for losses in run_ranks(2, fit_losses, Conditioning):
         assert losses == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("sequence", [True, False])
+def test_norms_between_pairs_of_layers(sequence: bool) -> None:
+    expected = run_reference(fit_losses_alone, Magneto)
+    for losses in run_ranks(2, fit_losses, Magneto, sequence):
+        assert len(losses) == 3 and losses == pytest.approx(expected, rel=1e-9)
 
 
 @pytest.mark.parametrize("plan", ["auto", {"net.0": "column", "net.3": "row"}], ids=["auto", "by hand"])

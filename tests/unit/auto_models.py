@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -73,14 +74,58 @@ class Gated(nn.Module):
 
 
 class FullNorm(nn.Module):
-    """A norm over all heads, between column and row."""
+    """A norm over all features, between column and row.
 
-    def __init__(self) -> None:
+    Args:
+        norm: of so many features.
+    """
+
+    def __init__(self, norm: Callable[[int], nn.Module] = nn.LayerNorm) -> None:
         super().__init__()
-        self.up, self.norm, self.down = nn.Linear(HIDDEN, 48), nn.LayerNorm(48), nn.Linear(48, HIDDEN)
+        self.up, self.norm, self.down = nn.Linear(HIDDEN, 48), norm(48), nn.Linear(48, HIDDEN)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(self.norm(self.up(x)))
+
+
+class RootMeanSquare(nn.Module):
+    """As Llama's code has it."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(features))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
+
+
+class ResponseNorm(nn.Module):
+    """ConvNeXt-V2's, over tokens, beside the mean of all features."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.gamma, self.beta = nn.Parameter(torch.rand(features)), nn.Parameter(torch.zeros(features))
+
+    def forward(self, x: Tensor) -> Tensor:
+        size = x.norm(p=2, dim=1, keepdim=True)
+        return self.gamma * (x * size / (size.mean(dim=-1, keepdim=True) + 1e-6)) + self.beta + x
+
+
+class Directions(nn.Module):
+    """A norm without parameters."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.normalize(x, dim=-1) * x.shape[-1] ** 0.5
+
+
+class Largest(Directions):
+    """Divides by the largest feature."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x / x.abs().amax(-1, keepdim=True)
 
 
 class SideDoor(nn.Module):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -34,11 +35,15 @@ from tests.unit.auto_models import (
     HIDDEN,
     Block,
     Conditioned,
+    Directions,
     FullNorm,
     Fused,
     Gated,
     Interleaved,
+    Largest,
     Model,
+    ResponseNorm,
+    RootMeanSquare,
     Separate,
     SideDoor,
     Three,
@@ -99,10 +104,37 @@ def test_gate_and_up_lie_together() -> None:
     assert owned(result, "down") == [list(range(24)), list(range(24, 48))]
 
 
-def test_a_norm_over_all_features_leaves_layers_that_are_gathered() -> None:
-    result = plan(FullNorm(), 2)
-    assert styles(result) == {"up": "column_gather", "down": "column_gather"}
-    assert "mix" in result.how["body.up"]
+@pytest.mark.parametrize("norm", [nn.LayerNorm, nn.RMSNorm, RootMeanSquare, ResponseNorm, Directions])
+def test_a_norm_may_stand_between_a_pair(norm: Callable[[int], nn.Module]) -> None:
+    """Ranks add up what it divides by."""
+    result = plan(FullNorm(norm), 2)
+    assert styles(result) == {"up": "column", "down": "row"}
+    assert result.how["body.up"] == "with global sizes"
+    assert result.sequence_dim is not None
+
+
+def test_features_are_gathered_between_a_pair_for_what_cannot_be_added_up() -> None:
+    result = plan(FullNorm(Largest), 2)
+    assert styles(result) == {"up": "column", "down": "row"}
+    assert result.how["body.up"] == "with global sizes, gathered for amax"
+
+
+class _Widened(nn.Module):
+    """A norm of few features, and a layer that makes many of them, which mix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out, self.norm = nn.Linear(HIDDEN, HIDDEN), nn.LayerNorm(HIDDEN)
+        self.up, self.down = nn.Linear(HIDDEN, 48), nn.Linear(48, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(self.norm(self.out(x))).softmax(-1))
+
+
+def test_a_layer_that_widens_is_no_row_across_a_norm() -> None:
+    """Sums of what it makes cost more than gathers of what it takes."""
+    result = plan(_Widened(), 2)
+    assert styles(result) == dict.fromkeys(["out", "up", "down"], "column_gather")
 
 
 def test_a_gate_beside_the_columns_is_no_region_as_it_is() -> None:

@@ -7,6 +7,7 @@ before it by these features (columns), whatever the code in between is called an
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from lightning_megatp.plan.auto.apart import StatisticsApart
 from lightning_megatp.plan.auto.blocks import Call
 from lightning_megatp.plan.auto.exact import exact
 from lightning_megatp.plan.auto.thin import ThinLinear, concrete_call
@@ -106,22 +108,26 @@ class Influence:
         return found
 
 
-def probe(twin: nn.Module, call: Call, tp: int) -> Influence:
+def probe(twin: nn.Module, call: Call, tp: int, apart: StatisticsApart | None = None) -> Influence:
     """Probe a thin copy of a block.
 
     Args:
         twin: from `thin_copy`.
         call: what a step calls it with.
         tp: number of tensor ranks.
+        apart: leaves aside what couples features. Then only layers that don't widen are rows: what goes into a norm is
+            gathered for it, and after that the outputs of a wide layer are better gathered than summed.
     """
     layers = {name: child for name, child in twin.named_modules() if isinstance(child, ThinLinear)}
     rows = [name for name, layer in layers.items() if layer.in_features >= tp]
+    if apart is not None:
+        rows = [name for name in rows if layers[name].in_features >= layers[name].out_features]
     sums: dict[str, _Row] = {}
     for seed in range(_ROUNDS[1]):
         if seed >= _ROUNDS[0] and not any(row.has_gaps for row in sums.values()):
             break
         hopeful = [name for name in rows if name not in sums or sums[name].divides]
-        for name, row in _probe(twin, layers, hopeful if seed else rows, call, tp, seed).items():
+        for name, row in _probe(twin, layers, hopeful if seed else rows, call, tp, seed, apart).items():
             if name in sums:
                 sums[name].add(row)
             else:
@@ -191,7 +197,13 @@ def _add_column(found: Candidate, column: str, masks: list[Tensor]) -> None:
 
 
 def _probe(
-    twin: nn.Module, layers: dict[str, ThinLinear], rows: list[str], call: Call, tp: int, seed: int
+    twin: nn.Module,
+    layers: dict[str, ThinLinear],
+    rows: list[str],
+    call: Call,
+    tp: int,
+    seed: int,
+    apart: StatisticsApart | None,
 ) -> dict[str, _Row]:
     call = concrete_call(call, seed // 2, noise=seed // 2)
     signs = torch.Generator().manual_seed(seed)
@@ -201,7 +213,7 @@ def _probe(
             chance = torch.rand(layer.out_features, generator=signs).round()
             layer.turn(torch.full_like(chance, -1.0) if seed % 2 else 1 - 2 * chance)
     try:
-        with torch.enable_grad(), exact():
+        with torch.enable_grad(), exact(), apart or contextlib.nullcontext():
             twin(*call.args, **call.kwargs)
         outputs = {name: [y for _, y in layer.record or () if y.requires_grad] for name, layer in layers.items()}
         inputs = {name: [x for x, _ in layer.record or ()] for name, layer in layers.items()}

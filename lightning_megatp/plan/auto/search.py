@@ -11,7 +11,8 @@ from dataclasses import dataclass, field, replace
 
 from torch import nn
 
-from lightning_megatp.plan.auto.blocks import Block, is_linear, unlooked
+from lightning_megatp.plan.auto.apart import StatisticsApart
+from lightning_megatp.plan.auto.blocks import Block, Call, is_linear, unlooked
 from lightning_megatp.plan.auto.compare import NotFinite, Outcome, Reference
 from lightning_megatp.plan.auto.influence import Candidate, Influence, deal, probe
 from lightning_megatp.plan.auto.references import couplings, references_of
@@ -115,6 +116,7 @@ def _probed(
     search = _Search(twin, references, tp, result, global_sizes, undivided)
     if trusted is None or not search.accept(trusted, "as the model's own plan says"):
         search.regions(influence)
+        search.regions_across_norms(block.calls[0])
     search.gather_the_rest()
     search.convolutions(convolutions)
     outcome = search.prove(result.plan)
@@ -230,6 +232,16 @@ class _Search:
             refused.update(row for candidate in candidates for row in candidate.rows)
         for name, why in influence.reasons.items():
             self.result.whole.setdefault(name, why)
+
+    def regions_across_norms(self, call: Call) -> None:
+        """Try for the rest what would be candidates if features were not coupled by a norm between a pair of layers,
+        which can gather them."""
+        if not self.global_sizes or self.layers.keys() <= self.result.plan.layers.keys():
+            return
+        apart = StatisticsApart()
+        influence = probe(copy_of(self.twin), call, self.tp, apart)
+        if apart.met:
+            self.regions(influence)
 
     def region(self, candidate: Candidate) -> None:
         """Try a region as it is, then with attributes divided, then with global sizes."""

@@ -1,4 +1,5 @@
-"""Rules of operations along other dims than the sharded one: softmax, reductions, norms, padding."""
+"""Rules of operations along other dims than the sharded one: softmax, reductions, norms, padding. What `across` knows
+is done along that one, too."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ from typing import Any
 
 from lightning_megatp.tensor.features.call import Call, Rule
 from lightning_megatp.tensor.features.decision import Decision
+from lightning_megatp.tensor.features.rules import across
 from lightning_megatp.tensor.features.rules.operands import beside, dims_of, single
 
 
@@ -23,25 +25,37 @@ def along(position: int, *names: str, default: Any = None) -> Rule:
 
 
 def normalise(call: Call) -> Decision | None:
-    """layer_norm and rms_norm over dims behind the sharded one."""
+    """layer_norm and rms_norm, over dims behind the sharded one or of several ranks."""
     actions, shape = beside(call), call.argument(1, "normalized_shape")
-    if actions is None or not isinstance(shape, (tuple, list)) or len(shape) >= -call.layout.dim:
+    if not isinstance(shape, (tuple, list)):
         return None
-    return Decision(call.layout, actions)
+    if len(shape) >= -call.layout.dim:
+        return across.normalise(call)
+    return None if actions is None else Decision(call.layout, actions)
+
+
+def directions(call: Call) -> Decision | None:
+    """F.normalize."""
+    return along(2, default=1)(call) or across.directions(call)
 
 
 def reduce(call: Call) -> Decision | None:
-    """mean, sum, ... over other dims."""
+    """amax, prod, ... over other dims."""
     return _reduced(call, 1, 2)
 
 
+def total(call: Call) -> Decision | None:
+    """sum and mean."""
+    return reduce(call) or across.total(call)
+
+
 def norm(call: Call) -> Decision | None:
-    return _reduced(call, 2, 3)
+    return _reduced(call, 2, 3) or across.length(call)
 
 
 def spread(call: Call) -> Decision | None:
     """var and std, whose second positional argument may also be `unbiased`."""
-    return _reduced(call, 1, 2) if len(call.args) <= 2 else None
+    return (_reduced(call, 1, 2) or across.spread(call)) if len(call.args) <= 2 else None
 
 
 def _reduced(call: Call, at: int, keep_at: int) -> Decision | None:

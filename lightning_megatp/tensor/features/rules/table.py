@@ -33,9 +33,7 @@ POINTWISE = operation_names(
     polar complex
     """
 )
-_REDUCTIONS = operation_names(
-    "mean sum prod amax amin argmax argmin any all nansum nanmean logsumexp median count_nonzero"
-)
+_REDUCTIONS = operation_names("prod amax amin argmax argmin any all nansum nanmean logsumexp median count_nonzero")
 RULES: dict[str, Rule] = {
     **dict.fromkeys(POINTWISE, elementwise.pointwise),
     **dict.fromkeys(["max", "min"], elementwise.extreme),
@@ -44,12 +42,13 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(["softmax", "log_softmax", "softmin", "cumsum", "cumprod", "logcumsumexp"], along_dims.along(1)),
     **dict.fromkeys(["sort", "argsort"], along_dims.along(1, default=-1)),
     "topk": along_dims.along(2, default=-1),
-    "normalize": along_dims.along(2, default=1),
+    "normalize": along_dims.directions,
     "flip": along_dims.along(1, "dims"),
     "roll": along_dims.along(2, "dims"),
     "index_select": along_dims.along(1),
     **dict.fromkeys(["layer_norm", "rms_norm"], along_dims.normalise),
     **dict.fromkeys(_REDUCTIONS, along_dims.reduce),
+    **dict.fromkeys(["sum", "mean"], along_dims.total),
     **dict.fromkeys(["var", "std", "var_mean", "std_mean"], along_dims.spread),
     **dict.fromkeys(["norm", "vector_norm", "linalg_vector_norm"], along_dims.norm),
     **dict.fromkeys(["tril", "triu"], along_dims.triangle),
