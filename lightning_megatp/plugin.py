@@ -292,13 +292,22 @@ class ParallelismPlugin:
         return before
 
     def _warn_whole(self, module: nn.Module, tp: int) -> None:
-        linears = [plain_name(name) for name, child in module.named_modules() if type(child) is nn.Linear]
+        named = ((plain_name(name), child) for name, child in module.named_modules())
+        found = {name: type(child) for name, child in named if isinstance(child, nn.Linear)}
+        linears = [name for name, kind in found.items() if kind is nn.Linear]
         text = (
             f"tp={tp}, but the plan splits nothing: every tensor rank holds and computes the whole model, so the"
             " numbers are right and nothing is saved."
         )
         if linears:
             self._say(f"{text} Give plan={{pattern: style}} for its linear layers, e.g. {', '.join(linears[:4])}.")
+        elif found:
+            name, kind = next(iter(found.items()))
+            self._say(
+                f"{text} Its linear layers are of a class of their own (`{name}` is a {kind.__name__}), and a layer is"
+                " split only if it computes what `nn.Linear` does. Use that class, or tp=1, and these devices for dp or"
+                " pp."
+            )
         else:
             self._say(
                 f"{text} The model has no `nn.Linear`. If the plan can't name anything else (embeddings, convolutions),"

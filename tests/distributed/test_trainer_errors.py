@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from tests.distributed.training import PLAIN, PP2, TP2, Layout, make_trainer, run_program, tokens, train_loader
@@ -169,13 +170,29 @@ class NothingToSplit(NoStep):
         del self.blocks, self.head
 
 
+class Doubled(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+class OwnLayers(NothingToSplit):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = Doubled(4, 4)
+
+
 def _strict(layout: Layout, kind: type[NoStep]) -> None:
     trainer = make_trainer(layout, strategy={"plan": {}, "strict": True})
     trainer.fit(kind(), train_loader(layout, 1))
 
 
 @pytest.mark.parametrize(
-    ("kind", "text"), [(NoStep, "e.g. blocks.0.attn.qkv, blocks"), (NothingToSplit, "has no `nn.Linear`. If")]
+    ("kind", "text"),
+    [
+        (NoStep, "e.g. blocks.0.attn.qkv, blocks"),
+        (NothingToSplit, "has no `nn.Linear`. If"),
+        (OwnLayers, "a class of their own (`gate` is a Doubled)"),
+    ],
 )
 def test_strict_raises_where_a_plan_splits_nothing(kind: type[NoStep], text: str) -> None:
     with pytest.raises(RankError) as error:
