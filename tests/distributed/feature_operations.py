@@ -118,6 +118,13 @@ ADDED: dict[str, Operation] = {
         F.rms_norm(x.movedim(1, -1), (HEADS,)),
         F.rms_norm(x, x.shape[1:], o.y[0]),
     ),
+    "largest": lambda x, o: (x.argmax(1), x.max(1).values, x.min(1, keepdim=True)[1], x.detach().amax(1), x.argmin(-3)),
+    "softmax over heads": lambda x, o: (x.softmax(1), F.log_softmax(x, 1), x.logsumexp(1), torch.logsumexp(x, 1, True)),
+    "chosen": lambda x, o: (
+        x.gather(1, torch.tensor([[3, 7], [0, 3]]).view(2, 2, 1, 1).expand(2, 2, T, D)),
+        torch.gather(x, 1, torch.arange(6).view(1, 6, 1, 1)),
+        torch.gather(x, 3, torch.zeros(2, HEADS, T, 1, dtype=torch.long)),
+    ),
     "by hand": lambda x, o: (
         x * torch.rsqrt(x.pow(2).mean(1, keepdim=True) + 1e-6) * o.per_head,
         (x - x.mean(1, keepdim=True)) / (x.std(1, keepdim=True) + 1e-6) + o.per_head,
@@ -125,18 +132,18 @@ ADDED: dict[str, Operation] = {
 }
 """Over the heads themselves, of which ranks add up their parts."""
 GATHERS: dict[str, Operation] = {
-    "over the heads": lambda x, o: (x.amax(1), x.prod(1), x.softmax(1), x.argmax(1), x.flip(1), x.norm(1, 1)),
+    "over the heads": lambda x, o: (x.amax(1), x.prod(1), x.cumsum(1), x.sort(1).values, x.flip(1), x.norm(1, 1)),
     "some heads": lambda x, o: (x[:, 3], x[:, ::2], x[:, torch.tensor([1, 5])], x.select(1, -1), x[o.mask]),
     "all heads one by one": lambda x, o: [head * 2 for head in x.unbind(1)],
     "mixing heads": lambda x, o: (torch.einsum("bhqd,hg->bgqd", x, o.mix), x.movedim(1, -1) @ o.mix),
     "no rule": lambda x, o: (F.avg_pool2d(x, 2), F.conv2d(x, o.mix[:, :, None, None]), torch.diagonal(x, 0, 1, 2)),
     "another dim": lambda x, o: x.transpose(1, 2).reshape(2, T, -1)[..., :HEADS] + o.z[:, :, :, 0].mT,
-    "numbers": lambda x, o: (x.amax().item(), x.tolist(), x.detach().numpy().shape, bool(x.mean() > 9), repr(x)[:6]),
+    "numbers": lambda x, o: (x.prod().item(), x.tolist(), x.detach().numpy().shape, bool(x.mean() > 9), repr(x)[:6]),
     "iteration": lambda x, o: [head for batch in x for head in batch],
     "whole in place": lambda x, o: (o.y * 1.0).add_(x),
     "whole set": lambda x, o: _set(o.y * 1.0, x),
     "odd view": lambda x, o: x.transpose(1, 2).reshape(2, T, -1).view(2, T, 2, -1, 8).sum(-1),
-    "gather": lambda x, o: torch.gather(x, 3, torch.zeros(2, HEADS, T, 1, dtype=torch.long)),
+    "gather": lambda x, o: torch.gather(x, 3, torch.zeros(2, 3, T, 1, dtype=torch.long)),
 }
 IN_PLACE: dict[str, Operation] = {
     "arithmetic": lambda x, o: x.mul_(2.0).add_(o.z).sub_(o.y).div_(o.row),

@@ -353,12 +353,48 @@ LOSSES: dict[str, Loss] = {
     "masked rows": lambda x, t, w: F.cross_entropy(x[t != 4], t[t != 4]),
     "scaled": lambda x, t, w: F.cross_entropy((x / 2.0 + w).mT, t),
 }
+
+
+def _best_of_two(x: Any, t: Tensor, w: Tensor) -> Tensor:
+    """Preferences, of chosen log-probabilities."""
+    chosen = torch.gather(x.log_softmax(-1), 2, t.unsqueeze(-1)).squeeze(-1).sum(-1)
+    return -F.logsigmoid(chosen[0] - chosen[1])
+
+
+def _distilled(x: Any, t: Tensor, w: Tensor) -> Tensor:
+    """From a teacher whose logits are whole, and from one whose are split."""
+    teacher, own = (w * torch.arange(5.0)[:, None]).expand(2, 5, VOCABULARY), F.log_softmax(x / 2, dim=-1)
+    first = F.kl_div(own, teacher.softmax(-1), reduction="batchmean") * 4
+    with torch.no_grad():
+        split = F.log_softmax(x * w.flip(0), -1)
+    return first + F.kl_div(own.flatten(0, 1), split.view(-1, VOCABULARY), reduction="sum", log_target=True)
+
+
+ADDED_LOSSES: dict[str, Loss] = {
+    "log_softmax": lambda x, t, w: F.nll_loss(x.log_softmax(-1)[0], t[0]),
+    "left out": lambda x, t, w: nn.NLLLoss(ignore_index=3)(F.log_softmax(x.flatten(0, 1), dim=1), t.flatten()),
+    "log_softmax, transposed": lambda x, t, w: F.nll_loss(x.mT.log_softmax(1), t, reduction="none").sum() + x.mean(),
+    "entropy": lambda x, t, w: -(x.softmax(-1) * x.log_softmax(dim=-1)).sum(-1).mean(),
+    "preferences": _best_of_two,
+    "selected": lambda x, t, w: (x.gather(-1, t[..., None]).squeeze(-1) - torch.logsumexp(x, dim=-1)).square().mean(),
+    "distilled": _distilled,
+    "mean divergence": lambda x, t, w: F.kl_div(x.log_softmax(-1), x.mT.softmax(1).mT.detach()) + x.logsumexp(2).sum(),
+    "accuracy": lambda x, t, w: (x.argmax(-1) == t).double().mean() + (x.argmin(-1, True) * w).sum() + x.sum(),
+    "confidence": lambda x, t, w: x.softmax(-1).max(-1).values.square().sum() * (x.max(dim=-1)[1] + 1).prod(),
+    "margin": lambda x, t, w: (x.detach().amax(-1, True) - x).square().mean() + x.min(-1, keepdim=True)[0].sum(),
+    "ties": lambda x, t, w: (
+        (x.round().argmax(-1) * w[:5] + x.round().max(-1).values).sum() + x.clamp(0, 0).argmin(-1).sum()
+    ),
+    "nothing known": lambda x, t, w: x.sum() + x.detach().masked_fill(x > -99, -torch.inf).logsumexp(-1).exp().sum(),
+    "in 32 bits": lambda x, t, w: torch.softmax(x, -1, dtype=torch.float32).square().sum().double(),
+}
+"""Ranks exchange numbers per token, and no logits."""
 GATHERED_LOSSES: dict[str, Loss] = {
     "probabilities": lambda x, t, w: F.cross_entropy(x[0], F.one_hot(t[0], VOCABULARY).double()),
-    "log_softmax": lambda x, t, w: F.nll_loss(x.log_softmax(-1)[0], t[0]),
     "class dim elsewhere": lambda x, t, w: F.cross_entropy(x[:, :, :5], t.clamp(max=4)),
     "legacy reduction": lambda x, t, w: F.cross_entropy(x[0], t[0], size_average=False),
-    "accuracy": lambda x, t, w: (x.argmax(-1) == t).double().mean() + x.sum() * 0,
+    "class weights": lambda x, t, w: F.nll_loss(x.log_softmax(-1)[0], t[0], w),
+    "gradient of the largest": lambda x, t, w: (x.clamp(max=0.5).amax(-1) * w[:5]).sum(),
 }
 
 
@@ -366,7 +402,8 @@ def _losses(rank: int, world_size: int, classes: str, table: list[str]) -> list[
     wrong = []
     for name in table:
         try:
-            collectives = _compare_loss((LOSSES | GATHERED_LOSSES)[name], CLASSES[classes], name in LOSSES)
+            local = name not in GATHERED_LOSSES
+            collectives = _compare_loss((LOSSES | ADDED_LOSSES | GATHERED_LOSSES)[name], CLASSES[classes], local)
             if name in LOSSES and collectives != {"all-gather": 1}:
                 wrong.append(f"{name}: {collectives}")
         except Exception:
@@ -400,6 +437,23 @@ def _compare_loss(loss: Loss, owned: tuple[Ranges, ...], local: bool) -> dict[st
 def test_cross_entropy_never_gathers_the_logits(classes: str) -> None:
     found = run_ranks(2, _losses, classes, list(LOSSES))
     assert not any(found), "\n\n".join(itertools.chain(*found))
+
+
+@pytest.mark.parametrize("classes", CLASSES)
+def test_losses_of_what_ranks_exchange_about_each_token(classes: str) -> None:
+    found = run_ranks(2, _losses, classes, list(ADDED_LOSSES))
+    assert not any(found), "\n\n".join(itertools.chain(*found))
+
+
+def _unknown_class(rank: int, world_size: int, index: int) -> None:
+    x, *_ = _workshop(TensorContext(dist.group.WORLD), OWNED["uneven"])
+    with pytest.raises(RuntimeError, match="out of bounds"):
+        x.gather(1, torch.full((2, 1, T, D), index))
+
+
+@pytest.mark.parametrize("index", [-1, HEADS])
+def test_a_class_that_there_is_not_is_no_rank_s(index: int) -> None:
+    run_ranks(2, _unknown_class, index)
 
 
 def test_losses_without_a_rule_gather_them() -> None:
@@ -456,11 +510,11 @@ def _gather_once(rank: int, world_size: int) -> list[int]:
     counts = []
     with CollectiveCounter() as counter:
         for use in (
-            lambda: x.amax() + x.flip(1),  # one gather for both
-            lambda: x.softmax(1),  # and another use
+            lambda: x.prod() + x.flip(1),  # one gather for both
+            lambda: x.cumsum(1),  # and another use
             lambda: x.mul_(2.0),
-            lambda: x.amax(),  # changed: again
-            lambda: torch.no_grad()(lambda: x.amax())(),  # in another mode: again
+            lambda: x.prod(),  # changed: again
+            lambda: torch.no_grad()(lambda: x.prod())(),  # in another mode: again
         ):
             use()
             counts.append(sum(counter.calls.values()))

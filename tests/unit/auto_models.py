@@ -122,7 +122,7 @@ class Directions(nn.Module):
 
 
 class Largest(Directions):
-    """Divides by the largest feature."""
+    """Divides by the largest feature, which has a gradient."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x / x.abs().amax(-1, keepdim=True)

@@ -72,9 +72,9 @@ def total(call: Call) -> Decision | None:
         return None
 
     def run(tensors: Sequence[Tensor]) -> Tensor:
-        result = features.sum(_wide(tensors[0] if given is None else tensors[0].to(given)))
+        result = features.sum(wide(tensors[0] if given is None else tensors[0].to(given)))
         result = result / features.size if call.name == "mean" else result
-        return result.to(given or _dtype_of(tensors[0], torch.sum if call.name == "sum" else torch.mean))
+        return result.to(given or dtype_of(tensors[0], torch.sum if call.name == "sum" else torch.mean))
 
     return Decision(None, run=run)
 
@@ -85,7 +85,7 @@ def length(call: Call) -> Decision | None:
     if features is None or call.argument(1, "p", "ord") not in _EUCLIDEAN or call.argument(4, "dtype") is not None:
         return None
     return Decision(
-        None, run=lambda tensors: features.length(_wide(tensors[0])).to(_dtype_of(tensors[0], torch.linalg.vector_norm))
+        None, run=lambda tensors: features.length(wide(tensors[0])).to(dtype_of(tensors[0], torch.linalg.vector_norm))
     )
 
 
@@ -97,7 +97,7 @@ def spread(call: Call) -> Decision | None:
     correction = call.kwargs.get("correction", int(bool(call.kwargs.get("unbiased", True))))
 
     def run(tensors: Sequence[Tensor]) -> Any:
-        x = _wide(tensors[0])
+        x = wide(tensors[0])
         found = features.sum(features.centred(x).square()) / max(features.size - (correction or 0), 0)
         found = (_root(found) if call.name.startswith("std") else found).to(tensors[0].dtype)
         return (found, (features.sum(x) / features.size).to(found.dtype)) if call.name.endswith("_mean") else found
@@ -123,12 +123,12 @@ def normalise(call: Call) -> Decision | None:
     weight, bias = call.argument(2, "weight"), call.argument(3, "bias") if centred else None
 
     def run(tensors: Sequence[Tensor]) -> Tensor:
-        y = _wide(tensors[x.position])
+        y = wide(tensors[x.position])
         y = features.centred(y) if centred else y
         y = y * features.use(torch.rsqrt(features.sum(y.square()) / features.size + eps))
         y = y if weight is None else y * tensors[weight.position]
         y = y if bias is None else y + tensors[bias.position]
-        return y.to(_dtype_of(tensors[x.position], _LIKE[call.name]))
+        return y.to(dtype_of(tensors[x.position], _LIKE[call.name]))
 
     return Decision(call.layout, aligned[0], run)
 
@@ -142,9 +142,9 @@ def directions(call: Call) -> Decision | None:
     eps = call.argument(3, "eps", default=1e-12)
 
     def run(tensors: Sequence[Tensor]) -> Tensor:
-        y = _wide(tensors[0])
+        y = wide(tensors[0])
         y = y / features.use(features.length(y).clamp_min(eps))
-        return y.to(_dtype_of(tensors[0], F.normalize))
+        return y.to(dtype_of(tensors[0], F.normalize))
 
     return Decision(call.layout, run=run)
 
@@ -164,11 +164,12 @@ def _reduced(call: Call, at: int, keep_at: int) -> _Features | None:
     return None if dims is None else _Features.of(x, dims, bool(call.argument(keep_at, "keepdim", "keepdims")))
 
 
-def _wide(x: Tensor) -> Tensor:
+def wide(x: Tensor) -> Tensor:
+    """In at least 32 bits."""
     return x.float() if x.dtype.itemsize < 4 else x
 
 
-def _dtype_of(x: Tensor, operation: Callable[..., Tensor]) -> torch.dtype:
+def dtype_of(x: Tensor, operation: Callable[..., Tensor]) -> torch.dtype:
     """Of what an operation makes of such a tensor; autocast has a say in it."""
     return operation(x.new_zeros(1, 1)).dtype if torch.is_autocast_enabled(x.device.type) else x.dtype
 

@@ -40,7 +40,7 @@ def directions(call: Call) -> Decision | None:
 
 
 def reduce(call: Call) -> Decision | None:
-    """amax, prod, ... over other dims."""
+    """prod, any, ... over other dims."""
     return _reduced(call, 1, 2)
 
 
