@@ -95,6 +95,8 @@ class Pipeline:
         self.factor = 1.0
         """By what the gradients of the last batch have to be multiplied, since its weights add up to something else."""
         self._looks_for_carried = True
+        self._looked_at = 0
+        """Batches since the first one's loss was looked at."""
         self._is_first = True
         self._ways: dict[str, Ways] = {}
         self._loss_units: set[str] = set()
@@ -290,7 +292,14 @@ class Pipeline:
         run = self._run(step, microbatches, plans or [], seed, backward)
         if kind == "train" and len(microbatches) > 1:
             run.carried, run.own_values = self._carried_state(), self._own_values
+            run.warns = self._warns(first=run.carried is not None)
         return run
+
+    def _warns(self, first: bool) -> bool:
+        """Whether this batch's loss is looked at: those of batches 1, 2, 4, 8, ..., where the first one's is. Their
+        microbatches may hold equal numbers of targets in one batch, and others in the next."""
+        self._looked_at += first or self._looked_at > 0
+        return self._looked_at.bit_count() == 1
 
     def _warn_of_one(self, microbatches: int) -> None:
         """Look at the first batch: later ones may be what is left of a data set."""

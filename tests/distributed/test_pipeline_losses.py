@@ -122,6 +122,10 @@ SAME: dict[str, Loss] = {
     "two of as many": lambda y, t, m: (
         F.cross_entropy(y.transpose(1, 2), _classes(t)) + F.cross_entropy(-y.transpose(1, 2), _classes(t).clone())
     ),
+    "several of the same padding": lambda y, t, m: (
+        (F.cross_entropy(y[m], _classes(t)[m]) + 3 * F.cross_entropy(-y[m], t[m].argmin(-1))) / 2
+        + F.cross_entropy(y[m][:, :2].repeat(2, 1), t[m][:, :2].argmax(-1).repeat(2))
+    ),
     "entropy and mean": lambda y, t, m: (
         F.cross_entropy(y.flatten(0, 1), _ignored(t, m)) + 0.1 * F.smooth_l1_loss(y[m], t[m])
     ),
@@ -208,23 +212,29 @@ class Criterion(nn.Module):
         return self.loss(y * self.scale, t, m)
 
 
-def _data() -> DataLoader:
+def _data(marked: int = 0) -> DataLoader:
     """The last batch is of two unequal microbatches."""
     torch.manual_seed(2)
     x, t = torch.randn(2, 19, 5, 3, dtype=torch.float64)
     m = torch.rand(19, 5) < torch.linspace(0, 1, 19)[:, None]  # the first rows, and so a microbatch, have none
     m[:4] = False
+    m[:marked] = True
     return DataLoader(TensorDataset(x, t, m), batch_size=8)
 
 
-def _fit(layout: Layout, names: list[str], inside: bool = False) -> dict[str, Any]:
+def _fit(layout: Layout, names: list[str], inside: bool = False, marked: int = 0) -> dict[str, Any]:
+    """Fit with each loss.
+
+    Args:
+        marked: samples of which all is marked, the first ones.
+    """
     found = {}
     for name in names:
         module, losses = Lit(SAME[name] if name in SAME else OTHERS[name][0], inside), Losses()
         trainer = make_trainer(layout, strategy={"plan": None}, callbacks=[losses])
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            trainer.fit(module, _data(), _data())
+            trainer.fit(module, _data(marked), _data(marked))
         logged = {key: float(value) for key, value in trainer.callback_metrics.items()}
         said = [str(w.message) for w in caught if "microbatch" in str(w.message) and "step" in str(w.message)]
         found[name] = losses.seen, logged, said
@@ -262,3 +272,12 @@ def test_what_is_no_average_of_the_batch_is_said(some: slice) -> None:
         texts = [text for _, (_, _, said) in rank for text in said]
         ((name, _), *_) = rank
         assert any(OTHERS[name][1] in text for text in texts), (name, texts)
+
+
+def test_what_only_later_batches_show_is_said() -> None:
+    """In the first one all microbatches hold as many targets."""
+    names = ["mixed", "two entropies"]
+    for found in run_program(PP2, _fit, names, False, 8):
+        for name in names:
+            assert not found[name][2] or OTHERS[name][1] in found[name][2][0]
+    assert any(found[name][2] for found in run_program(PP2, _fit, names, False, 8) for name in names)

@@ -121,16 +121,23 @@ class Made:
 
     @functools.cached_property
     def weighs_by(self) -> tuple[str, Average | None]:
-        """What microbatches weigh by: "targets" or "elements", and the average whose count it is; nothing for "sums",
-        which are added up; or "samples", if there are several cross-entropies, or nothing is known."""
+        """What microbatches weigh by: "targets" or "elements", and the average whose count it is; nothing for "several"
+        cross-entropies, whose counts all matter, and for "sums", which are added up; or "samples", if nothing is
+        known."""
         means = [a for a in self.distinct if a.count is not None]
-        targets = [a for a in means if a.of_targets]
-        if len(targets) == 1:
-            return "targets", targets[0]
-        if means and not targets:
+        if len(self.targets) == 1:
+            return "targets", self.targets[0]
+        if self.targets:
+            return "several", None
+        if means:
             return "elements", next((a for a in means if isinstance(a.count, Tensor)), means[0])
         sums = self.of and all(a.adds for a in self.of) and not self.rest and not self.bent
         return "sums" if sums else "samples", None
+
+    @functools.cached_property
+    def targets(self) -> list[Average]:
+        """The cross-entropies over different targets."""
+        return [a for a in self.distinct if a.of_targets and a.count is not None]
 
     @property
     def empty(self) -> Tensor | bool:
@@ -142,4 +149,6 @@ class Made:
     def count(self) -> Tensor | float | None:
         """How many values it is an average of; infinity for a sum of them, None if that can't be said."""
         kind, chosen = self.weighs_by
+        if kind == "several":
+            return functools.reduce(operator.add, [a.count for a in self.targets if a.count is not None])
         return torch.inf if kind == "sums" else None if chosen is None else chosen.count

@@ -43,6 +43,8 @@ class BatchLoss:
     """By microbatch, what it weighs by."""
     _elements: tuple[Tensor | float, int] | None = None
     """What the first microbatch that weighs by elements averages over, and its samples."""
+    _several: tuple[list[Tensor], int] | None = None
+    """The numbers of targets of the first microbatch with several cross-entropies, and its samples."""
 
     def add(self, microbatch: int, loss: Any, averages: Averages, own: Tensor | float | None) -> None:
         """After the step of a microbatch.
@@ -63,10 +65,13 @@ class BatchLoss:
             return
         self._made[microbatch] = made
         # if nothing is known, it may be made of the cross-entropies that there are
-        kind, chosen = (made or Made(tuple(averages.of_targets))).weighs_by
+        of = made or Made(tuple(averages.of_targets))
+        kind, chosen = of.weighs_by
         self._kinds[microbatch] = kind
         self._chosen[microbatch] = chosen
-        self._weights[microbatch] = self._weight(kind, chosen, self.rows[microbatch])
+        rows = self.rows[microbatch]
+        several = kind == "several"
+        self._weights[microbatch] = self._of_several(of.targets, rows) if several else self._weight(kind, chosen, rows)
 
     def _weight(self, kind: str, chosen: Average | None, rows: int) -> Tensor | float:
         if kind == "sums":
@@ -82,6 +87,18 @@ class BatchLoss:
             first = first.double()
             return chosen.count * torch.where(first > 0, first_rows / first, torch.ones_like(first))
         return chosen.count * (first_rows / first) if first else chosen.count
+
+    def _of_several(self, targets: Sequence[Average], rows: int) -> Tensor | float:
+        """Of cross-entropies over different targets: how many times as many as in the first microbatch there are, on
+        average, times its samples. That is right for all of them where their numbers have one ratio."""
+        counts = [scalar(a.count, self.device) for a in targets if a.count is not None]
+        if self._several is None:
+            self._several = counts, rows
+        first, first_rows = self._several
+        if len(first) != len(counts):
+            return float(rows)
+        weights = [torch.where(n > 0, x * first_rows / n, x) for x, n in zip(counts, first, strict=True)]
+        return torch.stack(weights).mean()
 
     @property
     def adds_up(self) -> bool:
@@ -116,7 +133,10 @@ class BatchLoss:
         others = [i for i, kind in self._kinds.items() if kind not in ("targets", "elements")]
         for i in others:
             weights[i] = torch.where(self.losses.get(i, torch.ones(())).to(self.device) == 0, 0.0, weights[i])
-        if "targets" in kinds and ("elements" in kinds or any(map(bool, (weights[i] for i in others)))):
+        counted = [i for i, kind in self._kinds.items() if kind == "targets"] if others or "elements" in kinds else []
+        if any(map(bool, (weights[i] for i in counted))) and (
+            "elements" in kinds or any(map(bool, (weights[i] for i in others)))
+        ):  # but for a microbatch without targets, of which several cross-entropies look like one
             raise RuntimeError(
                 "MegaTPStrategy: the step averages one cross-entropy in some microbatches of a batch, and none or"
                 " several in others, so what they weigh can't be told. Define `loss_weight(self, batch)` on the"
@@ -142,7 +162,7 @@ class BatchLoss:
         return total.to(losses.dtype)
 
     def warn(self, weights: Tensor) -> None:
-        """Say where the batch's loss is not that of one device. Waits for a GPU: of one batch of a run.
+        """Say where the batch's loss is not that of one device. Waits for a GPU: of a few batches of a run.
 
         Warns:
             UserWarning: the step adds averages over different things, or makes something else of them, or nothing is
@@ -201,7 +221,10 @@ class BatchLoss:
         if not self.adds_up and self._unequal(known, weights[counted]):
             names = ", ".join(dict.fromkeys(f"`{a.by}`" for a in known[0].of))
             chosen = self._chosen[counted[0]]
-            by = "their samples" if chosen is None else f"what `{chosen.by}` is over"
+            several = self._kinds[counted[0]] == "several"
+            by = (
+                "the mean of these" if several else "their samples" if chosen is None else f"what `{chosen.by}` is over"
+            )
             return (
                 f"the step adds averages over different numbers ({names}), and its microbatches weigh by {by}: so does"
                 " all that is added. On one device each average is of the whole batch. If that matters, use"
