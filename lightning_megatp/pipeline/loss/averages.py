@@ -22,6 +22,7 @@ from lightning_megatp.pipeline.loss.functions import (
     COMPARISONS,
     DIVISIONS,
     EMPTY,
+    INVERSIONS,
     JOINS,
     LIKE,
     LINEAR,
@@ -75,6 +76,8 @@ class Averages(TorchFunctionMode):
         self._paused = False
         self._made: dict[int, tuple[Any, Made]] = {}
         """By the identity of a tensor or a Python number, which is kept alive for it."""
+        self._inverted: dict[int, tuple[Tensor, Tensor]] = {}
+        """By the identity of a number: itself, and the one that it is the inverse of, but for a Python factor."""
         self._kept: list[Any] = []
         """What averages are over, kept alive so that its address means it."""
 
@@ -268,7 +271,14 @@ class Averages(TorchFunctionMode):
         name = func.__name__
         if name in DIVISIONS and len(args) == 2 and not kwargs and not self._bends(*args):
             return self._divided(func, *args)
+        if name in PRODUCTS and len(args) == 2 and not kwargs and not {*map(id, args)}.isdisjoint(self._inverted):
+            x, inverse = args if id(args[1]) in self._inverted else args[::-1]
+            by = self._inverted[id(inverse)][1]
+            if not self._bends(x, by) and (x is args[0] or not name.endswith("_") or name.endswith("__")):
+                return self._divided(lambda x, safe: func(x, torch.where(by == safe, inverse, 1.0)), x, by)
         result = func(*args, **kwargs)
+        if name in INVERSIONS and isinstance(result, Tensor) and result.numel() == 1 and not result.requires_grad:
+            self._inverted[id(result)] = result, args[0]
         joins = name not in LIKE and any(self._samples.holds(x) and self.made(x) is None for x in operands)
         if type(result) is float:  # `item`, `float(...)`; whole numbers may be one object for all
             self._made[id(result)] = result, known[0]
