@@ -30,7 +30,7 @@ from lightning_megatp.shim.torch import tree_map
 from lightning_megatp.snapshots.snapshot import random_state_kept
 from lightning_megatp.tensor.attention import ParallelAttention, no_fused_paths
 from lightning_megatp.tensor.context import Region, TensorContext
-from lightning_megatp.tensor.conv1d import column_kind, row_kind
+from lightning_megatp.tensor.conv1d import column_kind, of_subclass, row_kind
 from lightning_megatp.tensor.convolution import convolution_kind
 from lightning_megatp.tensor.experts import expert_kind
 from lightning_megatp.tensor.layers import HiddenParallelEmbedding, ParallelLayer, VocabParallelEmbedding
@@ -210,7 +210,7 @@ class ParallelismPlugin:
         if style == "experts":
             return expert_kind(layer).adopt(layer, context, plan.by_rank, splits=splits, once=plan.once, **common)
         kind = VocabParallelEmbedding if style == "vocab" else HiddenParallelEmbedding
-        return kind.adopt(layer, context, plan.by_rank, **common)
+        return of_subclass(kind, layer).adopt(layer, context, plan.by_rank, **common)
 
     def finalize_gradients(self, parallel: ParallelModule) -> None:
         """After backward and the data-parallel reduction: sum what is partial over the tensor ranks."""

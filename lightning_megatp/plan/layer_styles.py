@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
@@ -182,9 +183,20 @@ def unit_of(name: str, style: Style, modules: Mapping[str, nn.Module]) -> int:
     return value
 
 
+def runs_as(module: nn.Module, kind: type[nn.Module]) -> bool:
+    """Whether it is of a class, or of a user's subclass that is called like it: with another constructor, say."""
+    of: Any = type(module)
+    if of is kind:
+        return True
+    same = isinstance(module, kind) and of.forward is kind.forward and of.__call__ is nn.Module.__call__
+    return same and not of.__module__.startswith("torch.") and "forward" not in vars(module)
+
+
 def _other_kind(module: nn.Module, wanted: type[nn.Module]) -> str:
     if isinstance(module, wanted):
         kind = with_article(f"subclass of nn.{wanted.__name__} ({type(module).__name__})")
+        if wanted in (nn.Linear, nn.Embedding):
+            return f"is {kind} with a call or forward of its own, which may compute something else: it is not swapped"
         return f"is {kind}; only exactly nn.{wanted.__name__} is swapped, since a subclass may compute something else"
     return f"is {with_article(type(module).__name__)}; that style is for nn.{wanted.__name__}"
 
@@ -193,7 +205,7 @@ def _check_type(name: str, style: Style, module: nn.Module) -> None:
     wanted = nn.Linear if style.style in _LINEAR else nn.Embedding
     kind = type(module).__name__
     why = None
-    if type(module) is not wanted and not (wanted is nn.Linear and is_conv1d(module)):
+    if not runs_as(module, wanted) and not (wanted is nn.Linear and is_conv1d(module)):
         why = _other_kind(module, wanted)
         if is_convolution(module):
             why = f"is {with_article(kind)}, which takes the style `column_gather` only"

@@ -20,16 +20,20 @@ from lightning_megatp.tensor.layers import (
 
 def column_kind(layer: nn.Module) -> type[ColumnParallel]:
     """The column class for an nn.Linear or a Conv1D."""
-    original: Any = type(layer)
-    kind: type[ColumnParallel] = _combined(ColumnParallelConv1D, original) if is_conv1d(layer) else ColumnParallelLinear
+    kind: type[ColumnParallel] = of_subclass(ColumnParallelConv1D if is_conv1d(layer) else ColumnParallelLinear, layer)
     return kind
 
 
 def row_kind(layer: nn.Module) -> type[RowParallel]:
     """The row class for an nn.Linear or a Conv1D."""
-    original: Any = type(layer)
-    kind: type[RowParallel] = _combined(RowParallelConv1D, original) if is_conv1d(layer) else RowParallelLinear
+    kind: type[RowParallel] = of_subclass(RowParallelConv1D if is_conv1d(layer) else RowParallelLinear, layer)
     return kind
+
+
+def of_subclass(kind: Any, layer: nn.Module) -> Any:
+    """A parallel class that also has what the layer's own class adds to torch's: methods that the user's code calls."""
+    original: Any = type(layer)
+    return kind if original in (nn.Linear, nn.Embedding) else _combined(kind, original)
 
 
 class _Transposed(ParallelLayer):
@@ -56,5 +60,5 @@ class RowParallelConv1D(_Transposed, RowParallel):
 
 
 @functools.cache
-def _combined(kind: Any, conv1d: Any) -> Any:
-    return type(kind.__name__, (kind, conv1d), {"__module__": __name__})
+def _combined(kind: Any, original: Any) -> Any:
+    return type(kind.__name__, (kind, original), {"__module__": __name__})

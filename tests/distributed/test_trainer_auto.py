@@ -389,17 +389,40 @@ class SubNormed(nn.Module):
         return x + self.down(y * torch.rsqrt(y.square().mean(-1, keepdim=True) + 1e-6))
 
 
+class Tokens(nn.Embedding):
+    """With a constructor and a method of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(40, HIDDEN)
+
+    def scaled(self, ids: Tensor) -> Tensor:
+        return self(ids) * HIDDEN**0.5
+
+
+class Head(nn.Linear):
+    """So has this one, which casts, too."""
+
+    def scores(self, x: Tensor) -> Tensor:
+        return self(x) / HIDDEN**0.5
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
+
+
 class Magneto(Perceptron):
     def __init__(self) -> None:
         super().__init__()
-        self.tokens = nn.Embedding(40, HIDDEN)
-        self.net = nn.Sequential(*(SubNormed() for _ in range(2)), nn.Linear(HIDDEN, 40))
+        self.tokens, self.head = Tokens(), Head(HIDDEN, 40)
+        self.net = nn.Sequential(*(SubNormed() for _ in range(2)))
 
     def training_step(self, ids: Tensor, batch_idx: int) -> Tensor:
-        return nn.functional.cross_entropy(self.net(self.tokens(ids)).flatten(0, 1), ids.roll(1, 1).flatten())
+        logits = self.head.scores(self.net(self.tokens.scaled(ids)))
+        return nn.functional.cross_entropy(logits.flatten(0, 1), ids.roll(1, 1).flatten())
 
     def on_train_start(self) -> None:
         layers = dict(self.named_modules())
+        assert isinstance(self.tokens, Tokens) and isinstance(self.head, Head)
+        assert self.trainer.world_size == 1 or (len(self.tokens.weight), len(self.head.weight)) == (20, 20)
         kinds = {name: type(layers[f"net.1.{name}"]).__name__ for name in ("q", "k", "v", "out", "up", "down")}
         parts = {"out": "RowParallelLinear", "down": "RowParallelLinear"}
         expected = {name: parts.get(name, "ColumnParallelLinear") for name in kinds}

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_megatp.plan.attributes import undivided_counts
 from lightning_megatp.plan.parallel_plan import AttributePlan, ParallelPlan
@@ -367,17 +367,15 @@ def test_a_scripted_module_is_refused() -> None:
     _check(_error({}, model), "`1` is a module that torch.jit made")
 
 
-def test_a_subclass_is_not_swapped() -> None:
+def test_a_subclass_with_a_call_of_its_own_is_not_swapped() -> None:
     class Scaled(nn.Linear):
-        pass
+        def __call__(self, x: Tensor) -> Tensor:
+            y: Tensor = super().__call__(2 * x)
+            return y
 
     model = Model()
     model.head = Scaled(8, 10)
-    _check(
-        _error({"head": "column_gather"}, model),
-        "is a subclass of nn.Linear (Scaled)",
-        "a subclass may compute something else",
-    )
+    _check(_error({"head": "column_gather"}, model), "is a subclass of nn.Linear (Scaled)", "compute something else")
 
 
 def test_a_convolution_is_split_by_its_output_channels_or_whole_groups() -> None:
@@ -657,14 +655,19 @@ def test_columns_alone_are_told_which_of_them_should_be_a_row() -> None:
 
 def test_kinds_of_modules_that_a_style_is_not_for() -> None:
     class Own(nn.Linear):
-        pass
+        def forward(self, input: Tensor) -> Tensor:
+            return 2 * super().forward(input)
+
+    class Made(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(8, 10)
 
     model = Model()
     _check(_error({"tok": "column"}, model), "but it is an Embedding; that style is for nn.Linear.")
     model.head = Own(8, 10)
-    _check(
-        _error({"head": "column"}, model), "is a subclass of nn.Linear (Own); only exactly nn.Linear is swapped, since"
-    )
+    _check(_error({"head": "column"}, model), "is a subclass of nn.Linear (Own) with a call or forward of its own")
+    model.head = Made()
+    assert resolve({"head": "column_gather"}, model, 2).layers["head"].by_rank == (((0, 5),), ((5, 10),))
     _check(_error({"blocks.0": "attention"}, model), "that style is for nn.MultiheadAttention.")
 
 

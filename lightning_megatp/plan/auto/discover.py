@@ -19,7 +19,7 @@ from lightning_megatp.plan.auto.stacks import experts_hold, of_transformers
 from lightning_megatp.plan.convolutions import convolution_plan, fits, least_size, weights
 from lightning_megatp.plan.experts import looks_like_experts
 from lightning_megatp.plan.layer import LayerPlan, Split
-from lightning_megatp.plan.layer_styles import counts_of, expert_counts, split_parameters
+from lightning_megatp.plan.layer_styles import counts_of, expert_counts, runs_as, split_parameters
 from lightning_megatp.plan.parallel_plan import ParallelPlan, plain_name
 from lightning_megatp.plan.ranges import Ranges, split_evenly
 from lightning_megatp.plan.resolve import whole_modules
@@ -294,7 +294,7 @@ def _plan_tables(plan: ParallelPlan, model: nn.Module, tp: int) -> None:
         weight = child._parameters.get("weight")
         if weight is None or weight.numel() < _SMALL_TABLE * total or weight.shape[0] < tp:
             continue
-        if type(child) is nn.Embedding and _can_split(child):
+        if isinstance(child, nn.Embedding) and _can_split(child):
             _add(plan, name, "vocab", _even(child.num_embeddings, tp), "by its rows")
         elif is_linear(child):
             outputs = weight.shape[1 if is_conv1d(child) else 0]
@@ -315,7 +315,7 @@ def _plan_convolutions(plan: ParallelPlan, model: nn.Module, tp: int, least: flo
 
 
 def _can_split(table: nn.Embedding) -> bool:
-    return not (table.sparse or table.max_norm or table.scale_grad_by_freq)
+    return runs_as(table, nn.Embedding) and not (table.sparse or table.max_norm or table.scale_grad_by_freq)
 
 
 def _agree_on_ties(plan: ParallelPlan, model: nn.Module, tp: int) -> None:
@@ -347,9 +347,9 @@ def _of_weight(layer: LayerPlan, module: nn.Module) -> Split | None:
 
 
 def _tied_style(module: nn.Module) -> str | None:
-    if type(module) is nn.Embedding and _can_split(module):
+    if isinstance(module, nn.Embedding) and _can_split(module):
         return "vocab"
-    return "column_gather" if type(module) is nn.Linear else None
+    return "column_gather" if runs_as(module, nn.Linear) else None
 
 
 def _drop_region(plan: ParallelPlan, name: str, why: str) -> list[str]:
