@@ -7,7 +7,7 @@ Communication: numbers per token and rank, as few as named at each rule; nothing
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -155,11 +155,6 @@ def kl_div(call: Call) -> Decision | None:
         return (total / divisor[reduction]).to(own.dtype)
 
     return Decision(layout if reduction == "none" else None, aligned[0], run)
-
-
-def either(first: Callable[[Call], Decision | None], second: Callable[[Call], Decision | None]) -> Any:
-    """The second rule where the first one doesn't know."""
-    return lambda call: first(call) or second(call)
 
 
 def _adds_up(x: Operand) -> bool:

@@ -6,8 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from lightning_megatp.plan.ranges import ByRank, contains, positions
-from lightning_megatp.tensor.features.call import Call, Operand
+from lightning_megatp.tensor.features.call import Call, Operand, Rule
 from lightning_megatp.tensor.features.decision import Action, Enter, Pick, Scatter
+
+
+def either(first: Rule, second: Rule) -> Rule:
+    """The second rule where the first one doesn't know."""
+    return lambda call: first(call) or second(call)
 
 
 def single(call: Call) -> Operand | None:

@@ -14,6 +14,7 @@ from lightning_megatp.tensor.features.rules import (
     products,
     views,
 )
+from lightning_megatp.tensor.features.rules.operands import either
 from lightning_megatp.tensor.functions import operation_names
 
 POINTWISE = operation_names(
@@ -40,7 +41,7 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(["max", "min"], elementwise.extreme),
     **dict.fromkeys(["to", "type_as", "type"], elementwise.cast),
     "where": elementwise.where,
-    **dict.fromkeys(["softmax", "log_softmax"], logits.either(along_dims.along(1), logits.softmax)),
+    **dict.fromkeys(["softmax", "log_softmax"], either(along_dims.along(1), logits.softmax)),
     **dict.fromkeys(["softmin", "cumsum", "cumprod", "logcumsumexp"], along_dims.along(1)),
     **dict.fromkeys(["sort", "argsort"], along_dims.along(1, default=-1)),
     "topk": along_dims.along(2, default=-1),
@@ -50,8 +51,8 @@ RULES: dict[str, Rule] = {
     "index_select": along_dims.along(1),
     **dict.fromkeys(["layer_norm", "rms_norm"], along_dims.normalise),
     **dict.fromkeys(_REDUCTIONS, along_dims.reduce),
-    **dict.fromkeys(["amax", "amin", "argmax", "argmin"], logits.either(along_dims.reduce, logits.extreme)),
-    "logsumexp": logits.either(along_dims.reduce, logits.logsumexp),
+    **dict.fromkeys(["amax", "amin", "argmax", "argmin"], either(along_dims.reduce, logits.extreme)),
+    "logsumexp": either(along_dims.reduce, logits.logsumexp),
     "gather": logits.gather,
     "nll_loss": logits.nll_loss,
     "kl_div": logits.kl_div,
