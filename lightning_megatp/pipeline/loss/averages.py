@@ -277,7 +277,7 @@ class Averages(TorchFunctionMode):
             if not self._bends(x, by) and (x is args[0] or not name.endswith("_") or name.endswith("__")):
                 return self._divided(lambda x, safe: func(x, torch.where(by == safe, inverse, 1.0)), x, by)
         result = func(*args, **kwargs)
-        if name in INVERSIONS and isinstance(result, Tensor) and result.numel() == 1 and not result.requires_grad:
+        if name in INVERSIONS and args and result.numel() == 1 and not result.requires_grad:
             self._inverted[id(result)] = result, args[0]
         joins = name not in LIKE and any(self._samples.holds(x) and self.made(x) is None for x in operands)
         if type(result) is float:  # `item`, `float(...)`; whole numbers may be one object for all

@@ -133,10 +133,9 @@ class BatchLoss:
         others = [i for i, kind in self._kinds.items() if kind not in ("targets", "elements")]
         for i in others:
             weights[i] = torch.where(self.losses.get(i, torch.ones(())).to(self.device) == 0, 0.0, weights[i])
-        counted = [i for i, kind in self._kinds.items() if kind == "targets"] if others or "elements" in kinds else []
-        if any(map(bool, (weights[i] for i in counted))) and (
-            "elements" in kinds or any(map(bool, (weights[i] for i in others)))
-        ):  # but for a microbatch without targets, of which several cross-entropies look like one
+        single = [i for i, kind in self._kinds.items() if kind == "targets"]
+        mixed = single and ("elements" in kinds or any(bool(weights[i]) for i in others))
+        if mixed and any(bool(weights[i]) for i in single):  # without targets several cross-entropies look like one
             raise RuntimeError(
                 "MegaTPStrategy: the step averages one cross-entropy in some microbatches of a batch, and none or"
                 " several in others, so what they weigh can't be told. Define `loss_weight(self, batch)` on the"
@@ -220,11 +219,9 @@ class BatchLoss:
             )
         if not self.adds_up and self._unequal(known, weights[counted]):
             names = ", ".join(dict.fromkeys(f"`{a.by}`" for a in known[0].of))
-            chosen = self._chosen[counted[0]]
-            several = self._kinds[counted[0]] == "several"
-            by = (
-                "the mean of these" if several else "their samples" if chosen is None else f"what `{chosen.by}` is over"
-            )
+            kind, chosen = self._kinds[counted[0]], self._chosen[counted[0]]
+            by = "their samples" if chosen is None else f"what `{chosen.by}` is over"
+            by = "the mean of these" if kind == "several" else by
             return (
                 f"the step adds averages over different numbers ({names}), and its microbatches weigh by {by}: so does"
                 " all that is added. On one device each average is of the whole batch. If that matters, use"
