@@ -41,6 +41,7 @@ class Example:
         self.module = trainer.lightning_module
         self._step = getattr(self.module, _STEPS[trainer.state.fn])
         self.problem = "no batch could be looked at"
+        self._uncut: Any = None
         self.weights: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
         """Where a step runs, so that it finds parameters that have no values yet."""
 
@@ -67,8 +68,12 @@ class Example:
         batch = _first_batch(loaders, self.rows)
         if batch is None:
             return None
+        made = isinstance(loaders, DataLoader) and _collates(
+            loaders
+        )  # of few samples, whatever they are put together to
         rows = batch_size(batch) or 0
-        if self.rows is not None and rows > self.rows and not is_ragged(batch):
+        if self.rows is not None and not made and rows > self.rows and not is_ragged(batch):
+            self._uncut = batch
             batch = split_batch(batch, -(-rows // self.rows))[0]
         return self.precision.convert_input(self._by_hooks(batch))
 
@@ -129,6 +134,14 @@ class Example:
         if self.batch is None:
             return []
         return [functools.partial(self.step, x) for x in (self.batch, *_padded(self.batch))]
+
+    def uncut_calls(self) -> list[Callable[[], Any]]:
+        """The same on the whole batch, which is `batch` from now on, if that is the first rows of one that a data set
+        gave: numbers in it may mean all its rows (edges of a graph)."""
+        if self.batch is None or self._uncut is None:
+            return []
+        self.batch, self._uncut = self.precision.convert_input(self._by_hooks(self._uncut)), None
+        return self.calls()
 
 
 def _copy_of(batch: Any) -> Any:

@@ -150,7 +150,7 @@ class ParallelismPlugin:
         Communication: one broadcast of the plan over the world.
         """
         steps = () if example is None else example.calls()
-        kinds, problems = look(module, plan, steps)
+        kinds, problems = look(module, plan, steps, tuple if example is None else example.uncut_calls)
         if not steps:
             problems.append("no batch" if example is None else example.problem)
         found: list[Any] = [None, problems]

@@ -33,7 +33,7 @@ def answer(strategy: Any, trainer: Any, example: Example) -> NoReturn:
     problems: list[str] = []
     if plan.open and tp > 1:
         steps = example.calls()
-        kinds, problems = look(module, plan, steps)
+        kinds, problems = look(module, plan, steps, example.uncut_calls)
         found = discover(module, tp, kinds, plan)
         results, problems = found.results, problems + found.problems + ([] if steps else [example.problem])
     if requested() == "estimate":

@@ -99,6 +99,9 @@ class _Steps:
     def calls(self) -> list[Any]:
         return self._steps
 
+    def uncut_calls(self) -> list[Any]:
+        return []
+
 
 def _example(module: Any, batch: dict[str, Any]) -> Any:
     rows = {key: x[:2] if isinstance(x, Tensor) and x.dim() and len(x) == 4 else x for key, x in batch.items()}

@@ -429,6 +429,44 @@ class Magneto(Perceptron):
         assert self.trainer.world_size == 1 or kinds == expected
 
 
+class Graph(Perceptron):
+    """Batches as the data set has them: edges name rows, and a number says how many there are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(*(nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)) for _ in range(2)))
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+        x = batch["x"]
+        for body in self.net:
+            found = x.new_zeros(batch["nodes"], 8).index_add(0, batch["target"], x[batch["source"]])
+            x = x + body(found)
+        return x.square().mean()
+
+    def on_train_start(self) -> None:
+        kinds = [type(layer).__name__ for layer in self.net.modules() if isinstance(layer, nn.Linear)]
+        assert self.trainer.world_size == 1 or kinds == ["ColumnParallelLinear", "RowParallelLinear"] * 2
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.losses.append(float(outputs["loss"]))
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(self.graphs(), batch_size=None)  # type: ignore[arg-type]
+
+    def graphs(self) -> list[dict[str, Any]]:
+        generator = torch.Generator().manual_seed(3)
+        edges = torch.randint(0, 6, (3, 2, 6), generator=generator)
+        rows = torch.randn(3, 6, 8, generator=generator, dtype=torch.float64)
+        return [{"x": x, "source": a, "target": b, "nodes": 6} for x, (a, b) in zip(rows, edges, strict=True)]
+
+
+class Packed(Graph):
+    """A collator puts graphs one behind the other."""
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(self.graphs(), batch_size=1, collate_fn=lambda graphs: graphs[0])  # type: ignore[arg-type]
+
+
 class FixedPoint(nn.Module):
     """An implicit layer: a leaf of its own, and a hook that solves for the gradient. Beside it a region."""
 
@@ -487,7 +525,8 @@ def fit_losses(
     ids = torch.randint(0, 40, (12, 6), generator=torch.Generator().manual_seed(3))
     gc.disable()
     try:
-        Trainer(devices=world_size, strategy=strategy, **options).fit(module, DataLoader(ids, batch_size=4))
+        loader = None if "train_dataloader" in vars(kind) else DataLoader(ids, batch_size=4)
+        Trainer(devices=world_size, strategy=strategy, **options).fit(module, loader)
     finally:
         gc.enable()
     return module.losses
@@ -507,6 +546,13 @@ def test_projections_that_are_added_to_what_a_region_reads() -> None:
     expected = run_reference(fit_losses_alone, Conditioning)
     for losses in run_ranks(2, fit_losses, Conditioning):
         assert losses == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("kind", [Graph, Packed])
+def test_a_batch_whose_first_rows_are_none_is_looked_at_as_a_whole(kind: type[Graph]) -> None:
+    expected = run_reference(fit_losses_alone, kind)
+    for losses in run_ranks(2, fit_losses, kind):
+        assert len(losses) == 3 and losses == pytest.approx(expected, rel=1e-9)
 
 
 @pytest.mark.parametrize("sequence", [True, False])

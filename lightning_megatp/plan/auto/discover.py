@@ -42,13 +42,19 @@ class Discovery:
     """What stays whole, or was not used, and why: to be said aloud."""
 
 
-def look(model: nn.Module, plan: ParallelPlan, steps: Sequence[Callable[[], Any]]) -> tuple[list[Block], list[str]]:
+def look(
+    model: nn.Module,
+    plan: ParallelPlan,
+    steps: Sequence[Callable[[], Any]],
+    instead: Callable[[], Sequence[Callable[[], Any]]] = tuple,
+) -> tuple[list[Block], list[str]]:
     """The kinds of blocks that a plan leaves open, with what a step calls them with.
 
     Args:
         model: the unsplit model.
         plan: what the user said; blocks with layers in it are left alone.
         steps: each calls the model once, e.g. its training step on one batch; none if there is no batch.
+        instead: makes others, for where the first step fails before it has called all blocks.
 
     Returns:
         The kinds, and in words what went wrong.
@@ -62,6 +68,8 @@ def look(model: nn.Module, plan: ParallelPlan, steps: Sequence[Callable[[], Any]
     with called_in_transforms(model) as plan.transformed:
         errors = [capture_calls(model, kinds, step) for step in steps]
     if errors[0] is not None and not all(kind.calls for kind in kinds):
+        if others := instead():
+            return look(model, plan, others)
         return kinds, [f"the step that was tried out raised {type(errors[0]).__name__}: {errors[0]}"]
     return kinds, []
 
