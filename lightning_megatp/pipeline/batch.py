@@ -74,7 +74,7 @@ class BatchRun:
         stage_of_unit: unit name -> stage.
         loss_units: the units inside of which steps were seen to average losses, in any batch; kept up.
         carried: looks at what one microbatch leaves for the next; None after the first batch.
-        warns: whether it is said what in the loss is not that of one device.
+        warns: says what in the loss is not that of one device; None where nobody looks.
         own_values: gives microbatches their own of what units change; None where there is one, or no backward.
         remote: with it the last stage runs the steps, and calls the other stages' units; there are no plans then, or
             those that the steps may leave.
@@ -95,7 +95,7 @@ class BatchRun:
     stage_of_unit: Mapping[str, int]
     loss_units: set[str]
     carried: CarriedState | None = None
-    warns: bool = False
+    warns: Callable[[str], None] | None = None
     own_values: OwnValues | None = None
     remote: RemoteCalls | None = None
     results: dict[int, Any] = field(default_factory=dict)
@@ -268,8 +268,8 @@ class BatchRun:
         weights = self.loss.weights()
         if self.backward is None:
             return torch.full((), torch.nan, device=self.device), weights
-        if self.warns and len(self.microbatches) > 1:
-            self.loss.warn(weights)
+        if self.warns is not None and len(self.microbatches) > 1:
+            self.loss.warn(weights, self.warns)
         return self.loss.value(weights), weights
 
     @property

@@ -97,6 +97,7 @@ class Pipeline:
         self._looks_for_carried = True
         self._looked_at = 0
         """Batches since the first one's loss was looked at."""
+        self._said: set[str] = set()
         self._is_first = True
         self._ways: dict[str, Ways] = {}
         self._loss_units: set[str] = set()
@@ -292,7 +293,7 @@ class Pipeline:
         run = self._run(step, microbatches, plans or [], seed, backward)
         if kind == "train" and len(microbatches) > 1:
             run.carried, run.own_values = self._carried_state(), self._own_values
-            run.warns = self._warns(first=run.carried is not None)
+            run.warns = self._say if self._warns(first=run.carried is not None) else None
         return run
 
     def _warns(self, first: bool) -> bool:
@@ -300,6 +301,12 @@ class Pipeline:
         microbatches may hold equal numbers of targets in one batch, and others in the next."""
         self._looked_at += first or self._looked_at > 0
         return self._looked_at.bit_count() == 1
+
+    def _say(self, text: str) -> None:
+        """Once, though it may be so in several batches."""
+        if text not in self._said:
+            self._said.add(text)
+            warn_once_per_run(text)
 
     def _warn_of_one(self, microbatches: int) -> None:
         """Look at the first batch: later ones may be what is left of a data set."""

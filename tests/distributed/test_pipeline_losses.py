@@ -31,6 +31,11 @@ def _entropies(y: Tensor, t: Tensor) -> Tensor:
     return F.cross_entropy(y.transpose(1, 2), _classes(t), reduction="none")
 
 
+def _half(x: Tensor, side: int) -> Tensor:
+    n = max(len(x) // 2, 1)
+    return x[:n] if side > 0 else x[-n:]
+
+
 def _in_place(y: Tensor, t: Tensor, m: Tensor) -> Tensor:
     loss = (_squares(y, t) * m).sum()
     loss /= m.sum()
@@ -132,6 +137,10 @@ SAME: dict[str, Loss] = {
     "entropy and mean": lambda y, t, m: (
         F.cross_entropy(y.flatten(0, 1), _ignored(t, m)) + 0.1 * F.smooth_l1_loss(y[m], t[m])
     ),
+    "halves apart": lambda y, t, m: torch.cat([y[:2] * 2, y[2:] * 2]).sub(t).square().mean() / 4,
+    "first and last tokens": lambda y, t, m: (
+        (y[:, 0] - y[:, -1] - t[:, 0]).square().mean() + (y[:, 1:] - y[:, :-1]).abs().mean()
+    ),
     "divergence": lambda y, t, m: F.kl_div(y[m].log_softmax(-1), t[m].softmax(-1), reduction="batchmean"),
 }
 OTHERS: dict[str, tuple[Loss, str]] = {
@@ -166,6 +175,13 @@ OTHERS: dict[str, tuple[Loss, str]] = {
         lambda y, t, m: y.new_zeros(2).scatter_add(0, m.long().flatten(), _squares(y, t).flatten()).square().sum(),
         "`scatter_add`",
     ),
+    "halves": (
+        lambda y, t, m: -F.logsigmoid(_half(y.sum((1, 2)), 1) - _half(y.sum((1, 2)), -1)).mean(),
+        "(by `sub`)",
+    ),
+    "pairs": (lambda y, t, m: F.mse_loss(_half(y, 1).tanh(), 2 * _half(y.exp(), -1)), "(by `mse_loss`)"),
+    "others": (lambda y, t, m: (y * y[torch.arange(len(y)).flip(0)]).square().mean(), "(by `mul`)"),
+    "each with each": (lambda y, t, m: (y[:, None] - y).abs().add(1).log().mean(), "(by `sub`)"),
     "a norm besides": (lambda y, t, m: F.mse_loss(y, t) + 0.1 * (y - t).norm(), "`norm`"),
     "a sum besides": (lambda y, t, m: F.mse_loss(y, t) + _squares(y, t).sum(), "`mse_loss`, `sum`"),
 }

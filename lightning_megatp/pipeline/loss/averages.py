@@ -37,6 +37,7 @@ from lightning_megatp.pipeline.loss.functions import (
     count_of,
 )
 from lightning_megatp.pipeline.loss.made import Average, Made
+from lightning_megatp.pipeline.loss.pairs import Pairs
 from lightning_megatp.pipeline.loss.samples import SLICES, Samples, is_parameter
 from lightning_megatp.shim.autograd import functorch_is_active
 from lightning_megatp.shim.torch import WithoutMode, is_fake
@@ -66,6 +67,7 @@ class Averages(TorchFunctionMode):
         self.compared = ""
         """By what operation samples are compared with each other."""
         self._samples, self._compares = Samples(rows), compares and rows > 1
+        self._pairs = Pairs(self._samples)
         self._of_sample = False
         """Whether the operation that runs is about one sample."""
         self._read_nothing = False
@@ -135,6 +137,8 @@ class Averages(TorchFunctionMode):
                     return parts
             result = self._noted(func, args, kwargs)
             self._samples.forget(result)
+            if self._compares and not self._unit and self._pairs.compares(name, args, kwargs, result):
+                self.compared = self.compared or name
             return result
         self._of_sample = True
         try:

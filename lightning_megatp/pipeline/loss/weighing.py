@@ -8,14 +8,13 @@ the samples has the sum of the microbatches'.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_megatp.messages import warn_once_per_run
 from lightning_megatp.pipeline.loss.averages import Averages, scalar
 from lightning_megatp.pipeline.loss.made import Average, Made
 
@@ -160,21 +159,21 @@ class BatchLoss:
         total: Tensor = (losses.double() * weights).sum() / self.total_weight(weights)
         return total.to(losses.dtype)
 
-    def warn(self, weights: Tensor) -> None:
+    def warn(self, weights: Tensor, say: Callable[[str], None]) -> None:
         """Say where the batch's loss is not that of one device. Waits for a GPU: of a few batches of a run.
 
-        Warns:
-            UserWarning: the step adds averages over different things, or makes something else of them, or nothing is
-                known of what it adds; or it compares samples.
+        Args:
+            say: is told, if the step adds averages over different things, makes something else of them, or adds
+                something of which nothing is known; or if it compares samples.
         """
         if self.compared:
-            warn_once_per_run(
+            say(
                 f"the step compares samples with each other (by `{self.compared}`), and finds those of a microbatch"
                 f" only, {self.rows[0]} of the {sum(self.rows)} that one device compares. That is another loss: use"
                 " microbatches=1 for the same one."
             )
         if self._made and (text := self._different(weights)):  # else the user says what microbatches weigh
-            warn_once_per_run(text)
+            say(text)
 
     def _different(self, weights: Tensor) -> str:
         losses = torch.stack([self.losses.get(i, torch.ones(())).to(weights) for i in range(len(self.rows))])
