@@ -32,7 +32,6 @@ from lightning_megatp.plan.ranges import length
 from lightning_megatp.plan.resolve import resolve
 from tests.parity.models import Adapter, adapted
 from tests.unit.auto_models import (
-    HEADS,
     HIDDEN,
     Block,
     Conditioned,
@@ -118,27 +117,6 @@ def test_features_are_gathered_between_a_pair_for_what_cannot_be_added_up() -> N
     result = plan(FullNorm(Largest), 2)
     assert styles(result) == {"up": "column", "down": "row"}
     assert result.how["body.up"] == "with global sizes, gathered for amax"
-
-
-class _ValueResidual(Separate):
-    """Mixes values that an earlier block has made into its own, by a gate for each head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mix = nn.Linear(HIDDEN, HEADS)
-
-    def forward(self, x: Tensor, first: Tensor) -> Tensor:  # type: ignore[override]
-        b, t, _ = x.shape
-        q, k, v = (layer(x).view(b, t, -1, self.head_dim).transpose(1, 2) for layer in (self.q, self.k, self.v))
-        v = v.lerp(first, self.mix(x).sigmoid().transpose(1, 2).unsqueeze(-1))
-        return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(b, t, -1))
-
-
-def test_what_earlier_blocks_have_made_is_used_by_parts() -> None:
-    first = torch.randn(2, HEADS, 5, HIDDEN // HEADS, requires_grad=True)
-    result = plan(_ValueResidual(), 2, first=first)
-    expected = dict.fromkeys(["q", "k", "v"], "column") | {"out": "row"}
-    assert {name: styles(result).get(name) for name in expected} == expected, result.whole
 
 
 class _Widened(nn.Module):

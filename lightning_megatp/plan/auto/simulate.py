@@ -24,7 +24,7 @@ from lightning_megatp.plan.convolutions import channel_dim, input_ranges, own_gr
 from lightning_megatp.plan.layer import LayerPlan
 from lightning_megatp.plan.parallel_plan import AttributePlan
 from lightning_megatp.plan.ranges import Ranges, everything, length
-from lightning_megatp.shim.torch import tree_leaves, tree_map, weight_norm_of
+from lightning_megatp.shim.torch import tree_leaves, weight_norm_of
 from lightning_megatp.tensor.collectives import take_ranges
 from lightning_megatp.tensor.features.layout import FeatureLayout
 from lightning_megatp.tensor.features.shard import FeatureShard, own_features
@@ -181,10 +181,9 @@ class SimulatedRank:
 
     def run(self, call: Call) -> None:
         with exact_in_thread(self.context.draw):
-            args, kwargs = _computed((call.args, call.kwargs))
-            result = self.module(*args, **kwargs)
+            result = self.module(*call.args, **call.kwargs)
             self.left = left_on(self.module)
-            outputs = [*floating_in(result, (args, kwargs)), *self.left.values()]
+            outputs = [*floating_in(result, (call.args, call.kwargs)), *self.left.values()]
             self.outputs = [x.whole("return") if isinstance(x, FeatureShard) else x for x in outputs]
 
     def add(self, full: Tensor, name: str, grad: Tensor) -> None:
@@ -290,18 +289,6 @@ _SPLITS: dict[str, Callable[[LayerPlan, SimulatedContext], Any]] = {
     "row": _Row,
     "row_split": _Row,
 }
-
-
-def _computed(arguments: Any) -> Any:
-    """Arguments that need a gradient as a step computes them: no leaves, whose gradient may stay a part."""
-    views: dict[int, Tensor] = {}
-
-    def view(x: Any) -> Any:
-        if not isinstance(x, Tensor) or not x.requires_grad or not x.is_leaf:
-            return x
-        return views.setdefault(id(x), x.view_as(x))
-
-    return tree_map(view, arguments)
 
 
 def left_on(module: nn.Module) -> dict[str, Tensor]:
