@@ -42,6 +42,7 @@ class Example:
         self._step = getattr(self.module, _STEPS[trainer.state.fn])
         self.problem = "no batch could be looked at"
         self._uncut: Any = None
+        """The batch that `batch` is the first rows of, until that is looked at."""
         self.weights: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
         """Where a step runs, so that it finds parameters that have no values yet."""
 
@@ -68,13 +69,14 @@ class Example:
         batch = _first_batch(loaders, self.rows)
         if batch is None:
             return None
-        made = isinstance(loaders, DataLoader) and _collates(
-            loaders
-        )  # of few samples, whatever they are put together to
+        of_few = isinstance(loaders, DataLoader) and _collates(loaders)  # samples, however they are put together
         rows = batch_size(batch) or 0
-        if self.rows is not None and not made and rows > self.rows and not is_ragged(batch):
-            self._uncut = batch
+        if self.rows is not None and not of_few and rows > self.rows and not is_ragged(batch):
+            self._uncut = _copy_of(batch)  # hooks may change the part in place
             batch = split_batch(batch, -(-rows // self.rows))[0]
+        return self._as_the_step_gets(batch)
+
+    def _as_the_step_gets(self, batch: Any) -> Any:
         return self.precision.convert_input(self._by_hooks(batch))
 
     def of_samples(self, *counts: int) -> dict[int, Any]:
@@ -140,7 +142,9 @@ class Example:
         gave: numbers in it may mean all its rows (edges of a graph)."""
         if self.batch is None or self._uncut is None:
             return []
-        self.batch, self._uncut = self.precision.convert_input(self._by_hooks(self._uncut)), None
+        whole, self._uncut = self._uncut, None
+        with self._left_alone(first_loaders(self.trainer)):
+            self.batch = self._as_the_step_gets(whole)
         return self.calls()
 
 

@@ -30,10 +30,15 @@ from lightning_megatp.shim.torch import tree_map
 from lightning_megatp.snapshots.snapshot import random_state_kept
 from lightning_megatp.tensor.attention import ParallelAttention, no_fused_paths
 from lightning_megatp.tensor.context import Region, TensorContext
-from lightning_megatp.tensor.conv1d import column_kind, of_subclass, row_kind
+from lightning_megatp.tensor.conv1d import column_kind, row_kind
 from lightning_megatp.tensor.convolution import convolution_kind
 from lightning_megatp.tensor.experts import expert_kind
-from lightning_megatp.tensor.layers import HiddenParallelEmbedding, ParallelLayer, VocabParallelEmbedding
+from lightning_megatp.tensor.layers import (
+    HiddenParallelEmbedding,
+    ParallelLayer,
+    VocabParallelEmbedding,
+    of_subclass,
+)
 from lightning_megatp.tensor.loading import load_whole_values
 from lightning_megatp.tensor.outside import LayerParameters
 from lightning_megatp.tensor.parameters import shard_

@@ -119,36 +119,26 @@ def all_gather_each(
     outputs: list[Tensor], inputs: list[Tensor], group: dist.ProcessGroup, async_op: bool
 ) -> dist.Work | None:
     """`all_gather_single` of each input into its output. All are contiguous."""
-    options = AllgatherOptions()
-    options.asyncOp = async_op
-    return _begun(
-        _each(group, "all_gather_single_coalesced", "allgather_into_tensor_coalesced")(outputs, inputs, options),
-        async_op,
-    )
+    begin = getattr(group, "all_gather_single_coalesced", None) or group.allgather_into_tensor_coalesced
+    return _begun(begin, outputs, inputs, AllgatherOptions(), async_op)
 
 
 def reduce_scatter_each(
     outputs: list[Tensor], inputs: list[Tensor], group: dist.ProcessGroup, async_op: bool
 ) -> dist.Work | None:
     """`reduce_scatter_single` of each input, a sum, into its output. All are contiguous."""
-    options = ReduceScatterOptions()
+    begin = getattr(group, "reduce_scatter_single_coalesced", None) or group.reduce_scatter_tensor_coalesced
+    return _begun(begin, outputs, inputs, ReduceScatterOptions(), async_op)
+
+
+def _begun(
+    begin: Callable[..., dist.Work | None], outputs: list[Tensor], inputs: list[Tensor], options: Any, async_op: bool
+) -> dist.Work | None:
     options.asyncOp = async_op
-    return _begun(
-        _each(group, "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced")(outputs, inputs, options),
-        async_op,
-    )
-
-
-def _each(group: dist.ProcessGroup, name: str, before: str) -> Callable[..., dist.Work | None]:
-    found: Callable[..., dist.Work | None] = getattr(group, name, None) or getattr(group, before)
-    return found
-
-
-def _begun(work: dist.Work | None, async_op: bool) -> dist.Work | None:
-    if async_op:
+    work = begin(outputs, inputs, options)
+    if async_op or work is None:
         return work
-    if work is not None:
-        work.wait()
+    work.wait()
     return None
 
 

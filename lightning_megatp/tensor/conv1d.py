@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-from typing import Any
-
 from torch import Tensor, nn
 
 from lightning_megatp.plan.ranges import Ranges
@@ -15,6 +12,7 @@ from lightning_megatp.tensor.layers import (
     ParallelLayer,
     RowParallel,
     RowParallelLinear,
+    of_subclass,
 )
 
 
@@ -28,12 +26,6 @@ def row_kind(layer: nn.Module) -> type[RowParallel]:
     """The row class for an nn.Linear or a Conv1D."""
     kind: type[RowParallel] = of_subclass(RowParallelConv1D if is_conv1d(layer) else RowParallelLinear, layer)
     return kind
-
-
-def of_subclass(kind: Any, layer: nn.Module) -> Any:
-    """A parallel class that also has what the layer's own class adds to torch's: methods that the user's code calls."""
-    original: Any = type(layer)
-    return kind if original in (nn.Linear, nn.Embedding) else _combined(kind, original)
 
 
 class _Transposed(ParallelLayer):
@@ -57,8 +49,3 @@ class ColumnParallelConv1D(_Transposed, ColumnParallel):
 
 class RowParallelConv1D(_Transposed, RowParallel):
     """weight (features of this rank, out), bias (out)."""
-
-
-@functools.cache
-def _combined(kind: Any, original: Any) -> Any:
-    return type(kind.__name__, (kind, original), {"__module__": __name__})

@@ -7,6 +7,7 @@ Source: Shoeybi et al. 2019, section 3; Korthikanti et al. 2022, section 4.2.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Sequence
 from typing import Any, TypeVar
@@ -143,6 +144,17 @@ class ParallelLayer(nn.Module):
     def _readers(self) -> Sequence[tuple[Tensor, Tensor | None]]:
         """Weight and bias of the linear layers that will probably read what this layer brings in."""
         return ()
+
+
+def of_subclass(kind: Any, layer: nn.Module) -> Any:
+    """A parallel class that also has what the layer's own class adds to torch's: methods that the user's code calls."""
+    original: Any = type(layer)
+    return kind if original in (nn.Linear, nn.Embedding) else _combined(kind, original)
+
+
+@functools.cache
+def _combined(kind: Any, original: Any) -> Any:
+    return type(kind.__name__, (kind, original), {"__module__": __name__})
 
 
 def _stands_in(x: Tensor, dim: int, by_rank: tuple[Ranges, ...]) -> bool:

@@ -88,17 +88,6 @@ class FullNorm(nn.Module):
         return self.down(self.norm(self.up(x)))
 
 
-class RootMeanSquare(nn.Module):
-    """As Llama's code has it."""
-
-    def __init__(self, features: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(features))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
-
-
 class ResponseNorm(nn.Module):
     """ConvNeXt-V2's, over tokens, beside the mean of all features."""
 

@@ -30,7 +30,7 @@ from lightning_megatp.plan.convolutions import least_size
 from lightning_megatp.plan.parallel_plan import ParallelPlan
 from lightning_megatp.plan.ranges import length
 from lightning_megatp.plan.resolve import resolve
-from tests.parity.models import Adapter, adapted
+from tests.parity.models import Adapter, OwnRMSNorm, adapted
 from tests.unit.auto_models import (
     HIDDEN,
     Block,
@@ -43,7 +43,6 @@ from tests.unit.auto_models import (
     Largest,
     Model,
     ResponseNorm,
-    RootMeanSquare,
     Separate,
     SideDoor,
     Three,
@@ -104,7 +103,7 @@ def test_gate_and_up_lie_together() -> None:
     assert owned(result, "down") == [list(range(24)), list(range(24, 48))]
 
 
-@pytest.mark.parametrize("norm", [nn.LayerNorm, nn.RMSNorm, RootMeanSquare, ResponseNorm, Directions])
+@pytest.mark.parametrize("norm", [nn.LayerNorm, nn.RMSNorm, OwnRMSNorm, ResponseNorm, Directions])
 def test_a_norm_may_stand_between_a_pair(norm: Callable[[int], nn.Module]) -> None:
     """Ranks add up what it divides by."""
     result = plan(FullNorm(norm), 2)

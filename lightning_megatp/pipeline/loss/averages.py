@@ -41,6 +41,7 @@ from lightning_megatp.pipeline.loss.pairs import Pairs
 from lightning_megatp.pipeline.loss.samples import SLICES, Samples, is_parameter
 from lightning_megatp.shim.autograd import functorch_is_active
 from lightning_megatp.shim.torch import WithoutMode, is_fake
+from lightning_megatp.tensor.functions import is_in_place
 
 
 class Averages(TorchFunctionMode):
@@ -275,10 +276,10 @@ class Averages(TorchFunctionMode):
         name = func.__name__
         if name in DIVISIONS and len(args) == 2 and not kwargs and not self._bends(*args):
             return self._divided(func, *args)
-        if name in PRODUCTS and len(args) == 2 and not kwargs and not {*map(id, args)}.isdisjoint(self._inverted):
+        if name in PRODUCTS and self._inverted and len(args) == 2 and not kwargs:
             x, inverse = args if id(args[1]) in self._inverted else args[::-1]
-            by = self._inverted[id(inverse)][1]
-            if not self._bends(x, by) and (x is args[0] or not name.endswith("_") or name.endswith("__")):
+            by = self._inverted[id(inverse)][1] if id(inverse) in self._inverted else None
+            if by is not None and not self._bends(x, by) and (x is args[0] or not is_in_place(name)):
                 return self._divided(lambda x, safe: func(x, torch.where(by == safe, inverse, 1.0)), x, by)
         result = func(*args, **kwargs)
         if name in INVERSIONS and args and result.numel() == 1 and not result.requires_grad:

@@ -150,5 +150,5 @@ class Made:
         """How many values it is an average of; infinity for a sum of them, None if that can't be said."""
         kind, chosen = self.weighs_by
         if kind == "several":
-            return functools.reduce(operator.add, [a.count for a in self.targets if a.count is not None])
+            return sum(a.count for a in self.targets if a.count is not None)
         return torch.inf if kind == "sums" else None if chosen is None else chosen.count

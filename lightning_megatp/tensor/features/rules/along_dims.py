@@ -1,5 +1,4 @@
-"""Rules of operations along other dims than the sharded one: softmax, reductions, norms, padding. What `across` knows
-is done along that one, too."""
+"""Rules of operations along other dims than the sharded one: softmax, reductions, norms, padding."""
 
 from __future__ import annotations
 
@@ -7,7 +6,6 @@ from typing import Any
 
 from lightning_megatp.tensor.features.call import Call, Rule
 from lightning_megatp.tensor.features.decision import Decision
-from lightning_megatp.tensor.features.rules import across
 from lightning_megatp.tensor.features.rules.operands import beside, dims_of, single
 
 
@@ -25,37 +23,25 @@ def along(position: int, *names: str, default: Any = None) -> Rule:
 
 
 def normalise(call: Call) -> Decision | None:
-    """layer_norm and rms_norm, over dims behind the sharded one or of several ranks."""
+    """layer_norm and rms_norm over dims behind the sharded one."""
     actions, shape = beside(call), call.argument(1, "normalized_shape")
-    if not isinstance(shape, (tuple, list)):
+    if actions is None or not isinstance(shape, (tuple, list)) or len(shape) >= -call.layout.dim:
         return None
-    if len(shape) >= -call.layout.dim:
-        return across.normalise(call)
-    return None if actions is None else Decision(call.layout, actions)
-
-
-def directions(call: Call) -> Decision | None:
-    """F.normalize."""
-    return along(2, default=1)(call) or across.directions(call)
+    return Decision(call.layout, actions)
 
 
 def reduce(call: Call) -> Decision | None:
-    """prod, any, ... over other dims."""
+    """mean, sum, ... over other dims."""
     return _reduced(call, 1, 2)
 
 
-def total(call: Call) -> Decision | None:
-    """sum and mean."""
-    return reduce(call) or across.total(call)
-
-
 def norm(call: Call) -> Decision | None:
-    return _reduced(call, 2, 3) or across.length(call)
+    return _reduced(call, 2, 3)
 
 
 def spread(call: Call) -> Decision | None:
     """var and std, whose second positional argument may also be `unbiased`."""
-    return (_reduced(call, 1, 2) or across.spread(call)) if len(call.args) <= 2 else None
+    return _reduced(call, 1, 2) if len(call.args) <= 2 else None
 
 
 def _reduced(call: Call, at: int, keep_at: int) -> Decision | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from lightning_megatp.tensor.features.call import Call
 from lightning_megatp.tensor.features.decision import Decision
-from lightning_megatp.tensor.features.rules import logits
 from lightning_megatp.tensor.features.rules.along_dims import reduce
 from lightning_megatp.tensor.features.rules.operands import agree, align, broadcast_dims
 
@@ -29,7 +28,7 @@ def pointwise(call: Call) -> Decision | None:
 
 def extreme(call: Call) -> Decision | None:
     """max and min: of two tensors, or over a dim."""
-    return pointwise(call) if len(call.operands) > 1 else reduce(call) or logits.extreme(call)
+    return pointwise(call) if len(call.operands) > 1 else reduce(call)
 
 
 def where(call: Call) -> Decision | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from lightning_megatp.tensor.features.call import Rule
 from lightning_megatp.tensor.features.rules import (
+    across,
     along_dims,
     attention,
     elementwise,
@@ -35,30 +36,30 @@ POINTWISE = operation_names(
     polar complex
     """
 )
-_REDUCTIONS = operation_names("prod amax amin argmax argmin any all nansum nanmean logsumexp median count_nonzero")
+_REDUCTIONS = operation_names("prod any all nansum nanmean median count_nonzero")
 RULES: dict[str, Rule] = {
     **dict.fromkeys(POINTWISE, elementwise.pointwise),
-    **dict.fromkeys(["max", "min"], elementwise.extreme),
+    **dict.fromkeys(["max", "min"], either(elementwise.extreme, logits.extreme)),
     **dict.fromkeys(["to", "type_as", "type"], elementwise.cast),
     "where": elementwise.where,
     **dict.fromkeys(["softmax", "log_softmax"], either(along_dims.along(1), logits.softmax)),
     **dict.fromkeys(["softmin", "cumsum", "cumprod", "logcumsumexp"], along_dims.along(1)),
     **dict.fromkeys(["sort", "argsort"], along_dims.along(1, default=-1)),
     "topk": along_dims.along(2, default=-1),
-    "normalize": along_dims.directions,
+    "normalize": either(along_dims.along(2, default=1), across.directions),
     "flip": along_dims.along(1, "dims"),
     "roll": along_dims.along(2, "dims"),
     "index_select": along_dims.along(1),
-    **dict.fromkeys(["layer_norm", "rms_norm"], along_dims.normalise),
+    **dict.fromkeys(["layer_norm", "rms_norm"], either(along_dims.normalise, across.normalise)),
     **dict.fromkeys(_REDUCTIONS, along_dims.reduce),
     **dict.fromkeys(["amax", "amin", "argmax", "argmin"], either(along_dims.reduce, logits.extreme)),
     "logsumexp": either(along_dims.reduce, logits.logsumexp),
     "gather": logits.gather,
     "nll_loss": logits.nll_loss,
     "kl_div": logits.kl_div,
-    **dict.fromkeys(["sum", "mean"], along_dims.total),
-    **dict.fromkeys(["var", "std", "var_mean", "std_mean"], along_dims.spread),
-    **dict.fromkeys(["norm", "vector_norm", "linalg_vector_norm"], along_dims.norm),
+    **dict.fromkeys(["sum", "mean"], either(along_dims.reduce, across.total)),
+    **dict.fromkeys(["var", "std", "var_mean", "std_mean"], either(along_dims.spread, across.spread)),
+    **dict.fromkeys(["norm", "vector_norm", "linalg_vector_norm"], either(along_dims.norm, across.length)),
     **dict.fromkeys(["tril", "triu"], along_dims.triangle),
     "pad": along_dims.pad,
     "glu": parts.glu,
