@@ -32,6 +32,7 @@ from lightning_megatp.plan.ranges import length
 from lightning_megatp.plan.resolve import resolve
 from tests.parity.models import Adapter, OwnRMSNorm, adapted
 from tests.unit.auto_models import (
+    HEADS,
     HIDDEN,
     Block,
     Conditioned,
@@ -116,6 +117,54 @@ def test_features_are_gathered_between_a_pair_for_what_cannot_be_added_up() -> N
     result = plan(FullNorm(Largest), 2)
     assert styles(result) == {"up": "column", "down": "row"}
     assert result.how["body.up"] == "with global sizes, gathered for amax"
+
+
+def test_a_pair_whose_features_are_gathered_twice_is_none() -> None:
+    """Each of its layers is gathered once."""
+    result = plan(FullNorm(lambda features: nn.Sequential(Largest(features), nn.GELU(), Largest(features))), 2)
+    assert styles(result) == {"up": "column_gather", "down": "column_gather"}
+    assert result.whole == {}
+    assert "together they send more than one by one" in result.how["body.up"]
+
+
+class _ValueResidual(Separate):
+    """Mixes values that an earlier block has made into its own, by a gate for each head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(HIDDEN, HEADS)
+
+    def forward(self, x: Tensor, first: Tensor) -> Tensor:  # type: ignore[override]
+        b, t, _ = x.shape
+        q, k, v = (layer(x).view(b, t, -1, self.head_dim).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        v = v.lerp(first, self.mix(x).sigmoid().transpose(1, 2).unsqueeze(-1))
+        return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(b, t, -1))
+
+
+def test_what_earlier_blocks_have_made_is_used_by_parts() -> None:
+    first = torch.randn(2, HEADS, 5, HIDDEN // HEADS, requires_grad=True)
+    result = plan(_ValueResidual(), 2, first=first)
+    expected = dict.fromkeys(["q", "k", "v"], "column") | {"out": "row"}
+    assert {name: styles(result).get(name) for name in expected} == expected, result.whole
+
+
+class _ConditionedTokens(nn.Module):
+    """Scales and shifts what attention reads, per token, by layers of a condition."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.shift, self.body = nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, HIDDEN), Separate()
+
+    def forward(self, x: Tensor, condition: Tensor) -> Tensor:
+        normed = F.layer_norm(x, (HIDDEN,)) * self.scale(condition).sigmoid() + self.shift(condition)
+        return x + self.body(normed)
+
+
+def test_of_pairs_that_share_layers_those_that_send_less_are_regions() -> None:
+    """Scale and shift could be columns of q, k and v as rows, with as many weights."""
+    attention = dict.fromkeys(["body.q", "body.k", "body.v"], "column") | {"body.out": "row"}
+    result = plan(_ConditionedTokens(), 2, condition=torch.randn(2, 5, HIDDEN))
+    assert styles(result) == {**attention, "scale": "column_gather", "shift": "column_gather"}
 
 
 class _Widened(nn.Module):

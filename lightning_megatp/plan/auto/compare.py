@@ -37,6 +37,8 @@ class Outcome:
     """Operations that needed all features of a rank's shard, and how often."""
     summed: int = 0
     """How often the ranks added something up, in forwards."""
+    received: int = 0
+    """Numbers that a rank gets from others in forwards."""
 
     @property
     def holds(self) -> bool:
@@ -107,7 +109,7 @@ class Reference:
             error = ranks.run(lambda rank: shards[rank].run(calls[rank]))
         if error is not None:
             return Outcome(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:300])
-        outcome = Outcome(summed=ranks.summed)
+        outcome = Outcome(summed=ranks.summed, received=ranks.received)
         for rank in shards:
             outcome.error = outcome.error or self._compare_outputs(rank, outcome)
         if outcome.error is None:

@@ -59,16 +59,20 @@ class Influence:
 
     Args:
         sizes: number of weights of each layer.
+        outputs: number of features that each put out in the call, of all tokens.
         reached: layer -> what its input is made of.
     """
 
     sizes: dict[str, int]
+    outputs: dict[str, int]
     reached: dict[str, _Row]
     reasons: dict[str, str] = field(default_factory=dict)
     """Layer -> why it is in none of the last candidates."""
 
     def candidates(self, tp: int, taken: Collection[str] = (), refused: Collection[str] = ()) -> list[Candidate]:
-        """Those that hold most weights together, in the order in which the block has their rows.
+        """Those that spare most messages together, in the order in which the block has their rows: what columns put out
+        stays where it is, while layers by themselves are gathered, and rows are summed. Of equal ones, those that hold
+        most weights.
 
         Args:
             taken: layers that are in use.
@@ -78,20 +82,24 @@ class Influence:
         largest = max((self.sizes[name] for name in rows), default=1)
         by_row = sorted(rows, key=lambda name: int(math.log(largest / self.sizes[name], _MUCH)))
         alone = {name: self._in_turn([name], tp, taken, {}) for name in rows}
-        by_weights = sorted(rows, key=lambda name: -self._weights(alone[name]))
+        by_gain = sorted(rows, key=lambda name: self._gain(alone[name]), reverse=True)
         reasons: dict[str, str] = {}
         found = self._in_turn(by_row, tp, taken, reasons)
         other_reasons: dict[str, str] = {}
-        other = self._in_turn(by_weights, tp, taken, other_reasons)
-        if self._weights(other) > self._weights(found):
+        other = self._in_turn(by_gain, tp, taken, other_reasons)
+        if self._gain(other) > self._gain(found):
             found, reasons = other, other_reasons
         taken = {*taken, *(name for candidate in found for name in candidate.layers)}
         self.reasons = {name: _MIXED for name in self.sizes if name not in taken} | reasons
         order = list(self.sizes)
         return sorted(found, key=lambda candidate: order.index(candidate.rows[0]))
 
-    def _weights(self, candidates: Sequence[Candidate]) -> int:
-        return sum(self.sizes[name] for candidate in candidates for name in candidate.layers)
+    def _gain(self, candidates: Sequence[Candidate]) -> tuple[int, int]:
+        """Features that need not be gathered, and weights."""
+        return (
+            sum(self.outputs[name] for candidate in candidates for name in candidate.columns),
+            sum(self.sizes[name] for candidate in candidates for name in candidate.layers),
+        )
 
     def _in_turn(
         self, rows: Sequence[str], tp: int, taken: Collection[str], reasons: dict[str, str]
@@ -123,16 +131,18 @@ def probe(twin: nn.Module, call: Call, tp: int, apart: StatisticsApart | None = 
     if apart is not None:
         rows = [name for name in rows if layers[name].in_features >= layers[name].out_features]
     sums: dict[str, _Row] = {}
+    outputs: dict[str, int] = {}
     for seed in range(_ROUNDS[1]):
         if seed >= _ROUNDS[0] and not any(row.has_gaps for row in sums.values()):
             break
         hopeful = [name for name in rows if name not in sums or sums[name].divides]
-        for name, row in _probe(twin, layers, hopeful if seed else rows, call, tp, seed, apart).items():
+        outputs, found = _probe(twin, layers, hopeful if seed else rows, call, tp, seed, apart)
+        for name, row in found.items():
             if name in sums:
                 sums[name].add(row)
             else:
                 sums[name] = row
-    return Influence({name: layer.in_features * layer.out_features for name, layer in layers.items()}, sums)
+    return Influence({name: x.in_features * x.out_features for name, x in layers.items()}, outputs, sums)
 
 
 @dataclass
@@ -204,7 +214,8 @@ def _probe(
     tp: int,
     seed: int,
     apart: StatisticsApart | None,
-) -> dict[str, _Row]:
+) -> tuple[dict[str, int], dict[str, _Row]]:
+    """How many features each layer put out, and what the rows' inputs are made of."""
     call = concrete_call(call, seed // 2, noise=seed // 2)
     signs = torch.Generator().manual_seed(seed)
     for layer in layers.values():
@@ -215,6 +226,7 @@ def _probe(
     try:
         with torch.enable_grad(), exact(), apart or contextlib.nullcontext():
             twin(*call.args, **call.kwargs)
+        made = {name: sum(y.numel() for _, y in layer.record or ()) for name, layer in layers.items()}
         outputs = {name: [y for _, y in layer.record or () if y.requires_grad] for name, layer in layers.items()}
         inputs = {name: [x for x, _ in layer.record or ()] for name, layer in layers.items()}
     finally:
@@ -229,7 +241,7 @@ def _probe(
             reached = dict(_reach(inputs[name][0], others, tp, twin))
             if any(reached.values()):
                 found[name] = _Row(layers[name].in_features, reached)
-    return found
+    return made, found
 
 
 def _reach(

@@ -191,14 +191,15 @@ class _Search:
         for tried, outcome in self._tried:
             if tried == plan:
                 return outcome
-        outcome, summed, gathers = Outcome("nothing was compared"), 0, Counter[str]()
+        outcome, summed, received, gathers = Outcome("nothing was compared"), 0, 0, Counter[str]()
         for reference in self.references:
             outcome = reference.compare(plan, self.tp)
             summed += outcome.summed
+            received += outcome.received
             gathers.update(outcome.gathers)
             if not outcome.holds:
                 break
-        outcome.summed, outcome.gathers = summed, dict(gathers)
+        outcome.summed, outcome.received, outcome.gathers = summed, received, dict(gathers)
         if outcome.holds and (unfelt := self._unfelt(plan)):
             outcome = Outcome(f"`{unfelt[0]}` makes no difference to what is computed here, so nothing is proven")
         self._tried.append((plan, outcome))
@@ -262,14 +263,22 @@ class _Search:
                 return
         tracked = _tracked(plan)
         last = self.prove(tracked)
-        if last.holds and not self.global_sizes:
-            last.error = "it counts whole features, which compiled code can't do with parts of them"
-        elif last.holds:
-            gathers = ", ".join(last.gathers)
+        gathers = ", ".join(last.gathers)
+        if not last.holds:
+            why = f"split, the block does not compute the same: {last.error}"
+        elif not self.global_sizes:
+            why = "split, it counts whole features, which compiled code can't do with parts of them"
+        elif gathers and last.received > self._received_one_by_one(plan.layers):
+            why = f"together they send more than one by one: all features would be gathered for {gathers}"
+        else:
             self.accept(tracked, "with global sizes" + (f", gathered for {gathers}" if gathers else ""))
             return
-        for name in plan.layers:
-            self.result.whole[name] = f"split, the block does not compute the same: {last.error}"
+        self.result.whole.update(dict.fromkeys(plan.layers, why))
+
+    def _received_one_by_one(self, names: Collection[str]) -> float:
+        """What a rank gets where these layers are gathered, those that are worth it, instead of being a region."""
+        apart = self.prove(BlockPlan({name: self._gathered(name) for name in self._worth_a_gather if name in names}))
+        return apart.received if apart.holds else math.inf
 
     def _couples(self, plan: BlockPlan, outcome: Outcome) -> bool:
         """Whether something in a region looks at features of several ranks (a norm, a mean), though by these numbers
@@ -292,17 +301,25 @@ class _Search:
 
     def gather_the_rest(self) -> None:
         """Layers in no region: outputs split and gathered, which is right wherever they are."""
+        rest = [name for name in self._worth_a_gather if name not in self.result.plan.layers]
+        self._accept_most(
+            {name: (self._gathered(name), f"gathered: {self.result.whole.get(name, '')}") for name in rest}
+        )
+
+    @functools.cached_property
+    def _worth_a_gather(self) -> list[str]:
+        """Layers that are neither small nor narrow, and have features for each rank."""
         sizes = {name: layer.in_features * layer.out_features for name, layer in self.layers.items()}
         least = _SMALL * sum(sizes.values())
-        rest: dict[str, tuple[LayerPlan, str]] = {}
+        found = []
         for name, layer in self.layers.items():
             fewer, more = sorted((layer.in_features, layer.out_features))
-            if name in self.result.plan.layers or sizes[name] < least or fewer * _NARROW <= more:
-                continue
-            if layer.out_features >= self.tp:
-                plan = _gathered(name, layer.out_features, self.tp)
-                rest[name] = plan, f"gathered: {self.result.whole.get(name, '')}"
-        self._accept_most(rest)
+            if sizes[name] >= least and fewer * _NARROW > more and layer.out_features >= self.tp:
+                found.append(name)
+        return found
+
+    def _gathered(self, name: str) -> LayerPlan:
+        return _gathered(name, self.layers[name].out_features, self.tp)
 
     def convolutions(self, layers: dict[str, LayerPlan]) -> None:
         """Convolutions by their output channels, gathered: where values are whole."""

@@ -24,7 +24,7 @@ from lightning_megatp.plan.convolutions import channel_dim, input_ranges, own_gr
 from lightning_megatp.plan.layer import LayerPlan
 from lightning_megatp.plan.parallel_plan import AttributePlan
 from lightning_megatp.plan.ranges import Ranges, everything, length
-from lightning_megatp.shim.torch import tree_leaves, weight_norm_of
+from lightning_megatp.shim.torch import tree_leaves, tree_map, weight_norm_of
 from lightning_megatp.tensor.collectives import take_ranges
 from lightning_megatp.tensor.features.layout import FeatureLayout
 from lightning_megatp.tensor.features.shard import FeatureShard, own_features
@@ -57,6 +57,8 @@ class Ranks:
         self._running = False
         self.summed = 0
         """How often they added up what they gave."""
+        self.received = 0
+        """Numbers that the first rank got from others, of sums its share, as with sequence regions."""
 
     def share(self, rank: int, x: Tensor) -> list[Tensor]:
         """What all ranks give, in order."""
@@ -135,12 +137,16 @@ class SimulatedExchange:
             return _Mark.apply(parts[0], "whole", "tensor")
         indices = [i for ranges in by_rank for start, stop in ranges for i in range(start, stop)]
         first = {index: at for at, index in reversed(list(enumerate(indices)))}
+        if self.rank == 0:
+            self.ranks.received += sum(part.numel() for part in parts[1:])
         order = torch.tensor([first[index] for index in sorted(first)])
         return _Mark.apply(torch.cat(parts, dim).index_select(dim, order), "whole", "tensor")
 
     def reduce(self, x: Tensor) -> Tensor:
         parts = self.ranks.share(self.rank, x)
-        self.ranks.summed += self.rank == 0
+        if self.rank == 0:
+            self.ranks.summed += 1
+            self.ranks.received += x.numel() * (self.size - 1) // self.size
         return _Mark.apply(sum(parts[1:], parts[0]), "whole", "tensor")
 
 
@@ -181,9 +187,10 @@ class SimulatedRank:
 
     def run(self, call: Call) -> None:
         with exact_in_thread(self.context.draw):
-            result = self.module(*call.args, **call.kwargs)
+            args, kwargs = _computed((call.args, call.kwargs))
+            result = self.module(*args, **kwargs)
             self.left = left_on(self.module)
-            outputs = [*floating_in(result, (call.args, call.kwargs)), *self.left.values()]
+            outputs = [*floating_in(result, (args, kwargs)), *self.left.values()]
             self.outputs = [x.whole("return") if isinstance(x, FeatureShard) else x for x in outputs]
 
     def add(self, full: Tensor, name: str, grad: Tensor) -> None:
@@ -289,6 +296,18 @@ _SPLITS: dict[str, Callable[[LayerPlan, SimulatedContext], Any]] = {
     "row": _Row,
     "row_split": _Row,
 }
+
+
+def _computed(arguments: Any) -> Any:
+    """Arguments that need a gradient as a step computes them: no leaves, whose gradient may stay a part."""
+    views: dict[int, Tensor] = {}
+
+    def view(x: Any) -> Any:
+        if not isinstance(x, Tensor) or not x.requires_grad or not x.is_leaf:
+            return x
+        return views.setdefault(id(x), x.view_as(x))
+
+    return tree_map(view, arguments)
 
 
 def left_on(module: nn.Module) -> dict[str, Tensor]:
