@@ -15,7 +15,18 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from tests.ranks import RankError, run_ranks, run_reference
-from tests.unit.auto_models import HIDDEN, Block, Conditioned, Fused, Model, Unnormed
+from tests.unit.auto_models import (
+    HEADS,
+    HIDDEN,
+    Block,
+    Conditioned,
+    Fused,
+    Joint,
+    Model,
+    OneOutput,
+    Unnormed,
+    ValueResidual,
+)
 
 QUIET: dict[str, Any] = {
     "logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False,
@@ -435,6 +446,38 @@ class Magneto(Perceptron):
         assert not splits(self) or kinds == expected
 
 
+class Streams(Perceptron):
+    """Blocks of diffusion transformers: two streams that attend to each other, the last of which returns one, and
+    blocks with one output layer for attention and MLP; then one that mixes earlier values into its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(40, HIDDEN), nn.Linear(HIDDEN, 40)
+        self.net = nn.ModuleList([Joint(), Joint(), Joint(returns_both=False)])
+        self.single = nn.ModuleList([OneOutput(fused) for fused in (False, True)])
+        self.mixing = nn.ModuleList([ValueResidual()])
+
+    def training_step(self, ids: Tensor, batch_idx: int) -> Tensor:
+        x = self.tokens(ids)
+        x, other = x[:, :4], x[:, 4:]
+        for block in self.net[:2]:
+            x, other = block(x, other)
+        x = self.net[2](x, other)
+        for block in self.single:
+            x = block(x)
+        x = self.mixing[0](x, x.unflatten(-1, (HEADS, -1)).transpose(1, 2))
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), ids[:, :4].flatten())
+
+    def on_train_start(self) -> None:
+        if not splits(self):
+            return
+        kinds = {name: type(child).__name__ for name, child in self.named_modules() if name.count(".") > 1}
+        row, column = "RowParallelLinear", "ColumnParallelLinear"
+        assert kinds["net.0.out"] == kinds["net.0.out2"] == kinds["net.2.out"] == row
+        assert kinds["single.0.out"] == kinds["single.1.out"] == kinds["mixing.0.out"] == row
+        assert kinds["net.0.q2"] == kinds["net.2.k2"] == kinds["single.1.all"] == kinds["mixing.0.v"] == column
+
+
 class Graph(Perceptron):
     """Batches as the data set has them: edges name rows, and a number says how many there are."""
 
@@ -565,6 +608,13 @@ def test_a_batch_whose_first_rows_are_none_is_looked_at_as_a_whole(kind: type[Gr
 def test_norms_between_pairs_of_layers(sequence: bool) -> None:
     expected = run_reference(fit_losses_alone, Magneto)
     for losses in run_ranks(2, fit_losses, Magneto, sequence):
+        assert len(losses) == 3 and losses == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize(("ranks", "sequence"), [(2, True), (2, False), (3, True)])
+def test_blocks_of_diffusion_transformers(ranks: int, sequence: bool) -> None:
+    expected = run_reference(fit_losses_alone, Streams)
+    for losses in run_ranks(ranks, fit_losses, Streams, sequence):
         assert len(losses) == 3 and losses == pytest.approx(expected, rel=1e-9)
 
 

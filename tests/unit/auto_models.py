@@ -194,3 +194,61 @@ class Model(nn.Module):
         for block in self.blocks:
             h = block(h)
         return F.cross_entropy(self.head(h).flatten(0, 1), ids.flatten())
+
+
+class Joint(nn.Module):
+    """Two streams of tokens, each with layers of its own, that attend to each other."""
+
+    def __init__(self, returns_both: bool = True) -> None:
+        super().__init__()
+        self.returns_both, self.head_dim = returns_both, HIDDEN // HEADS
+        for name in ("q", "k", "v", "q2", "k2", "v2", "out"):
+            setattr(self, name, nn.Linear(HIDDEN, HIDDEN))
+        if returns_both:
+            self.out2 = nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x: Tensor, other: Tensor) -> Any:
+        own, others = (self.q, self.k, self.v), (self.q2, self.k2, self.v2)
+        pairs = zip((layer(x) for layer in own), (layer(other) for layer in others), strict=True)
+        heads = (torch.cat(pair, 1).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for pair in pairs)
+        y = F.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2)
+        y, y2 = y[:, : x.shape[1]], y[:, x.shape[1] :]
+        return (x + self.out(y), other + self.out2(y2)) if self.returns_both else x + self.out(y)
+
+
+class OneOutput(nn.Module):
+    """Attention and MLP beside each other, with one output layer for both."""
+
+    def __init__(self, fused: bool, heads: int = HEADS) -> None:
+        super().__init__()
+        self.fused, self.heads = fused, heads
+        self.norm, self.out = nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN + 56, HIDDEN)
+        if fused:
+            self.all = nn.Linear(HIDDEN, 3 * HIDDEN + 2 * 56)
+        else:
+            self.q, self.k, self.v, self.up = (nn.Linear(HIDDEN, n) for n in (HIDDEN, HIDDEN, HIDDEN, 56))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        if self.fused:
+            q, k, v, gate, up = self.all(y).split([HIDDEN] * 3 + [56] * 2, -1)
+            up = F.silu(gate) * up
+        else:
+            q, k, v, up = self.q(y), self.k(y), self.v(y), F.gelu(self.up(y))
+        heads = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in (q, k, v))
+        y = F.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2)
+        return x + self.out(torch.cat([y, up], -1))
+
+
+class ValueResidual(Separate):
+    """Mixes values that an earlier block has made into its own, by a gate for each head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(HIDDEN, HEADS)
+
+    def forward(self, x: Tensor, first: Tensor) -> Tensor:  # type: ignore[override]
+        b, t, _ = x.shape
+        q, k, v = (layer(x).view(b, t, -1, self.head_dim).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        v = v.lerp(first, self.mix(x).sigmoid().transpose(1, 2).unsqueeze(-1))
+        return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(b, t, -1))

@@ -28,7 +28,7 @@ from lightning_megatp.plan.auto.simulate import BlockPlan, Ranks, SimulatedExcha
 from lightning_megatp.plan.auto.thin import ThinLinear, thin_copy
 from lightning_megatp.plan.convolutions import least_size
 from lightning_megatp.plan.parallel_plan import ParallelPlan
-from lightning_megatp.plan.ranges import length
+from lightning_megatp.plan.ranges import length, shard_ranges
 from lightning_megatp.plan.resolve import resolve
 from tests.parity.models import Adapter, OwnRMSNorm, adapted
 from tests.unit.auto_models import (
@@ -41,13 +41,16 @@ from tests.unit.auto_models import (
     Fused,
     Gated,
     Interleaved,
+    Joint,
     Largest,
     Model,
+    OneOutput,
     ResponseNorm,
     Separate,
     SideDoor,
     Three,
     Unnormed,
+    ValueResidual,
 )
 
 X = torch.randn(2, 5, HIDDEN, generator=torch.Generator().manual_seed(0))
@@ -127,23 +130,9 @@ def test_a_pair_whose_features_are_gathered_twice_is_none() -> None:
     assert "together they send more than one by one" in result.how["body.up"]
 
 
-class _ValueResidual(Separate):
-    """Mixes values that an earlier block has made into its own, by a gate for each head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mix = nn.Linear(HIDDEN, HEADS)
-
-    def forward(self, x: Tensor, first: Tensor) -> Tensor:  # type: ignore[override]
-        b, t, _ = x.shape
-        q, k, v = (layer(x).view(b, t, -1, self.head_dim).transpose(1, 2) for layer in (self.q, self.k, self.v))
-        v = v.lerp(first, self.mix(x).sigmoid().transpose(1, 2).unsqueeze(-1))
-        return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(b, t, -1))
-
-
 def test_what_earlier_blocks_have_made_is_used_by_parts() -> None:
     first = torch.randn(2, HEADS, 5, HIDDEN // HEADS, requires_grad=True)
-    result = plan(_ValueResidual(), 2, first=first)
+    result = plan(ValueResidual(), 2, first=first)
     expected = dict.fromkeys(["q", "k", "v"], "column") | {"out": "row"}
     assert {name: styles(result).get(name) for name in expected} == expected, result.whole
 
@@ -165,6 +154,35 @@ def test_of_pairs_that_share_layers_those_that_send_less_are_regions() -> None:
     attention = dict.fromkeys(["body.q", "body.k", "body.v"], "column") | {"body.out": "row"}
     result = plan(_ConditionedTokens(), 2, condition=torch.randn(2, 5, HIDDEN))
     assert styles(result) == {**attention, "scale": "column_gather", "shift": "column_gather"}
+
+
+def test_streams_that_attend_to_each_other_are_one_region() -> None:
+    """Each output layer is made of the keys and values of both streams, and of its own queries."""
+    call = Call((X,), {"other": torch.randn(2, 3, HIDDEN)})
+    result = plan_block(Kind(Joint(), ["block"], [call]), 2)
+    assert styles(result) == dict.fromkeys(["q", "k", "v", "q2", "k2", "v2"], "column") | {"out": "row", "out2": "row"}
+    assert len(set(result.how.values())) == 1 and not result.gathers
+
+
+def test_queries_of_tokens_that_a_block_does_not_return_prevent_nothing() -> None:
+    result = plan(Joint(returns_both=False), 2, other=torch.randn(2, 3, HIDDEN))
+    rest = dict.fromkeys(["q", "k", "v", "k2", "v2"], "column") | {"out": "row"}
+    assert styles(result) == {**rest, "q2": "column_gather"} and not result.gathers
+
+
+@pytest.mark.parametrize("tp", [2, 3])
+@pytest.mark.parametrize("fused", [False, True])
+def test_parts_of_what_one_row_takes_are_dealt_out_each(fused: bool, tp: int) -> None:
+    result = plan(OneOutput(fused), tp)
+    columns = ["all"] if fused else ["q", "k", "v", "up"]
+    assert styles(result) == dict.fromkeys(columns, "column") | {"out": "row"} and not result.gathers
+    row = result.plan.layers["body.out"]
+    assert row.style.parts == (HIDDEN, 56)
+    heads = shard_ranges(HIDDEN, tp, 1, HIDDEN // HEADS)
+    assert [length(own) for own in row.by_rank] == [
+        length(of_heads) + length(of_rest)
+        for of_heads, of_rest in zip(heads, shard_ranges(56, tp, 1, row.unit), strict=True)
+    ]
 
 
 class _Widened(nn.Module):

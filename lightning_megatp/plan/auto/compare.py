@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
@@ -98,6 +99,18 @@ class Reference:
         held = [grad for name, grad in self.parameters.items() if name.rpartition(".")[0] == layer]
         grads = [grad for grad in held if grad is not None and grad.numel()]
         return any(float(grad.abs().max()) > _FELT for grad in grads) if grads else None
+
+    def uses(self, layer: str) -> bool:
+        """Whether what a linear layer makes goes anywhere, whatever its values: the queries of tokens that the block
+        does not return don't."""
+        whole = copy_of(self.twin, self.train)
+        child = whole.get_submodule(layer)
+        assert isinstance(child, ThinLinear)
+        child.left.data.fill_(math.nan)
+        own = concrete_call(self.call, seed=0, noise=0.1)
+        with exact():
+            outputs = floating_in(whole(*own.args, **own.kwargs), (own.args, own.kwargs))
+        return not all(bool(y.isfinite().all()) for y in (*outputs, *left_on(whole).values()))
 
     def compare(self, plan: BlockPlan, tp: int) -> Outcome:
         """Run the shards of a plan, and compare outputs and every gradient."""

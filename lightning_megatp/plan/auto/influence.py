@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from lightning_megatp.plan.auto.apart import StatisticsApart
 from lightning_megatp.plan.auto.blocks import Call
 from lightning_megatp.plan.auto.exact import exact
 from lightning_megatp.plan.auto.thin import ThinLinear, concrete_call
-from lightning_megatp.plan.ranges import Ranges, merge, split_evenly
+from lightning_megatp.plan.ranges import Ranges, merge, shard_ranges
 
 _ROUNDS = (3, 10)
 """Least and most probes, with other values: a dead unit's gradient is zero by chance. Every second one repeats the last
@@ -30,22 +30,38 @@ _MUCH = 4
 """Of rows, those that are so many times larger come first: an adapter stands before the layer that its features are
 for. Otherwise the first in the block do."""
 
+_MOST_DIVISIONS = 8
+"""Of a row's input in two parts, that are tried."""
 
 _MIXED = "its features mix with others before a layer could take them"
 
 
+@dataclass(frozen=True)
+class Dealing:
+    """A way of dealing out the input features of a row."""
+
+    parts: tuple[int, ...]
+    """Each is dealt out by itself: what attention and an MLP return, put together for one layer behind both."""
+    unit: int = 1
+    """Features that stay together: the size of a head, or 1."""
+
+    def by_rank(self, tp: int) -> tuple[Ranges, ...]:
+        """Each rank's features."""
+        return shard_ranges(sum(self.parts), tp, self.parts, self.unit)
+
+
 @dataclass
 class Candidate:
-    """Row layers that take the same features, with the column layers that feed them."""
+    """Row layers whose inputs are dealt out alike, with the column layers that feed them."""
 
     rows: list[str]
     """The largest first."""
-    by_rank: tuple[Ranges, ...]
-    unit: int
-    """Input features of the rows that stay together: the size of a head, or 1."""
+    dealing: Dealing
     columns: dict[str, tuple[Ranges, ...]] = field(default_factory=dict)
-    copies: dict[str, float] = field(default_factory=dict)
-    """On how many ranks each column's features are on average: 1, or more for key-value heads that ranks share."""
+    shares: dict[str, list[float]] = field(default_factory=dict)
+    """Of each column's features those of each rank: 1 in all, or more for key-value heads that ranks share."""
+    smaller: Candidate | None = None
+    """Without rows that bring columns of their own, for where they don't hold together."""
 
     @property
     def layers(self) -> list[str]:
@@ -107,13 +123,50 @@ class Influence:
         """Each row takes what is left of the layers that it is made of."""
         taken, found = set(taken), list[Candidate]()
         for name in rows:
-            candidate = self.reached[name].candidate(name, tp, taken, reasons)
+            candidate = self._best(name, tp, taken, reasons)
             if candidate is not None:
-                others = (other for other in rows if other not in taken and other not in (name, *candidate.columns))
-                candidate.rows += [other for other in others if self.reached[other].takes(candidate)]
+                candidate = self._joined(candidate, rows, taken)
                 found.append(candidate)
                 taken.update(candidate.layers)
         return found
+
+    def _best(self, name: str, tp: int, taken: Collection[str], reasons: dict[str, str]) -> Candidate | None:
+        """The way of dealing out a row's input that spares the busiest rank most features of the columns."""
+        if name in taken:
+            return None
+        reached = self.reached[name].reached
+        candidates = [_candidate(name, dealing, columns, taken) for dealing, columns in reached.items()]
+        found = [candidate for candidate in candidates if any(sum(own) < 2 for own in candidate.shares.values())]
+        if reached and not found:
+            reasons[name] = "no way of dealing out its input leaves each rank features of its own"
+        return max(found, key=self._spared, default=None)
+
+    def _spared(self, candidate: Candidate) -> float:
+        made = [[self.outputs[name] * share for share in own] for name, own in candidate.shares.items()]
+        return sum(self.outputs[name] for name in candidate.shares) - max(map(sum, zip(*made, strict=True)))
+
+    def _joined(self, candidate: Candidate, rows: Sequence[str], taken: Collection[str]) -> Candidate:
+        """With the other rows that take what its columns make: all of it, or some, as the output layers of two streams
+        of tokens that attend to each other do; those bring columns along."""
+        others = [name for name in rows if name not in taken]
+        added = True
+        while added:
+            added = False
+            for name in others:
+                if name in candidate.layers:
+                    continue
+                other = self.reached[name].beside(name, candidate, taken)
+                if other is None:
+                    continue
+                added, rows_too, new = True, [*candidate.rows, name], other.columns.keys() - candidate.columns.keys()
+                candidate = replace(
+                    candidate,
+                    rows=rows_too,
+                    columns=candidate.columns | other.columns,
+                    shares=candidate.shares | other.shares,
+                    smaller=candidate if new and candidate.smaller is None else candidate.smaller,
+                )
+        return candidate
 
 
 def probe(twin: nn.Module, call: Call, tp: int, apart: StatisticsApart | None = None) -> Influence:
@@ -149,9 +202,8 @@ def probe(twin: nn.Module, call: Call, tp: int, apart: StatisticsApart | None = 
 class _Row:
     """Reached features of the layers before a row, for each way of dealing out its input."""
 
-    features: int
-    reached: dict[int, dict[str, list[Tensor]]]
-    """unit -> column -> for each rank a mask over the column's features."""
+    reached: dict[Dealing, dict[str, list[Tensor]]]
+    """column -> for each rank a mask over the column's features."""
 
     @property
     def has_gaps(self) -> bool:
@@ -167,35 +219,26 @@ class _Row:
         return not all(bool(mask.all()) for masks in held for mask in masks)
 
     def add(self, other: _Row) -> None:
-        for unit, columns in other.reached.items():
+        for dealing, columns in other.reached.items():
             for name, masks in columns.items():
-                if name in self.reached[unit]:
-                    masks = [a | b for a, b in zip(self.reached[unit][name], masks, strict=True)]
-                self.reached[unit][name] = masks
+                if name in self.reached[dealing]:
+                    masks = [a | b for a, b in zip(self.reached[dealing][name], masks, strict=True)]
+                self.reached[dealing][name] = masks
 
-    def takes(self, candidate: Candidate) -> bool:
-        """Whether this row's input is made of the same features."""
-        reached = self.reached.get(candidate.unit, {})
-        return all(
-            name in reached and tuple(map(_ranges, reached[name])) == by_rank
-            for name, by_rank in candidate.columns.items()
-        )
+    def beside(self, name: str, candidate: Candidate, taken: Collection[str]) -> Candidate | None:
+        """This row as one more of a candidate's, if it takes features of the same columns, dealt out alike."""
+        own = _candidate(name, candidate.dealing, self.reached.get(candidate.dealing, {}), taken)
+        shared = candidate.columns.keys() & own.columns.keys()
+        alike = all(own.columns[column] == candidate.columns[column] for column in shared)
+        return own if shared and alike and not set(candidate.rows) & own.columns.keys() else None
 
-    def candidate(self, name: str, tp: int, taken: set[str], reasons: dict[str, str]) -> Candidate | None:
-        """The way of dealing out this row's input that repeats the fewest features on several ranks."""
-        if name in taken:
-            return None
-        found = []
-        for unit, columns in self.reached.items():
-            candidate = Candidate([name], deal(self.features, tp, unit), unit)
-            for column, masks in columns.items():
-                if column not in taken and not all(bool(mask.all()) for mask in masks):
-                    _add_column(candidate, column, masks)
-            if any(copies < 2 for copies in candidate.copies.values()):
-                found.append(candidate)
-        if self.reached and not found:
-            reasons[name] = "no way of dealing out its input leaves each rank features of its own"
-        return min(found, key=lambda candidate: sum(candidate.copies.values()), default=None)
+
+def _candidate(name: str, dealing: Dealing, reached: dict[str, list[Tensor]], taken: Collection[str]) -> Candidate:
+    found = Candidate([name], dealing)
+    for column, masks in reached.items():
+        if column not in taken and not all(bool(mask.all()) for mask in masks):
+            _add_column(found, column, masks)
+    return found
 
 
 def _add_column(found: Candidate, column: str, masks: list[Tensor]) -> None:
@@ -203,7 +246,7 @@ def _add_column(found: Candidate, column: str, masks: list[Tensor]) -> None:
     if bool((count == 0).any()) or any(not bool(mask.any()) for mask in masks):
         return
     found.columns[column] = tuple(_ranges(mask) for mask in masks)
-    found.copies[column] = float(count.double().mean())
+    found.shares[column] = [float(mask.double().mean()) for mask in masks]
 
 
 def _probe(
@@ -240,16 +283,16 @@ def _probe(
                 continue
             reached = dict(_reach(inputs[name][0], others, tp, twin))
             if any(reached.values()):
-                found[name] = _Row(layers[name].in_features, reached)
+                found[name] = _Row(reached)
     return made, found
 
 
 def _reach(
     x: Tensor, others: list[tuple[str, Tensor]], tp: int, twin: nn.Module
-) -> Iterator[tuple[int, dict[str, list[Tensor]]]]:
-    for unit in _units(x.shape[-1], tp, twin):
+) -> Iterator[tuple[Dealing, dict[str, list[Tensor]]]]:
+    for dealing in _dealings(x.shape[-1], tp, twin):
         masks: dict[str, list[Tensor]] = {}
-        for rank, ranges in enumerate(deal(x.shape[-1], tp, unit)):
+        for rank, ranges in enumerate(dealing.by_rank(tp)):
             cotangent = torch.zeros_like(x)
             for start, stop in ranges:
                 cotangent[..., start:stop] = torch.randn(*x.shape[:-1], stop - start, dtype=x.dtype) + 2
@@ -262,21 +305,33 @@ def _reach(
                 mask = grad.reshape(-1, y.shape[-1]).abs().amax(0) > 0
                 held = masks.setdefault(name, [torch.zeros_like(mask) for _ in range(tp)])
                 held[rank] = held[rank] | mask
-        yield unit, {name: held for name, held in masks.items() if any(bool(mask.any()) for mask in held)}
+        yield dealing, {name: held for name, held in masks.items() if any(bool(mask.any()) for mask in held)}
 
 
-def _units(features: int, tp: int, twin: nn.Module) -> list[int]:
-    """Sizes of heads to try: equal shares first, then numbers that the modules themselves hold."""
+def _dealings(features: int, tp: int, twin: nn.Module) -> Iterator[Dealing]:
+    """As a whole, and, where no other layer has so many features, in two parts of sizes that layers have."""
     held = {value for child in twin.modules() for value in vars(child).values() if type(value) is int}
-    sizes = {n for value in held for n in (value, features // value if value and features % value == 0 else 0)}
-    possible = sorted(n for n in sizes if 1 < n < features and features % n == 0 and features // n >= tp)
-    return [1, *(n for n in possible if (features // n) % tp)][:8]
+    layers = [child for child in twin.modules() if isinstance(child, ThinLinear)]
+    readers = sum(layer.in_features == features for layer in layers)
+    divisions: list[tuple[int, ...]] = [(features,)]
+    if readers == 1 and all(layer.out_features % features for layer in layers):
+        sizes = {size for layer in layers for size in (layer.in_features, layer.out_features)}
+        sizes |= {features - size for size in sizes}
+        divisions += [(size, features - size) for size in sorted(sizes) if tp <= size <= features - tp][
+            :_MOST_DIVISIONS
+        ]
+    for parts in divisions:
+        yield Dealing(parts)
+        yield from (Dealing(parts, unit) for unit in _units(parts, tp, held))
 
 
-def deal(features: int, tp: int, unit: int) -> tuple[Ranges, ...]:
-    """Features in units, dealt to the ranks."""
-    pieces = split_evenly(features // unit, tp)
-    return tuple(((start * unit, stop * unit),) if stop > start else () for start, stop in pieces)
+def _units(parts: Sequence[int], tp: int, held: Collection[int]) -> list[int]:
+    """Sizes of heads to try besides equal shares: from numbers that the modules themselves hold."""
+    sizes = {
+        n for value in held for part in parts for n in (value, part // value if value and part % value == 0 else 0)
+    }
+    possible = sorted(n for n in sizes if n > 1 and all(part % n == 0 and part // n >= tp for part in parts))
+    return [n for n in possible if any((part // n) % tp for part in parts)][:7]
 
 
 def _ranges(mask: Tensor) -> Ranges:

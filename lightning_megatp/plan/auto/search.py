@@ -14,7 +14,7 @@ from torch import nn
 from lightning_megatp.plan.auto.apart import StatisticsApart
 from lightning_megatp.plan.auto.blocks import Block, Call, is_linear, unlooked
 from lightning_megatp.plan.auto.compare import NotFinite, Outcome, Reference
-from lightning_megatp.plan.auto.influence import Candidate, Influence, deal, probe
+from lightning_megatp.plan.auto.influence import Candidate, Influence, probe
 from lightning_megatp.plan.auto.references import couplings, references_of
 from lightning_megatp.plan.auto.simulate import BlockPlan
 from lightning_megatp.plan.auto.thin import ThinLinear, copy_of, thin_copy
@@ -22,7 +22,7 @@ from lightning_megatp.plan.auto.tokens import sequence_dim, used_twice
 from lightning_megatp.plan.convolutions import convolution_plan, fits, weights
 from lightning_megatp.plan.layer import LayerPlan
 from lightning_megatp.plan.parallel_plan import AttributePlan
-from lightning_megatp.plan.ranges import length
+from lightning_megatp.plan.ranges import length, shard_ranges
 from lightning_megatp.plan.styles import Style
 from lightning_megatp.shim.transformers import is_conv1d
 from lightning_megatp.tensor.functions import Done, couples
@@ -152,7 +152,7 @@ def _one_by_one(result: BlockResult, tp: int, convolutions: dict[str, LayerPlan]
 
 
 def _gathered(name: str, outputs: int, tp: int) -> LayerPlan:
-    return LayerPlan(name, Style(name, "column_gather"), deal(outputs, tp, 1))
+    return LayerPlan(name, Style(name, "column_gather"), shard_ranges(outputs, tp))
 
 
 def _thin_references(block: Block, result: BlockResult) -> tuple[nn.Module, list[Reference]]:
@@ -206,14 +206,16 @@ class _Search:
         return outcome
 
     def _unfelt(self, plan: BlockPlan) -> list[str]:
-        """Layers inside of regions, or of what lies around them, that run, and on which no reference depends."""
+        """Layers inside of regions, or of what lies around them, that run, and on which no reference depends, though by
+        other values it would."""
         regions = {layer.region for layer in plan.layers.values() if layer.region is not None}
         return [n for n in self._unfelt_layers if any(f"{n}.".startswith(f"{r}.".lstrip(".")) for r in regions)]
 
     @functools.cached_property
     def _unfelt_layers(self) -> list[str]:
         answers = {name: {reference.feels(name) for reference in self.references} for name in self.layers}
-        return [name for name, felt in answers.items() if False in felt and True not in felt]
+        unfelt = [name for name, felt in answers.items() if False in felt and True not in felt]
+        return [name for name in unfelt if any(reference.uses(name) for reference in self.references)]
 
     def accept(self, plan: BlockPlan, how: str) -> bool:
         """Add a plan to the block's if it is proven to hold."""
@@ -229,7 +231,8 @@ class _Search:
         refused = set[str]()
         while candidates := influence.candidates(self.tp, self.result.plan.layers, refused):
             for candidate in candidates:
-                self.region(candidate)
+                if not self.region(candidate) and candidate.smaller is not None:
+                    self.region(candidate.smaller)
             refused.update(row for candidate in candidates for row in candidate.rows)
         for name, why in influence.reasons.items():
             self.result.whole.setdefault(name, why)
@@ -244,23 +247,25 @@ class _Search:
         if apart.met:
             self.regions(influence)
 
-    def region(self, candidate: Candidate) -> None:
-        """Try a region as it is, then with attributes divided, then with global sizes."""
-        plan = _region_plan(candidate)
+    def region(self, candidate: Candidate) -> bool:
+        """Try a region as it is, then with attributes divided, then with global sizes.
+
+        Returns:
+            Whether one holds.
+        """
+        plan = _region_plan(candidate, self.tp)
         row = self.layers[candidate.rows[0]]
         if row.in_features * _NARROW <= row.out_features:
             self.result.whole.update(dict.fromkeys(plan.layers, "it is too narrow for a collective of its own"))
-            return
+            return False
         first = self.prove(plan)
         if first.holds and not self._couples(plan, first):
-            self.accept(plan, "as it is")
-            return
+            return self.accept(plan, "as it is")
         for attributes in () if first.misplaced or first.holds else self._attributes(candidate):
             divided = BlockPlan(plan.layers, list(attributes))
             if (found := self.prove(divided)).holds and not self._couples(plan, found):
                 names = ", ".join(attribute.name for attribute in attributes)
-                self.accept(divided, f"with {names} divided")
-                return
+                return self.accept(divided, f"with {names} divided")
         tracked = _tracked(plan)
         last = self.prove(tracked)
         gathers = ", ".join(last.gathers)
@@ -271,9 +276,9 @@ class _Search:
         elif gathers and last.received > self._received_one_by_one(plan.layers):
             why = f"together they send more than one by one: all features would be gathered for {gathers}"
         else:
-            self.accept(tracked, "with global sizes" + (f", gathered for {gathers}" if gathers else ""))
-            return
+            return self.accept(tracked, "with global sizes" + (f", gathered for {gathers}" if gathers else ""))
         self.result.whole.update(dict.fromkeys(plan.layers, why))
+        return False
 
     def _received_one_by_one(self, names: Collection[str]) -> float:
         """What a rank gets where these layers are gathered, those that are worth it, instead of being a region."""
@@ -363,7 +368,7 @@ class _Search:
     def _shares(self, candidate: Candidate) -> dict[int, tuple[int, ...]]:
         """Numbers of features, and of units of them, -> each rank's."""
         shares: dict[int, tuple[int, ...]] = {}
-        dealt = [(self.layers[candidate.rows[0]].in_features, candidate.by_rank)]
+        dealt = [(self.layers[candidate.rows[0]].in_features, candidate.dealing.by_rank(self.tp))]
         dealt += [(self.layers[name].out_features, by_rank) for name, by_rank in candidate.columns.items()]
         for features, by_rank in dealt:
             own = [length(ranges) for ranges in by_rank]
@@ -380,14 +385,15 @@ def _tracked(plan: BlockPlan) -> BlockPlan:
     return BlockPlan({**plan.layers, **tracked}, plan.attributes)
 
 
-def _region_plan(candidate: Candidate) -> BlockPlan:
-    region = _common([*candidate.rows, *candidate.columns])
+def _region_plan(candidate: Candidate, tp: int) -> BlockPlan:
+    region, by_rank = _common(candidate.layers), candidate.dealing.by_rank(tp)
     columns = {
         name: LayerPlan(name, Style(name, "column"), by_rank, region=region)
         for name, by_rank in candidate.columns.items()
     }
+    parts, unit = candidate.dealing.parts, candidate.dealing.unit
     rows = {
-        name: LayerPlan(name, Style(name, "row"), candidate.by_rank, candidate.unit, region=region)
+        name: LayerPlan(name, Style(name, "row", parts if len(parts) > 1 else 1), by_rank, unit, region=region)
         for name in candidate.rows
     }
     return BlockPlan(columns | rows)

@@ -13,11 +13,11 @@ def cat(call: Call) -> Decision | None:
     parts = [x for x in call.operands if x.shape != (0,)]
     x, layout = parts[0], call.layout
     dim = dims_of(x, call.argument(1, "dim", "axis", default=0))
-    if dim is None or not agree(call) or any(y.ndim != x.ndim for y in parts):
+    if dim is None or any(y.ndim != x.ndim for y in parts):
         return None
     if dim == [layout.dim]:
         return _cat_features(call) if len(parts) == len(call.operands) else None
-    if any(y.shape[layout.dim] != layout.size for y in parts):
+    if not agree(call) or any(y.shape[layout.dim] != layout.size for y in parts):
         return None
     aligned = align(call, [None if y.shape == (0,) else layout.dim for y in call.operands])
     return None if aligned is None else Decision(layout.with_(layout.dim, aligned[1], layout.size), aligned[0])
@@ -26,6 +26,8 @@ def cat(call: Call) -> Decision | None:
 def _cat_features(call: Call) -> Decision | None:
     """Of values that are not split here, every rank owns all."""
     layout, ways = call.layout, len(call.layout.by_rank)
+    if any(x.layout is not None and x.sharded and x.layout.dim != layout.dim for x in call.operands):
+        return None
     sizes = [x.shape[layout.dim] for x in call.operands]
     owned = [
         x.layout.by_rank if x.layout is not None and x.sharded else (((0, size),),) * ways
