@@ -73,6 +73,7 @@ LOCAL: dict[str, Operation] = {
     "splits": lambda x, o: (*x.split(3, dim=1), *x.chunk(2, 1), *x.tensor_split([2, 7], dim=1), *x.split([1, 2], 2)),
     "in parts": lambda x, o: torch.cat([p * i for i, p in enumerate(x.split([4, 4], dim=1))], dim=1),
     "cat": lambda x, o: (torch.cat([x, o.z, o.y], -1), torch.cat((o.y, x), dim=1), torch.stack([o.y, x], 2)),
+    "cat of other sizes": lambda x, o: (torch.cat([x, o.z[:, :3]], 1), torch.cat([x[:, 2:], o.y, x], 1)[:, 3:]),
     "cat with nothing": lambda x, o: torch.cat([torch.tensor([], dtype=x.dtype), x, o.z], dim=-2),
     "cat and part": lambda x, o: torch.cat([x, o.y, o.z], 1)[:, 5:20],
     "repeats": lambda x, o: (x.repeat(1, 2, 1, 1), x.repeat_interleave(2, dim=1), x.repeat_interleave(2, -1)),

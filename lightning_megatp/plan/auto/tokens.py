@@ -1,7 +1,8 @@
 """Where between its layers a block treats every token alike, so that each rank may hold a part of the sequence there.
 
 Between a row layer's output (or the block's input) and the next column layer's input (or the block's output), token t
-must depend on token t only. Source: Korthikanti et al. 2022, section 4.2.2.
+must depend on token t only. A block may have several streams of tokens, of different lengths, and values without any.
+Source: Korthikanti et al. 2022, section 4.2.2.
 """
 
 from __future__ import annotations
@@ -58,10 +59,9 @@ def sequence_dim(twin: nn.Module, call: Call, layers: Mapping[str, LayerPlan]) -
     outputs = [x for x in tensors_in(result, (own.args, own.kwargs)) if x.is_floating_point()]
     sources = [hidden, *(y for name in rows for _, y in _calls(twin, name))]
     targets = [*(x for name in columns for x, _ in _calls(twin, name)), *outputs[:1]]
-    if any(x.dim() != 3 for x in (*sources, *targets)):
-        return None
     for dim in (1, 0):
-        if all(_is_local(x, sources, hidden.shape[dim], dim) for x in targets):
+        divisible = all(x.dim() == 3 and x.shape[dim] > 1 for x in sources)
+        if divisible and all(_is_local(x, sources, dim) for x in targets):
             return dim
     return None
 
@@ -122,22 +122,23 @@ def _is_floating(x: object) -> bool:
     return isinstance(x, Tensor) and x.is_floating_point()
 
 
-def _is_local(target: Tensor, sources: list[Tensor], tokens: int, dim: int) -> bool:
-    """Whether one token of a value depends on that token of its sources only."""
-    if target.shape[dim] != tokens or tokens < 2 or any(x.shape[dim] != tokens for x in sources):
-        return False
+def _is_local(target: Tensor, sources: list[Tensor], dim: int) -> bool:
+    """Whether one token of a value depends on that token of its sources only; of some it may not depend at all."""
     if not target.requires_grad:
         return True
-    token = tokens // 2
+    token = target.shape[dim] // 2 if target.dim() > dim else 0
     cotangent = torch.zeros_like(target)
-    cotangent.select(dim, token).normal_()
+    of_token = cotangent.select(dim, token) if target.dim() == 3 else cotangent
+    of_token.normal_()
     grads: Sequence[Tensor | None] = torch.autograd.grad(
         target, sources, cotangent, retain_graph=True, allow_unused=True
     )
-    for grad in grads:
-        if grad is not None:
-            others = grad.clone()
+    for source, grad in zip(sources, grads, strict=True):
+        if grad is None:
+            continue
+        others = grad.clone()
+        if target.dim() == 3 and target.shape[dim] == source.shape[dim]:
             others.select(dim, token).zero_()
-            if bool(others.any()):
-                return False
+        if bool(others.any()):
+            return False
     return True
