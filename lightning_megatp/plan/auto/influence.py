@@ -11,6 +11,7 @@ import contextlib
 import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 
 import torch
 from torch import Tensor, nn
@@ -58,7 +59,7 @@ class Candidate:
     """The largest first."""
     dealing: Dealing
     columns: dict[str, tuple[Ranges, ...]] = field(default_factory=dict)
-    shares: dict[str, list[float]] = field(default_factory=dict)
+    shares: dict[str, list[Fraction]] = field(default_factory=dict)
     """Of each column's features those of each rank: 1 in all, or more for key-value heads that ranks share."""
     smaller: Candidate | None = None
     """Without rows that bring columns of their own, for where they don't hold together."""
@@ -131,7 +132,8 @@ class Influence:
         return found
 
     def _best(self, name: str, tp: int, taken: Collection[str], reasons: dict[str, str]) -> Candidate | None:
-        """The way of dealing out a row's input that spares the busiest rank most features of the columns."""
+        """The way of dealing out a row's input by which most features of columns are split, and fewest are on several
+        ranks; of equal ones, the most even."""
         if name in taken:
             return None
         reached = self.reached[name].reached
@@ -139,11 +141,13 @@ class Influence:
         found = [candidate for candidate in candidates if any(sum(own) < 2 for own in candidate.shares.values())]
         if reached and not found:
             reasons[name] = "no way of dealing out its input leaves each rank features of its own"
-        return max(found, key=self._spared, default=None)
+        return max(found, key=self._divided, default=None)
 
-    def _spared(self, candidate: Candidate) -> float:
+    def _divided(self, candidate: Candidate) -> tuple[Fraction, Fraction]:
         made = [[self.outputs[name] * share for share in own] for name, own in candidate.shares.items()]
-        return sum(self.outputs[name] for name in candidate.shares) - max(map(sum, zip(*made, strict=True)))
+        by_rank = [sum(own, Fraction()) for own in zip(*made, strict=True)]
+        features = sum(self.outputs[name] for name in candidate.shares)
+        return 2 * features - sum(by_rank, Fraction()), -max(by_rank)
 
     def _joined(self, candidate: Candidate, rows: Sequence[str], taken: Collection[str]) -> Candidate:
         """With the other rows that take what its columns make: all of it, or some, as the output layers of two streams
@@ -246,7 +250,7 @@ def _add_column(found: Candidate, column: str, masks: list[Tensor]) -> None:
     if bool((count == 0).any()) or any(not bool(mask.any()) for mask in masks):
         return
     found.columns[column] = tuple(_ranges(mask) for mask in masks)
-    found.shares[column] = [float(mask.double().mean()) for mask in masks]
+    found.shares[column] = [Fraction(int(mask.sum()), len(mask)) for mask in masks]
 
 
 def _probe(
