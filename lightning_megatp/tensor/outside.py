@@ -133,6 +133,8 @@ class WholeParameter(torch.Tensor):
         if isinstance(out := kwargs.get("out"), WholeParameter):
             del kwargs["out"]
             return out.copy_(func(*args, **kwargs))
+        if name in _ARITHMETIC and (moved := _of_shards(func, args, kwargs)) is not None:
+            return moved
         if first is not None and name == "copy_" and (value := first._own(args[1])) is not None:
             func(first.shard, value, *args[2:], **kwargs)
             return first
@@ -195,6 +197,22 @@ class WholeParameter(torch.Tensor):
         if type(value) is Tensor and not isinstance(self.shard, DTensor) and tuple(value.shape) == self.spec.shape:
             return self.spec.spec(self.context.rank).take(value)
         return value if isinstance(value, Tensor) and value.shape == self.shard.shape else None
+
+
+def _of_shards(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> WholeParameter | None:
+    """Arithmetic without a gradient, by which a step moves weights (`q.data = q.data * 0.99 + p.data * 0.01`), on this
+    rank's part of each: parameters that are split alike, and numbers. None if there is anything else."""
+    tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    if "out" in kwargs or (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)):
+        return None
+    first = next(x for x in tensors if isinstance(x, WholeParameter))
+    parts = {id(x): first._own(x) for x in tensors if x.dim() > 0}
+    if isinstance(first.shard, DTensor) or any(part is None for part in parts.values()):
+        return None
+    own_args, own_kwargs = tree_map(lambda x: parts.get(id(x), x), (args, kwargs))
+    made = WholeParameter.of(func(*own_args, **own_kwargs), first.parameter, first.spec, first.context)
+    made.apart = True
+    return made
 
 
 class _WholeGradient(GatheredView):
@@ -265,6 +283,10 @@ _METADATA = operation_names(
 SIZES = operation_names("shape size numel nelement __len__ stride is_contiguous")
 """What asks a tensor for no more than its size."""
 _REFUSED = operation_names("grad retain_grad set_ __setstate__ swap")
+_ARITHMETIC = operation_names(
+    "add sub rsub mul div true_divide neg lerp addcmul addcdiv __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__"
+    " __truediv__ __rtruediv__ __neg__"
+)
 _ELEMENTWISE_IN_PLACE = operation_names(
     "clamp_ clamp_min_ clamp_max_ clip_ mul_ div_ add_ sub_ zero_ fill_ neg_ abs_ nan_to_num_ __imul__ __itruediv__"
     " __iadd__ __isub__ lerp_ addcmul_ addcdiv_"

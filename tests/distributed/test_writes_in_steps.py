@@ -83,6 +83,30 @@ def test_as_on_one_device(layout: Layout, way: str) -> None:
         torch.testing.assert_close(found[name], x, atol=1e-12, rtol=0, msg=f"{way} {name}")
 
 
+class Parts(Momentum):
+    """Moves weights by arithmetic that makes new tensors, and sees that they stay split."""
+
+    @torch.no_grad()
+    def move(self) -> None:
+        for p, q in zip(self.head.parameters(), self.key_head.parameters(), strict=True):
+            if self.way == "data":
+                q.data = q.data * 0.9 + p.data * 0.1
+            else:
+                q.copy_(torch.lerp(q, p, torch.tensor(0.1, dtype=q.dtype)) - 0 * (-q / 2))
+
+    def on_train_end(self) -> None:
+        held = [len(head[0]._parameters["weight"]) for head in (self.head, self.key_head)]
+        split = "MegaTP" in type(self.trainer.strategy).__name__
+        assert held == ([8, 8] if split else [16, 16])
+
+
+@pytest.mark.parametrize("way", ["data", "copy"])
+def test_weights_that_arithmetic_moves_stay_split(way: str) -> None:
+    (expected,), (found, *_) = (run_program(each, _moved, way, Parts) for each in (PLAIN, Layout(tp=2)))
+    for name, x in expected.items():
+        torch.testing.assert_close(found[name], x, atol=1e-12, rtol=0, msg=name)
+
+
 class Late(Momentum):
     """After the steps that are watched."""
 
