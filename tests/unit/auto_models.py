@@ -240,6 +240,56 @@ class OneOutput(nn.Module):
         return x + self.out(torch.cat([y, up], -1))
 
 
+class NormedHeads(Separate):
+    """Queries and keys through a norm of all heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k = (nn.Sequential(layer, nn.RMSNorm(HIDDEN)) for layer in (self.q, self.k))  # type: ignore[assignment]
+
+
+class TwoStreams(nn.Module):
+    """One MLP for two streams of tokens, called for each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(HIDDEN, 48), nn.Linear(48, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = x[:, :2], x[:, 2:]
+        return torch.cat([self.down(F.gelu(self.up(y))) for y in (first, second)], 1)
+
+
+class Routed(nn.Module):
+    """Experts in a list; the last one gets no tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(TwoStreams() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.flatten(0, 1)
+        chosen = torch.zeros(len(rows), dtype=torch.long)
+        y = torch.zeros_like(rows)
+        for i, expert in enumerate(self.experts):
+            at = torch.where(chosen == i)[0]
+            y = y.index_add(0, at, expert.down(F.gelu(expert.up(rows[at]))))
+        return y.view_as(x)
+
+
+class Modulated(nn.Module):
+    """Scaled and shifted by a few features of each sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.modulation = nn.Linear(6, 4 * HIDDEN)
+        self.up, self.down = nn.Linear(HIDDEN, 48), nn.Linear(48, HIDDEN)
+
+    def forward(self, x: Tensor, condition: Tensor) -> Tensor:
+        scale, shift, gate, more = self.modulation(condition)[:, None].chunk(4, -1)
+        return gate * self.down(F.gelu(self.up(x * (1 + scale) + shift))) + more
+
+
 class ValueResidual(Separate):
     """Mixes values that an earlier block has made into its own, by a gate for each head."""
 

@@ -44,11 +44,15 @@ from tests.unit.auto_models import (
     Joint,
     Largest,
     Model,
+    Modulated,
+    NormedHeads,
     OneOutput,
     ResponseNorm,
+    Routed,
     Separate,
     SideDoor,
     Three,
+    TwoStreams,
     Unnormed,
     ValueResidual,
 )
@@ -183,6 +187,39 @@ def test_parts_of_what_one_row_takes_are_dealt_out_each(fused: bool, tp: int) ->
         length(of_heads) + length(of_rest)
         for of_heads, of_rest in zip(heads, shard_ranges(56, tp, 1, row.unit), strict=True)
     ]
+
+
+def test_a_norm_of_all_heads_lets_queries_and_keys_into_the_region_of_values() -> None:
+    result = plan(NormedHeads(), 2)
+    assert styles(result) == dict.fromkeys(["q.0", "k.0", "v"], "column") | {"out": "row"} and not result.gathers
+
+
+def test_layers_that_are_called_twice_are_a_pair() -> None:
+    assert styles(plan(TwoStreams(), 2)) == {"up": "column", "down": "row"}
+
+
+def test_an_expert_without_tokens_does_not_keep_a_block_from_being_probed() -> None:
+    result = plan(Routed(), 2)
+    found = styles(result)
+    assert result.problem is None
+    assert found["experts.0.up"] == "column" and found["experts.0.down"] == "row"
+    assert found["experts.1.up"] == found["experts.1.down"] == "column_gather"
+
+
+def test_a_narrow_layer_of_samples_is_split_beside_tokens() -> None:
+    """One of tokens would not be worth a collective (`_NARROW`)."""
+    result = plan(Modulated(), 2, condition=torch.randn(2, 6))
+    assert styles(result) == {"modulation": "column_gather", "up": "column", "down": "row"}
+    assert result.sequence_dim == 1
+
+
+def test_blocks_that_are_numbered_list_by_list_are_of_one_kind() -> None:
+    lists = {"first": [Block(Separate(), 100 + i) for i in range(2)], "then": [Block(Separate(), i) for i in range(3)]}
+    model = nn.ModuleDict({name: nn.ModuleList(blocks) for name, blocks in lists.items()})
+    (kind,) = kinds_of_blocks(model, find_blocks(model))
+    assert len(kind.names) == 5 and [next(iter(x.values())) for x in kind.counts] == [100, 101, 0, 1, 2]
+    lists["then"][1].index = 7
+    assert len(kinds_of_blocks(model, find_blocks(model))) > 1
 
 
 class _Widened(nn.Module):

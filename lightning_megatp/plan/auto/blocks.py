@@ -120,7 +120,7 @@ def kinds_of_blocks(module: nn.Module, names: Sequence[str] | None = None, stack
         shapes.setdefault(_shape(block), {})[name] = _settings(block, name)
     kinds: dict[Any, Block] = {}
     for shape, settings in shapes.items():
-        indices = _indices(list(settings.values()))
+        indices = _indices(settings)
         for name, values in settings.items():
             key = shape, tuple((key, value) for key, value in values.items() if key not in indices)
             kind = kinds.setdefault(key, Block(uncompiled_part(module.get_submodule(name)), stack=stacks))
@@ -135,15 +135,24 @@ def _first_names(module: nn.Module, names: Sequence[str]) -> list[tuple[nn.Modul
     return [(block, name) for name, block in blocks.items() if first[id(block)] == name]
 
 
-def _indices(settings: list[dict[str, str]]) -> set[str]:
-    """The settings that count the blocks: whole numbers that go up by one from block to block."""
-    found = set()
-    for key in settings[0]:
-        values = [values.get(key, "") for values in settings]
-        numbers = [int(value) for value in values if value.isdecimal()]
-        if len(numbers) == len(values) > 1 and numbers == list(range(numbers[0], numbers[0] + len(numbers))):
-            found.add(key)
-    return found
+def _indices(settings: dict[str, dict[str, str]]) -> set[str]:
+    """The settings that count blocks, by their names: whole numbers that go up by one from block to block, of all or of
+    each list."""
+    lists: dict[str, list[dict[str, str]]] = {}
+    for name, values in settings.items():
+        lists.setdefault(name.rpartition(".")[0], []).append(values)
+    ways = [[list(settings.values())], list(lists.values())]
+    return {
+        key
+        for key in next(iter(settings.values()))
+        if any(all(_counts(key, blocks) for blocks in way) for way in ways) and len(settings) > len(lists)
+    }
+
+
+def _counts(key: str, settings: list[dict[str, str]]) -> bool:
+    values = [held.get(key, "") for held in settings]
+    numbers = [int(value) for value in values if value.isdecimal()]
+    return len(numbers) == len(values) and numbers == list(range(numbers[0], numbers[0] + len(numbers)))
 
 
 def copied(x: Any) -> Any:

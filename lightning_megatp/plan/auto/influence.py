@@ -281,27 +281,31 @@ def _probe(
             layer.record = None
     found = {}
     for name in rows:
-        if len(inputs[name]) == 1 and inputs[name][0].requires_grad:
-            others = [(other, y) for other, ys in outputs.items() if other != name for y in ys]
+        if inputs[name] and all(x.requires_grad for x in inputs[name]):
+            others = [(other, y) for other, ys in outputs.items() if other != name for y in ys if y.numel()]
             if not others:
                 continue
-            reached = dict(_reach(inputs[name][0], others, tp, twin))
+            reached = dict(_reach(inputs[name], others, tp, twin))
             if any(reached.values()):
                 found[name] = _Row(reached)
     return made, found
 
 
 def _reach(
-    x: Tensor, others: list[tuple[str, Tensor]], tp: int, twin: nn.Module
+    inputs: list[Tensor], others: list[tuple[str, Tensor]], tp: int, twin: nn.Module
 ) -> Iterator[tuple[Dealing, dict[str, list[Tensor]]]]:
-    for dealing in _dealings(x.shape[-1], tp, twin):
+    """Args:
+    inputs: of all calls of a layer.
+    """
+    for dealing in _dealings(inputs[0].shape[-1], tp, twin):
         masks: dict[str, list[Tensor]] = {}
         for rank, ranges in enumerate(dealing.by_rank(tp)):
-            cotangent = torch.zeros_like(x)
-            for start, stop in ranges:
-                cotangent[..., start:stop] = torch.randn(*x.shape[:-1], stop - start, dtype=x.dtype) + 2
+            cotangents = [torch.zeros_like(x) for x in inputs]
+            for x in cotangents:
+                for start, stop in ranges:
+                    x[..., start:stop] = torch.randn(*x.shape[:-1], stop - start, dtype=x.dtype) + 2
             grads: Sequence[Tensor | None] = torch.autograd.grad(
-                x, [y for _, y in others], cotangent, retain_graph=True, allow_unused=True
+                inputs, [y for _, y in others], cotangents, retain_graph=True, allow_unused=True
             )
             for (name, y), grad in zip(others, grads, strict=True):
                 if grad is None:
@@ -320,10 +324,8 @@ def _dealings(features: int, tp: int, twin: nn.Module) -> Iterator[Dealing]:
     divisions: list[tuple[int, ...]] = [(features,)]
     if readers == 1 and all(layer.out_features % features for layer in layers):
         sizes = {size for layer in layers for size in (layer.in_features, layer.out_features)}
-        sizes |= {features - size for size in sizes}
-        divisions += [(size, features - size) for size in sorted(sizes) if tp <= size <= features - tp][
-            :_MOST_DIVISIONS
-        ]
+        possible = {part for size in sizes for part in (size, features - size) if tp <= part <= features - tp}
+        divisions += [(size, features - size) for size in sorted(possible)[:_MOST_DIVISIONS]]
     for parts in divisions:
         yield Dealing(parts)
         yield from (Dealing(parts, unit) for unit in _units(parts, tp, held))

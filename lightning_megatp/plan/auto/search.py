@@ -6,7 +6,7 @@ import functools
 import itertools
 import math
 from collections import Counter, deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import nn
@@ -113,7 +113,7 @@ def _probed(
     twin, references = _thin_references(block, result)
     result.couplings = frozenset(couplings(references))
     influence = probe(copy_of(twin), block.calls[0], tp)
-    search = _Search(twin, references, tp, result, global_sizes, undivided)
+    search = _Search(twin, references, tp, result, global_sizes, undivided, influence.outputs)
     if trusted is None or not search.accept(trusted, "as the model's own plan says"):
         search.regions(influence)
         search.regions_across_norms(block.calls[0])
@@ -179,10 +179,13 @@ class _Search:
         result: BlockResult,
         global_sizes: bool,
         undivided: Collection[str],
+        outputs: Mapping[str, int],
     ) -> None:
         self.twin, self.references, self.tp, self.result = twin, references, tp, result
         self.global_sizes, self.undivided = global_sizes, undivided
         self.layers = {name: child for name, child in twin.named_modules() if isinstance(child, ThinLinear)}
+        self.calls = {name: outputs[name] // layer.out_features for name, layer in self.layers.items()}
+        """Rows (tokens, samples) that each layer computes."""
         self._tried: deque[tuple[BlockPlan, Outcome]] = deque(maxlen=3)
         """The plans that were tried last, and what came of them."""
 
@@ -245,7 +248,23 @@ class _Search:
         apart = StatisticsApart()
         influence = probe(copy_of(self.twin), call, self.tp, apart)
         if apart.met:
+            self.extend_regions(influence)
             self.regions(influence)
+
+    def extend_regions(self, influence: Influence) -> None:
+        """Take layers into regions that were found without them: queries and keys that a norm of all heads couples,
+        beside values, which it does not."""
+        for candidate in influence.candidates(self.tp):
+            before, plan = self.result.plan, _tracked(_region_plan(candidate, self.tp))
+            held, added = before.layers.keys() & plan.layers.keys(), plan.layers.keys() - before.layers.keys()
+            if not held or not added or any(before.layers[n].by_rank != plan.layers[n].by_rank for n in held):
+                continue
+            extended = before.merged(plan)
+            one_by_one = BlockPlan({name: self._gathered(name) for name in self._worth_a_gather if name in added})
+            outcome, apart = self.prove(extended), self.prove(before.merged(one_by_one))
+            if outcome.holds and apart.holds and outcome.received <= apart.received:
+                self.result.plan = extended
+                self.result.how.update(dict.fromkeys(plan.layers, "with global sizes"))
 
     def region(self, candidate: Candidate) -> bool:
         """Try a region as it is, then with attributes divided, then with global sizes.
@@ -313,13 +332,15 @@ class _Search:
 
     @functools.cached_property
     def _worth_a_gather(self) -> list[str]:
-        """Layers that are neither small nor narrow, and have features for each rank."""
+        """Layers that are neither small nor narrow, and have features for each rank. What few rows go through, those of
+        a condition, sends little, however narrow it is."""
         sizes = {name: layer.in_features * layer.out_features for name, layer in self.layers.items()}
-        least = _SMALL * sum(sizes.values())
+        least, most = _SMALL * sum(sizes.values()), max(self.calls.values(), default=0)
         found = []
         for name, layer in self.layers.items():
             fewer, more = sorted((layer.in_features, layer.out_features))
-            if sizes[name] >= least and fewer * _NARROW > more and layer.out_features >= self.tp:
+            narrow = fewer * _NARROW * most <= more * (self.calls[name] or most)
+            if sizes[name] >= least and not narrow and layer.out_features >= self.tp:
                 found.append(name)
         return found
 
