@@ -9,10 +9,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import torchmetrics
+from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import BackboneFinetuning, BaseFinetuning, LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from tests.crossing import crossed
 from tests.distributed.training import PLAIN, Layout, make_trainer, run_program, train_loader
@@ -210,6 +213,70 @@ def test_unfrozen_later(layout: Layout, name: str, tmp_path: Path) -> None:
         assert saved == groups
     for key, value in state.items():
         torch.testing.assert_close(results[0][1][key], value, atol=1e-9, rtol=0, msg=key)
+
+
+class Patched(LightningModule):
+    """A backbone with a class token, as vision transformers have it: a parameter used through a view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = nn.Module()
+        self.backbone.token, self.backbone.place = nn.Parameter(torch.zeros(1, 1, 8)), nn.Parameter(torch.ones(1, 4, 8))
+        blocks = (nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)) for _ in range(4))
+        self.backbone.embed, self.backbone.norm = nn.Linear(8, 8), nn.LayerNorm(8)
+        self.backbone.blocks, self.head = nn.Sequential(*blocks), nn.Linear(8, 8)
+        self.accuracy = torchmetrics.MetricCollection(
+            {
+                "micro": torchmetrics.Accuracy("multiclass", num_classes=8),
+                "top": torchmetrics.Accuracy("multiclass", num_classes=8, top_k=3),
+                "f1": torchmetrics.F1Score("multiclass", num_classes=8, average="macro"),
+            }
+        )
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        net: Any = self.backbone
+        token = net.token.expand(len(x_BTD), -1, -1)
+        x_BTD = torch.cat([token, net.embed(x_BTD)], 1) + net.place
+        logits: Tensor = self.head(net.norm(net.blocks(F.dropout(x_BTD, 0.0)))[:, 0])
+        return logits
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return F.cross_entropy(self(batch[0]), batch[1])
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        logits = self(batch[0])
+        self.log("loss", F.cross_entropy(logits, batch[1]))
+        self.accuracy.update(logits, batch[1])
+
+    def on_validation_epoch_end(self) -> None:
+        self.log_dict(self.accuracy.compute())
+        self.accuracy.reset()
+
+    test_step, on_test_epoch_end = validation_step, on_validation_epoch_end
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2)
+
+
+def _tested_later(layout: Layout) -> dict[str, float]:
+    """The last batch is smaller. `BackboneFinetuning` freezes once more where testing begins."""
+    torch.manual_seed(3)
+    module = Patched()
+    rows, classes = torch.randn(20, 3, 8, dtype=torch.float64), torch.arange(20) % 8
+    loader = DataLoader(TensorDataset(rows, classes), batch_size=8)
+    finetuning = BackboneFinetuning(unfreeze_backbone_at_epoch=1, verbose=False)
+    trainer = make_trainer(layout, strategy={"plan": None}, max_epochs=3, callbacks=[finetuning])
+    trainer.fit(module, loader, loader)
+    fitted = {f"fit {name}": float(x) for name, x in trainer.callback_metrics.items()}
+    trainer.test(module, loader, verbose=False)
+    return fitted | {name: float(x) for name, x in trainer.callback_metrics.items()}
+
+
+def test_frozen_again_after_the_fit() -> None:
+    (expected,) = run_program(PLAIN, _tested_later)
+    assert "f1" in expected and "fit f1" in expected
+    for found in run_program(Layout(pp=2, microbatches=2), _tested_later):
+        assert found == pytest.approx(expected, rel=1e-6)  # metrics are of float32
 
 
 def _scaled(layout: Layout) -> list[float]:

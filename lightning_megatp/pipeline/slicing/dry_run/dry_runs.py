@@ -33,7 +33,13 @@ from lightning_megatp.pipeline.slicing.state.tables import Left
 from lightning_megatp.shim.autograd import checkpoints_ended, handle_functions
 from lightning_megatp.shim.compiler import uncompiled
 from lightning_megatp.shim.lightning import around_progress, trainer_of
-from lightning_megatp.shim.torch import FakeTensorMode, conversions_around, subclassed_fake, tensor_version
+from lightning_megatp.shim.torch import (
+    FakeTensorMode,
+    conversions_around,
+    forget_fakes,
+    subclassed_fake,
+    tensor_version,
+)
 from lightning_megatp.snapshots.snapshot import FirstValues, Snapshot, random_state_kept
 
 Step = Callable[[Any], Any]
@@ -232,6 +238,7 @@ class DryRuns:
                 yield
         finally:
             self._fake_mode.allow_non_fake_inputs = False
+            forget_fakes(self._fake_mode)  # they know whether their parameters had a gradient
             torch.clear_autocast_cache()
 
     def _tracer(self, snapshot: Snapshot, batch: Sequence[Tensor], toggles: Toggles, manner: _Manner) -> Tracer:

@@ -224,7 +224,7 @@ class Tracer(TorchFunctionMode):
         the loss; torchmetrics' `update` and `compute`, which it wraps, give no gradient."""
         metric = getattr(function, "__self__", None)
         if isinstance(metric, MetricCollection):
-            learns = any(part.is_differentiable is not False for part in metric.values())
+            learns = any(part.is_differentiable is not False for part in metric.values(copy_state=False))  # copies look like what a step left
         else:
             learns = metric is not None and metric.is_differentiable is not False
         learns = learns and torch.is_grad_enabled()
