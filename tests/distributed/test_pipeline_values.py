@@ -320,6 +320,38 @@ class LearnsByMetric(GPT):
         return loss
 
 
+class Grouped(GPT):
+    """Metrics of which some share their states, in batches of another size, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        kinds = {"f1": torchmetrics.F1Score, "precision": torchmetrics.Precision, "recall": torchmetrics.Recall}
+        self.scores = torchmetrics.MetricCollection(
+            {name: kind("multiclass", num_classes=32, average="macro") for name, kind in kinds.items()}
+        )
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.scores.update(self(batch[0]).flatten(0, 1), batch[1].flatten())
+
+    def on_validation_epoch_end(self) -> None:
+        self.log_dict(self.scores.compute())
+        self.scores.reset()
+
+
+def _grouped(layout: Layout) -> dict[str, float]:
+    torch.manual_seed(3)
+    trainer = make_trainer(layout)
+    trainer.fit(Grouped(), DataLoader(tokens(8), batch_size=8), DataLoader(tokens(20), batch_size=8))
+    return {name: float(x) for name, x in trainer.callback_metrics.items()}
+
+
+def test_metrics_that_share_states_count_batches_of_any_size() -> None:
+    (expected,) = run_program(PLAIN, _grouped)
+    assert "f1" in expected
+    for found in run_program(Layout(pp=2, microbatches=2), _grouped):
+        assert found == pytest.approx(expected, rel=1e-6)
+
+
 def _learning_by_a_metric(layout: Layout) -> tuple[list[float], dict[str, Tensor], dict[str, float]]:
     torch.manual_seed(3)
     losses, module = Losses(), LearnsByMetric()

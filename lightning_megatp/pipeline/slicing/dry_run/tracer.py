@@ -224,7 +224,8 @@ class Tracer(TorchFunctionMode):
         the loss; torchmetrics' `update` and `compute`, which it wraps, give no gradient."""
         metric = getattr(function, "__self__", None)
         if isinstance(metric, MetricCollection):
-            learns = any(part.is_differentiable is not False for part in metric.values(copy_state=False))  # copies look like what a step left
+            parts = metric.values(copy_state=False)  # copies of states would look like what a step leaves
+            learns = any(part.is_differentiable is not False for part in parts)
         else:
             learns = metric is not None and metric.is_differentiable is not False
         learns = learns and torch.is_grad_enabled()
