@@ -88,9 +88,8 @@ class Reference:
     def reads(self, numbers: Collection[str]) -> set[str]:
         """Which of these attributes the block's code reads; their names are behind those of their modules."""
         whole = copy_of(self.twin, self.train)
-        own = concrete_call(self.call, seed=0, noise=0.1)
-        with reads_outside(whole, numbers, ()) as read, exact():
-            whole(*own.args, **own.kwargs)
+        with reads_outside(whole, numbers, ()) as read:
+            self._run(whole)
         return read
 
     def feels(self, layer: str) -> bool | None:
@@ -107,10 +106,12 @@ class Reference:
         child = whole.get_submodule(layer)
         assert isinstance(child, ThinLinear)
         child.left.data.fill_(math.nan)
+        return not all(bool(y.isfinite().all()) for y in (*self._run(whole), *left_on(whole).values()))
+
+    def _run(self, whole: nn.Module) -> list[Tensor]:
         own = concrete_call(self.call, seed=0, noise=0.1)
         with exact():
-            outputs = floating_in(whole(*own.args, **own.kwargs), (own.args, own.kwargs))
-        return not all(bool(y.isfinite().all()) for y in (*outputs, *left_on(whole).values()))
+            return floating_in(whole(*own.args, **own.kwargs), (own.args, own.kwargs))
 
     def compare(self, plan: BlockPlan, tp: int) -> Outcome:
         """Run the shards of a plan, and compare outputs and every gradient."""

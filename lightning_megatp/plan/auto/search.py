@@ -184,8 +184,8 @@ class _Search:
         self.twin, self.references, self.tp, self.result = twin, references, tp, result
         self.global_sizes, self.undivided = global_sizes, undivided
         self.layers = {name: child for name, child in twin.named_modules() if isinstance(child, ThinLinear)}
-        self.calls = {name: outputs[name] // layer.out_features for name, layer in self.layers.items()}
-        """Rows (tokens, samples) that each layer computes."""
+        self.called_on = {name: outputs[name] // layer.out_features for name, layer in self.layers.items()}
+        """How many tokens or samples each layer is called on."""
         self._tried: deque[tuple[BlockPlan, Outcome]] = deque(maxlen=3)
         """The plans that were tried last, and what came of them."""
 
@@ -260,8 +260,7 @@ class _Search:
             if not held or not added or any(before.layers[n].by_rank != plan.layers[n].by_rank for n in held):
                 continue
             extended = before.merged(plan)
-            one_by_one = BlockPlan({name: self._gathered(name) for name in self._worth_a_gather if name in added})
-            outcome, apart = self.prove(extended), self.prove(before.merged(one_by_one))
+            outcome, apart = self.prove(extended), self.prove(before.merged(self._one_by_one(added)))
             if outcome.holds and apart.holds and outcome.received <= apart.received:
                 self.result.plan = extended
                 self.result.how.update(dict.fromkeys(plan.layers, "with global sizes"))
@@ -292,17 +291,16 @@ class _Search:
             why = f"split, the block does not compute the same: {last.error}"
         elif not self.global_sizes:
             why = "split, it counts whole features, which compiled code can't do with parts of them"
-        elif gathers and last.received > self._received_one_by_one(plan.layers):
+        elif gathers and (apart := self.prove(self._one_by_one(plan.layers))).holds and last.received > apart.received:
             why = f"together they send more than one by one: all features would be gathered for {gathers}"
         else:
             return self.accept(tracked, "with global sizes" + (f", gathered for {gathers}" if gathers else ""))
         self.result.whole.update(dict.fromkeys(plan.layers, why))
         return False
 
-    def _received_one_by_one(self, names: Collection[str]) -> float:
-        """What a rank gets where these layers are gathered, those that are worth it, instead of being a region."""
-        apart = self.prove(BlockPlan({name: self._gathered(name) for name in self._worth_a_gather if name in names}))
-        return apart.received if apart.holds else math.inf
+    def _one_by_one(self, names: Collection[str]) -> BlockPlan:
+        """These layers gathered, those that are worth it, instead of being a region."""
+        return BlockPlan({name: self._gathered(name) for name in self._worth_a_gather if name in names})
 
     def _couples(self, plan: BlockPlan, outcome: Outcome) -> bool:
         """Whether something in a region looks at features of several ranks (a norm, a mean), though by these numbers
@@ -335,11 +333,11 @@ class _Search:
         """Layers that are neither small nor narrow, and have features for each rank. What few rows go through, those of
         a condition, sends little, however narrow it is."""
         sizes = {name: layer.in_features * layer.out_features for name, layer in self.layers.items()}
-        least, most = _SMALL * sum(sizes.values()), max(self.calls.values(), default=0)
+        least, most = _SMALL * sum(sizes.values()), max(self.called_on.values(), default=0)
         found = []
         for name, layer in self.layers.items():
             fewer, more = sorted((layer.in_features, layer.out_features))
-            narrow = fewer * _NARROW * most <= more * (self.calls[name] or most)
+            narrow = fewer * _NARROW * most <= more * (self.called_on[name] or most)
             if sizes[name] >= least and not narrow and layer.out_features >= self.tp:
                 found.append(name)
         return found
