@@ -25,7 +25,7 @@ from lightning_megatp.tensor.context import TensorContext
 Call = functools.partial[Any]
 
 
-def find_blocks(module: nn.Module) -> list[str]:
+def blocks_to_recompute(module: nn.Module) -> list[str]:
     """The blocks of a model: of what its lists hold, the modules that have parts, and stand there with others of their
     class or alone. Embeddings, norms and heads are no blocks."""
     found = []
@@ -72,7 +72,7 @@ class Recomputation:
 
     def __init__(self, module: nn.Module, context: TensorContext) -> None:
         shares = InputShares(context)
-        names = find_blocks(module)
+        names = blocks_to_recompute(module)
         if not names:
             raise ValueError(
                 "MegaTPStrategy: `recompute` runs the blocks of a model again, and this one has none: no nn.ModuleList"

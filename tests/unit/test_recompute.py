@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_megatp import MegaTPStrategy
 from lightning_megatp.building.recording import default_dtype
-from lightning_megatp.recompute.blocks import Recomputation, find_blocks
+from lightning_megatp.recompute.blocks import Recomputation, blocks_to_recompute
 from lightning_megatp.recompute.offload import OffloadActivations
 from lightning_megatp.recompute.options import RecomputeOptions
 from lightning_megatp.shim.torch import is_fake
@@ -247,7 +247,7 @@ def test_blocks_are_what_lists_repeat() -> None:
     model.layers = nn.ModuleList([Block(), Block(), nn.LayerNorm(4)])
     model.tail = nn.ModuleList([Block()])
     model.mlp = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
-    assert find_blocks(model) == ["layers.0", "layers.1", "tail.0"]
+    assert blocks_to_recompute(model) == ["layers.0", "layers.1", "tail.0"]
 
 
 @pytest.mark.parametrize("value", ["all", "", None, True, 2, {"layers": 1}, {"blocks": 1, "more": 2}])

@@ -167,7 +167,7 @@ def copied_object(x: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(x, (*PLAIN, nn.Module)):
         return x
     try:
-        return copy.deepcopy(x, {id(held): change(held) for held in tensors_in(x)})
+        return copy.deepcopy(x, {id(held): change(held) for held in tensors_anywhere_in(x)})
     except Exception:
         return x
 
@@ -177,7 +177,7 @@ def own_attributes(module: nn.Module) -> dict[str, Any]:
     return {key: value for key, value in vars(module).items() if key not in _INTERNAL}
 
 
-def tensors_in(tree: Any, given: Any = None) -> list[Tensor]:
+def tensors_anywhere_in(tree: Any, given: Any = None) -> list[Tensor]:
     """All tensors in what a module gets or returns, each once, at any depth of any objects.
 
     Args:
@@ -211,7 +211,7 @@ def _tensors(x: Any, seen: set[int]) -> Iterator[Tensor]:
 def describe(tree: Any) -> Any:
     """The shapes and types in anything."""
     kinds = [type(x) for x in tree_leaves(tree) if x is not None and not isinstance(x, Tensor)]
-    return kinds, [(tuple(x.shape), x.dtype) for x in tensors_in(tree)]
+    return kinds, [(tuple(x.shape), x.dtype) for x in tensors_anywhere_in(tree)]
 
 
 def _blocks(name: str, module: nn.Module, in_list: bool) -> Iterator[str]:

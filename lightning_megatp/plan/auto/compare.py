@@ -13,7 +13,7 @@ from lightning_megatp.plan.auto.blocks import Call
 from lightning_megatp.plan.auto.exact import exact
 from lightning_megatp.plan.auto.numbers import reads_outside
 from lightning_megatp.plan.auto.simulate import BlockPlan, Ranks, SimulatedRank, floating_in, left_on, owner_of
-from lightning_megatp.plan.auto.thin import ThinLinear, concrete_call, copy_of
+from lightning_megatp.plan.auto.thin import ThinLinear, block_copy, concrete_call
 from lightning_megatp.tensor.lineage import trace_regions
 from lightning_megatp.tensor.user_functions import functions_take_whole
 
@@ -69,7 +69,7 @@ class Reference:
 
     def __init__(self, twin: nn.Module, call: Call, train: bool = True) -> None:
         self.twin, self.call, self.train = twin, call, train
-        whole = copy_of(twin, train)
+        whole = block_copy(twin, train)
         own = concrete_call(call, seed=0, noise=0.1)
         given = floating_in((own.args, own.kwargs))
         with torch.enable_grad(), exact():
@@ -87,7 +87,7 @@ class Reference:
 
     def reads(self, numbers: Collection[str]) -> set[str]:
         """Which of these attributes the block's code reads; their names are behind those of their modules."""
-        whole = copy_of(self.twin, self.train)
+        whole = block_copy(self.twin, self.train)
         with reads_outside(whole, numbers, ()) as read:
             self._run(whole)
         return read
@@ -102,7 +102,7 @@ class Reference:
     def uses(self, layer: str) -> bool:
         """Whether what a linear layer makes goes anywhere, whatever its values: the queries of tokens that the block
         does not return don't."""
-        whole = copy_of(self.twin, self.train)
+        whole = block_copy(self.twin, self.train)
         child = whole.get_submodule(layer)
         assert isinstance(child, ThinLinear)
         child.left.data.fill_(math.nan)

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_megatp.plan.auto.blocks import Block, Call
 from lightning_megatp.plan.auto.compare import Reference
 from lightning_megatp.plan.auto.exact import exact
-from lightning_megatp.plan.auto.thin import concrete_call, copy_of
+from lightning_megatp.plan.auto.thin import block_copy, concrete_call
 from lightning_megatp.shim.torch import tree_leaves
 from lightning_megatp.tensor.functions import Done, couples, done_by_user, operation_name
 
@@ -63,7 +63,7 @@ def _other_ways(twin: nn.Module, block: Block, first_reference: Reference) -> It
         if (n := counts[paths[name]]) != first[paths[name]]
     ]
     for key, number in (("", 0), *dict.fromkeys(numbers)):
-        other = copy_of(twin)
+        other = block_copy(twin)
         if key:
             module, _, attribute = key.rpartition(".")
             vars(other.get_submodule(module))[attribute] = number
@@ -113,7 +113,7 @@ def _done_in(twin: nn.Module, call: Call, train: bool) -> set[Done]:
 def _watched(twin: nn.Module, call: Call, train: bool) -> _Operations:
     own = concrete_call(call, seed=0, noise=0.1)
     with exact(), _Operations() as seen:
-        copy_of(twin, train)(*own.args, **own.kwargs)
+        block_copy(twin, train)(*own.args, **own.kwargs)
     return seen
 
 

@@ -17,7 +17,7 @@ from lightning_megatp.plan.auto.compare import NotFinite, Outcome, Reference
 from lightning_megatp.plan.auto.influence import Candidate, Influence, probe
 from lightning_megatp.plan.auto.references import couplings, references_of
 from lightning_megatp.plan.auto.simulate import BlockPlan
-from lightning_megatp.plan.auto.thin import ThinLinear, copy_of, thin_copy
+from lightning_megatp.plan.auto.thin import ThinLinear, block_copy, thin_copy
 from lightning_megatp.plan.auto.tokens import sequence_dim, used_twice
 from lightning_megatp.plan.convolutions import convolution_plan, fits, weights
 from lightning_megatp.plan.layer import LayerPlan
@@ -112,7 +112,7 @@ def _probed(
     block = result.block
     twin, references = _thin_references(block, result)
     result.couplings = frozenset(couplings(references))
-    influence = probe(copy_of(twin), block.calls[0], tp)
+    influence = probe(block_copy(twin), block.calls[0], tp)
     search = _Search(twin, references, tp, result, global_sizes, undivided, influence.outputs)
     if trusted is None or not search.accept(trusted, "as the model's own plan says"):
         search.regions(influence)
@@ -128,7 +128,7 @@ def _probed(
     result.errors, result.gathers = outcome.errors, outcome.gathers
     for name in result.plan.layers:
         result.whole.pop(name, None)
-    result.sequence_dim = sequence_dim(copy_of(twin), block.calls[0], result.plan.layers)
+    result.sequence_dim = sequence_dim(block_copy(twin), block.calls[0], result.plan.layers)
     if result.sequence_dim is not None:
         result.used_twice = used_twice(twin, block.calls[0])
         whole = search.layers.keys() - result.plan.layers.keys() - result.used_twice
@@ -246,7 +246,7 @@ class _Search:
         if not self.global_sizes or self.layers.keys() <= self.result.plan.layers.keys():
             return
         apart = StatisticsApart()
-        influence = probe(copy_of(self.twin), call, self.tp, apart)
+        influence = probe(block_copy(self.twin), call, self.tp, apart)
         if apart.met:
             self.extend_regions(influence)
             self.regions(influence)

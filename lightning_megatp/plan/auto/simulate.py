@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_megatp.plan.auto.blocks import Call, own_attributes, tensors_in
+from lightning_megatp.plan.auto.blocks import Call, own_attributes, tensors_anywhere_in
 from lightning_megatp.plan.auto.exact import exact_in_thread
-from lightning_megatp.plan.auto.thin import ThinLinear, copy_of
+from lightning_megatp.plan.auto.thin import ThinLinear, block_copy
 from lightning_megatp.plan.convolutions import channel_dim, input_ranges, own_groups
 from lightning_megatp.plan.layer import LayerPlan
 from lightning_megatp.plan.parallel_plan import AttributePlan
@@ -174,7 +174,7 @@ class SimulatedRank:
 
     def __init__(self, twin: nn.Module, plan: BlockPlan, ranks: Ranks, rank: int, train: bool) -> None:
         self.context, self.rank = SimulatedContext(ranks, rank), rank
-        self.module = copy_of(twin, train)
+        self.module = block_copy(twin, train)
         self.cuts: dict[str, tuple[int, Ranges]] = {}
         for name, layer in plan.layers.items():
             child = self.module.get_submodule(name)
@@ -323,5 +323,5 @@ def owner_of(module: nn.Module, parameter: str) -> nn.Module:
 
 
 def floating_in(tree: Any, given: Any = None) -> list[Tensor]:
-    """Those of `tensors_in` that are of floating-point numbers."""
-    return [x for x in tensors_in(tree, given) if x.is_floating_point()]
+    """Those of `tensors_anywhere_in` that are of floating-point numbers."""
+    return [x for x in tensors_anywhere_in(tree, given) if x.is_floating_point()]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_megatp.plan.auto.blocks import Block, Call
 from lightning_megatp.plan.auto.exact import exact
-from lightning_megatp.plan.auto.thin import concrete_call, copy_of, thin_copy
+from lightning_megatp.plan.auto.thin import block_copy, concrete_call, thin_copy
 from lightning_megatp.plan.layer import LayerPlan
 from lightning_megatp.plan.parallel_plan import AttributePlan
 from lightning_megatp.tensor.collectives import take_ranges
@@ -54,7 +54,7 @@ def _adds_up(whole: nn.Module, shares: Sequence[nn.Module], call: Call) -> bool:
 
 
 def _share(experts: nn.Module, layer: LayerPlan, counts: Sequence[AttributePlan], rank: int) -> nn.Module:
-    share = copy_of(experts)
+    share = block_copy(experts)
     for split in layer.splits:
         own = take_ranges(share.get_parameter(split.leaf), split.dim, split.by_rank[rank])
         share._parameters[split.leaf] = nn.Parameter(own)

@@ -101,7 +101,7 @@ def thin_copy(block: nn.Module, seed: int, dense: Collection[str] = ()) -> nn.Mo
     return twin
 
 
-def copy_of(block: nn.Module, train: bool = True) -> nn.Module:
+def block_copy(block: nn.Module, train: bool = True) -> nn.Module:
     """A deep copy, in a mode. (`train` of a class of the user's may forget to return it.)
 
     Of a thin block much of it are the empty dictionaries of hooks that every module has. These are made anew, which is

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lightning_megatp.plan.auto.blocks import Call, tensors_in
+from lightning_megatp.plan.auto.blocks import Call, tensors_anywhere_in
 from lightning_megatp.plan.auto.exact import exact
 from lightning_megatp.plan.auto.thin import ThinLinear, concrete_call
 from lightning_megatp.plan.layer import LayerPlan
@@ -56,7 +56,7 @@ def sequence_dim(twin: nn.Module, call: Call, layers: Mapping[str, LayerPlan]) -
     in_part = [x for x in watch.changed_in_part if x.shape == hidden.shape and id(x) not in inside]
     if watch.asked or in_part:  # of tokens a rank would be given a part
         return None
-    outputs = [x for x in tensors_in(result, (own.args, own.kwargs)) if x.is_floating_point()]
+    outputs = [x for x in tensors_anywhere_in(result, (own.args, own.kwargs)) if x.is_floating_point()]
     sources = [hidden, *(y for name in rows for _, y in _calls(twin, name))]
     targets = [*(x for name in columns for x, _ in _calls(twin, name)), *outputs[:1]]
     for dim in (1, 0):
@@ -101,7 +101,7 @@ def used_twice(twin: nn.Module, call: Call) -> set[str]:
     """
     own = concrete_call(call, seed=0)
     with torch.enable_grad(), exact():
-        outputs = tensors_in(twin(*own.args, **own.kwargs))
+        outputs = tensors_anywhere_in(twin(*own.args, **own.kwargs))
     todo = [x.grad_fn for x in outputs if x.grad_fn is not None]
     seen, uses = set(todo), Counter[int]()
     while todo:
