@@ -51,6 +51,7 @@ class Plans:
         """Kinds of steps of evaluation, and signatures, that can't be cut."""
         self._changed: set[str] = set()
         """What steps change and was said."""
+        self._mixing_said = False
         self._changed_on: dict[str, int] = {}
         """What outlives steps and some step changes -> the only stage that does."""
         self._used_on: dict[str, set[int]] = {}
@@ -81,6 +82,7 @@ class Plans:
             return None
         if kind == "train" and len(plans) > 1:
             self._warn_of_changes(plans)
+            self._warn_of_mixing(plans)
         return plans
 
     def _warn_of_changes(self, plans: Sequence[SlicePlan]) -> None:
@@ -91,6 +93,16 @@ class Plans:
                 f" times a batch: an average of weights moves {len(plans)} times as often as on one device. Do that in"
                 " `on_train_batch_start`, or use microbatches=1."
             )
+
+    def _warn_of_mixing(self, plans: Sequence[SlicePlan]) -> None:
+        if self._mixing_said or not (by := next((plan.mixes for plan in plans if plan.mixes), "")):
+            return
+        self._mixing_said = True
+        warn_once_per_run(
+            f"the step puts samples beside others by {by}, as mixup does. With pp > 1 it is called for each microbatch,"
+            f" here {len(plans)} times a batch: the others are of that microbatch, and numbers are drawn for each."
+            " Mix the whole batch in `on_after_batch_transfer` or in the loader's collate_fn, or use microbatches=1."
+        )
 
     def forget(self) -> None:
         """On all stages: what steps do from now on may be something else."""
@@ -132,7 +144,7 @@ class Plans:
         except SliceError as error:
             if kind == "train" or isinstance(error, KindError):
                 raise
-            self._agree("it can't be cut")
+            self._agree(None)
             self._uncut.add(key)
             warn_of_turns(kind, error)
             raise _Uncut("it has no plan") from error
@@ -149,7 +161,7 @@ class Plans:
                 parameter.grad = gradient
         for plan in plans:
             self._check_touched(plan)
-            self._agree(plan.digest())
+            self._agree(plan)
             self._lend(plan)
         return plans
 
@@ -205,14 +217,49 @@ class Plans:
                 " to learn that. Its rows can't be gathered there: use zero=0."
             )
 
-    def _agree(self, digest: str) -> None:
-        """All stages must have planned the same, or they would wait for messages that never come."""
-        if len(set(self._mesh.exchange(digest, "pp"))) > 1:
+    def _agree(self, plan: SlicePlan | None) -> None:
+        """All stages must have planned the same, or they would wait for messages that never come.
+
+        Args:
+            plan: of this rank; None if it found that the step can't be cut.
+
+        Raises:
+            SliceError: they have not.
+
+        Communication: an object all-gather over pp; another one before it raises.
+        """
+        if len(set(self._mesh.exchange("" if plan is None else plan.digest(), "pp"))) > 1:
+            did = self._mesh.exchange([] if plan is None else _deeds(plan), "pp")
             raise SliceError(
-                "the stages planned the same batch differently. What a step does between modules may not depend on the"
-                " rank, on Python's or NumPy's random numbers, or on the order of a set; nor may parameters be frozen"
-                " or unfrozen in the middle of an epoch."
+                f"the stages planned the same batch differently{_first_difference(did)}. What a step does between"
+                " modules may not depend on the rank, on Python's or NumPy's random numbers, or on the order of a set;"
+                " nor may parameters be frozen or unfrozen in the middle of an epoch."
             )
+
+
+def _deeds(plan: SlicePlan) -> list[tuple[str, str]]:
+    """Of each operation what it does, as a digest and for messages."""
+    return [(f"{op.stage} {op.recipe}", f"`{op.name}` ({op.where})") for op in plan.operations if not op.random]
+
+
+def _first_difference(did: Sequence[Sequence[tuple[str, str]]]) -> str:
+    """Between the first rank along pp and another, for a message; "" if it is none of an operation.
+
+    Args:
+        did: by rank, as `_deeds`; nothing, where the step can't be cut.
+    """
+    known = [dict(operations) for operations in did]
+    for rank in range(1, len(did)):
+        if bool(known[0]) != bool(known[rank]):
+            return f": on pp rank {rank if known[0] else 0} it can't be cut"
+        missing = ((r, did[r], known[other]) for r, other in ((0, rank), (rank, 0)))
+        found = [
+            (at, r, text) for r, own, others in missing for at, (what, text) in enumerate(own) if what not in others
+        ]
+        first = [f"pp rank {r} does {text}" for at, r, text in found if at == min(found)[0]]
+        if first:
+            return f": {', '.join(first)}{'' if len(first) > 1 else ', another one does not, or with other numbers'}"
+    return ""
 
 
 def _stale(name: str, changed_on: int, used_on: set[int]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import time
 from typing import Any
 
@@ -228,6 +229,15 @@ class LeavesThePlan(Base):
         return self.norm(self.blocks_of(x_BLD))
 
 
+class GoesByTheProcess(Base):
+    """As a step may that reads a file of its machine. (`self.global_rank` would be 0 on all stages.)"""
+
+    def trunk(self, tokens_BL: Tensor) -> Tensor:
+        x_BLD = self.tok(tokens_BL)
+        x_BLD = x_BLD.exp() if os.environ[_RANK] == "2" else x_BLD
+        return self.norm(self.blocks_of(x_BLD))
+
+
 class Freezes(Base):
     """Trains the last stage only from the third batch on."""
 
@@ -333,6 +343,10 @@ ERRORS: dict[str, tuple[type[Base], list[str]]] = {
     "rows that are no samples": (TakesRowsForOthers, ["failed on a microbatch", "split_batch"]),
     "rows that are unpacked": (UnpacksRows, ["failed on a microbatch", "to unpack", "split_batch"]),
     "an attribute that is not there": (ReadsAnAttribute, ["AttributeError", "penalty", "return it from the forward"]),
+    "another step in a process": (
+        GoesByTheProcess,
+        ["pp rank 2 does `exp` (", "test_pipeline_errors.py", "pp rank 0 does `blocks.0`"],
+    ),
     "an own backward": (OwnBackward, ["its own `backward`"]),
     "a copy in place of modules": (Swaps, ["`blocks.0` is another module", "WeightAveraging"]),
     "a copy in their place, later": (SwapsLater, ["`blocks.0` is another module", "WeightAveraging"]),
@@ -350,7 +364,11 @@ class LogsOthers(GPT):
         self.log("norm", self.tok.weight.norm())
 
 
+_RANK = "RANK_OF_TEST"
+
+
 def _fit(rank: int, world_size: int, name: str) -> None:
+    os.environ[_RANK] = str(rank)
     kind = {
         "leaves": LeavesThePlan,
         "penalty": PenaltyBehindACheck,

@@ -163,6 +163,8 @@ class SlicePlan:
     """Where the step looks at replicated values on the host, and may branch by them."""
     varies: bool = False
     """Batches of the same signature have other texts, arrays or logged values, by which the step may branch unseen."""
+    mixes: str = ""
+    """The operation by which the step puts samples beside others, if it does (mixup)."""
     ended: str = ""
     """Where, on the last stage, the step could not be followed any more, and why."""
     ended_in: tuple[str, ...] = ()

@@ -79,6 +79,7 @@ def make_plan(
         clones=frozenset(tracer.values.clones),
         reads=tuple(tracer.reads),
         varies=tracer.varies,
+        mixes=tracer.orders.mixed,
         ended=tracer.ended,
         ended_in=tracer.ended_in,
         put_back=put_back,

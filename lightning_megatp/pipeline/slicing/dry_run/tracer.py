@@ -8,7 +8,7 @@ on fakes as a whole.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -40,6 +40,7 @@ from lightning_megatp.pipeline.slicing.dry_run.operations import (
     sets_values,
     with_memory,
 )
+from lightning_megatp.pipeline.slicing.dry_run.orders import Orders
 from lightning_megatp.pipeline.slicing.dry_run.record import Record
 from lightning_megatp.pipeline.slicing.dry_run.refusals import (
     CheckpointRegions,
@@ -101,7 +102,7 @@ class Tracer(TorchFunctionMode):
         fake_mode: FakeTensorMode,
         n_stages: int,
         locator: Locator,
-        batch: Iterable[Tensor],
+        batch: Sequence[Tensor],
         shared: SharedParts,
         left: Callable[[], list[Tensor]],
         passes: Callable[[], None],
@@ -118,6 +119,7 @@ class Tracer(TorchFunctionMode):
         self._before = 0
         """The stage of the last operation that has one."""
         self._batch = {id(x) for x in batch}
+        self.orders = Orders(batch)
         self.fakes, self.record = Fakes(values, fake_mode, owners), Record(values, owners, fake_mode)
         self._doing = Deeds(Moment.now())
         self.not_operations: set[Any] = set()
@@ -422,7 +424,9 @@ class Tracer(TorchFunctionMode):
         if stage is not None and stage > self._before:
             self._passes()
         self._before = self._before if stage is None else stage
-        return self.record.add(call, stage, out, changed, self._doing)
+        out = self.record.add(call, stage, out, changed, self._doing)
+        self.orders.note(call, out)
+        return out
 
     def _given(self, value: Value) -> Any:
         """What an operation is to be given where stages depend on it: shape and dtype of a replicated value."""

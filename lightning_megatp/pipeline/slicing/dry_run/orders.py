@@ -1,0 +1,110 @@
+"""In which order the tensors of a step hold the samples of a microbatch.
+
+Mixup, CutMix and negatives from the batch put each sample beside another one (`x[torch.randperm(n)]`, `x.flip(0)`).
+One device finds that other one anywhere in the batch, a pipeline in the microbatch. A step that only sorts its samples,
+and later sorts them back, does the same on both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_megatp.pipeline.slicing.dry_run.operations import Call
+from lightning_megatp.pipeline.slicing.plan import tensors_in
+from lightning_megatp.shim.torch import is_fake
+
+_JOINS = frozenset(["stack", "cat", "concat", "concatenate", "hstack", "vstack"])
+_Order = tuple[int, ...]
+"""Which sample each row holds; empty: not known."""
+_UNKNOWN: _Order = ()
+
+
+class Orders:
+    """Args:
+    batch: tensors of the microbatch. The first one's rows are its samples.
+    """
+
+    def __init__(self, batch: Sequence[Tensor]) -> None:
+        self._rows = next((len(x) for x in batch if x.dim()), 0)
+        self._own: _Order = tuple(range(self._rows))
+        self._of: dict[int, tuple[Tensor, _Order]] = {id(x): (x, self._own) for x in batch if self._is_table(x)}
+        """By the identity of a tensor that depends on the batch, which is kept alive for it."""
+        self.mixed = ""
+        """The first operation that took samples in different orders."""
+
+    def note(self, call: Call, out: Any) -> None:
+        """After an operation.
+
+        Args:
+            out: what it returned.
+        """
+        given = [x for x in tensors_in(call.args, call.kwargs) if id(x) in self._of]
+        made = tensors_in(out)
+        if not given:
+            return
+        if (moved := self._moved(call)) is not None:
+            before = self._of[id(call.args[0])][1]
+            known = before and len(moved) == self._rows
+            self._keep(made, tuple(before[i] for i in moved) if known else _UNKNOWN)
+            return
+        orders = {self._of[id(x)][1] for x in given}
+        met = {self._of[id(x)][1] for x in given if self._is_table(x)}
+        together = call.name not in _JOINS or any(map(self._is_table, made))
+        if together and len(met) > 1 and _UNKNOWN not in orders:
+            self.mixed = self.mixed or call.by
+        order = orders.pop() if len(orders) == 1 else _UNKNOWN
+        for x in made or given[:1]:  # `x[...] = y` returns nothing
+            self._keep([x], order if self._is_table(x) or order == self._own else _UNKNOWN)
+
+    def _moved(self, call: Call) -> _Order | None:
+        """The rows that an operation takes of its first argument, or brings into another order; None if it does not."""
+        x = call.args[0] if call.args else None
+        if not isinstance(x, Tensor) or id(x) not in self._of or not self._is_table(x):
+            return None
+        given = dict(zip(_ARGUMENTS.get(call.name, ()), call.args[1:], strict=False)) | call.kwargs
+        if call.name == "__getitem__":
+            index = call.args[1]
+            return self._rows_of(index[0] if isinstance(index, tuple) and index else index)
+        if call.name == "index_select" and given.get("dim") == 0:
+            return self._rows_of(given.get("index"))
+        dims = _numbers(given.get("dims"), call.args[1:] if call.name == "flip" else ())
+        if call.name == "flip" and 0 in dims:
+            return self._own[::-1]
+        if call.name == "flipud":
+            return self._own[::-1]
+        if call.name == "roll" and (0 in dims or (x.dim() == 1 and not dims)):
+            by = sum(n for n, dim in zip(_numbers(given.get("shifts")), dims or [0], strict=False) if dim == 0)
+            return tuple((i - by) % self._rows for i in self._own)
+        return None
+
+    def _rows_of(self, index: Any) -> _Order | None:
+        """The rows that an index along dim 0 takes, if it names rows one by one."""
+        if isinstance(index, Tensor) and is_fake(index):
+            return _UNKNOWN
+        if not isinstance(index, (Tensor, np.ndarray, list)):
+            return None
+        rows = torch.as_tensor(index)
+        if rows.dim() != 1 or rows.is_floating_point() or rows.dtype == torch.bool:
+            return None
+        return tuple(i % self._rows for i in rows.tolist())
+
+    def _keep(self, made: Iterable[Tensor], order: _Order) -> None:
+        self._of.update((id(x), (x, order)) for x in made)
+
+    def _is_table(self, x: Tensor) -> bool:
+        return self._rows > 1 and x.dim() > 0 and len(x) == self._rows
+
+
+_ARGUMENTS = {"index_select": ("dim", "index"), "flip": ("dims",), "roll": ("shifts", "dims")}
+"""After the tensor."""
+
+
+def _numbers(value: Any, given: Sequence[Any] = ()) -> list[int]:
+    """`0`, `(0, 1)`, or numbers that are given one by one."""
+    several = value if isinstance(value, (tuple, list)) else [value, *given[1:]]
+    return [x for x in several if isinstance(x, int)]
