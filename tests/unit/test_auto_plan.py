@@ -378,6 +378,38 @@ def test_blocks_are_what_lists_hold() -> None:
     assert find_blocks(nn.ModuleDict({"mlp": Gated()})) == ["mlp"]
 
 
+def _held(**parts: nn.Module) -> nn.Module:
+    module = nn.Module()
+    for name, part in parts.items():
+        module.add_module(name, part)
+    return module
+
+
+def test_stages_of_a_u_net_are_no_blocks() -> None:
+    """Each has a list of residual layers, with a linear layer of the time, and one of transformers. A layer of experts
+    is one block, though most of its layers are in a list."""
+    plain, narrow = partial(nn.Linear, 8, 8), partial(nn.Linear, 8, 4)
+
+    def transformer() -> nn.Module:
+        blocks = (_held(attention=nn.Sequential(plain(), narrow()), mlp=nn.Sequential(plain(), plain())) for _ in "ab")
+        return _held(enter=plain(), blocks=nn.ModuleList(blocks), leave=plain())
+
+    stages = [
+        _held(
+            residual=nn.ModuleList(_held(time=plain()) for _ in "ab"),
+            attentions=nn.ModuleList([transformer() for _ in "ab"]),
+        )
+        for _ in "ab"
+    ]
+    model = _held(time=plain(), stages=nn.ModuleList(stages))
+    assert find_blocks(model) == [
+        f"stages.{stage}.attentions.{i}.blocks.{block}" for stage in range(2) for i in range(2) for block in range(2)
+    ]
+    experts = nn.ModuleList(nn.Sequential(plain(), plain(), plain()) for _ in range(16))
+    layer = _held(query=plain(), router=narrow(), experts=experts, shared=nn.Sequential(plain(), plain()))
+    assert find_blocks(_held(layers=nn.ModuleList([layer]))) == ["layers.0"]
+
+
 def test_an_index_makes_no_kinds_and_a_setting_does() -> None:
     model = Model()
     for name, child in model.blocks.named_modules(prefix="model.blocks"):  # as adapters do

@@ -273,9 +273,24 @@ def _has_block_list(module: nn.Module) -> bool:
 
 
 def _is_mostly_lists(module: nn.Module) -> bool:
-    """Whether a module has lists of blocks, and outside of them at most one linear layer."""
-    lists = [inner for inner in _inner_lists(module) if any(_weight(item) >= 2 for item in inner.children())]
-    return bool(lists) and _weight(module) - sum(map(_weight, lists)) < 2
+    """Whether a module has lists of blocks, and outside of its lists of modules at most one linear layer; or few, beside
+    lists of whole transformer blocks."""
+    lists = [inner for inner in _inner_lists(module) if not any(map(is_linear, inner.children()))]
+    inside = sum(map(_weight, lists))
+    outside = _weight(module) - inside
+    items = [item for inner in lists for item in inner.children()]
+    if outside < 2:
+        return any(_weight(item) >= 2 for item in items)
+    return any(map(_is_composed, items)) and _FEW_OUTSIDE * outside <= inside
+
+
+def _is_composed(block: nn.Module) -> bool:
+    """Whether it has several parts of several linear layers: attention and an MLP."""
+    return sum(_weight(part) >= 2 for part in block.children()) >= 2
+
+
+_FEW_OUTSIDE = 4
+"""How many times as many linear layers the lists hold."""
 
 
 def _shape(block: nn.Module) -> Any:
