@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
+
+from lightning_megatp.hooks.users import codes_of, words_of
 
 _KINDS = ("train", "validation", "test", "predict")
 
@@ -19,14 +22,17 @@ class Hook:
     name: str
     gets_outputs: bool
     """What the step returned is among its arguments."""
+    moves_weights: bool
+    """Its code has to do with parameters or averages of them: it may put others in, or back."""
 
 
 def hooks_after_steps(module: nn.Module) -> Iterator[Hook]:
     """Those that the user defined: what Lightning's own class has does nothing."""
     for kind in _KINDS:
-        for hook in (Hook(f"on_{kind}_batch_end", True), Hook(f"on_{kind}_epoch_end", False)):
-            if getattr(module, hook.name, None) is not None and not _is_lightnings(module, hook.name):
-                yield hook
+        for name, gets_outputs in ((f"on_{kind}_batch_end", True), (f"on_{kind}_epoch_end", False)):
+            if getattr(module, name, None) is not None and not _is_lightnings(module, name):
+                words = set[str]().union(*map(words_of, codes_of(module, name)))
+                yield Hook(name, gets_outputs, moves_weights=any(map(_OF_WEIGHTS.search, words)))
 
 
 def cleared_unseen(trainer: Any) -> list[Tensor]:
@@ -49,6 +55,8 @@ def _is_lightnings(owner: Any, name: str) -> bool:
     return getattr(getattr(owner, name), "__module__", None) in _BASES
 
 
+_OF_WEIGHTS = re.compile(r"param|weight|state_dict|restore|shadow|teacher|momentum|(\b|_)ema(\b|_)", re.IGNORECASE)
+"""Words of such code. A hook of which this is said for nothing runs on more stages than it would have to."""
 _BASES = tuple(
     f"{namespace}.{base}"
     for namespace in ("lightning.pytorch", "pytorch_lightning")

@@ -33,10 +33,11 @@ from lightning_megatp.pipeline.slicing.slicer import Slicer
 from lightning_megatp.pipeline.slicing.state.lasting import UNNAMED
 from lightning_megatp.pipeline.slicing.units import modules_around, parts_of_one_stage
 from lightning_megatp.pipeline.told.held_tensors import Buffers, HeldTensors, modules_outside
+from lightning_megatp.pipeline.told.left import given, packed
 from lightning_megatp.pipeline.told.logs import Logs, merge
 from lightning_megatp.pipeline.told.telling import Facts, Options, Telling, dtype_index, options_of, pickled
 from lightning_megatp.shim.torch import DisableTorchFunction
-from lightning_megatp.snapshots.leftovers import Attributes, Path, PlainValues
+from lightning_megatp.snapshots.leftovers import Attributes, Path, PlainValues, is_plain
 
 
 class LastStage:
@@ -68,6 +69,8 @@ class LastStage:
         self._stage_of_unit, self._remote, self._run_unit = stage_of_unit, remote, run_unit
         self.stateful = False
         """Whether a step left something on the module, which then exists on the last stage only."""
+        self._before_left: Attributes | None = None
+        """On the last stage, the module before that."""
         self.returned = False
         """Whether the last step returned something that exists on the last stage only."""
         self.went_on = False
@@ -128,13 +131,14 @@ class LastStage:
         if not self.mesh.is_last_stage:
             yield
             return
-        before = None if self.stateful else Attributes(self.parallel.module)
+        before = None if self.stateful else self._attributes()
         plain, buffers = PlainValues(self.opened), Buffers(self.outside)
         held = HeldTensors(self.outside) if run.remote or self._changes_tensors else None
         options = options_of(self._trainer.optimizers) if self._sets_options else None
         counts = self._counts(buffers) if run.backward and len(run.microbatches) > 1 else None
         yield
-        run.left_state = before is not None and Attributes(self.parallel.module).differ_from(before)
+        run.left_state = before is not None and self._attributes().differ_from(before)
+        self._before_left = before if run.left_state else self._before_left
         now = PlainValues(self.opened)
         run.set_values = now.changes(plain)
         objects = {path[:-1] for path in run.set_values if len(path) > 2} - self._told_objects
@@ -203,11 +207,67 @@ class LastStage:
     def _run_hook(self, hook: Hook, call: Callable[[], Any]) -> Any:
         """Run one of the user's hooks: on all stages, or if steps left or returned something that exists on the last
         stage, there alone. What it logs is logged everywhere."""
-        if not (self.stateful or (hook.gets_outputs and self.returned)):
-            if self._changes_tensors:
-                self._tell_changed()
-            return call()
+        if hook.gets_outputs and self.returned:
+            return self._run_apart(hook, call)
+        if self.stateful:
+            return self._run_together(hook, call)
+        if self._changes_tensors:
+            self._tell_changed()
+        return call()
+
+    def _run_apart(self, hook: Hook, call: Callable[[], Any]) -> Any:
         return self._run_alone(hook, call) if self.mesh.is_last_stage else self._serve_hook()
+
+    def _run_together(self, hook: Hook, call: Callable[[], Any]) -> Any:
+        """Run a hook that may read what was left: on all stages if it may move weights, and if what was left can be
+        sent; else on the last one."""
+        left, apart = self._tell_left() if hook.moves_weights else (b"", True)
+        if apart:
+            return self._run_apart(hook, call)
+        if self._changes_tensors:
+            self._tell_changed()
+        with given(self.parallel.module, left, self.mesh.device) if left else contextlib.nullcontext():
+            result = call()
+        (still,) = self._telling.share([], [float(self.mesh.is_last_stage and self._is_left())])
+        self.stateful = bool(still)
+        return result
+
+    def _tell_left(self) -> tuple[bytes, bool]:
+        """Before a hook that all stages should run: let the others know what steps left on the last one.
+
+        Returns:
+            That, on the others; and whether it is more than can be sent.
+
+        Communication: see `Telling.share` and `send_values`.
+        """
+        if not self.mesh.is_last_stage:
+            size, apart = self._telling.share([], [0.0, 0.0])
+            return self._telling.receive_values(int(size)), bool(apart)
+        attributes = vars(self.parallel.module)
+        names = self._left()
+        values = packed({name: attributes[name] for name in names}) if names <= attributes.keys() else None
+        self._telling.share([], [float(len(values or b"")), float(values is None)])
+        self._telling.send_values(values or b"")
+        return b"", values is None
+
+    def _is_left(self) -> bool:
+        """On the last stage, whether anything is left still. Else it is looked for anew."""
+        found = bool(self._left())
+        self._before_left = self._before_left if found else None
+        return found
+
+    def _left(self) -> set[str]:
+        """On the last stage, the module's attributes that steps and hooks there have set, and others were not told."""
+        if self._before_left is None:
+            return set()
+        module = self.parallel.module
+        names = self._attributes().differing(self._before_left)
+        return {name for name in names if not (name in vars(module) and is_plain(vars(module)[name]))}
+
+    def _attributes(self) -> Attributes:
+        """Of the module now; without averages of weights, which hooks find in another form than steps."""
+        shadows = self.parallel.shadows
+        return Attributes(self.parallel.module, frozenset() if shadows is None else shadows.slots)
 
     def _serve_hook(self) -> None:
         """While the last stage runs a hook: run the units that it calls, and learn what it did."""
@@ -217,7 +277,7 @@ class LastStage:
         with self.slicer.calls_decided_by(Serving(self._run_unit)):
             remote.answer()
         left, size, stop, *self.metrics.resets = self._telling.share([], [0.0, 0.0, 0.0, *self.metrics.resets])
-        self.stateful = self.stateful or bool(left)
+        self.stateful = bool(left)
         self._stop_if(stop)
         self._telling.adopt(int(size))
 
@@ -228,7 +288,7 @@ class LastStage:
             RuntimeError: it changed parameters.
         """
         remote, drawing = self._remote(), seeded(shared_seed(self._trainer, hook.name), generators_on(self.mesh.device))
-        before, norms, plain = Attributes(self.parallel.module), self._norms(), PlainValues(self._told)
+        before, norms, plain = self._attributes(), self._norms(), PlainValues(self._told)
         held, options = HeldTensors(self.outside), options_of(self._trainer.optimizers)
         calling = self.slicer.calls_decided_by(FromLast(remote, hook.name, self._run_unit, self.parallel.context.meet))
         with self.metrics.apart(counts_resets=True), self.logs.recording() as calls, drawing, calling:
@@ -239,9 +299,11 @@ class LastStage:
             raise RuntimeError(
                 f"MegaTPStrategy: `{hook.name}` changes parameters, or an average of them, and runs on the last"
                 " pipeline stage only, since what steps returned or left on the module exists there. Move that part to"
-                " a callback, which runs on all stages."
+                " a callback, which runs on all stages; or leave nothing there but tensors, arrays and numbers, in"
+                " lists or dicts, of 256 MiB at most, which such a hook is then given on all stages."
             )
-        self.stateful = self.stateful or Attributes(self.parallel.module).differ_from(before)
+        self._before_left = before if self._before_left is None else self._before_left
+        self.stateful = self._is_left()
         merged = merge([calls], torch.ones(1, dtype=torch.float64, device=self.mesh.device))
         now = options_of(self._trainer.optimizers)
         changes = PlainValues(self._told).changes(plain), HeldTensors(self.outside).changes(held)

@@ -49,11 +49,16 @@ class Shadows:
 
     def add(self, found: Sequence[Found]) -> None:
         """Keep what was found, of the whole module."""
-        known = {kept.slot for kept in self._kept}
+        known = self.slots
         for x in found:
             cut = self._parallel.pipeline is not None or any(map(self._parallel.is_cut, x.names.values()))
             if cut and (id(x.holder), x.key) not in known:
                 self._kept.append(Shadow(x, self._parallel))
+
+    @property
+    def slots(self) -> frozenset[tuple[int, Any]]:
+        """Where they are: id of the dict or list that holds one, and its key there."""
+        return frozenset(kept.slot for kept in self._kept)
 
     def renew(self, found: Found) -> None:
         """Keep what was made anew, whole, in the place of what was there."""
@@ -144,7 +149,7 @@ class Shadows:
         Warns:
             UserWarning: some could belong to several modules.
         """
-        known = {kept.slot for kept in self._kept}
+        known = self.slots
         found, unclear = find_shadows(owners, Weights(self._parallel.module))
         warn_unclear(unclear, "A checkpoint gets what global rank 0 has of it")
         found = agree([x for x in found if (id(x.holder), x.key) not in known], self._mesh, "dp", "tp")

@@ -7,7 +7,7 @@ import functools
 import numbers
 import pickle
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from enum import Enum
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 _LARGE = 10_000
 """Containers with more entries are compared by their length."""
-_CONTAINERS = (dict, list, tuple, set, frozenset, deque)
+CONTAINERS = (dict, list, tuple, set, frozenset, deque)
 _NOT_SEARCHED = ("builtins", "torch", "torchmetrics", "lightning", "pytorch_lightning", "lightning_megatp", "numpy")
 """Objects of these packages are compared by identity: trainers, loggers, tensors, metrics."""
 
@@ -30,16 +30,30 @@ class Attributes:
 
     Args:
         module: its submodules, and the values of tensors, are not looked into.
+        left_out: entries that are not looked at, each as the id of the dict or list that holds it, and its key there.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, left_out: Collection[tuple[int, Any]] = ()) -> None:
+        self._left_out = left_out
         self._held: list[Any] = []
         self._seen: set[int] = set()
-        self._shape = self._describe(vars(module))
+        self._described = {name: self._describe(x) for name, x in self._looked_at(vars(module))}
 
     def differ_from(self, earlier: Attributes) -> bool:
         """Whether anything was set, replaced, added or removed since."""
-        return self._shape != earlier._shape
+        return self._described != earlier._described
+
+    def differing(self, earlier: Attributes) -> list[str]:
+        """The names of the attributes of which this is so."""
+        now, then = self._described, earlier._described
+        return [name for name in {**then, **now} if now.get(name) != then.get(name)]
+
+    def _looked_at(self, container: Any) -> Iterator[tuple[Any, ...]]:
+        """The entries of a container, of a dict with their keys."""
+        if isinstance(container, dict):
+            return (x for x in container.items() if (id(container), x[0]) not in self._left_out)
+        of_list = isinstance(container, list) and self._left_out
+        return ((x,) for i, x in enumerate(container) if not of_list or (id(container), i) not in self._left_out)
 
     def _describe(self, value: Any) -> Any:
         identity = id(value)
@@ -47,12 +61,11 @@ class Attributes:
             return identity
         self._seen.add(identity)
         self._held.append(value)
-        if isinstance(value, _CONTAINERS):
+        if isinstance(value, CONTAINERS):
             if (length := _length(value)) > _LARGE:
                 return identity, length
-            keys = tuple(map(self._describe, value))
-            entries = tuple(map(self._describe, value.values())) if isinstance(value, dict) else ()
-            return identity, keys, entries
+            entries = [x for pair in self._looked_at(value) for x in pair]
+            return identity, tuple(map(self._describe, entries))
         kind: Any = type(value)
         return (identity, self._describe(getattr(value, "__dict__", None))) if _is_searched(kind) else identity
 
@@ -116,7 +129,7 @@ class PlainValues:
             if mine == pickled:
                 continue
             value = pickle.loads(pickled)
-            if mine is not None and not isinstance(value, _CONTAINERS):
+            if mine is not None and not isinstance(value, CONTAINERS):
                 differed.append(".".join(part for part in path if part))
             _set(self._modules[path[0]], path[1:], value)
         return differed
@@ -151,7 +164,7 @@ def is_plain(value: Any) -> bool:
     while waiting:
         entry = waiting.pop()
         count += 1
-        if isinstance(entry, _CONTAINERS):
+        if isinstance(entry, CONTAINERS):
             count += _length(entry)
             if count > _LARGE:
                 return False
@@ -164,7 +177,7 @@ def is_plain(value: Any) -> bool:
 
 def _length(container: Any) -> int:
     """Also of a tuple of a class that refuses to tell it, such as e3nn's."""
-    return next(kind for kind in _CONTAINERS if isinstance(container, kind)).__len__(container)
+    return next(kind for kind in CONTAINERS if isinstance(container, kind)).__len__(container)
 
 
 def is_own_object(value: Any) -> bool:

@@ -94,7 +94,7 @@ class Telling:
         return self._logs.send(calls, facts, hosts, source)
 
     def send_values(self, pickled: bytes) -> None:
-        """What `pickled` has made; the others were told its length, and `adopt` it.
+        """What `pickled` has made, or other bytes; the others were told their length, and `adopt` or receive them.
 
         Communication: one broadcast over pp between the hosts, unless it is empty.
         """
@@ -102,13 +102,19 @@ class Telling:
             row = torch.frombuffer(bytearray(pickled), dtype=torch.uint8)
             dist.broadcast(row, src=self._mesh.ranks("pp")[0], group=self._mesh.hosts("pp"))
 
-    def adopt(self, size: int) -> list[str]:
-        """The other end of `send_values`. The names of numbers that were others here."""
+    def receive_values(self, size: int) -> bytes:
+        """The other end of `send_values`."""
         if not size:
-            return []
+            return b""
         row = torch.empty(size, dtype=torch.uint8)
         dist.broadcast(row, src=self._mesh.ranks("pp")[0], group=self._mesh.hosts("pp"))
-        values, tensors, options = pickle.loads(row.numpy().tobytes())
+        return row.numpy().tobytes()
+
+    def adopt(self, size: int) -> list[str]:
+        """Set what `send_values` sent. The names of numbers that were others here."""
+        if not size:
+            return []
+        values, tensors, options = pickle.loads(self.receive_values(size))
         self._set_options(options)
         adopt(self._outside, tensors, self._mesh.device)
         return PlainValues(self._opened).adopt(values)

@@ -273,8 +273,8 @@ def _has_block_list(module: nn.Module) -> bool:
 
 
 def _is_mostly_lists(module: nn.Module) -> bool:
-    """Whether a module has lists of blocks, and outside of its lists of modules at most one linear layer; or few, beside
-    lists of whole transformer blocks."""
+    """Whether a module has lists of blocks, and outside of its lists of modules at most one linear layer; or few,
+    beside lists of whole transformer blocks."""
     lists = [inner for inner in _inner_lists(module) if not any(map(is_linear, inner.children()))]
     inside = sum(map(_weight, lists))
     outside = _weight(module) - inside
