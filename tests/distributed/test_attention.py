@@ -225,7 +225,7 @@ def _dropout(rank: int, world_size: int, need_weights: bool) -> tuple[list[float
     return (weights[0, :2] == 0).flatten().tolist(), (weights[0, 2:] == 0).flatten().tolist(), float(torch.rand(()))
 
 
-@pytest.mark.parametrize("need_weights", [False, True])
+@pytest.mark.parametrize("need_weights", [False, pytest.param(True, marks=pytest.mark.extended)])
 def test_dropout_draws_other_numbers_on_every_rank(need_weights: bool) -> None:
     (first, second, after), (*_, after_too) = run_ranks(2, _dropout, need_weights)
     assert after == after_too, "after the attention all ranks draw the same numbers"

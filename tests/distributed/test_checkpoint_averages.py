@@ -88,11 +88,11 @@ def _ordered(value: Any) -> Any:
 @pytest.mark.parametrize(
     ("layout", "kind", "form", "model"),
     [
-        (TP2_PP2, "ema", "folder", "grouped_fused"),
         (ZERO3, "swa", "file", "grouped_fused"),
         *(
             pytest.param(*case, marks=pytest.mark.extended)
             for case in [
+                (TP2_PP2, "ema", "folder", "grouped_fused"),
                 (TP2, "ema", "folder", "regularised"),
                 (TP2, "swa", "folder", "grouped_fused"),
                 (TP2, "ema", "file", "grouped_fused"),

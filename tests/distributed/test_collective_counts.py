@@ -8,6 +8,7 @@ rank keeps its own tokens.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from typing import Any
@@ -19,6 +20,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from tests.crossing import fewer
 from tests.distributed.training import Layout, make_trainer, run_program, train_loader
 from tests.parity.models import GPT, GPTConfig
 from tests.parity.variants import GLOBAL_BATCH, gpt_plan
@@ -108,8 +110,7 @@ def _ring_volume(tp: int, sent: Counter[str]) -> float:
     return sum(factor[kind] * size * (tp - 1) / tp for kind, size in sent.items())
 
 
-@pytest.mark.parametrize("tp", [2, 4])
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(("name", "tp"), fewer(itertools.product(CONFIGS, [2, 4]), extended=[("fused", 4)]))
 def test_a_block_costs_two_all_reduces_each_way(name: str, tp: int) -> None:
     config = CONFIGS[name]
     hidden_states = GLOBAL_BATCH * LENGTH * config.hidden * 8
@@ -118,8 +119,13 @@ def test_a_block_costs_two_all_reduces_each_way(name: str, tp: int) -> None:
         assert sent == {"all-reduce": 2 * hidden_states}
 
 
-@pytest.mark.parametrize("tp, long", [(2, 2**20), (4, 2**20), (2, 0)])
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(
+    ("name", "tp", "long"),
+    fewer(
+        ((name, *ranks) for name in CONFIGS for ranks in [(2, 2**20), (4, 2**20), (2, 0)]),
+        extended=[("fused", 4, 2**20)],
+    ),
+)
 def test_a_sequence_region_costs_two_gathers_and_two_reduce_scatters_each_way(name: str, tp: int, long: int) -> None:
     """So do rows of a batch that are long enough to be sent one by one: all of them at once."""
     config = CONFIGS[name]

@@ -90,6 +90,7 @@ def test_verify_with_what_needs_a_logger(tmp_path: Path) -> None:
     assert "all 14 agree" in ended.stdout
 
 
+@pytest.mark.extended  # repeats test_verify_compares_every_gradient with fewer layers
 def test_verify_with_fewer_layers(tmp_path: Path) -> None:
     """What the model's list has in all, and gradients of one layer instead of two."""
     ended = megatp(tmp_path, "verify", "--layers", "1", script(tmp_path, "Gated"), "2")
@@ -104,6 +105,7 @@ def test_verify_fails_where_a_reduction_is_missing(tmp_path: Path) -> None:
     assert "verify=True: the first batch's loss is" in ended.stderr
 
 
+@pytest.mark.extended  # a process started for one message
 def test_a_script_that_never_trains_is_told_so(tmp_path: Path) -> None:
     path = tmp_path / "idle.py"
     path.write_text("print('nothing')")
@@ -138,6 +140,7 @@ def test_the_command_as_a_module_and_its_help(module: str, tmp_path: Path) -> No
     assert "--hf MODEL" in ended.stdout and "--tp N (2)" in ended.stdout and "--zero LEVEL" in ended.stdout
 
 
+@pytest.mark.extended  # repeats plan and verify of scripts with a config
 @pytest.mark.parametrize("command", ["plan", "verify"])
 def test_a_hugging_face_config(command: str, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")

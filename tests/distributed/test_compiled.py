@@ -15,6 +15,7 @@ from lightning.pytorch import Callback, LightningModule
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.crossing import fewer
 from tests.distributed.training import PLAIN, TP2, Layout, eval_loader, make_trainer, run_program, train_loader
 
 D, HIDDEN, HEAD, VOCAB, LENGTH = 16, 24, 4, 12, 6
@@ -217,7 +218,9 @@ CASES: dict[str, tuple[Layout, dict[str, Any], dict[str, Any], type[Model]]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", fewer(CASES, extended=["wrapped", "whole", "frozen_and_adapted", "checkpoint", "recompute"])
+)
 def test_compiled_code_computes_the_same(case: str) -> None:
     layout, model, strategy, kind = CASES[case]
     (expected,) = run_program(PLAIN, _train, model, {}, {}, kind)
@@ -228,6 +231,7 @@ def test_compiled_code_computes_the_same(case: str) -> None:
     assert any(found["graphs"] for found in results)
 
 
+@pytest.mark.extended  # repeats a case of the first test in a further precision
 def test_mixed_precision() -> None:
     """Beside the same without a compiler: their roundings to bfloat16 are the same, but for fused ones."""
     options = {"precision": "bf16-mixed"}
@@ -236,6 +240,7 @@ def test_mixed_precision() -> None:
     assert compiled["graphs"] > 0
 
 
+@pytest.mark.extended  # repeats a case of the first test with dropout
 def test_ranks_agree_on_dropout_in_compiled_code() -> None:
     first, second = run_program(TP2, _train, {"dropout": 0.5}, {}, {})
     assert first["losses"] == second["losses"] and first["graphs"] > 0

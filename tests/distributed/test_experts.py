@@ -121,7 +121,7 @@ def test_hugging_faces_blocks(kind: str, implementation: str) -> None:
     run_ranks(2, _hugging_face, kind, 8 if implementation == "grouped_mm" else 7, implementation, False)
 
 
-@pytest.mark.parametrize("kind", ["mixtral", "gpt_oss", "deepseek"])
+@pytest.mark.parametrize("kind", [pytest.param("mixtral", marks=pytest.mark.extended), "gpt_oss", "deepseek"])
 def test_in_sequence_regions_and_on_four_ranks(kind: str) -> None:
     run_ranks(2, _hugging_face, kind, 12, "eager", True)
     run_ranks(4, _hugging_face, kind, 7, "eager", True)

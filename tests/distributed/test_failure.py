@@ -107,7 +107,7 @@ def run(host: Host, tmp_path: Path) -> Callable[[str], Ended]:
     return run
 
 
-@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("rank", [0, pytest.param(2, marks=pytest.mark.extended)])
 def test_exception_on_one_rank_ends_all(run: Callable[[str], Ended], rank: int) -> None:
     ended = run(f"raise_on_{rank}")
 
@@ -262,6 +262,7 @@ def launched(case: str, namespace: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=environment(), text=True, stderr=subprocess.PIPE, timeout=limit)
 
 
+@pytest.mark.extended  # processes that import Lightning
 @pytest.mark.parametrize("case", ["crash_at_import", "crash_at_import_while_rank_0_ends"])
 def test_launcher_ends_all_when_a_child_fails_at_import(case: str) -> None:
     ended = launched(case, "pytorch_lightning")
@@ -271,6 +272,7 @@ def test_launcher_ends_all_when_a_child_fails_at_import(case: str) -> None:
     assert ") ended with status 3, outside of a run" in ended.stderr
 
 
+@pytest.mark.extended  # repeats test_killed_rank_ends_all under a launcher
 def test_launcher_leaves_a_killed_child_to_the_watch_which_names_the_signal() -> None:
     ended = launched("child_is_killed", "lightning.pytorch")
 

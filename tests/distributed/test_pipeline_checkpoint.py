@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset
 
+from tests.crossing import fewer
 from tests.distributed.test_trainer_checkpoint import (
     Losses,
     _best_and_last,
@@ -49,8 +51,13 @@ READERS = {
 }
 
 
-@pytest.mark.parametrize("writer", WRITERS)
-@pytest.mark.parametrize("model", ["tied", "grouped_fused"])
+@pytest.mark.parametrize(
+    ("model", "writer"),
+    fewer(
+        itertools.product(["tied", "grouped_fused"], WRITERS),
+        extended=[("tied", "plain"), ("tied", "dp2_pp2"), *(("grouped_fused", writer) for writer in WRITERS)],
+    ),
+)
 def test_every_layout_goes_on(model: str, writer: str, tmp_path: Path) -> None:
     expected = run_program(PLAIN, _train, model, str(tmp_path / "whole.ckpt"), None, 2)[0]
     run_program(PLAIN, _train, model, str(tmp_path / "half.ckpt"), None, 1)

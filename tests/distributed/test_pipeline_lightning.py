@@ -23,7 +23,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from tests.crossing import crossed
+from tests.crossing import crossed, fewer
 from tests.distributed.test_trainer_callbacks import _callbacks, _metrics, _scheduled
 from tests.distributed.test_trainer_failure import LIMIT_S
 from tests.distributed.test_trainer_precision import Poison
@@ -116,7 +116,7 @@ def test_callbacks_get_outputs_on_all_stages(layout: Layout) -> None:
 # ---------------------------------------------------------------- callbacks that decide
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("layout", fewer(LAYOUTS, extended=[TP2_PP2]), ids=str)
 def test_stopping_checkpoints_and_plateaus_are_those_of_one_device(layout: Layout, tmp_path: Path) -> None:
     expected = run_program(PLAIN, _callbacks, str(tmp_path))[0]
     assert 0 < expected["stopped"] < 11 and len(set(expected["rates"])) > 1, "the case must stop and reach a plateau"
@@ -126,7 +126,7 @@ def test_stopping_checkpoints_and_plateaus_are_those_of_one_device(layout: Layou
         assert found == {name: expected[name] for name in found}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("layout", fewer(LAYOUTS, extended=[DP2_PP2]), ids=str)
 def test_metrics_count_every_sample_once(layout: Layout) -> None:
     expected = run_program(PLAIN, _metrics)[0]
     for found in run_program(layout, _metrics):
@@ -563,7 +563,12 @@ def _all_stages(layout: Layout, model: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("layout", "model"),
-    [(PP2, "tied"), (DP2_PP2, "untied"), (TP2_PP2, "swiglu_rms"), (Layout(pp=2, schedule="zb_v"), "tied")],
+    [
+        (PP2, "tied"),
+        (DP2_PP2, "untied"),
+        (Layout(pp=2, schedule="zb_v"), "tied"),
+        pytest.param(TP2_PP2, "swiglu_rms", marks=pytest.mark.extended),
+    ],
     ids=str,
 )
 def test_all_stages_are_those_of_one_device(layout: Layout, model: str) -> None:
@@ -1140,13 +1145,17 @@ def _refused(layout: Layout, what: str, strategy: dict[str, Any]) -> None:
         ("iterator", {}, ["`dataloader_iter`", "takes a batch"], 2),
         ("none", {}, ["returned None instead of a loss", "leave it out"], 2),
         ("skip", {}, ["returned None before `", "DataLoader"], 1),
-        ("dict", {}, ["returned a dict without `loss` (it has los)"], 2),
+        pytest.param("dict", {}, ["returned a dict without `loss` (it has los)"], 2, marks=pytest.mark.extended),
         ("vector", {}, ["returned a loss of shape (3,)", "mean"], 2),
         ("detached", {}, ["returned a loss that needs no gradient", "detach"], 1),
         ("split", {}, ["split_batch", "at least one"], 2),
         ("reduce", {}, ["{min,max,mean,sum}"], 2),
-        ("hook", {}, ["on_train_batch_end", "changes parameters", "callback"], 1),
-        ("hook_of_data", {}, ["on_train_batch_end", "changes parameters", "callback"], 1),
+        *(
+            pytest.param(
+                hook, {}, ["on_train_batch_end", "changes parameters", "callback"], 1, marks=pytest.mark.extended
+            )
+            for hook in ("hook", "hook_of_data")
+        ),
         pytest.param("hook_saves", {}, ["a checkpoint needs all ranks", "callback"], 1, marks=pytest.mark.extended),
         ("barrier", {}, ["`strategy.barrier` waits for all ranks", "in a hook"], 2),
         ("forward", {}, ["is called outside of a step", "on another pipeline stage"], 2),
@@ -1157,7 +1166,7 @@ def _refused(layout: Layout, what: str, strategy: dict[str, Any]) -> None:
         ("lbfgs", {}, ["LBFGS does not step each tensor by itself", "pp=1"], 2),
         ("by_whole_norm", {}, ["ByWholeNorm does not step each tensor by itself", "pp=1"], 2),
         ("compiled", {}, ["`Refused` is compiled as a whole", "block.compile()"], 2),
-        ("mixed", {}, ["loss_weight(self, batch)"], 1),
+        pytest.param("mixed", {}, ["loss_weight(self, batch)"], 1, marks=pytest.mark.extended),
         ("", {"pp": 8}, ["8"], 2),
         ("", {"schedule": "zb"}, ["zb", "zb_h1"], 2),
         ("", {"virtual_stages": 3, "schedule": "zb_v"}, ["virtual_stages"], 2),
@@ -1237,7 +1246,7 @@ SCRIPT = Path(__file__).parent / "failure_scripts" / "pipeline.py"
 @pytest.mark.parametrize(
     ("what", "point", "rank"),
     [
-        ("raise", "backward", 0),
+        pytest.param("raise", "backward", 0, marks=pytest.mark.extended),
         pytest.param("kill", "forward", 0, marks=pytest.mark.extended),
         pytest.param("kill", "backward", 1, marks=pytest.mark.extended),
         *(  # global rank 0 holds the last stage

@@ -32,6 +32,7 @@ from lightning_megatp.report import stage_table
 from lightning_megatp.tensor.context import TensorContext
 from lightning_megatp.tensor.deferred import DeferredWeights, defer_linears
 from lightning_megatp.tensor.layers import ColumnParallelLinear
+from tests.crossing import fewer
 from tests.distributed.fake_transport import DeadlockError, Fabric, run_threads
 from tests.parity.compare import ParityError, compare
 from tests.parity.parallel import whole_gradients
@@ -107,17 +108,21 @@ def _executed(rank: int, world_size: int, case: Pipelined) -> tuple[Run, int, li
 
 ORDERS = [
     *(Pipelined("deep", name) for name in NAMES if name != "interleaved"),
+    Pipelined("recomputed", "zb_h1"),
+    Pipelined("computed", "zb_h1"),
+]
+FURTHER_ORDERS = [
     Pipelined("deep_tied", "interleaved", virtual_stages=2),
     Pipelined("deep", "1f1b", pp=4),
     Pipelined("deep_tied", "zb_v", pp=4),
     Pipelined("swiglu_rms", "zb_h1", tp=2, sequence=True),
-    Pipelined("recomputed", "zb_h1"),
-    Pipelined("computed", "zb_h1"),
     Pipelined("grouped", "zb_v", tp=2, microbatches=2),
 ]
 
 
-@pytest.mark.parametrize("case", ORDERS, ids=str)
+@pytest.mark.parametrize(
+    "case", [*ORDERS, *(pytest.param(case, marks=pytest.mark.extended) for case in FURTHER_ORDERS)], ids=str
+)
 def test_every_rank_executes_its_list(case: Pipelined) -> None:
     results = run_ranks(case.pp * case.tp, _executed, case)
     check_parity(case, [run for run, _, _ in results])
@@ -287,7 +292,7 @@ def _saved(rank: int, world_size: int, case: Pipelined) -> tuple[int, int, int]:
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-@pytest.mark.parametrize("pp", [2, 4])
+@pytest.mark.parametrize("pp", [2, pytest.param(4, marks=pytest.mark.extended)])
 def test_saved_activations_are_those_in_flight(schedule: str, pp: int) -> None:
     case = Pipelined("deep", schedule, microbatches=6, pp=pp, rows=6)
     alone = {rank: peak for rank, peak, _ in run_ranks(pp, _saved, Pipelined("deep", schedule, 1, pp, rows=1))}
@@ -455,8 +460,13 @@ def one_thread_each() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("ranks, microbatches", [(64, 10), (5, 13), (3, 1), (2, 3)])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "ranks", "microbatches"),
+    fewer(
+        ((name, *sizes) for name in NAMES for sizes in [(64, 10), (5, 13), (3, 1), (2, 3)]),
+        extended=[("zb_v", 64, 10)],
+    ),
+)
 def test_many_ranks_in_threads(name: str, ranks: int, microbatches: int) -> None:
     schedule = make_schedule(name, ranks, microbatches)
     with one_thread_each():
@@ -526,7 +536,11 @@ def _traced(rank: int, world_size: int, case: Pipelined, path: str) -> str:
     return printed.getvalue()
 
 
-@pytest.mark.parametrize("case", [Pipelined("deep", "zb_v"), Pipelined("deep", "1f1b", tp=2)], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [Pipelined("deep", "zb_v"), pytest.param(Pipelined("deep", "1f1b", tp=2), marks=pytest.mark.extended)],
+    ids=str,
+)
 def test_the_trace_is_what_happened(case: Pipelined, tmp_path: Path) -> None:
     from lightning_megatp.cli import main
     from lightning_megatp.pipeline.schedules.trace import Trace

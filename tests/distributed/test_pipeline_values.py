@@ -402,10 +402,15 @@ def _compiled(layout: Layout, wrap: bool) -> tuple[list[float], dict[str, Tensor
     return losses.seen, {name.replace("_orig_mod.", ""): value for name, value in state.items()}
 
 
-@pytest.mark.parametrize("wrap", [False, True], ids=["in_place", "wrapped"])
+@pytest.mark.parametrize("wrap", [False, pytest.param(True, marks=pytest.mark.extended)], ids=["in_place", "wrapped"])
 @pytest.mark.parametrize(
     "layout",
-    [Layout(pp=2), Layout(pp=2, schedule="zb_h1"), Layout(tp=2, pp=2, sequence=False), Layout(tp=2, pp=2)],
+    [
+        Layout(pp=2),
+        Layout(pp=2, schedule="zb_h1"),
+        pytest.param(Layout(tp=2, pp=2, sequence=False), marks=pytest.mark.extended),
+        pytest.param(Layout(tp=2, pp=2), marks=pytest.mark.extended),
+    ],
     ids=str,
 )
 def test_compiled_blocks(layout: Layout, wrap: bool) -> None:

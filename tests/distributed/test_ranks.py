@@ -156,6 +156,7 @@ def test_a_server_that_ended_is_started_again(monkeypatch: pytest.MonkeyPatch) -
     assert not any(server.usable for server in (first, *after.servers))
 
 
+@pytest.mark.extended  # waits, and starts ranks anew
 def test_a_rank_that_never_ends_is_stopped() -> None:
     with pytest.raises(RankError, match="rank 1 of 2: Timeout: not done after 1 s") as error:
         run_ranks(2, _hang_on, 1, timeout=1.0)

@@ -19,6 +19,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from tests.crossing import fewer
 from tests.distributed.training import (
     DP2,
     PLAIN,
@@ -77,7 +78,7 @@ def _column(path: Path, name: str) -> list[float]:
         return [float(row[name]) for row in csv.DictReader(file) if row.get(name)]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("layout", fewer(LAYOUTS, extended=[TP2, TP2_DP2]), ids=str)
 def test_stopping_checkpoints_and_plateaus_are_those_of_one_device(layout: Layout, tmp_path: Path) -> None:
     expected = run_program(PLAIN, _callbacks, str(tmp_path))[0]
     assert 0 < expected["stopped"] < 11, "the case must stop early"
@@ -140,7 +141,7 @@ def _metrics(layout: Layout) -> dict[str, float]:
     return {name: float(value) for name, value in trainer.callback_metrics.items()}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("layout", fewer(LAYOUTS, extended=[DP2, TP2_DP2]), ids=str)
 def test_metrics_count_every_sample_once(layout: Layout) -> None:
     expected = run_program(PLAIN, _metrics)[0]
     assert expected["samples"] == expected["counted"] == expected["trained"] == 12

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +88,9 @@ def assert_same(a: Any, b: Any, where: str = "checkpoint") -> None:
         assert a == b, f"{where}: {a!r} and {b!r}"
 
 
-@pytest.mark.parametrize(("model", "layout"), crossed(MODELS, [TP2, TP4, TP2_DP2]), ids=str)
+@pytest.mark.parametrize(
+    ("model", "layout"), crossed(MODELS, [TP2, TP4, TP2_DP2], extended=[("uneven", TP2_DP2)]), ids=str
+)
 def test_the_file_is_that_of_a_plain_trainer(layout: Layout, model: str, tmp_path: Path) -> None:
     ours, plain = (run_program(PLAIN, _just_read, _save(where, model, tmp_path))[0] for where in (layout, PLAIN))
     assert_same(ours, plain)
@@ -105,7 +108,7 @@ def _just_read(layout: Layout, path: str) -> dict[str, Any]:
 CHANGES = [(TP2, PLAIN), (PLAIN, TP2), (TP2, TP4), (TP4, DP2), (TP2_DP2, TP2), (DP2, TP2_DP2)]
 
 
-@pytest.mark.parametrize(("model", "change"), crossed(MODELS, CHANGES))
+@pytest.mark.parametrize(("model", "change"), crossed(MODELS, CHANGES, extended=[*product(MODELS, CHANGES[3:])]))
 def test_another_layout_goes_on(change: tuple[Layout, Layout], model: str, tmp_path: Path) -> None:
     writer, reader = change
     expected = run_program(PLAIN, _train, model, str(tmp_path / "whole.ckpt"), None, 2)[0]
@@ -144,7 +147,7 @@ def _best_and_last(layout: Layout, root: str) -> list[float]:
     return [best, float(again.callback_metrics["val_loss"])]
 
 
-@pytest.mark.parametrize("layout", [TP2, TP2_DP2], ids=str)
+@pytest.mark.parametrize("layout", [TP2, pytest.param(TP2_DP2, marks=pytest.mark.extended)], ids=str)
 def test_best_and_last_checkpoints(layout: Layout, tmp_path: Path) -> None:
     expected = run_program(PLAIN, _best_and_last, str(tmp_path))[0]
     for found in run_program(layout, _best_and_last, str(tmp_path)):

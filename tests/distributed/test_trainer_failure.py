@@ -36,9 +36,9 @@ def run_script(script: Path, folder: Path, *arguments: str) -> subprocess.Comple
 @pytest.mark.parametrize(
     ("what", "point", "rank", "form"),
     [
-        ("raise", "setup", 1, ""),
-        ("raise", "training_step", 1, "file"),
         ("kill", "training_step", 1, ""),
+        pytest.param("raise", "setup", 1, "", marks=pytest.mark.extended),
+        pytest.param("raise", "training_step", 1, "file", marks=pytest.mark.extended),
         pytest.param("raise", "training_step", 1, "", marks=pytest.mark.extended),
         pytest.param("raise", "training_step", 0, "folder", marks=pytest.mark.extended),
         pytest.param("kill", "training_step", 0, "", marks=pytest.mark.extended),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from lightning.pytorch import Callback
 from torch import Tensor
 
+from tests.crossing import fewer
 from tests.distributed.training import (
     DP2,
     PLAIN,
@@ -21,6 +23,9 @@ from tests.distributed.training import (
     train_loader,
 )
 from tests.parity.variants import variant
+
+TP2_REPLICATED = Layout(tp=2, sequence=False)
+MODELS = ["tied", "swiglu_rms", "encoder"]
 
 
 class Sanity(Callback):
@@ -53,8 +58,14 @@ def _all_stages(layout: Layout, model: str) -> dict[str, Any]:
     return seen
 
 
-@pytest.mark.parametrize("model", ["tied", "swiglu_rms", "encoder"])
-@pytest.mark.parametrize("layout", [TP2, Layout(tp=2, sequence=False), DP2, TP2_DP2], ids=str)
+@pytest.mark.parametrize(
+    ("layout", "model"),
+    fewer(
+        itertools.product([TP2, TP2_REPLICATED, DP2, TP2_DP2], MODELS),
+        extended=[(TP2, "swiglu_rms"), (TP2_REPLICATED, "swiglu_rms"), *((TP2_DP2, model) for model in MODELS)],
+    ),
+    ids=str,
+)
 def test_all_stages_are_those_of_one_device(layout: Layout, model: str) -> None:
     expected = run_program(PLAIN, _all_stages, model)[0]
     by_rank = run_program(layout, _all_stages, model)

@@ -295,6 +295,7 @@ def _uneven_copies(layout: Layout) -> None:
     make_trainer(layout, "untied", {"zero": 1, "dp_replicate": 2}).fit(GPT(CONFIG), train_loader(layout, 1))
 
 
+@pytest.mark.extended  # three ranks for one message
 def test_copies_that_do_not_fit() -> None:
     with pytest.raises(RankError, match="dp_replicate=2 copies don't divide dp=3"):
         run_program(Layout(dp=3), _uneven_copies)
