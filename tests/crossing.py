@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import pytest
 
 
-def crossed(firsts: Sequence[Any], seconds: Sequence[Any]) -> list[Any]:
-    """Parameters for all pairs, of which those beyond a cover run with `--all-cases` only.
+def fewer(cases: Iterable[Any], extended: Collection[Any]) -> list[Any]:
+    """Parameters of which the `extended` run with `--all-cases` only: they repeat others in a further layout, say."""
+    cases = list(cases)
+    assert all(case in cases for case in extended), f"not among the cases: {[x for x in extended if x not in cases]}"
+    return [
+        pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.extended)
+        if case in extended
+        else case
+        for case in cases
+    ]
+
+
+def crossed(firsts: Sequence[Any], seconds: Sequence[Any], extended: Collection[Any] = ()) -> list[Any]:
+    """Parameters for all pairs, of which those beyond a cover run with `--all-cases` only, as do the `extended`.
 
     In the cover each first and each second occurs: the n-th first with the n-th second, then what is left of the
     seconds with the firsts in turn, or what is left of the firsts with the first of the seconds. So the cheapest of
@@ -23,7 +35,7 @@ def crossed(firsts: Sequence[Any], seconds: Sequence[Any]) -> list[Any]:
             firsts[i],
             seconds[j],
             id=f"{_named(firsts[i])}-{_named(seconds[j])}",
-            marks=() if (i, j) in kept else pytest.mark.extended,
+            marks=() if (i, j) in kept and (firsts[i], seconds[j]) not in extended else pytest.mark.extended,
         )
         for i, j in itertools.product(range(len(firsts)), range(len(seconds)))
     ]

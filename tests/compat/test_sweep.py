@@ -6,6 +6,7 @@ import pytest
 
 from tests.compat.families import FAMILIES
 from tests.compat.sweep import check, check_stages
+from tests.crossing import fewer
 from tests.ranks import run_ranks
 
 SAMPLE = {
@@ -24,13 +25,14 @@ SAMPLE = {
 }
 
 
-@pytest.mark.parametrize("name", SAMPLE)
+@pytest.mark.parametrize("name", fewer(SAMPLE, extended=["bert", "gpt_oss", "vit", "torch_encoder"]))
 def test_tensor_ranks(name: str) -> None:
     for result in run_ranks(2, check, name, True):
         assert result.status == "verified", result.why
         assert result.share >= SAMPLE[name]
 
 
+@pytest.mark.extended  # repeats test_tensor_ranks in a further layout
 @pytest.mark.parametrize("name", ["bert", "gpt2", "mixtral"])
 def test_four_ranks_without_sequence_regions(name: str) -> None:
     result = run_ranks(4, check, name, False)[0]
@@ -38,14 +40,14 @@ def test_four_ranks_without_sequence_regions(name: str) -> None:
     assert result.share >= 0.7
 
 
-@pytest.mark.parametrize("name", ["opt", "mixtral", "t5"])
+@pytest.mark.parametrize("name", ["opt", "mixtral", pytest.param("t5", marks=pytest.mark.extended)])
 def test_stages(name: str) -> None:
     """opt defines its last norm before its layers; the shapes inside of mixtral's experts depend on values."""
     result = run_ranks(2, check_stages, name, False, 1)[0]
     assert result.status == "verified", result.why
 
 
-@pytest.mark.parametrize("name", ["hubert", "mobilebert", "t5"])
+@pytest.mark.parametrize("name", ["hubert", "mobilebert", pytest.param("t5", marks=pytest.mark.extended)])
 def test_split_stages(name: str) -> None:
     result = run_ranks(4, check_stages, name, True, 2)[0]
     assert result.status == "verified", result.why

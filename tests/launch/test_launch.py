@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.crossing import fewer
 from tests.ranks import free_port
 
 SCRIPT = Path(__file__).with_name("script.py")
@@ -102,6 +103,7 @@ def test_the_other_namespace_through_its_cli(tmp_path: Path) -> None:
     _check(printed, "LightningEnvironment", "lightning_megatp.pytorch_lightning.MegaTPStrategy")
 
 
+@pytest.mark.extended  # repeats test_torchrun_on_two_nodes on one
 def test_torchrun_on_one_node() -> None:
     torchrun = [*TORCHRUN, "--standalone", "--nproc-per-node=2"]
     _check(_finish(_start([*torchrun, *_script("lightning.pytorch", "1")])), "TorchElasticEnvironment")
@@ -114,6 +116,7 @@ def test_torchrun_on_two_nodes() -> None:
     _check(_finish(*(_start([*torchrun, f"--node-rank={n}", *script]) for n in (0, 1))), "TorchElasticEnvironment")
 
 
+@pytest.mark.extended  # repeats test_torchrun_on_two_nodes in a further layout
 def test_stages_on_two_nodes() -> None:
     """Rank 0, on the first node, has the last stage; each stage has its own layer only."""
     torchrun = [*TORCHRUN, "--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1"]
@@ -135,7 +138,7 @@ def test_slurm() -> None:
     _check(_finish(*tasks), "SLURMEnvironment")
 
 
-@pytest.mark.parametrize("namespace", NAMESPACES)
+@pytest.mark.parametrize("namespace", fewer(NAMESPACES, extended=["pytorch_lightning"]))
 def test_the_name_megatp(namespace: str) -> None:
     reference, named = (result for result in _alone(namespace) if "loss" in result)
     assert named["strategy"] == f"{_package(namespace)}.MegaTPStrategy"
@@ -189,6 +192,7 @@ def test_the_help_of_the_strategy() -> None:
         assert description in printed, name
 
 
+@pytest.mark.extended  # a process started for one message
 def test_the_printed_config_with_an_override(tmp_path: Path) -> None:
     config = tmp_path / "config.yaml"
     config.write_text(

@@ -51,7 +51,6 @@ FOUR = [
     Case("qk_norm", tp=4, precision="64-true", clip="norm"),
     Case("swiglu_rms", tp=4, sequence=False, clip="value", length=1),
     Case("mean_in_region", tp=4, length=1),
-    Case("encoder", tp=4, dp=2, accumulate=2, precision="bf16-true", length=7),
 ]
 """What four tensor ranks may do differently: uneven heads, heads that ranks share, sequences shorter than they are."""
 

@@ -22,9 +22,9 @@ KINDS = ("torch_encoder", "torch_decoder", "gated", "conv1d", "experts")
     "options",
     [
         {"accumulate": 2, "clip": "norm", "length": 7},
-        {"dp": 2, "sequence": False},
-        {"tp": 4, "length": 7},
-        {"precision": "bf16-mixed"},
+        pytest.param({"dp": 2, "sequence": False}, marks=pytest.mark.extended),
+        pytest.param({"tp": 4, "length": 7}, marks=pytest.mark.extended),
+        pytest.param({"precision": "bf16-mixed"}, marks=pytest.mark.extended),
     ],
     ids=str,
 )

@@ -1,0 +1,136 @@
+"""What the user's hooks and Lightning's callbacks do with checkpoints besides saving and resuming."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint
+from torch import Tensor
+
+from tests.distributed.checkpoint.test_trainer import Losses
+from tests.distributed.training import (
+    DP2,
+    LIGHTNING_2_6,
+    PLAIN,
+    PP2,
+    TP2,
+    Layout,
+    make_trainer,
+    run_program,
+    train_loader,
+)
+from tests.parity.models import GPT, GPTConfig
+from tests.parity.variants import gpt_plan
+
+CONFIG = GPTConfig(tied=False)
+
+
+def options(layout: Layout, **strategy: Any) -> dict[str, Any]:
+    return {} if layout.plain else {"strategy": {"checkpoint": "folder", **strategy}}
+
+
+class Searched(GPT):
+    lr = 1e-3
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), self.lr)
+
+
+def _searched(layout: Layout, root: str) -> list[float]:
+    torch.manual_seed(3)
+    finder = LearningRateFinder(min_lr=1e-3, max_lr=1e-1, num_training_steps=3, early_stop_threshold=None)
+    losses = Losses()
+    trainer = make_trainer(layout, callbacks=[finder, losses], default_root_dir=root, **options(layout))
+    trainer.fit(Searched(CONFIG).double(), train_loader(layout, 4))
+    return losses.values[-4:]
+
+
+@pytest.mark.skipif(not LIGHTNING_2_6, reason="Lightning 2.5 goes on after a search with what it left of the epoch")
+def test_a_folder_is_restored_in_the_middle_of_a_run(tmp_path: Path) -> None:
+    expected = run_program(PLAIN, _searched, str(tmp_path))[0]
+    for found in run_program(TP2, _searched, str(tmp_path)):
+        assert found == pytest.approx(expected, abs=1e-9), "the search for a learning rate leaves the model as it was"
+
+
+class Late(LightningModule):
+    """Its layers are made in configure_model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model: GPT | None = None
+
+    def configure_model(self) -> None:
+        if self.model is None:
+            self.model = GPT(CONFIG).double()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        assert self.model is not None
+        return self.model.loss(batch)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), 1e-2)
+
+
+class WithoutHead(Late):
+    """Changes what is loaded."""
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        state = checkpoint["state_dict"]
+        checkpoint["state_dict"] = {name: x.zero_() if ".head." in name else x for name, x in state.items()}
+
+
+def _resumed(layout: Layout, kind: type[Late], verify: bool, root: str) -> list[float]:
+    """The losses after a folder was loaded."""
+    path = Path(root) / str(layout)
+    for epochs, make in ((1, Late), (2, kind)):
+        torch.manual_seed(3)
+        losses = Losses()
+        chosen = options(layout, plan=gpt_plan(CONFIG, "model."), verify=verify and epochs == 2)
+        trainer = make_trainer(layout, callbacks=[losses], max_epochs=epochs, **chosen)
+        trainer.fit(make(), train_loader(layout, 2), ckpt_path=path if epochs == 2 else None)
+        trainer.save_checkpoint(path)
+    return losses.values
+
+
+def test_a_hook_changes_what_is_loaded_from_a_folder(tmp_path: Path) -> None:
+    expected = run_program(PLAIN, _resumed, WithoutHead, False, str(tmp_path))[0]
+    assert expected[0] == pytest.approx(math.log(CONFIG.vocab)), "a head of zeros prefers nothing"
+    for found in run_program(TP2, _resumed, WithoutHead, False, str(tmp_path)):
+        assert found == pytest.approx(expected, abs=1e-9)
+
+
+def test_verify_compares_with_what_is_loaded_from_a_folder(tmp_path: Path) -> None:
+    expected = run_program(PLAIN, _resumed, Late, False, str(tmp_path))[0]
+    for found in run_program(TP2, _resumed, Late, True, str(tmp_path)):
+        assert found == pytest.approx(expected, abs=1e-9)
+
+
+class Part(GPT):
+    """Leaves some out of its checkpoints, and renames the rest."""
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        state = checkpoint["state_dict"]
+        assert tuple(state.pop("blocks.0.mlp.up.weight").shape) == tuple(GPT(CONFIG).blocks[0].mlp.up.weight.shape)
+        checkpoint["state_dict"] = {f"net.{name}": state[name].half() for name in state}
+
+
+def _saved_in_part(layout: Layout, root: str) -> None:
+    torch.manual_seed(3)
+    keep = ModelCheckpoint(Path(root) / str(layout), filename="part", save_weights_only=layout.dp > 1)
+    trainer = make_trainer(layout, callbacks=[keep], enable_checkpointing=True)
+    trainer.fit(Part(CONFIG).double(), train_loader(layout, 1))
+
+
+def test_a_hook_takes_names_out_of_a_file_on_all_ranks(tmp_path: Path) -> None:
+    saved = []
+    for layout in (PLAIN, TP2, PP2, DP2):
+        run_program(layout, _saved_in_part, str(tmp_path))
+        saved.append(torch.load(tmp_path / str(layout) / "part.ckpt")["state_dict"])
+    assert all(list(found) == list(saved[0]) for found in saved)
+    for name, value in saved[0].items():
+        assert all(torch.allclose(found[name], value, atol=1e-3) for found in saved), name
