@@ -967,7 +967,6 @@ def test_modules_that_use_a_parameter_twice_are_known() -> None:
     assert plan(Mixed(), 2).used_twice == {"body"}
 
 
-@pytest.mark.extended  # plans four bodies twice
 def test_compiled_code_gets_no_shards_that_report_whole_sizes() -> None:
     def found(body: nn.Module, global_sizes: bool) -> BlockResult:
         return plan_block(Kind(Block(body), ["block"], [Call((X,), {})]), 2, global_sizes=global_sizes)

@@ -345,7 +345,7 @@ ERRORS: dict[str, tuple[type[Base], list[str]]] = {
     "an attribute that is not there": (ReadsAnAttribute, ["AttributeError", "penalty", "return it from the forward"]),
     "another step in a process": (
         GoesByTheProcess,
-        ["pp rank 2 does `exp` (", "test_pipeline_errors.py", "pp rank 0 does `blocks.0`"],
+        ["pp rank 2 does `exp` (", "test_errors.py", "pp rank 0 does `blocks.0`"],
     ),
     "an own backward": (OwnBackward, ["its own `backward`"]),
     "a copy in place of modules": (Swaps, ["`blocks.0` is another module", "WeightAveraging"]),
