@@ -73,6 +73,8 @@ class Holder(Group):
         self.on = True
         self.divided: list[DividedParameter] = []
         """The unit's parameters."""
+        self.called = False
+        """With gradients, since somebody has set this to False."""
         self._inside = False
 
     def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -91,6 +93,7 @@ class Holder(Group):
     def forward(self, function: Callable[..., Any], bare: Any, wraps: Wraps | None) -> Any:
         args, kwargs = (bare.args, bare.kwargs) if wraps is None else _dressed(bare, wraps)
         self._inside = True
+        self.called = self.called or torch.is_grad_enabled()
         try:
             outputs, wraps = _bare(function(*args, **kwargs))
             return tree_map(_no_view, outputs), wraps

@@ -118,7 +118,10 @@ class ZeroSharding:
         self._keeps = False
         """Whether units stay gathered for all of a backward."""
         self._telling: dist.Work | None = None
-        """What tells the other ranks which parameters were used here."""
+        """What tells the other ranks which parameters were used here, and which units called."""
+        self._flags = torch.zeros(0, dtype=torch.uint8)
+        """What it tells: a number for each parameter, and two for each unit: whether some rank has called it, and
+        whether some has not."""
         self.watches = False
         """Whether steps are looked at for writes that nothing else shows, those by `.data`."""
         self._note_uses()
@@ -401,6 +404,8 @@ class ZeroSharding:
             parameter.local.grad = grad
         if self._reduces:
             self._used.clear()
+            for holder in self._holders.values():
+                holder.called = False
         if self._keeps:
             self._keeps = self.parallel.partial.differentiable = False
             for holder in self._holders.values():
@@ -413,13 +418,15 @@ class ZeroSharding:
         reduced = [(p, grad.to_local()) for p, grad in found if isinstance(grad, DTensor)]
         self._wait_for_flags()
         used = [p.name in self._used for p in self.parameters]
-        flags = torch.tensor(used, dtype=torch.uint8)
+        called = [holder.called for holder in self._holders.values()]
+        self._flags = torch.tensor([*used, *called, *(not x for x in called)], dtype=torch.uint8)
         with unrecorded():
-            self._telling = dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.mesh.hosts("dp"), async_op=True)
+            group = self.mesh.hosts("dp")
+            self._telling = dist.all_reduce(self._flags, op=dist.ReduceOp.MAX, group=group, async_op=True)
         if all(p.name in self._used for p, _ in reduced) and (REDUCES_UNUSED or all(used)):
             return reduced
         self._wait_for_flags()
-        names = {p.name for p, was in zip(self.parameters, flags.tolist(), strict=True) if was}
+        names = {p.name for p, was in zip(self.parameters, self._flags.tolist(), strict=False) if was}
         if not REDUCES_UNUSED and (others := sorted(names - self._used)):
             raise RuntimeError(
                 f"MegaTPStrategy: another data-parallel rank has used `{others[0]}` in this step, and this one has not."
@@ -438,9 +445,23 @@ class ZeroSharding:
         self._used.clear()
 
     def _wait_for_flags(self) -> None:
-        if self._telling is not None:
-            self._telling.wait()
-            self._telling = None
+        """
+        Raises:
+            RuntimeError: some ranks have called a unit, and others have not.
+        """
+        if self._telling is None:
+            return
+        self._telling.wait()
+        self._telling = None
+        called, not_called = self._flags[len(self.parameters) :].chunk(2) if self._holders else ((), ())
+        for unit, some, not_all in zip(self._holders, called, not_called, strict=True):
+            if some and not_all:
+                raise RuntimeError(
+                    f"MegaTPStrategy: some data-parallel ranks have called `{unit}` in this step, and others have not."
+                    f" With zero={self.options.level} its parameters are gathered from all of them at once, and so may"
+                    " be those of another module in its place. Let all ranks call the same modules (layers that are"
+                    " left out at random: by a generator of the same seed on all ranks), or use zero=0."
+                )
 
     @torch.no_grad()
     def show(self) -> None:

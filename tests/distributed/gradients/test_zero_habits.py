@@ -699,3 +699,19 @@ def _numbers(layout: Layout) -> list[str]:
 def test_numbers_of_some_rows_are_said_to_be() -> None:
     said = run_program(Layout(dp=2, zero=1), _numbers)
     assert len(said[0]) == 1 and "a hook takes a number (`item`)" in said[0][0]
+
+
+class LeavesOut(Plain):
+    """Another block on each data-parallel rank, of the same sizes (LayerDrop)."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        for i, block in enumerate(self.blocks):
+            batch = batch if i == self.global_rank else block(batch)
+        return self.head(batch).square().mean()
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_ranks_that_call_other_units_are_refused(zero: int) -> None:
+    """Each would be given the rows of another block than it asked for."""
+    with pytest.raises(RankError, match=r"some data-parallel ranks have called `blocks\.0` in this step, and others"):
+        run_program(Layout(dp=2, zero=zero), _refused, LeavesOut)
