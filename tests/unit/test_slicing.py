@@ -997,6 +997,42 @@ def test_a_weight_that_is_cast_to_its_own_dtype() -> None:
         check_with_plans_of(pipe, module, torch.randint(0, 16, (4, length)))
 
 
+class Lengths(nn.Module):
+    """Masks by lengths that come out of a unit, which a dry run compares the other way round (Wav2Vec2)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.front = Halves()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(4))
+
+    def training_step(self, batch: Any, batch_idx: int = 0) -> Tensor:
+        x, lengths = self.front(*batch)
+        at = torch.arange(x.shape[1])
+        for i, block in enumerate(self.blocks):
+            hidden = [
+                at >= lengths[:, None],
+                at > lengths[:, None] - 1,
+                lengths[:, None] <= at,
+                lengths[:, None] < at + 1,
+            ]
+            x = block(x.masked_fill(hidden[i].unsqueeze(-1), 0.0))
+        return x.square().mean()
+
+
+class Halves(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 8)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        return self.linear(x[:, ::2]), lengths // 2
+
+
+def test_comparisons_are_the_same_whichever_side_is_asked() -> None:
+    module, batch = Lengths().double(), (torch.randn(3, 10, 4).double(), torch.tensor([4, 10, 7]))
+    check(pipeline(module, batch, 4), module, batch)
+
+
 @pytest.mark.parametrize("n", [2, 4])
 def test_what_layers_inside_of_units_collect(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_megatp.pipeline.slicing.state.collected.collecting", lambda: COLLECTED)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lightning_megatp.mesh import ParallelMesh
 from lightning_megatp.pipeline.carried import counters, warn_of_counters
 from lightning_megatp.pipeline.slicing.state.kept import stored_by_forward
-from lightning_megatp.shim.torch import is_fake
+from lightning_megatp.shim.torch import is_fake, tree_leaves
 from lightning_megatp.snapshots.leftovers import Path, PlainValues
 
 
@@ -35,7 +35,7 @@ class KeptValues:
         own: Collection[str],
         is_named: Callable[[str], bool],
     ) -> None:
-        self._mesh, self._modules = mesh, modules
+        self._mesh, self._modules, self._is_named = mesh, modules, is_named
         stored = {name: stored_by_forward(module) for name, module in modules.items()}
         named = {attribute: is_named(attribute) for attribute in frozenset().union(*stored.values())}
         self._named = {name: [x for x in sorted(of) if named[x]] for name, of in stored.items()}
@@ -62,11 +62,18 @@ class KeptValues:
         if before is None:
             return
         now = PlainValues(modules)
-        own = ((path, value) for path, value in now.changes(before).items() if len(path) == 2)  # objects may be shared
-        self._set.update(own)
+        own = {path: value for path, value in now.changes(before).items() if len(path) == 2}  # objects may be shared
+        self._set.update({path: value for path, value in own.items() if not self._is_of_a_table(*path)})
         self._microbatches = len(microbatches)
         if n == 1 and kind == "train" and len(microbatches) > 1:
             self._counters = counters(now, before, microbatches)
+
+    def _is_of_a_table(self, name: str, attribute: str) -> bool:
+        """Whether a value may say what a tensor is of that the same forward keeps (the length of a table of angles),
+        and no hook asks for it. The tensor is not told, and without it the value would be wrong."""
+        module = self._own[name]
+        kept = (vars(module).get(x) for x in stored_by_forward(module))
+        return any(isinstance(x, Tensor) for x in tree_leaves([*kept])) and not self._is_named(attribute)
 
     def share(self) -> None:
         """After a batch: let every stage have what others have set.

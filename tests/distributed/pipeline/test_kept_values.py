@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -146,3 +147,79 @@ def test_hooks_find_what_blocks_have_kept(layout: Layout) -> None:
 def test_calls_of_microbatches_are_counted() -> None:
     told = [text for _, texts in run_program(PP2, _fit, 8) for text in texts]
     assert any(re.search(r"the step counts its calls in `blocks.\d.scale.calls`", text) for text in told)
+
+
+class Rotary(nn.Module):
+    """Keeps a table, and the length that it is for (ESM-2)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.length: int | None = None
+        self.table: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        n = x.shape[1]
+        if n != self.length or self.table.device != x.device:  # type: ignore[union-attr]
+            self.length, self.table = n, torch.arange(n).to(x)[:, None] / n
+        return x + self.table
+
+
+class Turning(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rotary, self.linear = Rotary(), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.linear(self.rotary(x)).tanh()
+
+
+class Labels(nn.Module):
+    """In no unit: a dict of tables, and beside it the length that they are for (open_clip's ClipLoss)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.length, self.labels = 0, dict[Any, Tensor]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.length != x.shape[1] or x.device not in self.labels:
+            self.labels[x.device] = torch.arange(x.shape[1], device=x.device)
+            self.length = x.shape[1]
+        return F.cross_entropy(x.transpose(1, 2), self.labels[x.device].expand(len(x), -1))
+
+
+class WithTables(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.head, self.labels = nn.ModuleList(Turning() for _ in range(4)), nn.Linear(8, 6), Labels()
+        self.seen: list[float] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        x = batch.unsqueeze(1).expand(-1, 6, -1)
+        for block in self.blocks:
+            x = block(x)
+        loss: Tensor = self.labels(self.head(x))
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("val", self.training_step(batch, batch_idx))
+
+    def on_train_epoch_end(self) -> None:
+        self.seen += [float(x) for x in self.trainer.callback_metrics.values()]
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def _with_tables(layout: Layout) -> list[float]:
+    torch.manual_seed(0)
+    module = WithTables()
+    trainer = make_trainer(layout, strategy={"plan": None}, max_epochs=3, num_sanity_val_steps=0)
+    trainer.fit(module, DataLoader(ROWS, batch_size=4), DataLoader(ROWS, batch_size=4))
+    return module.seen
+
+
+def test_a_length_is_not_told_without_its_table() -> None:
+    (expected,) = run_program(Layout(plain=True), _with_tables)
+    for found in run_program(PP2, _with_tables):
+        assert found == pytest.approx(expected, rel=1e-9)

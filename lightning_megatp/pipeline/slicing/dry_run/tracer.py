@@ -71,7 +71,7 @@ from lightning_megatp.shim.torch import (
     tree_leaves,
 )
 from lightning_megatp.snapshots.snapshot import Snapshot
-from lightning_megatp.tensor.functions import check_caller, one_by_one, operation_name
+from lightning_megatp.tensor.functions import check_caller, one_by_one, operation_name, unreflected
 
 
 class Tracer(TorchFunctionMode):
@@ -161,6 +161,7 @@ class Tracer(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         check_caller(func)
+        func, args = unreflected(func, args)
         if func is torch.Tensor.__iter__:
             return iter(self.__torch_function__(torch.Tensor.unbind, types, args))
         if sets_values(func, args) and self.values.is_persistent(args[0]) and id(args[0]) not in self.owners:

@@ -67,7 +67,9 @@ class Left:
         return [
             _Entry(holder, key, x)
             for holder, new in dicts
-            if id(holder) in having or id(self._buffers_of.get(id(holder))) in having
+            if id(holder) in having
+            or id(self._buffers_of.get(id(holder))) in having
+            or any(id(value) in having for value in holder.values())
             for key, x in new.items()
             if has(x) or (plain and type(x) in PLAIN)
         ]
