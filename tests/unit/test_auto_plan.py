@@ -754,6 +754,52 @@ def test_products_by_groups_are_known_in_float64() -> None:
     assert styles(plan(Experts(), 2)) == styles(plan(Separate(), 2))
 
 
+class _OfWeights(nn.Module):
+    """Attention by the weights of an nn.MultiheadAttention, which is not called (WavLM)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(HIDDEN, 4, batch_first=True)
+        self.up, self.down = nn.Linear(HIDDEN, 48), nn.Linear(48, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = F.linear(x, self.attention.in_proj_weight, self.attention.in_proj_bias).chunk(3, -1)
+        q, k, v = (part.unflatten(-1, (4, -1)).transpose(1, 2) for part in (q, k, v))
+        x = x + self.attention.out_proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return x + self.down(self.up(x).relu())
+
+
+class _Called(_OfWeights):
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(x, x, x, need_weights=False)[0]
+        return x + self.down(self.up(x).relu())
+
+
+@pytest.mark.parametrize("kind", [_OfWeights, _Called])
+def test_an_attention_that_its_block_does_not_call_stays_whole(kind: type[nn.Module]) -> None:
+    model = nn.Module()
+    model.blocks = nn.ModuleList(kind() for _ in range(2))
+    found = resolve({"**": "auto"}, model, 2)
+    kinds, _ = look(model, found, [lambda: [block(X) for block in model.blocks]])  # type: ignore[operator]
+    problems = discover(model, 2, kinds, found).problems
+    named = {name.removeprefix("blocks.1."): layer.style.style for name, layer in found.layers.items() if "1." in name}
+    called = {"attention": "attention"} if kind is _Called else {}
+    assert named == {"up": "column", "down": "row", **called}
+    assert any("`blocks.1.attention` stays whole" in text for text in problems) == (not called)
+
+
+def test_indices_that_are_drawn_lie_in_their_bounds() -> None:
+    """`torch_choice` of torchvision."""
+
+    class Draws(Gated):
+        def forward(self, x: Tensor) -> Tensor:
+            own = [1.0, 1.0, 1.0]
+            at = int(torch.empty(1).uniform_(0, len(own)).item()), int(torch.empty(1).uniform_(to=3.0).item())
+            return super().forward(x) * own[at[0]] * own[at[1]]
+
+    assert styles(plan(Draws(), 2)) == styles(plan(Gated(), 2))
+
+
 def test_a_block_whose_train_returns_nothing() -> None:
     class Silent(Gated):
         def train(self, mode: bool = True) -> None:  # type: ignore[override]

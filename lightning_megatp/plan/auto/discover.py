@@ -14,6 +14,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from lightning_megatp.plan.auto.blocks import Block, find_blocks, is_linear, kinds_of_blocks
 from lightning_megatp.plan.auto.capture import capture_calls
 from lightning_megatp.plan.auto.huggingface import own_plan, plan_of_block
+from lightning_megatp.plan.auto.references import attentions_called, attentions_in
 from lightning_megatp.plan.auto.search import BlockResult, plan_block
 from lightning_megatp.plan.auto.stacks import experts_hold, of_transformers
 from lightning_megatp.plan.convolutions import convolution_plan, fits, least_size, weights
@@ -257,6 +258,12 @@ def _plan_whole_modules(plan: ParallelPlan, model: nn.Module, tp: int, kinds: Se
     modules = {plain_name(name): child for name, child in model.named_modules()}
     stacks = {plain_name(name): kind for kind in kinds if kind.stack for name in kind.names}
     proven: dict[int, bool] = {}
+    unused = {
+        plain_name(f"{name}.{inner}")
+        for kind in kinds
+        for inner in attentions_in(kind.module) - attentions_called(kind)
+        for name in kind.names
+    }
 
     def holds(name: str, layer: LayerPlan) -> bool:
         kind = stacks.get(name)
@@ -270,6 +277,9 @@ def _plan_whole_modules(plan: ParallelPlan, model: nn.Module, tp: int, kinds: Se
             continue
         if isinstance(layer, ValueError):
             problems.append(str(layer).removeprefix("MegaTPStrategy: "))
+            continue
+        if name in unused:
+            problems.append(f"`{name}` stays whole: its block uses its weights without calling it")
             continue
         if layer.style.style == "experts" and not holds(name, layer):
             problems.append(

@@ -17,7 +17,7 @@ from lightning_megatp.tensor.functions import operation_name, operation_names
 from lightning_megatp.tensor.watch import draws_random
 
 _DROPOUT = operation_names("dropout alpha_dropout feature_alpha_dropout dropout1d dropout2d dropout3d dropout_")
-_RANDOM_IN_PLACE = operation_names("bernoulli_ uniform_ normal_ random_ exponential_")
+_RANDOM_IN_PLACE = operation_names("bernoulli_ normal_ random_ exponential_")
 _RANDOM = operation_names("rand randn rand_like randn_like")
 _GROUPED = frozenset(["grouped_mm", "_grouped_mm"])
 _CASTS = operation_names("float half bfloat16")
@@ -54,6 +54,8 @@ class _Exact(TorchFunctionMode):
             args = tuple(map(_wide, args))
         elif name in _CASTS:
             return args[0].double()
+        elif name == "uniform_" and isinstance(args[0], Tensor):
+            return args[0].fill_(_middle(*args[1:], **kwargs))
         elif name in _RANDOM_IN_PLACE and args and isinstance(args[0], Tensor):
             return args[0].fill_(1)
         elif name in _RANDOM:
@@ -71,6 +73,11 @@ def _grouped_product(x: Tensor, weights: Tensor, offs: Tensor | None = None, **o
     stops = offs.tolist()
     parts = [x[start:stop] @ weight for start, stop, weight in zip([0, *stops], stops, weights, strict=False)]
     return torch.cat([*parts, x.new_zeros(len(x) - stops[-1], weights.shape[-1])])
+
+
+def _middle(start: float = 0.0, stop: float = 1.0, **bounds: Any) -> float:
+    """Of what `uniform_` draws between: inside of the bounds, as an index that is made of it has to be."""
+    return float(bounds.get("from", start) + bounds.get("to", stop)) / 2
 
 
 def _wide(x: Any) -> Any:

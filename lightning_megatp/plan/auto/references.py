@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_megatp.plan.auto.blocks import Block, Call
 from lightning_megatp.plan.auto.compare import Reference
 from lightning_megatp.plan.auto.exact import exact
-from lightning_megatp.plan.auto.thin import block_copy, concrete_call
+from lightning_megatp.plan.auto.thin import block_copy, concrete_call, thin_copy
 from lightning_megatp.shim.torch import tree_leaves
 from lightning_megatp.tensor.functions import Done, couples, done_by_user, operation_name
 
@@ -83,6 +83,30 @@ def couplings(references: Sequence[Reference]) -> Iterator[Done]:
         for train in (True, False):
             with contextlib.suppress(Exception):  # it may not be what it takes in this mode
                 yield from _done_in(reference.twin, reference.call, train)
+
+
+def attentions_in(module: nn.Module) -> set[str]:
+    """The names of the nn.MultiheadAttention in a module."""
+    return {name for name, child in module.named_modules() if type(child) is nn.MultiheadAttention}
+
+
+def attentions_called(block: Block) -> set[str]:
+    """The names of the nn.MultiheadAttention in a block that it calls; of all of them, where it can't be run. Others
+    are there for their weights."""
+    inside = attentions_in(block.module)
+    if not inside or not block.calls:
+        return inside
+    called = set[str]()
+    try:
+        twin = thin_copy(block.module, seed=0)
+        for name in inside:
+            twin.get_submodule(name).register_forward_pre_hook(lambda *_, name=name: called.add(name))
+        call = concrete_call(block.calls[0], 0)
+        with exact(), torch.no_grad():
+            twin(*call.args, **call.kwargs)
+    except Exception:  # it may be any code
+        return inside
+    return called
 
 
 def _other_masks(call: Call) -> Iterator[Call]:

@@ -77,6 +77,10 @@ LOCAL: dict[str, Operation] = {
     "cat with nothing": lambda x, o: torch.cat([torch.tensor([], dtype=x.dtype), x, o.z], dim=-2),
     "cat and part": lambda x, o: torch.cat([x, o.y, o.z], 1)[:, 5:20],
     "repeats": lambda x, o: (x.repeat(1, 2, 1, 1), x.repeat_interleave(2, dim=1), x.repeat_interleave(2, -1)),
+    "repeats of a size": lambda x, o: (
+        x.repeat_interleave(2, dim=1, output_size=2 * x.shape[1]),
+        torch.repeat_interleave(x, 3, 2, output_size=3 * x.shape[2]),
+    ),
     "repeated heads": lambda x, o: x[:, :, None].expand(-1, HEADS, 3, T, D).reshape(2, -1, T, D) * 2,
     "matmul": lambda x, o: (x @ o.z.mT, x @ o.matrix, o.y @ x.mT, torch.matmul(o.row, x.transpose(2, 3)), x @ o.weight),
     "linear": lambda x, o: (F.linear(x, o.matrix, o.weight), F.linear(o.y, o.row) * x[..., :T]),

@@ -86,6 +86,9 @@ def repeat_interleave(call: Call) -> Decision | None:
     dims = None if x is None else dims_of(x, call.argument(2, "dim"))
     if dims is None or len(dims) != 1 or not isinstance(times, int) or times < 1:
         return None
-    if dims[0] != layout.dim:
-        return Decision(layout)
-    return Decision(layout.with_(layout.dim, repeat_each(layout.by_rank, times), layout.size * times))
+    dim, made = dims[0], layout
+    if dim == layout.dim:
+        made = layout.with_(dim, repeat_each(layout.by_rank, times), layout.size * times)
+    if "output_size" in call.kwargs:  # of the whole
+        return Decision(made, run=lambda tensors: tensors[0].repeat_interleave(times, dim))
+    return Decision(made)
