@@ -788,6 +788,31 @@ def test_an_attention_that_its_block_does_not_call_stays_whole(kind: type[nn.Mod
     assert any("`blocks.1.attention` stays whole" in text for text in problems) == (not called)
 
 
+class _PooledKeys(nn.Module):
+    """A convolution over the channels of each head (MViT), which ranks have of their own heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads, self.width = 4, HIDDEN
+        self.qkv, self.out = nn.Linear(HIDDEN, 3 * HIDDEN), nn.Linear(HIDDEN, HIDDEN)
+        self.pool = nn.Conv1d(HIDDEN // 4, HIDDEN // 4, 33, padding=16, groups=HIDDEN // 4)
+        self.up, self.down = nn.Linear(HIDDEN, 48), nn.Linear(48, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, n, _ = x.shape
+        q, k, v = self.qkv(x).reshape(b, n, 3, self.heads, -1).transpose(1, 3).unbind(2)
+        k = self.pool(k.reshape(b * self.heads, n, -1).transpose(1, 2)).transpose(1, 2).reshape(q.shape)
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(b, n, self.width))
+        return x + self.down(self.up(x).relu())
+
+
+def test_a_convolution_inside_of_a_region_does_not_prevent_it() -> None:
+    kind = Kind(_PooledKeys(), ["block"], [Call((X,), {})])
+    found = plan_block(kind, 2, least_convolution=1)
+    assert styles(found) == {"qkv": "column", "out": "row", "up": "column", "down": "row"}
+    assert "would not compute the same" in found.whole["pool"] and "pool" not in found.how
+
+
 def test_indices_that_are_drawn_lie_in_their_bounds() -> None:
     """`torch_choice` of torchvision."""
 

@@ -119,9 +119,14 @@ def _probed(
         search.regions_across_norms(block.calls[0])
     search.gather_the_rest()
     search.convolutions(convolutions)
-    outcome = search.prove(result.plan)
-    if not outcome.holds and global_sizes and not result.plan.attributes:
-        outcome = search.track(result.plan)
+    outcome = search.prove_together()
+    if not outcome.holds and (added := [name for name in convolutions if name in result.plan.layers]):
+        # one may be called on what ranks hold of a region (a pool of each head's keys)
+        others = {name: layer for name, layer in result.plan.layers.items() if name not in added}
+        result.plan = BlockPlan(others, result.plan.attributes)
+        result.how = {name: how for name, how in result.how.items() if name not in added}
+        result.whole.update(dict.fromkeys(added, "with it split, the block would not compute the same"))
+        outcome = search.prove_together()
     if not outcome.holds:
         why = f"its parts together do not compute the same ({outcome.error})"
         return _one_by_one(BlockResult(block), tp, convolutions, why)
@@ -207,6 +212,12 @@ class _Search:
             outcome = Outcome(f"`{unfelt[0]}` makes no difference to what is computed here, so nothing is proven")
         self._tried.append((plan, outcome))
         return outcome
+
+    def prove_together(self) -> Outcome:
+        """Of all that was accepted."""
+        plan = self.result.plan
+        outcome = self.prove(plan)
+        return self.track(plan) if not outcome.holds and self.global_sizes and not plan.attributes else outcome
 
     def _unfelt(self, plan: BlockPlan) -> list[str]:
         """Layers inside of regions, or of what lies around them, that run, and on which no reference depends, though by
