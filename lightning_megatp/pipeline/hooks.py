@@ -55,7 +55,9 @@ def _is_lightnings(owner: Any, name: str) -> bool:
     return getattr(getattr(owner, name), "__module__", None) in _BASES
 
 
-_OF_WEIGHTS = re.compile(r"param|weight|state_dict|restore|shadow|teacher|momentum|(\b|_)ema(\b|_)", re.IGNORECASE)
+_OF_WEIGHTS = re.compile(
+    r"(?<!h)param|weight|state_dict|restore|shadow|teacher|momentum|(\b|_)ema(\b|_)", re.IGNORECASE
+)
 """Words of such code. A hook of which this is said for nothing runs on more stages than it would have to."""
 _BASES = tuple(
     f"{namespace}.{base}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import pickle
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -21,7 +22,10 @@ def packed(values: Mapping[str, Any]) -> bytes | None:
     if not all(map(_can_be_sent, values.values())) or sum(map(_size, values.values())) > _MOST:
         return None
     file = io.BytesIO()
-    torch.save({name: _detached(value) for name, value in values.items()}, file)
+    try:
+        torch.save({name: _detached(value) for name, value in values.items()}, file)
+    except (pickle.PicklingError, AttributeError, TypeError):  # an array of objects, of a class made inside a function
+        return None
     return file.getvalue()
 
 
