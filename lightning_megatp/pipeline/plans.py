@@ -232,8 +232,9 @@ class Plans:
             did = self._mesh.exchange([] if plan is None else _deeds(plan), "pp")
             raise SliceError(
                 f"the stages planned the same batch differently{_first_difference(did)}. What a step does between"
-                " modules may not depend on the rank, on Python's or NumPy's random numbers, or on the order of a set;"
-                " nor may parameters be frozen or unfrozen in the middle of an epoch."
+                " modules may not depend on the rank, on Python's or NumPy's random numbers, on the order of a set, or"
+                " on what steps before have kept on one stage; nor may parameters be frozen or unfrozen in the middle"
+                " of an epoch."
             )
 
 
@@ -256,9 +257,13 @@ def _first_difference(did: Sequence[Sequence[tuple[str, str]]]) -> str:
         found = [
             (at, r, text) for r, own, others in missing for at, (what, text) in enumerate(own) if what not in others
         ]
-        first = [f"pp rank {r} does {text}" for at, r, text in found if at == min(found)[0]]
+        first = [(r, text) for at, r, text in found if at == min(found)[0]]
+        texts = {text for _, text in first}
+        if len(texts) < len(first):
+            return f": {texts.pop()} is given something else on pp rank {rank} than on pp rank 0"
         if first:
-            return f": {', '.join(first)}{'' if len(first) > 1 else ', another one does not, or with other numbers'}"
+            does = ", ".join(f"pp rank {r} does {text}" for r, text in first)
+            return f": {does}{'' if len(first) > 1 else ', another one does not'}"
     return ""
 
 

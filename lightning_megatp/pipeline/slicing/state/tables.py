@@ -25,8 +25,8 @@ class _Entry(NamedTuple):
 
 
 def _tensors_of(value: Any) -> list[Tensor]:
-    """A tensor, or those that a tuple holds (cosines and sines of positions)."""
-    return tensors_in(value) if isinstance(value, (Tensor, tuple)) else []
+    """A tensor, or those that a tuple or a list holds (cosines and sines of positions, anchors of several scales)."""
+    return tensors_in(value) if isinstance(value, (Tensor, tuple, list)) else []
 
 
 class Left:
