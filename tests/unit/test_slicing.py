@@ -491,7 +491,7 @@ def _keeps(module: GPT, x: Tensor, how: str) -> Tensor:
         ("collected", 1, False),
         ("table", 2, False),
         ("pair", 2, False),
-        ("in a list", 1, True),
+        ("in a list", 2, False),
         ("of the first batch", 1, True),
     ],
 )
