@@ -257,7 +257,8 @@ def _first_difference(did: Sequence[Sequence[tuple[str, str]]]) -> str:
         found = [
             (at, r, text) for r, own, others in missing for at, (what, text) in enumerate(own) if what not in others
         ]
-        first = [(r, text) for at, r, text in found if at == min(found)[0]]
+        earliest = min(found)[0] if found else 0
+        first = [(r, text) for at, r, text in found if at == earliest]
         texts = {text for _, text in first}
         if len(texts) < len(first):
             return f": {texts.pop()} is given something else on pp rank {rank} than on pp rank 0"

@@ -34,13 +34,13 @@ def operation_name(func: Callable[..., Any]) -> str:
 def unreflected(func: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """A comparison of two tensors, the same whichever of them was asked: of `a >= b` Python asks `b` by `__le__`, where
     its class is derived from that of `a`."""
-    other = _REFLECTED.get(func)
+    other = REFLECTED.get(func)
     if other is None or len(args) != 2 or not all(isinstance(x, Tensor) for x in args):
         return func, args
     return other, args[::-1]
 
 
-_REFLECTED: dict[Any, Callable[..., Any]] = {Tensor.ge: Tensor.le, Tensor.gt: Tensor.lt}
+REFLECTED: dict[Any, Callable[..., Any]] = {Tensor.ge: Tensor.le, Tensor.gt: Tensor.lt}
 
 
 def without_arguments(call: Callable[..., Any]) -> Callable[..., Any]:

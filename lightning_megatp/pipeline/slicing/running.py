@@ -48,7 +48,7 @@ from lightning_megatp.shim.torch import (
     tree_map,
 )
 from lightning_megatp.tensor.deferred import DeferredWeights
-from lightning_megatp.tensor.functions import asks_gradient, one_by_one, operation_name, unreflected
+from lightning_megatp.tensor.functions import REFLECTED, asks_gradient, one_by_one, operation_name, unreflected
 
 
 class StageMode(TorchFunctionMode):
@@ -95,7 +95,8 @@ class StageMode(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        func, args = unreflected(func, args)
+        if func in REFLECTED:
+            func, args = unreflected(func, args)
         if func in self._not_operations:
             return func(*args, **kwargs) if kwargs else func(*args)
         if functorch_is_active():

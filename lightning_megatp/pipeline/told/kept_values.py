@@ -4,6 +4,7 @@ tensors that a hook names (a perplexity, attention weights). Hooks read them the
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, TypeGuard
@@ -35,9 +36,9 @@ class KeptValues:
         own: Collection[str],
         is_named: Callable[[str], bool],
     ) -> None:
-        self._mesh, self._modules, self._is_named = mesh, modules, is_named
+        self._mesh, self._modules, self._is_named = mesh, modules, functools.cache(is_named)
         stored = {name: stored_by_forward(module) for name, module in modules.items()}
-        named = {attribute: is_named(attribute) for attribute in frozenset().union(*stored.values())}
+        named = {attribute: self._is_named(attribute) for attribute in frozenset().union(*stored.values())}
         self._named = {name: [x for x in sorted(of) if named[x]] for name, of in stored.items()}
         """Module -> the attributes that its forward sets and hooks name."""
         self._any_named = any(self._named.values())

@@ -69,14 +69,9 @@ def _detached(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.detach().clone()
     if isinstance(value, dict):
-        return _filled(value, {key: _detached(x) for key, x in value.items()})
-    return _filled(value, map(_detached, value)) if isinstance(value, CONTAINERS) else value
-
-
-def _filled(container: Any, content: Any) -> Any:
-    """One of the same class, where that is Python's own; else the nearest."""
-    kinds = (dict, *(kind for kind in CONTAINERS if kind is not dict))
-    return next(kind for kind in kinds if isinstance(container, kind))(content)
+        return {key: _detached(x) for key, x in value.items()}
+    kind: Any = next((kind for kind in CONTAINERS if isinstance(value, kind)), None)  # Python's own, not derived ones
+    return value if kind is None else kind(map(_detached, value))
 
 
 _MOST = 2**28

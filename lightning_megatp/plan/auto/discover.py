@@ -259,7 +259,7 @@ def _plan_whole_modules(plan: ParallelPlan, model: nn.Module, tp: int, kinds: Se
     stacks = {plain_name(name): kind for kind in kinds if kind.stack for name in kind.names}
     proven: dict[int, bool] = {}
     unused = {
-        plain_name(f"{name}.{inner}")
+        plain_name(f"{name}.{inner}"): kind
         for kind in kinds
         for inner in attentions_in(kind.module) - attentions_called(kind)
         for name in kind.names
@@ -279,7 +279,10 @@ def _plan_whole_modules(plan: ParallelPlan, model: nn.Module, tp: int, kinds: Se
             problems.append(str(layer).removeprefix("MegaTPStrategy: "))
             continue
         if name in unused:
-            problems.append(f"`{name}` stays whole: its block uses its weights without calling it")
+            first, *others = unused[name].names
+            if name.startswith(f"{plain_name(first)}."):  # said once for all blocks of a kind
+                more = f" (and {len(others)} more)" if others else ""
+                problems.append(f"`{name}`{more} stays whole: its block uses its weights without calling it")
             continue
         if layer.style.style == "experts" and not holds(name, layer):
             problems.append(

@@ -7,18 +7,18 @@ and later sorts them back, does the same on both.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_megatp.pipeline.loss.functions import JOINS
 from lightning_megatp.pipeline.slicing.dry_run.operations import Call
 from lightning_megatp.pipeline.slicing.plan import tensors_in
 from lightning_megatp.shim.torch import is_fake
 
-_JOINS = frozenset(["stack", "cat", "concat", "concatenate", "hstack", "vstack"])
 _Order = tuple[int, ...]
 """Which sample each row holds; empty: not known."""
 _UNKNOWN: _Order = ()
@@ -50,16 +50,17 @@ class Orders:
         if (moved := self._moved(call)) is not None:
             before = self._of[id(call.args[0])][1]
             known = before and len(moved) == self._rows
-            self._keep(made, tuple(before[i] for i in moved) if known else _UNKNOWN)
+            after = tuple(before[i] for i in moved) if known else _UNKNOWN
+            self._of.update((id(x), (x, after)) for x in made)
             return
         orders = {self._of[id(x)][1] for x in given}
         met = {self._of[id(x)][1] for x in given if self._is_table(x)}
-        together = call.name not in _JOINS or any(map(self._is_table, made))
+        together = call.name not in JOINS or any(map(self._is_table, made))
         if together and len(met) > 1 and _UNKNOWN not in orders:
             self.mixed = self.mixed or call.by
         order = orders.pop() if len(orders) == 1 else _UNKNOWN
         for x in made or given[:1]:  # `x[...] = y` returns nothing
-            self._keep([x], order if self._is_table(x) or order == self._own else _UNKNOWN)
+            self._of[id(x)] = x, order if self._is_table(x) or order == self._own else _UNKNOWN
 
     def _moved(self, call: Call) -> _Order | None:
         """The rows that an operation takes of its first argument, or brings into another order; None if it does not."""
@@ -73,9 +74,7 @@ class Orders:
         if call.name == "index_select" and given.get("dim") == 0:
             return self._rows_of(given.get("index"))
         dims = _numbers(given.get("dims"), call.args[1:] if call.name == "flip" else ())
-        if call.name == "flip" and 0 in dims:
-            return self._own[::-1]
-        if call.name == "flipud":
+        if call.name == "flipud" or (call.name == "flip" and 0 in dims):
             return self._own[::-1]
         if call.name == "roll" and (0 in dims or (x.dim() == 1 and not dims)):
             by = sum(n for n, dim in zip(_numbers(given.get("shifts")), dims or [0], strict=False) if dim == 0)
@@ -92,9 +91,6 @@ class Orders:
         if rows.dim() != 1 or rows.is_floating_point() or rows.dtype == torch.bool:
             return None
         return tuple(i % self._rows for i in rows.tolist())
-
-    def _keep(self, made: Iterable[Tensor], order: _Order) -> None:
-        self._of.update((id(x), (x, order)) for x in made)
 
     def _is_table(self, x: Tensor) -> bool:
         return self._rows > 1 and x.dim() > 0 and len(x) == self._rows
