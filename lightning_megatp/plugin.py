@@ -255,7 +255,8 @@ class ParallelismPlugin:
         regions = _regions(plan)
         for layer in plan.layers.values():
             region = None if layer.region is None else regions[layer.region]
-            self.swap(modules[layer.name], layer, context, region)
+            swapped = self.swap(modules[layer.name], layer, context, region)
+            swapped.whole_parameters = frozenset(layer.whole)
         no_fused_paths(module)
         for attribute in plan.attributes:
             setattr(modules[attribute.module], attribute.attribute, attribute.by_rank[context.rank])

@@ -36,5 +36,7 @@ class LayerPlan:
     """Its split parameters, where they are not `weight` and `bias` as its style splits them."""
     once: tuple[str, ...] = ()
     """For experts: parameters that one rank adds to what is summed."""
+    whole: tuple[str, ...] = ()
+    """Parameters that its style would split, and that stay whole, since code around it uses them otherwise."""
     global_sizes: bool = False
     """Whether code between column and row sees the sizes of the whole (a `FeatureShard`)."""

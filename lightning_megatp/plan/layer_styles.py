@@ -164,7 +164,7 @@ def split_parameters(layer: LayerPlan, module: nn.Module) -> tuple[Split, ...]:
     if layer.splits:
         return layer.splits
     weight = Split("weight", _weight_dim(layer.style, module), layer.by_rank)
-    if _SPLIT_DIM[layer.style.style] == 1 or module._parameters.get("bias") is None:
+    if _SPLIT_DIM[layer.style.style] == 1 or "bias" in layer.whole or module._parameters.get("bias") is None:
         return (weight,)  # a row's bias is whole
     return weight, Split("bias", 0, layer.by_rank)
 

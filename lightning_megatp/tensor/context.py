@@ -90,7 +90,7 @@ class TensorContext(OfOneRank):
         """Whether the code of a user's step runs, and not that of a layer, an optimizer or the strategy."""
         self.outside: dict[int, tuple[Tensor, str]] = {}
         """id(parameter) -> (parameter, the operation in which this step used it outside its layer)."""
-        self.seen: dict[int, Tensor] = {}
+        self.seen: dict[int, Any] = {}
         """id(parameter) -> what its layers hand out for it in this step."""
         self.kept_whole: set[int] = set()
         """id(parameter) of those whose gradients are completed at each use on a rank's part, since the step may use

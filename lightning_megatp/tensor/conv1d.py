@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor, nn
 
 from lightning_megatp.plan.ranges import Ranges
@@ -33,6 +35,9 @@ class _Transposed(ParallelLayer):
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x)
+
+    def linear(self, x: Any, bias: Any) -> Any:
+        return NotImplemented  # of (in, out), `F.linear` computes something else
 
     def _own(self, name: str, dim: int, by_rank: tuple[Ranges, ...] | None = None) -> Tensor:
         if name != "weight":

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -30,9 +30,10 @@ from lightning_megatp.tensor.context import Region, TensorContext
 from lightning_megatp.tensor.entry import Entry
 from lightning_megatp.tensor.features.layout import FeatureLayout
 from lightning_megatp.tensor.features.shard import FeatureShard, own_features
-from lightning_megatp.tensor.outside import LayerParameters
+from lightning_megatp.tensor.outside import LayerParameters, WholeParameter, used_whole
 from lightning_megatp.tensor.parameters import slice_whole
 from lightning_megatp.tensor.sequence import SequenceLayout, SequenceShard
+from lightning_megatp.tensor.shards import gathered
 
 L = TypeVar("L", bound="ParallelLayer")
 
@@ -65,7 +66,7 @@ class ParallelLayer(nn.Module):
         assert isinstance(layer, cls)
         layer.context, layer.by_rank, layer.label, layer.region = context, by_rank, label, region
         layer.whole_parameters = frozenset()
-        layer.__dict__["_parameters"] = LayerParameters(layer._parameters, context)
+        layer.__dict__["_parameters"] = LayerParameters(layer._parameters, context, layer)
         for name, value in options.items():
             setattr(layer, name, value)
         layer._prepare()
@@ -95,13 +96,22 @@ class ParallelLayer(nn.Module):
         """The layer's own work: meanwhile its parameters are the shards (see `tensor.outside`)."""
         if torch.compiler.is_compiling():
             return self._outside_of_compiled_code(input)
+        return self._run(self._compute, input)
+
+    def linear(self, x: Any, bias: Any) -> Any:
+        """What `F.linear(x, self.weight, bias)` is in the code of a step. NotImplemented where that needs all of the
+        weight: it is then gathered."""
+        return NotImplemented
+
+    def _run(self, compute: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """Run the layer's own work, `compute`, on what it is given."""
         context = self.context
         context.meet(self.label)
         before, context.user_code = context.user_code, False
         try:
-            return self._compute(input)
+            return compute(x)
         except RuntimeError as error:
-            if type(error) is not RuntimeError or (why := self._refused(input)) is None:
+            if type(error) is not RuntimeError or (why := self._refused(x)) is None:
                 raise
             raise RuntimeError(f"MegaTPStrategy: {why}") from error
         finally:
@@ -135,6 +145,11 @@ class ParallelLayer(nn.Module):
         if parameter is None or (name not in self.whole_parameters and not _stands_in(parameter, dim, by_rank)):
             return parameter
         return slice_whole(parameter, self.group, dim, by_rank)
+
+    def _is_own(self, bias: Any) -> bool:
+        """Whether what code gives as a bias is the layer's own, as it sees it."""
+        held = dict.get(self.__dict__["_parameters"], "bias")
+        return held is not None and (bias.parameter if isinstance(bias, WholeParameter) else bias) is held
 
     def _bring(self, x: Tensor) -> Entry:
         """A whole value, or this rank's tokens or features of one, into the tensor region."""
@@ -194,9 +209,16 @@ class ColumnParallel(ParallelLayer):
         if self.region is not None:
             self.region.columns.append(weakref.ref(self))
 
+    def linear(self, x: Any, bias: Any) -> Any:
+        own = self._is_own(bias)
+        return self._run(self._compute if own else lambda x: self._columns(x, self._part(bias)), x)
+
     def _compute(self, x: Tensor) -> Tensor:
+        return self._columns(x, self._own("bias", 0))
+
+    def _columns(self, x: Tensor, bias: Tensor | None) -> Tensor:
         entry = self.context.enter(x, self._bring, None if self.gather_output else self.region, self.training)
-        y = entry.linear(self._own("weight", 0), self._own("bias", 0))
+        y = entry.linear(self._own("weight", 0), bias)
         if self._layout is not None and self.context.size > 1:
             whole = self.context.is_dry(y)
             return self.context.exchange.gather(y, -1, self.by_rank) if whole else FeatureShard.wrap(y, self._layout)
@@ -215,6 +237,11 @@ class ColumnParallel(ParallelLayer):
             " Turn it on before training, so that the automatic plan sees it, or leave the layers around it out of the"
             " plan."
         )
+
+    def _part(self, bias: Any) -> Any:
+        """Of a bias that code has computed."""
+        whole = used_whole(gathered(bias), "linear")
+        return None if whole is None else self.context.exchange.scatter(whole, 0, self.by_rank)
 
     def _readers(self) -> Sequence[tuple[Tensor, Tensor | None]]:
         columns = [] if self.region is None else [column() for column in self.region.columns]
@@ -260,7 +287,16 @@ class RowParallel(ParallelLayer):
             x = x.whole()
         return scatter_to_region(x, self.group, self.by_rank) if x.shape[-1] == self._all_features else x
 
+    def linear(self, x: Any, bias: Any) -> Any:
+        if self._is_own(bias):
+            return self._run(self._compute, x)
+        y = self._run(lambda x: self._rows(x, None), x)
+        return y if bias is None else y + bias
+
     def _compute(self, x: Tensor) -> Tensor:
+        return self._rows(x, self.bias)
+
+    def _rows(self, x: Tensor, bias: Tensor | None) -> Tensor:
         if self.split_input or self.global_sizes or isinstance(x, FeatureShard):
             x = self._split_features(x)
         if x.shape[-1] != self._own_features:
@@ -271,7 +307,7 @@ class RowParallel(ParallelLayer):
             )
         self.context.leave()  # first of all: a checkpoint's recomputation may stop inside of F.linear
         partial = self.context.deferred.linear(x, self._own("weight", 1))
-        dim, bias = self.sequence_dim, self.bias
+        dim = self.sequence_dim
         if dim is None or partial.dim() <= dim + 1 or self.context.is_dry(partial):
             y = reduce_from_region(partial, self.group, spend=True)
             return y if bias is None else y + bias.to(y.dtype)

@@ -7,10 +7,12 @@ layer, the optimizer, state dicts). Using one gathers the parameter, differentia
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -19,34 +21,40 @@ from lightning_megatp.shim.torch import FOREACH_IN_PLACE, DisableTorchFunction, 
 from lightning_megatp.tensor.context import TensorContext
 from lightning_megatp.tensor.functions import is_in_place, one_by_one, operation_name, operation_names, sets_data
 from lightning_megatp.tensor.parameters import gather_parameter, gather_shards
-from lightning_megatp.tensor.shards import GatheredView, seal
+from lightning_megatp.tensor.shards import GatheredView, LayerWeight, is_linear_of_layer, linear_of_layer, seal
 
 
 class LayerParameters(dict[str, Any]):
-    """`nn.Module._parameters` of a parallel layer."""
+    """`nn.Module._parameters` of a parallel layer.
 
-    def __init__(self, parameters: dict[str, Any], context: TensorContext) -> None:
+    Args:
+        layer: whose `weight` may be used by `F.linear`; None of a module that only shares parameters with layers.
+    """
+
+    def __init__(self, parameters: dict[str, Any], context: TensorContext, layer: Any = None) -> None:
         super().__init__(parameters)
         self.context = context
+        self._layer = None if layer is None else weakref.ref(layer)
 
     def __getitem__(self, name: str) -> Any:
-        return self._seen(super().__getitem__(name))
+        return self._seen(name, super().__getitem__(name))
 
     def __setitem__(self, name: str, value: Any) -> None:
         """What was handed out and comes back (`torch.func.functional_call`) is the shard again."""
         super().__setitem__(name, value.parameter if isinstance(value, WholeParameter) else value)
 
     def get(self, name: str, default: Any = None) -> Any:
-        return self._seen(super().get(name, default))
+        return self._seen(name, super().get(name, default))
 
     def items(self) -> Any:
-        return {name: self._seen(x) for name, x in super().items()}.items()
+        return {name: self._seen(name, x) for name, x in super().items()}.items()
 
     def values(self) -> Any:
-        return {name: self._seen(x) for name, x in super().items()}.values()
+        return {name: self._seen(name, x) for name, x in super().items()}.values()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LayerParameters:
-        copied = LayerParameters({}, self.context)
+        layer = None if self._layer is None else self._layer()
+        copied = LayerParameters({}, self.context, None if layer is None else memo.get(id(layer), layer))
         memo[id(self)] = copied
         for name, parameter in super().items():
             twin = None if parameter is None else parameter.__deepcopy__(memo)
@@ -58,7 +66,7 @@ class LayerParameters(dict[str, Any]):
     def __reduce__(self) -> Any:
         return dict, (dict(super().items()),)
 
-    def _seen(self, parameter: Any) -> Any:
+    def _seen(self, name: str, parameter: Any) -> Any:
         if not self.context.user_code or parameter is None:
             return parameter
         spec, seen = self.context.sharded.get(id(parameter)), self.context.seen
@@ -66,10 +74,13 @@ class LayerParameters(dict[str, Any]):
             return parameter
         if id(parameter) not in seen:  # of a tied weight, both layers hand out the same object
             seen[id(parameter)] = WholeParameter.of(parameter, parameter, spec, self.context)
-        return seen[id(parameter)]
+        shown = seen[id(parameter)]
+        if name == "weight" and self._layer is not None:
+            shown.layer = self._layer
+        return shown
 
 
-class WholeParameter(torch.Tensor):
+class WholeParameter(LayerWeight):
     """A shard of a parameter that behaves as the whole parameter."""
 
     _is_param: bool
@@ -78,6 +89,8 @@ class WholeParameter(torch.Tensor):
     parameter: Tensor
     spec: ShardedTensorSpec
     context: TensorContext
+    layer: weakref.ref[Any] | None = None
+    """The one that has it as its weight, if it is one's."""
     apart: bool = False
     """Whether it is a copy, which the step may change as it likes."""
 
@@ -108,6 +121,8 @@ class WholeParameter(torch.Tensor):
             with DisableTorchFunction():
                 return func(*args, **kwargs)  # it is the layers that have used the shard: see `handle_grad`
         name = operation_name(func)
+        if is_linear_of_layer(name, args, kwargs):
+            return linear_of_layer(*args, **kwargs)
         if any(x.is_whole for x in args if isinstance(x, WholeParameter)):
             args, kwargs = tree_map(
                 lambda x: x.shard if isinstance(x, WholeParameter) and x.is_whole else x, (args, kwargs)
@@ -147,6 +162,15 @@ class WholeParameter(torch.Tensor):
             raise RuntimeError(_written(lost[0], name))
         args, kwargs = tree_map(lambda x: used_whole(x, name), (args, kwargs))
         return func(*args, **kwargs)
+
+    def linear(self, x: Any, bias: Any = None) -> Any:
+        """In place of its layer's call, if the layer can compute that with its parts; else of the gathered weight."""
+        layer = None if self.layer is None else self.layer()
+        if layer is not None and self._is_param and not (self.is_whole or isinstance(self.shard, DTensor)):
+            result = layer.linear(x, bias)
+            if result is not NotImplemented:
+                return result
+        return F.linear(x, self.shard if self.is_whole else used_whole(self, "linear"), bias)
 
     def _change(self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """An operation in place: on the shard where each element is by itself, else on the gathered parameter, of which

@@ -30,6 +30,8 @@ from lightning_megatp.tensor.shards import (
     gathered,
     is_collective,
     is_flat,
+    is_linear_of_layer,
+    linear_of_layer,
     map_arguments,
     of_whole,
     send_whole,
@@ -101,6 +103,8 @@ class SequenceShard(Shard):
     ) -> Any:
         kwargs = kwargs or {}
         name = operation_name(func)
+        if len(types) > 1 and is_linear_of_layer(name, args, kwargs):
+            return linear_of_layer(*args, **kwargs)
         if name in METADATA and not becomes_leaf(func, name, args):
             with DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)

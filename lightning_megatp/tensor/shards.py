@@ -33,6 +33,30 @@ class Shard(torch.Tensor):
         raise NotImplementedError
 
 
+class LayerWeight(torch.Tensor):
+    """The weight of a layer, as code sees it that reads the layer's attributes. Not a tensor by itself."""
+
+    def linear(self, x: Tensor, bias: Tensor | None = None) -> Any:
+        """What `F.linear` of this weight is: what the layer makes of it, which no hooks of the layer see.
+
+        Args:
+            x: (..., in_features), whole or a shard.
+            bias: (out_features), as code sees it, or None.
+        """
+        raise NotImplementedError
+
+
+def is_linear_of_layer(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether an operation is `F.linear(x, weight, ...)` with a LayerWeight, and nothing else is one but the bias."""
+    weight = args[1] if len(args) > 1 else kwargs.get("weight")
+    return name == "linear" and isinstance(weight, LayerWeight)
+
+
+def linear_of_layer(input: Any, weight: LayerWeight, bias: Tensor | None = None) -> Any:
+    """`F.linear`, by its own parameters' names."""
+    return weight.linear(input, bias)
+
+
 class GatheredView(torch.Tensor):
     """A view (a slice, a transpose) of a shard, made of its gathered copy: a plain tensor, except that a change in
     place raises, since the shard would not see it."""

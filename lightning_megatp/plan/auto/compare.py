@@ -76,6 +76,9 @@ class Reference:
             self.outputs = floating_in(whole(*own.args, **own.kwargs), (own.args, own.kwargs))
             self.left = left_on(whole)
             self.outputs += self.left.values()
+        self.functions = {name for name, child in _thin(whole) if child.is_function}
+        """Layers by whose weights it calls `F.linear`."""
+        self.other_biases = {name for name, child in _thin(whole) if child.has_other_bias}
         if not self.outputs:
             raise ValueError("it returns no floating-point numbers that could be compared")
         self.cotangents = [torch.randn_like(y) for y in self.outputs]
@@ -163,6 +166,10 @@ class Reference:
                     rank.add(full, name, grad)
             outcome.errors[f"gradient of {name}"] = _difference(full, wanted)
         outcome.error = _worst(outcome.errors)
+
+
+def _thin(module: nn.Module) -> list[tuple[str, ThinLinear]]:
+    return [(name, child) for name, child in module.named_modules() if isinstance(child, ThinLinear)]
 
 
 def _crossing(outputs: Sequence[Tensor], module: nn.Module, given: Sequence[Tensor]) -> str | None:

@@ -110,7 +110,7 @@ def _probed(
     undivided: Collection[str],
 ) -> BlockResult:
     block = result.block
-    twin, references = _thin_references(block, result)
+    twin, references = _thin_references(block, result, global_sizes)
     result.couplings = frozenset(couplings(references))
     influence = probe(block_copy(twin), block.calls[0], tp)
     search = _Search(twin, references, tp, result, global_sizes, undivided, influence.outputs)
@@ -131,8 +131,10 @@ def _probed(
         why = f"its parts together do not compute the same ({outcome.error})"
         return _one_by_one(BlockResult(block), tp, convolutions, why)
     result.errors, result.gathers = outcome.errors, outcome.gathers
-    for name in result.plan.layers:
+    for name, layer in result.plan.layers.items():
         result.whole.pop(name, None)
+        if name in search.layers and search.layers[name].has_other_bias:
+            result.plan.layers[name] = replace(layer, whole=("bias",))
     result.sequence_dim = sequence_dim(block_copy(twin), block.calls[0], result.plan.layers)
     if result.sequence_dim is not None:
         result.used_twice = used_twice(twin, block.calls[0])
@@ -160,19 +162,30 @@ def _gathered(name: str, outputs: int, tp: int) -> LayerPlan:
     return LayerPlan(name, Style(name, "column_gather"), shard_ranges(outputs, tp))
 
 
-def _thin_references(block: Block, result: BlockResult) -> tuple[nn.Module, list[Reference]]:
+def _thin_references(block: Block, result: BlockResult, functions: bool) -> tuple[nn.Module, list[Reference]]:
     """A thin copy, and what it computes. Where a block uses the weight of a linear layer otherwise than by calling it,
-    that layer stays as it is."""
+    that layer stays as it is.
+
+    Args:
+        functions: whether `F.linear` with the layer's weight may be such a call.
+    """
     twin = thin_copy(block.module, seed=0)
     try:
-        return twin, references_of(twin, block)
+        references = references_of(twin, block)
+        dense = set() if functions else set[str]().union(*(reference.functions for reference in references))
     except NotFinite as error:
-        dense = [name for name, child in error.ran.named_modules() if isinstance(child, ThinLinear) and child.touched]
+        dense = {name for name, child in error.ran.named_modules() if isinstance(child, ThinLinear) and child.touched}
         if not dense:
             raise
+    if dense:
         result.whole.update(dict.fromkeys(dense, "the block uses its weight otherwise than by calling it"))
         twin = thin_copy(block.module, seed=0, dense=dense)
-        return twin, references_of(twin, block)
+        references = references_of(twin, block)
+    for name in set[str]().union(*(reference.other_biases for reference in references)):
+        layer = twin.get_submodule(name)
+        assert isinstance(layer, ThinLinear)
+        layer.has_other_bias = True
+    return twin, references
 
 
 class _Search:

@@ -29,6 +29,7 @@ from lightning_megatp.tensor.collectives import take_ranges
 from lightning_megatp.tensor.features.layout import FeatureLayout
 from lightning_megatp.tensor.features.shard import FeatureShard, own_features
 from lightning_megatp.tensor.lineage import enters_region
+from lightning_megatp.tensor.shards import gathered
 from lightning_megatp.tensor.weight_norm import weight_of_parts
 
 
@@ -207,7 +208,8 @@ class SimulatedRank:
     def _cut(self, name: str, child: ThinLinear, layer: LayerPlan) -> None:
         ranges, style = layer.by_rank[self.rank], layer.style.style
         column = style in ("column", "column_gather")
-        for leaf in ("left", "bias") if column else ("right",):
+        leaves = ("left",) if child.has_other_bias else ("left", "bias")
+        for leaf in leaves if column else ("right",):
             parameter = child._parameters[leaf]
             if parameter is not None:
                 child._parameters[leaf] = nn.Parameter(take_ranges(parameter.detach(), 0, ranges).clone())
@@ -230,10 +232,12 @@ class _Column:
         size = max(stop for ranges in layer.by_rank for _, stop in ranges)
         self.layout = FeatureLayout(-1, layer.by_rank, size, context) if layer.global_sizes else None  # type: ignore[arg-type]
 
-    def __call__(self, linear: ThinLinear, x: Tensor) -> Tensor:
+    def __call__(self, linear: ThinLinear, x: Tensor, bias: Tensor | None) -> Tensor:
         x = x.whole("linear") if isinstance(x, FeatureShard) else x
         self.context.open = self.layer.style.style == "column" and self.layout is None
-        y = linear.compute(self.exchange.copy(x))
+        if bias is not None and (bias is not linear.bias or linear.has_other_bias):
+            bias = self.exchange.scatter(gathered(bias), 0, self.layer.by_rank)
+        y = linear.compute(self.exchange.copy(x), bias)
         if self.layout is not None:
             return FeatureShard.wrap(y, self.layout)
         if self.layer.style.style == "column_gather":
@@ -246,15 +250,15 @@ class _Row:
         self.layer, self.context, self.exchange = layer, context, context.exchange
         self.size = max(stop for ranges in layer.by_rank for _, stop in ranges)
 
-    def __call__(self, linear: ThinLinear, x: Tensor) -> Tensor:
+    def __call__(self, linear: ThinLinear, x: Tensor, bias: Tensor | None) -> Tensor:
         own = self.layer.by_rank[self.exchange.rank]
         if self.layer.style.style == "row_split" or self.layer.global_sizes:
             x = self._split(x)
         if x.shape[-1] != length(own):
             raise ValueError(f"a row layer of {length(own)} features on this rank gets {x.shape[-1]}")
         self.context.open = False
-        y = self.exchange.reduce(linear.compute(x, bias=False))
-        return y if linear.bias is None else y + linear.bias
+        y = self.exchange.reduce(linear.compute(x))
+        return y if bias is None else y + bias
 
     def _split(self, x: Tensor) -> Tensor:
         if isinstance(x, FeatureShard):

@@ -10,15 +10,18 @@ from __future__ import annotations
 import copy
 import math
 from collections import OrderedDict
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_megatp.plan.auto.blocks import Call, copied_object, is_linear, uncopied
-from lightning_megatp.shim.torch import DisableTorchFunction, tree_map
+from lightning_megatp.shim.torch import DisableTorchFunction, tree_leaves, tree_map
 from lightning_megatp.shim.transformers import is_conv1d
+from lightning_megatp.tensor.functions import operation_name
+from lightning_megatp.tensor.outside import SIZES
+from lightning_megatp.tensor.shards import METADATA, LayerWeight, is_linear_of_layer, linear_of_layer
 
 RANK = 6
 """Columns of U and V."""
@@ -28,7 +31,8 @@ _MOST_COPIED = 2**24
 
 
 class ThinLinear(nn.Linear):
-    """y = U (V^T x) + b. `weight` is there for who asks for its shape, and nan for who computes with it.
+    """y = U (V^T x) + b. `weight` is there for `F.linear` and for who asks for its shape, and nan for who computes
+    anything else with it.
 
     Parameters: `left` U (out, r), `right` V (in, r), `bias` (out) or None.
     """
@@ -43,15 +47,24 @@ class ThinLinear(nn.Linear):
     cut: bool = False
     """Whether its output is a leaf, while a probe looks at what lies between layers."""
     touched: bool = False
-    """Whether something asked for the weight."""
+    """Whether something else than `F.linear` used the weight."""
+    is_function: bool = False
+    """Whether `F.linear` was called with its weight, instead of the layer."""
+    has_other_bias: bool = False
+    """Whether its bias is used otherwise than in its calls, which were given another: one that is made of it."""
+    transposed: bool = False
+    """Whether the weight of the layer that it is made of is (in, out)."""
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
-        self.touched = True
-        return torch.full((), math.nan, dtype=torch.float64).expand(self.out_features, self.in_features)
+        return _ThinWeight.of(self)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.compute(x) if self.split is None else self.split(self, x)
+        return self.run(x, self.bias)
+
+    def run(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """Its call, with a bias that may be another."""
+        y = self.compute(x, bias) if self.split is None else self.split(self, x, bias)
         if self.cut:
             with DisableTorchFunction():  # no mode shall take it for something that the block does
                 y = y.detach().requires_grad_()
@@ -59,10 +72,10 @@ class ThinLinear(nn.Linear):
             self.record.append((x, y))
         return y.clone() if self.cut else y  # a leaf can't be changed in place
 
-    def compute(self, x: Tensor, bias: bool = True) -> Tensor:
+    def compute(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """The layer's own work, on the rows of U and V that are here."""
         y = (x @ self.right) @ self.left.T
-        return y if self.bias is None or not bias else y + self.bias
+        return y if bias is None else y + bias
 
     @torch.no_grad()
     def turn(self, signs: Tensor) -> None:
@@ -70,6 +83,50 @@ class ThinLinear(nn.Linear):
         self.left.mul_(signs[:, None])
         if self.bias is not None:
             self.bias.mul_(signs)
+
+
+_ASK = METADATA | SIZES
+"""What looks at no values."""
+
+
+class _ThinWeight(LayerWeight):
+    """(out, in), nan."""
+
+    layer: ThinLinear
+
+    @staticmethod
+    def of(layer: ThinLinear) -> _ThinWeight:
+        nan = torch.full((), math.nan, dtype=torch.float64)
+        with DisableTorchFunction():
+            weight = nan.expand(layer.out_features, layer.in_features).as_subclass(_ThinWeight)
+        weight.layer = layer
+        return weight
+
+    def linear(self, x: Any, bias: Any = None) -> Any:
+        layer = self.layer
+        layer.is_function = True
+        layer.has_other_bias |= layer.bias is not None and bias is not None and bias is not layer.bias
+        return layer.run(x, bias)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs, name = kwargs or {}, operation_name(func)
+        used = [x.layer for x in tree_leaves((args, kwargs)) if isinstance(x, _ThinWeight)]
+        if is_linear_of_layer(name, args, kwargs) and not used[0].transposed:
+            return linear_of_layer(*args, **kwargs)
+        for layer in used if name not in _ASK else ():
+            layer.touched = True
+        args, kwargs = tree_map(_plain, (args, kwargs))
+        return func(*args, **kwargs)
+
+
+def _plain(x: Any) -> Any:
+    if not isinstance(x, _ThinWeight):
+        return x
+    with DisableTorchFunction():
+        return x.as_subclass(Tensor)
 
 
 def thin_copy(block: nn.Module, seed: int, dense: Collection[str] = ()) -> nn.Module:
@@ -178,7 +235,7 @@ def _make_thin(twin: nn.Module, layer: nn.Module, generator: torch.Generator) ->
     inputs, outputs = shape if is_conv1d(layer) else shape[::-1]
     twin.__class__ = ThinLinear
     assert isinstance(twin, ThinLinear)
-    twin.in_features, twin.out_features = inputs, outputs
+    twin.in_features, twin.out_features, twin.transposed = inputs, outputs, is_conv1d(layer)
     twin._parameters.clear()
     left = torch.randn(outputs, RANK, generator=generator, dtype=torch.float64) * 1.5 / math.sqrt(RANK)
     right = torch.randn(inputs, RANK, generator=generator, dtype=torch.float64) / math.sqrt(inputs)

@@ -29,6 +29,8 @@ from lightning_megatp.tensor.shards import (
     change_whole,
     changes,
     is_collective,
+    is_linear_of_layer,
+    linear_of_layer,
     of_whole,
     send_whole,
     unsealed,
@@ -94,6 +96,8 @@ class FeatureShard(Shard):
             done, result = operation.special(func, operation.name, args, kwargs)
             if done:
                 return result
+        if len(types) > 1 and is_linear_of_layer(operation.name, args, kwargs):
+            return linear_of_layer(*args, **kwargs)
         if len(types) > 1 and any(issubclass(kind, GatheredView) for kind in types):
             args, kwargs = tree_map(unsealed, args), tree_map(unsealed, kwargs)
         if len(types) == 1 or all(kind in (cls, Tensor) or issubclass(kind, GatheredView) for kind in types):

@@ -1,0 +1,106 @@
+"""Layers whose weights a step gives to `F.linear` instead of calling them: split like others, by every layout."""
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+
+from tests.distributed.training import PLAIN, TP2, TP2_PP2, Layout, Losses, make_trainer, run_program, train_loader
+
+WIDTH, HEADS, VOCAB = 24, 6, 32
+LAYOUTS = [
+    TP2,
+    Layout(tp=2, sequence=False),
+    Layout(tp=3),
+    TP2_PP2,
+    *(Layout(tp=2, dp=2, zero=zero) for zero in (1, 2, 3)),
+]
+
+
+class _Attention(nn.Module):
+    """As in torchvision's Swin: both layers by their weights, in its second version without a bias of the keys."""
+
+    def __init__(self, own_bias: bool) -> None:
+        super().__init__()
+        self.qkv, self.proj, self.own_bias = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH), own_bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, d = x.shape
+        bias = self.qkv.bias
+        if not self.own_bias:
+            bias = bias.clone()
+            bias[d : 2 * d].zero_()
+        qkv = F.linear(x, self.qkv.weight, bias).view(b, t, 3, HEADS, d // HEADS)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(b, t, d)
+        return F.linear(input=y, weight=self.proj.weight, bias=self.proj.bias)
+
+
+class _Mlp(nn.Module):
+    """A bias of its own beside a layer that has none, and a layer's left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH, bias=False), nn.Linear(4 * WIDTH, WIDTH)
+        self.shift, self.offset = nn.Parameter(torch.zeros(4 * WIDTH)), nn.Parameter(torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(F.gelu(F.linear(x, self.up.weight, self.shift * 2)), self.down.weight, self.offset)
+
+
+class _Block(nn.Module):
+    def __init__(self, own_bias: bool) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2))
+        self.attention, self.mlp = _Attention(own_bias), _Mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norms[0](x))
+        return x + self.mlp(self.norms[1](x))
+
+
+class ByFunction(LightningModule):
+    def __init__(self, own_bias: bool) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)
+        self.blocks = nn.Sequential(*(_Block(own_bias) for _ in range(4)))
+
+    def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor:
+        x = self.blocks(self.table(batch[0]))
+        return F.cross_entropy(self.head(x).flatten(0, 1), batch[1].flatten())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+def train(layout: Layout, own_bias: bool) -> tuple[list[float], dict[str, tuple[int, ...]]]:
+    """The losses of six steps, and the shapes that a block's parameters have on this rank."""
+    torch.manual_seed(0)
+    module, losses = ByFunction(own_bias), Losses()
+    trainer = make_trainer(layout, strategy={"plan": "auto"}, max_epochs=2, callbacks=[losses])
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*is kept whole")
+        trainer.fit(module, train_loader(layout, 3))
+    held = (held for block in module.blocks for held in block.named_parameters())  # of other stages there are none
+    return losses.seen, {name: tuple(p.shape) for name, p in held if p.dim() == 2 or "qkv" in name}
+
+
+@pytest.mark.parametrize("own_bias", [True, False], ids=["own bias", "computed bias"])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_they_are_split(layout: Layout, own_bias: bool) -> None:
+    ((expected, _),) = run_program(PLAIN, train, own_bias)
+    results, part = run_program(layout, train, own_bias), WIDTH // layout.tp
+    of_batches = [sum(losses) / len(results) for losses in zip(*(losses for losses, _ in results), strict=True)]
+    assert len(of_batches) == 6 and of_batches == pytest.approx(expected, rel=1e-9), "the mean over the data ranks"
+    for _, shapes in results:
+        assert layout.zero > 1 or shapes == {
+            "attention.qkv.weight": (3 * part, WIDTH),
+            "attention.qkv.bias": (3 * (part if own_bias else WIDTH),),
+            "attention.proj.weight": (WIDTH, part),
+            "mlp.up.weight": (4 * part, WIDTH),
+            "mlp.down.weight": (WIDTH, 4 * part),
+        }
