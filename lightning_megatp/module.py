@@ -27,6 +27,7 @@ from lightning_megatp.replicas import differing
 from lightning_megatp.shim.autograd import handle_checkpoints, handle_grad, unbind_functions
 from lightning_megatp.shim.compiler import uncompiled
 from lightning_megatp.shim.torch import modules_in, tree_map
+from lightning_megatp.tensor.bare import parallel_layers
 from lightning_megatp.tensor.context import Region, TensorContext
 from lightning_megatp.tensor.layers import ParallelLayer
 from lightning_megatp.tensor.outside import WholeParameter
@@ -464,10 +465,8 @@ class ParallelModule:
         replace_data(parameter, full[id(parameter)])
         parameter.grad = grad
         self.context.kept_whole.add(id(parameter))
-        for layer in self.module.modules():
-            if isinstance(layer, ParallelLayer):
-                own = {name for name, p in layer.named_parameters(recurse=False) if p is parameter}
-                layer.whole_parameters |= own
+        for layer in parallel_layers(self.module):
+            layer.keep_whole(parameter)
 
     def name_of(self, parameter_id: int) -> str:
         """Of a parameter, by its identity, for messages."""

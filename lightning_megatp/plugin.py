@@ -29,6 +29,7 @@ from lightning_megatp.plan.styles import Style, StyleLike, as_mapping, read_plan
 from lightning_megatp.shim.torch import tree_map
 from lightning_megatp.snapshots.snapshot import random_state_kept
 from lightning_megatp.tensor.attention import ParallelAttention, no_fused_paths
+from lightning_megatp.tensor.bare import bare_layer, runs_as_step
 from lightning_megatp.tensor.context import Region, TensorContext
 from lightning_megatp.tensor.conv1d import column_kind, row_kind
 from lightning_megatp.tensor.convolution import convolution_kind
@@ -199,6 +200,8 @@ class ParallelismPlugin:
         """Turn one layer into its parallel class, in place; its parameters are cut already."""
         style = plan.style.style
         common: dict[str, Any] = {"label": plan.name, "region": region}
+        if plan.bare is not None:
+            layer = bare_layer(layer, plan.bare.weight, plan.bare.bias, context)
         splits = {split.leaf: (split.dim, split.by_rank) for split in plan.splits}
         if is_convolution(layer) or is_weight_normed(layer):
             return convolution_kind(layer).adopt(layer, context, plan.by_rank, splits=splits, **common)
@@ -255,8 +258,11 @@ class ParallelismPlugin:
         regions = _regions(plan)
         for layer in plan.layers.values():
             region = None if layer.region is None else regions[layer.region]
-            swapped = self.swap(modules[layer.name], layer, context, region)
+            swapped = self.swap(modules[layer.owner], layer, context, region)
             swapped.whole_parameters = frozenset(layer.whole)
+        for name in plan.proven:  # also in a hook, where nothing else says that the code is the step's
+            if any(layer.by_function and f"{layer.name}.".startswith(f"{name}.") for layer in plan.layers.values()):
+                runs_as_step(modules[name], context)
         no_fused_paths(module)
         for attribute in plan.attributes:
             setattr(modules[attribute.module], attribute.attribute, attribute.by_rank[context.rank])
@@ -281,7 +287,7 @@ class ParallelismPlugin:
                 not isinstance(owner, (nn.Linear, nn.Embedding))
                 and plain_name(name.rpartition(".")[0]) not in plan.layers
             ):
-                owner.__dict__["_parameters"] = LayerParameters(owner._parameters, context)
+                owner.__dict__["_parameters"] = LayerParameters(owner._parameters, context, owner)
 
     def _again(self, before: ParallelModule, mesh: ParallelMesh, sequence_parallel: bool) -> ParallelModule:
         if before.context.size != mesh.size("tp") or before.context.rank != mesh.rank("tp"):

@@ -19,6 +19,16 @@ class Split:
 
 
 @dataclass(frozen=True)
+class BareLinear:
+    """Parameters of a module that it gives to `F.linear` itself: a linear layer that is no module."""
+
+    weight: str
+    """Its name in the module that holds it: (out, in)."""
+    bias: str | None = None
+    """Likewise, (out); None where there is none, or it is used otherwise, too."""
+
+
+@dataclass(frozen=True)
 class LayerPlan:
     """One layer to swap."""
 
@@ -38,5 +48,14 @@ class LayerPlan:
     """For experts: parameters that one rank adds to what is summed."""
     whole: tuple[str, ...] = ()
     """Parameters that its style would split, and that stay whole, since code around it uses them otherwise."""
+    by_function: bool = False
+    """Whether code around it gives its weight to `F.linear`, instead of calling it."""
+    bare: BareLinear | None = None
+    """For a weight that belongs to no linear layer; the name is then that of the weight."""
     global_sizes: bool = False
     """Whether code between column and row sees the sizes of the whole (a `FeatureShard`)."""
+
+    @property
+    def owner(self) -> str:
+        """Name of the module that holds its parameters: of the layer, mostly."""
+        return self.name if self.bare is None else self.name.rpartition(".")[0]

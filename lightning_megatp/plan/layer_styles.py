@@ -11,7 +11,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from lightning_megatp.messages import with_article
 from lightning_megatp.plan.convolutions import convolution_plan, is_convolution, is_weight_normed
 from lightning_megatp.plan.experts import check_parameters, usual_parameters
-from lightning_megatp.plan.layer import LayerPlan, Split
+from lightning_megatp.plan.layer import BareLinear, LayerPlan, Split
 from lightning_megatp.plan.parallel_plan import AttributePlan, ParallelPlan
 from lightning_megatp.plan.ranges import length, shard_ranges
 from lightning_megatp.plan.styles import Style
@@ -160,13 +160,20 @@ def _weight_dim(style: Style, module: nn.Module) -> int:
 
 
 def split_parameters(layer: LayerPlan, module: nn.Module) -> tuple[Split, ...]:
-    """The split parameters of a layer; the others are whole on every rank."""
+    """The split parameters of a layer; the others are whole on every rank.
+
+    Args:
+        module: its owner.
+    """
     if layer.splits:
         return layer.splits
-    weight = Split("weight", _weight_dim(layer.style, module), layer.by_rank)
-    if _SPLIT_DIM[layer.style.style] == 1 or "bias" in layer.whole or module._parameters.get("bias") is None:
+    bare = layer.bare or BareLinear("weight", "bias")
+    dim = _SPLIT_DIM[layer.style.style] if layer.bare else _weight_dim(layer.style, module)
+    weight = Split(bare.weight, dim, layer.by_rank)
+    if _SPLIT_DIM[layer.style.style] == 1 or "bias" in layer.whole or module._parameters.get(bare.bias or "") is None:
         return (weight,)  # a row's bias is whole
-    return weight, Split("bias", 0, layer.by_rank)
+    assert bare.bias is not None
+    return weight, Split(bare.bias, 0, layer.by_rank)
 
 
 def unit_of(name: str, style: Style, modules: Mapping[str, nn.Module]) -> int:

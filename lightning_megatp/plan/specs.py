@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from lightning_megatp.plan.convolutions import is_convolution
+from lightning_megatp.plan.layer import LayerPlan
 from lightning_megatp.plan.layer_styles import split_parameters
 from lightning_megatp.plan.parallel_plan import ParallelPlan, plain_name
 from lightning_megatp.plan.shard import ShardedTensorSpec
@@ -18,7 +19,7 @@ def parameter_specs(plan: ParallelPlan, model: nn.Module) -> dict[str, ShardedTe
         names.setdefault(id(parameter), []).append(name)
     specs: dict[str, ShardedTensorSpec] = {}
     for layer in plan.layers.values():
-        raw, module = modules[layer.name]
+        raw, module = modules[layer.owner]
         for split in split_parameters(layer, module):
             parameter = module.get_parameter(split.leaf)
             spec = ShardedTensorSpec(f"{raw}.{split.leaf}", tuple(parameter.shape), split.dim, split.by_rank)
@@ -26,12 +27,14 @@ def parameter_specs(plan: ParallelPlan, model: nn.Module) -> dict[str, ShardedTe
                 if name in specs and specs[name].renamed("") != spec.renamed(""):
                     raise ValueError(_tied(name, spec.name, "split differently"))
                 specs[name] = spec.renamed(name)
-    swapped = {id(modules[name][1]): layer for name, layer in plan.layers.items()}
+    swapped: dict[int, list[LayerPlan]] = {}
+    for layer in plan.layers.values():
+        swapped.setdefault(id(modules[layer.owner][1]), []).append(layer)
     planned = {
         f"{name}.{split.leaf}"
         for name, module in model.named_modules(remove_duplicate=False)
-        if id(module) in swapped
-        for split in split_parameters(swapped[id(module)], module)
+        for layer in swapped.get(id(module), ())
+        for split in split_parameters(layer, module)
     }
     for parameter_names in names.values():
         sharded = [name for name in parameter_names if name in specs]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -66,7 +66,7 @@ class ParallelLayer(nn.Module):
         assert isinstance(layer, cls)
         layer.context, layer.by_rank, layer.label, layer.region = context, by_rank, label, region
         layer.whole_parameters = frozenset()
-        layer.__dict__["_parameters"] = LayerParameters(layer._parameters, context, layer)
+        layer.__dict__["_parameters"] = LayerParameters(layer._parameters, context, layer, is_layer=True)
         for name, value in options.items():
             setattr(layer, name, value)
         layer._prepare()
@@ -139,16 +139,27 @@ class ParallelLayer(nn.Module):
             dim: the split dim.
             by_rank: its ranges, where they are not the layer's.
         """
-        held = self._parameters
-        parameter = dict.__getitem__(held, name) if name in held else getattr(self, name)
+        parameter = self._held(name)
         by_rank = by_rank or self.by_rank
         if parameter is None or (name not in self.whole_parameters and not _stands_in(parameter, dim, by_rank)):
             return parameter
         return slice_whole(parameter, self.group, dim, by_rank)
 
+    def _held(self, name: str) -> Any:
+        """A parameter itself, whatever code sees of it; or what is computed in its place."""
+        held = self._parameters
+        return dict.__getitem__(held, name) if name in held else getattr(self, name)
+
+    def keep_whole(self, parameter: Tensor) -> None:
+        """From now on a parameter of its own is whole here."""
+        self.whole_parameters |= {name for name in self._names() if self._held(name) is parameter}
+
+    def _names(self) -> Collection[str]:
+        return self._parameters.keys()
+
     def _is_own(self, bias: Any) -> bool:
         """Whether what code gives as a bias is the layer's own, as it sees it."""
-        held = dict.get(self.__dict__["_parameters"], "bias")
+        held = self._held("bias")
         return held is not None and (bias.parameter if isinstance(bias, WholeParameter) else bias) is held
 
     def _bring(self, x: Tensor) -> Entry:
@@ -250,11 +261,10 @@ class ColumnParallel(ParallelLayer):
 
     def _plain_parameters(self) -> tuple[Tensor, Tensor | None] | None:
         """Weight and bias as this layer's call will use them; None if it will use something made of them."""
-        held = self.__dict__["_parameters"]
-        weight = dict.get(held, "weight")
+        weight = self._held("weight")
         if self.whole_parameters or not isinstance(weight, nn.Parameter):
             return None
-        return weight, dict.get(held, "bias")
+        return weight, self._held("bias")
 
 
 class RowParallel(ParallelLayer):
@@ -294,7 +304,7 @@ class RowParallel(ParallelLayer):
         return y if bias is None else y + bias
 
     def _compute(self, x: Tensor) -> Tensor:
-        return self._rows(x, self.bias)
+        return self._rows(x, self._held("bias"))
 
     def _rows(self, x: Tensor, bias: Tensor | None) -> Tensor:
         if self.split_input or self.global_sizes or isinstance(x, FeatureShard):

@@ -25,16 +25,19 @@ from lightning_megatp.tensor.shards import GatheredView, LayerWeight, is_linear_
 
 
 class LayerParameters(dict[str, Any]):
-    """`nn.Module._parameters` of a parallel layer.
+    """`nn.Module._parameters` of a parallel layer, or of another module that has split parameters.
 
     Args:
-        layer: whose `weight` may be used by `F.linear`; None of a module that only shares parameters with layers.
+        owner: the module.
+        is_layer: whether it is a parallel layer.
     """
 
-    def __init__(self, parameters: dict[str, Any], context: TensorContext, layer: Any = None) -> None:
+    def __init__(self, parameters: dict[str, Any], context: TensorContext, owner: Any, is_layer: bool = False) -> None:
         super().__init__(parameters)
         self.context = context
-        self._layer = None if layer is None else weakref.ref(layer)
+        self._owner, self._is_layer = weakref.ref(owner), is_layer
+        self.layers: dict[str, Any] = {}
+        """Weights that are no layer's own -> what computes `F.linear` with them (a `BareLayer`)."""
 
     def __getitem__(self, name: str) -> Any:
         return self._seen(name, super().__getitem__(name))
@@ -53,8 +56,9 @@ class LayerParameters(dict[str, Any]):
         return {name: self._seen(name, x) for name, x in super().items()}.values()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LayerParameters:
-        layer = None if self._layer is None else self._layer()
-        copied = LayerParameters({}, self.context, None if layer is None else memo.get(id(layer), layer))
+        owner = memo.get(id(self._owner()), self._owner())
+        copied = LayerParameters({}, self.context, owner, self._is_layer)
+        copied.layers = {name: layer.of(owner) for name, layer in self.layers.items()}
         memo[id(self)] = copied
         for name, parameter in super().items():
             twin = None if parameter is None else parameter.__deepcopy__(memo)
@@ -75,8 +79,10 @@ class LayerParameters(dict[str, Any]):
         if id(parameter) not in seen:  # of a tied weight, both layers hand out the same object
             seen[id(parameter)] = WholeParameter.of(parameter, parameter, spec, self.context)
         shown = seen[id(parameter)]
-        if name == "weight" and self._layer is not None:
-            shown.layer = self._layer
+        if name in self.layers:
+            shown.layer = weakref.ref(self.layers[name])
+        elif name == "weight" and self._is_layer:
+            shown.layer = self._owner
         return shown
 
 
@@ -90,7 +96,7 @@ class WholeParameter(LayerWeight):
     spec: ShardedTensorSpec
     context: TensorContext
     layer: weakref.ref[Any] | None = None
-    """The one that has it as its weight, if it is one's."""
+    """Whose weight it is, if the module that has it is a parallel layer, or uses it as one."""
     apart: bool = False
     """Whether it is a copy, which the step may change as it likes."""
 

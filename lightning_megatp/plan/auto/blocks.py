@@ -256,8 +256,22 @@ def _defined_in(hook: Any) -> str:
 
 
 def _weight(module: nn.Module) -> int:
-    """Linear layers in a module; nn.MultiheadAttention counts as two."""
-    return sum(2 if type(child) is nn.MultiheadAttention else is_linear(child) for child in module.modules())
+    """Linear layers in a module, with what looks like the weight of one; nn.MultiheadAttention counts as two."""
+    return sum(
+        2
+        if type(child) is nn.MultiheadAttention
+        else is_linear(child) or any("weight" in name for name in matrices(child))
+        for child in module.modules()
+    )
+
+
+def matrices(module: nn.Module) -> list[str]:
+    """The names of a module's own parameters that may be weights of `F.linear`, though it is no linear layer, and none
+    of torch's."""
+    if is_linear(module) or type(module).__module__.startswith("torch."):
+        return []
+    held = {name: p for name, p in module._parameters.items() if p is not None and p.dim() == 2}
+    return [name for name, p in held.items() if p.is_floating_point()]
 
 
 def _inner_lists(module: nn.Module) -> Iterator[nn.Module]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -150,7 +151,13 @@ def keep_whole(plan: ParallelPlan, model: nn.Module, used: Iterable[str]) -> Non
     """
     modules = {plain_name(name): child for name, child in model.named_modules()}
     ids = {id(model.get_parameter(name)) for name in used}
-    for name in [n for n in plan.layers if n in plan.how and ids & {id(p) for p in modules[n].parameters()}]:
+
+    def is_used(layer: LayerPlan) -> bool:
+        owner = modules[layer.owner]
+        held = owner.parameters() if layer.bare is None else [owner.get_parameter(layer.bare.weight)]
+        return not ids.isdisjoint(map(id, held))
+
+    for name in [name for name, layer in plan.layers.items() if name in plan.how and is_used(layer)]:
         if name in plan.layers:
             _drop_region(plan, name, "the step uses its weight beside it")
     plan.parameters = parameter_specs(plan, model)
@@ -166,8 +173,9 @@ def _keep_transformed_whole(plan: ParallelPlan, model: nn.Module, kinds: Sequenc
         names |= {block + part for block in blocks for part in parts}
     blocks = [plain_name(name) for name in find_blocks(model)]
     runs_blocks = not names.isdisjoint(blocks)
-    for name in [name for name in plan.layers if name in plan.how]:
-        if name in plan.layers and (name in names or (runs_blocks and not _inside(name, blocks))):
+    for name, layer in list(plan.layers.items()):
+        is_found = name in plan.layers and name in plan.how
+        if is_found and (layer.owner in names or (runs_blocks and not _inside(name, blocks))):
             _drop_region(plan, name, _TRANSFORMED)
 
 
@@ -186,6 +194,8 @@ def suit_stages(plan: ParallelPlan, model: nn.Module, units: Iterable[str]) -> N
         if name not in plan.layers or name not in plan.how or layer.region is None or _inside(layer.region, units):
             continue
         for cut in _drop_region(plan, name, "its region reaches over pipeline units"):
+            if cut not in modules:
+                continue  # a weight that belongs to no layer
             outputs = modules[cut].get_parameter("weight").shape[1 if is_conv1d(modules[cut]) else 0]
             if is_linear(modules[cut]) and outputs >= plan.tp:
                 _add(plan, cut, "column_gather", _even(outputs, plan.tp), "gathered: its region is cut")
@@ -237,7 +247,7 @@ def _spread(plan: ParallelPlan, result: BlockResult, model: nn.Module) -> list[s
             plan.used_twice |= {named(block, inner) for inner in result.used_twice}
             plan.token_local += [named(block, inner) for inner in result.token_local]
         for name, layer in result.plan.layers.items():
-            full = named(block, name)
+            full = named(block, name) if layer.bare is None else f"{named(block, layer.owner)}.{layer.bare.weight}"
             region = None if layer.region is None else plain_name(f"{block}.{layer.region}").rstrip(".")
             rows_dim = dim if layer.style.style == "row" else None
             found = replace(layer, name=full, region=region, style=replace(layer.style, pattern=full))
@@ -347,6 +357,10 @@ def _agree_on_ties(plan: ParallelPlan, model: nn.Module, tp: int) -> None:
         weight = child._parameters.get("weight")
         if weight is not None:
             holders.setdefault(id(weight), []).append(name)
+    held = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
+    for name, layer in list(plan.layers.items()):
+        if layer.bare is not None and held[id(modules[layer.owner]._parameters[layer.bare.weight])] > 1:
+            _drop_region(plan, name, "another module has its weight, too")
     for names in holders.values():
         split = [name for name in names if name in plan.layers]
         if not split or len(names) == 1:

@@ -12,15 +12,16 @@ from dataclasses import dataclass, field, replace
 from torch import nn
 
 from lightning_megatp.plan.auto.apart import StatisticsApart
+from lightning_megatp.plan.auto.bare import bare_linears
 from lightning_megatp.plan.auto.blocks import Block, Call, is_linear, unlooked
 from lightning_megatp.plan.auto.compare import NotFinite, Outcome, Reference
 from lightning_megatp.plan.auto.influence import Candidate, Influence, probe
 from lightning_megatp.plan.auto.references import couplings, references_of
 from lightning_megatp.plan.auto.simulate import BlockPlan
-from lightning_megatp.plan.auto.thin import ThinLinear, block_copy, thin_copy
+from lightning_megatp.plan.auto.thin import ThinLinear, block_copy, name_in_copy, thin_copy
 from lightning_megatp.plan.auto.tokens import sequence_dim, used_twice
 from lightning_megatp.plan.convolutions import convolution_plan, fits, weights
-from lightning_megatp.plan.layer import LayerPlan
+from lightning_megatp.plan.layer import BareLinear, LayerPlan
 from lightning_megatp.plan.parallel_plan import AttributePlan
 from lightning_megatp.plan.ranges import length, shard_ranges
 from lightning_megatp.plan.styles import Style
@@ -110,7 +111,8 @@ def _probed(
     undivided: Collection[str],
 ) -> BlockResult:
     block = result.block
-    twin, references = _thin_references(block, result, global_sizes)
+    bare = bare_linears(block) if global_sizes else {}
+    twin, references = _thin_references(block, result, global_sizes, bare)
     result.couplings = frozenset(couplings(references))
     influence = probe(block_copy(twin), block.calls[0], tp)
     search = _Search(twin, references, tp, result, global_sizes, undivided, influence.outputs)
@@ -133,14 +135,31 @@ def _probed(
     result.errors, result.gathers = outcome.errors, outcome.gathers
     for name, layer in result.plan.layers.items():
         result.whole.pop(name, None)
-        if name in search.layers and search.layers[name].has_other_bias:
-            result.plan.layers[name] = replace(layer, whole=("bias",))
+        if name in search.layers:
+            kept: tuple[str, ...] = ("bias",) if search.layers[name].has_other_bias else ()
+            result.plan.layers[name] = replace(layer, whole=kept, by_function=name in search.functions)
     result.sequence_dim = sequence_dim(block_copy(twin), block.calls[0], result.plan.layers)
     if result.sequence_dim is not None:
         result.used_twice = used_twice(twin, block.calls[0])
         whole = search.layers.keys() - result.plan.layers.keys() - result.used_twice
         result.token_local = sorted(n for n in whole if search.layers[n].in_features < search.layers[n].out_features)
+    for name, leaves in bare.items():
+        _name_after_weight(result, name, leaves)
     return result
+
+
+def _name_after_weight(result: BlockResult, name: str, leaves: BareLinear) -> None:
+    """Call a linear layer that is no module what its weight is called."""
+    copied = name_in_copy(name)
+    if (layer := result.plan.layers.pop(copied, None)) is not None:
+        style = replace(layer.style, pattern=name)
+        result.plan.layers[name] = replace(layer, name=name, style=style, bare=leaves)
+        result.how[name] = result.how.pop(copied)
+    if copied in result.whole:
+        result.whole[name] = result.whole.pop(copied)
+    if copied in result.used_twice:
+        result.used_twice.add(name.rpartition(".")[0])
+    result.token_local = [other for other in result.token_local if other != copied]
 
 
 def _one_by_one(result: BlockResult, tp: int, convolutions: dict[str, LayerPlan], why: str) -> BlockResult:
@@ -162,24 +181,32 @@ def _gathered(name: str, outputs: int, tp: int) -> LayerPlan:
     return LayerPlan(name, Style(name, "column_gather"), shard_ranges(outputs, tp))
 
 
-def _thin_references(block: Block, result: BlockResult, functions: bool) -> tuple[nn.Module, list[Reference]]:
+def _thin_references(
+    block: Block, result: BlockResult, functions: bool, bare: dict[str, BareLinear]
+) -> tuple[nn.Module, list[Reference]]:
     """A thin copy, and what it computes. Where a block uses the weight of a linear layer otherwise than by calling it,
     that layer stays as it is.
 
     Args:
         functions: whether `F.linear` with the layer's weight may be such a call.
+        bare: linear layers that are no modules.
     """
-    twin = thin_copy(block.module, seed=0)
     try:
+        twin = thin_copy(block.module, seed=0, bare=bare)
         references = references_of(twin, block)
         dense = set() if functions else set[str]().union(*(reference.functions for reference in references))
     except NotFinite as error:
         dense = {name for name, child in error.ran.named_modules() if isinstance(child, ThinLinear) and child.touched}
         if not dense:
             raise
+    except Exception:  # a module's code may look for its parameters anywhere
+        if not bare:
+            raise
+        bare.clear()
+        return _thin_references(block, result, functions, bare)
     if dense:
         result.whole.update(dict.fromkeys(dense, "the block uses its weight otherwise than by calling it"))
-        twin = thin_copy(block.module, seed=0, dense=dense)
+        twin = thin_copy(block.module, seed=0, dense=dense, bare=bare)
         references = references_of(twin, block)
     for name in set[str]().union(*(reference.other_biases for reference in references)):
         layer = twin.get_submodule(name)
@@ -204,6 +231,8 @@ class _Search:
         self.layers = {name: child for name, child in twin.named_modules() if isinstance(child, ThinLinear)}
         self.called_on = {name: outputs[name] // layer.out_features for name, layer in self.layers.items()}
         """How many tokens or samples each layer is called on."""
+        self.functions = set[str]().union(*(reference.functions for reference in references))
+        """Layers that the block does not call, by whose weights it calls `F.linear`."""
         self._tried: deque[tuple[BlockPlan, Outcome]] = deque(maxlen=3)
         """The plans that were tried last, and what came of them."""
 
@@ -300,14 +329,8 @@ class _Search:
         if row.in_features * _NARROW <= row.out_features:
             self.result.whole.update(dict.fromkeys(plan.layers, "it is too narrow for a collective of its own"))
             return False
-        first = self.prove(plan)
-        if first.holds and not self._couples(plan, first):
-            return self.accept(plan, "as it is")
-        for attributes in () if first.misplaced or first.holds else self._attributes(candidate):
-            divided = BlockPlan(plan.layers, list(attributes))
-            if (found := self.prove(divided)).holds and not self._couples(plan, found):
-                names = ", ".join(attribute.name for attribute in attributes)
-                return self.accept(divided, f"with {names} divided")
+        if self._with_own_sizes(candidate, plan):
+            return True
         tracked = _tracked(plan)
         last = self.prove(tracked)
         gathers = ", ".join(last.gathers)
@@ -320,6 +343,21 @@ class _Search:
         else:
             return self.accept(tracked, "with global sizes" + (f", gathered for {gathers}" if gathers else ""))
         self.result.whole.update(dict.fromkeys(plan.layers, why))
+        return False
+
+    def _with_own_sizes(self, candidate: Candidate, plan: BlockPlan) -> bool:
+        """Try a region whose code sees the sizes of this rank's part. Not one with layers that are not called: of such
+        a weight, should a step keep it whole, nobody would take the part that fits."""
+        if self.functions.intersection(plan.layers):
+            return False
+        first = self.prove(plan)
+        if first.holds and not self._couples(plan, first):
+            return self.accept(plan, "as it is")
+        for attributes in () if first.misplaced or first.holds else self._attributes(candidate):
+            divided = BlockPlan(plan.layers, list(attributes))
+            if (found := self.prove(divided)).holds and not self._couples(plan, found):
+                names = ", ".join(attribute.name for attribute in attributes)
+                return self.accept(divided, f"with {names} divided")
         return False
 
     def _one_by_one(self, names: Collection[str]) -> BlockPlan:

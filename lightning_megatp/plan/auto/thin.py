@@ -10,13 +10,14 @@ from __future__ import annotations
 import copy
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_megatp.plan.auto.blocks import Call, copied_object, is_linear, uncopied
+from lightning_megatp.plan.layer import BareLinear
 from lightning_megatp.shim.torch import DisableTorchFunction, tree_leaves, tree_map
 from lightning_megatp.shim.transformers import is_conv1d
 from lightning_megatp.tensor.functions import operation_name
@@ -85,8 +86,8 @@ class ThinLinear(nn.Linear):
             self.bias.mul_(signs)
 
 
-_ASK = METADATA | SIZES
-"""What looks at no values."""
+NO_VALUES = METADATA | SIZES
+"""Operations that look at no values."""
 
 
 class _ThinWeight(LayerWeight):
@@ -116,7 +117,7 @@ class _ThinWeight(LayerWeight):
         used = [x.layer for x in tree_leaves((args, kwargs)) if isinstance(x, _ThinWeight)]
         if is_linear_of_layer(name, args, kwargs) and not used[0].transposed:
             return linear_of_layer(*args, **kwargs)
-        for layer in used if name not in _ASK else ():
+        for layer in used if name not in NO_VALUES else ():
             layer.touched = True
         args, kwargs = tree_map(_plain, (args, kwargs))
         return func(*args, **kwargs)
@@ -129,11 +130,20 @@ def _plain(x: Any) -> Any:
         return x.as_subclass(Tensor)
 
 
-def thin_copy(block: nn.Module, seed: int, dense: Collection[str] = ()) -> nn.Module:
+def name_in_copy(weight: str) -> str:
+    """Of a thin layer in the place of a weight, whose name its owner's code goes on using."""
+    return f"{weight}()"
+
+
+def thin_copy(
+    block: nn.Module, seed: int, dense: Collection[str] = (), bare: Mapping[str, BareLinear] | None = None
+) -> nn.Module:
     """A thin copy of a block, on the CPU, in training mode.
 
     Args:
         dense: linear layers that keep a weight, since the block uses it otherwise than by calling them.
+        bare: linear layers that are no modules, by the names of their weights. In the copy they are, under
+            `name_in_copy`.
 
     Raises:
         Exception: whatever deepcopy raises for a block that can't be copied.
@@ -144,9 +154,21 @@ def thin_copy(block: nn.Module, seed: int, dense: Collection[str] = ()) -> nn.Mo
         id(child.weight): nn.Parameter(torch.empty(0), requires_grad=False) for child in linears.values()
     }
     memo |= uncopied(block)
+    bare = {name: leaves for name, leaves in (bare or {}).items() if name not in dense}
+    memo |= {id(weight): nn.Parameter(weight.new_empty(0)) for weight in map(block.get_parameter, bare)}
     twin = copy.deepcopy(block, memo)
     for name, child in linears.items():
-        _make_thin(twin.get_submodule(name), child, generator)
+        weight = child.get_parameter("weight")
+        shape = tuple(weight.shape)
+        inputs, outputs = shape if is_conv1d(child) else shape[::-1]
+        layer = twin.get_submodule(name)
+        layer.__class__ = ThinLinear
+        layer._parameters.clear()
+        _make_thin(layer, inputs, outputs, child.bias is not None, generator)
+        layer.transposed = is_conv1d(child)  # type: ignore[assignment]
+    for name, leaves in bare.items():
+        outputs, inputs = block.get_parameter(name).shape
+        _hide(twin.get_submodule(name.rpartition(".")[0]), leaves, inputs, outputs, generator)
     for child in twin.modules():
         for key, parameter in child._parameters.items():
             if parameter is not None and not isinstance(child, ThinLinear):
@@ -230,16 +252,27 @@ def concrete(x: Tensor, generator: torch.Generator) -> Tensor:
     return torch.arange(x.shape[-1] if x.dim() else 1, dtype=x.dtype).expand(x.shape).contiguous()
 
 
-def _make_thin(twin: nn.Module, layer: nn.Module, generator: torch.Generator) -> None:
-    shape = tuple(layer.get_parameter("weight").shape)
-    inputs, outputs = shape if is_conv1d(layer) else shape[::-1]
-    twin.__class__ = ThinLinear
-    assert isinstance(twin, ThinLinear)
-    twin.in_features, twin.out_features, twin.transposed = inputs, outputs, is_conv1d(layer)
-    twin._parameters.clear()
+def _hide(owner: nn.Module, leaves: BareLinear, inputs: int, outputs: int, generator: torch.Generator) -> None:
+    """Put a thin layer in the place of a module's own parameters, which the module's code still finds there."""
+    layer = ThinLinear.__new__(ThinLinear)
+    nn.Module.__init__(layer)
+    _make_thin(layer, inputs, outputs, leaves.bias is not None, generator)
+    name = name_in_copy(leaves.weight)
+    shown = {leaves.weight: property(lambda self: self._modules[name].weight)}
+    if leaves.bias is not None:
+        shown[leaves.bias] = property(lambda self: self._modules[name].bias)
+    for leaf in shown:
+        del owner._parameters[leaf]
+    owner._modules[name] = layer
+    kind = type(owner)
+    owner.__class__ = type(kind.__name__, (kind,), {"__module__": kind.__module__, **shown})
+
+
+def _make_thin(twin: Any, inputs: int, outputs: int, has_bias: bool, generator: torch.Generator) -> None:
+    twin.in_features, twin.out_features = inputs, outputs
     left = torch.randn(outputs, RANK, generator=generator, dtype=torch.float64) * 1.5 / math.sqrt(RANK)
     right = torch.randn(inputs, RANK, generator=generator, dtype=torch.float64) / math.sqrt(inputs)
-    bias = None if layer.bias is None else torch.randn(outputs, generator=generator, dtype=torch.float64) * 0.2
+    bias = torch.randn(outputs, generator=generator, dtype=torch.float64) * 0.2 if has_bias else None
     for name, value in (("left", left), ("right", right), ("bias", bias)):
         twin.register_parameter(name, None if value is None else nn.Parameter(value))
 

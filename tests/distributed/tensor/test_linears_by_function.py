@@ -1,4 +1,5 @@
-"""Layers whose weights a step gives to `F.linear` instead of calling them: split like others, by every layout."""
+"""Layers whose weights a step gives to `F.linear` instead of calling them, and weights that belong to no layer: split
+like others, by every layout."""
 
 import warnings
 from typing import Any
@@ -12,6 +13,26 @@ from torch import Tensor, nn
 from tests.distributed.training import PLAIN, TP2, TP2_PP2, Layout, Losses, make_trainer, run_program, train_loader
 
 WIDTH, HEADS, VOCAB = 24, 6, 32
+SHAPES: dict[str, dict[str, tuple[tuple[int, ...], int | None]]] = {
+    "own bias": {
+        "attention.qkv.weight": ((3 * WIDTH, WIDTH), 0),
+        "attention.qkv.bias": ((3 * WIDTH,), 0),
+        "attention.proj.weight": ((WIDTH, WIDTH), 1),
+        "mlp.up.weight": ((4 * WIDTH, WIDTH), 0),
+        "mlp.down.weight": ((WIDTH, 4 * WIDTH), 1),
+    },
+    "computed bias": {"attention.qkv.weight": ((3 * WIDTH, WIDTH), 0), "attention.qkv.bias": ((3 * WIDTH,), None)},
+    "bare": {
+        "attention.in_proj_weight": ((3 * WIDTH, WIDTH), 0),
+        "attention.in_proj_bias": ((3 * WIDTH,), 0),
+        "mlp.0.weight": ((4 * WIDTH, WIDTH), 0),
+        "mlp.0.bias": ((4 * WIDTH,), 0),
+        "mlp.0.b.weight": ((4 * WIDTH, 4), 0),
+        "mlp.2.weight": ((WIDTH, 4 * WIDTH), 1),
+        "mlp.2.bias": ((WIDTH,), None),
+    },
+}
+"""Of a block's parameters the shape, and along which dim it is split."""
 LAYOUTS = [
     TP2,
     Layout(tp=2, sequence=False),
@@ -52,11 +73,43 @@ class _Mlp(nn.Module):
         return F.linear(F.gelu(F.linear(x, self.up.weight, self.shift * 2)), self.down.weight, self.offset)
 
 
+class _Packed(nn.Module):
+    """As in open_clip, and in torch's own: the module's own parameters are the first layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.in_proj_weight = nn.Parameter(torch.randn(3 * WIDTH, WIDTH) / WIDTH**0.5)
+        self.in_proj_bias = nn.Parameter(torch.zeros(3 * WIDTH))
+        self.out_proj = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        projected = F.linear(x, self.in_proj_weight, self.in_proj_bias).chunk(3, dim=-1)
+        q, k, v = (y.unflatten(-1, (HEADS, -1)).transpose(1, 2) for y in projected)
+        return self.out_proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+class _Adapted(nn.Module):
+    """As torchtune's LoRALinear: a frozen weight that belongs to no layer, beside two layers."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(outputs, inputs) / inputs**0.5, requires_grad=False)
+        self.bias = nn.Parameter(torch.zeros(outputs))
+        self.a, self.b = nn.Linear(inputs, 4, bias=False), nn.Linear(4, outputs, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias) + self.b(self.a(x))
+
+
 class _Block(nn.Module):
-    def __init__(self, own_bias: bool) -> None:
+    def __init__(self, body: str) -> None:
         super().__init__()
         self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2))
-        self.attention, self.mlp = _Attention(own_bias), _Mlp()
+        if body == "bare":
+            self.attention: nn.Module = _Packed()
+            self.mlp: nn.Module = nn.Sequential(_Adapted(WIDTH, 4 * WIDTH), nn.GELU(), _Adapted(4 * WIDTH, WIDTH))
+        else:
+            self.attention, self.mlp = _Attention(body == "own bias"), _Mlp()
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.norms[0](x))
@@ -64,10 +117,10 @@ class _Block(nn.Module):
 
 
 class ByFunction(LightningModule):
-    def __init__(self, own_bias: bool) -> None:
+    def __init__(self, body: str) -> None:
         super().__init__()
         self.table, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)
-        self.blocks = nn.Sequential(*(_Block(own_bias) for _ in range(4)))
+        self.blocks = nn.Sequential(*(_Block(body) for _ in range(4)))
 
     def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor:
         x = self.blocks(self.table(batch[0]))
@@ -77,30 +130,28 @@ class ByFunction(LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=0.01)
 
 
-def train(layout: Layout, own_bias: bool) -> tuple[list[float], dict[str, tuple[int, ...]]]:
+def train(layout: Layout, body: str) -> tuple[list[float], dict[str, tuple[int, ...]]]:
     """The losses of six steps, and the shapes that a block's parameters have on this rank."""
     torch.manual_seed(0)
-    module, losses = ByFunction(own_bias), Losses()
+    module, losses = ByFunction(body), Losses()
     trainer = make_trainer(layout, strategy={"plan": "auto"}, max_epochs=2, callbacks=[losses])
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*is kept whole")
         trainer.fit(module, train_loader(layout, 3))
     held = (held for block in module.blocks for held in block.named_parameters())  # of other stages there are none
-    return losses.seen, {name: tuple(p.shape) for name, p in held if p.dim() == 2 or "qkv" in name}
+    return losses.seen, {name: tuple(p.shape) for name, p in held if name in SHAPES[body]}
 
 
-@pytest.mark.parametrize("own_bias", [True, False], ids=["own bias", "computed bias"])
+@pytest.mark.parametrize("body", SHAPES)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_they_are_split(layout: Layout, own_bias: bool) -> None:
-    ((expected, _),) = run_program(PLAIN, train, own_bias)
-    results, part = run_program(layout, train, own_bias), WIDTH // layout.tp
+def test_they_are_split(layout: Layout, body: str) -> None:
+    ((expected, _),) = run_program(PLAIN, train, body)
+    results = run_program(layout, train, body)
     of_batches = [sum(losses) / len(results) for losses in zip(*(losses for losses, _ in results), strict=True)]
     assert len(of_batches) == 6 and of_batches == pytest.approx(expected, rel=1e-9), "the mean over the data ranks"
     for _, shapes in results:
-        assert layout.zero > 1 or shapes == {
-            "attention.qkv.weight": (3 * part, WIDTH),
-            "attention.qkv.bias": (3 * (part if own_bias else WIDTH),),
-            "attention.proj.weight": (WIDTH, part),
-            "mlp.up.weight": (4 * part, WIDTH),
-            "mlp.down.weight": (WIDTH, 4 * part),
+        own = {
+            name: tuple(n // layout.tp if at == dim else n for at, n in enumerate(shape))
+            for name, (shape, dim) in SHAPES[body].items()
         }
+        assert layout.zero > 1 or shapes == own

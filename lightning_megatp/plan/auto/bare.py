@@ -1,0 +1,93 @@
+"""Parameters of a block's modules that its code gives to `F.linear` itself: linear layers that are no modules."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from lightning_megatp.plan.auto.blocks import Block, matrices
+from lightning_megatp.plan.auto.exact import exact
+from lightning_megatp.plan.auto.thin import NO_VALUES, concrete_call, thin_copy
+from lightning_megatp.plan.layer import BareLinear
+from lightning_megatp.shim.torch import tree_leaves
+from lightning_megatp.tensor.functions import operation_name
+
+
+def bare_linears(block: Block) -> dict[str, BareLinear]:
+    """Those of a block, by the names of their weights; none where it can't be run."""
+    names = _matrices(block.module)
+    if not names or not block.calls:
+        return {}
+    try:
+        twin = thin_copy(block.module, seed=0)
+        uses = _Uses({id(twin.get_parameter(name)): name for name in (*names, *_vectors(twin))})
+        call = concrete_call(block.calls[0], 0)
+        with exact(), torch.no_grad(), uses:
+            twin(*call.args, **call.kwargs)
+    except Exception:  # it may be any code
+        return {}
+    found = {}
+    for name in names:
+        if name in uses.biases and name not in uses.otherwise:
+            biases = uses.biases[name]
+            found[name] = BareLinear(name.rpartition(".")[2], _own_bias(name, biases, uses))
+    return found
+
+
+def _own_bias(weight: str, biases: set[str | None], uses: _Uses) -> str | None:
+    """The one that belongs to a weight: of the same module, and used by nothing else."""
+    (bias, *others) = biases
+    if others or bias is None or bias in uses.otherwise or bias.rpartition(".")[0] != weight.rpartition(".")[0]:
+        return None
+    others_biases = (used for name, used in uses.biases.items() if name != weight)
+    return None if any(bias in used for used in others_biases) else bias.rpartition(".")[2]
+
+
+def _matrices(module: nn.Module) -> list[str]:
+    """The names of the matrices that belong to no layer of torch's, each of one module only."""
+    held = Counter(id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False))
+    found = [f"{name}.{leaf}".lstrip(".") for name, child in module.named_modules() for leaf in matrices(child)]
+    return [name for name in found if held[id(module.get_parameter(name))] == 1]
+
+
+def _vectors(module: nn.Module) -> list[str]:
+    return [name for name, parameter in module.named_parameters() if parameter.dim() == 1]
+
+
+class _Uses(TorchFunctionMode):
+    """What a block does with parameters.
+
+    Args:
+        names: id of a parameter -> its name.
+    """
+
+    def __init__(self, names: dict[int, str]) -> None:
+        super().__init__()
+        self._names = names
+        self.biases: dict[str, set[str | None]] = {}
+        """Weight of an `F.linear` -> the biases that come with it, None for anything but a parameter."""
+        self.otherwise: set[str] = set()
+        """What something else used."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs, name = kwargs or {}, operation_name(func)
+        if name == "linear":
+            self._linear(*args, **kwargs)
+        elif name not in NO_VALUES:
+            self.otherwise.update(self._names[id(x)] for x in tree_leaves((args, kwargs)) if id(x) in self._names)
+        return func(*args, **kwargs)
+
+    def _linear(self, input: Any, weight: Any, bias: Any = None) -> None:
+        if id(input) in self._names:
+            self.otherwise.add(self._names[id(input)])
+        if id(weight) in self._names:
+            self.biases.setdefault(self._names[id(weight)], set()).add(self._names.get(id(bias)))
+        elif id(bias) in self._names:
+            self.otherwise.add(self._names[id(bias)])
