@@ -1,6 +1,7 @@
 """Layers whose weights a step gives to `F.linear` instead of calling them, and weights that belong to no layer: split
 like others, by every layout."""
 
+import copy
 import warnings
 from typing import Any
 
@@ -155,3 +156,40 @@ def test_they_are_split(layout: Layout, body: str) -> None:
             for name, (shape, dim) in SHAPES[body].items()
         }
         assert layout.zero > 1 or shapes == own
+
+
+class Watched(ByFunction):
+    """Which draws samples in a hook, has a copy of its blocks, and penalises weights."""
+
+    def __init__(self, body: str, penalty: bool) -> None:
+        super().__init__(body)
+        self.penalty, self.seen = penalty, list[float]()
+
+    def on_fit_start(self) -> None:
+        self.teacher = [copy.deepcopy(self.blocks)]  # no module of this one
+
+    def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor:
+        loss = super().training_step(batch, index)
+        loss = loss + 0.1 * self.teacher[0](self.table(batch[0])).square().mean()
+        if self.penalty:
+            loss = loss + 0.01 * sum(p.square().sum() for p in self.blocks[0].parameters())
+        return loss
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        with torch.no_grad():
+            self.seen.append(float(self.blocks(self.table(torch.arange(6).view(1, 6))).square().mean()))
+
+
+def train_watched(layout: Layout, body: str, penalty: bool) -> list[float]:
+    torch.manual_seed(0)
+    module, losses = Watched(body, penalty), Losses()
+    make_trainer(layout, strategy={"plan": "auto"}, callbacks=[losses]).fit(module, train_loader(layout, 3))
+    return [*losses.seen, *module.seen]
+
+
+@pytest.mark.parametrize("penalty", [False, True], ids=["", "penalty"])
+@pytest.mark.parametrize("body", SHAPES)
+def test_hooks_copies_and_penalties_see_whole_weights(body: str, penalty: bool) -> None:
+    (expected,) = run_program(PLAIN, train_watched, body, penalty)
+    for seen in run_program(TP2, train_watched, body, penalty):
+        assert len(seen) == 6 and seen == pytest.approx(expected, rel=1e-9)
