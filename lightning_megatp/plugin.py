@@ -76,6 +76,7 @@ class ParallelismPlugin:
         example: Example | None = None,
         building: Building | None = None,
         waiting: Collection[int] = (),
+        divided: bool = False,
     ) -> ParallelModule:
         """Give every rank rank 0's values, then swap the planned layers, in place.
 
@@ -86,6 +87,7 @@ class ParallelismPlugin:
             example: calls of the user's step on one batch; asked for if the plan leaves layers to `auto`.
             building: knows the parameters that have no values yet; they are cut now, and made later.
             waiting: ids of parameters that go back to the host's memory, once they are cut.
+            divided: whether zero > 0 will divide what is left of them.
 
         Raises:
             ValueError: the plan does not fit the model (see `plan.resolve.resolve`).
@@ -98,7 +100,8 @@ class ParallelismPlugin:
             return self._again(before, mesh, sequence_parallel)
         plan = self.resolve(module, mesh.size("tp"), sequence_parallel)
         if plan.open and mesh.size("tp") > 1:
-            plan = self._fitting_the_step(module, plan, sequence_parallel, example)
+            apart = mesh.size("pp") > 1 or divided  # a weight may not be where a head is that is no layer
+            plan = self._fitting_the_step(module, plan, sequence_parallel, example, apart)
             if mesh.size("pp") > 1 and not plan.compiled:
                 suit_stages(plan, module, find_units(module))
             gc.collect()  # a graph that lived on would remember the shapes of parameters before they are split
@@ -173,10 +176,13 @@ class ParallelismPlugin:
         return plan
 
     def _fitting_the_step(
-        self, module: nn.Module, plan: ParallelPlan, sequence_parallel: bool, example: Example | None
+        self, module: nn.Module, plan: ParallelPlan, sequence_parallel: bool, example: Example | None, apart: bool
     ) -> ParallelPlan:
         """Plan what is left to `auto`, and again without what the step's code outside of blocks would notice: weights
         that it uses beside their layers, numbers of heads that it counts.
+
+        Args:
+            apart: whether a table of embeddings can't be split where it is also an output layer's weight.
 
         Communication: see `discover`, and one broadcast of names; twice if numbers are read.
         """
@@ -193,7 +199,7 @@ class ParallelismPlugin:
             plan = self.resolve(module, plan.tp, sequence_parallel)
             plan.read_outside = set(found[1])
             plan = self.discover(module, plan, example)
-        keep_whole(plan, module, found[0])
+        keep_whole(plan, module, found[0] if apart else [name for name in found[0] if name not in plan.heads])
         return plan
 
     def swap(self, layer: nn.Module, plan: LayerPlan, context: TensorContext, region: Region | None) -> ParallelLayer:

@@ -402,7 +402,7 @@ class MegaTPStrategyBase(StepMethods, GradientMethods, BuildingMethods, WorldMet
             self._hold_back(module)
         parallel: ParallelModule = self.parallelism.parallelize(
             module, mesh, self.root_device, self.sequence_parallel, example=example, building=building,
-            waiting=self._waiting,
+            waiting=self._waiting, divided=self.zero.level > 0,
         )  # fmt: skip
         self.parallel = parallel
         self.model_to_device()

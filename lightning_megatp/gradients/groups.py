@@ -19,7 +19,8 @@ from lightning_megatp.module import ParallelModule
 from lightning_megatp.pipeline.pipeline import Pipeline
 from lightning_megatp.shim.torch import is_fake, tree_map
 from lightning_megatp.tensor.functions import couples, is_in_place, multiplies, operation_name, operation_names
-from lightning_megatp.tensor.outside import SIZES, size_of
+from lightning_megatp.tensor.outside import size_of
+from lightning_megatp.tensor.shards import SIZES
 
 
 class Groups:

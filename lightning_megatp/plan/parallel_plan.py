@@ -48,6 +48,8 @@ class ParallelPlan:
     """Names of numbers that the step reads outside of blocks, too, so that `auto` does not divide them."""
     transformed: set[str] = field(default_factory=set)
     """Names of modules that the step calls under torch.func, of which `auto` splits none."""
+    heads: set[str] = field(default_factory=set)
+    """Names of the weights of embeddings that the step also uses as those of an output layer, and for nothing else."""
     compiled: bool = False
     """Whether the model has compiled modules, which can't take shards that report whole sizes."""
     how: dict[str, str] = field(default_factory=dict)

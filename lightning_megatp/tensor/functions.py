@@ -110,6 +110,12 @@ def done_by_user(operation: str) -> Done:
     return operation, frame.f_code.co_filename, frame.f_lineno
 
 
+def called_by_this_package() -> bool:
+    """Asked by a `__torch_function__`: whether the operation's caller is this package, which keeps what a step may
+    change, and not the step."""
+    return str(sys._getframe(2).f_globals.get("__name__", "")).startswith(_THIS_PACKAGE)
+
+
 def check_caller(func: Callable[..., Any]) -> None:
     """Called first of all by a `__torch_function__` that looks at a user's operations. A function copied from torch
     under another name hands over to torch's own where somebody looks, and only there.

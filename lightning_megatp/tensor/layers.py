@@ -162,6 +162,11 @@ class ParallelLayer(nn.Module):
         held = self._held("bias")
         return held is not None and (bias.parameter if isinstance(bias, WholeParameter) else bias) is held
 
+    def _part(self, bias: Any) -> Any:
+        """Of a bias that code has computed."""
+        whole = used_whole(gathered(bias), "linear")
+        return None if whole is None else self.context.exchange.scatter(whole, 0, self.by_rank)
+
     def _bring(self, x: Tensor) -> Entry:
         """A whole value, or this rank's tokens or features of one, into the tensor region."""
         x = x.whole("linear") if isinstance(x, FeatureShard) else x
@@ -248,11 +253,6 @@ class ColumnParallel(ParallelLayer):
             " Turn it on before training, so that the automatic plan sees it, or leave the layers around it out of the"
             " plan."
         )
-
-    def _part(self, bias: Any) -> Any:
-        """Of a bias that code has computed."""
-        whole = used_whole(gathered(bias), "linear")
-        return None if whole is None else self.context.exchange.scatter(whole, 0, self.by_rank)
 
     def _readers(self) -> Sequence[tuple[Tensor, Tensor | None]]:
         columns = [] if self.region is None else [column() for column in self.region.columns]
@@ -347,6 +347,18 @@ class VocabParallelEmbedding(ParallelLayer, nn.Embedding):
         self.rows = stop - self.first
         padding = self.padding_idx
         self.local_padding = padding - self.first if padding is not None and self.first <= padding < stop else None
+        self._scores = FeatureLayout(-1, self.by_rank, self.num_embeddings, self.context)
+
+    def linear(self, x: Any, bias: Any) -> Any:
+        """Scores of all rows (..., rows), a FeatureShard of this rank's, as of a `lazy` column layer. Not with pipeline
+        stages, which send whole values."""
+        if self.context.pipelined:
+            return NotImplemented
+        self.context.feature_shards = True
+        return FeatureShard.wrap(self._run(lambda x: self._score(x, self._part(bias)), x), self._scores)
+
+    def _score(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        return self.context.enter(x, self._bring, None, self.training).linear(self._own("weight", 0), bias)
 
     def _compute(self, x: Tensor) -> Tensor:
         rows = self.rows

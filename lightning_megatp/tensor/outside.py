@@ -21,7 +21,17 @@ from lightning_megatp.shim.torch import FOREACH_IN_PLACE, DisableTorchFunction, 
 from lightning_megatp.tensor.context import TensorContext
 from lightning_megatp.tensor.functions import is_in_place, one_by_one, operation_name, operation_names, sets_data
 from lightning_megatp.tensor.parameters import gather_parameter, gather_shards
-from lightning_megatp.tensor.shards import GatheredView, LayerWeight, is_linear_of_layer, linear_of_layer, seal
+from lightning_megatp.tensor.shards import (
+    SIZES,
+    GatheredView,
+    LayerWeight,
+    TransposedWeight,
+    changes_nothing,
+    is_linear_of_layer,
+    linear_of_layer,
+    seal,
+    transposes,
+)
 
 
 class LayerParameters(dict[str, Any]):
@@ -129,12 +139,16 @@ class WholeParameter(LayerWeight):
         name = operation_name(func)
         if is_linear_of_layer(name, args, kwargs):
             return linear_of_layer(*args, **kwargs)
+        first = args[0] if args and isinstance(args[0], WholeParameter) else None
+        if first is not None and first._computes and transposes(name, *args[1:], **kwargs):
+            return TransposedWeight.transposed(first)
+        if first is not None and first._computes and changes_nothing(func, name, first.shard, *args[1:], **kwargs):
+            return first
         if any(x.is_whole for x in args if isinstance(x, WholeParameter)):
             args, kwargs = tree_map(
                 lambda x: x.shard if isinstance(x, WholeParameter) and x.is_whole else x, (args, kwargs)
             )
             return func(*args, **kwargs)
-        first = args[0] if args and isinstance(args[0], WholeParameter) else None
         if first is not None and name in _METADATA:
             return func(first.shard, *args[1:], **kwargs)
         if first is not None and name in SIZES:
@@ -171,12 +185,18 @@ class WholeParameter(LayerWeight):
 
     def linear(self, x: Any, bias: Any = None) -> Any:
         """In place of its layer's call, if the layer can compute that with its parts; else of the gathered weight."""
-        layer = None if self.layer is None else self.layer()
-        if layer is not None and self._is_param and not (self.is_whole or isinstance(self.shard, DTensor)):
-            result = layer.linear(x, bias)
-            if result is not NotImplemented:
-                return result
-        return F.linear(x, self.shard if self.is_whole else used_whole(self, "linear"), bias)
+        x = used_whole(x, "linear")
+        layer = self.layer() if self.layer is not None and self._computes else None
+        result = NotImplemented if layer is None else layer.linear(x, bias)
+        return F.linear(x, self.whole("linear"), bias) if result is NotImplemented else result
+
+    @property
+    def _computes(self) -> bool:
+        """Whether it is the weight that its layer computes with, and not a copy or something else's part."""
+        return self.layer is not None and self._is_param and not self.is_whole and not isinstance(self.shard, DTensor)
+
+    def whole(self, operation: str) -> Tensor:
+        return self.shard if self.is_whole else cast(Tensor, used_whole(self, operation))
 
     def _change(self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """An operation in place: on the shard where each element is by itself, else on the gathered parameter, of which
@@ -269,6 +289,8 @@ def used_whole(x: Any, operation: str) -> Any:
 
     Communication: `gather_parameter`.
     """
+    if isinstance(x, TransposedWeight):
+        return x.of.whole(operation).T
     if not isinstance(x, WholeParameter):
         return x
     check_undivided(x, operation)
@@ -310,8 +332,6 @@ _METADATA = operation_names(
     register_hook register_post_accumulate_grad_hook
     """
 )
-SIZES = operation_names("shape size numel nelement __len__ stride is_contiguous")
-"""What asks a tensor for no more than its size."""
 _REFUSED = operation_names("grad retain_grad set_ __setstate__ swap")
 _ARITHMETIC = operation_names(
     "add sub rsub mul div true_divide neg lerp addcmul addcdiv __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__"

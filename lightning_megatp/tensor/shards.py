@@ -36,7 +36,7 @@ class Shard(torch.Tensor):
 class LayerWeight(torch.Tensor):
     """The weight of a layer, as code sees it that reads the layer's attributes. Not a tensor by itself."""
 
-    def linear(self, x: Tensor, bias: Tensor | None = None) -> Any:
+    def linear(self, x: Any, bias: Any = None) -> Any:
         """What `F.linear` of this weight is: what the layer makes of it, which no hooks of the layer see.
 
         Args:
@@ -45,16 +45,74 @@ class LayerWeight(torch.Tensor):
         """
         raise NotImplementedError
 
+    def whole(self, operation: str) -> Tensor:
+        """(out, in), for what can't be done by the layer.
+
+        Args:
+            operation: what needs it.
+        """
+        raise NotImplementedError
+
+
+class TransposedWeight(torch.Tensor):
+    """`weight.T` of a LayerWeight: a product with it is the layer's work, too."""
+
+    of: LayerWeight
+
+    @staticmethod
+    def transposed(weight: LayerWeight) -> TransposedWeight:
+        """(in, out) of (out, in)."""
+        with DisableTorchFunctionSubclass():
+            made = torch.empty((), device="meta").expand(*weight.shape[::-1]).as_subclass(TransposedWeight)
+        made.of = weight
+        return made
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs, name = kwargs or {}, operation_name(func)
+        if is_linear_of_layer(name, args, kwargs):
+            return linear_of_layer(*args, **kwargs)
+        if args and isinstance(args[0], TransposedWeight) and transposes(name, *args[1:], **kwargs):
+            return args[0].of
+        if name in METADATA and args and isinstance(args[0], TransposedWeight):
+            return func(args[0].of, *args[1:], **kwargs)
+        if name in SIZES:
+            with DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        args, kwargs = tree_map(lambda x: x.of.whole(name).T if isinstance(x, TransposedWeight) else x, (args, kwargs))
+        return func(*args, **kwargs)
+
+
+def transposes(name: str, *dims: Any, **named: Any) -> bool:
+    """Whether an operation transposes a matrix."""
+    if name in ("T", "t", "mT"):
+        return True
+    given = dims[0] if len(dims) == 1 and isinstance(dims[0], (list, tuple)) else (*dims, *named.values())
+    return name in ("transpose", "permute", "swapaxes", "swapdims") and [d % 2 for d in given] in ([0, 1], [1, 0])
+
+
+def changes_nothing(func: Callable[..., Any], name: str, x: Tensor, *args: Any, **kwargs: Any) -> bool:
+    """Whether an operation returns a plain tensor itself: `.to` of the dtype and device that it has."""
+    return name in _CONVERSIONS and func(x, *args, **kwargs) is x
+
 
 def is_linear_of_layer(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether an operation is `F.linear(x, weight, ...)` with a LayerWeight, and nothing else is one but the bias."""
+    """Whether an operation is `F.linear(x, weight, ...)` with a LayerWeight, or `x @ weight.T`."""
     weight = args[1] if len(args) > 1 else kwargs.get("weight")
+    if isinstance(weight, TransposedWeight):
+        return name in _PRODUCTS
     return name == "linear" and isinstance(weight, LayerWeight)
 
 
-def linear_of_layer(input: Any, weight: LayerWeight, bias: Tensor | None = None) -> Any:
-    """`F.linear`, by its own parameters' names."""
-    return weight.linear(input, bias)
+def linear_of_layer(input: Any, weight: LayerWeight | TransposedWeight, bias: Any = None) -> Any:
+    """Of what `is_linear_of_layer`; parameters as those of `F.linear`."""
+    return (weight.of if isinstance(weight, TransposedWeight) else weight).linear(input, bias)
+
+
+_PRODUCTS = operation_names("matmul __matmul__ mm")
+_CONVERSIONS = operation_names("to type_as type float double half bfloat16 contiguous cpu cuda")
 
 
 class GatheredView(torch.Tensor):
@@ -206,6 +264,9 @@ METADATA = operation_names(
     _version
     """
 )
+SIZES = operation_names("shape size numel nelement __len__ stride is_contiguous")
+"""What asks a tensor for no more than its size."""
+NO_VALUES = METADATA | SIZES
 CHANGE_VALUES = operation_names(
     "scatter_ scatter_add_ scatter_reduce_ index_fill_ index_add_ index_copy_ index_put_ masked_fill_ masked_scatter_"
     " __setitem__"

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from lightning_megatp.plan.auto.blocks import Block, matrices
 from lightning_megatp.plan.auto.exact import exact
-from lightning_megatp.plan.auto.thin import NO_VALUES, concrete_call, thin_copy
+from lightning_megatp.plan.auto.thin import concrete_call, thin_copy
+from lightning_megatp.plan.auto.uses import Uses
 from lightning_megatp.plan.layer import BareLinear
-from lightning_megatp.shim.torch import tree_leaves
-from lightning_megatp.tensor.functions import operation_name
 
 
 def bare_linears(block: Block) -> dict[str, BareLinear]:
@@ -25,7 +21,7 @@ def bare_linears(block: Block) -> dict[str, BareLinear]:
         return {}
     try:
         twin = thin_copy(block.module, seed=0)
-        uses = _Uses({id(twin.get_parameter(name)): name for name in (*names, *_vectors(twin))})
+        uses = Uses({id(twin.get_parameter(name)): name for name in (*names, *_vectors(twin))})
         call = concrete_call(block.calls[0], 0)
         with exact(), torch.no_grad(), uses:
             twin(*call.args, **call.kwargs)
@@ -39,7 +35,7 @@ def bare_linears(block: Block) -> dict[str, BareLinear]:
     return found
 
 
-def _own_bias(weight: str, biases: set[str | None], uses: _Uses) -> str | None:
+def _own_bias(weight: str, biases: set[str | None], uses: Uses) -> str | None:
     """The one that belongs to a weight: of the same module, and used by nothing else."""
     (bias, *others) = biases
     if others or bias is None or bias in uses.otherwise or bias.rpartition(".")[0] != weight.rpartition(".")[0]:
@@ -57,37 +53,3 @@ def _matrices(module: nn.Module) -> list[str]:
 
 def _vectors(module: nn.Module) -> list[str]:
     return [name for name, parameter in module.named_parameters() if parameter.dim() == 1]
-
-
-class _Uses(TorchFunctionMode):
-    """What a block does with parameters.
-
-    Args:
-        names: id of a parameter -> its name.
-    """
-
-    def __init__(self, names: dict[int, str]) -> None:
-        super().__init__()
-        self._names = names
-        self.biases: dict[str, set[str | None]] = {}
-        """Weight of an `F.linear` -> the biases that come with it, None for anything but a parameter."""
-        self.otherwise: set[str] = set()
-        """What something else used."""
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs, name = kwargs or {}, operation_name(func)
-        if name == "linear":
-            self._linear(*args, **kwargs)
-        elif name not in NO_VALUES:
-            self.otherwise.update(self._names[id(x)] for x in tree_leaves((args, kwargs)) if id(x) in self._names)
-        return func(*args, **kwargs)
-
-    def _linear(self, input: Any, weight: Any, bias: Any = None) -> None:
-        if id(input) in self._names:
-            self.otherwise.add(self._names[id(input)])
-        if id(weight) in self._names:
-            self.biases.setdefault(self._names[id(weight)], set()).add(self._names.get(id(bias)))
-        elif id(bias) in self._names:
-            self.otherwise.add(self._names[id(bias)])

@@ -18,6 +18,7 @@ from lightning_megatp.plan.auto.huggingface import own_plan, plan_of_block
 from lightning_megatp.plan.auto.references import attentions_called, attentions_in
 from lightning_megatp.plan.auto.search import BlockResult, plan_block
 from lightning_megatp.plan.auto.stacks import experts_hold, of_transformers
+from lightning_megatp.plan.auto.uses import weights_of_heads
 from lightning_megatp.plan.convolutions import convolution_plan, fits, least_size, weights
 from lightning_megatp.plan.experts import looks_like_experts
 from lightning_megatp.plan.layer import LayerPlan, Split
@@ -67,7 +68,8 @@ def look(
     kinds = kinds_of_blocks(model, names) + kinds_of_blocks(model, stacks, stacks=True)
     if not steps:
         return kinds, []
-    with called_in_transforms(model) as plan.transformed:
+    tables = {} if any(map(is_compiled, model.modules())) else _tables(model)
+    with called_in_transforms(model) as plan.transformed, weights_of_heads(tables) as plan.heads:
         errors = [capture_calls(model, kinds, step) for step in steps]
     if errors[0] is not None and not all(kind.calls for kind in kinds):
         if others := instead():
@@ -343,6 +345,11 @@ def _plan_convolutions(plan: ParallelPlan, model: nn.Module, tp: int, least: flo
             continue
         plan.layers[name] = convolution_plan(name, Style(name, "column_gather"), child, tp)
         plan.how[name] = "gathered: a convolution"
+
+
+def _tables(model: nn.Module) -> dict[str, nn.Embedding]:
+    """The embeddings that can be split by their rows, by the names of their weights."""
+    return {f"{name}.weight": x for name, x in model.named_modules() if isinstance(x, nn.Embedding) and _can_split(x)}
 
 
 def _can_split(table: nn.Embedding) -> bool:

@@ -14,15 +14,23 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_megatp.plan.auto.blocks import Call, copied_object, is_linear, uncopied
 from lightning_megatp.plan.layer import BareLinear
-from lightning_megatp.shim.torch import DisableTorchFunction, tree_leaves, tree_map
+from lightning_megatp.shim.torch import DisableTorchFunction, tree_map
 from lightning_megatp.shim.transformers import is_conv1d
 from lightning_megatp.tensor.functions import operation_name
-from lightning_megatp.tensor.outside import SIZES
-from lightning_megatp.tensor.shards import METADATA, LayerWeight, is_linear_of_layer, linear_of_layer
+from lightning_megatp.tensor.shards import (
+    NO_VALUES,
+    LayerWeight,
+    TransposedWeight,
+    changes_nothing,
+    is_linear_of_layer,
+    linear_of_layer,
+    transposes,
+)
 
 RANK = 6
 """Columns of U and V."""
@@ -86,10 +94,6 @@ class ThinLinear(nn.Linear):
             self.bias.mul_(signs)
 
 
-NO_VALUES = METADATA | SIZES
-"""Operations that look at no values."""
-
-
 class _ThinWeight(LayerWeight):
     """(out, in), nan."""
 
@@ -98,36 +102,47 @@ class _ThinWeight(LayerWeight):
     @staticmethod
     def of(layer: ThinLinear) -> _ThinWeight:
         nan = torch.full((), math.nan, dtype=torch.float64)
+        shape = layer.out_features, layer.in_features
         with DisableTorchFunction():
-            weight = nan.expand(layer.out_features, layer.in_features).as_subclass(_ThinWeight)
+            weight = nan.expand(shape[::-1] if layer.transposed else shape).as_subclass(_ThinWeight)
         weight.layer = layer
         return weight
 
     def linear(self, x: Any, bias: Any = None) -> Any:
         layer = self.layer
+        if layer.transposed or isinstance(x, LayerWeight | TransposedWeight):
+            return F.linear(x, self.whole("linear"), bias)
         layer.is_function = True
         layer.has_other_bias |= layer.bias is not None and bias is not None and bias is not layer.bias
         return layer.run(x, bias)
+
+    @property
+    def plain(self) -> Tensor:
+        """The same as a plain tensor."""
+        with DisableTorchFunction():
+            return self.as_subclass(Tensor)
+
+    def whole(self, operation: str) -> Tensor:
+        self.layer.touched = True
+        return self.plain
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs, name = kwargs or {}, operation_name(func)
-        used = [x.layer for x in tree_leaves((args, kwargs)) if isinstance(x, _ThinWeight)]
-        if is_linear_of_layer(name, args, kwargs) and not used[0].transposed:
+        first = args[0] if args else None
+        if is_linear_of_layer(name, args, kwargs):
             return linear_of_layer(*args, **kwargs)
-        for layer in used if name not in NO_VALUES else ():
-            layer.touched = True
-        args, kwargs = tree_map(_plain, (args, kwargs))
+        if isinstance(first, _ThinWeight) and not first.layer.transposed and transposes(name, *args[1:], **kwargs):
+            return TransposedWeight.transposed(first)
+        if isinstance(first, _ThinWeight) and changes_nothing(func, name, first.plain, *args[1:], **kwargs):
+            return first
+        if isinstance(first, _ThinWeight) and name in NO_VALUES:
+            with DisableTorchFunction():
+                return func(*args, **kwargs)
+        args, kwargs = tree_map(lambda x: x.whole(name) if isinstance(x, _ThinWeight) else x, (args, kwargs))
         return func(*args, **kwargs)
-
-
-def _plain(x: Any) -> Any:
-    if not isinstance(x, _ThinWeight):
-        return x
-    with DisableTorchFunction():
-        return x.as_subclass(Tensor)
 
 
 def name_in_copy(weight: str) -> str:

@@ -193,3 +193,47 @@ def test_hooks_copies_and_penalties_see_whole_weights(body: str, penalty: bool) 
     (expected,) = run_program(PLAIN, train_watched, body, penalty)
     for seen in run_program(TP2, train_watched, body, penalty):
         assert len(seen) == 6 and seen == pytest.approx(expected, rel=1e-9)
+
+
+class Tied(ByFunction):
+    """Whose output layer is the table of its embeddings."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__("own bias")
+        self.way, self.head, self.shift = way, None, nn.Parameter(torch.zeros(VOCAB))
+
+    def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor:
+        scores = self.scores(self.blocks(self.table(batch[0])), self.table.weight)
+        self.log("right", (scores.argmax(-1) == batch[1]).float().mean())
+        return F.cross_entropy(scores.flatten(0, 1), batch[1].flatten())
+
+    def scores(self, x: Tensor, table: Tensor) -> Tensor:
+        if self.way == "linear":
+            return F.linear(x, table, self.shift)
+        if self.way == "product":
+            return x @ table.to(x.dtype).T + self.shift
+        if self.way == "transpose":
+            return torch.matmul(x, torch.transpose(table, 0, 1))
+        return torch.einsum("bth,vh->btv", x, table)  # gathers the table
+
+
+def train_tied(layout: Layout, way: str) -> tuple[list[float], int]:
+    """Losses, and rows of the table on this rank."""
+    torch.manual_seed(0)
+    module, losses = Tied(way), Losses()
+    trainer = make_trainer(layout, strategy={"plan": "auto"}, max_epochs=2, callbacks=[losses])
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*is kept whole")
+        trainer.fit(module, train_loader(layout, 3))
+    return losses.seen, module.table.weight.shape[0] if module.table is not None else 0
+
+
+@pytest.mark.parametrize("way", ["linear", "product", "transpose", "einsum"])
+@pytest.mark.parametrize("layout", [TP2, Layout(tp=3, sequence=False), TP2_PP2, Layout(tp=2, dp=2, zero=1)], ids=str)
+def test_tables_are_split_where_they_are_output_layers(layout: Layout, way: str) -> None:
+    ((expected, _),) = run_program(PLAIN, train_tied, way)
+    results = run_program(layout, train_tied, way)
+    of_batches = [sum(losses) / len(results) for losses in zip(*(losses for losses, _ in results), strict=True)]
+    assert of_batches == pytest.approx(expected, rel=1e-9)
+    if layout.pp == 1 and not layout.zero:
+        assert sum(rows for _, rows in results) == VOCAB * (layout.tp if way == "einsum" else 1)
