@@ -60,7 +60,7 @@ class ThinLinear(nn.Linear):
     is_function: bool = False
     """Whether `F.linear` was called with its weight, instead of the layer."""
     has_other_bias: bool = False
-    """Whether its bias is used otherwise than in its calls, which were given another: one that is made of it."""
+    """Whether its bias is used otherwise than in its calls: these were given none, or one that is made of it."""
     transposed: bool = False
     """Whether the weight of the layer that it is made of is (in, out)."""
 
@@ -113,7 +113,7 @@ class _ThinWeight(LayerWeight):
         if layer.transposed or isinstance(x, LayerWeight | TransposedWeight):
             return F.linear(x, self.whole("linear"), bias)
         layer.is_function = True
-        layer.has_other_bias |= layer.bias is not None and bias is not None and bias is not layer.bias
+        layer.has_other_bias |= layer.bias is not None and bias is not layer.bias
         return layer.run(x, bias)
 
     @property
@@ -169,7 +169,7 @@ def thin_copy(
         id(child.weight): nn.Parameter(torch.empty(0), requires_grad=False) for child in linears.values()
     }
     memo |= uncopied(block)
-    bare = {name: leaves for name, leaves in (bare or {}).items() if name not in dense}
+    bare = {name: leaves for name, leaves in (bare or {}).items() if name_in_copy(name) not in dense}
     memo |= {id(weight): nn.Parameter(weight.new_empty(0)) for weight in map(block.get_parameter, bare)}
     twin = copy.deepcopy(block, memo)
     for name, child in linears.items():

@@ -71,7 +71,8 @@ class _Mlp(nn.Module):
         self.shift, self.offset = nn.Parameter(torch.zeros(4 * WIDTH)), nn.Parameter(torch.zeros(WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(F.gelu(F.linear(x, self.up.weight, self.shift * 2)), self.down.weight, self.offset)
+        x = F.gelu(F.linear(x, self.up.weight, self.shift * 2))
+        return x @ self.down.weight.T + self.offset
 
 
 class _Packed(nn.Module):

@@ -1,0 +1,130 @@
+"""Linear layers that a block does not call: by whose weights it calls `F.linear`, and weights that belong to no layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_megatp.plan.auto.blocks import Block as Kind
+from lightning_megatp.plan.auto.blocks import Call
+from lightning_megatp.plan.auto.search import BlockResult, plan_block
+from lightning_megatp.plan.layer import BareLinear
+
+WIDTH = 16
+X = torch.randn(2, 5, WIDTH, generator=torch.Generator().manual_seed(0))
+
+
+class Pair(nn.Module):
+    """Two linear layers, and what a test does with their weights."""
+
+    def __init__(self, run: Callable[[Any, Tensor], Tensor], **parameters: tuple[int, ...]) -> None:
+        super().__init__()
+        self.norm, self.run = nn.LayerNorm(WIDTH), run
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        if parameters:
+            del self.up
+        for name, shape in parameters.items():
+            self.register_parameter(name, nn.Parameter(torch.zeros(shape)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.run(self, self.norm(x))
+
+
+def found(block: nn.Module, **options: Any) -> BlockResult:
+    return plan_block(Kind(block, ["block"], [Call((X,), {})]), 2, **options)
+
+
+def styles(result: BlockResult) -> dict[str, str]:
+    return {name: layer.style.style for name, layer in result.plan.layers.items()}
+
+
+def by_function(self: Any, x: Tensor) -> Tensor:
+    return self.down(F.gelu(F.linear(x, self.up.weight, self.up.bias)))
+
+
+def by_product(self: Any, x: Tensor) -> Tensor:
+    return F.gelu(x @ self.up.weight.to(x.dtype).T + self.up.bias) @ self.down.weight.transpose(0, 1)
+
+
+def normed(self: Any, x: Tensor) -> Tensor:
+    return self.down(F.gelu(F.linear(x, F.normalize(self.up.weight), self.up.bias)))
+
+
+def in_training_only(self: Any, x: Tensor) -> Tensor:
+    weight = self.up.weight if self.training else self.up.weight.abs()
+    return self.down(F.gelu(F.linear(x, weight, self.up.bias)))
+
+
+def of_weights(self: Any, x: Tensor) -> Tensor:
+    return F.linear(x, F.linear(self.down.weight, self.up.weight.T))
+
+
+@pytest.mark.parametrize("run", [by_function, by_product])
+def test_code_between_them_sees_whole_sizes(run: Any) -> None:
+    """Should a step keep such a weight whole after all, what it makes is whole, and fits."""
+    result = found(Pair(run))
+    assert styles(result) == {"up": "column", "down": "row"} and not result.whole
+    assert all(layer.global_sizes for layer in result.plan.layers.values())
+    assert result.plan.layers["up"].by_function
+
+
+def test_compiled_code_gets_no_parts_of_them() -> None:
+    result = found(Pair(by_function), global_sizes=False)
+    assert "otherwise than by calling it" in result.whole["up"] and "up" not in result.plan.layers
+
+
+@pytest.mark.parametrize("run", [normed, in_training_only, of_weights])
+def test_a_weight_that_is_used_otherwise_stays_whole(run: Any) -> None:
+    result = found(Pair(run))
+    assert result.problem is None and "up" not in result.plan.layers
+
+
+def test_a_bias_that_is_used_otherwise_stays_whole() -> None:
+    result = found(Pair(lambda self, x: self.down(F.gelu(F.linear(x, self.up.weight, self.up.bias * 2)))))
+    assert styles(result) == {"up": "column", "down": "row"}
+    assert result.plan.layers["up"].whole == ("bias",) and not result.plan.layers["down"].whole
+
+
+@pytest.mark.parametrize(
+    ("bias", "run"),
+    [
+        ("b", lambda self, x: self.down(F.gelu(F.linear(x, self.w, self.b)))),
+        ("b", lambda self, x: self.down(F.gelu(F.linear(input=x, bias=self.b, weight=self.w)))),
+        (None, lambda self, x: self.down(F.gelu(F.linear(x, self.w, self.b * 2)))),
+        (None, lambda self, x: self.down(F.gelu(F.linear(x, self.w) + self.b))),
+        (None, lambda self, x: self.down(F.gelu(x @ self.w.t()))),
+    ],
+    ids=["bias", "named", "computed", "added", "product"],
+)
+def test_a_bare_weight_is_a_layer(bias: str | None, run: Any) -> None:
+    result = found(Pair(run, w=(4 * WIDTH, WIDTH), b=(4 * WIDTH,)))
+    assert styles(result) == {"w": "column", "down": "row"}
+    assert result.plan.layers["w"].bare == BareLinear("w", bias)
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda self, x: self.down(F.gelu(F.linear(x, self.w * 2))),
+        lambda self, x: self.down(F.gelu(F.linear(x, self.w))) + self.w.sum(),
+        lambda self, x: self.down(F.gelu(F.linear(x, self.w if self.training else -self.w))),
+        lambda self, x: self.down(F.gelu(F.linear(x, self._parameters["w"]))),
+        lambda self, x: self.down(F.gelu(torch.einsum("btd,fd->btf", x, self.w))),
+    ],
+    ids=["scaled", "summed", "in training", "looked up", "einsum"],
+)
+def test_a_bare_matrix_that_is_something_else_is_none(run: Any) -> None:
+    result = found(Pair(run, w=(4 * WIDTH, WIDTH)))
+    assert result.problem is None and "w" not in result.plan.layers and "down" in result.plan.layers
+
+
+def test_a_bare_weight_of_two_modules_is_none() -> None:
+    block = Pair(lambda self, x: self.down(F.gelu(F.linear(x, self.w))), w=(4 * WIDTH, WIDTH))
+    block.other = nn.Module()
+    block.other.w = block.w
+    assert "w" not in found(block).plan.layers
