@@ -207,7 +207,7 @@ class ParallelismPlugin:
         style = plan.style.style
         common: dict[str, Any] = {"label": plan.name, "region": region}
         if plan.bare is not None:
-            layer = bare_layer(layer, plan.bare.weight, plan.bare.bias, context)
+            layer = bare_layer(layer, plan.bare, context)
         splits = {split.leaf: (split.dim, split.by_rank) for split in plan.splits}
         if is_convolution(layer) or is_weight_normed(layer):
             return convolution_kind(layer).adopt(layer, context, plan.by_rank, splits=splits, **common)

@@ -26,6 +26,8 @@ class BareLinear:
     """Its name in the module that holds it: (out, in)."""
     bias: str | None = None
     """Likewise, (out); None where there is none, or it is used otherwise, too."""
+    transposed: bool = False
+    """Whether the weight is (in, out), as for `x @ weight`."""
 
 
 @dataclass(frozen=True)

@@ -168,7 +168,8 @@ def split_parameters(layer: LayerPlan, module: nn.Module) -> tuple[Split, ...]:
     if layer.splits:
         return layer.splits
     bare = layer.bare or BareLinear("weight", "bias")
-    dim = _SPLIT_DIM[layer.style.style] if layer.bare else _weight_dim(layer.style, module)
+    dim = _SPLIT_DIM[layer.style.style]
+    dim = 1 - dim if bare.transposed or (layer.bare is None and is_conv1d(module)) else dim
     weight = Split(bare.weight, dim, layer.by_rank)
     if _SPLIT_DIM[layer.style.style] == 1 or "bias" in layer.whole or module._parameters.get(bare.bias or "") is None:
         return (weight,)  # a row's bias is whole

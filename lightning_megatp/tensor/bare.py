@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lightning_megatp.plan.layer import BareLinear
 from lightning_megatp.tensor.context import TensorContext
 from lightning_megatp.tensor.layers import ParallelLayer
 from lightning_megatp.tensor.outside import LayerParameters
@@ -20,14 +21,14 @@ class BareLayer(ParallelLayer):
 
     Args:
         owner: the module; it lives longer.
-        weight: name of its parameter (out, in).
-        bias: name of another (out), or None.
+        names: of its parameters.
     """
 
-    def __init__(self, owner: nn.Module, weight: str, bias: str | None) -> None:
+    def __init__(self, owner: nn.Module, names: BareLinear) -> None:
         super().__init__()
         self.__dict__["_owner"] = weakref.ref(owner)
-        self.leaves = {"weight": weight, "bias": bias}
+        self.leaves = {"weight": names.weight, "bias": names.bias}
+        self.transposed = names.transposed
 
     @property
     def owner(self) -> nn.Module:
@@ -68,12 +69,12 @@ def parallel_layers(module: nn.Module) -> Iterator[ParallelLayer]:
             yield from held.layers.values()
 
 
-def bare_layer(owner: nn.Module, weight: str, bias: str | None, context: TensorContext) -> BareLayer:
+def bare_layer(owner: nn.Module, names: BareLinear, context: TensorContext) -> BareLayer:
     """What is to become a parallel layer, and does its work where code gives the weight to `F.linear`."""
     held = owner.__dict__["_parameters"]
     if not isinstance(held, LayerParameters):
         held = owner.__dict__["_parameters"] = LayerParameters(held, context, owner)
-    layer = held.layers[weight] = BareLayer(owner, weight, bias)
+    layer = held.layers[names.weight] = BareLayer(owner, names)
     return layer
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor, nn
 
 from lightning_megatp.plan.ranges import Ranges
 from lightning_megatp.shim.transformers import is_conv1d
+from lightning_megatp.tensor.bare import BareLayer
 from lightning_megatp.tensor.layers import (
     ColumnParallel,
     ColumnParallelLinear,
@@ -19,15 +18,21 @@ from lightning_megatp.tensor.layers import (
 
 
 def column_kind(layer: nn.Module) -> type[ColumnParallel]:
-    """The column class for an nn.Linear or a Conv1D."""
-    kind: type[ColumnParallel] = of_subclass(ColumnParallelConv1D if is_conv1d(layer) else ColumnParallelLinear, layer)
+    """The column class for an nn.Linear, a Conv1D or a BareLayer."""
+    kind: type[ColumnParallel] = of_subclass(
+        ColumnParallelConv1D if _is_transposed(layer) else ColumnParallelLinear, layer
+    )
     return kind
 
 
 def row_kind(layer: nn.Module) -> type[RowParallel]:
-    """The row class for an nn.Linear or a Conv1D."""
-    kind: type[RowParallel] = of_subclass(RowParallelConv1D if is_conv1d(layer) else RowParallelLinear, layer)
+    """The row class for an nn.Linear, a Conv1D or a BareLayer."""
+    kind: type[RowParallel] = of_subclass(RowParallelConv1D if _is_transposed(layer) else RowParallelLinear, layer)
     return kind
+
+
+def _is_transposed(layer: nn.Module) -> bool:
+    return layer.transposed if isinstance(layer, BareLayer) else is_conv1d(layer)
 
 
 class _Transposed(ParallelLayer):
@@ -36,8 +41,7 @@ class _Transposed(ParallelLayer):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x)
 
-    def linear(self, x: Any, bias: Any) -> Any:
-        return NotImplemented  # of (in, out), `F.linear` computes something else
+    transposed = True
 
     def _own(self, name: str, dim: int, by_rank: tuple[Ranges, ...] | None = None) -> Tensor:
         if name != "weight":

@@ -49,6 +49,8 @@ class ParallelLayer(nn.Module):
     """Name in the LightningModule, for messages."""
     whole_parameters: frozenset[str]
     """Parameters kept whole, because the step also uses them outside this layer; they are sliced when used here."""
+    transposed: bool = False
+    """Whether its weight is (in, out)."""
 
     @classmethod
     def adopt(

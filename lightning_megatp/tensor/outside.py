@@ -89,10 +89,9 @@ class LayerParameters(dict[str, Any]):
         if id(parameter) not in seen:  # of a tied weight, both layers hand out the same object
             seen[id(parameter)] = WholeParameter.of(parameter, parameter, spec, self.context)
         shown = seen[id(parameter)]
-        if name in self.layers:
-            shown.layer = weakref.ref(self.layers[name])
-        elif name == "weight" and self._is_layer:
-            shown.layer = self._owner
+        layer = self._owner() if name == "weight" and self._is_layer else self.layers.get(name)
+        if layer is not None:
+            shown.layer, shown.transposed = weakref.ref(layer), layer.transposed
         return shown
 
 
@@ -107,6 +106,7 @@ class WholeParameter(LayerWeight):
     context: TensorContext
     layer: weakref.ref[Any] | None = None
     """Whose weight it is, if the module that has it is a parallel layer, or uses it as one."""
+    transposed: bool = False
     apart: bool = False
     """Whether it is a copy, which the step may change as it likes."""
 
@@ -188,7 +188,10 @@ class WholeParameter(LayerWeight):
         x = used_whole(x, "linear")
         layer = self.layer() if self.layer is not None and self._computes else None
         result = NotImplemented if layer is None else layer.linear(x, bias)
-        return F.linear(x, self.whole("linear"), bias) if result is NotImplemented else result
+        if result is not NotImplemented:
+            return result
+        weight = self.whole("linear")
+        return F.linear(x, weight.T if self.transposed else weight, bias)
 
     @property
     def _computes(self) -> bool:

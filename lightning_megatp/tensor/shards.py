@@ -36,8 +36,11 @@ class Shard(torch.Tensor):
 class LayerWeight(torch.Tensor):
     """The weight of a layer, as code sees it that reads the layer's attributes. Not a tensor by itself."""
 
+    transposed: bool = False
+    """Whether it is (in, out): `x @ weight` is then what `F.linear` is of others."""
+
     def linear(self, x: Any, bias: Any = None) -> Any:
-        """What `F.linear` of this weight is: what the layer makes of it, which no hooks of the layer see.
+        """What `F.linear` of this weight (out, in) is: what the layer makes of it, which no hooks of the layer see.
 
         Args:
             x: (..., in_features), whole or a shard.
@@ -46,7 +49,7 @@ class LayerWeight(torch.Tensor):
         raise NotImplementedError
 
     def whole(self, operation: str) -> Tensor:
-        """(out, in), for what can't be done by the layer.
+        """A plain tensor, for what can't be done by the layer.
 
         Args:
             operation: what needs it.
@@ -55,13 +58,13 @@ class LayerWeight(torch.Tensor):
 
 
 class TransposedWeight(torch.Tensor):
-    """`weight.T` of a LayerWeight: a product with it is the layer's work, too."""
+    """`weight.T` of a LayerWeight, which may be the layer's work, too."""
 
     of: LayerWeight
 
     @staticmethod
     def transposed(weight: LayerWeight) -> TransposedWeight:
-        """(in, out) of (out, in)."""
+        """Of a matrix."""
         with DisableTorchFunctionSubclass():
             made = torch.empty((), device="meta").expand(*weight.shape[::-1]).as_subclass(TransposedWeight)
         made.of = weight
@@ -99,11 +102,13 @@ def changes_nothing(func: Callable[..., Any], name: str, x: Tensor, *args: Any, 
 
 
 def is_linear_of_layer(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether an operation is `F.linear(x, weight, ...)` with a LayerWeight, or `x @ weight.T`."""
+    """Whether an operation is `F.linear(x, weight, ...)` with a LayerWeight, or `x @ weight.T`; of a weight (in, out)
+    it is `x @ weight`."""
     weight = args[1] if len(args) > 1 else kwargs.get("weight")
-    if isinstance(weight, TransposedWeight):
-        return name in _PRODUCTS
-    return name == "linear" and isinstance(weight, LayerWeight)
+    if not isinstance(weight, LayerWeight | TransposedWeight):
+        return False
+    is_product = not weight.of.transposed if isinstance(weight, TransposedWeight) else weight.transposed
+    return name in PRODUCTS if is_product else name == "linear"
 
 
 def linear_of_layer(input: Any, weight: LayerWeight | TransposedWeight, bias: Any = None) -> Any:
@@ -111,7 +116,7 @@ def linear_of_layer(input: Any, weight: LayerWeight | TransposedWeight, bias: An
     return (weight.of if isinstance(weight, TransposedWeight) else weight).linear(input, bias)
 
 
-_PRODUCTS = operation_names("matmul __matmul__ mm")
+PRODUCTS = operation_names("matmul __matmul__ mm")
 _CONVERSIONS = operation_names("to type_as type float double half bfloat16 contiguous cpu cuda")
 
 

@@ -1,4 +1,4 @@
-"""Linear layers that a block does not call: by whose weights it calls `F.linear`, and weights that belong to no layer."""
+"""Linear layers that a block does not call: it gives their weights to `F.linear`, or has weights of no layer."""
 
 from __future__ import annotations
 
@@ -121,6 +121,17 @@ def test_a_bare_weight_is_a_layer(bias: str | None, run: Any) -> None:
 def test_a_bare_matrix_that_is_something_else_is_none(run: Any) -> None:
     result = found(Pair(run, w=(4 * WIDTH, WIDTH)))
     assert result.problem is None and "w" not in result.plan.layers and "down" in result.plan.layers
+
+
+def test_a_bare_weight_may_be_in_by_out() -> None:
+    block = Pair(lambda self, x: F.gelu(x @ self.w + self.b) @ self.v, w=(WIDTH, 64), b=(64,), v=(64, WIDTH))
+    del block.down
+    result = found(block)
+    assert styles(result) == {"w": "column", "v": "row"}
+    assert [result.plan.layers[name].bare for name in "wv"] == [BareLinear(name, None, True) for name in "wv"]
+    both = Pair(lambda self, x: self.down(F.linear(x @ self.w, self.w)), w=(WIDTH, WIDTH))
+    both.down = nn.Linear(WIDTH, WIDTH)
+    assert "w" not in found(both).plan.layers
 
 
 def test_a_bare_weight_of_two_modules_is_none() -> None:

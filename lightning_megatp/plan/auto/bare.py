@@ -31,7 +31,8 @@ def bare_linears(block: Block) -> dict[str, BareLinear]:
     for name in names:
         if name in uses.biases and name not in uses.otherwise:
             biases = uses.biases[name]
-            found[name] = BareLinear(name.rpartition(".")[2], _own_bias(name, biases, uses))
+            leaf, transposed = name.rpartition(".")[2], name in uses.transposed
+            found[name] = BareLinear(leaf, None if transposed else _own_bias(name, biases, uses), transposed)
     return found
 
 

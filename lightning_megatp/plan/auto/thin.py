@@ -95,7 +95,7 @@ class ThinLinear(nn.Linear):
 
 
 class _ThinWeight(LayerWeight):
-    """(out, in), nan."""
+    """(out, in), or as its layer has it; nan."""
 
     layer: ThinLinear
 
@@ -105,13 +105,14 @@ class _ThinWeight(LayerWeight):
         shape = layer.out_features, layer.in_features
         with DisableTorchFunction():
             weight = nan.expand(shape[::-1] if layer.transposed else shape).as_subclass(_ThinWeight)
-        weight.layer = layer
+        weight.layer, weight.transposed = layer, layer.transposed
         return weight
 
     def linear(self, x: Any, bias: Any = None) -> Any:
         layer = self.layer
-        if layer.transposed or isinstance(x, LayerWeight | TransposedWeight):
-            return F.linear(x, self.whole("linear"), bias)
+        if isinstance(x, LayerWeight | TransposedWeight):
+            weight = self.whole("linear")
+            return F.linear(x, weight.T if self.transposed else weight, bias)
         layer.is_function = True
         layer.has_other_bias |= layer.bias is not None and bias is not layer.bias
         return layer.run(x, bias)
@@ -134,7 +135,7 @@ class _ThinWeight(LayerWeight):
         first = args[0] if args else None
         if is_linear_of_layer(name, args, kwargs):
             return linear_of_layer(*args, **kwargs)
-        if isinstance(first, _ThinWeight) and not first.layer.transposed and transposes(name, *args[1:], **kwargs):
+        if isinstance(first, _ThinWeight) and transposes(name, *args[1:], **kwargs):
             return TransposedWeight.transposed(first)
         if isinstance(first, _ThinWeight) and changes_nothing(func, name, first.plain, *args[1:], **kwargs):
             return first
@@ -182,7 +183,8 @@ def thin_copy(
         _make_thin(layer, inputs, outputs, child.bias is not None, generator)
         layer.transposed = is_conv1d(child)  # type: ignore[assignment]
     for name, leaves in bare.items():
-        outputs, inputs = block.get_parameter(name).shape
+        shape = tuple(block.get_parameter(name).shape)
+        inputs, outputs = shape if leaves.transposed else shape[::-1]
         _hide(twin.get_submodule(name.rpartition(".")[0]), leaves, inputs, outputs, generator)
     for child in twin.modules():
         for key, parameter in child._parameters.items():
@@ -272,6 +274,7 @@ def _hide(owner: nn.Module, leaves: BareLinear, inputs: int, outputs: int, gener
     layer = ThinLinear.__new__(ThinLinear)
     nn.Module.__init__(layer)
     _make_thin(layer, inputs, outputs, leaves.bias is not None, generator)
+    layer.transposed = leaves.transposed
     name = name_in_copy(leaves.weight)
     shown = {leaves.weight: property(lambda self: self._modules[name].weight)}
     if leaves.bias is not None:

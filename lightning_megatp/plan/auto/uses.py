@@ -11,9 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_megatp.shim.torch import tree_leaves
 from lightning_megatp.tensor.functions import called_by_this_package, is_in_place, operation_name
-from lightning_megatp.tensor.shards import NO_VALUES, transposes
-
-_PRODUCTS = ("matmul", "__matmul__", "mm")
+from lightning_megatp.tensor.shards import NO_VALUES, PRODUCTS, transposes
 
 
 class Uses(TorchFunctionMode):
@@ -30,6 +28,8 @@ class Uses(TorchFunctionMode):
         """id of a transposed parameter -> its name, and itself."""
         self.biases: dict[str, set[str | None]] = {}
         """Weight of an `F.linear`, or of `x @ weight.T` -> the biases that come with it, None for no parameter."""
+        self.transposed: set[str] = set()
+        """Weights (in, out): of `x @ weight`. They are in `biases`, too."""
         self.otherwise: set[str] = set()
         """What something else used."""
         self.inside: set[str] = set()
@@ -46,9 +46,9 @@ class Uses(TorchFunctionMode):
             return result
         if name == "linear":
             self._linear(*args, **kwargs)
-        elif name in _PRODUCTS and len(args) > 1 and id(args[1]) in self._transposed:
+        elif name in PRODUCTS and len(args) > 1 and self._name(args[1]) is not None and args[1].dim() == 2:
             self._note(args[0])
-            self.biases.setdefault(self._transposed[id(args[1])][0], set()).add(None)
+            self._multiplied(args[1], None, transposed=True)
         elif name not in NO_VALUES and not called_by_this_package():
             result = func(*args, **kwargs)
             if first is None or result is not args[0] or is_in_place(name):
@@ -58,14 +58,29 @@ class Uses(TorchFunctionMode):
 
     def _linear(self, input: Any, weight: Any, bias: Any = None) -> None:
         self._note(input)
-        if id(weight) in self._names:
-            self.biases.setdefault(self._names[id(weight)], set()).add(self._names.get(id(bias)))
+        if self._name(weight) is None:
+            self._note(bias)
         else:
-            self._note(weight, bias)
+            self._multiplied(weight, self._names.get(id(bias)), transposed=False)
+
+    def _multiplied(self, weight: Any, bias: str | None, transposed: bool) -> None:
+        """Args:
+        transposed: whether it was taken as (in, out).
+        """
+        name = self._name(weight)
+        assert name is not None
+        is_transposed = transposed != (id(weight) in self._transposed)
+        if name in self.biases and is_transposed != (name in self.transposed):
+            self.otherwise.add(name)  # in both ways
+        self.biases.setdefault(name, set()).add(bias)
+        self.transposed.update([name] if is_transposed else [])
+
+    def _name(self, x: Any) -> str | None:
+        return self._names.get(id(x)) or self._transposed.get(id(x), (None,))[0]
 
     def _note(self, *used: Any) -> None:
         for x in tree_leaves(used):
-            name = self._names.get(id(x)) or self._transposed.get(id(x), (None,))[0]
+            name = self._name(x)
             if name is not None and name not in self.inside:
                 self.otherwise.add(name)
 
@@ -95,4 +110,4 @@ def weights_of_heads(tables: Mapping[str, nn.Embedding]) -> Iterator[set[str]]:
     finally:
         for handle in handles:
             handle.remove()
-        found |= uses.biases.keys() - uses.otherwise
+        found |= uses.biases.keys() - uses.otherwise - uses.transposed

@@ -32,6 +32,12 @@ SHAPES: dict[str, dict[str, tuple[tuple[int, ...], int | None]]] = {
         "mlp.2.weight": ((WIDTH, 4 * WIDTH), 1),
         "mlp.2.bias": ((WIDTH,), None),
     },
+    "matrices": {
+        "attention.out_proj.weight": ((WIDTH, WIDTH), 1),
+        "mlp.w1": ((WIDTH, 4 * WIDTH), 1),
+        "mlp.b1": ((4 * WIDTH,), None),
+        "mlp.w2": ((4 * WIDTH, WIDTH), 0),
+    },
 }
 """Of a block's parameters the shape, and along which dim it is split."""
 LAYOUTS = [
@@ -103,6 +109,18 @@ class _Adapted(nn.Module):
         return F.linear(x, self.weight, self.bias) + self.b(self.a(x))
 
 
+class _Matrices(nn.Module):
+    """As written by hand: (in, out)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w1, self.b1 = nn.Parameter(torch.randn(WIDTH, 4 * WIDTH) / WIDTH), nn.Parameter(torch.zeros(4 * WIDTH))
+        self.w2, self.b2 = nn.Parameter(torch.randn(4 * WIDTH, WIDTH) / WIDTH), nn.Parameter(torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.matmul(F.gelu(x @ self.w1 + self.b1), self.w2) + self.b2
+
+
 class _Block(nn.Module):
     def __init__(self, body: str) -> None:
         super().__init__()
@@ -110,6 +128,8 @@ class _Block(nn.Module):
         if body == "bare":
             self.attention: nn.Module = _Packed()
             self.mlp: nn.Module = nn.Sequential(_Adapted(WIDTH, 4 * WIDTH), nn.GELU(), _Adapted(4 * WIDTH, WIDTH))
+        elif body == "matrices":
+            self.attention, self.mlp = _Packed(), _Matrices()
         else:
             self.attention, self.mlp = _Attention(body == "own bias"), _Mlp()
 
