@@ -2,6 +2,7 @@
 like others, by every layout."""
 
 import copy
+import itertools
 import warnings
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
+from tests.crossing import crossed, fewer
 from tests.distributed.training import PLAIN, TP2, TP2_PP2, Layout, Losses, make_trainer, run_program, train_loader
 
 WIDTH, HEADS, VOCAB = 24, 6, 32
@@ -40,13 +42,17 @@ SHAPES: dict[str, dict[str, tuple[tuple[int, ...], int | None]]] = {
     },
 }
 """Of a block's parameters the shape, and along which dim it is split."""
-LAYOUTS = [
-    TP2,
-    Layout(tp=2, sequence=False),
-    Layout(tp=3),
-    TP2_PP2,
-    *(Layout(tp=2, dp=2, zero=zero) for zero in (1, 2, 3)),
-]
+FLAT, TP3 = Layout(tp=2, sequence=False), Layout(tp=3)
+ZEROS = [Layout(tp=2, dp=2, zero=zero) for zero in (1, 2, 3)]
+CASES = list(itertools.product([TP2, FLAT, TP3, TP2_PP2, *ZEROS], SHAPES))
+USUAL = {
+    TP2: set(SHAPES),
+    FLAT: {"bare"},
+    TP3: {"computed bias"},
+    TP2_PP2: {"computed bias", "matrices"},
+    ZEROS[0]: {"own bias"},
+    ZEROS[2]: {"bare"},
+}
 
 
 class _Attention(nn.Module):
@@ -164,8 +170,11 @@ def train(layout: Layout, body: str) -> tuple[list[float], dict[str, tuple[int, 
     return losses.seen, {name: tuple(p.shape) for name, p in held if name in SHAPES[body]}
 
 
-@pytest.mark.parametrize("body", SHAPES)
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize(
+    ("layout", "body"),
+    fewer(CASES, extended=[(layout, body) for layout, body in CASES if body not in USUAL.get(layout, ())]),
+    ids=str,
+)
 def test_they_are_split(layout: Layout, body: str) -> None:
     ((expected, _),) = run_program(PLAIN, train, body)
     results = run_program(layout, train, body)
@@ -208,8 +217,7 @@ def train_watched(layout: Layout, body: str, penalty: bool) -> list[float]:
     return [*losses.seen, *module.seen]
 
 
-@pytest.mark.parametrize("penalty", [False, True], ids=["", "penalty"])
-@pytest.mark.parametrize("body", SHAPES)
+@pytest.mark.parametrize(("body", "penalty"), crossed(list(SHAPES), [True, False], extended=[("own bias", False)]))
 def test_hooks_copies_and_penalties_see_whole_weights(body: str, penalty: bool) -> None:
     (expected,) = run_program(PLAIN, train_watched, body, penalty)
     for seen in run_program(TP2, train_watched, body, penalty):
@@ -249,8 +257,10 @@ def train_tied(layout: Layout, way: str) -> tuple[list[float], int]:
     return losses.seen, module.table.weight.shape[0] if module.table is not None else 0
 
 
-@pytest.mark.parametrize("way", ["linear", "product", "transpose", "einsum"])
-@pytest.mark.parametrize("layout", [TP2, Layout(tp=3, sequence=False), TP2_PP2, Layout(tp=2, dp=2, zero=1)], ids=str)
+@pytest.mark.parametrize(
+    ("way", "layout"),
+    crossed(["linear", "product", "transpose", "einsum"], [TP2, Layout(tp=3, sequence=False), TP2_PP2, ZEROS[0]]),
+)
 def test_tables_are_split_where_they_are_output_layers(layout: Layout, way: str) -> None:
     ((expected, _),) = run_program(PLAIN, train_tied, way)
     results = run_program(layout, train_tied, way)
