@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from lightning_megatp.plan.styles import Style, StyleLike, as_mapping, read_plan
 from lightning_megatp.shim.torch import tree_map
 from lightning_megatp.snapshots.snapshot import random_state_kept
 from lightning_megatp.tensor.attention import ParallelAttention, no_fused_paths
-from lightning_megatp.tensor.bare import bare_layer, runs_as_step
+from lightning_megatp.tensor.bare import bare_layer, run_as_step
 from lightning_megatp.tensor.context import Region, TensorContext
 from lightning_megatp.tensor.conv1d import column_kind, row_kind
 from lightning_megatp.tensor.convolution import convolution_kind
@@ -200,6 +201,9 @@ class ParallelismPlugin:
             plan.read_outside = set(found[1])
             plan = self.discover(module, plan, example)
         keep_whole(plan, module, found[0] if apart else [name for name in found[0] if name not in plan.heads])
+        for name, layer in plan.layers.items():
+            if f"{name}.weight" in plan.heads:
+                plan.layers[name] = replace(layer, by_function=True)
         return plan
 
     def swap(self, layer: nn.Module, plan: LayerPlan, context: TensorContext, region: Region | None) -> ParallelLayer:
@@ -266,9 +270,7 @@ class ParallelismPlugin:
             region = None if layer.region is None else regions[layer.region]
             swapped = self.swap(modules[layer.owner], layer, context, region)
             swapped.whole_parameters = frozenset(layer.whole)
-        for name in plan.proven:  # also in a hook, where nothing else says that the code is the step's
-            if any(layer.by_function and f"{layer.name}.".startswith(f"{name}.") for layer in plan.layers.values()):
-                runs_as_step(modules[name], context)
+        run_as_step(module, [modules[layer.owner] for layer in plan.layers.values() if layer.by_function], context)
         no_fused_paths(module)
         for attribute in plan.attributes:
             setattr(modules[attribute.module], attribute.attribute, attribute.by_rank[context.rank])

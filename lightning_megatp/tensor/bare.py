@@ -78,16 +78,37 @@ def bare_layer(owner: nn.Module, names: BareLinear, context: TensorContext) -> B
     return layer
 
 
-def runs_as_step(module: nn.Module, context: TensorContext) -> None:
-    """Let a module's code see whole parameters, as in a step, wherever it is called: in a hook that draws samples."""
-    before: list[bool] = []
+def run_as_step(module: nn.Module, owners: Collection[nn.Module], context: TensorContext) -> None:
+    """Let code see whole parameters, as in a step, wherever it is called (in a hook that draws samples): that of all
+    modules that hold some of these.
 
-    def enter(module: nn.Module, args: Any) -> None:
-        before.append(context.user_code)
-        context.user_code = True
+    Args:
+        module: the whole.
+        owners: of weights that are used by layers which are not called.
+    """
+    used = set(map(id, owners))
+    for child in module.modules():
+        if not isinstance(child, ParallelLayer) and not used.isdisjoint(map(id, child.modules())):
+            code = _CodeOfStep(context)
+            child.register_forward_pre_hook(code.enter)
+            child.register_forward_hook(code.leave, always_call=True)
 
-    def leave(module: nn.Module, args: Any, output: Any) -> None:
-        context.user_code = before.pop()
 
-    module.register_forward_pre_hook(enter)
-    module.register_forward_hook(leave, always_call=True)
+class _CodeOfStep:
+    """Around the calls of one module."""
+
+    def __init__(self, context: TensorContext) -> None:
+        self.context = context
+        self._before: list[bool] = []
+
+    def __deepcopy__(self, memo: dict[int, object]) -> _CodeOfStep:
+        return _CodeOfStep(self.context)
+
+    def enter(self, module: nn.Module, args: Any) -> None:
+        self._before.append(self.context.user_code)
+        self.context.user_code = True
+
+    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.context.user_code = self._before.pop() if self._before else False
+        if not self.context.user_code:
+            self.context.seen.clear()  # values may change before the next code that sees them

@@ -152,6 +152,10 @@ class ParallelLayer(nn.Module):
         held = self._parameters
         return dict.__getitem__(held, name) if name in held else getattr(self, name)
 
+    def computes_with(self, weight: Tensor) -> bool:
+        """Whether this is its weight, the parameter itself."""
+        return self._held("weight") is weight
+
     def keep_whole(self, parameter: Tensor) -> None:
         """From now on a parameter of its own is whole here."""
         self.whole_parameters |= {name for name in self._names() if self._held(name) is parameter}
@@ -228,6 +232,9 @@ class ColumnParallel(ParallelLayer):
             self.region.columns.append(weakref.ref(self))
 
     def linear(self, x: Any, bias: Any) -> Any:
+        """Only where what it returns has the sizes of the whole: who uses a weight need not be in its region."""
+        if not (self.gather_output or self.global_sizes):
+            return NotImplemented
         own = self._is_own(bias)
         return self._run(self._compute if own else lambda x: self._columns(x, self._part(bias)), x)
 
@@ -300,10 +307,13 @@ class RowParallel(ParallelLayer):
         return scatter_to_region(x, self.group, self.by_rank) if x.shape[-1] == self._all_features else x
 
     def linear(self, x: Any, bias: Any) -> Any:
+        """Only where it takes whole values: who uses a weight need not be in its region."""
+        if not (self.split_input or self.global_sizes):
+            return NotImplemented
         if self._is_own(bias):
             return self._run(self._compute, x)
         y = self._run(lambda x: self._rows(x, None), x)
-        return y if bias is None else y + bias
+        return y if bias is None else y + used_whole(bias, "linear").to(y.dtype)
 
     def _compute(self, x: Tensor) -> Tensor:
         return self._rows(x, self._held("bias"))

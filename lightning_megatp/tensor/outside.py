@@ -42,10 +42,13 @@ class LayerParameters(dict[str, Any]):
         is_layer: whether it is a parallel layer.
     """
 
-    def __init__(self, parameters: dict[str, Any], context: TensorContext, owner: Any, is_layer: bool = False) -> None:
+    def __init__(
+        self, parameters: dict[str, Any], context: TensorContext, owner: Any = None, is_layer: bool = False
+    ) -> None:
         super().__init__(parameters)
         self.context = context
-        self._owner, self._is_layer = weakref.ref(owner), is_layer
+        self._owner = _nobody if owner is None else weakref.ref(owner)
+        self._is_layer = is_layer
         self.layers: dict[str, Any] = {}
         """Weights that are no layer's own -> what computes `F.linear` with them (a `BareLayer`)."""
 
@@ -93,6 +96,10 @@ class LayerParameters(dict[str, Any]):
         if layer is not None:
             shown.layer, shown.transposed = weakref.ref(layer), layer.transposed
         return shown
+
+
+def _nobody() -> None:
+    """Of parameters whose module is gone."""
 
 
 class WholeParameter(LayerWeight):
@@ -187,7 +194,8 @@ class WholeParameter(LayerWeight):
         """In place of its layer's call, if the layer can compute that with its parts; else of the gathered weight."""
         x = used_whole(x, "linear")
         layer = self.layer() if self.layer is not None and self._computes else None
-        result = NotImplemented if layer is None else layer.linear(x, bias)
+        is_its = layer is not None and layer.computes_with(self.parameter)  # and not that of which it is a copy
+        result = layer.linear(x, bias) if layer is not None and is_its else NotImplemented
         if result is not NotImplemented:
             return result
         weight = self.whole("linear")

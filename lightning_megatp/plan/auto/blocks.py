@@ -266,9 +266,9 @@ def _weight(module: nn.Module) -> int:
 
 
 def matrices(module: nn.Module) -> list[str]:
-    """The names of a module's own parameters that may be weights of `F.linear`, though it is no linear layer, and none
-    of torch's."""
-    if is_linear(module) or type(module).__module__.startswith("torch."):
+    """The names of a module's own parameters that may be weights of `F.linear`, though it is no linear layer, no
+    embedding and none of torch's."""
+    if is_linear(module) or isinstance(module, nn.Embedding) or type(module).__module__.startswith("torch."):
         return []
     held = {name: p for name, p in module._parameters.items() if p is not None and p.dim() == 2}
     return [name for name, p in held.items() if p.is_floating_point()]

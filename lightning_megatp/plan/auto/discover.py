@@ -156,7 +156,8 @@ def keep_whole(plan: ParallelPlan, model: nn.Module, used: Iterable[str]) -> Non
 
     def is_used(layer: LayerPlan) -> bool:
         owner = modules[layer.owner]
-        held = owner.parameters() if layer.bare is None else [owner.get_parameter(layer.bare.weight)]
+        own = [] if layer.bare is None else [layer.bare.weight, layer.bare.bias]
+        held = owner.parameters() if layer.bare is None else [owner._parameters[leaf] for leaf in own if leaf]
         return not ids.isdisjoint(map(id, held))
 
     for name in [name for name, layer in plan.layers.items() if name in plan.how and is_used(layer)]:

@@ -94,12 +94,21 @@ def plan_block(
         return _one_by_one(result, tp, convolutions, "the step that was tried out does not call it")
     if why := unlooked(block.module):
         return _one_by_one(result, tp, convolutions, why)
-    try:
-        return _probed(result, tp, trusted, convolutions, global_sizes, undivided)
-    except Exception as error:  # a block may be any code
-        text = str(error).splitlines()
-        why = f"it can't be probed ({type(error).__name__}: {text[0] if text else ''})"
-        return _one_by_one(BlockResult(block), tp, convolutions, why)
+    why = ""
+    bare = bare_linears(block) if global_sizes else {}
+    for linears in (bare, {}) if bare else ({},):  # a module's code may look for its parameters anywhere
+        try:
+            return _probed(BlockResult(block), tp, trusted, convolutions, global_sizes, undivided, linears)
+        except _NotTheSame as error:
+            why = str(error)
+        except Exception as error:  # a block may be any code
+            text = str(error).splitlines()
+            why = f"it can't be probed ({type(error).__name__}: {text[0] if text else ''})"
+    return _one_by_one(result, tp, convolutions, why)
+
+
+class _NotTheSame(Exception):
+    """Of what was proven part by part."""
 
 
 def _probed(
@@ -109,14 +118,14 @@ def _probed(
     convolutions: dict[str, LayerPlan],
     global_sizes: bool,
     undivided: Collection[str],
+    bare: Mapping[str, BareLinear],
 ) -> BlockResult:
     block = result.block
-    bare = bare_linears(block) if global_sizes else {}
     twin, references = _thin_references(block, result, global_sizes, bare)
     result.couplings = frozenset(couplings(references))
     influence = probe(block_copy(twin), block.calls[0], tp)
     search = _Search(twin, references, tp, result, global_sizes, undivided, influence.outputs)
-    if trusted is None or not search.accept(trusted, "as the model's own plan says"):
+    if trusted is None or not search.accept_trusted(trusted):
         search.regions(influence)
         search.regions_across_norms(block.calls[0])
     search.gather_the_rest()
@@ -130,8 +139,7 @@ def _probed(
         result.whole.update(dict.fromkeys(added, "with it split, the block would not compute the same"))
         outcome = search.prove_together()
     if not outcome.holds:
-        why = f"its parts together do not compute the same ({outcome.error})"
-        return _one_by_one(BlockResult(block), tp, convolutions, why)
+        raise _NotTheSame(f"its parts together do not compute the same ({outcome.error})")
     result.errors, result.gathers = outcome.errors, outcome.gathers
     for name, layer in result.plan.layers.items():
         result.whole.pop(name, None)
@@ -158,7 +166,7 @@ def _name_after_weight(result: BlockResult, name: str, leaves: BareLinear) -> No
     if copied in result.whole:
         result.whole[name] = result.whole.pop(copied)
     if copied in result.used_twice:
-        result.used_twice.add(name.rpartition(".")[0])
+        result.used_twice = result.used_twice - {copied} | {name.rpartition(".")[0]}
     result.token_local = [other for other in result.token_local if other != copied]
 
 
@@ -182,7 +190,7 @@ def _gathered(name: str, outputs: int, tp: int) -> LayerPlan:
 
 
 def _thin_references(
-    block: Block, result: BlockResult, functions: bool, bare: dict[str, BareLinear]
+    block: Block, result: BlockResult, functions: bool, bare: Mapping[str, BareLinear]
 ) -> tuple[nn.Module, list[Reference]]:
     """A thin copy, and what it computes. Where a block uses the weight of a linear layer otherwise than by calling it,
     that layer stays as it is.
@@ -196,14 +204,12 @@ def _thin_references(
         references = references_of(twin, block)
         dense = set() if functions else set[str]().union(*(reference.functions for reference in references))
     except NotFinite as error:
-        dense = {name for name, child in error.ran.named_modules() if isinstance(child, ThinLinear) and child.touched}
+        thin = {name: child for name, child in error.ran.named_modules() if isinstance(child, ThinLinear)}
+        dense = {name for name, child in thin.items() if child.touched}
+        # what is no function of torch's, such as one of torch.jit, is not seen to use it
+        dense = dense or {name for name, child in thin.items() if child.was_read and not child.is_function}
         if not dense:
             raise
-    except Exception:  # a module's code may look for its parameters anywhere
-        if not bare:
-            raise
-        bare.clear()
-        return _thin_references(block, result, functions, bare)
     if dense:
         result.whole.update(dict.fromkeys(dense, "the block uses its weight otherwise than by calling it"))
         twin = thin_copy(block.module, seed=0, dense=dense, bare=bare)
@@ -272,6 +278,11 @@ class _Search:
         answers = {name: {reference.feels(name) for reference in self.references} for name in self.layers}
         unfelt = [name for name, felt in answers.items() if False in felt and True not in felt]
         return [name for name in unfelt if any(reference.uses(name) for reference in self.references)]
+
+    def accept_trusted(self, plan: BlockPlan) -> bool:
+        """Try a model's own plan. With layers that it does not call, it would have to be of global sizes."""
+        named = self.functions.intersection(plan.layers)
+        return self.accept(_tracked(plan) if named and self.global_sizes else plan, "as the model's own plan says")
 
     def accept(self, plan: BlockPlan, how: str) -> bool:
         """Add a plan to the block's if it is proven to hold."""

@@ -57,6 +57,8 @@ class ThinLinear(nn.Linear):
     """Whether its output is a leaf, while a probe looks at what lies between layers."""
     touched: bool = False
     """Whether something else than `F.linear` used the weight."""
+    was_read: bool = False
+    """Whether anything asked for the weight."""
     is_function: bool = False
     """Whether `F.linear` was called with its weight, instead of the layer."""
     has_other_bias: bool = False
@@ -66,6 +68,7 @@ class ThinLinear(nn.Linear):
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
+        self.was_read = True
         return _ThinWeight.of(self)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -92,6 +95,13 @@ class ThinLinear(nn.Linear):
         self.left.mul_(signs[:, None])
         if self.bias is not None:
             self.bias.mul_(signs)
+
+
+class _HiddenLinear(ThinLinear):
+    """Of a module's own parameters. Code that calls all modules in there would call one that the module has not."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        raise TypeError("a weight that belongs to no layer was called as one")
 
 
 class _ThinWeight(LayerWeight):
@@ -271,7 +281,7 @@ def concrete(x: Tensor, generator: torch.Generator) -> Tensor:
 
 def _hide(owner: nn.Module, leaves: BareLinear, inputs: int, outputs: int, generator: torch.Generator) -> None:
     """Put a thin layer in the place of a module's own parameters, which the module's code still finds there."""
-    layer = ThinLinear.__new__(ThinLinear)
+    layer = _HiddenLinear.__new__(_HiddenLinear)
     nn.Module.__init__(layer)
     _make_thin(layer, inputs, outputs, leaves.bias is not None, generator)
     layer.transposed = leaves.transposed
