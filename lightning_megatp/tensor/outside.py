@@ -207,7 +207,18 @@ class WholeParameter(LayerWeight):
         return self.layer is not None and self._is_param and not self.is_whole and not isinstance(self.shard, DTensor)
 
     def whole(self, operation: str) -> Tensor:
-        return self.shard if self.is_whole else cast(Tensor, used_whole(self, operation))
+        """The whole parameter. It is noted as used outside of its layer.
+
+        Communication: `gather_parameter`.
+        """
+        if self.is_whole:
+            return self.shard
+        check_undivided(self, operation)
+        if self.context.pipelined:
+            raise RuntimeError(f"MegaTPStrategy: {used_outside(self.spec.name)}")
+        if id(self.parameter) in self.context.sharded:  # not a copy that is left of one which is whole by now
+            self.context.outside.setdefault(id(self.parameter), (self.parameter, operation))
+        return gather_parameter(self.shard, self.spec, self.context.group)
 
     def _change(self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """An operation in place: on the shard where each element is by itself, else on the gathered parameter, of which
@@ -296,20 +307,10 @@ def _written(x: WholeParameter, name: str) -> str:
 
 
 def used_whole(x: Any, operation: str) -> Any:
-    """The whole parameter that an operation uses, anything else as it is. It is noted as used outside of its layer.
-
-    Communication: `gather_parameter`.
-    """
+    """The whole weight that an operation uses, anything else as it is."""
     if isinstance(x, TransposedWeight):
         return x.of.whole(operation).T
-    if not isinstance(x, WholeParameter):
-        return x
-    check_undivided(x, operation)
-    if x.context.pipelined:
-        raise RuntimeError(f"MegaTPStrategy: {used_outside(x.spec.name)}")
-    if id(x.parameter) in x.context.sharded:  # not a copy that is left of one which is whole by now
-        x.context.outside.setdefault(id(x.parameter), (x.parameter, operation))
-    return gather_parameter(x.shard, x.spec, x.context.group)
+    return x.whole(operation) if isinstance(x, LayerWeight) else x
 
 
 def check_undivided(x: WholeParameter, operation: str) -> None:

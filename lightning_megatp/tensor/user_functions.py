@@ -23,7 +23,10 @@ from lightning_megatp.shim.torch import tensor_version, tree_leaves, tree_map
 from lightning_megatp.tensor.context import TensorContext
 from lightning_megatp.tensor.functions import OwnFunction
 from lightning_megatp.tensor.outside import WholeParameter, used_whole
-from lightning_megatp.tensor.shards import Shard, is_flat
+from lightning_megatp.tensor.shards import LayerWeight, Shard, TransposedWeight, is_flat
+
+_PARTS = Shard, LayerWeight, TransposedWeight
+"""What stands for whole tensors."""
 
 
 @contextlib.contextmanager
@@ -55,11 +58,11 @@ def _transform_whole(name: str, function: Callable[..., Any], arguments: Any) ->
     """
 
     def take(x: Any) -> Any:
-        if not isinstance(x, (Shard, WholeParameter)):
+        if not isinstance(x, _PARTS):
             return x
         if functorch_is_active():
             raise RuntimeError(_in_transform(name, "is given, inside of another transform"))
-        return used_whole(x, name) if isinstance(x, WholeParameter) else x.whole(name)
+        return x.whole(name) if isinstance(x, Shard) else used_whole(x, name)
 
     def called(*args: Any, **kwargs: Any) -> Any:
         result = function(*args, **kwargs)
@@ -89,21 +92,18 @@ def _apply(
     def take(x: Any) -> Any:
         if isinstance(x, WholeParameter):
             weights.append(x.spec.name)
-            return used_whole(x, name)
         if not isinstance(x, Shard):
-            return x
+            return used_whole(x, name)
         whole = x.whole(name)
         copies.append((whole, tensor_version(whole)))
         return whole
 
     def taken(value: Any) -> Any:
         """A container without parts is the user's own: the function may fill it."""
-        return (
-            tree_map(take, value) if any(isinstance(x, (Shard, WholeParameter)) for x in tree_leaves(value)) else value
-        )
+        return tree_map(take, value) if any(isinstance(x, _PARTS) for x in tree_leaves(value)) else value
 
     values = [*args, *kwargs.values()]
-    if not is_flat(values) or any(isinstance(x, (Shard, WholeParameter)) for x in values):
+    if not is_flat(values) or any(isinstance(x, _PARTS) for x in values):
         args, kwargs = tuple(map(taken, args)), {key: taken(value) for key, value in kwargs.items()}
     before = None if context is None else context.entered
     result = apply(*args, **kwargs)

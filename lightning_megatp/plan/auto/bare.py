@@ -14,6 +14,10 @@ from lightning_megatp.plan.auto.uses import Uses
 from lightning_megatp.plan.layer import BareLinear
 
 
+_SMALL = 0.02
+"""Matrices with a smaller share of a block's parameters are left alone: a router's, say."""
+
+
 def bare_linears(block: Block) -> dict[str, BareLinear]:
     """Those of a block, by the names of their weights; none where it can't be run."""
     names = _matrices(block.module)
@@ -46,10 +50,12 @@ def _own_bias(weight: str, biases: set[str | None], uses: Uses) -> str | None:
 
 
 def _matrices(module: nn.Module) -> list[str]:
-    """The names of the matrices that belong to no layer of torch's, each of one module only."""
+    """The names of the matrices that belong to no layer of torch's, each of one module only, and large enough."""
     held = Counter(id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False))
-    found = [f"{name}.{leaf}".lstrip(".") for name, child in module.named_modules() for leaf in matrices(child)]
-    return [name for name in found if held[id(module.get_parameter(name))] == 1]
+    least = _SMALL * sum(parameter.numel() for parameter in module.parameters())
+    named = (f"{name}.{leaf}".lstrip(".") for name, child in module.named_modules() for leaf in matrices(child))
+    found = ((name, module.get_parameter(name)) for name in named)
+    return [name for name, weight in found if held[id(weight)] == 1 and weight.numel() >= least]
 
 
 def _vectors(module: nn.Module) -> list[str]:

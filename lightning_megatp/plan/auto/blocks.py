@@ -256,11 +256,9 @@ def _defined_in(hook: Any) -> str:
 
 
 def _weight(module: nn.Module) -> int:
-    """Linear layers in a module, with what looks like the weight of one; nn.MultiheadAttention counts as two."""
+    """Linear layers in a module, with what may be one; nn.MultiheadAttention counts as two."""
     return sum(
-        2
-        if type(child) is nn.MultiheadAttention
-        else is_linear(child) or any("weight" in name for name in matrices(child))
+        2 if type(child) is nn.MultiheadAttention else is_linear(child) + len(matrices(child))
         for child in module.modules()
     )
 

@@ -72,7 +72,7 @@ class Reference:
         whole = block_copy(twin, train)
         own = concrete_call(call, seed=0, noise=0.1)
         given = floating_in((own.args, own.kwargs))
-        with torch.enable_grad(), exact():
+        with torch.enable_grad(), functions_take_whole(), exact():
             self.outputs = floating_in(whole(*own.args, **own.kwargs), (own.args, own.kwargs))
             self.left = left_on(whole)
             self.outputs += self.left.values()
@@ -113,7 +113,7 @@ class Reference:
 
     def _run(self, whole: nn.Module) -> list[Tensor]:
         own = concrete_call(self.call, seed=0, noise=0.1)
-        with exact():
+        with functions_take_whole(), exact():
             return floating_in(whole(*own.args, **own.kwargs), (own.args, own.kwargs))
 
     def compare(self, plan: BlockPlan, tp: int) -> Outcome:
