@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from lightning_megatp.shim.autograd import functorch_is_active
 from lightning_megatp.shim.torch import is_fake, with_local
+from lightning_megatp.tensor.shards import LayerWeight, TransposedWeight
 
 
 @dataclass(eq=False)
@@ -178,7 +179,10 @@ def own_part(x: Tensor) -> Tensor:
 
 
 def address_of(x: Tensor) -> int:
-    """Where what this rank has of it lies; 0 for nowhere. Gradients may share the storage of a bucket."""
+    """Where what this rank has of it lies; 0 for nowhere, and for what code sees as whole. Gradients may share the
+    storage of a bucket."""
+    if isinstance(x, LayerWeight | TransposedWeight):
+        return 0
     if x.layout is not torch.strided or x.is_meta or is_fake(x) or functorch_is_active():
         return 0
     return own_part(x).data_ptr()

@@ -20,6 +20,7 @@ from lightning_megatp.shim.torch import WithoutMode, tree_leaves
 from lightning_megatp.tensor.features.rules.table import POINTWISE
 from lightning_megatp.tensor.functions import (
     bare_name,
+    called_by_this_package,
     couples,
     is_in_place,
     multiplies,
@@ -91,6 +92,7 @@ class WeightWatch(TorchFunctionMode):
         if self._briefly and not self._positions.concern(operation):
             return func(*args, **kwargs)
         weight, mixes = None, couples(operation) or multiplies(operation)
+        mixes = mixes or (operation == "linear" and not called_by_this_package())  # layers do so with their parts
         if mixes or operation in _FOLLOWED or writes(operation):
             weight = next((name for x in (*args, *kwargs.values()) if (name := self._name(x)) is not None), None)
         if weight is not None and mixes:

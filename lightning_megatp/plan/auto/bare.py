@@ -13,7 +13,6 @@ from lightning_megatp.plan.auto.thin import concrete_call, thin_copy
 from lightning_megatp.plan.auto.uses import Uses
 from lightning_megatp.plan.layer import BareLinear
 
-
 _SMALL = 0.02
 """Matrices with a smaller share of a block's parameters are left alone: a router's, say."""
 

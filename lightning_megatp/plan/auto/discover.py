@@ -69,7 +69,7 @@ def look(
     if not steps:
         return kinds, []
     tables = {} if any(map(is_compiled, model.modules())) else _tables(model)
-    with called_in_transforms(model) as plan.transformed, weights_of_heads(tables) as plan.heads:
+    with called_in_transforms(model) as plan.transformed, weights_of_heads(model, tables) as plan.heads:
         errors = [capture_calls(model, kinds, step) for step in steps]
     if errors[0] is not None and not all(kind.calls for kind in kinds):
         if others := instead():

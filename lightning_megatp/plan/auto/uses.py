@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
 from lightning_megatp.shim.torch import tree_leaves
@@ -34,6 +35,8 @@ class Uses(TorchFunctionMode):
         """What something else used."""
         self.inside: set[str] = set()
         """Those whose own layers run, which may do as they like."""
+        self.depth = 1
+        """How many modules run that a hook of a step's code could call, too."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -69,6 +72,8 @@ class Uses(TorchFunctionMode):
         """
         name = self._name(weight)
         assert name is not None
+        if not self.depth:
+            self.otherwise.add(name)
         is_transposed = transposed != (id(weight) in self._transposed)
         if name in self.biases and is_transposed != (name in self.transposed):
             self.otherwise.add(name)  # in both ways
@@ -86,10 +91,12 @@ class Uses(TorchFunctionMode):
 
 
 @contextlib.contextmanager
-def weights_of_heads(tables: Mapping[str, nn.Embedding]) -> Iterator[set[str]]:
-    """Note which embeddings' weights are also used as those of an output layer, and for nothing else.
+def weights_of_heads(model: nn.Module, tables: Mapping[str, nn.Embedding]) -> Iterator[set[str]]:
+    """Note which embeddings' weights are also used as those of an output layer, and for nothing else: in the forward of
+    some module, and not by the code around all modules, which hooks have in common with steps.
 
     Args:
+        model: whose step runs.
         tables: name of a weight -> the embedding that has it.
 
     Returns:
@@ -100,7 +107,15 @@ def weights_of_heads(tables: Mapping[str, nn.Embedding]) -> Iterator[set[str]]:
         yield found
         return
     uses = Uses({id(table.weight): name for name, table in tables.items()})
-    handles = []
+    uses.depth = 0
+
+    def count(change: int, module: nn.Module) -> None:
+        uses.depth += change if module is not model else 0
+
+    handles: list[Any] = [
+        register_module_forward_pre_hook(lambda module, args: count(1, module)),
+        register_module_forward_hook(lambda module, args, output: count(-1, module), always_call=True),
+    ]
     for name, table in tables.items():
         handles.append(table.register_forward_pre_hook(lambda *_, name=name: uses.inside.add(name)))
         handles.append(table.register_forward_hook(lambda *_, name=name: uses.inside.discard(name), always_call=True))

@@ -1,6 +1,7 @@
 """Layers whose weights a step gives to `F.linear` instead of calling them, and weights that belong to no layer: split
 like others, by every layout."""
 
+import contextlib
 import copy
 import itertools
 import warnings
@@ -13,7 +14,17 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from tests.crossing import crossed, fewer
-from tests.distributed.training import PLAIN, TP2, TP2_PP2, Layout, Losses, make_trainer, run_program, train_loader
+from tests.distributed.training import (
+    PLAIN,
+    TP2,
+    TP2_PP2,
+    Layout,
+    Losses,
+    eval_loader,
+    make_trainer,
+    run_program,
+    train_loader,
+)
 
 WIDTH, HEADS, VOCAB = 24, 6, 32
 SHAPES: dict[str, dict[str, tuple[tuple[int, ...], int | None]]] = {
@@ -224,19 +235,16 @@ def test_hooks_copies_and_penalties_see_whole_weights(body: str, penalty: bool) 
         assert len(seen) == 6 and seen == pytest.approx(expected, rel=1e-9)
 
 
-class Tied(ByFunction):
+class _TiedNet(nn.Module):
     """Whose output layer is the table of its embeddings."""
 
     def __init__(self, way: str) -> None:
-        super().__init__("own bias")
-        self.way, self.head, self.shift = way, None, nn.Parameter(torch.zeros(VOCAB))
+        super().__init__()
+        self.way, self.table, self.shift = way, nn.Embedding(VOCAB, WIDTH), nn.Parameter(torch.zeros(VOCAB))
+        self.blocks = nn.Sequential(*(_Block("own bias") for _ in range(2)))
 
-    def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor:
-        scores = self.scores(self.blocks(self.table(batch[0])), self.table.weight)
-        self.log("right", (scores.argmax(-1) == batch[1]).float().mean())
-        return F.cross_entropy(scores.flatten(0, 1), batch[1].flatten())
-
-    def scores(self, x: Tensor, table: Tensor) -> Tensor:
+    def forward(self, ids: Tensor) -> Tensor:
+        x, table = self.blocks(self.table(ids)), self.table.weight
         if self.way == "linear":
             return F.linear(x, table, self.shift)
         if self.way == "product":
@@ -246,25 +254,200 @@ class Tied(ByFunction):
         return torch.einsum("bth,vh->btv", x, table)  # gathers the table
 
 
-def train_tied(layout: Layout, way: str) -> tuple[list[float], int]:
-    """Losses, and rows of the table on this rank."""
+class Tied(LightningModule):
+    """Which scores tokens in a hook, too."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.net, self.seen = _TiedNet(way), list[int]()
+        self.calls = True
+
+    def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor:
+        scores = self.net(batch[0])
+        self.log("right", (scores.argmax(-1) == batch[1]).float().mean())
+        return F.cross_entropy(scores.flatten(0, 1), batch[1].flatten())
+
+    def on_train_epoch_end(self) -> None:
+        if self.calls:
+            with torch.no_grad():
+                self.seen += self.net(torch.arange(6).view(1, 6)).argmax(-1).flatten().tolist()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+class TiedOutside(Tied):
+    """Whose output layer is code around the modules, which a hook may call as well: the table stays whole."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor:
+        scores = F.linear(self.net.blocks(self.net.table(batch[0])), self.net.table.weight)
+        return F.cross_entropy(scores.flatten(0, 1), batch[1].flatten())
+
+    def on_train_epoch_end(self) -> None:
+        with torch.no_grad():
+            x = self.net.blocks(self.net.table(torch.arange(6).view(1, 6)))
+            self.seen += F.linear(x, self.net.table.weight).argmax(-1).flatten().tolist()
+
+
+def train_tied(layout: Layout, way: str) -> tuple[list[float], list[int], int]:
+    """Losses, tokens that a hook found, and rows of the table on this rank."""
     torch.manual_seed(0)
-    module, losses = Tied(way), Losses()
+    module, losses = TiedOutside(way) if way == "outside" else Tied(way), Losses()
+    module.calls = layout.pp == 1
     trainer = make_trainer(layout, strategy={"plan": "auto"}, max_epochs=2, callbacks=[losses])
     with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*is kept whole")
+        warnings.filterwarnings("error", message=".*(is kept whole|holds a part)")
         trainer.fit(module, train_loader(layout, 3))
-    return losses.seen, module.table.weight.shape[0] if module.table is not None else 0
+    return losses.seen, module.seen, module.net.table.weight.shape[0] if layout.pp == 1 else VOCAB
 
 
 @pytest.mark.parametrize(
     ("way", "layout"),
-    crossed(["linear", "product", "transpose", "einsum"], [TP2, Layout(tp=3, sequence=False), TP2_PP2, ZEROS[0]]),
+    [
+        ("linear", TP2),
+        ("product", Layout(tp=3, sequence=False)),
+        ("transpose", FLAT),
+        ("outside", FLAT),
+        ("einsum", ZEROS[0]),
+        ("linear", TP2_PP2),
+    ],
+    ids=str,
 )
 def test_tables_are_split_where_they_are_output_layers(layout: Layout, way: str) -> None:
-    ((expected, _),) = run_program(PLAIN, train_tied, way)
+    ((expected, tokens, _),) = run_program(PLAIN, train_tied, way)
     results = run_program(layout, train_tied, way)
-    of_batches = [sum(losses) / len(results) for losses in zip(*(losses for losses, _ in results), strict=True)]
+    of_batches = [sum(losses) / len(results) for losses in zip(*(losses for losses, _, _ in results), strict=True)]
     assert of_batches == pytest.approx(expected, rel=1e-9)
-    if layout.pp == 1 and not layout.zero:
-        assert sum(rows for _, rows in results) == VOCAB * (layout.tp if way == "einsum" else 1)
+    split = layout.pp == 1 and not layout.zero and way not in ("einsum", "outside")
+    for _, found, rows in results:
+        assert layout.pp > 1 or found == tokens
+        assert layout.zero or abs(rows - (VOCAB / layout.tp if split else VOCAB)) < 1
+
+
+BY_HAND = {"table": "vocab", "proj": "column_gather", "blocks.*.up": "column", "blocks.*.down": "row"}
+
+
+class Beside(LightningModule):
+    """Whose steps use weights of layers, which are called, by function as well: outside of their regions, and of each
+    other. A plan by hand splits them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.proj = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, WIDTH, bias=False)
+        self.blocks, self.head = nn.Sequential(*(_Called() for _ in range(2))), nn.Linear(WIDTH, VOCAB)
+        self.seen: list[float] = []
+
+    def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor:
+        x = self.proj(self.table(batch[0]))
+        loss = F.cross_entropy(self.head(self.blocks(x)).flatten(0, 1), batch[1].flatten())
+        loss = loss + 0.1 * F.linear(x, self.blocks[0].up.weight).square().mean()
+        loss = loss + 0.1 * (x.repeat(1, 1, 4) @ self.blocks[0].down.weight.T).square().mean()
+        return loss + 0.01 * F.linear(self.table.weight, self.proj.weight).square().sum()
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], index: int) -> None:
+        x = self.table(batch[0])
+        self.seen.append(float(F.linear(x, self.blocks[1].up.weight, self.blocks[1].up.bias).square().mean()))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+
+class _Called(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(x)))
+
+
+def train_beside(layout: Layout, plan: Any) -> list[float]:
+    torch.manual_seed(0)
+    module, losses = Beside(), Losses()
+    trainer = make_trainer(layout, strategy={"plan": plan}, callbacks=[losses])
+    trainer.fit(module, train_loader(layout, 3), eval_loader(layout, 1))
+    return [*losses.seen, *module.seen]
+
+
+@pytest.mark.parametrize("plan", [BY_HAND, "auto"], ids=["by hand", "auto"])
+def test_weights_by_function_outside_of_their_regions(plan: Any) -> None:
+    (expected,) = run_program(PLAIN, train_beside, plan)
+    for seen in run_program(TP2, train_beside, plan):
+        assert len(seen) >= 5 and seen == pytest.approx(expected, rel=1e-9)
+
+
+class Apart(ByFunction):
+    """Whose hook calls a part of a block, what two blocks share, and a block with whole parameters; whose blocks copy
+    themselves in their own way."""
+
+    def __init__(self) -> None:
+        super().__init__("own bias")
+        self.blocks = nn.Sequential(*(_CopiesItself("own bias") for _ in range(2)))
+        self.blocks[1].mlp = self.blocks[0].mlp
+        self.seen: list[float] = []
+
+    def on_fit_start(self) -> None:
+        self.teacher = [copy.deepcopy(self.blocks)]
+
+    def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor:
+        loss = super().training_step(batch, index)
+        return loss + 0.1 * self.teacher[0](self.table(batch[0])).square().mean()
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        x = torch.linspace(-1, 1, 6 * WIDTH, dtype=torch.float64).view(1, 6, WIDTH)
+        whole = getattr(self.trainer.strategy, "whole_parameters", contextlib.nullcontext)
+        with torch.no_grad():
+            called = [self.blocks[0].mlp(x), self.blocks[1].attention(x), self.blocks[1](x)]
+            with whole():
+                called.append(self.blocks[0].mlp(x))
+        self.seen += [float(y.square().mean()) for y in called]
+
+
+class _CopiesItself(_Block):
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copied = type(self).__new__(type(self))
+        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return copied
+
+
+def train_apart(layout: Layout) -> list[float]:
+    torch.manual_seed(0)
+    module, losses = Apart(), Losses()
+    trainer = make_trainer(layout, strategy={"plan": "auto"}, callbacks=[losses])
+    trainer.fit(module, train_loader(layout, 3))
+    return [*losses.seen, *module.seen]
+
+
+@pytest.mark.parametrize("layout", [TP2, FLAT], ids=str)
+def test_parts_of_blocks_that_hooks_call_and_blocks_that_copy_themselves(layout: Layout) -> None:
+    (expected,) = run_program(PLAIN, train_apart)
+    for seen in run_program(layout, train_apart):
+        assert len(seen) == 15 and seen == pytest.approx(expected, rel=1e-9)
+
+
+class InHalf(ByFunction):
+    def __init__(self) -> None:
+        super().__init__("own bias")
+        self.seen: list[str] = []
+
+    def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor:
+        block, x = self.blocks[0], self.table(batch[0])
+        made = [F.linear(x, block.attention.qkv.weight, block.attention.qkv.bias), block.attention(x), block.mlp(x)]
+        made.append(F.linear(x.repeat(1, 1, 4), block.mlp.down.weight, block.mlp.offset))
+        self.seen = [str(y.dtype) for y in made]
+        return super().training_step(batch, index)
+
+
+def train_in_half(layout: Layout) -> tuple[list[float], list[str]]:
+    torch.manual_seed(0)
+    module, losses = InHalf(), Losses()
+    make_trainer(layout, strategy={"plan": "auto"}, precision="bf16-mixed", callbacks=[losses]).fit(
+        module, train_loader(layout, 2)
+    )
+    return losses.seen, module.seen
+
+
+def test_autocast_is_followed() -> None:
+    ((expected, dtypes),) = run_program(PLAIN, train_in_half)
+    for losses, found in run_program(TP2, train_in_half):
+        assert found == dtypes and losses == pytest.approx(expected, rel=2e-3), "rounding of bfloat16: 2^-9"
