@@ -164,7 +164,12 @@ def _why_whole(parallel: ParallelModule, name: str) -> str:
     if computed or name.endswith(("weight_g", "weight_v", "weight_orig")):
         return "its layer's weight is computed from it (a parametrization)"
     split = parallel.plan.layers.get(owner)
+    bare = (x for x in parallel.plan.layers.values() if x.bare is not None and x.owner == owner and x.bare.bias == leaf)
+    if (row := next(bare, None)) is not None and row.style.style in ("row", "row_split"):
+        return "bias of a row layer: added once, after the sum"
     if split is not None:
+        if leaf in split.whole:
+            return "the code around its layer uses it otherwise, too"
         if split.style.style in ("row", "row_split") and leaf == "bias":
             return "bias of a row layer: added once, after the sum"
         return "added once, after the sum" if leaf in split.once else ""
@@ -173,7 +178,7 @@ def _why_whole(parallel: ParallelModule, name: str) -> str:
         return "added once, after the sum"
     if isinstance(module, nn.Linear) and type(module).forward is not nn.Linear.forward:
         return f"`{type(module).__name__}` has a forward of its own"
-    return parallel.plan.whole.get(owner, "")
+    return parallel.plan.whole.get(owner) or parallel.plan.whole.get(name, "")
 
 
 def peak_memory() -> str:

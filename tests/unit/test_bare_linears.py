@@ -11,9 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_megatp.plan.auto.blocks import Block as Kind
-from lightning_megatp.plan.auto.blocks import Call
+from lightning_megatp.plan.auto.blocks import Call, find_blocks
 from lightning_megatp.plan.auto.search import BlockResult, plan_block
-from lightning_megatp.plan.layer import BareLinear
+from lightning_megatp.plan.auto.simulate import BlockPlan
+from lightning_megatp.plan.layer import BareLinear, LayerPlan
+from lightning_megatp.plan.ranges import shard_ranges
+from lightning_megatp.plan.styles import Style
 
 WIDTH = 16
 X = torch.randn(2, 5, WIDTH, generator=torch.Generator().manual_seed(0))
@@ -139,3 +142,90 @@ def test_a_bare_weight_of_two_modules_is_none() -> None:
     block.other = nn.Module()
     block.other.w = block.w
     assert "w" not in found(block).plan.layers
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return F.linear(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        return grad @ weight, grad.flatten(0, 1).T @ x.flatten(0, 1)
+
+
+@torch.jit.script
+def scripted(x: Tensor, weight: Tensor) -> Tensor:
+    return F.linear(x, weight)
+
+
+@pytest.mark.parametrize("function", [_Product.apply, scripted], ids=["autograd", "scripted"])
+@pytest.mark.parametrize("is_bare", [False, True])
+def test_a_function_of_the_users_own_gets_whole_weights(function: Any, is_bare: bool) -> None:
+    """It alone, not the whole block, costs its weight a split."""
+
+    class Body(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.pair, self.p = Pair(by_function), nn.Linear(WIDTH, WIDTH, bias=False)
+            self.w = nn.Parameter(torch.zeros(WIDTH, WIDTH))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.pair(x) + function(torch.tanh(x), self.w if is_bare else self.p.weight)
+
+    body = Body()
+    if is_bare:
+        del body.p
+    result = found(body)
+    assert styles(result) == {"pair.up": "column", "pair.down": "row"} and result.problem is None
+
+
+def test_a_bare_weight_that_is_used_twice_between_regions() -> None:
+    def run(self: Any, x: Tensor) -> Tensor:
+        x = x + self.down(F.gelu(self.up(x)))
+        return x + F.linear(x, self.w) + F.linear(torch.tanh(x), self.w)
+
+    block = Pair(run, w=(WIDTH, WIDTH))
+    block.up = nn.Linear(WIDTH, 4 * WIDTH)
+    result = found(block)
+    assert styles(result)["up"] == "column" and result.sequence_dim == 1
+    assert not any("(" in name for name in (*result.used_twice, *result.how, *result.whole, *result.token_local))
+
+
+class _Sequence(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+        self.weight = nn.Parameter(torch.zeros(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(super().forward(x), self.weight)
+
+
+def test_code_that_calls_all_modules_in_it_calls_no_weight() -> None:
+    result = found(_Sequence())
+    assert result.problem is None and styles(result) == {"0": "column", "2": "row"}
+
+
+def test_a_trusted_plan_with_layers_by_function_has_global_sizes() -> None:
+    by_rank = shard_ranges(4 * WIDTH, 2)
+    layers = {name: LayerPlan(name, Style(name, style), by_rank) for name, style in (("up", "column"), ("down", "row"))}
+    result = found(Pair(by_function), trusted=BlockPlan(layers))
+    assert result.how["up"] == "as the model's own plan says"
+    assert all(layer.global_sizes for layer in result.plan.layers.values())
+
+
+class _Table(nn.Embedding):
+    pass
+
+
+def test_tables_and_bare_weights_in_blocks() -> None:
+    tables = nn.Module()
+    tables.tokens, tables.places = _Table(8, WIDTH), _Table(8, WIDTH)
+    model = nn.Module()
+    model.tables = tables
+    model.layers = nn.ModuleList(Pair(lambda self, x: x, w=(4 * WIDTH, WIDTH), v=(WIDTH, 4 * WIDTH)) for _ in range(2))
+    for layer in model.layers:
+        del layer.down
+    assert find_blocks(model) == ["layers.0", "layers.1"]
