@@ -104,7 +104,7 @@ VARIANTS: dict[str, Variant] = {
     "pooled": gpt(models.Pooled),
     "unused": gpt(models.WithUnused),
     "regularised": gpt(models.Regularised, warns="blocks.0.mlp.up"),
-    "head_outside": gpt(models.HeadOutside, {"head": None}, warns="tok"),
+    "head_outside": gpt(models.HeadOutside, {"head": None}),
     "manual": gpt(models.Manual),
     "configured": Variant(models.Configured, gpt_plan(GPTConfig(), "gpt.")),
     "encoder": Variant(other_models.Encoder, ENCODER_PLAN),
