@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_megatp.hooks.positions import Positions
 from lightning_megatp.hooks.values import WholeValues
@@ -32,6 +32,17 @@ def complete_in_hooks(account: PartialGradients, leaves: Iterable[Tensor]) -> No
             for key, hook in hooks.items():
                 if not isinstance(hook, (kind, OwnHook)):
                     hooks[key] = kind(account, leaf, hook)
+
+
+def warn_of_microbatches(module: nn.Module) -> None:
+    """Before the first backward of microbatches, whose gradients hooks are given one by one."""
+    for name, parameter in module.named_parameters():
+        if any(not isinstance(hook, OwnHook) for hook in leaf_hooks(parameter).values()):
+            warn_once_per_run(
+                f"`{name}` has a hook of `register_hook`. With pp > 1 it is given the gradient of each microbatch, and"
+                " one device gives it that of the batch: what is not linear in it (a limit, a unit norm) is another"
+                " training. Do such things in `on_before_optimizer_step`."
+            )
 
 
 @dataclass(frozen=True, eq=False)

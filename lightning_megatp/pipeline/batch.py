@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_megatp.gradients.sharding import ZeroSharding
+from lightning_megatp.hooks.on_parameters import warn_of_microbatches
 from lightning_megatp.messages import with_article
 from lightning_megatp.module import ParallelModule
 from lightning_megatp.pipeline.carried import CarriedState
@@ -238,6 +239,8 @@ class BatchRun:
             self.sharding.before_backward(
                 last, units, self._backwards.total() == len(self.microbatches) * len(self.stages)
             )
+        if first and self.carried is not None and len(self.microbatches) > 1:
+            warn_of_microbatches(self.parallel.module)
         if self.backward is not None and first:
             loss = _loss_of(self.results[microbatch]) if microbatch in self.results else torch.zeros(())
             with self.logs.recording() as calls:

@@ -243,7 +243,8 @@ def _normalises_features(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 def _maps_features(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """A plain linear on the last dim. Not one that widens (a head): gathering its input is cheaper than its output."""
     x, weight = args[0], args[1] if len(args) > 1 else kwargs["weight"]
-    return isinstance(x, SequenceShard) and x.tokens.dim < -1 and weight.shape[0] <= weight.shape[1]
+    matrix = isinstance(x, SequenceShard) and x.tokens.dim < -1 and weight.dim() == 2
+    return matrix and bool(weight.shape[0] <= weight.shape[1])
 
 
 def _reduces_features(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

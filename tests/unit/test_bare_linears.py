@@ -126,6 +126,21 @@ def test_a_bare_matrix_that_is_something_else_is_none(run: Any) -> None:
     assert result.problem is None and "w" not in result.plan.layers and "down" in result.plan.layers
 
 
+def test_one_module_that_looks_elsewhere_costs_the_others_nothing() -> None:
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one = Pair(lambda self, x: self.down(F.gelu(F.linear(x, self.w))), w=(4 * WIDTH, WIDTH))
+            self.two = Pair(lambda self, x: self.down(F.gelu(F.linear(x, self._parameters["w"]))), w=(4 * WIDTH, WIDTH))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.two(self.one(x))
+
+    result = found(Both())
+    assert result.problem is None and result.plan.layers["one.w"].style.style == "column"
+    assert "two.w" not in result.plan.layers
+
+
 def test_a_bare_weight_may_be_in_by_out() -> None:
     block = Pair(lambda self, x: F.gelu(x @ self.w + self.b) @ self.v, w=(WIDTH, 64), b=(64,), v=(64, WIDTH))
     del block.down

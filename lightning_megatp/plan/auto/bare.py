@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import nn
 
-from lightning_megatp.plan.auto.blocks import Block, matrices
+from lightning_megatp.plan.auto.blocks import Block, holders_of_parameters, matrices
 from lightning_megatp.plan.auto.exact import exact
-from lightning_megatp.plan.auto.thin import concrete_call, thin_copy
+from lightning_megatp.plan.auto.thin import block_copy, concrete_call, thin_copy
 from lightning_megatp.plan.auto.uses import Uses
 from lightning_megatp.plan.layer import BareLinear
 
@@ -39,6 +39,33 @@ def bare_linears(block: Block) -> dict[str, BareLinear]:
     return found
 
 
+def ways_to_take(block: Block, bare: Mapping[str, BareLinear]) -> Iterator[Mapping[str, BareLinear]]:
+    """What to try one after the other, should a block fail with thin layers in place of its weights: all of them, those
+    of the modules whose code bears it (one may look for a parameter where it was), none."""
+    yield bare
+    if not bare:
+        return
+    owners = dict.fromkeys(name.rpartition(".")[0] for name in bare)
+    own = {owner: {name: x for name, x in bare.items() if name.rpartition(".")[0] == owner} for owner in owners}
+    some = {name: x for owner in owners if _bears(block, own[owner]) for name, x in own[owner].items()}
+    if 0 < len(some) < len(bare):
+        yield some
+    yield {}
+
+
+def _bears(block: Block, bare: Mapping[str, BareLinear]) -> bool:
+    """Whether a block runs, in training and in evaluation, with these weights replaced by thin layers."""
+    try:
+        twin = thin_copy(block.module, seed=0, bare=bare)
+        for train in (True, False):
+            call = concrete_call(block.calls[0], 0)
+            with exact(), torch.no_grad():
+                block_copy(twin, train)(*call.args, **call.kwargs)
+    except Exception:
+        return False
+    return True
+
+
 def _own_bias(weight: str, biases: set[str | None], uses: Uses) -> str | None:
     """The one that belongs to a weight: of the same module, and used by nothing else."""
     (bias, *others) = biases
@@ -50,7 +77,7 @@ def _own_bias(weight: str, biases: set[str | None], uses: Uses) -> str | None:
 
 def _matrices(module: nn.Module) -> list[str]:
     """The names of the matrices that belong to no layer of torch's, each of one module only, and large enough."""
-    held = Counter(id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False))
+    held = holders_of_parameters(module)
     least = _SMALL * sum(parameter.numel() for parameter in module.parameters())
     named = (f"{name}.{leaf}".lstrip(".") for name, child in module.named_modules() for leaf in matrices(child))
     found = ((name, module.get_parameter(name)) for name in named)

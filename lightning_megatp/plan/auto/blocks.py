@@ -6,6 +6,7 @@ import contextlib
 import copy
 import functools
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import FunctionType
@@ -270,6 +271,11 @@ def matrices(module: nn.Module) -> list[str]:
         return []
     held = {name: p for name, p in module._parameters.items() if p is not None and p.dim() == 2}
     return [name for name, p in held.items() if p.is_floating_point()]
+
+
+def holders_of_parameters(module: nn.Module) -> Counter[int]:
+    """id of each parameter -> how many modules have it as their own."""
+    return Counter(id(p) for child in module.modules() for p in child._parameters.values() if p is not None)
 
 
 def _inner_lists(module: nn.Module) -> Iterator[nn.Module]:

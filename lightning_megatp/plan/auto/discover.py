@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from lightning_megatp.plan.auto.blocks import Block, find_blocks, is_linear, kinds_of_blocks
+from lightning_megatp.plan.auto.blocks import Block, find_blocks, holders_of_parameters, is_linear, kinds_of_blocks
 from lightning_megatp.plan.auto.capture import capture_calls
 from lightning_megatp.plan.auto.huggingface import own_plan, plan_of_block
 from lightning_megatp.plan.auto.references import attentions_called, attentions_in
@@ -365,9 +364,10 @@ def _agree_on_ties(plan: ParallelPlan, model: nn.Module, tp: int) -> None:
         weight = child._parameters.get("weight")
         if weight is not None:
             holders.setdefault(id(weight), []).append(name)
-    held = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
+    held = holders_of_parameters(model)
     for name, layer in list(plan.layers.items()):
-        if layer.bare is not None and held[id(modules[layer.owner]._parameters[layer.bare.weight])] > 1:
+        bare = layer.bare if name in plan.layers else None
+        if bare is not None and held[id(modules[layer.owner]._parameters[bare.weight])] > 1:
             _drop_region(plan, name, "another module has its weight, too")
     for names in holders.values():
         split = [name for name in names if name in plan.layers]

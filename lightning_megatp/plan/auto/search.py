@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from torch import nn
 
 from lightning_megatp.plan.auto.apart import StatisticsApart
-from lightning_megatp.plan.auto.bare import bare_linears
+from lightning_megatp.plan.auto.bare import bare_linears, ways_to_take
 from lightning_megatp.plan.auto.blocks import Block, Call, is_linear, unlooked
 from lightning_megatp.plan.auto.compare import NotFinite, Outcome, Reference
 from lightning_megatp.plan.auto.influence import Candidate, Influence, probe
@@ -95,8 +95,7 @@ def plan_block(
     if why := unlooked(block.module):
         return _one_by_one(result, tp, convolutions, why)
     why = ""
-    bare = bare_linears(block) if global_sizes else {}
-    for linears in (bare, {}) if bare else ({},):  # a module's code may look for its parameters anywhere
+    for linears in ways_to_take(block, bare_linears(block) if global_sizes else {}):
         try:
             return _probed(BlockResult(block), tp, trusted, convolutions, global_sizes, undivided, linears)
         except _NotTheSame as error:

@@ -76,7 +76,8 @@ def _fit(layout: Layout, hook: str, kind: str, every: int) -> tuple[list[float],
         )
         trainer.fit(module, train_loader(PLAIN if layout.zero else layout, 4))
     state = {name: value.clone() for name, value in trainer.strategy.lightning_module_state_dict().items()}
-    return losses.seen, state, [str(item.message) for item in caught if "post_accumulate" in str(item.message)]
+    said = [str(item.message) for item in caught]
+    return losses.seen, state, [text for text in said if "post_accumulate" in text or "each microbatch" in text]
 
 
 WHOLE = Layout(tp=2, sequence=False)
@@ -136,3 +137,8 @@ def test_graphs_of_before_the_split_may_live_on() -> None:
 def test_what_is_known_of_a_part_only_is_said() -> None:
     said = run_program(TP2, _fit, "unit norm", "accumulated", 1)[0][2]
     assert said and all("uses `norm` on `" in text for text in said)
+
+
+def test_hooks_on_gradients_of_microbatches_are_told() -> None:
+    said = run_program(Layout(pp=2, microbatches=2), _fit, "unit norm", "on_fit_start", 1)[0][2]
+    assert said and all("`register_hook`. With pp > 1" in text for text in said)

@@ -383,7 +383,7 @@ class Apart(ByFunction):
     def __init__(self) -> None:
         super().__init__("own bias")
         self.blocks = nn.Sequential(*(_CopiesItself("own bias") for _ in range(2)))
-        self.blocks[1].mlp = self.blocks[0].mlp
+        self.blocks[1].mlp = self.blocks[0].mlp = _Matrices()
         self.seen: list[float] = []
 
     def on_fit_start(self) -> None:
