@@ -10,7 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_megatp.shim.torch import DisableTorchFunctionSubclass, as_subclass, tree_leaves, tree_map
+from lightning_megatp.shim.torch import (
+    DisableTorchFunction,
+    DisableTorchFunctionSubclass,
+    as_subclass,
+    tree_leaves,
+    tree_map,
+)
 from lightning_megatp.tensor.functions import is_in_place, operation_name, operation_names
 
 
@@ -65,8 +71,9 @@ class TransposedWeight(torch.Tensor):
     @staticmethod
     def transposed(weight: LayerWeight) -> TransposedWeight:
         """Of a matrix."""
-        with DisableTorchFunctionSubclass():
-            made = torch.empty((), device="meta").expand(*weight.shape[::-1]).as_subclass(TransposedWeight)
+        shape = tuple(weight.shape)[::-1]  # as code sees it
+        with DisableTorchFunction():  # a pipeline's mode would take it for something the step does
+            made = torch.empty((), device="meta").expand(shape).as_subclass(TransposedWeight)
         made.of = weight
         return made
 

@@ -95,7 +95,11 @@ class _Mlp(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.gelu(F.linear(x, self.up.weight, self.shift * 2))
-        return x @ self.down.weight.T + self.offset
+        down = self.down.weight.T
+        assert (
+            down.shape == (4 * WIDTH, WIDTH) and down.T.shape == (WIDTH, 4 * WIDTH) and down.dtype == self.shift.dtype
+        )
+        return x @ down + self.offset
 
 
 class _Packed(nn.Module):
