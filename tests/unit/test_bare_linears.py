@@ -244,3 +244,14 @@ def test_tables_and_bare_weights_in_blocks() -> None:
     for layer in model.layers:
         del layer.down
     assert find_blocks(model) == ["layers.0", "layers.1"]
+
+
+def test_a_block_may_make_a_layer_while_it_runs() -> None:
+    """As BigBird does for short texts; `torch.nn.init.uniform_` is asked by names alone."""
+
+    def run(self: Any, x: Tensor) -> Tensor:
+        nn.Linear(2, 2)
+        return by_function(self, x)
+
+    result = found(Pair(run))
+    assert result.problem is None and styles(result) == {"up": "column", "down": "row"}

@@ -54,7 +54,7 @@ class _Exact(TorchFunctionMode):
             args = tuple(map(_wide, args))
         elif name in _CASTS:
             return args[0].double()
-        elif name == "uniform_" and isinstance(args[0], Tensor):
+        elif name == "uniform_" and args and isinstance(args[0], Tensor):  # torch.nn.init's has names alone
             return args[0].fill_(_middle(*args[1:], **kwargs))
         elif name in _RANDOM_IN_PLACE and args and isinstance(args[0], Tensor):
             return args[0].fill_(1)
