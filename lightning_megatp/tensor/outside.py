@@ -113,7 +113,6 @@ class WholeParameter(LayerWeight):
     context: TensorContext
     layer: weakref.ref[Any] | None = None
     """Whose weight it is, if the module that has it is a parallel layer, or uses it as one."""
-    transposed: bool = False
     apart: bool = False
     """Whether it is a copy, which the step may change as it likes."""
 
@@ -203,8 +202,9 @@ class WholeParameter(LayerWeight):
 
     @property
     def _computes(self) -> bool:
-        """Whether it is the weight that its layer computes with, and not a copy or something else's part."""
-        return self.layer is not None and self._is_param and not self.is_whole and not isinstance(self.shard, DTensor)
+        """Whether it is the matrix that its layer computes with, and not a copy, a part of it, or a convolution's."""
+        matrix = self.layer is not None and self._is_param and len(self.spec.shape) == 2
+        return matrix and not self.is_whole and not isinstance(self.shard, DTensor)
 
     def whole(self, operation: str) -> Tensor:
         """The whole parameter. It is noted as used outside of its layer.

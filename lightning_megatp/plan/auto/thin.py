@@ -184,18 +184,12 @@ def thin_copy(
     memo |= {id(weight): nn.Parameter(weight.new_empty(0)) for weight in map(block.get_parameter, bare)}
     twin = copy.deepcopy(block, memo)
     for name, child in linears.items():
-        weight = child.get_parameter("weight")
-        shape = tuple(weight.shape)
-        inputs, outputs = shape if is_conv1d(child) else shape[::-1]
         layer = twin.get_submodule(name)
         layer.__class__ = ThinLinear
         layer._parameters.clear()
-        _make_thin(layer, inputs, outputs, child.bias is not None, generator)
-        layer.transposed = is_conv1d(child)  # type: ignore[assignment]
+        _make_thin(layer, child.get_parameter("weight"), is_conv1d(child), child.bias is not None, generator)
     for name, leaves in bare.items():
-        shape = tuple(block.get_parameter(name).shape)
-        inputs, outputs = shape if leaves.transposed else shape[::-1]
-        _hide(twin.get_submodule(name.rpartition(".")[0]), leaves, inputs, outputs, generator)
+        _hide(twin.get_submodule(name.rpartition(".")[0]), leaves, block.get_parameter(name), generator)
     for child in twin.modules():
         for key, parameter in child._parameters.items():
             if parameter is not None and not isinstance(child, ThinLinear):
@@ -279,12 +273,11 @@ def concrete(x: Tensor, generator: torch.Generator) -> Tensor:
     return torch.arange(x.shape[-1] if x.dim() else 1, dtype=x.dtype).expand(x.shape).contiguous()
 
 
-def _hide(owner: nn.Module, leaves: BareLinear, inputs: int, outputs: int, generator: torch.Generator) -> None:
+def _hide(owner: nn.Module, leaves: BareLinear, weight: Tensor, generator: torch.Generator) -> None:
     """Put a thin layer in the place of a module's own parameters, which the module's code still finds there."""
     layer = _HiddenLinear.__new__(_HiddenLinear)
     nn.Module.__init__(layer)
-    _make_thin(layer, inputs, outputs, leaves.bias is not None, generator)
-    layer.transposed = leaves.transposed
+    _make_thin(layer, weight, leaves.transposed, leaves.bias is not None, generator)
     name = name_in_copy(leaves.weight)
     shown = {leaves.weight: property(lambda self: self._modules[name].weight)}
     if leaves.bias is not None:
@@ -296,8 +289,9 @@ def _hide(owner: nn.Module, leaves: BareLinear, inputs: int, outputs: int, gener
     owner.__class__ = type(kind.__name__, (kind,), {"__module__": kind.__module__, **shown})
 
 
-def _make_thin(twin: Any, inputs: int, outputs: int, has_bias: bool, generator: torch.Generator) -> None:
-    twin.in_features, twin.out_features = inputs, outputs
+def _make_thin(twin: Any, weight: Tensor, transposed: bool, has_bias: bool, generator: torch.Generator) -> None:
+    inputs, outputs = tuple(weight.shape)[:: 1 if transposed else -1]
+    twin.in_features, twin.out_features, twin.transposed = inputs, outputs, transposed
     left = torch.randn(outputs, RANK, generator=generator, dtype=torch.float64) * 1.5 / math.sqrt(RANK)
     right = torch.randn(inputs, RANK, generator=generator, dtype=torch.float64) / math.sqrt(inputs)
     bias = torch.randn(outputs, generator=generator, dtype=torch.float64) * 0.2 if has_bias else None

@@ -328,7 +328,10 @@ def test_tables_are_split_where_they_are_output_layers(layout: Layout, way: str)
         assert layout.zero or abs(rows - (VOCAB / layout.tp if split else VOCAB)) < 1
 
 
-BY_HAND = {"table": "vocab", "proj": "column_gather", "blocks.*.up": "column", "blocks.*.down": "row"}
+BY_HAND = {
+    **{"table": "vocab", "proj": "column_gather", "conv": "column_gather"},
+    **{"blocks.*.up": "column", "blocks.*.down": "row"},
+}
 
 
 class Beside(LightningModule):
@@ -339,13 +342,15 @@ class Beside(LightningModule):
         super().__init__()
         self.table, self.proj = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, WIDTH, bias=False)
         self.blocks, self.head = nn.Sequential(*(_Called() for _ in range(2))), nn.Linear(WIDTH, VOCAB)
-        self.seen: list[float] = []
+        self.conv, self.seen = nn.Conv1d(WIDTH, WIDTH, 5), list[float]()
 
     def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor:
         x = self.proj(self.table(batch[0]))
         loss = F.cross_entropy(self.head(self.blocks(x)).flatten(0, 1), batch[1].flatten())
         loss = loss + 0.1 * F.linear(x, self.blocks[0].up.weight).square().mean()
         loss = loss + 0.1 * (x.repeat(1, 1, 4) @ self.blocks[0].down.weight.T).square().mean()
+        rows, taps = self.conv.weight.transpose(0, 1)[:3], self.conv.weight.transpose(1, 2)[:, 0]  # no matrix
+        loss = loss + 0.1 * (rows.square().sum() + taps.sum() + self.conv(x.mT).square().mean())
         return loss + 0.01 * F.linear(self.table.weight, self.proj.weight).square().sum()
 
     def validation_step(self, batch: tuple[Tensor, Tensor], index: int) -> None:
