@@ -226,7 +226,8 @@ class ParallelismPlugin:
         if style == "attention":
             return ParallelAttention.adopt(layer, context, plan.by_rank, sequence_dim=plan.sequence_dim, **common)
         if style == "experts":
-            return expert_kind(layer).adopt(layer, context, plan.by_rank, splits=splits, once=plan.once, **common)
+            own = {name: getattr(plan, name) for name in ("once", "returns", "kept", "draws_alike")}
+            return expert_kind(layer).adopt(layer, context, plan.by_rank, splits=splits, **own, **common)
         kind = VocabParallelEmbedding if style == "vocab" else HiddenParallelEmbedding
         return of_subclass(kind, layer).adopt(layer, context, plan.by_rank, **common)
 

@@ -62,11 +62,11 @@ def check_parameters(name: str, module: nn.Module, parameters: tuple[ExpertParam
     """
     own = dict(module.named_parameters())
     for entry in parameters:
-        parameter = module._parameters.get(entry.name) if entry.split or entry.once else own.get(entry.name)
+        parameter = own.get(entry.name)
         if parameter is None:
             raise ValueError(
                 f"MegaTPStrategy: `parameters` of `{name}` names `{entry.name}`, but the module has the parameters"
-                f" {sorted(own)} (and only those of its own can be split or added once)."
+                f" {sorted(own)}."
             )
         if entry.dim is not None and entry.dim >= parameter.dim():
             raise ValueError(
@@ -77,7 +77,7 @@ def check_parameters(name: str, module: nn.Module, parameters: tuple[ExpertParam
     if missing or not any(entry.split for entry in parameters):
         what = f"doesn't say what {', '.join(missing)} is" if missing else "splits nothing"
         raise ValueError(f"MegaTPStrategy: `parameters` of `{name}` {what}. {_SAY}")
-    counts = {own[entry.name].shape[0] for entry in parameters if entry.split}
+    counts = {own[entry.name].shape[0] for entry in parameters if entry.dim and own[entry.name].dim() > 2}
     if len(counts) > 1:
         raise ValueError(
             f"MegaTPStrategy: the split parameters of `{name}` are stacks of {sorted(counts)} experts: some experts do"

@@ -48,6 +48,15 @@ class LayerPlan:
     """Its split parameters, where they are not `weight` and `bias` as its style splits them."""
     once: tuple[str, ...] = ()
     """For experts: parameters that one rank adds to what is summed."""
+    counts: tuple[str, ...] | None = None
+    """For experts: attributes that count the features inside, by their names from the module on; None for the usual."""
+    returns: tuple[bool, ...] = ()
+    """For experts: of each tensor that they return, whether it is a sum over the ranks; the others are the same on all
+    ranks. Empty for one sum."""
+    kept: tuple[str, ...] = ()
+    """For experts: attributes in which they leave tensors with a graph that are the same on all ranks."""
+    draws_alike: bool = False
+    """For experts: whether the random numbers that they draw have to be the same on all ranks: they choose experts."""
     whole: tuple[str, ...] = ()
     """Parameters that its style would split, and that stay whole, since code around it uses them otherwise."""
     by_function: bool = False

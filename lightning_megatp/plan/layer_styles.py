@@ -135,7 +135,7 @@ def experts_plan(name: str, style: Style, modules: Mapping[str, nn.Module], tp: 
     return LayerPlan(name, style, by_rank, unit, region=name, splits=tuple(splits), once=once)
 
 
-_COUNTS = {"intermediate_dim", "intermediate_size", "moe_intermediate_size", "expert_dim", "ffn_dim", "ffn_hidden_size"}
+COUNTS = {"intermediate_dim", "intermediate_size", "moe_intermediate_size", "expert_dim", "ffn_dim", "ffn_hidden_size"}
 """Attributes of experts that count the features inside of each."""
 
 
@@ -150,8 +150,10 @@ def counts_of(name: str, layer: LayerPlan, modules: Mapping[str, nn.Module]) -> 
     """The same of one stack of experts."""
     sizes = tuple(map(length, layer.by_rank))
     held = vars(modules[name])
-    counts = (attribute for attribute in sorted(_COUNTS & held.keys()) if held[attribute] == sum(sizes))
-    yield from (AttributePlan(name, attribute, sizes) for attribute in counts)
+    usual = (attribute for attribute in sorted(COUNTS & held.keys()) if held[attribute] == sum(sizes))
+    for count in usual if layer.counts is None else layer.counts:
+        inner, _, attribute = f"{name}.{count}".rpartition(".")
+        yield AttributePlan(inner, attribute, sizes)
 
 
 def _weight_dim(style: Style, module: nn.Module) -> int:

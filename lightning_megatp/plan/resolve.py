@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import nn
 
 from lightning_megatp.plan.attributes import check_heads, divide
-from lightning_megatp.plan.experts import looks_like_experts
-from lightning_megatp.plan.layer import LayerPlan
-from lightning_megatp.plan.layer_styles import attention_plan, expert_counts, experts_plan, layer_plan
+from lightning_megatp.plan.layer_styles import expert_counts, layer_plan
 from lightning_megatp.plan.parallel_plan import ParallelPlan, named, plain_name
 from lightning_megatp.plan.regions import place
 from lightning_megatp.plan.specs import parameter_specs
-from lightning_megatp.plan.styles import Style, StyleLike, as_mapping, read_plan
+from lightning_megatp.plan.styles import StyleLike, as_mapping, read_plan
 from lightning_megatp.shim.compiler import is_compiled
 
 
@@ -80,17 +78,3 @@ def _check_scripted(model: nn.Module) -> None:
 def _nested(one: str, other: str) -> bool:
     """Whether two names are of one module, or of one inside the other."""
     return f"{one}.".startswith(f"{other}.") or f"{other}.".startswith(f"{one}.")
-
-
-def whole_modules(model: nn.Module, tp: int) -> Iterator[tuple[LayerPlan | ValueError, str]]:
-    """The modules that are split as a whole, nn.MultiheadAttention and stacks of experts, with their names; or why one
-    of them can't be."""
-    modules = dict(model.named_modules())
-    for name, module in modules.items():
-        try:
-            if type(module) is nn.MultiheadAttention:
-                yield attention_plan(name, Style(name, "attention"), module, tp), name
-            elif looks_like_experts(module):
-                yield experts_plan(name, Style(name, "experts"), modules, tp), name
-        except ValueError as error:
-            yield error, name

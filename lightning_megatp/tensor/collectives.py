@@ -76,6 +76,18 @@ def reduce_from_region(x: Tensor, group: dist.ProcessGroup, spend: bool = False)
     return x if group.size() == 1 else _Reduce.apply(x, group, "tensor", spend)
 
 
+def leave_alike(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Identity; the gradient divided by the ranks. Leaves a tensor region with a value that every rank has computed
+    alike, of what entered: each adds its share to the sums of gradients there.
+
+    Args:
+        x: any shape, the same on every rank.
+
+    Communication: none.
+    """
+    return x if group.size() == 1 or not x.requires_grad else _Alike.apply(x, group)
+
+
 def gather_from_region(x: Tensor, group: dist.ProcessGroup, sizes: Sequence[int]) -> Tensor:
     """All-gather the last dim; slice the gradient. Leaves a tensor region with features.
 
@@ -190,6 +202,17 @@ class _Reduce(OwnFunction):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         whole = _Copy.apply(grad, ctx.group, ctx.region_below) if torch.is_grad_enabled() else grad
         return whole, None, None, None
+
+
+class _Alike(OwnFunction):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.size, ctx.region_above, ctx.region_below = group.size(), "whole", "tensor"
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return grad / ctx.size, None
 
 
 class _Gather(OwnFunction):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -10,8 +12,13 @@ from torch import Tensor, nn
 
 from lightning_megatp.messages import with_article
 from lightning_megatp.plan.ranges import Ranges
-from lightning_megatp.shim.torch import tree_leaves, tree_map
-from lightning_megatp.tensor.collectives import copy_to_region, reduce_from_region, reduce_scatter_sequence
+from lightning_megatp.shim.torch import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from lightning_megatp.tensor.collectives import (
+    copy_to_region,
+    leave_alike,
+    reduce_from_region,
+    reduce_scatter_sequence,
+)
 from lightning_megatp.tensor.layers import ParallelLayer
 from lightning_megatp.tensor.sequence import SequenceShard
 
@@ -21,59 +28,109 @@ class ParallelExperts(ParallelLayer):
 
     Floating arguments (hidden states, routing weights) are whole or SequenceShards, others (the experts chosen) whole;
     the output is whole, or a SequenceShard if an argument of its shape was one. Which tokens go to which expert is
-    decided outside, by what is the same on every rank.
+    decided by what is the same on every rank, outside or in there.
 
     Communication: `copy_to_region` or `gather_sequence` of each floating argument, `reduce_from_region` or
-    `reduce_scatter_sequence` of the output; for each bias that is added once an all-reduce of its gradient.
+    `reduce_scatter_sequence` of the output; for each bias that is added once an all-reduce of its gradient. Nothing for
+    what all ranks compute alike.
     """
 
     splits: dict[str, tuple[int, tuple[Ranges, ...]]]
-    """Split parameter -> its dim and the ranges of every rank."""
+    """Split parameter, by its name from this module on -> its dim and the ranges of every rank."""
     once: tuple[str, ...] = ()
     """Parameters that only the first rank adds."""
+    returns: tuple[bool, ...] = ()
+    """Of each tensor that is returned, whether ranks have parts of a sum, and not all the same; empty for one sum."""
+    kept: tuple[str, ...] = ()
+    """Attributes in which forward leaves tensors with a graph that are the same on all ranks."""
+
+    draws_alike: bool = False
+    """Whether all ranks draw the same random numbers in there, and not each others for its features."""
 
     @torch.compiler.disable
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self.context.meet(self.label)
-        context, held = self.context, self.__dict__["_parameters"]
+        context = self.context
         shards = [x for x in tree_leaves((args, kwargs)) if isinstance(x, SequenceShard)]
         with context.running(user_code=False):
             inside = self._parameters_inside()
             args, kwargs = tree_map(self._enter, (args, kwargs))
-        self.__dict__["_parameters"] = inside  # the module's own code, meanwhile, sees shards
-        try:
-            partial = super(ParallelLayer, self).forward(*args, **kwargs)
-        finally:
-            self.__dict__["_parameters"] = held
-        if not isinstance(partial, Tensor):
+        before = {name: self._get(name) for name in self.kept}
+        with self._in_place(inside):
+            result = super(ParallelLayer, self).forward(*args, **kwargs)
+        leaves, tree = tree_flatten(result)
+        tensors = [x for x in leaves if isinstance(x, Tensor)]
+        sums = dict(zip(map(id, tensors), self.returns or (True,), strict=False))
+        if len(tensors) != (len(self.returns) or 1) or (not self.returns and result is not tensors[0]):
+            wanted = f"{len(self.returns)} tensors, as it did when it was tried out" if self.returns else "one tensor"
             raise ValueError(
-                f"MegaTPStrategy: `{self.label}` has the style `experts`, and its forward should return one tensor, but"
-                f" returned {with_article(type(partial).__name__)}. Leave it out of the plan."
+                f"MegaTPStrategy: `{self.label}` has the style `experts`, and its forward should return {wanted}, but"
+                f" returned {with_article(type(result).__name__)}. Leave it out of the plan."
             )
         with context.running(user_code=False):
             context.leave()
-            return self._leave(partial, next((x for x in shards if x.shape == partial.shape), None))
+            for name in self.kept:
+                if isinstance(left := self._get(name), Tensor) and left is not before[name]:
+                    self._put(name, leave_alike(left, self.group))
+            return tree_unflatten([self._leave(x, shards, sums[id(x)]) if id(x) in sums else x for x in leaves], tree)
 
     def _enter(self, x: Any) -> Any:
         if not isinstance(x, Tensor) or not x.is_floating_point():
             return x
-        return self.context.enter(x, self._bring, self.region, self.training).value
+        region = None if self.draws_alike else self.region
+        return self.context.enter(x, self._bring, region, self.training).value
 
     def _parameters_inside(self) -> dict[str, Any]:
-        """The parameters as the module's own forward sees them."""
-        inside: dict[str, Any] = dict(self._parameters)
-        for name, (dim, by_rank) in self.splits.items():
-            inside[name] = self._own(name, dim, by_rank)
+        """The split parameters, and those that are added once, as the module's own forward sees them."""
+        inside = {name: self._own(name, dim, by_rank) for name, (dim, by_rank) in self.splits.items()}
         for name in self.once:
-            bias = copy_to_region(inside[name], self.group)
+            bias = copy_to_region(self._held(name), self.group)
             inside[name] = bias if self.context.rank == 0 else bias * 0.0
         return inside
 
-    def _leave(self, partial: Tensor, shard: SequenceShard | None) -> Tensor:
-        if shard is None or self.context.is_dry(partial):
-            return reduce_from_region(partial, self.group)
+    @contextlib.contextmanager
+    def _in_place(self, inside: dict[str, Any]) -> Iterator[None]:
+        """The module's own code, meanwhile, sees these parameters."""
+        before: list[tuple[dict[str, Any], str, Any]] = []
+        for path in {"", *(name.rpartition(".")[0] for name in inside)}:
+            held = vars(self.get_submodule(path))
+            before.append((held, "_parameters", held["_parameters"]))
+            held["_parameters"] = dict(dict.items(held["_parameters"]))
+        for name, value in inside.items():
+            path, _, leaf = name.rpartition(".")
+            held = vars(self.get_submodule(path))
+            held["_parameters"][leaf] = value
+            if leaf in held:  # what stands for a parameter of another pipeline stage
+                before.append((held, leaf, held.pop(leaf)))
+        try:
+            yield
+        finally:
+            for held, key, value in before:
+                held[key] = value
+
+    def _held(self, name: str) -> Any:
+        path, _, leaf = name.rpartition(".")
+        return super()._held(name) if not path else dict.get(self.get_submodule(path).__dict__["_parameters"], leaf)
+
+    def _names(self) -> Collection[str]:
+        return {*self._parameters, *self.splits, *self.once}
+
+    def _get(self, name: str) -> Any:
+        path, _, key = name.rpartition(".")
+        return vars(self.get_submodule(path)).get(key)
+
+    def _put(self, name: str, value: Any) -> None:
+        path, _, key = name.rpartition(".")
+        vars(self.get_submodule(path))[key] = value
+
+    def _leave(self, x: Tensor, shards: list[SequenceShard], is_sum: bool) -> Tensor:
+        if not is_sum:
+            return leave_alike(x, self.group)
+        shard = next((shard for shard in shards if shard.shape == x.shape), None)
+        if shard is None or self.context.is_dry(x):
+            return reduce_from_region(x, self.group)
         layout = shard.tokens
-        return SequenceShard.wrap(reduce_scatter_sequence(partial, self.group, layout.dim), layout)
+        return SequenceShard.wrap(reduce_scatter_sequence(x, self.group, layout.dim), layout)
 
 
 def expert_kind(module: nn.Module) -> type[ParallelExperts]:

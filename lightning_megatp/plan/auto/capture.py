@@ -62,7 +62,10 @@ class _Capture:
 
     def __init__(self, kinds: list[Block]) -> None:
         self._kinds = kinds
-        self._waiting = {name for kind in kinds for name in kind.names}
+        blocks = tuple(f"{name}." for kind in kinds for name in kind.names if not kind.stack)
+        awaited = [kind for kind in kinds if not (kind.stack and kind.names[0].startswith(blocks))]  # blocks call these
+        self._awaited = set(map(id, awaited))
+        self._waiting = {name for kind in awaited for name in kind.names}
         self._known: dict[int, _Known] = {}
         self.without_data = contextlib.ExitStack()
         """Entered when all blocks were called."""
@@ -70,7 +73,7 @@ class _Capture:
     @property
     def is_complete(self) -> bool:
         """Whether blocks of all kinds were called."""
-        return len(self._known) == len(self._kinds)
+        return self._awaited <= self._known.keys()
 
     @contextlib.contextmanager
     def in_place_of_blocks(self, module: nn.Module) -> Iterator[None]:

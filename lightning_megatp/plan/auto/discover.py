@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,21 +16,28 @@ from lightning_megatp.plan.auto.capture import capture_calls
 from lightning_megatp.plan.auto.huggingface import own_plan, plan_of_block
 from lightning_megatp.plan.auto.references import attentions_called, attentions_in
 from lightning_megatp.plan.auto.search import BlockResult, plan_block
-from lightning_megatp.plan.auto.stacks import experts_hold, of_transformers
+from lightning_megatp.plan.auto.stacks import (
+    NotAdditive,
+    StackLayout,
+    find_stacks,
+    holds_stacks,
+    layout_of,
+    thinned,
+)
 from lightning_megatp.plan.auto.uses import weights_of_heads
 from lightning_megatp.plan.convolutions import convolution_plan, fits, least_size, weights
-from lightning_megatp.plan.experts import looks_like_experts
 from lightning_megatp.plan.layer import LayerPlan, Split
-from lightning_megatp.plan.layer_styles import counts_of, expert_counts, runs_as, split_parameters
+from lightning_megatp.plan.layer_styles import attention_plan, counts_of, experts_plan, runs_as, split_parameters
 from lightning_megatp.plan.parallel_plan import ParallelPlan, plain_name
 from lightning_megatp.plan.ranges import Ranges, split_evenly
-from lightning_megatp.plan.resolve import whole_modules
 from lightning_megatp.plan.specs import parameter_specs
 from lightning_megatp.plan.styles import Style, matches
 from lightning_megatp.shim.autograd import functorch_is_active, unbind_functions
 from lightning_megatp.shim.compiler import is_compiled
 from lightning_megatp.shim.transformers import is_conv1d
 
+_LARGE = 0.02
+"""Stacks of experts with such a share of the model's parameters are said to stay whole."""
 _SMALL_TABLE = 0.005
 """Embeddings and heads with a smaller share of the model's parameters stay whole."""
 
@@ -63,14 +70,19 @@ def look(
     """
     unbind_functions()
     names = [name for name in find_blocks(model) if _is_open(name, plan) and not _touched(name, plan)]
-    stacks = [name for name, child in model.named_modules() if looks_like_experts(child) and not of_transformers(child)]
+    said = [*plan.layers, *(attribute.module for attribute in plan.attributes)]
+    stacks = [
+        name
+        for name in find_stacks(model)
+        if _is_open(name, plan) and not any(_related(plain_name(name), other) for other in said)
+    ]
     kinds = kinds_of_blocks(model, names) + kinds_of_blocks(model, stacks, stacks=True)
     if not steps:
         return kinds, []
     tables = {} if any(map(is_compiled, model.modules())) else _tables(model)
     with called_in_transforms(model) as plan.transformed, weights_of_heads(model, tables) as plan.heads:
         errors = [capture_calls(model, kinds, step) for step in steps]
-    if errors[0] is not None and not all(kind.calls for kind in kinds):
+    if errors[0] is not None and not all(kind.calls or kind.stack for kind in kinds):
         if others := instead():
             return look(model, plan, others)
         return kinds, [f"the step that was tried out raised {type(errors[0]).__name__}: {errors[0]}"]
@@ -117,6 +129,8 @@ def discover(model: nn.Module, tp: int, kinds: Sequence[Block], plan: ParallelPl
     least = math.inf if plan.compiled else least_size(model)
     found.problems += [problem] if problem else []
     blocks = [kind for kind in kinds if not kind.stack]
+    layouts, problems = _plan_stacks(plan, model, tp, kinds)
+    found.problems += problems
     for kind in blocks:
         if plan.transformed.intersection(map(plain_name, kind.names)):
             found.results.append(BlockResult(kind, problem=_TRANSFORMED))
@@ -125,13 +139,15 @@ def discover(model: nn.Module, tp: int, kinds: Sequence[Block], plan: ParallelPl
         read = {
             n.removeprefix(f"{name}.") for n in plan.read_outside for name in kind.names if n.startswith(f"{name}.")
         }
-        result = plan_block(kind, tp, trusted, least, not plan.compiled, read)
+        with _thin_stacks(kind, layouts):
+            result = plan_block(kind, tp, trusted, least, not plan.compiled, read)
         found.results.append(result)
         found.problems += _spread(plan, result, model)
         plan.proven += [] if result.problem else map(plain_name, kind.names)
         if not result.problem:
             plan.couplings |= dict.fromkeys(map(plain_name, kind.names), result.couplings)
-    found.problems += _plan_whole_modules(plan, model, tp, kinds)
+    found.problems += _plan_attentions(plan, model, tp, kinds)
+    _keep_whole_in_stacks(plan, layouts)
     _plan_tables(plan, model, tp)
     _plan_convolutions(plan, model, tp, least)
     _agree_on_ties(plan, model, tp)
@@ -264,31 +280,94 @@ def _spread(plan: ParallelPlan, result: BlockResult, model: nn.Module) -> list[s
     return problems
 
 
-def _plan_whole_modules(plan: ParallelPlan, model: nn.Module, tp: int, kinds: Sequence[Block]) -> list[str]:
-    """nn.MultiheadAttention by its heads, and experts by the features inside of each; what can't be, in words."""
+def _plan_stacks(
+    plan: ParallelPlan, model: nn.Module, tp: int, kinds: Sequence[Block]
+) -> tuple[dict[str, StackLayout], list[str]]:
+    """Stacks of experts, by the features inside of each.
+
+    Returns:
+        How those are split that are, and what can't be, in words.
+    """
+    layouts: dict[str, StackLayout] = {}
+    refused: dict[str, tuple[Block, str]] = {}
+    modules = dict(model.named_modules())
+    plain = {plain_name(name): child for name, child in modules.items()}
+    for kind in (kind for kind in kinds if kind.stack):
+        names = [name for name in kind.names if not any(_related(name, other) for other in layouts)]
+        try:
+            layout = layout_of(kind) if names else None
+            planned = [] if layout is None else [_stack_plan(name, layout, modules, tp) for name in names]
+        except (NotAdditive, ValueError) as error:
+            refused |= dict.fromkeys(names, (kind, str(error).removeprefix("MegaTPStrategy: ")))
+            continue
+        for raw, layer in zip(names, planned, strict=True):
+            name = plain_name(raw)
+            assert layout is not None
+            layouts[raw], plan.layers[name] = layout, replace(layer, name=name)
+            plan.how[name] = "inside of each expert"
+            plan.attributes += counts_of(name, plan.layers[name], plain)
+    for name in map(plain_name, layouts):
+        if any(count.name in plan.read_outside for count in counts_of(name, plan.layers[name], plain)):
+            _drop_region(plan, name, "the step counts the features inside of its experts")
     problems = []
-    modules = {plain_name(name): child for name, child in model.named_modules()}
-    stacks = {plain_name(name): kind for kind in kinds if kind.stack for name in kind.names}
-    proven: dict[int, bool] = {}
+    total = sum(p.numel() for p in model.parameters())
+    for name, (kind, why) in refused.items():
+        if any(_related(name, other) for other in layouts) or any(other.startswith(f"{name}.") for other in refused):
+            continue
+        plan.whole[plain_name(name)] = why
+        held = sum(kind.module.get_parameter(leaf).numel() for leaf in holds_stacks(kind.module)) * len(kind.names)
+        if name == kind.names[0] and held >= _LARGE * total:
+            more = f" (and {len(kind.names) - 1} more)" if len(kind.names) > 1 else ""
+            say = "If its experts can be split, say how by the style `experts`"
+            problems.append(f"`{name}`{more} stays whole: {why.removesuffix('.')}. {say}")
+    return layouts, problems
+
+
+def _stack_plan(name: str, layout: StackLayout, modules: dict[str, nn.Module], tp: int) -> LayerPlan:
+    layer = experts_plan(name, Style(name, "experts", parameters=layout.parameters), modules, tp)
+    return replace(
+        layer, counts=layout.counts, returns=layout.returns, kept=layout.kept, draws_alike=layout.draws_alike
+    )
+
+
+@contextlib.contextmanager
+def _thin_stacks(block: Block, layouts: Mapping[str, StackLayout]) -> Iterator[None]:
+    """Meanwhile the experts in a block are small."""
+    name = block.names[0]
+    with contextlib.ExitStack() as thin:
+        for stack, layout in layouts.items():
+            if f"{stack}.".startswith(f"{name}."):
+                thin.enter_context(thinned(block.module.get_submodule(stack[len(name) + 1 :]), layout))
+        yield
+
+
+def _keep_whole_in_stacks(plan: ParallelPlan, layouts: Iterable[str]) -> None:
+    """Drop what was found inside of experts that are split as one."""
+    stacks = [name for name in map(plain_name, layouts) if name in plan.layers]
+    for name, layer in list(plan.layers.items()):
+        if name in plan.layers and name not in stacks and name in plan.how and _inside(layer.owner, stacks):
+            _drop_region(plan, name, "it is a part of experts that are split as one")
+
+
+def _plan_attentions(plan: ParallelPlan, model: nn.Module, tp: int, kinds: Sequence[Block]) -> list[str]:
+    """nn.MultiheadAttention by its heads; what can't be, in words."""
+    problems = []
     unused = {
         plain_name(f"{name}.{inner}"): kind
         for kind in kinds
+        if not kind.stack
         for inner in attentions_in(kind.module) - attentions_called(kind)
         for name in kind.names
     }
-
-    def holds(name: str, layer: LayerPlan) -> bool:
-        kind = stacks.get(name)
-        if kind is not None and id(kind) not in proven:
-            proven[id(kind)] = experts_hold(kind, layer, list(counts_of(name, layer, modules)), tp)
-        return kind is None or proven[id(kind)]
-
-    for layer, raw in whole_modules(model, tp):
+    modules = dict(model.named_modules())
+    for raw, module in modules.items():
         name = plain_name(raw)
-        if name in plan.layers or not _is_open(name, plan):
+        if type(module) is not nn.MultiheadAttention or name in plan.layers or not _is_open(name, plan):
             continue
-        if isinstance(layer, ValueError):
-            problems.append(str(layer).removeprefix("MegaTPStrategy: "))
+        try:
+            layer = attention_plan(raw, Style(raw, "attention"), module, tp)
+        except ValueError as error:
+            problems.append(str(error).removeprefix("MegaTPStrategy: "))
             continue
         if name in unused:
             first, *others = unused[name].names
@@ -296,21 +375,10 @@ def _plan_whole_modules(plan: ParallelPlan, model: nn.Module, tp: int, kinds: Se
                 more = f" (and {len(others)} more)" if others else ""
                 problems.append(f"`{name}`{more} stays whole: its block uses its weights without calling it")
             continue
-        if layer.style.style == "experts" and not holds(name, layer):
-            problems.append(
-                f"`{name}` stays whole: its parameters have the names of transformers' experts, but parts of them could"
-                " not be proven to compute the same. If its experts can be split, say how by the style `experts`"
-            )
-            continue
         blocks = [block for block in plan.sequences if name.startswith(f"{block}.")]
-        dim = plan.sequences[blocks[0]].dim if blocks and layer.style.style == "attention" else None
+        dim = plan.sequences[blocks[0]].dim if blocks else None
         plan.layers[name] = replace(layer, name=name, sequence_dim=dim)
-        plan.how[name] = "by its heads" if layer.style.style == "attention" else "inside of each expert"
-    counts = expert_counts(plan, {plain_name(name): child for name, child in model.named_modules()})
-    held = {attribute.name for attribute in plan.attributes}
-    plan.attributes += [count for count in counts if count.name not in held]
-    for name in {count.module for count in plan.attributes if count.name in plan.read_outside} & plan.layers.keys():
-        _drop_region(plan, name, "the step counts the features inside of its experts")
+        plan.how[name] = "by its heads"
     return problems
 
 

@@ -43,10 +43,19 @@ def _data(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: di
 
 
 def _new(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, Any]:
-    """A whole tensor of a shard's type and device."""
-    if any(isinstance(x, Shard) for x in args[1:]):
+    """A tensor of a shard's type and device: whole, or of this rank's features where it has as many in that dim, since
+    it will be filled with such."""
+    x, rest = args[0], args[1:]
+    if any(isinstance(y, Shard) for y in rest):
         return False, None
-    return True, func(args[0].plain, *args[1:], **kwargs)
+    given, values = (rest[:1], rest[1:]) if name == "new_full" else (rest, ())
+    size = [*given[0]] if len(given) == 1 and isinstance(given[0], (tuple, list)) else [*given]
+    layout = x.features
+    fits = len(size) == x.plain.dim() and all(type(n) is int for n in size) and size[layout.dim] == layout.size
+    if name == "new_tensor" or not fits or layout.replicated or not layout.disjoint:
+        return True, func(x.plain, *rest, **kwargs)
+    size[layout.dim] = x.plain.shape[layout.dim]
+    return True, x.wrap(func(x.plain, size, *values, **kwargs), layout)
 
 
 def _iterate(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, Any]:

@@ -176,7 +176,7 @@ def test_what_looks_like_something_known(kind: str) -> None:
     ((expected, experts, weight),) = run_program(PLAIN, _mixture, kind)
     for losses, own_experts, own_weight in run_program(TP2, _mixture, kind):
         assert losses == pytest.approx(expected, rel=1e-9)
-        assert (own_experts < experts) == (kind in ("halves", "quantised"))
+        assert (own_experts < experts) == (kind != "normed")
         assert (own_weight < weight) == (kind != "quantised")
 
 

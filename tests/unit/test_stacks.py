@@ -1,0 +1,227 @@
+"""Stacks of experts: what is found, what is refused, and what a plan costs."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_megatp.plan.auto.blocks import Block, Call
+from lightning_megatp.plan.auto.discover import discover, look
+from lightning_megatp.plan.auto.stacks import NotAdditive, StackLayout, find_stacks, layout_of, thinned
+from lightning_megatp.plan.resolve import resolve
+from lightning_megatp.plan.styles import ExpertParameter
+
+WIDTH, INSIDE, EXPERTS = 8, 12, 3
+X = torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+class Stack(nn.Module):
+    """Two stacks, and what a test does with them."""
+
+    def __init__(self, run: Callable[[Any, Tensor], Any], **shapes: tuple[int, ...]) -> None:
+        super().__init__()
+        self.run = run
+        shapes = {"w1": (EXPERTS, WIDTH, INSIDE), "w2": (EXPERTS, INSIDE, WIDTH)} | shapes
+        for name, shape in shapes.items():
+            self.register_parameter(name, nn.Parameter(torch.randn(shape)))
+        self.register_buffer("load", torch.zeros(EXPERTS))
+        self.gate = nn.Linear(WIDTH, EXPERTS)
+
+    def hidden(self, x: Tensor) -> Tensor:
+        return F.gelu(torch.einsum("nd,edf->enf", x, self.w1))
+
+    def forward(self, x: Tensor) -> Any:
+        return self.run(self, x)
+
+
+def plain(self: Any, x: Tensor) -> Tensor:
+    return torch.einsum("enf,efd,ne->nd", self.hidden(x), self.w2, self.gate(x).softmax(-1))
+
+
+def halves(self: Any, x: Tensor) -> Tensor:
+    gate, up = torch.einsum("nd,edf->enf", x, self.w13).chunk(2, -1)
+    return torch.einsum("enf,efd->nd", F.silu(gate) * up, self.w2)
+
+
+def pairs(self: Any, x: Tensor) -> Tensor:
+    h = torch.einsum("nd,edf->enf", x, self.w13) + self.b13[:, None]
+    return torch.einsum("enf,efd->nd", F.silu(h[..., ::2]) * h[..., 1::2], self.w2) + self.b2.sum(0)
+
+
+def found(module: nn.Module) -> StackLayout:
+    return layout_of(Block(module, ["stack"], [Call((X,), {})], stack=True))
+
+
+def described(layout: StackLayout) -> dict[str, Any]:
+    def of(entry: ExpertParameter) -> Any:
+        return "once" if entry.once else (entry.dim, entry.parts, entry.unit) if entry.split else "whole"
+
+    return {entry.name: of(entry) for entry in layout.parameters}
+
+
+def test_parameters_are_told_by_what_they_do() -> None:
+    gate = {"gate.weight": "whole", "gate.bias": "whole"}
+    assert described(found(Stack(plain))) == {"w1": (2, 1, 1), "w2": (1, 1, 1)} | gate
+    shapes: dict[str, Any] = {"w13": (EXPERTS, WIDTH, 2 * INSIDE)}
+    module = Stack(halves, **shapes)
+    del module.w1
+    assert described(found(module)) == {"w2": (1, 1, 1), "w13": (2, 2, 1)} | gate
+    module = Stack(pairs, **shapes, b13=(EXPERTS, 2 * INSIDE), b2=(EXPERTS, WIDTH))
+    del module.w1
+    assert described(found(module)) == {"w2": (1, 1, 1), "w13": (2, 1, 2), "b13": (1, 1, 2), "b2": "once"} | gate
+
+
+def with_loss(self: Any, x: Tensor) -> Any:
+    return {"y": plain(self, x), "loss": self.gate(x).softmax(-1).mean(0).square().sum(), "n": len(x)}
+
+
+def leaving(self: Any, x: Tensor) -> Tensor:
+    self.loss = self.gate(x).square().mean()
+    self.count = len(x)
+    return plain(self, x)
+
+
+def noisy(self: Any, x: Tensor) -> Tensor:
+    scores = self.gate(x)
+    return plain(self, x) * (scores + torch.randn_like(scores)).softmax(-1).amax(-1, keepdim=True)
+
+
+def dropping(self: Any, x: Tensor) -> Tensor:
+    h = F.dropout(self.hidden(x), 0.5, self.training)
+    return torch.einsum("enf,efd->nd", h, self.w2)
+
+
+def test_what_each_rank_has_alike() -> None:
+    assert found(Stack(with_loss)).returns == (True, False)
+    assert found(Stack(leaving)).kept == ("loss",)
+    assert found(Stack(noisy)).draws_alike and not found(Stack(dropping)).draws_alike
+
+
+def normed(self: Any, x: Tensor) -> Tensor:
+    return torch.einsum("enf,efd->nd", F.layer_norm(self.hidden(x), [self.w1.shape[-1]]), self.w2)
+
+
+def activated(self: Any, x: Tensor) -> Tensor:
+    return torch.tanh(plain(self, x))
+
+
+def residual(self: Any, x: Tensor) -> Tensor:
+    return x + plain(self, x)
+
+
+def both_drawn(self: Any, x: Tensor) -> Tensor:
+    return F.dropout(dropping(self, x), 0.5, self.training)
+
+
+def returning_hidden(self: Any, x: Tensor) -> Any:
+    return plain(self, x), self.hidden(x)
+
+
+def leaving_hidden(self: Any, x: Tensor) -> Tensor:
+    self.last = self.hidden(x).mean()
+    return plain(self, x)
+
+
+def leaving_in_a_list(self: Any, x: Tensor) -> Tensor:
+    self.losses = [self.gate(x).mean()]
+    return plain(self, x)
+
+
+def counting(self: Any, x: Tensor) -> Tensor:
+    self.load += self.hidden(x).detach().sum((1, 2))
+    return plain(self, x)
+
+
+def not_used(self: Any, x: Tensor) -> Tensor:
+    return self.gate(x)
+
+
+@pytest.mark.parametrize(
+    ("run", "why"),
+    [
+        (normed, "does not add up"),
+        (activated, "does not add up"),
+        (residual, "does not add up"),
+        (both_drawn, "draws random numbers for the features"),
+        (returning_hidden, "something else than the whole"),
+        (leaving_hidden, "leaves in `last`"),
+        (leaving_in_a_list, "leaves tensors with a graph in `losses`"),
+        (counting, "buffer `load`"),
+        (not_used, "the same whatever its experts compute"),
+    ],
+)
+def test_what_does_not_add_up_stays_whole(run: Any, why: str) -> None:
+    with pytest.raises(NotAdditive, match=why):
+        found(Stack(run))
+
+
+def test_thin_stacks_are_put_back() -> None:
+    module = Stack(plain)
+    module.inner = INSIDE
+    before = dict(module.named_parameters())
+    layout = StackLayout((ExpertParameter("w1", 2), ExpertParameter("w2", 1)), ("inner",))
+    with thinned(module, layout) as inside:
+        assert module.w1.shape == (EXPERTS, WIDTH, inside) and module.w2.shape[1] == module.inner == inside
+    after = dict(module.named_parameters())
+    assert before.keys() == after.keys() and all(after[name] is p for name, p in before.items())
+    assert module.inner == INSIDE
+
+
+def test_candidates_are_what_holds_two_stacks_or_more() -> None:
+    inner = nn.ModuleDict({"a": _One(), "b": _One()})
+    model = nn.ModuleDict({"experts": Stack(plain), "pair": _Holding(inner), "alone": _One()})
+    assert sorted(find_stacks(model)) == ["experts", "pair"]
+
+
+class _One(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(EXPERTS, 4, 4))
+
+
+class _Holding(nn.Module):
+    def __init__(self, parts: nn.Module) -> None:
+        super().__init__()
+        self.parts = parts
+
+
+class _Large(nn.Module):
+    """As wide as Mixtral's layers, without values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.device("meta"):
+            self.norm, self.experts = nn.LayerNorm(4096), Stack(_wide, w1=(8, 4096, 14336), w2=(8, 14336, 4096))
+            self.experts.gate = nn.Linear(4096, 8)
+            self.up, self.down = nn.Linear(4096, 8192), nn.Linear(8192, 4096)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.down(F.gelu(self.up(self.norm(x))))
+        return x + self.experts(x)
+
+
+def _wide(self: Any, x: Tensor) -> Tensor:
+    return plain(self, x)
+
+
+def test_the_size_of_experts_hardly_matters() -> None:
+    model = nn.ModuleDict({"blocks": nn.ModuleList(_Large() for _ in range(2))})
+    x = torch.randn(4, 4096, device="meta")
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    plan = resolve("auto", model, 2)
+    kinds, problems = look(model, plan, [lambda: [block(x) for block in model["blocks"]]])  # type: ignore[attr-defined]
+    found = discover(model, 2, kinds, plan)
+    assert not problems and not found.problems
+    assert {name: layer.style.style for name, layer in plan.layers.items() if ".0." in name} == {
+        "blocks.0.experts": "experts",
+        "blocks.0.up": "column",
+        "blocks.0.down": "row",
+    }
+    assert plan.parameters["blocks.1.experts.w1"].shape == (8, 4096, 14336)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 3 * 2**20, "KiB; the experts alone have 7.5 GB"
