@@ -19,7 +19,6 @@ from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
-    FakeTensorMode,
     UnsupportedOperatorException,
     unset_fake_temporarily,
 )
@@ -35,12 +34,12 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import register_pytree_node, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from lightning_megatp.shim.autograd import untransformed
+from lightning_megatp.shim.fakes import FakeTensorMode
 
 # torch.utils._pytree is what torch's own containers go through (torch.func, export, FSDP2); the public alternative
 # (torch.utils.pytree) does not exist before 2.14. DisableTorchFunctionSubclass is documented in "Extending PyTorch" but
-# has no public home, nor has DisableTorchFunction, which ends modes too. FakeTensorMode (what torch.compile and
-# torch.export plan with: shapes, dtypes and devices without data) has no public import path, and TorchDispatchMode only
-# the one "Extending PyTorch" names.
+# has no public home, nor has DisableTorchFunction, which ends modes too. TorchDispatchMode only has the one that
+# "Extending PyTorch" names.
 # flatten and unflatten are torch.cat and split over any number of tensors in one call each, as DDP uses them; public
 # are only the loops over parameters of torch.nn.utils.
 __all__ = [

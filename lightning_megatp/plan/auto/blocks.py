@@ -167,8 +167,9 @@ def copied_object(x: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """A copy of an object, where it can be copied, with changed tensors in it."""
     if isinstance(x, (*PLAIN, nn.Module)):
         return x
+    changed = {id(held): change(held) for held in tensors_anywhere_in(x)}
     try:
-        return copy.deepcopy(x, {id(held): change(held) for held in tensors_anywhere_in(x)})
+        return copy.deepcopy(x, changed)
     except Exception:
         return x
 

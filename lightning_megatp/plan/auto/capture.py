@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_megatp.plan.auto.blocks import PLAIN, Block, Call, copied, describe, uncompiled_part
+from lightning_megatp.shim.fakes import GroupedProductsOnMeta
 from lightning_megatp.shim.torch import (
     CopiesFakes,
     FakeTensorMode,
@@ -44,6 +45,7 @@ def capture_calls(module: nn.Module, kinds: list[Block], step: Callable[[], Any]
         try:
             with (
                 torch.enable_grad(),  # which values need a gradient matters
+                GroupedProductsOnMeta(),
                 failures_of_fakes_unlogged(),
                 capture.without_data,
             ):

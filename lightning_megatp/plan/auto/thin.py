@@ -270,7 +270,11 @@ def concrete(x: Tensor, generator: torch.Generator) -> Tensor:
         return torch.randn(x.shape, generator=generator, dtype=wide)
     if x.dtype == torch.bool:
         return torch.ones(x.shape, dtype=x.dtype)
-    return torch.arange(x.shape[-1] if x.dim() else 1, dtype=x.dtype).expand(x.shape).contiguous()
+    return (
+        torch.arange(x.shape[-1], dtype=x.dtype).expand(x.shape).contiguous()
+        if x.dim()
+        else x.new_zeros((), device="cpu")
+    )
 
 
 def _hide(owner: nn.Module, leaves: BareLinear, weight: Tensor, generator: torch.Generator) -> None:
