@@ -45,6 +45,10 @@ class SideDoor(SliceError):
         self.hook = hook
 
 
+class ReadsValues(SliceError):
+    """A unit does, inside, and has parts of which that may be one only."""
+
+
 class Read(NamedTuple):
     """A look at a value on the host."""
 

@@ -284,13 +284,12 @@ USUAL = {
     TP2: set(KINDS),
     TP3: {"Product", "Lists", "Routed"},
     FLAT: {"Remembering"},
-    TP2_PP2: {"Rows", "Linear"},
+    TP2_PP2: {"Rows", "Apart"},
     ZEROS[1]: {"Rows", "Routed"},
 }
-_COUPLED = {TP2_PP2: {"Routed", "Remembering", "Capacity", "Apart"}, ZEROS[0]: {"Routed", "Remembering", "Capacity"}}
+_COUPLED = {TP2_PP2: {"Routed", "Remembering", "Capacity"}, ZEROS[0]: {"Routed", "Remembering", "Capacity"}}
 _COUPLED[ZEROS[1]] = _COUPLED[ZEROS[0]]
-"""What all rows of a batch decide: places, and what balances experts. At pp a block of `Apart`, whose shapes depend on
-values, may return one tensor only."""
+"""What all rows of a batch decide: places, and what balances experts."""
 CASES = [(layout, kind) for layout, kind in CASES if kind not in _COUPLED.get(layout, ())]
 
 

@@ -23,7 +23,7 @@ from lightning_megatp.pipeline.slicing.dry_run.stage_states import shared_parts
 from lightning_megatp.pipeline.slicing.dry_run.tracer import Tracer
 from lightning_megatp.pipeline.slicing.dry_run.values import Values
 from lightning_megatp.pipeline.slicing.locator import Locator
-from lightning_megatp.pipeline.slicing.plan import SideDoor, SliceError, SlicePlan
+from lightning_megatp.pipeline.slicing.plan import ReadsValues, SideDoor, SliceError, SlicePlan
 from lightning_megatp.pipeline.slicing.signature import leaves_out, tensors_of
 from lightning_megatp.pipeline.slicing.state.kept import KeptByUnits
 from lightning_megatp.pipeline.slicing.state.lasting import UNNAMED
@@ -56,6 +56,7 @@ class _Manner:
     late_hooks: frozenset[Any] = frozenset()
     """Code of hooks that are called after their units."""
     past_masks: bool = False
+    guesses_parts: bool = False
     """See `Tracer`."""
 
 
@@ -114,7 +115,11 @@ class DryRuns:
         """The plan, and what the step would leave on the module, which is as before. Hooks on units that hand something
         to the step are called after their units, where it can be cut so; masks of the last stage's values are gone past
         where something that comes then concerns other stages."""
-        seen, manner = self._by_hooks(_Manner(past_masks=self._n_stages == 1), step, batch, seed)
+        manner = _Manner(past_masks=self._n_stages == 1)
+        try:
+            seen, manner = self._by_hooks(manner, step, batch, seed)
+        except ReadsValues:
+            seen, manner = self._by_hooks(replace(manner, guesses_parts=True), step, batch, seed)
         if seen.stops_at_mask:
             with contextlib.suppress(SliceError):
                 further, past = self._by_hooks(replace(manner, past_masks=True), step, batch, seed)
@@ -159,7 +164,7 @@ class DryRuns:
             snapshot = state_before(self._module)
             toggles = Toggles(snapshot)
             tracer = self._tracer(snapshot, in_batch, toggles, manner)
-            tracer.varies = varies
+            tracer.varies, tracer.guesses_parts = varies, manner.guesses_parts
             values_before = FirstValues(snapshot.tensors.values())
             try:
                 with owned.lists_noted() as lists, values_before, host_seeded(seed) as drawn, self._progress(tracer):

@@ -1,16 +1,60 @@
-"""What a unit returns that reads values inside (a mixture of experts, a recurrent layer that packs sequences), and so
-can't run without data. The run compares it with what the unit really returns."""
+"""What a module returns that reads values inside (a mixture of experts, a recurrent layer that packs sequences), and so
+can't run without data: of a unit's parts as few as can be, else of all of it. The run compares what a unit returns."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lightning_megatp.pipeline.slicing.plan import tensors_in
 from lightning_megatp.shim.torch import tree_map
+
+
+def parts_of(call: Callable[..., Any]) -> list[nn.Module]:
+    """The modules inside of a unit whose results may be guessed: recurrent layers, and what is none of torch's.
+
+    Args:
+        call: the unit's method.
+    """
+    unit = getattr(inspect.unwrap(call), "__self__", None)
+    inside = list(unit.modules())[1:] if isinstance(unit, nn.Module) else []
+    return [x for x in inside if isinstance(x, nn.RNNBase) or not type(x).__module__.startswith("torch.")]
+
+
+@contextlib.contextmanager
+def guessed_where_they_fail(parts: list[nn.Module], needs_values: Callable[[Exception], bool]) -> Iterator[None]:
+    """Meanwhile modules return what is guessed of them, where their forwards raise that they need values.
+
+    Args:
+        needs_values: whether an error is that, or comes of it.
+    """
+
+    def attempt(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        try:
+            return original(*args, **kwargs)
+        except Exception as error:
+            hidden = next((x for x in tensors_in(args, kwargs) if x.is_floating_point()), None)
+            if hidden is None or hidden.dim() < 2 or not needs_values(error):
+                raise
+            return guess(original, hidden)
+
+    before = [(vars(part), vars(part).get("forward")) for part in parts]
+    for part in parts:
+        vars(part)["forward"] = functools.partial(attempt, part.forward)
+    try:
+        yield
+    finally:
+        for held, forward in before:
+            if forward is None:
+                held.pop("forward", None)
+            else:
+                held["forward"] = forward
 
 
 def guess(call: Callable[..., Any], hidden: Tensor) -> Any:

@@ -87,6 +87,12 @@ class Inside(TorchFunctionMode):
         self._note(name, args, kwargs or {}, out, lineage)
         return out
 
+    def missed_by(self, error: Exception) -> bool:
+        """Whether an error is that values are needed, or may come of made-up ones; from then on results are made up."""
+        if isinstance(error, NeedsValues):
+            self.missed = self.missed or error
+        return self.missed is not None and not isinstance(error, SliceError)
+
     def is_given(self, x: Tensor) -> bool:
         """Whether a tensor is among the arguments, and does not outlive the step."""
         return id(x) in self._inputs and not self._tracer.values.is_persistent(x)

@@ -19,7 +19,7 @@ from torchmetrics import MetricCollection
 
 from lightning_megatp.pipeline.slicing.dry_run.deeds import Deeds, Moment, deed_of
 from lightning_megatp.pipeline.slicing.dry_run.fakes import Fakes
-from lightning_megatp.pipeline.slicing.dry_run.guesses import guess
+from lightning_megatp.pipeline.slicing.dry_run.guesses import guess, guessed_where_they_fail, parts_of
 from lightning_megatp.pipeline.slicing.dry_run.inside import Inside
 from lightning_megatp.pipeline.slicing.dry_run.late_hooks import UserHooks, Watched
 from lightning_megatp.pipeline.slicing.dry_run.operations import (
@@ -52,7 +52,7 @@ from lightning_megatp.pipeline.slicing.dry_run.stage_states import Known, Shared
 from lightning_megatp.pipeline.slicing.dry_run.step_generators import StepGenerators
 from lightning_megatp.pipeline.slicing.dry_run.values import Value, Values, versions
 from lightning_megatp.pipeline.slicing.locator import Locator
-from lightning_megatp.pipeline.slicing.plan import Read, SideDoor, SliceError, tensors_in
+from lightning_megatp.pipeline.slicing.plan import Read, ReadsValues, SideDoor, SliceError, tensors_in
 from lightning_megatp.pipeline.slicing.state.collected import with_collected
 from lightning_megatp.pipeline.slicing.state.kept import Kept
 from lightning_megatp.pipeline.slicing.state.lasting import UNNAMED
@@ -145,6 +145,8 @@ class Tracer(TorchFunctionMode):
         """The step's code reads values of the batch."""
         self.varies = False
         """Batches of the same signature may find something else than values of tensors: texts, what was logged."""
+        self.guesses_parts = False
+        """Of units that read values inside, what parts of them return is made up, where these do."""
         self.met_mask = False
         """It met a mask that it does not go past."""
         self._inside: Inside | None = None
@@ -516,12 +518,22 @@ class Tracer(TorchFunctionMode):
     def _look_inside(self, call: Call, stage: int | None) -> tuple[int | None, Any]:
         self._inside = inside = Inside(self, call)
         hooks = self._hooks.of(call.name) if call.is_unit and call.units else []
+        parts = parts_of(call.function) if call.is_unit and not call.collects else []
         self._doing.inside, self._doing.compared = inside.deeds, False
         try:
-            with inside, self.fakes.inside(), self._watched.watching(hooks, inside):
+            with (
+                guessed_where_they_fail(parts if self.guesses_parts else [], inside.missed_by),
+                inside,
+                self.fakes.inside(),
+                self._watched.watching(hooks, inside),
+            ):
                 out = call.function(*call.args, **call.kwargs)
         except Exception as error:
-            if inside.missed is None or isinstance(error, SliceError):
+            if isinstance(error, SliceError) or not inside.missed_by(error):
+                raise
+            if parts and not self.guesses_parts:
+                raise ReadsValues(str(error)) from error
+            if inside.missed is None:
                 raise
             raise inside.missed from error  # made-up results led it astray
         finally:
