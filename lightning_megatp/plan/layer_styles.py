@@ -10,6 +10,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from lightning_megatp.messages import with_article
 from lightning_megatp.plan.convolutions import convolution_plan, is_convolution, is_weight_normed
+from lightning_megatp.plan.embeddings import looks_up
 from lightning_megatp.plan.experts import check_parameters, usual_parameters
 from lightning_megatp.plan.layer import BareLinear, LayerPlan, Split
 from lightning_megatp.plan.parallel_plan import AttributePlan, ParallelPlan
@@ -215,7 +216,7 @@ def _check_type(name: str, style: Style, module: nn.Module) -> None:
     wanted = nn.Linear if style.style in _LINEAR else nn.Embedding
     kind = type(module).__name__
     why = None
-    if not runs_as(module, wanted) and not (wanted is nn.Linear and is_conv1d(module)):
+    if not runs_as(module, wanted) and not (is_conv1d(module) if wanted is nn.Linear else looks_up(module)):
         why = _other_kind(module, wanted)
         if is_convolution(module):
             why = f"is {with_article(kind)}, which takes the style `column_gather` only"

@@ -184,14 +184,16 @@ class ParallelLayer(nn.Module):
 
 
 def of_subclass(kind: Any, layer: nn.Module) -> Any:
-    """A parallel class that also has what the layer's own class adds to torch's: methods that the user's code calls."""
+    """A parallel class that also has what the layer's own class adds to torch's: methods that the user's code calls,
+    and what an embedding does around `super().forward`, which then is the parallel one."""
     original: Any = type(layer)
     return kind if original in (nn.Linear, nn.Embedding) else _combined(kind, original)
 
 
 @functools.cache
 def _combined(kind: Any, original: Any) -> Any:
-    return type(kind.__name__, (kind, original), {"__module__": __name__})
+    around = issubclass(original, nn.Embedding) and original.forward is not nn.Embedding.forward
+    return type(kind.__name__, (original, kind) if around else (kind, original), {"__module__": __name__})
 
 
 def _stands_in(x: Tensor, dim: int, by_rank: tuple[Ranges, ...]) -> bool:

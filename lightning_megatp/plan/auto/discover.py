@@ -26,6 +26,7 @@ from lightning_megatp.plan.auto.stacks import (
 )
 from lightning_megatp.plan.auto.uses import weights_of_heads
 from lightning_megatp.plan.convolutions import convolution_plan, fits, least_size, weights
+from lightning_megatp.plan.embeddings import looks_up
 from lightning_megatp.plan.layer import LayerPlan, Split
 from lightning_megatp.plan.layer_styles import attention_plan, counts_of, experts_plan, runs_as, split_parameters
 from lightning_megatp.plan.parallel_plan import ParallelPlan, plain_name
@@ -421,7 +422,8 @@ def _tables(model: nn.Module) -> dict[str, nn.Embedding]:
 
 
 def _can_split(table: nn.Embedding) -> bool:
-    return runs_as(table, nn.Embedding) and not (table.sparse or table.max_norm or table.scale_grad_by_freq)
+    whole = table.sparse or table.max_norm or table.scale_grad_by_freq
+    return not whole and (runs_as(table, nn.Embedding) or looks_up(table))
 
 
 def _agree_on_ties(plan: ParallelPlan, model: nn.Module, tp: int) -> None:

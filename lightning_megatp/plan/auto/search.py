@@ -30,8 +30,8 @@ from lightning_megatp.tensor.functions import Done, couples
 
 _MOST_TRIALS = 40
 """Ways of dividing attributes that are tried for one region."""
-_MOST_DENSE = 2**28
-"""Parameters of a block that are tried out as they are."""
+_MOST_DENSE = 10**9
+"""Numbers of a block's parameters that are tried out as they are, of the whole and of all simulated ranks together."""
 _SMALL = 0.02
 """Layers with a smaller share of a block's linear weights aren't worth a collective of their own."""
 _NARROW = 16
@@ -94,7 +94,7 @@ def plan_block(
     result = BlockResult(block)
     if not block.calls:
         return _one_by_one(result, tp, convolutions, "the step that was tried out does not call it")
-    if why := unlooked(block.module) or _too_large(block.module):
+    if why := unlooked(block.module) or _too_large(block.module, tp):
         return _one_by_one(result, tp, convolutions, why)
     why = ""
     for linears in ways_to_take(block, bare_linears(block) if global_sizes else {}):
@@ -108,12 +108,16 @@ def plan_block(
     return _one_by_one(result, tp, convolutions, why)
 
 
-def _too_large(module: nn.Module) -> str | None:
+def _too_large(module: nn.Module, tp: int) -> str | None:
     """Why a block can't be run in float64 by every simulated rank: of linear layers little is held there, of all else
     everything."""
     linears = {id(p) for child in module.modules() if is_linear(child) for p in child._parameters.values()}
     size = sum(p.numel() for p in module.parameters() if id(p) not in linears)
-    return None if size <= _MOST_DENSE else f"{size:,} of its parameters are in no linear layer, too many to try out"
+    return (
+        None
+        if size * (tp + 3) <= _MOST_DENSE
+        else f"{size:,} of its parameters are in no linear layer, too many to try out"
+    )
 
 
 class _NotTheSame(Exception):

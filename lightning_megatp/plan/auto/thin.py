@@ -266,7 +266,7 @@ def concrete(x: Tensor, generator: torch.Generator) -> Tensor:
     wide = torch.float64 if x.is_floating_point() else x.dtype
     if not x.is_meta:
         return x.to("cpu", wide)
-    if x.is_floating_point():
+    if x.is_floating_point() or x.is_complex():
         return torch.randn(x.shape, generator=generator, dtype=wide)
     if x.dtype == torch.bool:
         return torch.ones(x.shape, dtype=x.dtype)
