@@ -11,9 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_megatp.plan.auto.adding_up import NotAdditive, StackLayout, thinned
 from lightning_megatp.plan.auto.blocks import Block, Call
 from lightning_megatp.plan.auto.discover import discover, look
-from lightning_megatp.plan.auto.stacks import NotAdditive, StackLayout, find_stacks, layout_of, thinned
+from lightning_megatp.plan.auto.stacks import find_stacks, layout_of
 from lightning_megatp.plan.resolve import resolve
 from lightning_megatp.plan.styles import ExpertParameter
 

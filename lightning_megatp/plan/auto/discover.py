@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,22 +13,17 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from lightning_megatp.plan.auto.blocks import Block, find_blocks, holders_of_parameters, is_linear, kinds_of_blocks
 from lightning_megatp.plan.auto.capture import capture_calls
+from lightning_megatp.plan.auto.dropping import drop_region, inside, related
+from lightning_megatp.plan.auto.experts import keep_whole_in_stacks, plan_stacks, thin_stacks
 from lightning_megatp.plan.auto.huggingface import own_plan, plan_of_block
 from lightning_megatp.plan.auto.references import attentions_called, attentions_in
 from lightning_megatp.plan.auto.search import BlockResult, plan_block
-from lightning_megatp.plan.auto.stacks import (
-    NotAdditive,
-    StackLayout,
-    find_stacks,
-    holds_stacks,
-    layout_of,
-    thinned,
-)
+from lightning_megatp.plan.auto.stacks import find_stacks
 from lightning_megatp.plan.auto.uses import weights_of_heads
 from lightning_megatp.plan.convolutions import convolution_plan, fits, least_size, weights
 from lightning_megatp.plan.embeddings import looks_up
 from lightning_megatp.plan.layer import LayerPlan, Split
-from lightning_megatp.plan.layer_styles import attention_plan, counts_of, experts_plan, runs_as, split_parameters
+from lightning_megatp.plan.layer_styles import attention_plan, runs_as, split_parameters
 from lightning_megatp.plan.parallel_plan import ParallelPlan, plain_name
 from lightning_megatp.plan.ranges import Ranges, split_evenly
 from lightning_megatp.plan.specs import parameter_specs
@@ -37,8 +32,6 @@ from lightning_megatp.shim.autograd import functorch_is_active, unbind_functions
 from lightning_megatp.shim.compiler import is_compiled
 from lightning_megatp.shim.transformers import is_conv1d
 
-_LARGE = 0.02
-"""Stacks of experts with such a share of the model's parameters are said to stay whole."""
 _SMALL_TABLE = 0.005
 """Embeddings and heads with a smaller share of the model's parameters stay whole."""
 
@@ -75,7 +68,7 @@ def look(
     stacks = [
         name
         for name in find_stacks(model)
-        if _is_open(name, plan) and not any(_related(plain_name(name), other) for other in said)
+        if _is_open(name, plan) and not any(related(plain_name(name), other) for other in said)
     ]
     kinds = kinds_of_blocks(model, names) + kinds_of_blocks(model, stacks, stacks=True)
     if not steps:
@@ -130,7 +123,7 @@ def discover(model: nn.Module, tp: int, kinds: Sequence[Block], plan: ParallelPl
     least = math.inf if plan.compiled else least_size(model)
     found.problems += [problem] if problem else []
     blocks = [kind for kind in kinds if not kind.stack]
-    layouts, problems = _plan_stacks(plan, model, tp, kinds)
+    layouts, problems = plan_stacks(plan, model, tp, kinds)
     found.problems += problems
     for kind in blocks:
         if plan.transformed.intersection(map(plain_name, kind.names)):
@@ -140,7 +133,7 @@ def discover(model: nn.Module, tp: int, kinds: Sequence[Block], plan: ParallelPl
         read = {
             n.removeprefix(f"{name}.") for n in plan.read_outside for name in kind.names if n.startswith(f"{name}.")
         }
-        with _thin_stacks(kind, layouts):
+        with thin_stacks(kind, layouts):
             result = plan_block(kind, tp, trusted, least, not plan.compiled, read)
         found.results.append(result)
         found.problems += _spread(plan, result, model)
@@ -148,7 +141,7 @@ def discover(model: nn.Module, tp: int, kinds: Sequence[Block], plan: ParallelPl
         if not result.problem:
             plan.couplings |= dict.fromkeys(map(plain_name, kind.names), result.couplings)
     found.problems += _plan_attentions(plan, model, tp, kinds)
-    _keep_whole_in_stacks(plan, layouts)
+    keep_whole_in_stacks(plan, layouts)
     _plan_tables(plan, model, tp)
     _plan_convolutions(plan, model, tp, least)
     _agree_on_ties(plan, model, tp)
@@ -178,7 +171,7 @@ def keep_whole(plan: ParallelPlan, model: nn.Module, used: Iterable[str]) -> Non
 
     for name in [name for name, layer in plan.layers.items() if name in plan.how and is_used(layer)]:
         if name in plan.layers:
-            _drop_region(plan, name, "the step uses its weight beside it")
+            drop_region(plan, name, "the step uses its weight beside it")
     plan.parameters = parameter_specs(plan, model)
 
 
@@ -188,14 +181,14 @@ def _keep_transformed_whole(plan: ParallelPlan, model: nn.Module, kinds: Sequenc
     names = set(plan.transformed)
     for kind in kinds:
         blocks = [plain_name(name) for name in kind.names]
-        parts = {name[len(block) :] for block in blocks for name in plan.transformed if _inside(name, [block])}
+        parts = {name[len(block) :] for block in blocks for name in plan.transformed if inside(name, [block])}
         names |= {block + part for block in blocks for part in parts}
     blocks = [plain_name(name) for name in find_blocks(model)]
     runs_blocks = not names.isdisjoint(blocks)
     for name, layer in list(plan.layers.items()):
         is_found = name in plan.layers and name in plan.how
-        if is_found and (layer.owner in names or (runs_blocks and not _inside(name, blocks))):
-            _drop_region(plan, name, _TRANSFORMED)
+        if is_found and (layer.owner in names or (runs_blocks and not inside(name, blocks))):
+            drop_region(plan, name, _TRANSFORMED)
 
 
 def suit_stages(plan: ParallelPlan, model: nn.Module, units: Iterable[str]) -> None:
@@ -210,25 +203,20 @@ def suit_stages(plan: ParallelPlan, model: nn.Module, units: Iterable[str]) -> N
     modules = {plain_name(name): child for name, child in model.named_modules()}
     units = [plain_name(unit) for unit in units]
     for name, layer in list(plan.layers.items()):
-        if name not in plan.layers or name not in plan.how or layer.region is None or _inside(layer.region, units):
+        if name not in plan.layers or name not in plan.how or layer.region is None or inside(layer.region, units):
             continue
-        for cut in _drop_region(plan, name, "its region reaches over pipeline units"):
+        for cut in drop_region(plan, name, "its region reaches over pipeline units"):
             if cut not in modules:
                 continue  # a weight that belongs to no layer
             outputs = modules[cut].get_parameter("weight").shape[1 if is_conv1d(modules[cut]) else 0]
             if is_linear(modules[cut]) and outputs >= plan.tp:
                 _add(plan, cut, "column_gather", _even(outputs, plan.tp), "gathered: its region is cut")
-    for block in [block for block in plan.sequences if not _inside(block, units)]:
+    for block in [block for block in plan.sequences if not inside(block, units)]:
         del plan.sequences[block]
         for name, layer in plan.layers.items():
-            if _inside(name, [block]):
+            if inside(name, [block]):
                 plan.layers[name] = replace(layer, sequence_dim=None)
     plan.parameters = parameter_specs(plan, model)
-
-
-def _inside(name: str, modules: Iterable[str]) -> bool:
-    """Whether a module is one of these, or in one."""
-    return any(f"{name}.".startswith(f"{module}.") for module in modules)
 
 
 def _is_open(name: str, plan: ParallelPlan) -> bool:
@@ -272,82 +260,13 @@ def _spread(plan: ParallelPlan, result: BlockResult, model: nn.Module) -> list[s
             found = replace(layer, name=full, region=region, style=replace(layer.style, pattern=full))
             before = plan.layers.setdefault(full, replace(found, sequence_dim=rows_dim))
             if (before.style.style, before.by_rank) != (found.style.style, found.by_rank):
-                _drop_region(plan, full, "blocks that share it are of different kinds")
+                drop_region(plan, full, "blocks that share it are of different kinds")
                 continue
             plan.how[full] = result.how[name]
         plan.attributes += [a for a in own if a.name not in {b.name for b in plan.attributes}]
         for name, why in result.whole.items():
             plan.whole[f"{block}.{name}"] = why
     return problems
-
-
-def _plan_stacks(
-    plan: ParallelPlan, model: nn.Module, tp: int, kinds: Sequence[Block]
-) -> tuple[dict[str, StackLayout], list[str]]:
-    """Stacks of experts, by the features inside of each.
-
-    Returns:
-        How those are split that are, and what can't be, in words.
-    """
-    layouts: dict[str, StackLayout] = {}
-    refused: dict[str, tuple[Block, str]] = {}
-    modules = dict(model.named_modules())
-    plain = {plain_name(name): child for name, child in modules.items()}
-    for kind in (kind for kind in kinds if kind.stack):
-        names = [name for name in kind.names if not any(_related(name, other) for other in layouts)]
-        try:
-            layout = layout_of(kind) if names else None
-            planned = [] if layout is None else [_stack_plan(name, layout, modules, tp) for name in names]
-        except (NotAdditive, ValueError) as error:
-            refused |= dict.fromkeys(names, (kind, str(error).removeprefix("MegaTPStrategy: ")))
-            continue
-        for raw, layer in zip(names, planned, strict=True):
-            name = plain_name(raw)
-            assert layout is not None
-            layouts[raw], plan.layers[name] = layout, replace(layer, name=name)
-            plan.how[name] = "inside of each expert"
-            plan.attributes += counts_of(name, plan.layers[name], plain)
-    for name in map(plain_name, layouts):
-        if any(count.name in plan.read_outside for count in counts_of(name, plan.layers[name], plain)):
-            _drop_region(plan, name, "the step counts the features inside of its experts")
-    problems = []
-    total = sum(p.numel() for p in model.parameters())
-    for name, (kind, why) in refused.items():
-        if any(_related(name, other) for other in layouts) or any(other.startswith(f"{name}.") for other in refused):
-            continue
-        plan.whole[plain_name(name)] = why
-        held = sum(kind.module.get_parameter(leaf).numel() for leaf in holds_stacks(kind.module)) * len(kind.names)
-        if name == kind.names[0] and held >= _LARGE * total:
-            more = f" (and {len(kind.names) - 1} more)" if len(kind.names) > 1 else ""
-            say = "If its experts can be split, say how by the style `experts`"
-            problems.append(f"`{name}`{more} stays whole: {why.removesuffix('.')}. {say}")
-    return layouts, problems
-
-
-def _stack_plan(name: str, layout: StackLayout, modules: dict[str, nn.Module], tp: int) -> LayerPlan:
-    layer = experts_plan(name, Style(name, "experts", parameters=layout.parameters), modules, tp)
-    return replace(
-        layer, counts=layout.counts, returns=layout.returns, kept=layout.kept, draws_alike=layout.draws_alike
-    )
-
-
-@contextlib.contextmanager
-def _thin_stacks(block: Block, layouts: Mapping[str, StackLayout]) -> Iterator[None]:
-    """Meanwhile the experts in a block are small."""
-    name = block.names[0]
-    with contextlib.ExitStack() as thin:
-        for stack, layout in layouts.items():
-            if f"{stack}.".startswith(f"{name}."):
-                thin.enter_context(thinned(block.module.get_submodule(stack[len(name) + 1 :]), layout))
-        yield
-
-
-def _keep_whole_in_stacks(plan: ParallelPlan, layouts: Iterable[str]) -> None:
-    """Drop what was found inside of experts that are split as one."""
-    stacks = [name for name in map(plain_name, layouts) if name in plan.layers]
-    for name, layer in list(plan.layers.items()):
-        if name in plan.layers and name not in stacks and name in plan.how and _inside(layer.owner, stacks):
-            _drop_region(plan, name, "it is a part of experts that are split as one")
 
 
 def _plan_attentions(plan: ParallelPlan, model: nn.Module, tp: int, kinds: Sequence[Block]) -> list[str]:
@@ -438,7 +357,7 @@ def _agree_on_ties(plan: ParallelPlan, model: nn.Module, tp: int) -> None:
     for name, layer in list(plan.layers.items()):
         bare = layer.bare if name in plan.layers else None
         if bare is not None and held[id(modules[layer.owner]._parameters[bare.weight])] > 1:
-            _drop_region(plan, name, "another module has its weight, too")
+            drop_region(plan, name, "another module has its weight, too")
     for names in holders.values():
         split = [name for name in names if name in plan.layers]
         if not split or len(names) == 1:
@@ -452,7 +371,7 @@ def _agree_on_ties(plan: ParallelPlan, model: nn.Module, tp: int) -> None:
                 _add(plan, name, str(styles[name]), rows, "tied", head=True)
         elif len(split) < len(names) or len({_of_weight(plan.layers[n], modules[n]) for n in split}) > 1:
             for name in split:
-                _drop_region(plan, name, f"it shares its weight with {', '.join(n for n in names if n != name)}")
+                drop_region(plan, name, f"it shares its weight with {', '.join(n for n in names if n != name)}")
 
 
 def _of_weight(layer: LayerPlan, module: nn.Module) -> Split | None:
@@ -463,32 +382,6 @@ def _tied_style(module: nn.Module) -> str | None:
     if isinstance(module, nn.Embedding) and _can_split(module):
         return "vocab"
     return "column_gather" if runs_as(module, nn.Linear) else None
-
-
-def _drop_region(plan: ParallelPlan, name: str, why: str) -> list[str]:
-    """Leave a layer whole, and those of its region; regions that count by the same attributes go with it.
-
-    Returns:
-        The layers.
-    """
-    region = plan.layers[name].region
-    dropped = [n for n, layer in plan.layers.items() if n == name or (region is not None and layer.region == region)]
-    for other in dropped:
-        del plan.layers[other]
-        plan.how.pop(other, None)
-        plan.whole[other] = why
-    counted = [a for a in plan.attributes if region is not None and _related(a.module, region)]
-    plan.attributes = [a for a in plan.attributes if a not in counted]
-    for other, layer in list(plan.layers.items()):
-        if other in plan.layers and any(layer.region and _related(a.module, layer.region) for a in counted):
-            dropped += _drop_region(plan, other, why)
-    return dropped
-
-
-def _related(one: str, other: str) -> bool:
-    """Whether one of two modules is, or holds, the other."""
-    longer, shorter = sorted((f"{one}.", f"{other}."), key=len, reverse=True)
-    return longer.startswith(shorter) or not (one and other)
 
 
 def _add(plan: ParallelPlan, name: str, style: str, by_rank: tuple[Ranges, ...], how: str, head: bool = False) -> None:
