@@ -267,6 +267,7 @@ FLOAT32: dict[str, str] = {
     "fsmt": "fills a mask with float64's lowest number through a float32 scalar",
     "mra": "its attention works in float32 and does not go back",
     "inkling2_text": "its router casts the tokens to float32",
+    "inkling2_loop_text": "its router casts the tokens to float32",
     "canine": "NaN loss",
     "prophetnet": "NaN loss with padding",
 }
