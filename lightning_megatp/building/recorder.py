@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_megatp.building.recording import Given, Operation, Recording, Source, View
+from lightning_megatp.shim.fakes import know_grouped_products
 from lightning_megatp.shim.torch import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -65,6 +66,7 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.recording = Recording()
         self._fake_mode = _FakeMode(allow_non_fake_inputs=True)
+        know_grouped_products(self._fake_mode)
         self._storages: dict[int, tuple[int, torch.UntypedStorage]] = {}
         self._given: dict[int, list[Given]] = {}
 

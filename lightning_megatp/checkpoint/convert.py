@@ -29,7 +29,7 @@ from lightning_megatp.checkpoint.pieces import (
 )
 from lightning_megatp.checkpoint.safetensors import SafetensorsFolder, write_safetensors
 from lightning_megatp.checkpoint.sharded import ELSEWHERE, NOT_TENSORS, optimizer_name
-from lightning_megatp.shim.torch import FakeTensorMode, tree_leaves
+from lightning_megatp.shim.torch import fake_tensor_mode, tree_leaves
 
 FORMS = ("safetensors", "file", "folder")
 _Layout = dict[str, tuple[tuple[int, ...], torch.dtype]]
@@ -186,7 +186,7 @@ class _Lazy(Chunks):
 
     def __init__(self, source: Source, name: str) -> None:
         shape, dtype = source.layout[name]
-        with FakeTensorMode():
+        with fake_tensor_mode():
             stand_in = torch.empty(shape, dtype=dtype)
         super().__init__(stand_in, whole(name, stand_in), None)
         self._source, self._name = source, name
@@ -252,7 +252,7 @@ def _content(source: Source) -> tuple[dict[str, Any], dict[int, str]]:
     """A `.ckpt` with stand-ins for tensors, and what is to be read for them: id -> name."""
     rest = dict(source.rest)
     reads: dict[int, str] = {}
-    mode = FakeTensorMode()
+    mode = fake_tensor_mode()
 
     def stand_in(name: str) -> Tensor:
         shape, dtype = source.layout[name]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_megatp.shim.checkpoint import storage_offset_in_file
-from lightning_megatp.shim.torch import FakeTensorMode, tree_map
+from lightning_megatp.shim.torch import fake_tensor_mode, tree_map
 
 Box = tuple[tuple[int, int], ...]
 """A part of a tensor: start and stop per dim."""
@@ -106,7 +106,7 @@ class MappedFile:
 
 def places_in(file: Path | IO[bytes]) -> Any:
     """What a `.ckpt` holds, with a Place for each tensor. No tensor is read, and no code of the file is run."""
-    with FakeTensorMode():
+    with fake_tensor_mode():
         content = torch.load(file, map_location="cpu", weights_only=True)
 
     def place(x: Any) -> Any:

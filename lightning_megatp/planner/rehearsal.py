@@ -32,7 +32,7 @@ from lightning_megatp.shim.lightning import trainer_of
 from lightning_megatp.shim.torch import (
     CopiesFakes,
     DisableTorchFunctionSubclass,
-    FakeTensorMode,
+    fake_tensor_mode,
     storage_id,
     tree_leaves,
     tree_map,
@@ -112,7 +112,7 @@ def rehearse(
         Exception: of the user's step, which may depend on values.
     """
     specs = plan.parameters if plan.tp > 1 else {}
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = fake_tensor_mode(allow_non_fake_inputs=True)
 
     def fake(name: str, x: Tensor) -> Tensor:
         shape = specs[name].spec(rank).local_shape if name in specs else x.shape

@@ -1,33 +1,39 @@
-"""Tensors without data, beyond what torch's own can do."""
+"""Grouped products of tensors without data. torch's shape function for them refuses all dtypes but bfloat16, while the
+operation itself takes others (2.11-2.14)."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode as _FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# What torch.compile and torch.export plan with (shapes, dtypes and devices without data) has no public import path.
+# FakeTensorMode (what torch.compile and torch.export plan with: shapes, dtypes and devices without data) has no public
+# import path, TorchDispatchMode only the one that "Extending PyTorch" names.
 
 
-_NONE: Mapping[str, Any] = MappingProxyType({})
+def fake_tensor_mode(allow_non_fake_inputs: bool = False) -> FakeTensorMode:
+    """A mode that knows grouped products. No class of its own: by torch's, operations of higher order (FlexAttention)
+    find what they do in it."""
+    mode = FakeTensorMode(allow_non_fake_inputs=allow_non_fake_inputs)
+    know_grouped_products(mode)
+    return mode
 
 
-class FakeTensorMode(_FakeTensorMode):
-    """torch's, which also knows grouped products of other dtypes than bfloat16: its shape function refuses these, while
-    the operation itself takes them (2.11-2.14)."""
+def know_grouped_products(mode: FakeTensorMode) -> None:
+    """`dispatch` is what `__torch_dispatch__` calls."""
+    dispatch = mode.dispatch
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] = _NONE
-    ) -> Any:
+    def knowing(func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         if _is_refused(func, args):
-            with self:
-                return _grouped_product(*args, **kwargs)
-        return super().__torch_dispatch__(func, types, args, kwargs)
+            with mode:
+                return _grouped_product(*args, **(kwargs or {}))
+        return dispatch(func, types, args, kwargs or {})
+
+    mode.__dict__["dispatch"] = knowing
 
 
 class GroupedProductsOnMeta(TorchDispatchMode):

@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
+    FakeTensorMode,
     UnsupportedOperatorException,
     unset_fake_temporarily,
 )
@@ -34,7 +35,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import register_pytree_node, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from lightning_megatp.shim.autograd import untransformed
-from lightning_megatp.shim.fakes import FakeTensorMode
+from lightning_megatp.shim.fakes import fake_tensor_mode
 
 # torch.utils._pytree is what torch's own containers go through (torch.func, export, FSDP2); the public alternative
 # (torch.utils.pytree) does not exist before 2.14. DisableTorchFunctionSubclass is documented in "Extending PyTorch" but
@@ -66,6 +67,7 @@ __all__ = [
     "failures_of_fakes_unlogged",
     "fake_beside",
     "fake_of",
+    "fake_tensor_mode",
     "flatten",
     "foreach_norm",
     "forget_fakes",
@@ -410,7 +412,7 @@ def attributes_of_fakes(x: Tensor) -> frozenset[str]:
     names (2.13)."""
     if not is_fake(x):
         return frozenset()
-    with FakeTensorMode():
+    with fake_tensor_mode():
         return frozenset(vars(torch.empty(0)))
 
 

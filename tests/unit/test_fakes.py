@@ -6,8 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.flex_attention import flex_attention
 
-from lightning_megatp.shim.fakes import FakeTensorMode, GroupedProductsOnMeta
+from lightning_megatp.shim.fakes import GroupedProductsOnMeta, fake_tensor_mode
 from lightning_megatp.shim.torch import is_fake
 
 OFFSETS = torch.tensor([3, 8], dtype=torch.int32)
@@ -30,9 +31,15 @@ def test_grouped_products_have_the_shapes_of_real_ones(
         return F.grouped_mm(torch.ones(x, dtype=dtype, requires_grad=True), torch.ones(y, dtype=dtype), offs=offsets)
 
     real = made()
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with fake_tensor_mode(allow_non_fake_inputs=True):
         fake = made()
     assert is_fake(fake) and (fake.shape, fake.dtype, fake.requires_grad) == (real.shape, dtype, True)
     with GroupedProductsOnMeta(), torch.device("meta"):
         meta = made()
     assert meta.is_meta and (meta.shape, meta.dtype, meta.requires_grad) == (real.shape, dtype, True)
+
+
+def test_operations_of_higher_order_find_their_rules() -> None:
+    with fake_tensor_mode(allow_non_fake_inputs=True):
+        q = torch.ones(1, 2, 128, 16)
+        assert is_fake(y := flex_attention(q, q, q)) and y.shape == q.shape  # type: ignore[union-attr]

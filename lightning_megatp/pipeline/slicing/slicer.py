@@ -39,6 +39,7 @@ from lightning_megatp.shim.torch import (
     FakeTensorMode,
     conversions_around,
     distributions_not_validated,
+    fake_tensor_mode,
     is_fake,
 )
 from lightning_megatp.snapshots.snapshot import FirstValues, Snapshot, random_state_kept
@@ -74,7 +75,7 @@ class Slicer:
         device: torch.device | None = None,
     ) -> None:
         self.module, self.n_stages = module, n_stages
-        self._fake_mode = FakeTensorMode()
+        self._fake_mode = fake_tensor_mode()
         self._ownership = Ownership(module, stage_of_unit, self._fake_mode, sizes or {}, device)
         self._locator, self._hooks = Locator(module), UserHooks(module)
         self._loggers = loggers_in(module)

@@ -14,8 +14,8 @@ from lightning_megatp.plan.auto.blocks import PLAIN, Block, Call, copied, descri
 from lightning_megatp.shim.fakes import GroupedProductsOnMeta
 from lightning_megatp.shim.torch import (
     CopiesFakes,
-    FakeTensorMode,
     failures_of_fakes_unlogged,
+    fake_tensor_mode,
     tree_flatten,
     tree_leaves,
     tree_map,
@@ -45,7 +45,7 @@ def capture_calls(module: nn.Module, kinds: list[Block], step: Callable[[], Any]
         try:
             with (
                 torch.enable_grad(),  # which values need a gradient matters
-                GroupedProductsOnMeta(),
+                GroupedProductsOnMeta() if any(p.is_meta for p in module.parameters()) else contextlib.nullcontext(),
                 failures_of_fakes_unlogged(),
                 capture.without_data,
             ):
@@ -101,7 +101,7 @@ class _Capture:
             if name in self._waiting:
                 self._waiting.discard(name)
                 if not self._waiting:
-                    self.without_data.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+                    self.without_data.enter_context(fake_tensor_mode(allow_non_fake_inputs=True))
                     self.without_data.enter_context(CopiesFakes())
             return result
 
