@@ -56,9 +56,14 @@ def usual_parameters(name: str, module: nn.Module) -> tuple[ExpertParameter, ...
     return tuple(found)
 
 
-def check_parameters(name: str, module: nn.Module, parameters: tuple[ExpertParameter, ...]) -> None:
-    """Raises:
-    ValueError: the entries and the parameters of the module are not the same, or experts that can't be split.
+def check_parameters(
+    name: str, module: nn.Module, parameters: tuple[ExpertParameter, ...], proven: bool = False
+) -> None:
+    """Args:
+        proven: whether what the parts compute is known to add up.
+
+    Raises:
+        ValueError: the entries and the parameters of the module are not the same, or experts that can't be split.
     """
     own = dict(module.named_parameters())
     for entry in parameters:
@@ -78,7 +83,7 @@ def check_parameters(name: str, module: nn.Module, parameters: tuple[ExpertParam
         what = f"doesn't say what {', '.join(missing)} is" if missing else "splits nothing"
         raise ValueError(f"MegaTPStrategy: `parameters` of `{name}` {what}. {_SAY}")
     counts = {own[entry.name].shape[0] for entry in parameters if entry.dim and own[entry.name].dim() > 2}
-    if len(counts) > 1:
+    if len(counts) > 1 and not proven:
         raise ValueError(
             f"MegaTPStrategy: the split parameters of `{name}` are stacks of {sorted(counts)} experts: some experts do"
             " something else than others, which would be summed over the ranks. Leave them out of the plan."

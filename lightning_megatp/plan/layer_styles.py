@@ -95,15 +95,18 @@ def attention_plan(name: str, style: Style, module: nn.Module, tp: int) -> Layer
     return LayerPlan(name, style, by_rank, head, splits=(*held, Split("out_proj.weight", 1, by_rank)))
 
 
-def experts_plan(name: str, style: Style, modules: Mapping[str, nn.Module], tp: int) -> LayerPlan:
+def experts_plan(name: str, style: Style, modules: Mapping[str, nn.Module], tp: int, proven: bool = False) -> LayerPlan:
     """The style `experts`: of every expert in stacked parameters a share of the features inside.
+
+    Args:
+        proven: whether it is known that what the parts compute adds up.
 
     Raises:
         ValueError: parameters that don't fit each other, or fewer units of features than ranks.
     """
     module, unit = modules[name], unit_of(name, style, modules)
     parameters = style.parameters or usual_parameters(name, module)
-    check_parameters(name, module, parameters)
+    check_parameters(name, module, parameters, proven)
     splits, sizes = [], {}
     for entry in parameters:
         if entry.dim is not None:

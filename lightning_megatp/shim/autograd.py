@@ -318,10 +318,16 @@ def checkpoints_ended() -> Iterator[None]:
             each.close()
 
 
-def without_checkpoints() -> contextlib.AbstractContextManager[None]:
-    """Activation checkpoints (use_reentrant=False) keep everything, in all threads: backward runs nothing again."""
+def without_checkpoints(note: Callable[[], None] | None = None) -> contextlib.AbstractContextManager[None]:
+    """Activation checkpoints (use_reentrant=False) keep everything, in all threads: backward runs nothing again.
+
+    Args:
+        note: is called for each.
+    """
 
     def around(keep: Keep, function: Callable[..., Any], args: tuple[Any, ...]) -> Iterator[None]:
+        if note is not None:
+            note()
         yield
 
     return _around_checkpoints(around)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Collection, Iterator
 from typing import Any
 
@@ -139,7 +140,8 @@ def expert_kind(module: nn.Module) -> type[ParallelExperts]:
     Raises:
         ValueError: both have an attribute of one name.
     """
-    own = vars(module).keys() | {name for kind in type(module).__mro__ if kind not in _COMMON for name in vars(kind)}
+    held = (vars(module), module._parameters, module._buffers, module._modules)
+    own = {*itertools.chain(*held)} | {x for kind in type(module).__mro__ if kind not in _COMMON for x in vars(kind)}
     annotated = ParallelLayer.__annotations__.keys() | ParallelExperts.__annotations__.keys()
     taken = annotated | {name for name in dir(ParallelExperts) if not hasattr(nn.Module, name)}
     clash = sorted(name for name in own & taken if not name.startswith("__"))

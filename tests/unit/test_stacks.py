@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_megatp.plan.auto.adding_up import NotAdditive, StackLayout, thinned
 from lightning_megatp.plan.auto.blocks import Block, Call
@@ -37,8 +38,8 @@ class Stack(nn.Module):
     def hidden(self, x: Tensor) -> Tensor:
         return F.gelu(torch.einsum("nd,edf->enf", x, self.w1))
 
-    def forward(self, x: Tensor) -> Any:
-        return self.run(self, x)
+    def forward(self, x: Tensor, *more: Any) -> Any:
+        return self.run(self, x, *more)
 
 
 def plain(self: Any, x: Tensor) -> Tensor:
@@ -98,7 +99,19 @@ def dropping(self: Any, x: Tensor) -> Tensor:
     return torch.einsum("enf,efd->nd", h, self.w2)
 
 
+def by_shape(self: Any, x: Tensor) -> Tensor:
+    h = self.hidden(x)
+    return torch.einsum("enf,efd->nd", h * (torch.rand(h.shape) > 0.1), self.w2)
+
+
+def by_size(self: Any, x: Tensor) -> Tensor:
+    noise = torch.randn(size=(len(x), EXPERTS), dtype=x.dtype)
+    return plain(self, x) * (self.gate(x) + noise).softmax(-1).amax(-1, keepdim=True)
+
+
 def test_what_each_rank_has_alike() -> None:
+    assert found(Stack(by_size)).draws_alike and not found(Stack(by_shape)).draws_alike
+    assert found(Stack(plain)).draws_alike, "what is drawn later chooses experts, for all that is known"
     assert found(Stack(with_loss)).returns == (True, False)
     assert found(Stack(leaving)).kept == ("loss",)
     assert found(Stack(noisy)).draws_alike and not found(Stack(dropping)).draws_alike
@@ -139,6 +152,68 @@ def counting(self: Any, x: Tensor) -> Tensor:
     return plain(self, x)
 
 
+class _Adding(torch.autograd.Function):
+    """As DeepSeek-MoE adds a loss to the gradient of what it returns."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
+        ctx.shape = loss.shape
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad, grad.new_ones(ctx.shape)
+
+
+def adding_to_gradients(self: Any, x: Tensor) -> Tensor:
+    return _Adding.apply(plain(self, x), self.gate(x).square().mean())  # type: ignore[no-any-return]
+
+
+def clamping_a_gradient(self: Any, x: Tensor) -> Tensor:
+    scores = self.gate(x)
+    scores.register_hook(lambda grad: grad.clamp(-1e-3, 1e-3))
+    return torch.einsum("enf,efd,ne->nd", self.hidden(x), self.w2, scores.softmax(-1))
+
+
+def limited(self: Any, x: Tensor) -> Tensor:
+    return plain(self, x).clamp(-200, 200)
+
+
+def limited_inside(self: Any, x: Tensor) -> Tensor:
+    h = self.hidden(x)
+    return torch.einsum("enf,efd->nd", h / (h.norm() / 1e4).clamp(min=1), self.w2)
+
+
+def overflowing(self: Any, x: Tensor) -> Tensor:
+    """More than four of five tokens for one expert pass unchanged."""
+    chosen = F.one_hot(self.gate(x).argmax(-1), EXPERTS)
+    fits = ((chosen.cumsum(0) <= 4) * chosen).sum(-1, keepdim=True).bool()
+    return torch.where(fits, torch.einsum("enf,efd,ne->nd", self.hidden(x), self.w2, chosen.double()), x)
+
+
+def appending(self: Any, x: Tensor, losses: list[Tensor]) -> Tensor:
+    losses.append(self.gate(x).mean())
+    return plain(self, x)
+
+
+def penalised_later(self: Any, x: Tensor) -> Any:
+    return plain(self, x), 0.0 * self.hidden(x).abs().sum()
+
+
+def self_normalising(self: Any, x: Tensor) -> Tensor:
+    return torch.einsum("enf,efd->nd", F.alpha_dropout(self.hidden(x), 0.2, self.training), self.w2)
+
+
+def checkpointed(self: Any, x: Tensor) -> Tensor:
+    y: Tensor = checkpoint(lambda x: torch.einsum("enf,efd->nd", self.hidden(x), self.w2), x, use_reentrant=False)
+    return y
+
+
+def in_its_own_list(self: Any, x: Tensor) -> Tensor:
+    self.all_losses.append(self.gate(x).mean())
+    return plain(self, x)
+
+
 def not_used(self: Any, x: Tensor) -> Tensor:
     return self.gate(x)
 
@@ -155,11 +230,77 @@ def not_used(self: Any, x: Tensor) -> Tensor:
         (leaving_in_a_list, "leaves tensors with a graph in `losses`"),
         (counting, "buffer `load`"),
         (not_used, "the same whatever its experts compute"),
+        (adding_to_gradients, "gradients of its parts"),
+        (clamping_a_gradient, "gradients of its parts"),
+        (limited, "does not add up"),
+        (limited_inside, "does not add up"),
+        (overflowing, "does not add up"),
+        (appending, "changes what it is given"),
+        (penalised_later, "returns zeros"),
+        (self_normalising, "alpha dropout"),
+        (checkpointed, "activation checkpoint inside"),
+        (in_its_own_list, "leaves tensors with a graph in `all_losses`"),
     ],
 )
 def test_what_does_not_add_up_stays_whole(run: Any, why: str) -> None:
+    module: Any = Stack(run)
+    module.all_losses = []
+    args = (X, []) if run is appending else (X,)
     with pytest.raises(NotAdditive, match=why):
-        found(Stack(run))
+        layout_of(Block(module, ["stack"], [Call(args, {})], stack=True))
+
+
+class _Numbered(Stack):
+    """Experts of a layer that knows its number."""
+
+    def __init__(self, run: Callable[[Any, Tensor], Any], number: int) -> None:
+        super().__init__(run)
+        self.number = number
+
+
+def last_normed(self: Any, x: Tensor) -> Tensor:
+    y = plain(self, x)
+    return F.normalize(y) if self.number == 2 else y
+
+
+@pytest.mark.parametrize(("run", "split"), [(plain, 3), (last_normed, 0)])
+def test_layers_that_know_their_number(run: Any, split: int) -> None:
+    """They are of one kind, proven with all numbers."""
+
+    class Layer(nn.Module):
+        def __init__(self, number: int) -> None:
+            super().__init__()
+            self.norm, self.experts = nn.LayerNorm(WIDTH), _Numbered(run, number)
+            self.up, self.down = nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x + self.down(F.gelu(self.up(self.norm(x))))
+            return x + self.experts(x)
+
+    model = nn.ModuleDict({"blocks": nn.ModuleList(Layer(i) for i in range(3))}).double()
+    plan = resolve("auto", model, 2)
+    kinds, _ = look(model, plan, [lambda: [block(X) for block in model["blocks"]]])  # type: ignore[attr-defined]
+    assert [kind.names for kind in kinds if kind.stack] == [[f"blocks.{i}.experts" for i in range(3)]]
+    discover(model, 2, kinds, plan)
+    assert sum(layer.style.style == "experts" for layer in plan.layers.values()) == split
+
+
+class _Named(Stack):
+    """With a name that a split layer needs itself."""
+
+    def __init__(self, run: Callable[[Any, Tensor], Any]) -> None:
+        super().__init__(run)
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+
+def test_names_that_are_taken_are_said_beforehand() -> None:
+    model = nn.ModuleDict({"experts": _Named(plain)}).double()
+    plan = resolve("auto", model, 2)
+    kinds, _ = look(model, plan, [lambda: model["experts"](X)])
+    assert "forward" not in vars(model["experts"]), "a block and a stack: what was recorded is gone twice"
+    said = " ".join(discover(model, 2, kinds, plan).problems)
+    assert "the attributes linear" in said
+    assert all(layer.style.style != "experts" for layer in plan.layers.values())
 
 
 def test_thin_stacks_are_put_back() -> None:

@@ -28,6 +28,7 @@ _INTERNAL = frozenset(vars(nn.Module()))
 _HELD = ("_parameters", "_buffers", "_modules")
 _OF_LINEAR = frozenset(["weight", "bias", "in_features", "out_features", "forward", "training"])
 """What the code of a linear layer has to do with."""
+_LAST_NUMBER = re.compile(r"\.\d+(?!.*\.\d+(\.|$))")
 PLAIN: tuple[type, ...] = (bool, int, float, str, type(None))
 
 
@@ -121,7 +122,7 @@ def kinds_of_blocks(module: nn.Module, names: Sequence[str] | None = None, stack
         shapes.setdefault(_shape(block), {})[name] = _settings(block, name)
     kinds: dict[Any, Block] = {}
     for shape, settings in shapes.items():
-        indices = _indices(settings)
+        indices = _indices(settings, stacks)
         for name, values in settings.items():
             key = shape, tuple((key, value) for key, value in values.items() if key not in indices)
             kind = kinds.setdefault(key, Block(uncompiled_part(module.get_submodule(name)), stack=stacks))
@@ -136,12 +137,13 @@ def _first_names(module: nn.Module, names: Sequence[str]) -> list[tuple[nn.Modul
     return [(block, name) for name, block in blocks.items() if first[id(block)] == name]
 
 
-def _indices(settings: dict[str, dict[str, str]]) -> set[str]:
+def _indices(settings: dict[str, dict[str, str]], stacks: bool) -> set[str]:
     """The settings that count blocks, by their names: whole numbers that go up by one from block to block, of all or of
     each list."""
     lists: dict[str, list[dict[str, str]]] = {}
     for name, values in settings.items():
-        lists.setdefault(name.rpartition(".")[0], []).append(values)
+        held_by = _LAST_NUMBER.sub(".*", f".{name}") if stacks else name.rpartition(".")[0]  # stacks: parts of blocks
+        lists.setdefault(held_by, []).append(values)
     ways = [[list(settings.values())], list(lists.values())]
     return {
         key

@@ -89,7 +89,7 @@ class _Capture:
         try:
             yield
         finally:
-            for target, own in before:
+            for target, own in reversed(before):  # a module may be a block and a stack of experts
                 if own is None:
                     target.__dict__.pop("forward", None)
                 else:

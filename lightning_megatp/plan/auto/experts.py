@@ -16,6 +16,7 @@ from lightning_megatp.plan.layer import LayerPlan
 from lightning_megatp.plan.layer_styles import counts_of, experts_plan
 from lightning_megatp.plan.parallel_plan import ParallelPlan, plain_name
 from lightning_megatp.plan.styles import Style
+from lightning_megatp.tensor.experts import expert_kind
 
 _LARGE = 0.02
 """Stacks of experts with such a share of the model's parameters are said to stay whole."""
@@ -65,7 +66,8 @@ def plan_stacks(
 
 
 def _stack_plan(name: str, layout: StackLayout, modules: dict[str, nn.Module], tp: int) -> LayerPlan:
-    layer = experts_plan(name, Style(name, "experts", parameters=layout.parameters), modules, tp)
+    layer = experts_plan(name, Style(name, "experts", parameters=layout.parameters), modules, tp, layout.tried)
+    expert_kind(modules[name])  # raises where that can't be
     return replace(
         layer, counts=layout.counts, returns=layout.returns, kept=layout.kept, draws_alike=layout.draws_alike
     )

@@ -18,7 +18,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_megatp.plan.auto.adding_up import NotAdditive, StackLayout, features_inside, holder_of, proven
+from lightning_megatp.plan.auto.adding_up import (
+    NotAdditive,
+    StackLayout,
+    check_numbered,
+    features_inside,
+    holder_of,
+    proven,
+)
 from lightning_megatp.plan.auto.blocks import Block, find_blocks, is_linear, own_attributes
 from lightning_megatp.plan.experts import looks_like_experts, usual_parameters
 from lightning_megatp.plan.layer_styles import COUNTS
@@ -26,11 +33,12 @@ from lightning_megatp.plan.styles import ExpertParameter
 
 _MOST = 2**26
 """Elements of what is not split, in a module that is tried out."""
-_TRIALS, _SECONDS = 128, 10.0
+_TRIALS, _SECONDS = 128, 4.0
 """How many ways, and for how long, are tried for one module."""
 _MOST_WAYS = 4096
 """So many are looked at."""
-_LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential, nn.ParameterList, nn.ParameterDict)
+_PARAMETERS = nn.ParameterList, nn.ParameterDict
+_LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential, *_PARAMETERS)
 _FEW_LINEARS = 4
 """How many times as many weights the stacks have as linear layers beside them."""
 _UP = 2
@@ -47,7 +55,7 @@ def find_stacks(model: nn.Module) -> list[str]:
     ones first."""
     modules, blocks = dict(model.named_modules()), set(find_blocks(model))
     held = {name: len(_stacks_in(module)) for name, module in modules.items()}
-    found: set[str] = set()
+    found: dict[str, None] = {}  # in the order of the model
     for name in [name for name, count in held.items() if count]:
         around = name.split(".")
         for depth in range(len(around), max(len(around) - _UP - 1, 0), -1):
@@ -58,7 +66,7 @@ def find_stacks(model: nn.Module) -> list[str]:
             if candidate in blocks and candidate != name:
                 break
             if inside >= 2 and candidate and not isinstance(modules[candidate], _LISTS):
-                found.add(candidate)
+                found[candidate] = None
             if candidate in blocks:
                 break
     return sorted(found, key=lambda name: -name.count("."))
@@ -106,7 +114,11 @@ def layout_of(stack: Block) -> StackLayout:
         if time.monotonic() > until:
             break
         try:
-            return proven(module, layout, calls)
+            found = proven(module, layout, calls)
+            first = stack.counts[0] if stack.counts else {}
+            for numbers in {tuple(counts.items()) for counts in stack.counts} - {tuple(first.items())}:
+                check_numbered(module, found, calls[0], {name.lstrip("."): n for name, n in numbers})
+            return found
         except NotAdditive as error:
             why = str(error)
         except Exception:  # it may be any code, and most sizes don't fit each other
@@ -117,9 +129,10 @@ def layout_of(stack: Block) -> StackLayout:
 def _stacks_in(module: nn.Module) -> list[str]:
     """Its own parameters that may hold the weights of several experts: of three dims or more, with the rows of all
     experts, or matrices of one shape in a list."""
-    if isinstance(module, nn.ParameterList):
-        matrices = [(key, p) for key, p in module._parameters.items() if p is not None and p.dim() == 2]
-        return [key for key, _ in matrices] if len({p.shape for _, p in matrices}) == 1 and len(matrices) > 1 else []
+    if isinstance(module, _PARAMETERS):
+        held = [(key, p) for key, p in module._parameters.items() if p is not None and p.dim() > 1]
+        shapes = Counter(p.shape for _, p in held)
+        return [key for key, p in held if p.dim() > 2 or shapes[p.shape] > 1]
     if _is_torchs(module):
         return []
     numbers = _experts(module)
@@ -198,7 +211,7 @@ def _groupings(module: nn.Module, own: Mapping[str, Tensor]) -> Iterator[list[li
     for name, p in own.items():
         path = name.rpartition(".")[0]
         by_shape.setdefault(p.shape, []).append(name)
-        by_list.setdefault(path if isinstance(module.get_submodule(path), nn.ParameterList) else name, []).append(name)
+        by_list.setdefault(path if isinstance(module.get_submodule(path), _PARAMETERS) else name, []).append(name)
     yield list(by_shape.values())
     yield list(by_list.values())
 
