@@ -207,12 +207,13 @@ class _Reduce(OwnFunction):
 class _Alike(OwnFunction):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.size, ctx.region_above, ctx.region_below = group.size(), "whole", "tensor"
+        ctx.group, ctx.region_above, ctx.region_below = group, "whole", "tensor"
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return grad / ctx.size, None
+        whole = _Copy.apply(grad, ctx.group, ctx.region_below) if torch.is_grad_enabled() else grad
+        return whole / ctx.group.size(), None
 
 
 class _Gather(OwnFunction):

@@ -82,6 +82,15 @@ def _reduce_spending(ways: int, even: bool, dim: int) -> Case:
     return Case(run, inputs, lambda xs: [torch.stack(xs).sum(0)])
 
 
+def _alike(ways: int, even: bool, dim: int) -> Case:
+    """What every rank computes of what has entered is one value, with one gradient."""
+
+    def run(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        return c.leave_alike(c.copy_to_region(x, group) ** 2, group)
+
+    return Case(run, [_normal(3, 2)], lambda xs: [xs[0] ** 2])
+
+
 def _gather_features(ways: int, even: bool, dim: int) -> Case:
     sizes = _sizes(ways, even)
     inputs = [_normal(*_shape(-1, size)) for size in sizes]
@@ -198,6 +207,7 @@ def _take(full: Tensor, spec: ShardedTensorSpec, rank: int) -> Tensor:
 CASES: dict[str, Callable[[int, bool, int], Case]] = {
     "copy_to_region": _copy,
     "use_on_tokens": _use,
+    "leave_alike": _alike,
     "reduce_from_region": _reduce,
     "reduce_from_region spending": _reduce_spending,
     "gather_from_region": _gather_features,
