@@ -1,5 +1,5 @@
 """Grouped products of tensors without data. torch's shape function for them refuses all dtypes but bfloat16, while the
-operation itself takes others (2.11-2.14)."""
+operation itself takes others (2.13)."""
 
 from __future__ import annotations
 
