@@ -83,6 +83,10 @@ def with_loss(self: Any, x: Tensor) -> Any:
     return {"y": plain(self, x), "loss": self.gate(x).softmax(-1).mean(0).square().sum(), "n": len(x)}
 
 
+def balanced_in_training(self: Any, x: Tensor) -> Any:
+    return plain(self, x), self.gate(x).square().mean() if self.training else x.new_zeros(())
+
+
 def leaving(self: Any, x: Tensor) -> Tensor:
     self.loss = self.gate(x).square().mean()
     self.count = len(x)
@@ -112,7 +116,7 @@ def by_size(self: Any, x: Tensor) -> Tensor:
 def test_what_each_rank_has_alike() -> None:
     assert found(Stack(by_size)).draws_alike and not found(Stack(by_shape)).draws_alike
     assert found(Stack(plain)).draws_alike, "what is drawn later chooses experts, for all that is known"
-    assert found(Stack(with_loss)).returns == (True, False)
+    assert found(Stack(with_loss)).returns == found(Stack(balanced_in_training)).returns == (True, False)
     assert found(Stack(leaving)).kept == ("loss",)
     assert found(Stack(noisy)).draws_alike and not found(Stack(dropping)).draws_alike
 
@@ -200,6 +204,10 @@ def penalised_later(self: Any, x: Tensor) -> Any:
     return plain(self, x), 0.0 * self.hidden(x).abs().sum()
 
 
+def another_in_evaluation(self: Any, x: Tensor) -> Any:
+    return plain(self, x), self.hidden(x).sum() if self.training else x.new_ones(())
+
+
 def self_normalising(self: Any, x: Tensor) -> Tensor:
     return torch.einsum("enf,efd->nd", F.alpha_dropout(self.hidden(x), 0.2, self.training), self.w2)
 
@@ -237,6 +245,7 @@ def not_used(self: Any, x: Tensor) -> Tensor:
         (overflowing, "does not add up"),
         (appending, "changes what it is given"),
         (penalised_later, "returns zeros"),
+        (another_in_evaluation, "a sum for some inputs"),
         (self_normalising, "alpha dropout"),
         (checkpointed, "activation checkpoint inside"),
         (in_its_own_list, "leaves tensors with a graph in `all_losses`"),

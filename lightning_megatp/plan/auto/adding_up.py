@@ -73,7 +73,7 @@ def proven(module: nn.Module, layout: StackLayout, calls: Sequence[Call]) -> Sta
     for by in (_LARGE, _LARGE**2):
         with contextlib.suppress(_Unfit):
             stressed.compare(True, lambda by=by: large(concrete_call(calls[0], 0, noise=0.1), by))  # type: ignore[misc]
-    if any(tried.found() != found for tried in (trial, stressed) if tried.verdicts):
+    if any(tried.found() != found for tried in (trial, stressed) if tried.verdicts):  # in draws, or what it keeps
         raise NotAdditive("what it returns is a sum for some inputs, and not for others")
     return found
 
@@ -124,7 +124,7 @@ class _Trial:
         self._whole, self._layout, self._inside = whole, layout, inside
         self._owns = (0, inside // 3), (inside // 3, inside)
         self._shares = [_share(whole, layout, inside, own) for own in self._owns]
-        self.verdicts: list[tuple[list[bool], set[str]]] = []
+        self.verdicts: list[tuple[list[bool | None], set[str]]] = []
         self._draws: set[bool] = set()
         self._single = False
 
@@ -155,7 +155,10 @@ class _Trial:
         Raises:
             NotAdditive: nothing is a sum.
         """
-        returns = tuple(all(same) for same in zip(*(same for same, _ in self.verdicts), strict=True))
+        seen = [set(same) - {None} for same in zip(*(same for same, _ in self.verdicts), strict=True)]
+        if {True, False} in seen:
+            raise NotAdditive("what it returns is a sum for some inputs, and not for others")
+        returns = tuple(False not in same for same in seen)
         if all(returns):
             raise NotAdditive("what it returns is the same whatever its experts compute")
         if len(self._draws) > 1:
@@ -170,7 +173,9 @@ class _Trial:
             tried=True,
         )
 
-    def _compare_gradients(self, wanted: Ran, parts: Sequence[Ran], same: Sequence[bool], kept: set[str]) -> None:
+    def _compare_gradients(
+        self, wanted: Ran, parts: Sequence[Ran], same: Sequence[bool | None], kept: set[str]
+    ) -> None:
         """Of what goes in and of parameters; of what parts have alike each has its share.
 
         Raises:
@@ -197,7 +202,7 @@ class _Trial:
                 _check_sum(take_ranges(gradient, entry.dim, ranges), [part])
 
 
-def _gradients(ran: Ran, same: Sequence[bool], kept: set[str], shares: int) -> Any:
+def _gradients(ran: Ran, same: Sequence[bool | None], kept: set[str], shares: int) -> Any:
     """Of inputs, and of parameters by name, for fixed ones of what was returned and kept; None where there is none."""
     results = [x for x in _tensors(ran.result) if x.is_floating_point()]
     alike = [is_same for x, is_same in zip(_tensors(ran.result), same, strict=True) if x.is_floating_point()]
@@ -277,9 +282,9 @@ def _tensors(result: Any) -> list[Tensor]:
     return [x for x in tree_leaves(result) if isinstance(x, Tensor)]
 
 
-def _adds_up(wanted: Ran, parts: Sequence[Ran]) -> tuple[list[bool], set[str]]:
-    """Of each tensor that is returned, whether it is the same in all parts, and not a sum; and the attributes with a
-    graph that are.
+def _adds_up(wanted: Ran, parts: Sequence[Ran]) -> tuple[list[bool | None], set[str]]:
+    """Of each tensor that is returned, whether it is the same in all parts, and not a sum, None for zeros, which are
+    either; and the attributes with a graph that are the same.
 
     Raises:
         NotAdditive: anything is neither.
@@ -287,12 +292,13 @@ def _adds_up(wanted: Ran, parts: Sequence[Ran]) -> tuple[list[bool], set[str]]:
     returned, trees = zip(*(tree_flatten(ran.result) for ran in (wanted, *parts)), strict=True)
     if any(tree != trees[0] for tree in trees):
         raise NotAdditive("its parts return something else than the whole")
-    same = []
+    same: list[bool | None] = []
     for x, *of_parts in zip(*returned, strict=True):
         if _alike(x, of_parts):
-            if isinstance(x, Tensor) and x.requires_grad and not x.any():
+            zeros = isinstance(x, Tensor) and not x.any()
+            if zeros and x.requires_grad:
                 raise NotAdditive("it returns zeros, of which it can't be known whether they are a sum")
-            same += [True] if isinstance(x, Tensor) else []
+            same += [None if zeros else True] if isinstance(x, Tensor) else []
         elif isinstance(x, Tensor) and x.is_floating_point() and all(_fits(x, part) for part in of_parts):
             if not _close(sum(of_parts[1:], of_parts[0]), x, of_parts):
                 raise NotAdditive("what its parts compute does not add up")
