@@ -153,11 +153,14 @@ def expert_counts(plan: ParallelPlan, modules: Mapping[str, nn.Module]) -> Itera
 def counts_of(name: str, layer: LayerPlan, modules: Mapping[str, nn.Module]) -> Iterator[AttributePlan]:
     """The same of one stack of experts."""
     sizes = tuple(map(length, layer.by_rank))
-    held = vars(modules[name])
-    usual = (attribute for attribute in sorted(COUNTS & held.keys()) if held[attribute] == sum(sizes))
-    for count in usual if layer.counts is None else layer.counts:
+    for count in usual_counts(modules[name], sum(sizes)) if layer.counts is None else layer.counts:
         inner, _, attribute = f"{name}.{count}".rpartition(".")
         yield AttributePlan(inner, attribute, sizes)
+
+
+def usual_counts(experts: nn.Module, features: int) -> tuple[str, ...]:
+    """The attributes that by their names count the features inside of each expert."""
+    return tuple(name for name in sorted(COUNTS) if vars(experts).get(name) == features)
 
 
 def _weight_dim(style: Style, module: nn.Module) -> int:

@@ -44,7 +44,6 @@ class ParallelExperts(ParallelLayer):
     """Of each tensor that is returned, whether ranks have parts of a sum, and not all the same; empty for one sum."""
     kept: tuple[str, ...] = ()
     """Attributes in which forward leaves tensors with a graph that are the same on all ranks."""
-
     draws_alike: bool = False
     """Whether all ranks draw the same random numbers in there, and not each others for its features."""
 
@@ -56,7 +55,8 @@ class ParallelExperts(ParallelLayer):
         with context.running(user_code=False):
             inside = self._parameters_inside()
             args, kwargs = tree_map(self._enter, (args, kwargs))
-        before = {name: self._get(name) for name in self.kept}
+        kept = [self._place(name) for name in self.kept]
+        before = [held.get(key) for held, key in kept]
         with self._in_place(inside):
             result = super(ParallelLayer, self).forward(*args, **kwargs)
         leaves, tree = tree_flatten(result)
@@ -70,9 +70,9 @@ class ParallelExperts(ParallelLayer):
             )
         with context.running(user_code=False):
             context.leave()
-            for name in self.kept:
-                if isinstance(left := self._get(name), Tensor) and left is not before[name]:
-                    self._put(name, leave_alike(left, self.group))
+            for (held, key), earlier in zip(kept, before, strict=True):
+                if isinstance(left := held.get(key), Tensor) and left is not earlier:
+                    held[key] = leave_alike(left, self.group)
             return tree_unflatten([self._leave(x, shards, sums[id(x)]) if id(x) in sums else x for x in leaves], tree)
 
     def _enter(self, x: Any) -> Any:
@@ -93,13 +93,13 @@ class ParallelExperts(ParallelLayer):
     def _in_place(self, inside: dict[str, Any]) -> Iterator[None]:
         """The module's own code, meanwhile, sees these parameters."""
         before: list[tuple[dict[str, Any], str, Any]] = []
-        for path in {"", *(name.rpartition(".")[0] for name in inside)}:
-            held = vars(self.get_submodule(path))
+        places = {name: self._place(name) for name in inside}
+        holders = [vars(self), *(held for held, _ in places.values())]
+        for held in {id(held): held for held in holders}.values():
             before.append((held, "_parameters", held["_parameters"]))
             held["_parameters"] = dict(dict.items(held["_parameters"]))
         for name, value in inside.items():
-            path, _, leaf = name.rpartition(".")
-            held = vars(self.get_submodule(path))
+            held, leaf = places[name]
             held["_parameters"][leaf] = value
             if leaf in held:  # what stands for a parameter of another pipeline stage
                 before.append((held, leaf, held.pop(leaf)))
@@ -110,19 +110,16 @@ class ParallelExperts(ParallelLayer):
                 held[key] = value
 
     def _held(self, name: str) -> Any:
-        path, _, leaf = name.rpartition(".")
-        return super()._held(name) if not path else dict.get(self.get_submodule(path).__dict__["_parameters"], leaf)
+        held, leaf = self._place(name)
+        return super()._held(name) if leaf == name else dict.get(held["_parameters"], leaf)
 
     def _names(self) -> Collection[str]:
         return {*self._parameters, *self.splits, *self.once}
 
-    def _get(self, name: str) -> Any:
-        path, _, key = name.rpartition(".")
-        return vars(self.get_submodule(path)).get(key)
-
-    def _put(self, name: str, value: Any) -> None:
-        path, _, key = name.rpartition(".")
-        vars(self.get_submodule(path))[key] = value
+    def _place(self, name: str) -> tuple[dict[str, Any], str]:
+        """The attributes of the module that has a parameter or an attribute, and its name there."""
+        path, _, leaf = name.rpartition(".")
+        return vars(self.get_submodule(path)), leaf
 
     def _leave(self, x: Tensor, shards: list[SequenceShard], is_sum: bool) -> Tensor:
         if not is_sum:

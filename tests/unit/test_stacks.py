@@ -348,17 +348,13 @@ class _Large(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         with torch.device("meta"):
-            self.norm, self.experts = nn.LayerNorm(4096), Stack(_wide, w1=(8, 4096, 14336), w2=(8, 14336, 4096))
+            self.norm, self.experts = nn.LayerNorm(4096), Stack(plain, w1=(8, 4096, 14336), w2=(8, 14336, 4096))
             self.experts.gate = nn.Linear(4096, 8)
             self.up, self.down = nn.Linear(4096, 8192), nn.Linear(8192, 4096)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.down(F.gelu(self.up(self.norm(x))))
         return x + self.experts(x)
-
-
-def _wide(self: Any, x: Tensor) -> Tensor:
-    return plain(self, x)
 
 
 def test_the_size_of_experts_hardly_matters() -> None:

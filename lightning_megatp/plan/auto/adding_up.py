@@ -60,9 +60,7 @@ def proven(module: nn.Module, layout: StackLayout, calls: Sequence[Call]) -> Sta
         NotAdditive: it isn't.
         Exception: whatever the module raises.
     """
-    linears = [name for name, child in module.named_modules() if is_linear(child)]
-    with thinned(module, layout) as inside:
-        whole = thin_copy(module, seed=0, dense=linears)
+    whole, inside = _thin(module, layout)
     trial = _Trial(whole, layout, inside)
     for train, call in itertools.product((True, False), calls):
         trial.compare(train, lambda call=call: concrete_call(call, 0, noise=0.1))  # type: ignore[misc]
@@ -88,8 +86,7 @@ def check_numbered(module: nn.Module, layout: StackLayout, call: Call, numbers: 
     Raises:
         NotAdditive: then its parts don't add up.
     """
-    with thinned(module, layout) as inside:
-        whole = thin_copy(module, seed=0, dense=[name for name, child in module.named_modules() if is_linear(child)])
+    whole, inside = _thin(module, layout)
     for name, number in numbers.items():
         holder, key = holder_of(whole, name)
         vars(holder)[key] = number
@@ -98,6 +95,13 @@ def check_numbered(module: nn.Module, layout: StackLayout, call: Call, numbers: 
         trial.compare(True, lambda: concrete_call(call, 0, noise=0.1))
         if trial.found() != layout:
             raise NotAdditive("modules of its kind do something else, by the numbers that they have")
+
+
+def _thin(module: nn.Module, layout: StackLayout) -> tuple[nn.Module, int]:
+    """A copy with few features inside, and how many."""
+    linears = [name for name, child in module.named_modules() if is_linear(child)]
+    with thinned(module, layout) as inside:
+        return thin_copy(module, seed=0, dense=linears), inside
 
 
 def _enlarged(whole: nn.Module) -> nn.Module:

@@ -29,6 +29,7 @@ _HELD = ("_parameters", "_buffers", "_modules")
 _OF_LINEAR = frozenset(["weight", "bias", "in_features", "out_features", "forward", "training"])
 """What the code of a linear layer has to do with."""
 _LAST_NUMBER = re.compile(r"\.\d+(?!.*\.\d+(\.|$))")
+"""In a module's name with a dot before it: of the innermost list."""
 PLAIN: tuple[type, ...] = (bool, int, float, str, type(None))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,13 +29,13 @@ class Ran:
     kept: dict[str, Any]
     """Attributes that are others than before, by their names from the module on."""
     buffers: dict[str, Tensor]
-    drew: list[tuple[str, Any]] = field(default_factory=list)
+    drew: list[tuple[str, Any]]
     """What random numbers were drawn by, and their shape."""
-    hides: bool = False
+    hides: bool
     """Whether floating tensors lay in objects that it was given."""
-    changes: bool = False
+    changes: bool
     """Whether it changed what it was given."""
-    checkpoints: int = 0
+    checkpoints: int
     """How many activation checkpoints it made."""
 
 

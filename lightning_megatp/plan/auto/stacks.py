@@ -28,7 +28,7 @@ from lightning_megatp.plan.auto.adding_up import (
 )
 from lightning_megatp.plan.auto.blocks import Block, find_blocks, is_linear, own_attributes
 from lightning_megatp.plan.experts import looks_like_experts, usual_parameters
-from lightning_megatp.plan.layer_styles import COUNTS
+from lightning_megatp.plan.layer_styles import COUNTS, usual_counts
 from lightning_megatp.plan.styles import ExpertParameter
 
 _MOST = 2**26
@@ -45,7 +45,7 @@ _UP = 2
 """So many modules around the one that holds the parameters may be what adds up."""
 
 
-def of_transformers(module: nn.Module) -> bool:
+def _of_transformers(module: nn.Module) -> bool:
     """Whether a module's code is that library's."""
     return type(module).__module__.partition(".")[0] == "transformers"
 
@@ -90,8 +90,7 @@ def usual_layout(module: nn.Module) -> StackLayout:
         ValueError: other names, or shapes that fit neither layout, or both.
     """
     parameters = usual_parameters("experts", module)
-    inside = features_inside(module, parameters)
-    return StackLayout(parameters, tuple(key for key in sorted(COUNTS) if vars(module).get(key) == inside))
+    return StackLayout(parameters, usual_counts(module, features_inside(module, parameters)))
 
 
 def layout_of(stack: Block) -> StackLayout:
@@ -104,7 +103,7 @@ def layout_of(stack: Block) -> StackLayout:
         NotAdditive: in no way that was tried.
     """
     module = stack.module
-    if of_transformers(module) and looks_like_experts(module):
+    if _of_transformers(module) and looks_like_experts(module):
         with contextlib.suppress(ValueError):
             return usual_layout(module)
     if not stack.calls:
@@ -237,7 +236,6 @@ def _options(names: Sequence[str], p: Tensor, inside: int, numbers: Sequence[int
             found += [{"dim": dim, "parts": 2}, {"dim": dim, "unit": 2}]
         if p.dim() == 2 and size // inside in numbers and size % inside == 0:
             found.append({"dim": dim, "parts": size // inside})
-    if p.dim() <= 2:
-        found.insert(len(found), {"once": True})
-    found.insert(len(found) - (p.dim() == 1), {})
+    whole: list[dict[str, Any]] = [{"once": True}, {}] if p.dim() <= 2 else [{}]  # a matrix may be biases of experts
+    found += reversed(whole) if p.dim() == 1 else whole
     return [[ExpertParameter(name, **options) for name in names] for options in found]
