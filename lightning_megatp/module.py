@@ -358,7 +358,7 @@ class ParallelModule:
         """
         watching: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         if watch and self.has_regions:
-            watching = RegionWatch(self.context, self.plan.couplings)
+            watching = RegionWatch(self.context, self.plan.couplings, self.plan.operations)
         try:
             with self.user_code(), watching:
                 yield

@@ -58,6 +58,8 @@ class ParallelPlan:
     """Blocks that were run whole and split, and did the same with all that they use of their layers."""
     couplings: dict[str, frozenset[Done]] = field(default_factory=dict)
     """Such a block -> what was seen in it that looks at several elements at once."""
+    operations: dict[str, frozenset[Done]] = field(default_factory=dict)
+    """Stack of experts that was found to add up -> all operations that were seen in it."""
     used_twice: set[str] = field(default_factory=set)
     """Modules in sequence regions that use a parameter more than once, perhaps on whole values too."""
     whole_sequences: list[str] = field(default_factory=list)

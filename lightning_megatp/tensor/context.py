@@ -56,6 +56,15 @@ class Region:
     """Its column layers."""
 
 
+@dataclass(frozen=True)
+class OpenStack:
+    """A stack of experts whose own code runs, on some of the features inside."""
+
+    name: str
+    parts: tuple[Tensor, ...]
+    """Of its parameters, what only this rank has."""
+
+
 class TensorContext(OfOneRank):
     """Shared by every parallel layer of a model.
 
@@ -78,6 +87,7 @@ class TensorContext(OfOneRank):
         """Operation -> how many feature shards were gathered for it."""
         self.deferred = DeferredWeights()
         self.open_region: Region | None = None
+        self.open_stack: OpenStack | None = None
         self.entered = 0
         """How often a column layer was called."""
         self.sharded: dict[int, ShardedTensorSpec] = {}
@@ -148,7 +158,7 @@ class TensorContext(OfOneRank):
     def leave(self) -> None:
         """A row layer is reached: what follows is the same on all ranks, and so are its random numbers."""
         self.stream.leave()
-        self.open_region = None
+        self.open_region = self.open_stack = None
 
     def draw_inside(self, device: torch.device, dry: bool) -> None:
         """A random operation was seen in an open region: from here on it has its own stream, or after a dry run."""

@@ -20,6 +20,7 @@ from lightning_megatp.tensor.collectives import (
     reduce_from_region,
     reduce_scatter_sequence,
 )
+from lightning_megatp.tensor.context import OpenStack
 from lightning_megatp.tensor.layers import ParallelLayer
 from lightning_megatp.tensor.sequence import SequenceShard
 
@@ -57,6 +58,7 @@ class ParallelExperts(ParallelLayer):
             args, kwargs = tree_map(self._enter, (args, kwargs))
         kept = [self._place(name) for name in self.kept]
         before = [held.get(key) for held, key in kept]
+        context.open_stack = OpenStack(self.label, tuple(x for x in inside.values() if isinstance(x, Tensor)))
         with self._in_place(inside):
             result = super(ParallelLayer, self).forward(*args, **kwargs)
         leaves, tree = tree_flatten(result)

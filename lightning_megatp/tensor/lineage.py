@@ -128,3 +128,20 @@ def enters_region(x: Tensor) -> bool:
             seen |= new
             todo += new
     return False
+
+
+def computed_with(x: Tensor, parts: Iterable[Tensor]) -> bool:
+    """Whether a value was computed with one of these tensors, inside of the tensor region it is used in."""
+    nodes = {part.grad_fn for part in parts} - {None}
+    leaves = {id(part) for part in parts if part.grad_fn is None}
+    todo: list[Any] = [] if x.grad_fn is None else [x.grad_fn]
+    seen = set(todo)
+    while todo:
+        node = todo.pop()
+        if node in nodes or (hasattr(node, "variable") and id(accumulated_parameter(node)) in leaves):
+            return True
+        if getattr(node, "region_above", None) is None:
+            new = {parent for parent, _ in node.next_functions if parent is not None} - seen
+            seen |= new
+            todo += new
+    return False

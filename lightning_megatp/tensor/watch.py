@@ -2,7 +2,8 @@
 
 There every tensor rank has other features, so its random numbers need a stream of their own. The operations may be
 functional (`F.dropout`, the dropout of scaled_dot_product_attention), so no look at the modules finds them. And what
-looks at several features there (a norm) was not proven if the block did not do it when its plan was made.
+looks at several features there (a norm) was not proven if the block did not do it when its plan was made. Nor was what
+a stack of experts did not do then.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from lightning_megatp.shim.torch import is_fake, tree_leaves
-from lightning_megatp.tensor.context import TensorContext
+from lightning_megatp.tensor.context import OpenStack, TensorContext
 from lightning_megatp.tensor.functions import (
     Done,
     bare_name,
@@ -25,7 +26,8 @@ from lightning_megatp.tensor.functions import (
     operation_name,
     operation_names,
 )
-from lightning_megatp.tensor.lineage import enters_region
+from lightning_megatp.tensor.lineage import computed_with, enters_region
+from lightning_megatp.tensor.shards import NO_VALUES, VIEWS
 
 
 class RegionWatch(TorchFunctionMode):
@@ -34,11 +36,14 @@ class RegionWatch(TorchFunctionMode):
     Args:
         context: of the parallel layers.
         known: block -> what was seen in it, when its plan was proven, that looks at several elements at once.
+        stacks: stack of experts -> all operations that were seen in it then.
     """
 
-    def __init__(self, context: TensorContext, known: Mapping[str, Collection[Done]]) -> None:
+    def __init__(
+        self, context: TensorContext, known: Mapping[str, Collection[Done]], stacks: Mapping[str, Collection[Done]]
+    ) -> None:
         super().__init__()
-        self.context, self._known = context, known
+        self.context, self._known, self._stacks = context, known, stacks
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -55,6 +60,8 @@ class RegionWatch(TorchFunctionMode):
                 context.draw_inside(_device(args, kwargs), dry)
             elif couples(name):
                 self._check_known(name, args, kwargs)
+        if context.open_stack is not None and context.user_code:
+            self._check_stack(context.open_stack, operation_name(func), args, kwargs)
         return func(*args, **kwargs)
 
     def _seen(self, region: str) -> Collection[Done] | None:
@@ -83,6 +90,25 @@ class RegionWatch(TorchFunctionMode):
                 " `global_sizes: true`, or leave them whole (`plan` names what `auto` may split)."
             )
 
+    def _check_stack(self, stack: OpenStack, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Raises:
+        RuntimeError: an operation on what experts computed, as none was when their parts were found to add up.
+        """
+        seen = self._stacks.get(stack.name)
+        if seen is None or name in _ADDS_UP:
+            return
+        done = done_by_user(name)
+        if done in seen or (not couples(name) and any(name == other for other, _, _ in seen)):
+            return
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        if any(computed_with(x, stack.parts) for x in tensors):
+            raise RuntimeError(
+                f"MegaTPStrategy: the experts `{stack.name}` use `{name}` ({done[1]}:{done[2]}) on what each tensor"
+                " rank has computed with its part of their features. They did not when these parts were tried out,"
+                " before training, and found to add up. Do this outside of the module that has the experts' parameters,"
+                " or leave it whole (`plan` names what `auto` may split)."
+            )
+
     def _check_operand(self, name: str, args: tuple[Any, ...]) -> None:
         """Whole values need the same random numbers on every rank, and there is one stream between the layers."""
         x = args[0] if args else None
@@ -96,6 +122,23 @@ class RegionWatch(TorchFunctionMode):
             )
 
 
+_ADDS_UP = (
+    NO_VALUES
+    | VIEWS
+    | operation_names(
+        """
+        add add_ sub sub_ rsub neg __add__ __radd__ __iadd__ __sub__ __rsub__ __isub__ __neg__ sum flip roll
+        mul mul_ div div_ true_divide __mul__ __rmul__ __imul__ __truediv__ __itruediv__ matmul __matmul__ linear bmm mm
+        einsum baddbmm addmm addbmm
+        clone contiguous to type type_as float double half bfloat16 detach data requires_grad_ register_hook retain_grad
+        cat concat concatenate stack hstack vstack gather take take_along_dim index_select masked_select index_add
+        index_add_ index_put index_put_ index_copy index_copy_ scatter scatter_ scatter_add scatter_add_ __setitem__
+        copy_ zero_ repeat repeat_interleave broadcast_to tile pad ravel zeros_like empty_like ones_like new_zeros
+        new_empty new_ones new_full full_like __deepcopy__ __repr__ __format__ where masked_fill masked_fill_ dropout
+        """
+    )
+)
+"""What leaves a sum a sum, or is done with the weights of experts anyway."""
 _DIM_AT = {"norm": 2, "vector_norm": 2, "topk": 2, "kthvalue": 2, "quantile": 2, "nanquantile": 2, "roll": 2}
 """Operations whose dim is not their second argument."""
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from lightning_megatp.plan.ranges import Ranges
 from lightning_megatp.plan.styles import ExpertParameter
 from lightning_megatp.shim.torch import tree_flatten, tree_leaves
 from lightning_megatp.tensor.collectives import take_ranges
+from lightning_megatp.tensor.functions import Done
 
 _CLOSE = 1e-8
 _LARGE = 30.0
@@ -46,6 +47,8 @@ class StackLayout:
     """Whether random numbers are drawn for what is the same on every rank, and not for the features inside."""
     tried: bool = False
     """Whether it is known to add up."""
+    done: frozenset[Done] = field(default=frozenset(), compare=False)
+    """All operations that were seen when that was tried."""
 
 
 class NotAdditive(Exception):
@@ -73,15 +76,18 @@ def proven(module: nn.Module, layout: StackLayout, calls: Sequence[Call]) -> Sta
             stressed.compare(True, lambda by=by: large(concrete_call(calls[0], 0, noise=0.1), by))  # type: ignore[misc]
     if any(tried.found() != found for tried in (trial, stressed) if tried.verdicts):  # in draws, or what it keeps
         raise NotAdditive("what it returns is a sum for some inputs, and not for others")
-    return found
+    return replace(found, done=trial.done | stressed.done)
 
 
-def check_numbered(module: nn.Module, layout: StackLayout, call: Call, numbers: Mapping[str, int]) -> None:
+def check_numbered(module: nn.Module, layout: StackLayout, call: Call, numbers: Mapping[str, int]) -> frozenset[Done]:
     """Of a module that counts itself, with other numbers.
 
     Args:
         layout: what was proven.
         numbers: attributes, by their names from the module on.
+
+    Returns:
+        The operations that were seen.
 
     Raises:
         NotAdditive: then its parts don't add up.
@@ -95,6 +101,7 @@ def check_numbered(module: nn.Module, layout: StackLayout, call: Call, numbers: 
         trial.compare(True, lambda: concrete_call(call, 0, noise=0.1))
         if trial.found() != layout:
             raise NotAdditive("modules of its kind do something else, by the numbers that they have")
+    return trial.done
 
 
 def _thin(module: nn.Module, layout: StackLayout) -> tuple[nn.Module, int]:
@@ -129,6 +136,7 @@ class _Trial:
         self._owns = (0, inside // 3), (inside // 3, inside)
         self._shares = [_share(whole, layout, inside, own) for own in self._owns]
         self.verdicts: list[tuple[list[bool | None], set[str]]] = []
+        self.done = frozenset[Done]()
         self._draws: set[bool] = set()
         self._single = False
 
@@ -150,6 +158,7 @@ class _Trial:
         verdict = _adds_up(wanted, parts)
         self._compare_gradients(wanted, parts, *verdict)
         self.verdicts.append(verdict)
+        self.done |= wanted.done
         self._draws |= _drawn_alike(wanted, parts)
         self._single = isinstance(wanted.result, Tensor)
 

@@ -47,6 +47,8 @@ def plan_stacks(
             assert layout is not None
             layouts[raw], plan.layers[name] = layout, replace(layer, name=name)
             plan.how[name] = "inside of each expert"
+            if layout.done:
+                plan.operations[name] = layout.done
             plan.attributes += counts_of(name, plan.layers[name], plain)
     for name in map(plain_name, layouts):
         if any(count.name in plan.read_outside for count in counts_of(name, plan.layers[name], plain)):

@@ -14,7 +14,7 @@ from lightning_megatp.plan.auto.blocks import PLAIN, Call, describe, own_attribu
 from lightning_megatp.plan.auto.exact import exact
 from lightning_megatp.shim.autograd import without_checkpoints
 from lightning_megatp.shim.torch import tree_leaves
-from lightning_megatp.tensor.functions import operation_name
+from lightning_megatp.tensor.functions import Done, done_by_user, operation_name
 from lightning_megatp.tensor.watch import draws_random
 
 
@@ -31,6 +31,8 @@ class Ran:
     buffers: dict[str, Tensor]
     drew: list[tuple[str, Any]]
     """What random numbers were drawn by, and their shape."""
+    done: set[Done]
+    """All operations."""
     hides: bool
     """Whether floating tensors lay in objects that it was given."""
     changes: bool
@@ -51,7 +53,7 @@ def run(module: nn.Module, call: Call) -> Ran:
     seen = {id(x) for x in tree_leaves(inputs)}
     before, shapes, versions = _attributes(module), describe(inputs), [x._version for x in tensors]
     checkpoints: list[None] = []
-    with exact(), without_checkpoints(lambda: checkpoints.append(None)), _Draws() as draws:
+    with exact(), without_checkpoints(lambda: checkpoints.append(None)), _Operations() as operations:
         result = module(*call.args, **call.kwargs)
     after = _attributes(module)
     return Ran(
@@ -60,7 +62,8 @@ def run(module: nn.Module, call: Call) -> Ran:
         result,
         {name: x for name, (x, inside) in after.items() if name not in before or not _same(before[name], (x, inside))},
         dict(module.named_buffers()),
-        draws.seen,
+        operations.drew,
+        operations.done,
         any(x.is_floating_point() and id(x) not in seen for x in tensors),
         describe(inputs) != shapes or [x._version for x in tensors] != versions,
         len(checkpoints),
@@ -85,20 +88,22 @@ def _changed(call: Call, change: Callable[[Tensor], Tensor]) -> Call:
     return call
 
 
-class _Draws(TorchFunctionMode):
-    """Notes random operations."""
+class _Operations(TorchFunctionMode):
+    """Notes operations, and what random ones draw."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen: list[tuple[str, Any]] = []
+        self.drew: list[tuple[str, Any]] = []
+        self.done: set[Done] = set()
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs, name = kwargs or {}, operation_name(func)
+        self.done.add(done_by_user(name))
         if draws_random(name, args, kwargs):
             of = next((x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)), None)
-            self.seen.append((name, (args, kwargs.get("size")) if of is None else tuple(of.shape)))
+            self.drew.append((name, (args, kwargs.get("size")) if of is None else tuple(of.shape)))
         return func(*args, **kwargs)
 
 

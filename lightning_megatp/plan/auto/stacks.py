@@ -116,7 +116,8 @@ def layout_of(stack: Block) -> StackLayout:
             found = proven(module, layout, calls)
             first = stack.counts[0] if stack.counts else {}
             for numbers in {tuple(counts.items()) for counts in stack.counts} - {tuple(first.items())}:
-                check_numbered(module, found, calls[0], {name.lstrip("."): n for name, n in numbers})
+                seen = check_numbered(module, found, calls[0], {name.lstrip("."): n for name, n in numbers})
+                found = replace(found, done=found.done | seen)
             return found
         except NotAdditive as error:
             why = str(error)

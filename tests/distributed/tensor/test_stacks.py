@@ -203,6 +203,24 @@ class Remembering(Routed):
         return y
 
 
+class Later(Product):
+    """Which does something more as soon as somebody says so."""
+
+    CHANGES: ClassVar = {
+        "normalize": F.normalize,
+        "clamp": lambda y: y.clamp(-0.01, 0.01),
+        "tanh": torch.tanh,
+        "add up": lambda y: 2 * y + y.flip(-1).reshape(y.shape).sum(-1, keepdim=True),
+    }
+    more = ""
+
+    def forward(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        y = super().forward(x, weights, chosen)
+        if self.more:
+            weights.logsumexp(-1)  # what all ranks have alike
+        return self.CHANGES[self.more](y) if self.more else y
+
+
 KINDS: dict[str, type[Experts]] = {
     kind.__name__: kind for kind in (Linear, Product, Batched, Capacity, Taken, Rows, Lists, Apart, Routed, Remembering)
 }
@@ -223,8 +241,8 @@ class Mixture(nn.Module):
 
     def __init__(self, kind: str) -> None:
         super().__init__()
-        self.experts = KINDS[kind]()
-        self.router = None if issubclass(KINDS[kind], Routed) else Router()
+        self.experts = (KINDS | {"Later": Later})[kind]()
+        self.router = None if isinstance(self.experts, Routed) else Router()
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         rows = x.reshape(-1, WIDTH)
@@ -309,3 +327,42 @@ def test_experts_of_any_kind_are_split(layout: Layout, kind: str) -> None:
         for name, shape in shapes.items():
             own = tuple(n // layout.tp if at == split.get(name) else n for at, n in enumerate(whole[name]))
             assert layout.zero > 1 or shape == own
+
+
+class Changed(Decoder):
+    """Whose experts do something more from the second step on."""
+
+    def __init__(self, more: str) -> None:
+        super().__init__("Later")
+        self.more = more
+
+    def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor:
+        for block in self.blocks:
+            block.mixture.experts.more = self.more if index else ""
+        return super().training_step(batch, index)
+
+
+def train_changed(layout: Layout, more: str) -> list[float]:
+    module, losses = Changed(more), Losses()
+    make_trainer(layout, strategy={"plan": "auto"}, max_epochs=1, callbacks=[losses]).fit(
+        module, train_loader(layout, 3)
+    )
+    return losses.seen
+
+
+def refuse(layout: Layout, more: str) -> str:
+    with pytest.raises(RuntimeError) as refused:
+        train_changed(layout, more)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("more", ["normalize", "clamp", "tanh"])
+def test_what_experts_begin_to_do_later_is_noticed(more: str) -> None:
+    for message in run_program(TP2, refuse, more):
+        assert "0.mixture.experts` use" in message and f"`{more}`" in message and "test_stacks.py" in message
+
+
+def test_what_adds_up_may_begin_later() -> None:
+    (expected,) = run_program(PLAIN, train_changed, "add up")
+    for found in run_program(TP2, train_changed, "add up"):
+        assert found == pytest.approx(expected, rel=1e-9)
