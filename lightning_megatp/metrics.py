@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.utilities.distributed import gather_all_tensors
 
+from lightning_megatp.detour import Detour
 from lightning_megatp.mesh import ParallelMesh
-from lightning_megatp.pipeline.detour import Detour
 from lightning_megatp.shim.torch import tree_map
 from lightning_megatp.snapshots.snapshot import modules_on
 

@@ -14,15 +14,15 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lightning_megatp.averaged_buffers import Versions
 from lightning_megatp.default_group import DefaultGroup
-from lightning_megatp.gradients.partial import PartialGradients
-from lightning_megatp.gradients.rows import DividedParameter
 from lightning_megatp.messages import warn_once_per_run
-from lightning_megatp.pipeline.slicing.units import common_end
-from lightning_megatp.pipeline.told.averaged import Versions
+from lightning_megatp.parts.partial import PartialGradients
+from lightning_megatp.parts.rows import DividedParameter
 from lightning_megatp.plan.parallel_plan import ParallelPlan
 from lightning_megatp.plan.ranges import length
 from lightning_megatp.plan.shard import ShardedTensorSpec, ShardSpec
+from lightning_megatp.plan.units import common_end
 from lightning_megatp.replicas import differing
 from lightning_megatp.shim.autograd import handle_checkpoints, handle_grad, unbind_functions
 from lightning_megatp.shim.compiler import uncompiled
@@ -89,7 +89,7 @@ class ParallelModule:
         self.expects_parts: bool | None = None
         """Whether who asks for a state dict expects parts: as long as a Trainer works with it. None before."""
         self.stepped_whole: set[int] = set()
-        """id of the tensors held in parts that an optimizer finds whole (`gradients.whole_steps`)."""
+        """id of the tensors held in parts that an optimizer finds whole (`optimizers.whole_steps`)."""
         self.saving: list[Any] = []
         """Detours around hooks that put something into checkpoints; after a run, too, until the next one."""
         self.shadows: Any = None

@@ -11,22 +11,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_megatp.auto_plan.blocks import find_blocks
+from lightning_megatp.auto_plan.discover import discover, keep_whole, look, suit_stages
+from lightning_megatp.auto_plan.numbers import reads_outside
+from lightning_megatp.batches.example import Example, untouched
 from lightning_megatp.building.building import Building
-from lightning_megatp.example import Example, untouched
 from lightning_megatp.mesh import ParallelMesh, alone
 from lightning_megatp.messages import warn_once_per_run
 from lightning_megatp.module import ParallelModule
 from lightning_megatp.pipeline.observed import used_beside
-from lightning_megatp.pipeline.slicing.units import find_units
 from lightning_megatp.plan.attributes import undivided_counts
-from lightning_megatp.plan.auto.blocks import find_blocks
-from lightning_megatp.plan.auto.discover import discover, keep_whole, look, suit_stages
-from lightning_megatp.plan.auto.numbers import reads_outside
 from lightning_megatp.plan.convolutions import is_convolution, is_weight_normed
 from lightning_megatp.plan.layer import LayerPlan
 from lightning_megatp.plan.parallel_plan import ParallelPlan, plain_name
 from lightning_megatp.plan.resolve import resolve
 from lightning_megatp.plan.styles import Style, StyleLike, as_mapping, read_plan
+from lightning_megatp.plan.units import find_units
 from lightning_megatp.shim.torch import tree_map
 from lightning_megatp.snapshots.snapshot import random_state_kept
 from lightning_megatp.tensor.attention import ParallelAttention, no_fused_paths

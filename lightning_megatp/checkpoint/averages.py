@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_megatp.checkpoint.stages import load_own, own_state_dict
+from lightning_megatp.detour import Detour
 from lightning_megatp.mesh import ParallelMesh
 from lightning_megatp.module import ParallelModule
-from lightning_megatp.pipeline.detour import Detour
 from lightning_megatp.shim.lightning import saves_averages_as_model
 
 _HOOKS = (

@@ -18,18 +18,18 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lightning_megatp.checkpoint.stages import Entry, merge_stages
-from lightning_megatp.gradients.rows import own_part
-from lightning_megatp.hooks.divided import explaining_written_rows
-from lightning_megatp.hooks.users import is_users
-from lightning_megatp.hooks.weights import part_written, writes
+from lightning_megatp.detour import Detour
 from lightning_megatp.mesh import AXES, ParallelMesh
 from lightning_megatp.messages import warn_once_per_run
 from lightning_megatp.module import ParallelModule
-from lightning_megatp.pipeline.detour import Detour
+from lightning_megatp.parts.divided import explaining_written_rows
+from lightning_megatp.parts.rows import own_part
+from lightning_megatp.parts.weights import part_written, writes
+from lightning_megatp.shadows.entries import Entry, merge_stages
 from lightning_megatp.shadows.shadows import owners_of
 from lightning_megatp.shim.torch import is_fake, tree_leaves
 from lightning_megatp.tensor.functions import operation_name, operation_names
+from lightning_megatp.user_hooks import is_users
 
 _COPIES = operation_names("data detach clone to cpu cuda float half bfloat16 double contiguous type requires_grad_")
 """Operations of which the result is the same weight."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
+from lightning_megatp.auto_plan.discover import discover, look
+from lightning_megatp.batches.example import Example
 from lightning_megatp.commands import Done, requested
 from lightning_megatp.commands.estimate import print_estimate, rehearse_both
 from lightning_megatp.commands.show import print_plan
-from lightning_megatp.example import Example
-from lightning_megatp.plan.auto.discover import discover, look
 from lightning_megatp.planner.live import layout_of
 from lightning_megatp.planner.sizes import place
 

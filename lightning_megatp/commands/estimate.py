@@ -9,8 +9,8 @@ from typing import Any
 
 from rich.console import Console
 
-from lightning_megatp.example import Example
-from lightning_megatp.pipeline.split import split_batch
+from lightning_megatp.batches.example import Example
+from lightning_megatp.batches.split import split_batch
 from lightning_megatp.plan.parallel_plan import ParallelPlan
 from lightning_megatp.planner.formula import rehearse_or_estimate
 from lightning_megatp.planner.live import layout_of

@@ -11,9 +11,9 @@ import torch
 from rich.console import Console
 from torch import nn
 
+from lightning_megatp.auto_plan.blocks import kinds_of_blocks
 from lightning_megatp.building.building import Building
 from lightning_megatp.commands import layers_to_keep
-from lightning_megatp.plan.auto.blocks import kinds_of_blocks
 from lightning_megatp.tables import Folded, Titled
 
 _ROWS = 12

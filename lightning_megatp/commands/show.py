@@ -8,8 +8,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from lightning_megatp.plan.auto.blocks import kinds_of_blocks
-from lightning_megatp.plan.auto.search import BlockResult
+from lightning_megatp.auto_plan.blocks import kinds_of_blocks
+from lightning_megatp.auto_plan.search import BlockResult
 from lightning_megatp.plan.parallel_plan import ParallelPlan
 from lightning_megatp.plan.ranges import length
 from lightning_megatp.planner.rehearsal import Rehearsal, interception_seconds

@@ -6,14 +6,14 @@ from collections.abc import Callable
 
 from torch import nn
 
-from lightning_megatp.example import Example
-from lightning_megatp.gradients.sharding import ZeroSharding
-from lightning_megatp.gradients.zero_options import ZeroOptions
+from lightning_megatp.batches.example import Example
 from lightning_megatp.mesh import ParallelMesh
 from lightning_megatp.messages import warn_once_per_run
 from lightning_megatp.module import ParallelModule
 from lightning_megatp.pipeline.observed import units_in_use
 from lightning_megatp.pipeline.pipeline import Pipeline
+from lightning_megatp.zero.options import ZeroOptions
+from lightning_megatp.zero.sharding import ZeroSharding
 
 
 def divide(

@@ -12,15 +12,15 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_megatp.gradients.rows import own_part
-from lightning_megatp.gradients.sharding import ZeroSharding
-from lightning_megatp.hooks.parts import PartsMode
 from lightning_megatp.module import ParallelModule
+from lightning_megatp.parts.mode import PartsMode
+from lightning_megatp.parts.rows import own_part
 from lightning_megatp.pipeline.pipeline import Pipeline
 from lightning_megatp.shim.torch import is_fake, tree_map
 from lightning_megatp.tensor.functions import couples, is_in_place, multiplies, operation_name, operation_names
 from lightning_megatp.tensor.outside import size_of
 from lightning_megatp.tensor.shards import SIZES
+from lightning_megatp.zero.sharding import ZeroSharding
 
 
 class Groups:

@@ -11,16 +11,15 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lightning_megatp.gradients.rows import DividedParameter, finds_rows
-from lightning_megatp.hooks.divided import DataWatch, explaining_written_rows
-from lightning_megatp.hooks.parts import is_elementwise
-from lightning_megatp.hooks.positions import Positions
-from lightning_megatp.hooks.users import HOOKS, is_users, mentions
-from lightning_megatp.hooks.values import WholeValues, draws_for_tensors
-from lightning_megatp.hooks.weights import WeightWatch, part_written
+from lightning_megatp.detour import Detour
 from lightning_megatp.messages import warn_once_per_run
 from lightning_megatp.module import ParallelModule
-from lightning_megatp.pipeline.detour import Detour
+from lightning_megatp.parts.divided import DataWatch, explaining_written_rows
+from lightning_megatp.parts.mode import is_elementwise
+from lightning_megatp.parts.positions import Positions
+from lightning_megatp.parts.rows import DividedParameter, finds_rows
+from lightning_megatp.parts.values import WholeValues, draws_for_tensors
+from lightning_megatp.parts.weights import WeightWatch, part_written
 from lightning_megatp.plan.shard import ShardedTensorSpec
 from lightning_megatp.shim.lightning import finetuning_callbacks
 from lightning_megatp.shim.torch import (
@@ -35,6 +34,7 @@ from lightning_megatp.shim.torch import (
 )
 from lightning_megatp.tensor.functions import is_in_place, one_by_one, operation_name, operation_names
 from lightning_megatp.tensor.user_functions import functions_take_whole
+from lightning_megatp.user_hooks import HOOKS, is_users, mentions
 
 _HOOKS = (
     *("on_fit_start", "on_train_start", "on_train_epoch_start", "on_train_batch_start", "on_before_zero_grad"),

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from lightning_megatp.gradients.sharding import ZeroSharding
-from lightning_megatp.hooks.users import HOOKS, is_users
+from lightning_megatp.calls import calls_surrounded
+from lightning_megatp.detour import Detour
 from lightning_megatp.module import ParallelModule
-from lightning_megatp.pipeline.detour import Detour
-from lightning_megatp.pipeline.slicing.calls import calls_surrounded
+from lightning_megatp.user_hooks import HOOKS, is_users
+from lightning_megatp.zero.sharding import ZeroSharding
 
 _AROUND_A_STEP = ("backward", "optimizer_step", "zero_grad", "gradient_clipping", "scheduler_step")
 """Ends of the names of hooks within a step, of which a backward may need what is gathered."""

@@ -11,10 +11,10 @@ from typing import Any
 
 from torch.distributed import PrefixStore, Store
 
-from lightning_megatp.hooks.users import HOOKS, is_for_rank_zero, is_users
+from lightning_megatp.detour import Detour
 from lightning_megatp.mesh import ParallelMesh
-from lightning_megatp.pipeline.detour import Detour
 from lightning_megatp.tensor.context import TensorContext
+from lightning_megatp.user_hooks import HOOKS, is_for_rank_zero, is_users
 
 _LOOK_S = 0.005
 

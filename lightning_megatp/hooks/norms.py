@@ -20,15 +20,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_megatp.gradients.norm import own_elements
-from lightning_megatp.gradients.rows import address_of, own_part
-from lightning_megatp.hooks.looking import Looking, Part, Version
-from lightning_megatp.hooks.users import is_users
 from lightning_megatp.mesh import ParallelMesh
 from lightning_megatp.messages import warn_once_per_run
 from lightning_megatp.module import ParallelModule
+from lightning_megatp.parts.looking import Looking, Part, Version
+from lightning_megatp.parts.rows import address_of, own_part
 from lightning_megatp.shim.lightning import within_hooks
 from lightning_megatp.shim.torch import DisableTorchFunction, foreach_norm, tensor_version
 from lightning_megatp.tensor.collectives import from_host
+from lightning_megatp.user_hooks import is_users
 
 METHODS = {
     "post_backward": ("on_after_backward",),

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_megatp.hooks.users import mentions
-from lightning_megatp.pipeline.detour import Detour
+from lightning_megatp.detour import Detour
+from lightning_megatp.user_hooks import mentions
 
 
 def stopping_together(trainer: Any, hosts: dist.ProcessGroup) -> Iterator[Detour]:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_megatp.module import ParallelModule
 from lightning_megatp.pipeline.schedules.schedule import Schedule
-from lightning_megatp.pipeline.slicing.units import is_in_list
+from lightning_megatp.plan.units import is_in_list
 
 
 def assign(

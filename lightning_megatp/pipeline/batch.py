@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_megatp.gradients.sharding import ZeroSharding
-from lightning_megatp.hooks.on_parameters import warn_of_microbatches
+from lightning_megatp.batches.split import batch_size
 from lightning_megatp.messages import with_article
 from lightning_megatp.module import ParallelModule
+from lightning_megatp.parts.on_parameters import warn_of_microbatches
 from lightning_megatp.pipeline.carried import CarriedState
 from lightning_megatp.pipeline.loss.averages import Averages
 from lightning_megatp.pipeline.loss.weighing import BatchLoss
@@ -28,13 +28,13 @@ from lightning_megatp.pipeline.remote.calls import RemoteCalls
 from lightning_megatp.pipeline.seeds import mixed, seeded
 from lightning_megatp.pipeline.slicing.plan import BeyondPlan, Relay, SlicePlan
 from lightning_megatp.pipeline.slicing.slicer import Slicer, StageRun
-from lightning_megatp.pipeline.split import batch_size
 from lightning_megatp.pipeline.told.held_tensors import Change
 from lightning_megatp.pipeline.told.logs import Call, Logs
 from lightning_megatp.pipeline.told.telling import Options
 from lightning_megatp.shim.compiler import is_compiled
 from lightning_megatp.snapshots.leftovers import Path, PlainValues
 from lightning_megatp.tensor.random import default_generator
+from lightning_megatp.zero.sharding import ZeroSharding
 
 Step = Callable[[Any], Any]
 

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 from torchmetrics import MetricTracker
 
-from lightning_megatp.example import Example
+from lightning_megatp.batches.example import Example
+from lightning_megatp.batches.split import check_columns, check_rows
 from lightning_megatp.mesh import ParallelMesh
 from lightning_megatp.metrics import LastStageMetrics
 from lightning_megatp.module import ParallelModule
@@ -26,10 +27,9 @@ from lightning_megatp.pipeline.shared import Shared
 from lightning_megatp.pipeline.shares import Shares
 from lightning_megatp.pipeline.slicing.order import UnitsOfStep
 from lightning_megatp.pipeline.slicing.slicer import Slicer
-from lightning_megatp.pipeline.slicing.units import find_units, modules_around
-from lightning_megatp.pipeline.split import check_columns, check_rows
 from lightning_megatp.pipeline.told.logs import Logs
 from lightning_megatp.pipeline.twins import warn_of_pairs, with_twins
+from lightning_megatp.plan.units import find_units, modules_around
 from lightning_megatp.shim.compiler import is_compiled
 from lightning_megatp.shim.lightning import default_store
 from lightning_megatp.tensor.deferred import defer_linears

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_megatp.hooks.users import codes_of, words_of
+from lightning_megatp.user_hooks import codes_of, words_of
 
 _KINDS = ("train", "validation", "test", "predict")
 

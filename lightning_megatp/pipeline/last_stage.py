@@ -16,14 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_megatp.gradients.rows import own_part
-from lightning_megatp.hooks.users import codes_of, mentions, stored_in
+from lightning_megatp.detour import Detour
 from lightning_megatp.mesh import ParallelMesh
 from lightning_megatp.metrics import LastStageMetrics
 from lightning_megatp.module import ParallelModule
+from lightning_megatp.parts.rows import own_part
 from lightning_megatp.pipeline.batch import BatchRun, generators_on
 from lightning_megatp.pipeline.carried import counters, warn_of_counters
-from lightning_megatp.pipeline.detour import Detour
 from lightning_megatp.pipeline.hooks import Hook, hooks_after_steps
 from lightning_megatp.pipeline.remote.calls import RemoteCalls, Run, Serving
 from lightning_megatp.pipeline.remote.in_hooks import FromLast
@@ -31,13 +30,14 @@ from lightning_megatp.pipeline.seeds import seeded, shared_seed
 from lightning_megatp.pipeline.slicing.plan import SlicePlan
 from lightning_megatp.pipeline.slicing.slicer import Slicer
 from lightning_megatp.pipeline.slicing.state.lasting import UNNAMED
-from lightning_megatp.pipeline.slicing.units import modules_around, parts_of_one_stage
 from lightning_megatp.pipeline.told.held_tensors import Buffers, HeldTensors, modules_outside
 from lightning_megatp.pipeline.told.left import given, packed
 from lightning_megatp.pipeline.told.logs import Logs, merge
 from lightning_megatp.pipeline.told.telling import Facts, Options, Telling, dtype_index, options_of, pickled
+from lightning_megatp.plan.units import modules_around, parts_of_one_stage
 from lightning_megatp.shim.torch import DisableTorchFunction
 from lightning_megatp.snapshots.leftovers import Attributes, Path, PlainValues, is_plain
+from lightning_megatp.user_hooks import codes_of, mentions, stored_in
 
 
 class LastStage:

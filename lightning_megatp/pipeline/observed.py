@@ -10,14 +10,14 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
-from lightning_megatp.example import Example
+from lightning_megatp.batches.example import Example
 from lightning_megatp.mesh import alone
 from lightning_megatp.module import ParallelModule
 from lightning_megatp.pipeline.slicing.order import UnitsOfStep, units_of_step
 from lightning_megatp.pipeline.slicing.plan import KindError, SliceError
 from lightning_megatp.pipeline.slicing.slicer import Slicer
 from lightning_megatp.pipeline.slicing.state.ownership import Sizes
-from lightning_megatp.pipeline.slicing.units import find_units
+from lightning_megatp.plan.units import find_units
 
 
 def units_in_use(parallel: ParallelModule, example: Example, device: torch.device) -> tuple[list[str], set[str]]:

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from lightning_megatp.gradients.sharding import ZeroSharding
-from lightning_megatp.hooks.users import HOOKS, is_users, mentions
+from lightning_megatp.averaged_buffers import versions_of
+from lightning_megatp.batches.split import split_batch
 from lightning_megatp.mesh import ParallelMesh
 from lightning_megatp.messages import warn_once_per_run
 from lightning_megatp.metrics import LastStageMetrics
@@ -38,15 +38,15 @@ from lightning_megatp.pipeline.settings import Settings
 from lightning_megatp.pipeline.shared import Shared, SharedParameters
 from lightning_megatp.pipeline.slicing.plan import SlicePlan
 from lightning_megatp.pipeline.slicing.slicer import Slicer
-from lightning_megatp.pipeline.slicing.units import parts_of_one_stage
-from lightning_megatp.pipeline.split import split_batch
-from lightning_megatp.pipeline.told.averaged import versions_of
 from lightning_megatp.pipeline.told.kept_values import KeptValues
 from lightning_megatp.pipeline.told.logs import Logs
 from lightning_megatp.pipeline.told.outputs import Outputs
+from lightning_megatp.plan.units import parts_of_one_stage
 from lightning_megatp.shim.compiler import is_compiled
 from lightning_megatp.shim.transformers import is_pretrained
 from lightning_megatp.snapshots.snapshot import FirstValues, Snapshot
+from lightning_megatp.user_hooks import HOOKS, is_users, mentions
+from lightning_megatp.zero.sharding import ZeroSharding
 
 
 class Pipeline:

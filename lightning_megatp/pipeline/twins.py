@@ -7,15 +7,15 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from lightning_megatp.example import Example
-from lightning_megatp.hooks.users import HOOKS, is_users, mentions
+from lightning_megatp.batches.example import Example
 from lightning_megatp.messages import warn_once_per_run
 from lightning_megatp.module import ParallelModule
 from lightning_megatp.pipeline.assignment import assign
 from lightning_megatp.pipeline.observed import flows_forward
 from lightning_megatp.pipeline.slicing.order import UnitsOfStep
-from lightning_megatp.pipeline.slicing.units import common_end
+from lightning_megatp.plan.units import common_end
 from lightning_megatp.shim.lightning import trainer_of
+from lightning_megatp.user_hooks import HOOKS, is_users, mentions
 
 
 def with_twins(

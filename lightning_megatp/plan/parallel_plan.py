@@ -11,7 +11,9 @@ from torch import nn
 from lightning_megatp.plan.layer import LayerPlan
 from lightning_megatp.plan.shard import ShardedTensorSpec
 from lightning_megatp.plan.styles import Style, StyleLike, matches
-from lightning_megatp.tensor.functions import Done
+
+Done = tuple[str, str, int]
+"""An operation's name, and file and line of the user's code that calls it."""
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from typing import Any
 
 from torch import nn
 
-from lightning_megatp.pipeline.slicing.plan import tensors_in
-from lightning_megatp.plan.auto.blocks import find_blocks
+from lightning_megatp.auto_plan.blocks import find_blocks
+from lightning_megatp.containers import tensors_in
 from lightning_megatp.plan.parallel_plan import ParallelPlan
 from lightning_megatp.planner.rehearsal import Rehearsal, rehearse
 from lightning_megatp.plugin import ParallelismPlugin

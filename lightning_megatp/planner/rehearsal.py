@@ -20,11 +20,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lightning_megatp.example import indices
+from lightning_megatp.auto_plan.blocks import uncopied, without_logging
+from lightning_megatp.batches.example import indices
 from lightning_megatp.module import ParallelModule
-from lightning_megatp.pipeline.slicing.units import find_units
-from lightning_megatp.plan.auto.blocks import uncopied, without_logging
 from lightning_megatp.plan.parallel_plan import ParallelPlan
+from lightning_megatp.plan.units import find_units
 from lightning_megatp.plugin import ParallelismPlugin
 from lightning_megatp.recompute.blocks import recompute_blocks
 from lightning_megatp.recompute.options import RecomputeOptions

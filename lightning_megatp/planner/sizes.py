@@ -8,16 +8,16 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from lightning_megatp.gradients.preparing import most_common, trained_dtypes
-from lightning_megatp.gradients.rows import rows_of
-from lightning_megatp.gradients.units import in_several, large_units
+from lightning_megatp.parts.rows import rows_of
 from lightning_megatp.pipeline.assignment import assign, holders_of, unit_costs
 from lightning_megatp.pipeline.schedules.generators import make_schedule
 from lightning_megatp.pipeline.schedules.schedule import Kind, Schedule
-from lightning_megatp.pipeline.slicing.units import find_units
 from lightning_megatp.plan.parallel_plan import ParallelPlan
+from lightning_megatp.plan.units import find_units
 from lightning_megatp.planner.optimizers import States
 from lightning_megatp.planner.rehearsal import Rehearsal
+from lightning_megatp.zero.preparing import most_common, trained_dtypes
+from lightning_megatp.zero.units import in_several, large_units
 
 
 @dataclass(frozen=True)

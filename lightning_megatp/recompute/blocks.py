@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_megatp.detour import Detour
 from lightning_megatp.messages import warn_once_per_run
 from lightning_megatp.module import ParallelModule
-from lightning_megatp.pipeline.detour import Detour
-from lightning_megatp.pipeline.slicing.units import find_units
+from lightning_megatp.plan.units import find_units
 from lightning_megatp.recompute.core import recomputing_core
 from lightning_megatp.recompute.full import FullRecompute, InputShares
 from lightning_megatp.recompute.options import RecomputeOptions

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_megatp.gradients.rows import own_part
+from lightning_megatp.parts.rows import own_part
 from lightning_megatp.shim.torch import is_fake
 from lightning_megatp.snapshots.leftovers import is_own_object
 

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import nn
 
-from lightning_megatp.checkpoint.stages import Entry, merge_stages
-from lightning_megatp.hooks.users import HOOKS, codes_of, is_users, stored_in, words_of
 from lightning_megatp.mesh import AXES, ParallelMesh
 from lightning_megatp.module import ParallelModule
+from lightning_megatp.shadows.entries import Entry, merge_stages
 from lightning_megatp.shadows.finding import Found, Weights, find_shadows
 from lightning_megatp.shadows.shadow import Shadow
 from lightning_megatp.shim.torch import DisableTorchFunction
 from lightning_megatp.snapshots.leftovers import is_own_object
+from lightning_megatp.user_hooks import HOOKS, codes_of, is_users, stored_in, words_of
 
 if TYPE_CHECKING:
     from lightning_megatp.shadows.shadows import Shadows

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lightning_megatp.checkpoint.stages import Entry
-from lightning_megatp.gradients.rows import own_part
 from lightning_megatp.module import ParallelModule
+from lightning_megatp.parts.rows import own_part
+from lightning_megatp.shadows.entries import Entry
 from lightning_megatp.shadows.finding import BUFFERS, Found
 from lightning_megatp.shim.torch import tensor_version
 

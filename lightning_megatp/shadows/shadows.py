@@ -18,15 +18,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_megatp.checkpoint.stages import Entry, merge_stages
-from lightning_megatp.hooks.users import HOOKS, is_users
+from lightning_megatp.detour import Detour
 from lightning_megatp.mesh import AXES, ParallelMesh
 from lightning_megatp.messages import warn_once_per_run
 from lightning_megatp.module import ParallelModule
-from lightning_megatp.pipeline.detour import Detour
+from lightning_megatp.shadows.entries import Entry, merge_stages
 from lightning_megatp.shadows.finding import Found, Weights, find_shadows
 from lightning_megatp.shadows.late import LateCopies
 from lightning_megatp.shadows.shadow import Shadow
+from lightning_megatp.user_hooks import HOOKS, is_users
 
 Gathered = dict[str, list[Entry]]
 """By path."""

@@ -19,7 +19,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.optim.swa_utils import AveragedModel
 
-from lightning_megatp.randomness import is_random_state, random_state, set_random_state
+from lightning_megatp.random_states import is_random_state, random_state, set_random_state
 from lightning_megatp.shim.launcher import subprocess_launcher
 
 

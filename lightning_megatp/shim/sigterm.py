@@ -9,19 +9,32 @@ broadcast of rank 0's flag. In 2.5 each rank stops after the batch in which its 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch.distributed as dist
-
-from lightning_megatp.stopping import Stopping
 
 log = logging.getLogger(__name__)
 
 
-def stop_together(
-    trainer: Any, exception: type[BaseException], hosts: dist.ProcessGroup, carried: bool, tell: Callable[[], None]
-) -> Stopping:
+class Stops(Protocol):
+    """`stopping.Stopping`."""
+
+    carried: bool
+    noted: bool
+
+    def note(self) -> None:
+        """This rank shall stop."""
+
+    def meet(self) -> bool:
+        """Whether all ranks know that one shall."""
+
+
+def tell_to_stop(trainer: Any) -> None:
+    """What Lightning asks after each batch."""
+    trainer._signal_connector.received_sigterm = True
+
+
+def stop_together(trainer: Any, exception: type[BaseException], stopping: Stops) -> None:
     """Let ranks that get SIGTERM stop as Lightning does, after a batch, but the same one on all of them.
 
     In a fit, `Trainer.received_sigterm` is true when all ranks know. Data-parallel ranks evaluate unequally often, so
@@ -29,15 +42,10 @@ def stop_together(
 
     Args:
         exception: `SIGTERMException`.
-        hosts, carried, tell: see `Stopping`.
+        stopping: of this rank, by which all agree.
     """
     connector, loop = trainer._signal_connector, trainer.fit_loop.epoch_loop
-
-    def agreed() -> None:
-        connector.received_sigterm = True
-
-    stopping = Stopping(hosts, carried, tell, agreed)
-    alone = not carried and trainer.state.fn != "fit"
+    alone = not stopping.carried and trainer.state.fn != "fit"
 
     def note(signum: Any, frame: Any) -> None:
         log.info(f"[rank {dist.get_rank()}] Received SIGTERM: {signum}")
@@ -45,7 +53,7 @@ def stop_together(
             trainer.strategy.launcher.kill(signum)
         stopping.note()
         if alone:
-            agreed()
+            tell_to_stop(trainer)
 
     def before_batch() -> None:
         if not stopping.carried and stopping.meet():
@@ -60,4 +68,3 @@ def stop_together(
         loop._broadcast_sigterm_tensor = before_batch
     else:
         loop.advance = advance
-    return stopping

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.overrides import handle_torch_function
 
+from lightning_megatp.plan.parallel_plan import Done
 from lightning_megatp.shim.autograd import DirectFunction
 from lightning_megatp.shim.torch import FOREACH_IN_PLACE
 
@@ -96,10 +97,6 @@ def asks_gradient(func: Callable[..., Any], args: Sequence[Any]) -> bool:
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(_THIS_PACKAGE):
         frame = frame.f_back
     return not frame.f_globals.get("__name__", "").startswith(_READ_GRADIENTS)
-
-
-Done = tuple[str, str, int]
-"""An operation's name, and file and line of the user's code that calls it."""
 
 
 def done_by_user(operation: str) -> Done:

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_megatp.recompute.reentrant import not_reentrant
 from lightning_megatp.shim.autograd import (
     function_name,
     functorch_is_active,
@@ -23,6 +22,7 @@ from lightning_megatp.shim.torch import tensor_version, tree_leaves, tree_map
 from lightning_megatp.tensor.context import TensorContext
 from lightning_megatp.tensor.functions import OwnFunction
 from lightning_megatp.tensor.outside import WholeParameter, used_whole
+from lightning_megatp.tensor.reentrant import not_reentrant
 from lightning_megatp.tensor.shards import LayerWeight, Shard, TransposedWeight, is_flat
 
 _PARTS = Shard, LayerWeight, TransposedWeight

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from lightning_megatp.plan.parallel_plan import Done
 from lightning_megatp.shim.torch import is_fake, tree_leaves
 from lightning_megatp.tensor.context import OpenStack, TensorContext
 from lightning_megatp.tensor.functions import (
-    Done,
     bare_name,
     check_caller,
     couples,

@@ -45,8 +45,8 @@ def planning(rank: int, world_size: int, tp: int) -> float:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
+    from lightning_megatp.auto_plan.discover import discover, look
     from lightning_megatp.commands.huggingface import Model, example_batch
-    from lightning_megatp.plan.auto.discover import discover, look
     from lightning_megatp.plugin import ParallelismPlugin
 
     config = LlamaConfig()  # 32 layers of 4096/11008, 32 heads

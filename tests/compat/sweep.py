@@ -27,11 +27,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_megatp import MegaTPStrategy, MeshShape, ParallelismPlugin, ParallelMesh
-from lightning_megatp.example import untouched
+from lightning_megatp.auto_plan.blocks import without_logging
+from lightning_megatp.auto_plan.exact import exact
+from lightning_megatp.batches.example import untouched
+from lightning_megatp.batches.split import split_batch
 from lightning_megatp.module import ParallelModule
-from lightning_megatp.pipeline.split import split_batch
-from lightning_megatp.plan.auto.blocks import without_logging
-from lightning_megatp.plan.auto.exact import exact
 from lightning_megatp.plan.ranges import length
 from lightning_megatp.shim.torch import tree_map
 from lightning_megatp.tensor.parameters import gather_shards

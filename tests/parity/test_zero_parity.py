@@ -102,7 +102,7 @@ MORE = [
 
 def _fit(rank: int, world_size: int, case: Case, callbacks: tuple[Callback, ...] = ()) -> Run:
     from lightning_megatp import MegaTPStrategy
-    from lightning_megatp.gradients import units
+    from lightning_megatp.zero import units
 
     pipeline: dict[str, Any] = {"microbatches": case.microbatches, "schedule": case.schedule} if case.pp > 1 else {}
     strategy = MegaTPStrategy(

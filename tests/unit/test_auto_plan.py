@@ -17,15 +17,15 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
-from lightning_megatp.plan.auto.blocks import Block as Kind
-from lightning_megatp.plan.auto.blocks import Call, find_blocks, is_linear, kinds_of_blocks
-from lightning_megatp.plan.auto.capture import capture_calls
-from lightning_megatp.plan.auto.compare import Reference
-from lightning_megatp.plan.auto.discover import discover, look
-from lightning_megatp.plan.auto.influence import probe
-from lightning_megatp.plan.auto.search import BlockResult, plan_block
-from lightning_megatp.plan.auto.simulate import BlockPlan, Ranks, SimulatedExchange
-from lightning_megatp.plan.auto.thin import ThinLinear, thin_copy
+from lightning_megatp.auto_plan.blocks import Block as Kind
+from lightning_megatp.auto_plan.blocks import Call, find_blocks, is_linear, kinds_of_blocks
+from lightning_megatp.auto_plan.capture import capture_calls
+from lightning_megatp.auto_plan.compare import Reference
+from lightning_megatp.auto_plan.discover import discover, look
+from lightning_megatp.auto_plan.influence import probe
+from lightning_megatp.auto_plan.search import BlockResult, plan_block
+from lightning_megatp.auto_plan.simulate import BlockPlan, Ranks, SimulatedExchange
+from lightning_megatp.auto_plan.thin import ThinLinear, thin_copy
 from lightning_megatp.plan.convolutions import least_size
 from lightning_megatp.plan.parallel_plan import ParallelPlan
 from lightning_megatp.plan.ranges import length, shard_ranges

@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_megatp.plan.auto.blocks import Block as Kind
-from lightning_megatp.plan.auto.blocks import Call, find_blocks
-from lightning_megatp.plan.auto.search import BlockResult, plan_block
-from lightning_megatp.plan.auto.simulate import BlockPlan
+from lightning_megatp.auto_plan.blocks import Block as Kind
+from lightning_megatp.auto_plan.blocks import Call, find_blocks
+from lightning_megatp.auto_plan.search import BlockResult, plan_block
+from lightning_megatp.auto_plan.simulate import BlockPlan
 from lightning_megatp.plan.layer import BareLinear, LayerPlan
 from lightning_megatp.plan.ranges import shard_ranges
 from lightning_megatp.plan.styles import Style

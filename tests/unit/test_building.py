@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_megatp.auto_plan.discover import discover, look
 from lightning_megatp.building.building import Building
-from lightning_megatp.plan.auto.discover import discover, look
 from lightning_megatp.plan.resolve import resolve
 from lightning_megatp.plan.shard import ShardSpec
 from tests.late_models import MODELS, Late, llama_config

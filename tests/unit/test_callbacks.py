@@ -10,9 +10,9 @@ from lightning.fabric.utilities.throughput import Throughput
 from lightning.pytorch.callbacks import BackboneFinetuning, ModelPruning
 from torch import nn
 
-from lightning_megatp.batch_norm import BatchNormGroups
-from lightning_megatp.callbacks import check_callbacks, count_replicas
-from lightning_megatp.pipeline.detour import Detour
+from lightning_megatp.detour import Detour
+from lightning_megatp.strategy.batch_norm import BatchNormGroups
+from lightning_megatp.strategy.callbacks import check_callbacks, count_replicas
 
 
 def test_batch_norms_work_over_the_data_parallel_ranks() -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_megatp.gradients.elementwise import check_by_tensor, check_tensorwise, coupled_parameters
+from lightning_megatp.optimizers.elementwise import check_by_tensor, check_tensorwise, coupled_parameters
 
 COUPLED = {"Adafactor", "LBFGS", "Muon"}
 OPTIMIZERS = sorted(

@@ -16,7 +16,7 @@ from lightning_megatp.failure.cause import Evidence, Kind, evidence_of, first_ca
 from lightning_megatp.failure.ending import say, saying_after
 from lightning_megatp.failure.link import Address
 from lightning_megatp.failure.star import Hub, Spoke
-from lightning_megatp.gradients.rows import finds_rows
+from lightning_megatp.parts.rows import finds_rows
 
 GLOO = "[third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.1]:10972."
 

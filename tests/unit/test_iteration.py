@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_megatp.iteration import iterate_freely, iterate_in
+from lightning_megatp.strategy.iteration import iterate_freely, iterate_in
 
 ENTERED: list[int] = []
 

@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_megatp.batches.split import batch_size, check_columns, split_batch
 from lightning_megatp.pipeline.loss.averages import Averages
 from lightning_megatp.pipeline.loss.weighing import BatchLoss
 from lightning_megatp.pipeline.merge import Merge
-from lightning_megatp.pipeline.split import batch_size, check_columns, split_batch
 from lightning_megatp.snapshots.leftovers import Attributes
 
 Pair = collections.namedtuple("Pair", ["x", "rest"])

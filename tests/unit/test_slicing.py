@@ -24,7 +24,7 @@ from lightning_megatp.pipeline.slicing import locator
 from lightning_megatp.pipeline.slicing.order import units_of_step
 from lightning_megatp.pipeline.slicing.plan import SliceError, SlicePlan
 from lightning_megatp.pipeline.slicing.slicer import Slicer, StageRun
-from lightning_megatp.pipeline.slicing.units import find_units
+from lightning_megatp.plan.units import find_units
 from lightning_megatp.shim.autograd import unbind_functions
 from lightning_megatp.shim.torch import is_fake
 from tests.crossing import crossed

@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_megatp.plan.auto.adding_up import NotAdditive, StackLayout, thinned
-from lightning_megatp.plan.auto.blocks import Block, Call
-from lightning_megatp.plan.auto.discover import discover, look
-from lightning_megatp.plan.auto.stacks import find_stacks, layout_of
+from lightning_megatp.auto_plan.adding_up import NotAdditive, StackLayout, thinned
+from lightning_megatp.auto_plan.blocks import Block, Call
+from lightning_megatp.auto_plan.discover import discover, look
+from lightning_megatp.auto_plan.stacks import find_stacks, layout_of
 from lightning_megatp.plan.resolve import resolve
 from lightning_megatp.plan.styles import ExpertParameter
 

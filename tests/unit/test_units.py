@@ -15,8 +15,8 @@ from torch import nn
 from lightning_megatp.pipeline.assignment import assign
 from lightning_megatp.pipeline.observed import used_beside
 from lightning_megatp.pipeline.slicing.order import units_of_step
-from lightning_megatp.pipeline.slicing.units import find_units
 from lightning_megatp.pipeline.twins import frozen_twins
+from lightning_megatp.plan.units import find_units
 from lightning_megatp.shim.torch import modules_in
 from tests.pipeline_models import CASES, GPT, Block, tokens
 

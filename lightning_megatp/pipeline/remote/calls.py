@@ -17,13 +17,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from lightning_megatp.calls import Decides
+from lightning_megatp.containers import tensors_in
+from lightning_megatp.detour import Detour
 from lightning_megatp.mesh import ParallelMesh
 from lightning_megatp.messages import warn_once_per_run
-from lightning_megatp.pipeline.detour import Detour
 from lightning_megatp.pipeline.loss.averages import Averages
 from lightning_megatp.pipeline.remote.messages import Contents, Table
-from lightning_megatp.pipeline.slicing.calls import Decides
-from lightning_megatp.pipeline.slicing.plan import SliceError, tensors_in
+from lightning_megatp.pipeline.slicing.plan import SliceError
 from lightning_megatp.shim.torch import WithoutMode, is_fake, tree_map
 from lightning_megatp.shim.transformers import asked_for, collected_for, collecting
 from lightning_megatp.tensor.functions import operation_name

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_megatp.containers import tensors_in
 from lightning_megatp.pipeline.slicing.dry_run.dry_runs import Step
-from lightning_megatp.pipeline.slicing.plan import SlicePlan, tensors_in
+from lightning_megatp.pipeline.slicing.plan import SlicePlan
 from lightning_megatp.pipeline.slicing.slicer import Slicer
 from lightning_megatp.pipeline.slicing.state.ownership import Sizes
-from lightning_megatp.pipeline.slicing.units import children_of, in_definition_order, keepers_of
+from lightning_megatp.plan.units import children_of, in_definition_order, keepers_of
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from lightning_megatp.pipeline.slicing.state.put_back import Spot
-from lightning_megatp.shim.torch import tree_leaves
 
 
 class SliceError(RuntimeError):
@@ -332,27 +331,3 @@ def recipe_of(name: str, scalars: Sequence[Any], inputs: Sequence[str]) -> str:
         inputs: how its tensors came about.
     """
     return hashlib.blake2b(repr((name, *scalars, *inputs)).encode(), digest_size=8).hexdigest()
-
-
-def tensors_in(*values: Any) -> list[Tensor]:
-    """The tensors in nested lists, tuples and dicts, in order, and in what else torch's pytree knows."""
-    found: list[Tensor] = []
-    _collect(values, found)
-    return found
-
-
-def _collect(values: Iterable[Any], found: list[Tensor]) -> None:
-    """The usual containers by hand: pytree takes ten times as long, and pipelines ask for every microbatch."""
-    for value in values:
-        kind = type(value)
-        if isinstance(value, Tensor):
-            found.append(value)
-        elif kind is tuple or kind is list:
-            _collect(value, found)
-        elif kind is dict:
-            _collect(value.values(), found)
-        elif value is not None and kind not in _PLAIN:
-            found += [x for x in tree_leaves(value) if isinstance(x, Tensor)]
-
-
-_PLAIN = frozenset({bool, int, float, str})

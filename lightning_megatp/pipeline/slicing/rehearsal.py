@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_megatp.containers import tensors_in
 from lightning_megatp.pipeline.slicing.dry_run.late_hooks import UserHooks
 from lightning_megatp.pipeline.slicing.dry_run.operations import (
     HOST_READS,
@@ -20,14 +21,7 @@ from lightning_megatp.pipeline.slicing.dry_run.operations import (
     masks_read,
 )
 from lightning_megatp.pipeline.slicing.locator import Locator
-from lightning_megatp.pipeline.slicing.plan import (
-    Instruction,
-    Operation,
-    Read,
-    SliceError,
-    SlicePlan,
-    tensors_in,
-)
+from lightning_megatp.pipeline.slicing.plan import Instruction, Operation, Read, SliceError, SlicePlan
 from lightning_megatp.pipeline.slicing.running import StageMode
 from lightning_megatp.shim.torch import fake_beside, tree_leaves, tree_map
 from lightning_megatp.tensor.functions import operation_name

@@ -19,18 +19,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_megatp.batches.signature import modes_of, signature_of
+from lightning_megatp.calls import Decides, Interception, Switch, loggers_in, logging_by
+from lightning_megatp.containers import tensors_in
 from lightning_megatp.pipeline.loss.averages import Averages
 from lightning_megatp.pipeline.seeds import host_seeded
-from lightning_megatp.pipeline.slicing.calls import Decides, Interception, Switch, loggers_in, logging_by
 from lightning_megatp.pipeline.slicing.dry_run.dry_runs import DryRuns, Step, state_before
 from lightning_megatp.pipeline.slicing.dry_run.late_hooks import UserHooks
 from lightning_megatp.pipeline.slicing.dry_run.operations import StepEnded
 from lightning_megatp.pipeline.slicing.handing_on import received_by_key, value_to_send
 from lightning_megatp.pipeline.slicing.locator import Locator
-from lightning_megatp.pipeline.slicing.plan import SliceError, SlicePlan, tensors_in
+from lightning_megatp.pipeline.slicing.plan import SliceError, SlicePlan
 from lightning_megatp.pipeline.slicing.rehearsal import Rehearsal
 from lightning_megatp.pipeline.slicing.running import StageMode
-from lightning_megatp.pipeline.slicing.signature import modes_of, signature_of
 from lightning_megatp.pipeline.slicing.state.ownership import Ownership, Sizes
 from lightning_megatp.pipeline.slicing.state.put_back import putting_back
 from lightning_megatp.pipeline.slicing.state.tables import Tables
@@ -109,7 +110,12 @@ class Slicer:
         Raises:
             SliceError: the module has other parts than it had.
         """
-        self._interception.check_places()
+        if (replaced := self._interception.replaced()) is not None:
+            raise SliceError(
+                f"`{replaced[0]}` is another module ({type(replaced[1]).__name__}) than it was at set-up, and pipeline"
+                " stages run only those of then. Leave the modules where they are and exchange the values of their"
+                " parameters, as Lightning's WeightAveraging does; or use pp=1."
+            )
         self._ownership.refuse_copies()
         modes = modes_of(self.module)
         return [(modes, signature_of(batch)) for batch in batches]

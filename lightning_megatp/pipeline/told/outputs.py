@@ -7,10 +7,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_megatp.data import SameBatch
-from lightning_megatp.hooks.users import is_users
+from lightning_megatp.batches.same import SameBatch
 from lightning_megatp.mesh import ParallelMesh
 from lightning_megatp.messages import warn_once_per_run
+from lightning_megatp.user_hooks import is_users
 
 _HOOKS = {
     "train": "on_train_batch_end",

@@ -55,7 +55,7 @@ def _account(layout: Layout, zero: int, small_end: int = 2**20) -> dict[str, Any
     module = GPT(CONFIG)
     total = sum(p.numel() * 8 for p in module.parameters())
     trainer = make_trainer(layout, "untied", {"zero": zero}, callbacks=[account], limit_train_batches=2)
-    with mock.patch("lightning_megatp.gradients.units._SMALL_END", small_end):
+    with mock.patch("lightning_megatp.zero.units._SMALL_END", small_end):
         trainer.fit(module, train_loader(layout, 2))
     sharding = trainer.strategy.sharding
     units = sharding.units if sharding is not None else []

@@ -28,7 +28,7 @@ from lightning_megatp.pipeline.schedules.messages import receive_ahead
 from lightning_megatp.pipeline.schedules.schedule import Action, Kind, Schedule
 from lightning_megatp.pipeline.settings import PipelineOptions
 from lightning_megatp.pipeline.slicing.plan import Key, Relay
-from lightning_megatp.report import stage_table
+from lightning_megatp.strategy.report import stage_table
 from lightning_megatp.tensor.context import TensorContext
 from lightning_megatp.tensor.deferred import DeferredWeights, defer_linears
 from lightning_megatp.tensor.layers import ColumnParallelLinear

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from lightning_megatp.data import HEADER_BYTES, SameBatch
+from lightning_megatp.batches.same import HEADER_BYTES, SameBatch
 from tests.ranks import RankError, run_ranks
 
 DIFFERENT = "the ranks of a tensor-parallel group loaded different batches; the first rank's is used."
@@ -299,7 +299,7 @@ def _logged(rank: int, world_size: int, different: bool) -> list[str]:
     messages: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("lightning_megatp.data")
+    logger = logging.getLogger("lightning_megatp.batches.same")
     logger.addHandler(handler)
     level = logger.level
     logger.setLevel(logging.INFO)

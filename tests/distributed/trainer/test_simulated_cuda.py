@@ -270,7 +270,7 @@ def _batches(device: torch.device) -> Iterator[Any]:
 
 
 def _share_batches(rank: int, world_size: int) -> tuple[list[str], list[str]]:
-    from lightning_megatp.data import SameBatch
+    from lightning_megatp.batches.same import SameBatch
     from lightning_megatp.mesh import MeshShape, ParallelMesh
 
     device = torch.device("cuda", rank)
@@ -361,7 +361,7 @@ def test_a_broadcast_tensor_arrives_on_the_receivers_device() -> None:
 
 
 def _try_optimizer(rank: int, world_size: int) -> bool:
-    from lightning_megatp.gradients.elementwise import coupled_parameters
+    from lightning_megatp.optimizers.elementwise import coupled_parameters
 
     torch.cuda.manual_seed(7 + rank)
     before = torch.cuda.get_rng_state()

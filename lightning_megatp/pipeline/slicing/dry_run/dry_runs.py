@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from lightning_megatp.batches.signature import leaves_out, tensors_of
+from lightning_megatp.calls import Decides
 from lightning_megatp.pipeline.seeds import host_seeded
-from lightning_megatp.pipeline.slicing.calls import Decides
 from lightning_megatp.pipeline.slicing.dry_run.alone import Alone, Difference, Reading
 from lightning_megatp.pipeline.slicing.dry_run.deeds import Deeds
 from lightning_megatp.pipeline.slicing.dry_run.late_hooks import UserHooks
@@ -24,7 +25,6 @@ from lightning_megatp.pipeline.slicing.dry_run.tracer import Tracer
 from lightning_megatp.pipeline.slicing.dry_run.values import Values
 from lightning_megatp.pipeline.slicing.locator import Locator
 from lightning_megatp.pipeline.slicing.plan import ReadsValues, SideDoor, SliceError, SlicePlan
-from lightning_megatp.pipeline.slicing.signature import leaves_out, tensors_of
 from lightning_megatp.pipeline.slicing.state.kept import KeptByUnits
 from lightning_megatp.pipeline.slicing.state.lasting import UNNAMED
 from lightning_megatp.pipeline.slicing.state.ownership import Ownership

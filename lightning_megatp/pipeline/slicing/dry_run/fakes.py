@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_megatp.containers import tensors_in
 from lightning_megatp.pipeline.slicing.dry_run.operations import HOST_READS, NeedsValues
 from lightning_megatp.pipeline.slicing.dry_run.values import Values
-from lightning_megatp.pipeline.slicing.plan import tensors_in
 from lightning_megatp.shim.autograd import handle_transforms
 from lightning_megatp.shim.torch import (
     DataDependentOutputException,

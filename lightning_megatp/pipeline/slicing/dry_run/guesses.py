@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_megatp.pipeline.slicing.plan import tensors_in
+from lightning_megatp.containers import tensors_in
 from lightning_megatp.shim.torch import tree_map
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 
+from lightning_megatp.containers import tensors_in
 from lightning_megatp.pipeline.slicing.dry_run.deeds import Deed, deed_of
 from lightning_megatp.pipeline.slicing.dry_run.operations import (
     HOST_READS,
@@ -21,7 +22,7 @@ from lightning_megatp.pipeline.slicing.dry_run.operations import (
 )
 from lightning_megatp.pipeline.slicing.dry_run.stage_states import Known, Lineage, joined
 from lightning_megatp.pipeline.slicing.dry_run.values import Value
-from lightning_megatp.pipeline.slicing.plan import SliceError, tensors_in
+from lightning_megatp.pipeline.slicing.plan import SliceError
 from lightning_megatp.shim.torch import DisableTorchFunction, is_fake, tensor_version, tree_map
 from lightning_megatp.tensor.features.operation import DRAW
 from lightning_megatp.tensor.functions import check_caller, is_in_place, operation_name, operation_names

@@ -15,9 +15,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lightning_megatp.containers import tensors_in
 from lightning_megatp.pipeline.slicing.dry_run.inside import Inside
 from lightning_megatp.pipeline.slicing.dry_run.operations import NeedsValues
-from lightning_megatp.pipeline.slicing.plan import tensors_in
 from lightning_megatp.shim.torch import tree_map
 from lightning_megatp.tensor.functions import without_arguments
 from lightning_megatp.tensor.shards import gathered

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_megatp.containers import tensors_in
 from lightning_megatp.pipeline.slicing.dry_run.values import Value
-from lightning_megatp.pipeline.slicing.plan import tensors_in
 from lightning_megatp.shim.autograd import generator_state
 from lightning_megatp.shim.torch import is_fake, tree_leaves, tree_map
 from lightning_megatp.tensor.functions import operation_names

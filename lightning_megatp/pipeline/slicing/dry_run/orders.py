@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_megatp.containers import tensors_in
 from lightning_megatp.pipeline.loss.functions import JOINS
 from lightning_megatp.pipeline.slicing.dry_run.operations import Call
-from lightning_megatp.pipeline.slicing.plan import tensors_in
 from lightning_megatp.shim.torch import is_fake
 
 _Order = tuple[int, ...]

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from lightning_megatp.hooks.users import function_of, stored_in, words_of
-from lightning_megatp.pipeline.slicing.units import parts_of_one_stage
+from lightning_megatp.plan.units import parts_of_one_stage
 from lightning_megatp.snapshots.leftovers import is_plain
+from lightning_megatp.user_hooks import function_of, stored_in, words_of
 
 _NOT_SEARCHED = ("torch", "torchmetrics", "lightning", "pytorch_lightning", "lightning_megatp")
 _ABSENT = object()

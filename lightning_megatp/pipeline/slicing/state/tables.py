@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from lightning_megatp.containers import tensors_in
 from lightning_megatp.pipeline.slicing.dry_run.values import Value
-from lightning_megatp.pipeline.slicing.plan import SlicePlan, tensors_in
+from lightning_megatp.pipeline.slicing.plan import SlicePlan
 from lightning_megatp.snapshots.snapshot import PLAIN, Snapshot
 
 

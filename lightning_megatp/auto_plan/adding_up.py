@@ -1,0 +1,402 @@
+"""Whether what the parts of a stack of experts compute adds up to what the whole does, for a way of splitting it: tried
+on thin copies, whose experts have few features inside."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_megatp.auto_plan.blocks import PLAIN, Call, is_linear, tensors_anywhere_in
+from lightning_megatp.auto_plan.exact import exact
+from lightning_megatp.auto_plan.runs import Ran, crowded, large, run
+from lightning_megatp.auto_plan.thin import block_copy, concrete_call, thin_copy
+from lightning_megatp.plan.layer_styles import pieces
+from lightning_megatp.plan.parallel_plan import Done
+from lightning_megatp.plan.ranges import Ranges
+from lightning_megatp.plan.styles import ExpertParameter
+from lightning_megatp.shim.torch import tree_flatten, tree_leaves
+from lightning_megatp.tensor.collectives import take_ranges
+
+_CLOSE = 1e-8
+_LARGE = 30.0
+"""How many times larger weights and inputs are than usual, for limits to be reached."""
+_THIN, _THINNEST = 24, 3
+"""Features inside of the experts of a thin copy, of which a third makes a part (some kernels want multiples of 8), and
+if these have more than `_FEW` elements."""
+_FEW = 2**23
+
+
+@dataclass(frozen=True)
+class StackLayout:
+    """How a stack of experts is split."""
+
+    parameters: tuple[ExpertParameter, ...]
+    counts: tuple[str, ...] = ()
+    """Attributes that count the features inside, by their names from the module on."""
+    returns: tuple[bool, ...] = ()
+    """Of each tensor that it returns, whether it is a sum; the others are the same on every rank. Empty for one sum."""
+    kept: tuple[str, ...] = ()
+    """Attributes in which it leaves tensors with a graph that are the same on every rank."""
+    draws_alike: bool = False
+    """Whether random numbers are drawn for what is the same on every rank, and not for the features inside."""
+    tried: bool = False
+    """Whether it is known to add up."""
+    done: frozenset[Done] = field(default=frozenset(), compare=False)
+    """All operations that were seen when that was tried."""
+
+
+class NotAdditive(Exception):
+    """Why a module is not what this file is about."""
+
+
+def proven(module: nn.Module, layout: StackLayout, calls: Sequence[Call]) -> StackLayout:
+    """Run the parts of a thin copy, and compare the sums of what they return and of their gradients; also with large
+    numbers, and with all tokens alike.
+
+    Raises:
+        NotAdditive: it isn't.
+        Exception: whatever the module raises.
+    """
+    whole, inside = _thin(module, layout)
+    trial = _Trial(whole, layout, inside)
+    for train, call in itertools.product((True, False), calls):
+        trial.compare(train, lambda call=call: concrete_call(call, 0, noise=0.1))  # type: ignore[misc]
+    found = trial.found()
+    stressed = _Trial(_enlarged(whole), found, inside)
+    with contextlib.suppress(_Unfit):  # the whole itself may take no such numbers
+        trial.compare(True, lambda: crowded(concrete_call(calls[0], 0, noise=0.1)))
+    for by in (_LARGE, _LARGE**2):
+        with contextlib.suppress(_Unfit):
+            stressed.compare(True, lambda by=by: large(concrete_call(calls[0], 0, noise=0.1), by))  # type: ignore[misc]
+    if any(tried.found() != found for tried in (trial, stressed) if tried.verdicts):  # in draws, or what it keeps
+        raise NotAdditive("what it returns is a sum for some inputs, and not for others")
+    return replace(found, done=trial.done | stressed.done)
+
+
+def check_numbered(module: nn.Module, layout: StackLayout, call: Call, numbers: Mapping[str, int]) -> frozenset[Done]:
+    """Of a module that counts itself, with other numbers.
+
+    Args:
+        layout: what was proven.
+        numbers: attributes, by their names from the module on.
+
+    Returns:
+        The operations that were seen.
+
+    Raises:
+        NotAdditive: then its parts don't add up.
+    """
+    whole, inside = _thin(module, layout)
+    for name, number in numbers.items():
+        holder, key = holder_of(whole, name)
+        vars(holder)[key] = number
+    trial = _Trial(whole, layout, inside)
+    with contextlib.suppress(_Unfit):
+        trial.compare(True, lambda: concrete_call(call, 0, noise=0.1))
+        if trial.found() != layout:
+            raise NotAdditive("modules of its kind do something else, by the numbers that they have")
+    return trial.done
+
+
+def _thin(module: nn.Module, layout: StackLayout) -> tuple[nn.Module, int]:
+    """A copy with few features inside, and how many."""
+    linears = [name for name, child in module.named_modules() if is_linear(child)]
+    with thinned(module, layout) as inside:
+        return thin_copy(module, seed=0, dense=linears), inside
+
+
+def _enlarged(whole: nn.Module) -> nn.Module:
+    larger = block_copy(whole)
+    for parameter in larger.parameters():
+        parameter.data.mul_(_LARGE)
+    return larger
+
+
+class _Unfit(Exception):
+    """The whole itself failed, or gave no finite numbers."""
+
+
+class _Trial:
+    """A way of splitting, compared on several calls.
+
+    Args:
+        whole: the thin copy.
+        layout: what is split.
+        inside: its features inside.
+    """
+
+    def __init__(self, whole: nn.Module, layout: StackLayout, inside: int) -> None:
+        self._whole, self._layout, self._inside = whole, layout, inside
+        self._owns = (0, inside // 3), (inside // 3, inside)
+        self._shares = [_share(whole, layout, inside, own) for own in self._owns]
+        self.verdicts: list[tuple[list[bool | None], set[str]]] = []
+        self.done = frozenset[Done]()
+        self._draws: set[bool] = set()
+        self._single = False
+
+    def compare(self, train: bool, call: Callable[[], Call]) -> None:
+        """Args:
+        call: makes it, anew for each.
+
+        Raises:
+            NotAdditive: the parts do something else than the whole.
+        """
+        try:
+            wanted = run(block_copy(self._whole, train), call())
+        except Exception as error:
+            raise _Unfit from error
+        if not all(x.isfinite().all() for x in _tensors(wanted.result) if x.is_floating_point()):
+            raise _Unfit
+        _check_whole(wanted)
+        parts = [run(block_copy(share, train), call()) for share in self._shares]
+        verdict = _adds_up(wanted, parts)
+        self._compare_gradients(wanted, parts, *verdict)
+        self.verdicts.append(verdict)
+        self.done |= wanted.done
+        self._draws |= _drawn_alike(wanted, parts)
+        self._single = isinstance(wanted.result, Tensor)
+
+    def found(self) -> StackLayout:
+        """How it is split, with what was seen.
+
+        Raises:
+            NotAdditive: nothing is a sum.
+        """
+        seen = [set(same) - {None} for same in zip(*(same for same, _ in self.verdicts), strict=True)]
+        if {True, False} in seen:
+            raise NotAdditive("what it returns is a sum for some inputs, and not for others")
+        returns = tuple(False not in same for same in seen)
+        if all(returns):
+            raise NotAdditive("what it returns is the same whatever its experts compute")
+        if len(self._draws) > 1:
+            raise NotAdditive(
+                "it draws random numbers for the features inside of experts, and for what all ranks share"
+            )
+        return replace(
+            self._layout,
+            returns=() if self._single else tuple(not same for same in returns),
+            kept=tuple(sorted(set().union(*(names for _, names in self.verdicts)))),
+            draws_alike=self._draws != {False},
+            tried=True,
+        )
+
+    def _compare_gradients(
+        self, wanted: Ran, parts: Sequence[Ran], same: Sequence[bool | None], kept: set[str]
+    ) -> None:
+        """Of what goes in and of parameters; of what parts have alike each has its share.
+
+        Raises:
+            NotAdditive: they are others, as where an autograd function adds to a gradient.
+        """
+        whole = _gradients(wanted, same, kept, 1)
+        if whole is None:
+            return
+        found = [_gradients(part, same, kept, len(parts)) for part in parts]
+        if None in found:
+            raise NotAdditive("gradients of its parts do not add up")
+        inputs, parameters = whole
+        for i, gradient in enumerate(inputs):
+            _check_sum(gradient, [x[0][i] for x in found])
+        entries = {entry.name: entry for entry in self._layout.parameters}
+        for name, gradient in parameters.items():
+            each: list[Tensor] = [x[1][name] for x in found]
+            entry = entries.get(name)
+            if entry is None or entry.dim is None:
+                _check_sum(gradient, each[:1] if entry is not None and entry.once else each)
+                continue
+            for own, part in zip(self._owns, each, strict=True):
+                ranges = _ranges(gradient, entry, self._inside, own)
+                _check_sum(take_ranges(gradient, entry.dim, ranges), [part])
+
+
+def _gradients(ran: Ran, same: Sequence[bool | None], kept: set[str], shares: int) -> Any:
+    """Of inputs, and of parameters by name, for fixed ones of what was returned and kept; None where there is none."""
+    results = [x for x in _tensors(ran.result) if x.is_floating_point()]
+    alike = [is_same for x, is_same in zip(_tensors(ran.result), same, strict=True) if x.is_floating_point()]
+    results += [ran.kept[name] for name in sorted(kept)]
+    alike += [True] * len(kept)
+    pairs = [(x, is_same) for x, is_same in zip(results, alike, strict=True) if x.requires_grad]
+    if not pairs:
+        return None
+    generator = torch.Generator().manual_seed(1)
+    given = [x for x in ran.given if x.requires_grad]
+    parameters = dict(ran.module.named_parameters())
+    cotangents = [
+        torch.randn(x.shape, generator=generator, dtype=x.dtype) / (shares if is_same else 1) for x, is_same in pairs
+    ]
+    wanted = [*given, *(p for p in parameters.values() if p.requires_grad)]
+    with exact():
+        found = torch.autograd.grad(
+            [x for x, _ in pairs], wanted, cotangents, allow_unused=True, materialize_grads=True
+        )
+    named = [name for name, p in parameters.items() if p.requires_grad]
+    return found[: len(given)], dict(zip(named, found[len(given) :], strict=True))
+
+
+def _check_sum(wanted: Tensor, parts: Sequence[Tensor]) -> None:
+    if not _close(sum(parts[1:], parts[0]), wanted, parts):
+        raise NotAdditive("gradients of its parts do not add up")
+
+
+def _close(found: Any, wanted: Tensor, parts: Sequence[Tensor]) -> bool:
+    """Up to rounding, which goes by the largest numbers that were added."""
+    largest = max([1.0, *(float(x.detach().abs().max()) for x in (wanted, *parts) if x.numel())])
+    return torch.allclose(found, wanted, rtol=_CLOSE, atol=_CLOSE * largest)
+
+
+def _check_whole(ran: Ran) -> None:
+    """Raises:
+    NotAdditive: it does what its parts can't do for it.
+    """
+    if ran.checkpoints:
+        raise NotAdditive(
+            "it makes an activation checkpoint inside, which would run with the whole weights: put it around"
+        )
+    if ran.hides:
+        raise NotAdditive("it is given an object with tensors in it; give these as arguments")
+    if ran.changes:
+        raise NotAdditive("it changes what it is given")
+    if any("alpha" in name for name, _ in ran.drew):
+        raise NotAdditive("alpha dropout adds to what it leaves out")
+
+
+def _share(whole: nn.Module, layout: StackLayout, inside: int, own: tuple[int, int]) -> nn.Module:
+    """What a rank has that computes with some of the features inside."""
+    start, stop = own
+    share = block_copy(whole)
+    for entry in layout.parameters:
+        holder, leaf = holder_of(share, entry.name)
+        parameter = share.get_parameter(entry.name)
+        if entry.dim is not None:
+            ranges = _ranges(parameter, entry, inside, own)
+            holder._parameters[leaf] = nn.Parameter(take_ranges(parameter.detach(), entry.dim, ranges))
+        elif entry.once and start:
+            parameter.data.zero_()
+    for count in layout.counts:
+        holder, key = holder_of(share, count)
+        vars(holder)[key] = stop - start
+    return share
+
+
+def _ranges(x: Tensor, entry: ExpertParameter, inside: int, own: tuple[int, int]) -> Ranges:
+    """Of a parameter those of some features inside."""
+    assert entry.dim is not None
+    parts = range(0, x.shape[entry.dim], inside * entry.unit)
+    return tuple((part + own[0] * entry.unit, part + own[1] * entry.unit) for part in parts)
+
+
+def _tensors(result: Any) -> list[Tensor]:
+    return [x for x in tree_leaves(result) if isinstance(x, Tensor)]
+
+
+def _adds_up(wanted: Ran, parts: Sequence[Ran]) -> tuple[list[bool | None], set[str]]:
+    """Of each tensor that is returned, whether it is the same in all parts, and not a sum, None for zeros, which are
+    either; and the attributes with a graph that are the same.
+
+    Raises:
+        NotAdditive: anything is neither.
+    """
+    returned, trees = zip(*(tree_flatten(ran.result) for ran in (wanted, *parts)), strict=True)
+    if any(tree != trees[0] for tree in trees):
+        raise NotAdditive("its parts return something else than the whole")
+    same: list[bool | None] = []
+    for x, *of_parts in zip(*returned, strict=True):
+        if _alike(x, of_parts):
+            zeros = isinstance(x, Tensor) and not x.any()
+            if zeros and x.requires_grad:
+                raise NotAdditive("it returns zeros, of which it can't be known whether they are a sum")
+            same += [None if zeros else True] if isinstance(x, Tensor) else []
+        elif isinstance(x, Tensor) and x.is_floating_point() and all(_fits(x, part) for part in of_parts):
+            if not _close(sum(of_parts[1:], of_parts[0]), x, of_parts):
+                raise NotAdditive("what its parts compute does not add up")
+            same.append(False)
+        else:
+            raise NotAdditive("its parts return something else than the whole")
+    for name, buffer in wanted.buffers.items():
+        if not _alike(buffer, [part.buffers.get(name) for part in parts]):
+            raise NotAdditive(f"its buffer `{name}` would be another on each rank")
+    left = set()
+    for name, value in wanted.kept.items():
+        if not _alike(value, [part.kept.get(name) for part in parts]):
+            raise NotAdditive(f"what it leaves in `{name}` would be another on each rank")
+        if isinstance(value, Tensor) and value.requires_grad:
+            left.add(name)
+        elif any(x.requires_grad for x in tensors_anywhere_in(value)):
+            raise NotAdditive(f"it leaves tensors with a graph in `{name}`")
+    return same, left
+
+
+def _drawn_alike(wanted: Ran, parts: Sequence[Ran]) -> set[bool]:
+    """Of each draw of random numbers, whether it is the same for the whole and all parts."""
+    each = list(zip(wanted.drew, *(part.drew for part in parts), strict=True))
+    return {all(drawn == draws[0] for drawn in draws) for draws in each}
+
+
+def _fits(x: Tensor, part: Any) -> bool:
+    return isinstance(part, Tensor) and part.shape == x.shape
+
+
+def _alike(x: Any, parts: Sequence[Any]) -> bool:
+    """Whether parts have what the whole has."""
+    if isinstance(x, Tensor):
+        return all(_fits(x, y) and torch.allclose(x.double(), y.double(), rtol=_CLOSE, atol=_CLOSE) for y in parts)
+    if isinstance(x, PLAIN):
+        return all(type(x) is type(y) and x == y for y in parts)
+    tensors = [tensors_anywhere_in(value) for value in (x, *parts)]
+    return len(set(map(len, tensors))) == 1 and all(_alike(y, z) for y, *z in zip(*tensors, strict=True))
+
+
+@contextlib.contextmanager
+def thinned(module: nn.Module, layout: StackLayout) -> Iterator[int]:
+    """Meanwhile a stack's experts have few features inside, and split parameters without values.
+
+    Returns:
+        How many.
+    """
+    inside = _few_inside(module, layout.parameters)
+    before: list[tuple[dict[str, Any], str, Any]] = []
+
+    def put(held: dict[str, Any], key: str, value: object) -> None:
+        before.append((held, key, held[key]))
+        held[key] = value
+
+    for entry in layout.parameters:
+        if entry.dim is not None:
+            holder, leaf = holder_of(module, entry.name)
+            parameter = holder._parameters[leaf]
+            assert parameter is not None
+            dim, shape = entry.dim, list(parameter.shape)
+            shape[dim] = inside * entry.unit * len(pieces(shape[dim], entry.parts))
+            put(holder._parameters, leaf, nn.Parameter(parameter.new_empty(shape, device="meta")))
+    for count in layout.counts:
+        holder, key = holder_of(module, count)
+        put(vars(holder), key, inside)
+    try:
+        yield inside
+    finally:
+        for held, key, value in reversed(before):
+            held[key] = value
+
+
+def _few_inside(module: nn.Module, parameters: Sequence[ExpertParameter]) -> int:
+    size = sum(module.get_parameter(entry.name).numel() for entry in parameters if entry.split)
+    return _THIN if size // features_inside(module, parameters) * _THIN <= _FEW else _THINNEST
+
+
+def features_inside(module: nn.Module, parameters: Sequence[ExpertParameter]) -> int:
+    """Features inside of each expert."""
+    entry = next(entry for entry in parameters if entry.split)
+    size = module.get_parameter(entry.name).shape[entry.dim or 0]
+    return pieces(size, entry.parts)[0] // entry.unit
+
+
+def holder_of(module: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """The module that has a parameter or an attribute, and its name there."""
+    path, _, leaf = name.rpartition(".")
+    return module.get_submodule(path), leaf

@@ -1,0 +1,408 @@
+"""The plan of a whole model: the sources in order, for what a user's own plan leaves open."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from lightning_megatp.auto_plan.blocks import Block, find_blocks, holders_of_parameters, is_linear, kinds_of_blocks
+from lightning_megatp.auto_plan.capture import capture_calls
+from lightning_megatp.auto_plan.dropping import drop_region, inside, related
+from lightning_megatp.auto_plan.experts import keep_whole_in_stacks, plan_stacks, thin_stacks
+from lightning_megatp.auto_plan.huggingface import own_plan, plan_of_block
+from lightning_megatp.auto_plan.references import attentions_called, attentions_in
+from lightning_megatp.auto_plan.search import BlockResult, plan_block
+from lightning_megatp.auto_plan.stacks import find_stacks
+from lightning_megatp.auto_plan.uses import weights_of_heads
+from lightning_megatp.plan.convolutions import convolution_plan, fits, least_size, weights
+from lightning_megatp.plan.embeddings import looks_up
+from lightning_megatp.plan.layer import LayerPlan, Split
+from lightning_megatp.plan.layer_styles import attention_plan, runs_as, split_parameters
+from lightning_megatp.plan.parallel_plan import ParallelPlan, plain_name
+from lightning_megatp.plan.ranges import Ranges, split_evenly
+from lightning_megatp.plan.specs import parameter_specs
+from lightning_megatp.plan.styles import Style, matches
+from lightning_megatp.shim.autograd import functorch_is_active, unbind_functions
+from lightning_megatp.shim.compiler import is_compiled
+from lightning_megatp.shim.transformers import is_conv1d
+
+_SMALL_TABLE = 0.005
+"""Embeddings and heads with a smaller share of the model's parameters stay whole."""
+
+
+@dataclass
+class Discovery:
+    """What was found, for people to read; the plan itself is a ParallelPlan."""
+
+    results: list[BlockResult] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    """What stays whole, or was not used, and why: to be said aloud."""
+
+
+def look(
+    model: nn.Module,
+    plan: ParallelPlan,
+    steps: Sequence[Callable[[], Any]],
+    instead: Callable[[], Sequence[Callable[[], Any]]] = tuple,
+) -> tuple[list[Block], list[str]]:
+    """The kinds of blocks that a plan leaves open, with what a step calls them with.
+
+    Args:
+        model: the unsplit model.
+        plan: what the user said; blocks with layers in it are left alone.
+        steps: each calls the model once, e.g. its training step on one batch; none if there is no batch.
+        instead: makes others, for where the first step fails before it has called all blocks.
+
+    Returns:
+        The kinds, and in words what went wrong.
+    """
+    unbind_functions()
+    names = [name for name in find_blocks(model) if _is_open(name, plan) and not _touched(name, plan)]
+    said = [*plan.layers, *(attribute.module for attribute in plan.attributes)]
+    stacks = [
+        name
+        for name in find_stacks(model)
+        if _is_open(name, plan) and not any(related(plain_name(name), other) for other in said)
+    ]
+    kinds = kinds_of_blocks(model, names) + kinds_of_blocks(model, stacks, stacks=True)
+    if not steps:
+        return kinds, []
+    tables = {} if any(map(is_compiled, model.modules())) else _tables(model)
+    with called_in_transforms(model) as plan.transformed, weights_of_heads(model, tables) as plan.heads:
+        errors = [capture_calls(model, kinds, step) for step in steps]
+    if errors[0] is not None and not all(kind.calls or kind.stack for kind in kinds):
+        if others := instead():
+            return look(model, plan, others)
+        return kinds, [f"the step that was tried out raised {type(errors[0]).__name__}: {errors[0]}"]
+    return kinds, []
+
+
+_TRANSFORMED = "torch.func runs it, which can't follow what ranks send each other"
+
+
+@contextlib.contextmanager
+def called_in_transforms(model: nn.Module) -> Iterator[set[str]]:
+    """Note which modules torch.func's transforms (jvp, grad, vmap) run.
+
+    Returns:
+        Their names, filled meanwhile.
+    """
+    names = {id(child): plain_name(name) for name, child in model.named_modules()}
+    found: set[str] = set()
+
+    def note(module: nn.Module, args: Any) -> None:
+        if functorch_is_active() and id(module) in names:
+            found.add(names[id(module)])
+
+    handle = register_module_forward_pre_hook(note)
+    try:
+        yield found
+    finally:
+        handle.remove()
+
+
+def discover(model: nn.Module, tp: int, kinds: Sequence[Block], plan: ParallelPlan) -> Discovery:
+    """Plan what a user's plan leaves open.
+
+    Args:
+        model: the unsplit model; parameters may be on meta.
+        tp: size of the tensor axis, above 1.
+        kinds: from `look`.
+        plan: what the user said; it is extended.
+    """
+    found = Discovery()
+    plan.compiled = any(map(is_compiled, model.modules()))
+    own, problem = own_plan(model)
+    # Each would break a compiled graph, and torch fails at in-place code behind some of these breaks.
+    least = math.inf if plan.compiled else least_size(model)
+    found.problems += [problem] if problem else []
+    blocks = [kind for kind in kinds if not kind.stack]
+    layouts, problems = plan_stacks(plan, model, tp, kinds)
+    found.problems += problems
+    for kind in blocks:
+        if plan.transformed.intersection(map(plain_name, kind.names)):
+            found.results.append(BlockResult(kind, problem=_TRANSFORMED))
+            continue
+        trusted = plan_of_block(own, kind.names[0], kind.module, tp) if own else None
+        read = {
+            n.removeprefix(f"{name}.") for n in plan.read_outside for name in kind.names if n.startswith(f"{name}.")
+        }
+        with thin_stacks(kind, layouts):
+            result = plan_block(kind, tp, trusted, least, not plan.compiled, read)
+        found.results.append(result)
+        found.problems += _spread(plan, result, model)
+        plan.proven += [] if result.problem else map(plain_name, kind.names)
+        if not result.problem:
+            plan.couplings |= dict.fromkeys(map(plain_name, kind.names), result.couplings)
+    found.problems += _plan_attentions(plan, model, tp, kinds)
+    keep_whole_in_stacks(plan, layouts)
+    _plan_tables(plan, model, tp)
+    _plan_convolutions(plan, model, tp, least)
+    _agree_on_ties(plan, model, tp)
+    _keep_transformed_whole(plan, model, blocks)
+    plan.parameters = parameter_specs(plan, model)
+    found.problems += _what_stays_whole(found.results)
+    return found
+
+
+def keep_whole(plan: ParallelPlan, model: nn.Module, used: Iterable[str]) -> None:
+    """Drop the layers that were found, and whose parameters a step uses beside them: they would be gathered for good in
+    the first step, which with stages or zero > 0 is too late.
+
+    Args:
+        plan: of a whole model; of its layers only those that were found are changed.
+        model: the unsplit model.
+        used: names of parameters.
+    """
+    modules = {plain_name(name): child for name, child in model.named_modules()}
+    ids = {id(model.get_parameter(name)) for name in used}
+
+    def is_used(layer: LayerPlan) -> bool:
+        owner = modules[layer.owner]
+        own = [] if layer.bare is None else [layer.bare.weight, layer.bare.bias]
+        held = owner.parameters() if layer.bare is None else [owner._parameters[leaf] for leaf in own if leaf]
+        return not ids.isdisjoint(map(id, held))
+
+    for name in [name for name, layer in plan.layers.items() if name in plan.how and is_used(layer)]:
+        if name in plan.layers:
+            drop_region(plan, name, "the step uses its weight beside it")
+    plan.parameters = parameter_specs(plan, model)
+
+
+def _keep_transformed_whole(plan: ParallelPlan, model: nn.Module, kinds: Sequence[Block]) -> None:
+    """Drop what was found of the layers that torch.func runs. Of the blocks of a kind one was seen; what is outside of
+    blocks was not, and is dropped where it runs a block."""
+    names = set(plan.transformed)
+    for kind in kinds:
+        blocks = [plain_name(name) for name in kind.names]
+        parts = {name[len(block) :] for block in blocks for name in plan.transformed if inside(name, [block])}
+        names |= {block + part for block in blocks for part in parts}
+    blocks = [plain_name(name) for name in find_blocks(model)]
+    runs_blocks = not names.isdisjoint(blocks)
+    for name, layer in list(plan.layers.items()):
+        is_found = name in plan.layers and name in plan.how
+        if is_found and (layer.owner in names or (runs_blocks and not inside(name, blocks))):
+            drop_region(plan, name, _TRANSFORMED)
+
+
+def suit_stages(plan: ParallelPlan, model: nn.Module, units: Iterable[str]) -> None:
+    """Change what was found to what pipeline stages can do.
+
+    Args:
+        plan: of a whole model; of its layers only those that were found are changed.
+        model: the unsplit model.
+        units: modules that a pipeline never cuts. Of a region that reaches over several, layers are gathered one by
+            one; a sequence stays whole there.
+    """
+    modules = {plain_name(name): child for name, child in model.named_modules()}
+    units = [plain_name(unit) for unit in units]
+    for name, layer in list(plan.layers.items()):
+        if name not in plan.layers or name not in plan.how or layer.region is None or inside(layer.region, units):
+            continue
+        for cut in drop_region(plan, name, "its region reaches over pipeline units"):
+            if cut not in modules:
+                continue  # a weight that belongs to no layer
+            outputs = modules[cut].get_parameter("weight").shape[1 if is_conv1d(modules[cut]) else 0]
+            if is_linear(modules[cut]) and outputs >= plan.tp:
+                _add(plan, cut, "column_gather", _even(outputs, plan.tp), "gathered: its region is cut")
+    for block in [block for block in plan.sequences if not inside(block, units)]:
+        del plan.sequences[block]
+        for name, layer in plan.layers.items():
+            if inside(name, [block]):
+                plan.layers[name] = replace(layer, sequence_dim=None)
+    plan.parameters = parameter_specs(plan, model)
+
+
+def _is_open(name: str, plan: ParallelPlan) -> bool:
+    """Whether a module, or one that holds it, matches a pattern of the style `auto`."""
+    parts = name.split(".")
+    above = [".".join(parts[: i + 1]) for i in range(len(parts))]
+    return any(matches(pattern, module) for pattern in plan.open for module in above)
+
+
+def _touched(block: str, plan: ParallelPlan) -> bool:
+    """Whether the user's plan says something about a block's inside."""
+    names = [*plan.layers, *(attribute.module for attribute in plan.attributes)]
+    return any(f"{name}.".startswith(f"{block}.") for name in names)
+
+
+def _spread(plan: ParallelPlan, result: BlockResult, model: nn.Module) -> list[str]:
+    """Give every block of a kind what was found for the first; what can't be, in words. A module that several blocks
+    share is planned once, under its first name."""
+    problems = []
+    first = {id(child): plain_name(name) for name, child in reversed(list(model.named_modules(remove_duplicate=False)))}
+    whole = {plain_name(name): child for name, child in model.named_modules(remove_duplicate=False)}
+    dim = result.sequence_dim if plan.sequence_parallel and not plan.compiled else None
+
+    def named(block: str, inner: str) -> str:
+        return first[id(whole[plain_name(f"{block}.{inner}".rstrip("."))])]
+
+    for block in result.block.names:
+        own = [replace(a, module=named(block, a.module)) for a in result.plan.attributes]
+        numbers = [vars(result.block.module.get_submodule(a.module))[a.attribute] for a in result.plan.attributes]
+        if any(vars(whole[a.module])[a.attribute] != n for a, n in zip(own, numbers, strict=True)):
+            problems.append(f"`{block}` stays whole: it has other numbers than `{result.block.names[0]}`")
+            continue
+        if dim is not None:
+            plan.sequences[plain_name(block)] = Style(plain_name(block), "sequence", dim=dim)
+            plan.used_twice |= {named(block, inner) for inner in result.used_twice}
+            plan.token_local += [named(block, inner) for inner in result.token_local]
+        for name, layer in result.plan.layers.items():
+            full = named(block, name) if layer.bare is None else f"{named(block, layer.owner)}.{layer.bare.weight}"
+            region = None if layer.region is None else plain_name(f"{block}.{layer.region}").rstrip(".")
+            rows_dim = dim if layer.style.style == "row" else None
+            found = replace(layer, name=full, region=region, style=replace(layer.style, pattern=full))
+            before = plan.layers.setdefault(full, replace(found, sequence_dim=rows_dim))
+            if (before.style.style, before.by_rank) != (found.style.style, found.by_rank):
+                drop_region(plan, full, "blocks that share it are of different kinds")
+                continue
+            plan.how[full] = result.how[name]
+        plan.attributes += [a for a in own if a.name not in {b.name for b in plan.attributes}]
+        for name, why in result.whole.items():
+            plan.whole[f"{block}.{name}"] = why
+    return problems
+
+
+def _plan_attentions(plan: ParallelPlan, model: nn.Module, tp: int, kinds: Sequence[Block]) -> list[str]:
+    """nn.MultiheadAttention by its heads; what can't be, in words."""
+    problems = []
+    unused = {
+        plain_name(f"{name}.{inner}"): kind
+        for kind in kinds
+        if not kind.stack
+        for inner in attentions_in(kind.module) - attentions_called(kind)
+        for name in kind.names
+    }
+    modules = dict(model.named_modules())
+    for raw, module in modules.items():
+        name = plain_name(raw)
+        if type(module) is not nn.MultiheadAttention or name in plan.layers or not _is_open(name, plan):
+            continue
+        try:
+            layer = attention_plan(raw, Style(raw, "attention"), module, tp)
+        except ValueError as error:
+            problems.append(str(error).removeprefix("MegaTPStrategy: "))
+            continue
+        if name in unused:
+            first, *others = unused[name].names
+            if name.startswith(f"{plain_name(first)}."):  # said once for all blocks of a kind
+                more = f" (and {len(others)} more)" if others else ""
+                problems.append(f"`{name}`{more} stays whole: its block uses its weights without calling it")
+            continue
+        blocks = [block for block in plan.sequences if name.startswith(f"{block}.")]
+        dim = plan.sequences[blocks[0]].dim if blocks else None
+        plan.layers[name] = replace(layer, name=name, sequence_dim=dim)
+        plan.how[name] = "by its heads"
+    return problems
+
+
+def _plan_tables(plan: ParallelPlan, model: nn.Module, tp: int) -> None:
+    """Outside of blocks: large embeddings by their rows, and large linear layers by their outputs. What lies inside of
+    a block may be part of a region."""
+    total = sum(p.numel() for p in model.parameters())
+    inside = tuple(f"{plain_name(name)}." for name in find_blocks(model))
+    vocabularies = {child.num_embeddings for child in model.modules() if isinstance(child, nn.Embedding)}
+    for raw, child in model.named_modules():
+        name = plain_name(raw)
+        if name in plan.layers or not _is_open(name, plan) or f"{name}.".startswith(inside):
+            continue
+        weight = child._parameters.get("weight")
+        if weight is None or weight.numel() < _SMALL_TABLE * total or weight.shape[0] < tp:
+            continue
+        if isinstance(child, nn.Embedding) and _can_split(child):
+            _add(plan, name, "vocab", _even(child.num_embeddings, tp), "by its rows")
+        elif is_linear(child):
+            outputs = weight.shape[1 if is_conv1d(child) else 0]
+            _add(plan, name, "column_gather", _even(outputs, tp), "outside of blocks", head=outputs in vocabularies)
+
+
+def _plan_convolutions(plan: ParallelPlan, model: nn.Module, tp: int, least: float) -> None:
+    """Outside of blocks: large convolutions by their output channels."""
+    inside = tuple(f"{plain_name(name)}." for name in find_blocks(model))
+    for raw, child in model.named_modules():
+        name = plain_name(raw)
+        if weights(child) < max(least, 1) or name in plan.layers or not _is_open(name, plan):
+            continue
+        if f"{name}.".startswith(inside) or not fits(child, tp):
+            continue
+        plan.layers[name] = convolution_plan(name, Style(name, "column_gather"), child, tp)
+        plan.how[name] = "gathered: a convolution"
+
+
+def _tables(model: nn.Module) -> dict[str, nn.Embedding]:
+    """The embeddings that can be split by their rows, by the names of their weights."""
+    return {f"{name}.weight": x for name, x in model.named_modules() if isinstance(x, nn.Embedding) and _can_split(x)}
+
+
+def _can_split(table: nn.Embedding) -> bool:
+    whole = table.sparse or table.max_norm or table.scale_grad_by_freq
+    return not whole and (runs_as(table, nn.Embedding) or looks_up(table))
+
+
+def _agree_on_ties(plan: ParallelPlan, model: nn.Module, tp: int) -> None:
+    """Layers that share a weight are split alike, or all stay whole."""
+    modules = {plain_name(name): child for name, child in model.named_modules()}
+    holders: dict[int, list[str]] = {}
+    for name, child in modules.items():
+        weight = child._parameters.get("weight")
+        if weight is not None:
+            holders.setdefault(id(weight), []).append(name)
+    held = holders_of_parameters(model)
+    for name, layer in list(plan.layers.items()):
+        bare = layer.bare if name in plan.layers else None
+        if bare is not None and held[id(modules[layer.owner]._parameters[bare.weight])] > 1:
+            drop_region(plan, name, "another module has its weight, too")
+    for names in holders.values():
+        split = [name for name in names if name in plan.layers]
+        if not split or len(names) == 1:
+            continue
+        styles = {name: _tied_style(modules[name]) for name in names}
+        if all(styles.values()) and all(plan.layers[name].style.style in ("vocab", "column_gather") for name in split):
+            rows = _even(modules[names[0]].weight.shape[0], tp)
+            for name in names:
+                if name not in split:  # the block that holds it was run with it whole
+                    plan.proven = [block for block in plan.proven if not name.startswith(f"{block}.")]
+                _add(plan, name, str(styles[name]), rows, "tied", head=True)
+        elif len(split) < len(names) or len({_of_weight(plan.layers[n], modules[n]) for n in split}) > 1:
+            for name in split:
+                drop_region(plan, name, f"it shares its weight with {', '.join(n for n in names if n != name)}")
+
+
+def _of_weight(layer: LayerPlan, module: nn.Module) -> Split | None:
+    return next((split for split in split_parameters(layer, module) if split.leaf == "weight"), None)
+
+
+def _tied_style(module: nn.Module) -> str | None:
+    if isinstance(module, nn.Embedding) and _can_split(module):
+        return "vocab"
+    return "column_gather" if runs_as(module, nn.Linear) else None
+
+
+def _add(plan: ParallelPlan, name: str, style: str, by_rank: tuple[Ranges, ...], how: str, head: bool = False) -> None:
+    """Args:
+    head: whether a linear layer's outputs are a vocabulary, which a cross-entropy takes split.
+    """
+    lazy = style == "column_gather" and head and not plan.compiled
+    plan.layers[name] = LayerPlan(name, Style(name, style), by_rank, lazy=lazy)
+    plan.how[name] = how + (", gathered on demand" if lazy else "")
+    plan.whole.pop(name, None)
+
+
+def _even(size: int, tp: int) -> tuple[Ranges, ...]:
+    return tuple((piece,) for piece in split_evenly(size, tp))
+
+
+def _what_stays_whole(results: Iterable[BlockResult]) -> list[str]:
+    said = []
+    for result in results:
+        if result.problem is not None:
+            count = f" (and {len(result.block.names) - 1} more)" if len(result.block.names) > 1 else ""
+            done = "is split layer by layer, and gathered" if result.plan.layers else "stays whole"
+            said.append(f"`{result.block.names[0]}`{count} {done}: {result.problem}")
+    return said

@@ -1,0 +1,144 @@
+"""Split parameters in hooks of the user outside of steps, where each tensor rank finds its part of them.
+
+What treats every element by itself (an averaged copy, a limit for values, decay) is right on parts, too. A norm, a
+projection, values that are drawn anew are not: where a hook does such a thing, `WeightWatch` says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
+
+from lightning_megatp.parts.positions import Positions
+from lightning_megatp.parts.rows import address_of
+from lightning_megatp.plan.shard import ShardedTensorSpec
+from lightning_megatp.shim.torch import WithoutMode, tree_leaves
+from lightning_megatp.tensor.features.rules.table import POINTWISE
+from lightning_megatp.tensor.functions import (
+    bare_name,
+    called_by_this_package,
+    couples,
+    is_in_place,
+    multiplies,
+    operation_name,
+    operation_names,
+)
+
+_FOLLOWED = POINTWISE | operation_names(
+    "data T mT t transpose view reshape flatten ravel squeeze unsqueeze to cpu cuda"
+)
+"""Operations of which the result is still about the weight."""
+_WRITES = "untyped_storage"
+"""What torch.save and safetensors ask a tensor for; copying a weight, or loading into it, does not."""
+
+
+def writes(operation: str) -> bool:
+    """Whether an operation is what files are written with."""
+    return operation == _WRITES
+
+
+def part_written(hook: str, weight: str) -> str:
+    """What is said of a hook that writes a part of a weight to a file.
+
+    Args:
+        hook: its name.
+        weight: the parameter's.
+    """
+    return (
+        f"`{hook}` writes `{weight}`, of which each rank holds a part, to a file by itself: the file has the part of"
+        " the rank that writes it. `trainer.save_checkpoint(path, weights_only=True)`, on all ranks, writes the whole"
+        " model (`megatp convert` makes safetensors of it). With tp and dp alone a hook may also write inside of `with"
+        " self.trainer.strategy.whole_parameters():`, entered on all ranks."
+    )
+
+
+class WeightWatch(TorchFunctionMode):
+    """While a hook runs.
+
+    Args:
+        parameters: the split ones: name, tensor and how it is split.
+        positions: what hooks do by numbers of rows.
+        say: is told operation and parameter.
+        written: is told a parameter that is written to a file.
+        explain: makes an error of operation, parameter and what this rank has of it, for an operation that failed.
+        briefly: look at what hooks do by position only; all else costs microseconds at every operation.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[tuple[str, Tensor, ShardedTensorSpec]],
+        positions: Positions,
+        say: Callable[[str, str], None],
+        written: Callable[[str], None],
+        explain: Callable[[str, str, Tensor], Exception],
+        briefly: bool = False,
+    ) -> None:
+        super().__init__()
+        self._briefly = briefly
+        self._parameters, self._positions = parameters, positions
+        self._by_address: dict[int, tuple[str, ShardedTensorSpec]] | None = None
+        self._made: Any = WeakIdKeyDictionary()
+        self._say, self._written, self._explain = say, written, explain
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        operation = bare_name(operation_name(func))
+        if self._briefly and not self._positions.concern(operation):
+            return func(*args, **kwargs)
+        weight, mixes = None, couples(operation) or multiplies(operation)
+        mixes = mixes or (operation == "linear" and not called_by_this_package())  # layers do so with their parts
+        if mixes or operation in _FOLLOWED or writes(operation):
+            weight = next((name for x in (*args, *kwargs.values()) if (name := self._name(x)) is not None), None)
+        if weight is not None and mixes:
+            self._say(operation, weight)
+        elif weight is not None and writes(operation):
+            self._written(weight)
+        if is_in_place(operation):
+            self._positions.check_view(args[0] if args else None)
+        name, spec = self._found(args[0]) if args else ("", None)
+        how = self._positions.carry_out(name, spec, operation, args, kwargs)
+        if how == "done":
+            return args[0]
+        if how == "read":
+            self._say(operation, name)
+        try:
+            result = func(*args, **kwargs)
+        except (RuntimeError, IndexError) as error:
+            given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+            for x in given if len(given) > 1 or isinstance(error, IndexError) else ():
+                if (weight := self._name(x)) is not None:
+                    raise self._explain(operation_name(func), weight, x) from error
+            raise
+        if how == "read":
+            self._positions.note(name, operation, result)
+        if weight is not None and operation in _FOLLOWED and isinstance(result, Tensor):
+            self._made[result] = weight
+        return result
+
+    def pause(self, call: Callable[[], Any]) -> Any:
+        """Call something that is not watched."""
+        with WithoutMode(self):
+            return call()
+
+    def _name(self, x: Any) -> str | None:
+        """Of the parameter that a tensor is, or was made of."""
+        if isinstance(x, list | tuple):
+            return next((name for y in x if (name := self._name(y)) is not None), None)
+        if not isinstance(x, Tensor):
+            return None
+        found: str | None = self._made.get(x)
+        return self._found(x)[0] or None if found is None else found
+
+    def _found(self, x: Any) -> tuple[str, ShardedTensorSpec | None]:
+        """A parameter that lies where a tensor does."""
+        if not isinstance(x, Tensor):
+            return "", None
+        if self._by_address is None:  # most hooks do nothing with tensors
+            self._by_address = {at: (name, spec) for name, p, spec in self._parameters if (at := address_of(p))}
+        return self._by_address.get(address_of(x), ("", None))

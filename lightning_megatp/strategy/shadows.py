@@ -1,0 +1,52 @@
+"""The strategy's part in it: when they are looked for, and whose hooks find which form of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning_megatp.detour import Detour
+from lightning_megatp.mesh import AXES
+from lightning_megatp.module import ParallelModule
+from lightning_megatp.shadows.finding import Found, Weights, find_shadows
+from lightning_megatp.shadows.shadows import Shadows, agree, owners_of, synchronize, warn_unclear
+from lightning_megatp.strategy.state import StrategyState
+
+
+class ShadowMethods(StrategyState):
+    """Tensors that a user keeps beside the weights."""
+
+    _detours: list[Detour]
+
+    def _find_shadows(self) -> tuple[list[Found], Weights | None]:
+        """Before the module is divided; or of a divided one again, to which a checkpoint may have given others.
+
+        Returns:
+            What was found, and the weights of the whole module, if it is.
+
+        Communication: two object all-gathers over the world, and see `synchronize`.
+
+        Warns:
+            UserWarning: some can't be told apart, and hooks will find other lists of parameters than they follow.
+        """
+        module: Any = self.lightning_module
+        if self.tp * self.pp == 1 and self.zero.level == 0:
+            return [], None
+        split: ParallelModule | None = self.parallelism.split_form(module)
+        if split is not None and split.shadows is None:
+            return [], None
+        weights = Weights(module) if split is None else split.shadows.whole
+        found, unclear = find_shadows(owners_of(module.trainer), weights)
+        if self.pp > 1 and split is None:
+            warn_unclear(unclear, "Hooks of a pipeline stage find its own parameters only, and not as many as these")
+        found = agree(found, self._mesh(), *AXES)
+        synchronize(found, self._mesh())
+        return found, weights if split is not None else weights.without_values()
+
+    def _show_shadows(self, trainer: Any, parallel: ParallelModule, found: list[Found], whole: Weights | None) -> None:
+        """From now on."""
+        if self._undivided or whole is None:
+            return
+        if parallel.shadows is None:
+            parallel.shadows = Shadows(whole, parallel, self._mesh())
+        parallel.shadows.add(found)
+        self._detours += parallel.shadows.around_hooks(trainer)

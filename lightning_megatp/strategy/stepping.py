@@ -1,0 +1,199 @@
+"""The steps of MegaTPStrategy: a batch on its way through the user's training, validation, test or predict step."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from lightning_megatp.batches.same import SameBatch, refuse_lengths, warn_of_lengths
+from lightning_megatp.gradients.wide import widen
+from lightning_megatp.optimizers.nested import with_inner
+from lightning_megatp.parts.rows import finds_rows, used_beside
+from lightning_megatp.planner.measure import MemoryAccount
+from lightning_megatp.recompute.offload import OffloadActivations
+from lightning_megatp.shim.torch import inference_as_no_grad
+from lightning_megatp.strategy.buffers import SentBuffers
+from lightning_megatp.strategy.gradients import GradientMethods
+
+
+class StepMethods(GradientMethods):
+    """What Lightning calls for a batch. With a pipeline, its whole schedule runs within `training_step`."""
+
+    _same_batch: SameBatch | None
+    _sent_buffers: SentBuffers | None
+    _memory_account: MemoryAccount | None
+    _random_states: list[dict[str, Any]] | None
+    _resume_random: Callable[[], None]
+
+    def _set_up_steps(self, offload_activations: bool) -> None:
+        self.offload_activations = offload_activations
+        self._steps = 0
+        """Of training, in this run."""
+        self._steps_of_epoch: Counter[tuple[Any, ...]] = Counter()
+        """By kind and epoch."""
+
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        batch = super().batch_to_device(batch, device, dataloader_idx)
+        return batch if self._same_batch is None else self._same_batch(batch)
+
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        assert self.lightning_module is not None
+        warn_of_lengths(self.lightning_module.trainer, self._mesh())
+
+    def on_validation_start(self) -> None:
+        super().on_validation_start()
+        self._before_evaluation("validation")
+
+    def on_test_start(self) -> None:
+        super().on_test_start()
+        self._before_evaluation("test")
+
+    def on_predict_start(self) -> None:
+        super().on_predict_start()
+        self._before_evaluation("predict")
+
+    def _before_evaluation(self, kind: str) -> None:
+        self._refuse_lengths(kind)
+        if self._sent_buffers is not None:
+            self._sent_buffers.before_evaluation()
+
+    def _refuse_lengths(self, kind: str) -> None:
+        if self.sharding is None:
+            return
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        validation = trainer.num_sanity_val_batches if trainer.sanity_checking else trainer.num_val_batches
+        batches = {"validation": validation, "test": trainer.num_test_batches, "predict": trainer.num_predict_batches}
+        refuse_lengths(kind, batches[kind], self.zero.level, self._mesh())
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        assert self.lightning_module is not None
+        if self._random_states is not None:
+            if self.lightning_module.trainer.fit_loop.batch_idx > 0:
+                self._resume_random()  # in the middle of an epoch: starting the loader again has drawn numbers
+            self._random_states = None
+        if self._alone:
+            return super().training_step(*args, **kwargs)
+        if self._first("train") or self._steps == 1:  # after the first step, and once per epoch
+            axes = ("dp", "tp") if self.sharding is None else ("tp",)
+            self._parallel().adopt_copies()
+            self._parallel().check_replicas(self._mesh().group(*axes))
+            if self.pipeline is not None:
+                self.pipeline.shared.check_alike()
+                self.pipeline.plans.agree_on_trained()
+        self._steps += 1
+        if self._sent_buffers is not None:
+            self._sent_buffers.before_training_step()
+        if self.pipeline is None:
+            if self.sharding is not None:
+                self._forget_abandoned()
+                self.sharding.begin()
+            outputs = self._watched("train", super().training_step)(*args, **kwargs)
+            if self.sharding is not None and not self.lightning_module.automatic_optimization:
+                self.sharding.end()
+            if self._steps == 1 and self._parallel().recomputation is not None:
+                self._parallel().recomputation.warn_if_unused()
+        else:
+            step, batch = self._on_microbatch("train", super().training_step, args)
+            self._change_gradients(widen)
+            outputs = self.pipeline.train(step, batch, self._pipeline_backward())
+        if self._sent_buffers is not None:
+            self._sent_buffers.after_training_step(accumulated=self._accumulating)
+        if self._first_batch is not None:
+            with self.precision_plugin.train_step_context():
+                self._first_batch.run_and_compare_loss(outputs, args, self.root_device, self.pipeline)
+        return outputs
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluate("validate", super().validation_step, args, kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluate("test", super().test_step, args, kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluate("predict", super().predict_step, args, kwargs)
+
+    def _evaluate(self, kind: str, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if self._alone:
+            return step(*args, **kwargs)
+        if self.pipeline is None:
+            with contextlib.nullcontext() if self.sharding is None else self.sharding.evaluating():
+                outputs = self._watched(kind, step)(*args, **kwargs)
+        else:
+            outputs = self.pipeline.evaluate(kind, *self._on_microbatch(kind, step, args))
+        self._parallel().keep_whole_where_used_outside(with_inner(self.optimizers))
+        return outputs
+
+    def _on_microbatch(self, kind: str, step: Callable[..., Any], args: Any) -> tuple[Callable[[Any], Any], Any]:
+        """The user's step as a function of a microbatch, and the batch."""
+        batch, *rest = args
+        run = self._watched(kind, step)
+        return lambda microbatch: run(microbatch, *rest), batch
+
+    def _watched(self, kind: str, step: Callable[..., Any]) -> Callable[..., Any]:
+        """The user's step in its contexts. Some are watched, with all their microbatches."""
+        parallel, watch = self._parallel(), self._is_watched(kind)
+        parallel.uncompiled = watch
+        if watch:
+            parallel.adopt_copies()
+        if kind == "train" and self._memory_account is not None:
+            step = self._memory_account.watching(step, parallel)
+        if self.sharding is not None:
+            self.sharding.watches = watch
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            context = contextlib.nullcontext() if self._undivided else parallel.step(watch)
+            try:
+                with inference_as_no_grad(), self.counting_copies(), context, self._offloading(kind):
+                    return parallel.outputs(step(*args, **kwargs))
+            except (RuntimeError, AssertionError) as error:
+                if self.sharding is None or not finds_rows(error):
+                    raise
+                raise used_beside(kind, self.zero.level) from error
+            except StopIteration as error:  # Lightning would take it for the end of the data, on this rank alone
+                raise RuntimeError(
+                    f"MegaTPStrategy: the {kind} step raised StopIteration: some `next(...)` found nothing."
+                ) from error
+            except AttributeError as error:
+                if self.pipeline is None:
+                    raise
+                raise RuntimeError(
+                    f"MegaTPStrategy: the {kind} step raised AttributeError: {error}. With pp > 1, what a module sets"
+                    " on itself in its forward (an auxiliary loss, a cache) is there on its own pipeline stage only:"
+                    " return it from the forward, or keep its module on the last stage by `stages=[[...], ...]`."
+                ) from error
+
+        if self.sharding is None or self.pipeline is not None:
+            return run
+        sharding = self.sharding
+        return lambda *args, **kwargs: sharding.step(lambda: run(*args, **kwargs))
+
+    def _offloading(self, kind: str) -> contextlib.AbstractContextManager[None]:
+        if not self.offload_activations or kind != "train":
+            return contextlib.nullcontext()
+        parallel = self._parallel()
+        with parallel.context.running(user_code=False):
+            gathered = (divided.whole for divided in parallel.divided.values())
+            held = [*parallel.module.parameters(), *parallel.module.buffers(), *gathered]
+        return OffloadActivations(held, self.root_device.type == "cuda")
+
+    def _first(self, kind: str) -> bool:
+        """Whether the step that begins is the first of its kind in this epoch."""
+        return not self._steps_of_epoch[self._moment(kind)]
+
+    def _is_watched(self, kind: str) -> bool:
+        """Whether the step that begins is one of those of its kind in this epoch that are watched, since a step may
+        change: the first, second, fourth, eighth, ..."""
+        moment = self._moment(kind)
+        self._steps_of_epoch[moment] += 1
+        return self._steps_of_epoch[moment].bit_count() == 1
+
+    def _moment(self, kind: str) -> tuple[Any, ...]:
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        return kind, trainer.current_epoch, kind == "validate" and trainer.sanity_checking

@@ -1,0 +1,201 @@
+"""What stands around the user's modules for FSDP2: a holder per unit, and one around the step."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+from lightning_megatp.parts.rows import DividedParameter
+from lightning_megatp.shim.fsdp import forget_accumulated, look_at_shards
+from lightning_megatp.shim.torch import is_view, tree_map
+from lightning_megatp.tensor.context import TensorContext
+from lightning_megatp.tensor.features.shard import FeatureShard
+from lightning_megatp.tensor.sequence import SequenceShard
+
+REDUCES_UNUSED = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
+"""Whether FSDP2 can do that: in torch 2.13, not in 2.11, where ranks would add up gradients of different parameters."""
+
+
+class Group(nn.Module):
+    """What FSDP2 makes a group of, if it has parameters: gathered and let go together."""
+
+    def stay(self) -> None:
+        """Gradients that the step itself asks for (`autograd.grad`) don't end the group's use, nor are they reduced."""
+        if isinstance(self, FSDPModule):
+            self.set_reshard_after_backward(False, recurse=False)
+            self.set_requires_gradient_sync(False, recurse=False)
+
+    def skip(self) -> None:
+        """The next backward is not about it."""
+        if isinstance(self, FSDPModule):
+            self.set_requires_gradient_sync(False, recurse=False)
+
+    def reduce_unused(self) -> None:
+        """Ranks that have used other parameters of it still reduce the same ones."""
+        if isinstance(self, FSDPModule) and REDUCES_UNUSED:
+            self.set_reduce_scatter_unused_params(True)
+
+    def forget(self) -> None:
+        """The gradients that wait for a later backward to be reduced."""
+        if isinstance(self, FSDPModule):
+            forget_accumulated(self)
+
+    def see_shards(self, context: TensorContext) -> None:
+        """Split layers show FSDP2 what they hold, also while a step loads a state dict, which sees whole parameters."""
+        if isinstance(self, FSDPModule):
+            look_at_shards(self, functools.partial(context.running, user_code=False))
+
+    def gather(self) -> None:
+        if isinstance(self, FSDPModule):
+            self.unshard()
+
+    def free(self) -> None:
+        if isinstance(self, FSDPModule):
+            self.reshard()
+
+
+class Holder(Group):
+    """Stands around one unit of the user's.
+
+    Shards of sequences and features pass FSDP2's hooks as plain tensors: those put autograd functions around them,
+    which tensor subclasses don't survive.
+    """
+
+    def __init__(self, unit: nn.Module) -> None:
+        super().__init__()
+        self.unit = unit
+        self.on = True
+        self.divided: list[DividedParameter] = []
+        """The unit's parameters."""
+        self.called = False
+        """With gradients, since somebody has set this to False."""
+        self._inside = False
+
+    def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a method of the unit, its parameters gathered meanwhile."""
+        if self._inside or not self.on:
+            return function(*args, **kwargs)
+        for parameter in self.divided:
+            parameter.agree_on_trained()
+        bare, wraps = _bare((args, kwargs))
+        if _in_containers((args, kwargs)):  # which FSDP2 would take apart, and what the unit does to them would be lost
+            result = self(function, _Boxed(args, kwargs), None)
+        else:
+            result = self(function, bare, wraps)
+        return _dressed(*result)
+
+    def forward(self, function: Callable[..., Any], bare: Any, wraps: Wraps | None) -> Any:
+        args, kwargs = (bare.args, bare.kwargs) if wraps is None else _dressed(bare, wraps)
+        self._inside = True
+        self.called = self.called or torch.is_grad_enabled()
+        try:
+            outputs, wraps = _bare(function(*args, **kwargs))
+            return tree_map(_no_view, outputs), wraps
+        finally:
+            self._inside = False
+
+
+class Root(Group):
+    """Stands around a step. Holds what no unit does."""
+
+    def __init__(self, module: nn.Module, holders: Iterable[Holder]) -> None:
+        super().__init__()
+        self.holders = nn.ModuleList(holders)
+        self.module = module
+
+    def forward(self, function: Callable[[], Any]) -> Any:
+        return tree_map(_no_view, function())
+
+    def tell_last(self, last: bool) -> None:
+        """Whether the next backward ends with waiting for what FSDP2 reduces meanwhile, on streams of its own."""
+        if isinstance(self, FSDPModule):
+            self.set_is_last_backward(last)
+
+
+class Sharder:
+    """`fully_shard` with one run's options."""
+
+    def __init__(self, mesh: DeviceMesh, offload: bool, reduce_dtype: torch.dtype | None) -> None:
+        pinned = mesh.device_type == "cuda"
+        self._options: dict[str, Any] = {
+            "mesh": mesh,
+            "offload_policy": CPUOffloadPolicy(pin_memory=pinned) if offload else OffloadPolicy(),
+            "mp_policy": MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False),
+        }
+
+    def __call__(self, group: Group, parameters: set[nn.Parameter], frees: bool) -> None:
+        ignored = set(group.parameters()) - parameters
+        fully_shard(group, reshard_after_forward=frees, ignored_params=ignored, **self._options)
+
+
+Wraps = list[Callable[[Tensor], Tensor] | None]
+
+
+def _bare(tree: Any) -> tuple[Any, Wraps]:
+    """Plain tensors in place of shards, and what makes shards of them again."""
+    wraps: Wraps = []
+
+    def strip(x: Any) -> Any:
+        if isinstance(x, SequenceShard):
+            wraps.append(functools.partial(SequenceShard.wrap, layout=x.tokens))
+            return x.plain
+        if isinstance(x, FeatureShard):
+            wraps.append(functools.partial(FeatureShard.wrap, layout=x.features))
+            return x.plain
+        wraps.append(None)
+        return x
+
+    return tree_map(strip, tree), wraps
+
+
+class _Boxed:
+    """Arguments that FSDP2 does not look into, as it does into dataclasses. It then reduces the unit's gradients at the
+    end of backward."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.args, self.kwargs = args, kwargs
+
+
+def _in_containers(arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> bool:
+    """Whether arguments have lists or dicts, which a unit may change."""
+    args, kwargs = arguments
+
+    def holds(x: Any) -> bool:
+        return isinstance(x, (list, dict)) or (isinstance(x, tuple) and any(map(holds, x)))
+
+    return any(map(holds, (*args, *kwargs.values())))
+
+
+def _dressed(tree: Any, wraps: Wraps) -> Any:
+    if not any(wraps):
+        return tree
+    order = iter(wraps)
+
+    def dress(x: Any) -> Any:
+        wrap = next(order)
+        return x if wrap is None else wrap(x)
+
+    return tree_map(dress, tree)
+
+
+class _Identity(torch.autograd.Function):
+    """The same memory and version, as a tensor that is no view: FSDP2 hooks a unit's outputs, and an operation in place
+    on a view would lose the hook."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+def _no_view(x: Any) -> Any:
+    return _Identity.apply(x) if isinstance(x, Tensor) and x.requires_grad and is_view(x) else x
