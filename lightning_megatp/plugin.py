@@ -226,8 +226,9 @@ class ParallelismPlugin:
         if style == "attention":
             return ParallelAttention.adopt(layer, context, plan.by_rank, sequence_dim=plan.sequence_dim, **common)
         if style == "experts":
-            own = {name: getattr(plan, name) for name in ("once", "returns", "kept", "draws_alike")}
-            return expert_kind(layer).adopt(layer, context, plan.by_rank, splits=splits, **own, **common)
+            return expert_kind(layer).adopt(
+                layer, context, plan.by_rank, splits=splits, stack_layout=plan.stack, **common
+            )
         kind = VocabParallelEmbedding if style == "vocab" else HiddenParallelEmbedding
         return of_subclass(kind, layer).adopt(layer, context, plan.by_rank, **common)
 

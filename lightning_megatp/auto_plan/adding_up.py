@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,11 +16,11 @@ from lightning_megatp.auto_plan.blocks import PLAIN, Call, is_linear, tensors_an
 from lightning_megatp.auto_plan.exact import exact
 from lightning_megatp.auto_plan.runs import Ran, crowded, large, run
 from lightning_megatp.auto_plan.thin import block_copy, concrete_call, thin_copy
+from lightning_megatp.plan.layer import Done, StackLayout
 from lightning_megatp.plan.layer_styles import pieces
-from lightning_megatp.plan.parallel_plan import Done
 from lightning_megatp.plan.ranges import Ranges
 from lightning_megatp.plan.styles import ExpertParameter
-from lightning_megatp.shim.torch import tree_flatten, tree_leaves
+from lightning_megatp.shim.torch import tree_flatten, tree_leaves, tree_unflatten
 from lightning_megatp.tensor.collectives import take_ranges
 
 _CLOSE = 1e-8
@@ -31,24 +31,11 @@ _THIN, _THINNEST = 24, 3
 if these have more than `_FEW` elements."""
 _FEW = 2**23
 
-
-@dataclass(frozen=True)
-class StackLayout:
-    """How a stack of experts is split."""
-
-    parameters: tuple[ExpertParameter, ...]
-    counts: tuple[str, ...] = ()
-    """Attributes that count the features inside, by their names from the module on."""
-    returns: tuple[bool, ...] = ()
-    """Of each tensor that it returns, whether it is a sum; the others are the same on every rank. Empty for one sum."""
-    kept: tuple[str, ...] = ()
-    """Attributes in which it leaves tensors with a graph that are the same on every rank."""
-    draws_alike: bool = False
-    """Whether random numbers are drawn for what is the same on every rank, and not for the features inside."""
-    tried: bool = False
-    """Whether it is known to add up."""
-    done: frozenset[Done] = field(default=frozenset(), compare=False)
-    """All operations that were seen when that was tried."""
+NOT_A_SUM = (
+    "what its parts compute does not add up, in no way in which it could be split. What is no sum over the features of"
+    " experts (a norm of their result) has to be done outside of the module that has their parameters"
+)
+_NOT_USED = "what it returns is the same whatever its experts compute"
 
 
 class NotAdditive(Exception):
@@ -68,6 +55,7 @@ def proven(module: nn.Module, layout: StackLayout, calls: Sequence[Call]) -> Sta
     for train, call in itertools.product((True, False), calls):
         trial.compare(train, lambda call=call: concrete_call(call, 0, noise=0.1))  # type: ignore[misc]
     found = trial.found()
+    trial.check_used()
     stressed = _Trial(_enlarged(whole), found, inside)
     with contextlib.suppress(_Unfit):  # the whole itself may take no such numbers
         trial.compare(True, lambda: crowded(concrete_call(calls[0], 0, noise=0.1)))
@@ -138,6 +126,8 @@ class _Trial:
         self.verdicts: list[tuple[list[bool | None], set[str]]] = []
         self.done = frozenset[Done]()
         self._draws: set[bool] = set()
+        self._adds: set[int | str | None] = set()
+        self._used = False
         self._single = False
 
     def compare(self, train: bool, call: Callable[[], Call]) -> None:
@@ -155,8 +145,12 @@ class _Trial:
             raise _Unfit
         _check_whole(wanted)
         parts = [run(block_copy(share, train), call()) for share in self._shares]
+        adds = _adds(wanted, parts)
+        for part in parts[1:]:
+            _subtract(part, adds)
         verdict = _adds_up(wanted, parts)
         self._compare_gradients(wanted, parts, *verdict)
+        self._adds.add(adds)
         self.verdicts.append(verdict)
         self.done |= wanted.done
         self._draws |= _drawn_alike(wanted, parts)
@@ -173,18 +167,28 @@ class _Trial:
             raise NotAdditive("what it returns is a sum for some inputs, and not for others")
         returns = tuple(False not in same for same in seen)
         if all(returns):
-            raise NotAdditive("what it returns is the same whatever its experts compute")
+            raise NotAdditive(_NOT_USED)
         if len(self._draws) > 1:
             raise NotAdditive(
                 "it draws random numbers for the features inside of experts, and for what all ranks share"
             )
+        if len(self._adds) > 1:
+            raise NotAdditive("it adds what it is given for some inputs, and not for others")
         return replace(
             self._layout,
+            adds=next(iter(self._adds)),
             returns=() if self._single else tuple(not same for same in returns),
             kept=tuple(sorted(set().union(*(names for _, names in self.verdicts)))),
             draws_alike=self._draws != {False},
-            tried=True,
         )
+
+    def check_used(self) -> None:
+        """Raises:
+        NotAdditive: nothing that was returned depends on what is split.
+        """
+        split = [entry.name for entry in self._layout.parameters if entry.split]
+        if not self._used and any(self._whole.get_parameter(name).requires_grad for name in split):
+            raise NotAdditive(_NOT_USED)
 
     def _compare_gradients(
         self, wanted: Ran, parts: Sequence[Ran], same: Sequence[bool | None], kept: set[str]
@@ -207,6 +211,7 @@ class _Trial:
         for name, gradient in parameters.items():
             each: list[Tensor] = [x[1][name] for x in found]
             entry = entries.get(name)
+            self._used |= entry is not None and entry.split and bool(gradient.any())
             if entry is None or entry.dim is None:
                 _check_sum(gradient, each[:1] if entry is not None and entry.once else each)
                 continue
@@ -278,7 +283,7 @@ def _share(whole: nn.Module, layout: StackLayout, inside: int, own: tuple[int, i
             holder._parameters[leaf] = nn.Parameter(take_ranges(parameter.detach(), entry.dim, ranges))
         elif entry.once and start:
             parameter.data.zero_()
-    for count in layout.counts:
+    for count in layout.counts or ():
         holder, key = holder_of(share, count)
         vars(holder)[key] = stop - start
     return share
@@ -289,6 +294,29 @@ def _ranges(x: Tensor, entry: ExpertParameter, inside: int, own: tuple[int, int]
     assert entry.dim is not None
     parts = range(0, x.shape[entry.dim], inside * entry.unit)
     return tuple((part + own[0] * entry.unit, part + own[1] * entry.unit) for part in parts)
+
+
+def _adds(wanted: Ran, parts: Sequence[Ran]) -> int | str | None:
+    """Position or keyword of the argument that the first sum has in it besides, and so each part; None for none."""
+    whole, *first = ([*_tensors(ran.result), None][0] for ran in (wanted, *parts))
+    if whole is None or _alike(whole, first) or not all(_fits(whole, x) for x in first):
+        return None
+    held = [x for x in first if x is not None]
+    total = sum(held[1:], held[0])
+    if _close(total, whole, held):
+        return None
+    fit = ((key, x) for key, x in wanted.arguments.items() if _fits(whole, x) and x.is_floating_point())
+    return next((key for key, x in fit if _close(total - (len(parts) - 1) * x, whole, held)), None)
+
+
+def _subtract(part: Ran, key: int | str | None) -> None:
+    """Take an argument off the first tensor that was returned."""
+    if key is None:
+        return
+    leaves, tree = tree_flatten(part.result)
+    at = next(i for i, x in enumerate(leaves) if isinstance(x, Tensor))
+    leaves[at] = leaves[at] - part.arguments[key]
+    part.result = tree_unflatten(leaves, tree)
 
 
 def _tensors(result: Any) -> list[Tensor]:
@@ -314,7 +342,7 @@ def _adds_up(wanted: Ran, parts: Sequence[Ran]) -> tuple[list[bool | None], set[
             same += [None if zeros else True] if isinstance(x, Tensor) else []
         elif isinstance(x, Tensor) and x.is_floating_point() and all(_fits(x, part) for part in of_parts):
             if not _close(sum(of_parts[1:], of_parts[0]), x, of_parts):
-                raise NotAdditive("what its parts compute does not add up")
+                raise NotAdditive(NOT_A_SUM)
             same.append(False)
         else:
             raise NotAdditive("its parts return something else than the whole")
@@ -374,7 +402,7 @@ def thinned(module: nn.Module, layout: StackLayout) -> Iterator[int]:
             dim, shape = entry.dim, list(parameter.shape)
             shape[dim] = inside * entry.unit * len(pieces(shape[dim], entry.parts))
             put(holder._parameters, leaf, nn.Parameter(parameter.new_empty(shape, device="meta")))
-    for count in layout.counts:
+    for count in layout.counts or ():
         holder, key = holder_of(module, count)
         put(vars(holder), key, inside)
     try:

@@ -133,8 +133,8 @@ def discover(model: nn.Module, tp: int, kinds: Sequence[Block], plan: ParallelPl
         read = {
             n.removeprefix(f"{name}.") for n in plan.read_outside for name in kind.names if n.startswith(f"{name}.")
         }
-        with thin_stacks(kind, layouts):
-            result = plan_block(kind, tp, trusted, least, not plan.compiled, read)
+        with thin_stacks(kind, layouts) as inside:
+            result = plan_block(kind, tp, trusted, least, not plan.compiled, read, inside)
         found.results.append(result)
         found.problems += _spread(plan, result, model)
         plan.proven += [] if result.problem else map(plain_name, kind.names)

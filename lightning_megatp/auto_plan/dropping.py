@@ -8,13 +8,19 @@ from lightning_megatp.plan.parallel_plan import ParallelPlan
 
 
 def drop_region(plan: ParallelPlan, name: str, why: str) -> list[str]:
-    """Leave a layer whole, and those of its region; regions that count by the same attributes go with it.
+    """Leave a layer whole, and those of its region; regions that count by the same attributes go with it. A stack of
+    experts is a region by itself.
 
     Returns:
         The layers.
     """
     region = plan.layers[name].region
-    dropped = [n for n, layer in plan.layers.items() if n == name or (region is not None and layer.region == region)]
+    alone = region is None or plan.layers[name].stack is not None
+    dropped = [
+        n
+        for n, layer in plan.layers.items()
+        if n == name or (not alone and layer.region == region and layer.stack is None)
+    ]
     for other in dropped:
         del plan.layers[other]
         plan.how.pop(other, None)
@@ -22,7 +28,8 @@ def drop_region(plan: ParallelPlan, name: str, why: str) -> list[str]:
     counted = [a for a in plan.attributes if region is not None and related(a.module, region)]
     plan.attributes = [a for a in plan.attributes if a not in counted]
     for other, layer in list(plan.layers.items()):
-        if other in plan.layers and any(layer.region and related(a.module, layer.region) for a in counted):
+        counts = layer.stack is None and any(layer.region and related(a.module, layer.region) for a in counted)
+        if other in plan.layers and counts:
             dropped += drop_region(plan, other, why)
     return dropped
 

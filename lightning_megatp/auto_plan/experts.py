@@ -8,11 +8,11 @@ from dataclasses import replace
 
 from torch import nn
 
-from lightning_megatp.auto_plan.adding_up import NotAdditive, StackLayout, thinned
+from lightning_megatp.auto_plan.adding_up import NotAdditive, thinned
 from lightning_megatp.auto_plan.blocks import Block
 from lightning_megatp.auto_plan.dropping import drop_region, inside, related
 from lightning_megatp.auto_plan.stacks import holds_stacks, layout_of
-from lightning_megatp.plan.layer import LayerPlan
+from lightning_megatp.plan.layer import LayerPlan, StackLayout
 from lightning_megatp.plan.layer_styles import counts_of, experts_plan
 from lightning_megatp.plan.parallel_plan import ParallelPlan, plain_name
 from lightning_megatp.plan.styles import Style
@@ -68,22 +68,24 @@ def plan_stacks(
 
 
 def _stack_plan(name: str, layout: StackLayout, modules: dict[str, nn.Module], tp: int) -> LayerPlan:
-    layer = experts_plan(name, Style(name, "experts", parameters=layout.parameters), modules, tp, layout.tried)
+    layer = experts_plan(name, Style(name, "experts", parameters=layout.parameters), modules, tp, bool(layout.done))
     expert_kind(modules[name])  # raises where that can't be
-    return replace(
-        layer, counts=layout.counts, returns=layout.returns, kept=layout.kept, draws_alike=layout.draws_alike
-    )
+    return replace(layer, stack=layout)
 
 
 @contextlib.contextmanager
-def thin_stacks(block: Block, layouts: Mapping[str, StackLayout]) -> Iterator[None]:
-    """Meanwhile the experts in a block are small."""
+def thin_stacks(block: Block, layouts: Mapping[str, StackLayout]) -> Iterator[list[str]]:
+    """Meanwhile the experts in a block are small.
+
+    Returns:
+        Their names in the block.
+    """
     name = block.names[0]
+    stacks = {stack[len(name) + 1 :]: layout for stack, layout in layouts.items() if inside(stack, [name])}
     with contextlib.ExitStack() as thin:
-        for stack, layout in layouts.items():
-            if f"{stack}.".startswith(f"{name}."):
-                thin.enter_context(thinned(block.module.get_submodule(stack[len(name) + 1 :]), layout))
-        yield
+        for stack, layout in stacks.items():
+            thin.enter_context(thinned(block.module.get_submodule(stack), layout))
+        yield list(stacks)
 
 
 def keep_whole_in_stacks(plan: ParallelPlan, layouts: Iterable[str]) -> None:

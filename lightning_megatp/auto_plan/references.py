@@ -15,7 +15,7 @@ from lightning_megatp.auto_plan.blocks import Block, Call
 from lightning_megatp.auto_plan.compare import Reference
 from lightning_megatp.auto_plan.exact import exact
 from lightning_megatp.auto_plan.thin import block_copy, concrete_call, thin_copy
-from lightning_megatp.plan.parallel_plan import Done
+from lightning_megatp.plan.layer import Done
 from lightning_megatp.shim.torch import tree_leaves
 from lightning_megatp.tensor.functions import couples, done_by_user, operation_name
 

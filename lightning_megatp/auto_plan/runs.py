@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_megatp.auto_plan.blocks import PLAIN, Call, describe, own_attributes, tensors_anywhere_in
 from lightning_megatp.auto_plan.exact import exact
-from lightning_megatp.plan.parallel_plan import Done
+from lightning_megatp.plan.layer import Done
 from lightning_megatp.shim.autograd import without_checkpoints
 from lightning_megatp.shim.torch import tree_leaves
 from lightning_megatp.tensor.functions import done_by_user, operation_name
@@ -24,6 +24,8 @@ class Ran:
     """What a run of a module left."""
 
     module: nn.Module
+    arguments: dict[int | str, Any]
+    """By position or keyword."""
     given: list[Tensor]
     """The tensors that it was given, leaves if they need a gradient."""
     result: Any
@@ -59,6 +61,7 @@ def run(module: nn.Module, call: Call) -> Ran:
     after = _attributes(module)
     return Ran(
         module,
+        dict([*enumerate(call.args), *call.kwargs.items()]),
         tensors,
         result,
         {name: x for name, (x, inside) in after.items() if name not in before or not _same(before[name], (x, inside))},

@@ -15,6 +15,7 @@ from lightning_megatp.auto_plan.apart import StatisticsApart
 from lightning_megatp.auto_plan.bare import bare_linears, ways_to_take
 from lightning_megatp.auto_plan.blocks import Block, Call, is_linear, unlooked
 from lightning_megatp.auto_plan.compare import NotFinite, Outcome, Reference
+from lightning_megatp.auto_plan.dropping import inside
 from lightning_megatp.auto_plan.influence import Candidate, Influence, probe
 from lightning_megatp.auto_plan.references import couplings, references_of
 from lightning_megatp.auto_plan.simulate import BlockPlan
@@ -71,6 +72,7 @@ def plan_block(
     least_convolution: float = math.inf,
     global_sizes: bool = True,
     undivided: Collection[str] = (),
+    stacks: Collection[str] = (),
 ) -> BlockResult:
     """Find and prove a plan for one kind of block.
 
@@ -81,6 +83,7 @@ def plan_block(
         least_convolution: convolutions with fewer weights stay whole.
         global_sizes: whether layers may hand out shards that report whole sizes, which compiled code can't take.
         undivided: names of attributes that stay those of the whole.
+        stacks: names of modules in it that are split as one, with the linear layers that are in there.
 
     Returns:
         What was found. Where a block can't be probed, its layers are split one by one and gathered, which computes the
@@ -92,20 +95,23 @@ def plan_block(
         if weights(child) >= max(least_convolution, 1) and fits(child, tp)
     }
     result = BlockResult(block)
+    layers = {name for name, child in block.module.named_modules() if is_linear(child)}
+    others = {name for name in layers if inside(name, stacks)}
+    one_by_one = functools.partial(_one_by_one, result, tp, convolutions, layers - others)
     if not block.calls:
-        return _one_by_one(result, tp, convolutions, "the step that was tried out does not call it")
+        return one_by_one("the step that was tried out does not call it")
     if why := unlooked(block.module) or _too_large(block.module, tp):
-        return _one_by_one(result, tp, convolutions, why)
+        return one_by_one(why)
     why = ""
     for linears in ways_to_take(block, bare_linears(block) if global_sizes else {}):
         try:
-            return _probed(BlockResult(block), tp, trusted, convolutions, global_sizes, undivided, linears)
+            return _probed(BlockResult(block), tp, trusted, convolutions, global_sizes, undivided, linears, others)
         except _NotTheSame as error:
             why = str(error)
         except Exception as error:  # a block may be any code
             text = str(error).splitlines()
             why = f"it can't be probed ({type(error).__name__}: {text[0] if text else ''})"
-    return _one_by_one(result, tp, convolutions, why)
+    return one_by_one(why)
 
 
 def _too_large(module: nn.Module, tp: int) -> str | None:
@@ -132,9 +138,10 @@ def _probed(
     global_sizes: bool,
     undivided: Collection[str],
     bare: Mapping[str, BareLinear],
+    others: Collection[str],
 ) -> BlockResult:
     block = result.block
-    twin, references = _thin_references(block, result, global_sizes, bare)
+    twin, references = _thin_references(block, result, global_sizes, bare, others)
     result.couplings = frozenset(couplings(references))
     influence = probe(block_copy(twin), block.calls[0], tp)
     search = _Search(twin, references, tp, result, global_sizes, undivided, influence.outputs)
@@ -184,12 +191,14 @@ def _name_after_weight(result: BlockResult, name: str, leaves: BareLinear) -> No
     result.token_local = [other for other in result.token_local if other != copied]
 
 
-def _one_by_one(result: BlockResult, tp: int, convolutions: dict[str, LayerPlan], why: str) -> BlockResult:
-    """Split every layer of a block by its outputs, and gather them."""
+def _one_by_one(
+    result: BlockResult, tp: int, convolutions: dict[str, LayerPlan], names: Collection[str], why: str
+) -> BlockResult:
+    """Split these layers of a block by their outputs, and gather them."""
     result.problem = why
     result.plan.layers |= convolutions
     result.how |= dict.fromkeys(convolutions, f"gathered: {why}")
-    layers = {name: child for name, child in result.block.module.named_modules() if is_linear(child)}
+    layers = {name: child for name, child in result.block.module.named_modules() if name in names}
     sizes = {name: child.weight.numel() for name, child in layers.items()}
     for name, child in layers.items():
         outputs = child.weight.shape[1 if is_conv1d(child) else 0]
@@ -204,7 +213,7 @@ def _gathered(name: str, outputs: int, tp: int) -> LayerPlan:
 
 
 def _thin_references(
-    block: Block, result: BlockResult, functions: bool, bare: Mapping[str, BareLinear]
+    block: Block, result: BlockResult, functions: bool, bare: Mapping[str, BareLinear], others: Collection[str]
 ) -> tuple[nn.Module, list[Reference]]:
     """A thin copy, and what it computes. Where a block uses the weight of a linear layer otherwise than by calling it,
     that layer stays as it is.
@@ -212,9 +221,10 @@ def _thin_references(
     Args:
         functions: whether `F.linear` with the layer's weight may be such a call.
         bare: linear layers that are no modules.
+        others: layers that stay as they are, too.
     """
     try:
-        twin = thin_copy(block.module, seed=0, bare=bare)
+        twin = thin_copy(block.module, seed=0, dense=others, bare=bare)
         references = references_of(twin, block)
         dense = set() if functions else set[str]().union(*(reference.functions for reference in references))
     except NotFinite as error:
@@ -226,7 +236,7 @@ def _thin_references(
             raise
     if dense:
         result.whole.update(dict.fromkeys(dense, "the block uses its weight otherwise than by calling it"))
-        twin = thin_copy(block.module, seed=0, dense=dense, bare=bare)
+        twin = thin_copy(block.module, seed=0, dense={*dense, *others}, bare=bare)
         references = references_of(twin, block)
     for name in set[str]().union(*(reference.other_biases for reference in references)):
         layer = twin.get_submodule(name)

@@ -19,8 +19,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_megatp.auto_plan.adding_up import (
+    NOT_A_SUM,
     NotAdditive,
-    StackLayout,
     check_numbered,
     features_inside,
     holder_of,
@@ -28,19 +28,18 @@ from lightning_megatp.auto_plan.adding_up import (
 )
 from lightning_megatp.auto_plan.blocks import Block, find_blocks, is_linear, own_attributes
 from lightning_megatp.plan.experts import looks_like_experts, usual_parameters
+from lightning_megatp.plan.layer import StackLayout
 from lightning_megatp.plan.layer_styles import COUNTS, usual_counts
 from lightning_megatp.plan.styles import ExpertParameter
 
 _MOST = 2**26
 """Elements of what is not split, in a module that is tried out."""
-_TRIALS, _SECONDS = 128, 4.0
+_TRIALS, _SECONDS = 256, 4.0
 """How many ways, and for how long, are tried for one module."""
 _MOST_WAYS = 4096
 """So many are looked at."""
 _PARAMETERS = nn.ParameterList, nn.ParameterDict
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential, *_PARAMETERS)
-_FEW_LINEARS = 4
-"""How many times as many weights the stacks have as linear layers beside them."""
 _UP = 2
 """So many modules around the one that holds the parameters may be what adds up."""
 
@@ -73,9 +72,9 @@ def find_stacks(model: nn.Module) -> list[str]:
 
 
 def _is_mostly_stacks(module: nn.Module) -> bool:
-    """Whether the linear layers in there, which stay whole with it, are few beside the stacks."""
+    """Whether the linear layers in there, which may stay whole with it, have no more weights than the stacks."""
     linears = sum(child.get_parameter("weight").numel() for child in module.modules() if is_linear(child))
-    return _FEW_LINEARS * linears <= sum(module.get_parameter(name).numel() for name in holds_stacks(module))
+    return linears <= sum(module.get_parameter(name).numel() for name in holds_stacks(module))
 
 
 def holds_stacks(module: nn.Module) -> list[str]:
@@ -108,7 +107,8 @@ def layout_of(stack: Block) -> StackLayout:
             return usual_layout(module)
     if not stack.calls:
         raise NotAdditive("the step that was tried out does not call it")
-    calls, until, why = [*stack.calls, *stack.other_calls], time.monotonic() + _SECONDS, ""
+    calls, until = [*stack.calls, *stack.other_calls], time.monotonic() + _SECONDS
+    reasons: dict[str, None] = {}
     for layout in itertools.islice(_layouts(module), _TRIALS):
         if time.monotonic() > until:
             break
@@ -120,10 +120,11 @@ def layout_of(stack: Block) -> StackLayout:
                 found = replace(found, done=found.done | seen)
             return found
         except NotAdditive as error:
-            why = str(error)
+            reasons[str(error)] = None
         except Exception:  # it may be any code, and most sizes don't fit each other
             pass
-    raise NotAdditive(why or "no way was found to split it so that what its parts compute adds up")
+    reasons.pop(NOT_A_SUM, None)  # most ways of any module fail by that
+    raise NotAdditive(next(iter(reasons), NOT_A_SUM))
 
 
 def _stacks_in(module: nn.Module) -> list[str]:
@@ -166,7 +167,7 @@ def _layouts(module: nn.Module) -> Iterator[StackLayout]:
     own = {name: p for name, p in module.named_parameters() if not _is_torchs(holder_of(module, name)[0])}
     own |= {name: module.get_parameter(name) for name in stacks}
     numbers = sorted({n for child in module.modules() for n in _experts(child)})
-    others = [ExpertParameter(name) for name, _ in module.named_parameters() if name not in own]
+    others = [name for name, _ in module.named_parameters() if name not in own]
     total = sum(p.numel() for p in module.parameters())
     ways = []
     for inside in _sizes([own[name] for name in stacks], numbers):
@@ -175,28 +176,54 @@ def _layouts(module: nn.Module) -> Iterator[StackLayout]:
         ]
         cut = [own[entry.name].numel() for choices in groupings[0] for entry in choices[0] if entry.split]
         if len(cut) >= 2:
-            ways.append((sum(cut), itertools.chain(*[_ways(module, inside, each) for each in groupings])))
+            beside = _beside(module, others, inside)
+            ways.append((sum(cut), itertools.chain(*[_ways(module, inside, each, beside) for each in groupings])))
     ways.sort(key=lambda way: way[0], reverse=True)
     for layout in itertools.islice(_in_turn([layouts for _, layouts in ways]), _MOST_WAYS):
-        parameters = [entry for entry in layout.parameters if entry.split]
-        if len(parameters) >= 2 and total - sum(own[entry.name].numel() for entry in parameters) <= _MOST:
-            yield replace(layout, parameters=(*layout.parameters, *others))
+        cut = [own[entry.name].numel() for entry in layout.parameters if entry.split and entry.name in own]
+        if len(cut) >= 2 and total - sum(cut) <= _MOST:
+            yield layout
 
 
 def _ways(
-    module: nn.Module, inside: int, options: Sequence[Sequence[Sequence[ExpertParameter]]]
+    module: nn.Module,
+    inside: int,
+    options: Sequence[Sequence[Sequence[ExpertParameter]]],
+    beside: Sequence[Sequence[ExpertParameter]],
 ) -> Iterator[StackLayout]:
     """With a number of features inside, each choice for each parameter, and for what counts them."""
     counts = [
         f"{name}.{key}".lstrip(".")
         for name, child in module.named_modules()
+        if not _is_torchs(child)
         for key, value in own_attributes(child).items()
         if type(value) is int and value == inside
     ]
     usual = [name for name in counts if name.rpartition(".")[2] in COUNTS]
-    for chosen in itertools.product(*options):
+    for chosen in itertools.product(*options, beside):
         for names in dict.fromkeys(map(tuple, (counts, usual, (), *([name] for name in counts)))):
             yield StackLayout(tuple(itertools.chain.from_iterable(chosen)), names)
+
+
+def _beside(module: nn.Module, names: Sequence[str], inside: int) -> list[list[ExpertParameter]]:
+    """What the layers beside the stacks may be: whole; an expert that all tokens take, whose features are a multiple of
+    the others'; or layers of one shape whose output is added once."""
+    shapes = {name: tuple(child.weight.shape) for name, child in module.named_modules() if type(child) is nn.Linear}
+    ways: list[dict[str, ExpertParameter]] = [{}]
+    for features, width in dict.fromkeys(shapes.values()):
+        up = [name for name, shape in shapes.items() if shape == (features, width)]
+        down = [name for name, shape in shapes.items() if shape == (width, features)]
+        up, down = (up[:-1], up[-1:]) if features == width else (up, down)
+        if features % inside == 0 and up and down:
+            unit = features // inside
+            split = [ExpertParameter(f"{name}.{leaf}", 0, unit=unit) for name in up for leaf in ("weight", "bias")]
+            split += [ExpertParameter(f"{name}.weight", 1, unit=unit) for name in down]
+            split += [ExpertParameter(f"{name}.bias", once=True) for name in down]
+            ways.append({entry.name: entry for entry in split})
+    for shape in dict.fromkeys(shapes.values()):
+        alike = [f"{name}.{leaf}" for name in shapes if shapes[name] == shape for leaf in ("weight", "bias")]
+        ways.append({name: ExpertParameter(name, once=True) for name in alike})
+    return [[way.get(name, ExpertParameter(name)) for name in names] for way in ways]
 
 
 def _in_turn(iterators: Sequence[Iterator[StackLayout]]) -> Iterator[StackLayout]:

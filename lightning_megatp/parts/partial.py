@@ -241,7 +241,9 @@ class PartialGradients:
         are no such parameters.
         """
         pieces: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}
-        for parameter in map(self._parallel.held, self._partial.values()):
+        place = {id(p): i for i, p in enumerate(self._parallel.names.values())} if self._partial else {}
+        partial = sorted(self._partial, key=lambda i: place.get(i, len(place)))  # the graph may have another order
+        for parameter in (self._parallel.held(self._partial[i]) for i in partial):
             if parameter.grad is not None:
                 pieces.setdefault(parameter.grad.dtype, []).append((parameter, parameter.grad))
         for parameter, spec in self._owned_by_several():

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from lightning_megatp.plan.ranges import Ranges
-from lightning_megatp.plan.styles import Style
+from lightning_megatp.plan.styles import ExpertParameter, Style
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,36 @@ class BareLinear:
     """Whether the weight is (in, out), as for `x @ weight`."""
 
 
+Done = tuple[str, str, int]
+"""An operation's name, and file and line of the user's code that calls it."""
+
+
+@dataclass(frozen=True)
+class StackLayout:
+    """How a stack of experts is split, on the features inside of each: what its parts compute adds up."""
+
+    parameters: tuple[ExpertParameter, ...]
+    counts: tuple[str, ...] | None = None
+    """Attributes that count the features inside, by their names from the module on; None for the usual."""
+    returns: tuple[bool, ...] = ()
+    """Of each tensor that it returns, whether it is a sum over the ranks; the others are the same on all ranks. Empty
+    for one sum."""
+    adds: int | str | None = None
+    """Position or keyword of an argument that is added to the first sum besides: a residual."""
+    kept: tuple[str, ...] = ()
+    """Attributes in which it leaves tensors with a graph that are the same on all ranks."""
+    draws_alike: bool = False
+    """Whether the random numbers that it draws have to be the same on all ranks, as those that choose experts, and are
+    not for the features inside."""
+    done: frozenset[Done] = field(default=frozenset(), compare=False)
+    """All operations that were seen when it was found to add up; empty if that wasn't tried."""
+
+    @property
+    def once(self) -> list[str]:
+        """Parameters that only the first rank adds."""
+        return [entry.name for entry in self.parameters if entry.once]
+
+
 @dataclass(frozen=True)
 class LayerPlan:
     """One layer to swap."""
@@ -46,17 +76,8 @@ class LayerPlan:
     """For gathered columns: whether they are gathered only where an operation needs all features."""
     splits: tuple[Split, ...] = ()
     """Its split parameters, where they are not `weight` and `bias` as its style splits them."""
-    once: tuple[str, ...] = ()
-    """For experts: parameters that one rank adds to what is summed."""
-    counts: tuple[str, ...] | None = None
-    """For experts: attributes that count the features inside, by their names from the module on; None for the usual."""
-    returns: tuple[bool, ...] = ()
-    """For experts: of each tensor that they return, whether it is a sum over the ranks; the others are the same on all
-    ranks. Empty for one sum."""
-    kept: tuple[str, ...] = ()
-    """For experts: attributes in which they leave tensors with a graph that are the same on all ranks."""
-    draws_alike: bool = False
-    """For experts: whether the random numbers that they draw have to be the same on all ranks: they choose experts."""
+    stack: StackLayout | None = None
+    """For experts."""
     whole: tuple[str, ...] = ()
     """Parameters that its style would split, and that stay whole, since code around it uses them otherwise."""
     by_function: bool = False

@@ -12,7 +12,7 @@ from lightning_megatp.messages import with_article
 from lightning_megatp.plan.convolutions import convolution_plan, is_convolution, is_weight_normed
 from lightning_megatp.plan.embeddings import looks_up
 from lightning_megatp.plan.experts import check_parameters, usual_parameters
-from lightning_megatp.plan.layer import BareLinear, LayerPlan, Split
+from lightning_megatp.plan.layer import BareLinear, LayerPlan, Split, StackLayout
 from lightning_megatp.plan.parallel_plan import AttributePlan, ParallelPlan
 from lightning_megatp.plan.ranges import length, shard_ranges
 from lightning_megatp.plan.styles import Style
@@ -135,8 +135,7 @@ def experts_plan(name: str, style: Style, modules: Mapping[str, nn.Module], tp: 
             " ranks, and each needs one or more. Use a smaller tp or unit, or leave these experts out of the plan."
         )
     by_rank = shard_ranges(features, tp, 1, unit)
-    once = tuple(entry.name for entry in parameters if entry.once)
-    return LayerPlan(name, style, by_rank, unit, region=name, splits=tuple(splits), once=once)
+    return LayerPlan(name, style, by_rank, unit, region=name, splits=tuple(splits), stack=StackLayout(parameters))
 
 
 COUNTS = {"intermediate_dim", "intermediate_size", "moe_intermediate_size", "expert_dim", "ffn_dim", "ffn_hidden_size"}
@@ -153,7 +152,9 @@ def expert_counts(plan: ParallelPlan, modules: Mapping[str, nn.Module]) -> Itera
 def counts_of(name: str, layer: LayerPlan, modules: Mapping[str, nn.Module]) -> Iterator[AttributePlan]:
     """The same of one stack of experts."""
     sizes = tuple(map(length, layer.by_rank))
-    for count in usual_counts(modules[name], sum(sizes)) if layer.counts is None else layer.counts:
+    assert layer.stack is not None
+    counts = layer.stack.counts
+    for count in usual_counts(modules[name], sum(sizes)) if counts is None else counts:
         inner, _, attribute = f"{name}.{count}".rpartition(".")
         yield AttributePlan(inner, attribute, sizes)
 

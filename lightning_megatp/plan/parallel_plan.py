@@ -8,12 +8,9 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from lightning_megatp.plan.layer import LayerPlan
+from lightning_megatp.plan.layer import Done, LayerPlan
 from lightning_megatp.plan.shard import ShardedTensorSpec
 from lightning_megatp.plan.styles import Style, StyleLike, matches
-
-Done = tuple[str, str, int]
-"""An operation's name, and file and line of the user's code that calls it."""
 
 
 @dataclass(frozen=True)

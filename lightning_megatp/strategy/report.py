@@ -172,7 +172,7 @@ def _why_whole(parallel: ParallelModule, name: str) -> str:
             return "the code around its layer uses it otherwise, too"
         if split.style.style in ("row", "row_split") and leaf == "bias":
             return "bias of a row layer: added once, after the sum"
-        return "added once, after the sum" if leaf in split.once else ""
+        return "added once, after the sum" if split.stack is not None and leaf in split.stack.once else ""
     attention = parallel.plan.layers.get(owner.removesuffix(".out_proj"))
     if attention is not None and attention.style.style == "attention" and leaf == "bias":
         return "added once, after the sum"

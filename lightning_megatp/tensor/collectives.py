@@ -88,6 +88,18 @@ def leave_alike(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return x if group.size() == 1 or not x.requires_grad else _Alike.apply(x, group)
 
 
+def added_once(x: Tensor, added: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """What ranks have added to their parts of a sum, taken off again on all but the first.
+
+    Args:
+        x: any shape, each rank's part with `added` in it.
+        added: the same shape, the same on every rank.
+
+    Communication: none.
+    """
+    return x if group.size() == 1 else _Once.apply(x, added, group)
+
+
 def gather_from_region(x: Tensor, group: dist.ProcessGroup, sizes: Sequence[int]) -> Tensor:
     """All-gather the last dim; slice the gradient. Leaves a tensor region with features.
 
@@ -214,6 +226,19 @@ class _Alike(OwnFunction):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         whole = _Copy.apply(grad, ctx.group, ctx.region_below) if torch.is_grad_enabled() else grad
         return whole / ctx.group.size(), None
+
+
+class _Once(OwnFunction):
+    """A function of its own, so that all ranks have the same graph."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, added: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.first, ctx.region_above, ctx.region_below = group.rank() == 0, "tensor", "tensor"
+        return x.view_as(x) if ctx.first else x - added
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return grad, None if ctx.first else -grad, None
 
 
 class _Gather(OwnFunction):

@@ -12,9 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from lightning_megatp.messages import with_article
+from lightning_megatp.plan.layer import StackLayout
 from lightning_megatp.plan.ranges import Ranges
 from lightning_megatp.shim.torch import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from lightning_megatp.tensor.collectives import (
+    added_once,
     copy_to_region,
     leave_alike,
     reduce_from_region,
@@ -39,54 +41,78 @@ class ParallelExperts(ParallelLayer):
 
     splits: dict[str, tuple[int, tuple[Ranges, ...]]]
     """Split parameter, by its name from this module on -> its dim and the ranges of every rank."""
-    once: tuple[str, ...] = ()
-    """Parameters that only the first rank adds."""
-    returns: tuple[bool, ...] = ()
-    """Of each tensor that is returned, whether ranks have parts of a sum, and not all the same; empty for one sum."""
-    kept: tuple[str, ...] = ()
-    """Attributes in which forward leaves tensors with a graph that are the same on all ranks."""
-    draws_alike: bool = False
-    """Whether all ranks draw the same random numbers in there, and not each others for its features."""
+    stack_layout: StackLayout
 
     @torch.compiler.disable
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self.context.meet(self.label)
         context = self.context
+        layout = self.stack_layout
         shards = [x for x in tree_leaves((args, kwargs)) if isinstance(x, SequenceShard)]
         with context.running(user_code=False):
             inside = self._parameters_inside()
             args, kwargs = tree_map(self._enter, (args, kwargs))
-        kept = [self._place(name) for name in self.kept]
+        kept = [self._place(name) for name in layout.kept]
         before = [held.get(key) for held, key in kept]
         context.open_stack = OpenStack(self.label, tuple(x for x in inside.values() if isinstance(x, Tensor)))
         with self._in_place(inside):
             result = super(ParallelLayer, self).forward(*args, **kwargs)
         leaves, tree = tree_flatten(result)
-        tensors = [x for x in leaves if isinstance(x, Tensor)]
-        sums = dict(zip(map(id, tensors), self.returns or (True,), strict=False))
-        if len(tensors) != (len(self.returns) or 1) or (not self.returns and result is not tensors[0]):
-            wanted = f"{len(self.returns)} tensors, as it did when it was tried out" if self.returns else "one tensor"
-            raise ValueError(
-                f"MegaTPStrategy: `{self.label}` has the style `experts`, and its forward should return {wanted}, but"
-                f" returned {with_article(type(result).__name__)}. Leave it out of the plan."
-            )
+        sums = self._sums(result, [x for x in leaves if isinstance(x, Tensor)])
+        added = self._added(args, kwargs)
         with context.running(user_code=False):
             context.leave()
             for (held, key), earlier in zip(kept, before, strict=True):
                 if isinstance(left := held.get(key), Tensor) and left is not earlier:
                     held[key] = leave_alike(left, self.group)
-            return tree_unflatten([self._leave(x, shards, sums[id(x)]) if id(x) in sums else x for x in leaves], tree)
+            for i, x in enumerate(leaves):
+                if isinstance(x, Tensor) and not sums[id(x)]:
+                    leaves[i] = leave_alike(x, self.group)
+                elif isinstance(x, Tensor):
+                    leaves[i] = self._leave(x if added is None else added_once(x, added, self.group), shards)
+                    added = None
+            return tree_unflatten(leaves, tree)
+
+    def _added(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+        """The argument that each rank has added to its part.
+
+        Raises:
+            ValueError: it was not given as when it was tried out.
+        """
+        at = self.stack_layout.adds
+        given = dict([*enumerate(args), *kwargs.items()])
+        if at is not None and not isinstance(given.get(at), Tensor):
+            raise ValueError(
+                f"MegaTPStrategy: the experts `{self.label}` add argument {at!r} to what they compute, as they did when"
+                " they were tried out, and it is not given. Call them as then, or leave them out of the plan."
+            )
+        return None if at is None else given[at]
+
+    def _sums(self, result: Any, tensors: list[Tensor]) -> dict[int, bool]:
+        """id of a tensor that was returned -> whether it is a sum over the ranks.
+
+        Raises:
+            ValueError: forward returned something else than when it was tried out.
+        """
+        returns = self.stack_layout.returns
+        if len(tensors) != (len(returns) or 1) or (not returns and result is not tensors[0]):
+            wanted = f"{len(returns)} tensors, as it did when it was tried out" if returns else "one tensor"
+            raise ValueError(
+                f"MegaTPStrategy: `{self.label}` has the style `experts`, and its forward should return {wanted}, but"
+                f" returned {with_article(type(result).__name__)}. Leave it out of the plan."
+            )
+        return dict(zip(map(id, tensors), returns or (True,), strict=True))
 
     def _enter(self, x: Any) -> Any:
         if not isinstance(x, Tensor) or not x.is_floating_point():
             return x
-        region = None if self.draws_alike else self.region
+        region = None if self.stack_layout.draws_alike else self.region
         return self.context.enter(x, self._bring, region, self.training).value
 
     def _parameters_inside(self) -> dict[str, Any]:
         """The split parameters, and those that are added once, as the module's own forward sees them."""
         inside = {name: self._own(name, dim, by_rank) for name, (dim, by_rank) in self.splits.items()}
-        for name in self.once:
+        for name in self.stack_layout.once:
             bias = copy_to_region(self._held(name), self.group)
             inside[name] = bias if self.context.rank == 0 else bias * 0.0
         return inside
@@ -116,16 +142,14 @@ class ParallelExperts(ParallelLayer):
         return super()._held(name) if leaf == name else dict.get(held["_parameters"], leaf)
 
     def _names(self) -> Collection[str]:
-        return {*self._parameters, *self.splits, *self.once}
+        return {*self._parameters, *self.splits, *self.stack_layout.once}
 
     def _place(self, name: str) -> tuple[dict[str, Any], str]:
         """The attributes of the module that has a parameter or an attribute, and its name there."""
         path, _, leaf = name.rpartition(".")
         return vars(self.get_submodule(path)), leaf
 
-    def _leave(self, x: Tensor, shards: list[SequenceShard], is_sum: bool) -> Tensor:
-        if not is_sum:
-            return leave_alike(x, self.group)
+    def _leave(self, x: Tensor, shards: list[SequenceShard]) -> Tensor:
         shard = next((shard for shard in shards if shard.shape == x.shape), None)
         if shard is None or self.context.is_dry(x):
             return reduce_from_region(x, self.group)

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.overrides import handle_torch_function
 
-from lightning_megatp.plan.parallel_plan import Done
+from lightning_megatp.plan.layer import Done
 from lightning_megatp.shim.autograd import DirectFunction
 from lightning_megatp.shim.torch import FOREACH_IN_PLACE
 

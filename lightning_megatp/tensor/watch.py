@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from lightning_megatp.plan.parallel_plan import Done
+from lightning_megatp.plan.layer import Done
 from lightning_megatp.shim.torch import is_fake, tree_leaves
 from lightning_megatp.tensor.context import OpenStack, TensorContext
 from lightning_megatp.tensor.functions import (
@@ -95,7 +95,7 @@ class RegionWatch(TorchFunctionMode):
         RuntimeError: an operation on what experts computed, as none was when their parts were found to add up.
         """
         seen = self._stacks.get(stack.name)
-        if seen is None or name in _ADDS_UP:
+        if seen is None or name in _ADDS_UP or any(map(is_fake, stack.parts)):  # in a dry run nothing is computed
             return
         done = done_by_user(name)
         if done in seen or (not couples(name) and any(name == other for other, _, _ in seen)):

@@ -499,7 +499,7 @@ def test_experts_are_known_by_names_and_shapes() -> None:
         "gate_up_proj_bias": (1, "[6:12]"),
         "down_proj": (1, "[3:6]"),
     }
-    assert resolve({"moe": "experts"}, biased, 2).layers["moe"].once == ("down_proj_bias",)
+    assert resolve({"moe": "experts"}, biased, 2).layers["moe"].stack.once == ["down_proj_bias"]
     plain = _experts({"is_transposed": False}, up_proj=(4, 6, 8), down_proj=(4, 8, 6))
     assert _split(plain) == {"up_proj": (1, "[3:6]"), "down_proj": (2, "[3:6]")}
 

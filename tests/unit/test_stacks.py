@@ -12,10 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_megatp.auto_plan.adding_up import NotAdditive, StackLayout, thinned
+from lightning_megatp.auto_plan.adding_up import NotAdditive, thinned
 from lightning_megatp.auto_plan.blocks import Block, Call
 from lightning_megatp.auto_plan.discover import discover, look
 from lightning_megatp.auto_plan.stacks import find_stacks, layout_of
+from lightning_megatp.plan.layer import StackLayout
 from lightning_megatp.plan.resolve import resolve
 from lightning_megatp.plan.styles import ExpertParameter
 
@@ -129,8 +130,8 @@ def activated(self: Any, x: Tensor) -> Tensor:
     return torch.tanh(plain(self, x))
 
 
-def residual(self: Any, x: Tensor) -> Tensor:
-    return x + plain(self, x)
+def doubled_residual(self: Any, x: Tensor) -> Tensor:
+    return 2 * x + plain(self, x)
 
 
 def both_drawn(self: Any, x: Tensor) -> Tensor:
@@ -231,7 +232,7 @@ def not_used(self: Any, x: Tensor) -> Tensor:
     [
         (normed, "does not add up"),
         (activated, "does not add up"),
-        (residual, "does not add up"),
+        (doubled_residual, "does not add up"),
         (both_drawn, "draws random numbers for the features"),
         (returning_hidden, "something else than the whole"),
         (leaving_hidden, "leaves in `last`"),

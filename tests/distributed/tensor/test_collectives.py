@@ -91,6 +91,17 @@ def _alike(ways: int, even: bool, dim: int) -> Case:
     return Case(run, [_normal(3, 2)], lambda xs: [xs[0] ** 2])
 
 
+def _added_once(ways: int, even: bool, dim: int) -> Case:
+    """A sum of parts to each of which its rank has added what entered."""
+
+    def run(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        entered = c.copy_to_region(x, group)
+        part = entered**2 / ways + entered
+        return c.reduce_from_region(c.added_once(part, entered, group), group)
+
+    return Case(run, [_normal(3, 2)], lambda xs: [xs[0] ** 2 + xs[0]])
+
+
 def _gather_features(ways: int, even: bool, dim: int) -> Case:
     sizes = _sizes(ways, even)
     inputs = [_normal(*_shape(-1, size)) for size in sizes]
@@ -208,6 +219,7 @@ CASES: dict[str, Callable[[int, bool, int], Case]] = {
     "copy_to_region": _copy,
     "use_on_tokens": _use,
     "leave_alike": _alike,
+    "added_once": _added_once,
     "reduce_from_region": _reduce,
     "reduce_from_region spending": _reduce_spending,
     "gather_from_region": _gather_features,

@@ -203,6 +203,41 @@ class Remembering(Routed):
         return y
 
 
+class Beside(Routed):
+    """With an expert beside the stacks that all rows take, of `features`, and a gate of its own."""
+
+    split: ClassVar = {**Routed.split, "up.weight": 0, "up.bias": 0, "down.weight": 1}
+    features = 2 * INSIDE
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, self.features), nn.Linear(self.features, WIDTH)
+        self.weigh = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Any:
+        y, balance = super().forward(x)
+        return y + self.weigh(x).sigmoid() * self.down(F.silu(self.up(x))), balance
+
+
+class BesideOthers(Beside):
+    """Whose features fit those of the others in no way."""
+
+    split: ClassVar = Routed.split
+    features = 20
+
+
+class Residual(Routed):
+    """With its norm, and what it was given added."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, x: Tensor) -> Any:
+        y, balance = super().forward(self.norm(x))
+        return x + y, balance
+
+
 class Later(Product):
     """Which does something more as soon as somebody says so."""
 
@@ -221,9 +256,9 @@ class Later(Product):
         return self.CHANGES[self.more](y) if self.more else y
 
 
-KINDS: dict[str, type[Experts]] = {
-    kind.__name__: kind for kind in (Linear, Product, Batched, Capacity, Taken, Rows, Lists, Apart, Routed, Remembering)
-}
+_STACKS = (Linear, Product, Batched, Capacity, Taken, Rows, Lists, Apart)
+_WITH_MORE = (Routed, Remembering, Beside, BesideOthers, Residual)
+KINDS: dict[str, type[Experts]] = {kind.__name__: kind for kind in (*_STACKS, *_WITH_MORE)}
 
 
 class Router(nn.Module):
@@ -300,12 +335,13 @@ def train(layout: Layout, kind: str) -> tuple[list[float], dict[str, tuple[int, 
 CASES = list(itertools.product([TP2, FLAT, TP3, TP2_PP2, *ZEROS], KINDS))
 USUAL = {
     TP2: set(KINDS),
-    TP3: {"Product", "Lists", "Routed"},
-    FLAT: {"Remembering"},
+    TP3: {"Product", "Lists", "Routed", "Beside", "Residual"},
+    FLAT: {"Remembering", "Beside"},
     TP2_PP2: {"Rows", "Apart"},
     ZEROS[1]: {"Rows", "Routed"},
 }
-_COUPLED = {TP2_PP2: {"Routed", "Remembering", "Capacity"}, ZEROS[0]: {"Routed", "Remembering", "Capacity"}}
+_BALANCED = {name for name, kind in KINDS.items() if issubclass(kind, Routed)}
+_COUPLED = {TP2_PP2: {*_BALANCED, "Capacity"}, ZEROS[0]: {*_BALANCED, "Capacity"}}
 _COUPLED[ZEROS[1]] = _COUPLED[ZEROS[0]]
 """What all rows of a batch decide: places, and what balances experts."""
 CASES = [(layout, kind) for layout, kind in CASES if kind not in _COUPLED.get(layout, ())]
