@@ -35,7 +35,7 @@ NOT_A_SUM = (
     "what its parts compute does not add up, in no way in which it could be split. What is no sum over the features of"
     " experts (a norm of their result) has to be done outside of the module that has their parameters"
 )
-_NOT_USED = "what it returns is the same whatever its experts compute"
+NOT_USED = "what it returns is the same whatever its experts compute"
 
 
 class NotAdditive(Exception):
@@ -167,7 +167,7 @@ class _Trial:
             raise NotAdditive("what it returns is a sum for some inputs, and not for others")
         returns = tuple(False not in same for same in seen)
         if all(returns):
-            raise NotAdditive(_NOT_USED)
+            raise NotAdditive(NOT_USED)
         if len(self._draws) > 1:
             raise NotAdditive(
                 "it draws random numbers for the features inside of experts, and for what all ranks share"
@@ -188,7 +188,7 @@ class _Trial:
         """
         split = [entry.name for entry in self._layout.parameters if entry.split]
         if not self._used and any(self._whole.get_parameter(name).requires_grad for name in split):
-            raise NotAdditive(_NOT_USED)
+            raise NotAdditive(NOT_USED)
 
     def _compare_gradients(
         self, wanted: Ran, parts: Sequence[Ran], same: Sequence[bool | None], kept: set[str]

@@ -141,7 +141,7 @@ def discover(model: nn.Module, tp: int, kinds: Sequence[Block], plan: ParallelPl
         if not result.problem:
             plan.couplings |= dict.fromkeys(map(plain_name, kind.names), result.couplings)
     found.problems += _plan_attentions(plan, model, tp, kinds)
-    keep_whole_in_stacks(plan, layouts)
+    keep_whole_in_stacks(plan, layouts, model)
     _plan_tables(plan, model, tp)
     _plan_convolutions(plan, model, tp, least)
     _agree_on_ties(plan, model, tp)

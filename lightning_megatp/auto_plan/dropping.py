@@ -28,8 +28,9 @@ def drop_region(plan: ParallelPlan, name: str, why: str) -> list[str]:
     counted = [a for a in plan.attributes if region is not None and related(a.module, region)]
     plan.attributes = [a for a in plan.attributes if a not in counted]
     for other, layer in list(plan.layers.items()):
-        counts = layer.stack is None and any(layer.region and related(a.module, layer.region) for a in counted)
-        if other in plan.layers and counts:
+        if other not in plan.layers or layer.stack is not None:
+            continue
+        if any(layer.region and related(a.module, layer.region) for a in counted):
             dropped += drop_region(plan, other, why)
     return dropped
 

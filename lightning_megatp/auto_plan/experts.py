@@ -88,9 +88,12 @@ def thin_stacks(block: Block, layouts: Mapping[str, StackLayout]) -> Iterator[li
         yield list(stacks)
 
 
-def keep_whole_in_stacks(plan: ParallelPlan, layouts: Iterable[str]) -> None:
-    """Drop what was found inside of experts that are split as one."""
+def keep_whole_in_stacks(plan: ParallelPlan, layouts: Iterable[str], model: nn.Module) -> None:
+    """Drop what was found inside of experts that are split as one, but for what counts their features."""
     stacks = [name for name in map(plain_name, layouts) if name in plan.layers]
+    plain = {plain_name(name): child for name, child in model.named_modules()}
     for name, layer in list(plan.layers.items()):
         if name in plan.layers and name not in stacks and name in plan.how and inside(layer.owner, stacks):
             drop_region(plan, name, "it is a part of experts that are split as one")
+    plan.attributes = [a for a in plan.attributes if not inside(a.module, stacks)]
+    plan.attributes += [count for name in stacks for count in counts_of(name, plan.layers[name], plain)]

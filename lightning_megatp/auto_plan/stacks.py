@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from lightning_megatp.auto_plan.adding_up import (
     NOT_A_SUM,
+    NOT_USED,
     NotAdditive,
     check_numbered,
     features_inside,
@@ -123,8 +124,8 @@ def layout_of(stack: Block) -> StackLayout:
             reasons[str(error)] = None
         except Exception:  # it may be any code, and most sizes don't fit each other
             pass
-    reasons.pop(NOT_A_SUM, None)  # most ways of any module fail by that
-    raise NotAdditive(next(iter(reasons), NOT_A_SUM))
+    usual = {NOT_A_SUM, NOT_USED}  # by which most ways of any module fail
+    raise NotAdditive(next((why for why in reasons if why not in usual), next(iter(reasons), NOT_A_SUM)))
 
 
 def _stacks_in(module: nn.Module) -> list[str]:

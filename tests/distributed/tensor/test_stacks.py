@@ -226,6 +226,22 @@ class BesideOthers(Beside):
     features = 20
 
 
+class Counting(Experts):
+    """Which counts its features, and has a pair of matrices in its router that would be a region by themselves."""
+
+    split: ClassVar = Routed.split
+
+    def __init__(self) -> None:
+        router = {"narrow": (64, WIDTH), "gate": (EXPERTS, 64)}
+        super().__init__(**router, w1=(EXPERTS, WIDTH, INSIDE), w2=(EXPERTS, INSIDE, WIDTH))
+        self.inner = INSIDE
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, chosen = F.linear(F.gelu(F.linear(x, self.narrow)), self.gate).softmax(-1).topk(CHOSEN, -1)
+        h = torch.einsum("nd,edf->enf", x, self.w1).reshape(EXPERTS, -1, self.inner)
+        return self.all(F.gelu(h) @ self.w2, weights, chosen)
+
+
 class Residual(Routed):
     """With its norm, and what it was given added."""
 
@@ -257,7 +273,7 @@ class Later(Product):
 
 
 _STACKS = (Linear, Product, Batched, Capacity, Taken, Rows, Lists, Apart)
-_WITH_MORE = (Routed, Remembering, Beside, BesideOthers, Residual)
+_WITH_MORE = (Routed, Remembering, Beside, BesideOthers, Counting, Residual)
 KINDS: dict[str, type[Experts]] = {kind.__name__: kind for kind in (*_STACKS, *_WITH_MORE)}
 
 
@@ -277,7 +293,7 @@ class Mixture(nn.Module):
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.experts = (KINDS | {"Later": Later})[kind]()
-        self.router = None if isinstance(self.experts, Routed) else Router()
+        self.router = None if isinstance(self.experts, Routed | Counting) else Router()
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         rows = x.reshape(-1, WIDTH)
