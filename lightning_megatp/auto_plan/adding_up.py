@@ -101,9 +101,14 @@ def _thin(module: nn.Module, layout: StackLayout) -> tuple[nn.Module, int]:
 
 def _enlarged(whole: nn.Module) -> nn.Module:
     larger = block_copy(whole)
-    for parameter in larger.parameters():
-        parameter.data.mul_(_LARGE)
+    for name, parameter in list(larger.named_parameters()):
+        _replace(larger, name, parameter.detach() * _LARGE)
     return larger
+
+
+def _replace(module: nn.Module, name: str, values: Tensor) -> None:
+    holder, leaf = holder_of(module, name)
+    holder._parameters[leaf] = nn.Parameter(values, requires_grad=module.get_parameter(name).requires_grad)
 
 
 class _Unfit(Exception):
@@ -276,13 +281,12 @@ def _share(whole: nn.Module, layout: StackLayout, inside: int, own: tuple[int, i
     start, stop = own
     share = block_copy(whole)
     for entry in layout.parameters:
-        holder, leaf = holder_of(share, entry.name)
         parameter = share.get_parameter(entry.name)
         if entry.dim is not None:
             ranges = _ranges(parameter, entry, inside, own)
-            holder._parameters[leaf] = nn.Parameter(take_ranges(parameter.detach(), entry.dim, ranges))
+            _replace(share, entry.name, take_ranges(parameter.detach(), entry.dim, ranges))
         elif entry.once and start:
-            parameter.data.zero_()
+            _replace(share, entry.name, torch.zeros_like(parameter))
     for count in layout.counts or ():
         holder, key = holder_of(share, count)
         vars(holder)[key] = stop - start

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ from lightning_megatp.auto_plan.blocks import Call
 from lightning_megatp.auto_plan.exact import exact
 from lightning_megatp.auto_plan.numbers import reads_outside
 from lightning_megatp.auto_plan.simulate import BlockPlan, Ranks, SimulatedRank, floating_in, left_on, owner_of
-from lightning_megatp.auto_plan.thin import ThinLinear, block_copy, concrete_call
+from lightning_megatp.auto_plan.thin import LARGE, ThinLinear, block_copy, concrete_call
 from lightning_megatp.tensor.lineage import trace_regions
 from lightning_megatp.tensor.user_functions import functions_take_whole
 
@@ -58,6 +59,36 @@ class NotFinite(ValueError):
         self.ran = ran
 
 
+class Gradients:
+    """Of a block's parameters, from its next backward. Of large ones no more is kept than two products with random
+    vectors, by which they can be compared, and added up.
+
+    Args:
+        module: the block.
+        cut: parameters of which it has a part.
+    """
+
+    def __init__(self, module: nn.Module, cut: Collection[str] = ()) -> None:
+        self._parameters = dict(module.named_parameters())
+        self._products: dict[str, Tensor] = {}
+        for name, p in self._parameters.items():
+            if p.numel() >= LARGE and p.dim() > 1 and p.requires_grad and name not in cut:
+                p.register_post_accumulate_grad_hook(functools.partial(self._keep_products, name))
+
+    def _keep_products(self, name: str, parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        grad, parameter.grad = parameter.grad.flatten(1), None
+        left, right = (
+            torch.randn(n, generator=torch.Generator().manual_seed(i), dtype=grad.dtype)
+            for i, n in enumerate(grad.shape)
+        )
+        self._products[name] = torch.cat([left @ grad, grad @ right])
+
+    def by_name(self) -> dict[str, Tensor | None]:
+        """Name -> gradient, or these products."""
+        return {name: self._products.get(name, p.grad) for name, p in self._parameters.items()}
+
+
 class Reference:
     """A whole block's results, to be compared with several plans.
 
@@ -70,6 +101,7 @@ class Reference:
     def __init__(self, twin: nn.Module, call: Call, train: bool = True) -> None:
         self.twin, self.call, self.train = twin, call, train
         whole = block_copy(twin, train)
+        gradients = Gradients(whole)
         own = concrete_call(call, seed=0, noise=0.1)
         given = floating_in((own.args, own.kwargs))
         with torch.enable_grad(), functions_take_whole(), exact():
@@ -85,8 +117,10 @@ class Reference:
         if not all(bool(y.isfinite().all()) for y in self.outputs):
             raise NotFinite(whole)
         _backward(self.outputs, self.cotangents)
+        self.outputs = [y.detach() for y in self.outputs]  # a graph would keep the copy
+        self.left = {name: y.detach() for name, y in self.left.items()}
         self.inputs = [x.grad for x in given]
-        self.parameters = {name: p.grad for name, p in whole.named_parameters()}
+        self.parameters = gradients.by_name()
 
     def reads(self, numbers: Collection[str]) -> set[str]:
         """Which of these attributes the block's code reads; their names are behind those of their modules."""
@@ -135,8 +169,9 @@ class Reference:
                 outcome.error = "random numbers are drawn for whole values and for parts of others"
             outcome.misplaced = outcome.error is not None
         if outcome.error is None:
+            gradients = [Gradients(rank.module, rank.cuts) for rank in shards]
             _backward(shards[0].outputs, self.cotangents)
-            self._compare_gradients(shards, given, outcome)
+            self._compare_gradients(shards, gradients, given, outcome)
         outcome.gathers = dict(shards[0].context.gathers)
         return outcome
 
@@ -151,16 +186,20 @@ class Reference:
         return _worst(outcome.errors)
 
     def _compare_gradients(
-        self, shards: Sequence[SimulatedRank], given: Sequence[list[Tensor]], outcome: Outcome
+        self,
+        shards: Sequence[SimulatedRank],
+        of_ranks: Sequence[Gradients],
+        given: Sequence[list[Tensor]],
+        outcome: Outcome,
     ) -> None:
         by_rank = [[x.grad for x in inputs] for inputs in given]
         for i, wanted in enumerate(self.inputs):
             outcome.errors[f"gradient of input {i}"] = _difference(_total([grads[i] for grads in by_rank]), wanted)
-        held = [dict(rank.module.named_parameters()) for rank in shards]
+        held = [gradients.by_name() for gradients in of_ranks]
         for name, wanted in self.parameters.items():
             full: Tensor | None = None
             for rank, parameters in zip(shards, held, strict=True):
-                grad = parameters[name].grad
+                grad = parameters[name]
                 if grad is not None and wanted is not None:
                     full = torch.zeros_like(wanted) if full is None else full
                     rank.add(full, name, grad)

@@ -201,14 +201,22 @@ def thin_copy(
     return twin
 
 
+LARGE = 2**20
+"""Elements of parameters whose values copies share."""
+
+
 def block_copy(block: nn.Module, train: bool = True) -> nn.Module:
     """A deep copy, in a mode. (`train` of a class of the user's may forget to return it.)
 
     Of a thin block much of it are the empty dictionaries of hooks that every module has. These are made anew, which is
-    faster than copying them: 0.42 ms for a Llama layer, not 0.71.
+    faster than copying them: 0.42 ms for a Llama layer, not 0.71. The values of large parameters (those of no linear
+    layer) are shared: a block may be copied for each simulated rank.
     """
     held = [x for child in block.modules() for x in vars(child).values()]
-    copied = copy.deepcopy(block, {id(x): type(x)() for x in held if type(x) in (dict, OrderedDict) and not x})
+    memo: dict[int, Any] = {id(x): type(x)() for x in held if type(x) in (dict, OrderedDict) and not x}
+    large = [p for p in block.parameters() if p.numel() >= LARGE and type(p) is nn.Parameter]
+    memo |= {id(p): nn.Parameter(p.detach(), requires_grad=p.requires_grad) for p in large}
+    copied = copy.deepcopy(block, memo)
     copied.train(train)
     return copied
 
