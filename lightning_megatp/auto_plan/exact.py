@@ -12,12 +12,11 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from lightning_megatp.shim.autograd import without_checkpoints
+from lightning_megatp.tensor.draws import DROPOUTS, draws_random
 from lightning_megatp.tensor.functions import operation_name, operation_names
 from lightning_megatp.tensor.reentrant import without_reentrant
-from lightning_megatp.tensor.watch import draws_random
 
-_DROPOUT = operation_names("dropout alpha_dropout feature_alpha_dropout dropout1d dropout2d dropout3d dropout_")
-_RANDOM_IN_PLACE = operation_names("bernoulli_ normal_ random_ exponential_")
+_RANDOM_IN_PLACE = operation_names("bernoulli_ normal_ random_ exponential_ geometric_ log_normal_ cauchy_")
 _RANDOM = operation_names("rand randn rand_like randn_like")
 _GROUPED = frozenset(["grouped_mm", "_grouped_mm"])
 _CASTS = operation_names("float half bfloat16")
@@ -43,7 +42,9 @@ class _Exact(TorchFunctionMode):
         name = operation_name(func)
         if self._draw is not None and args and draws_random(name, args, kwargs):
             self._draw(args[0])
-        if name in _DROPOUT and args:
+        if name == "native_dropout":
+            return args[0], torch.ones_like(args[0], dtype=torch.bool)
+        if name in DROPOUTS and args:
             return args[0]
         if name == "scaled_dot_product_attention":
             args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
@@ -60,9 +61,27 @@ class _Exact(TorchFunctionMode):
             return args[0].fill_(1)
         elif name in _RANDOM:
             return torch.zeros_like(func(*args, **kwargs)) + 0.5
+        elif name == "multinomial":
+            return _largest(*args, **kwargs)
+        elif name == "gumbel_softmax":
+            return _softmax(*args, **kwargs)
         elif name in _GROUPED and len(args) > 1 and args[1].dtype == torch.float64:
             return _grouped_product(*args, **kwargs)
         return func(*args, **kwargs)
+
+
+def _largest(probabilities: Tensor, num_samples: int, replacement: bool = False, **_: Any) -> Tensor:
+    """In place of samples of a distribution: what is most likely."""
+    return probabilities.topk(1 if replacement else num_samples, -1)[1].expand(*probabilities.shape[:-1], num_samples)
+
+
+def _softmax(logits: Tensor, tau: float = 1, hard: bool = False, eps: float = 1e-10, dim: int = -1) -> Tensor:
+    """`F.gumbel_softmax` without noise."""
+    odds = (logits / tau).softmax(dim)
+    if not hard:
+        return odds
+    chosen = torch.zeros_like(odds).scatter(dim, odds.argmax(dim, keepdim=True), 1.0)
+    return chosen - odds.detach() + odds
 
 
 def _grouped_product(x: Tensor, weights: Tensor, offs: Tensor | None = None, **options: Any) -> Tensor:

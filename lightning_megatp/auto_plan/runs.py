@@ -15,8 +15,8 @@ from lightning_megatp.auto_plan.exact import exact
 from lightning_megatp.plan.layer import Done
 from lightning_megatp.shim.autograd import without_checkpoints
 from lightning_megatp.shim.torch import tree_leaves
+from lightning_megatp.tensor.draws import draws_random
 from lightning_megatp.tensor.functions import done_by_user, operation_name
-from lightning_megatp.tensor.watch import draws_random
 
 
 @dataclass

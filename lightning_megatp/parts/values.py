@@ -16,16 +16,11 @@ from lightning_megatp.parts.mode import Part, PartsMode, is_elementwise
 from lightning_megatp.parts.rows import own_part
 from lightning_megatp.plan.shard import ShardSpec
 from lightning_megatp.shim.torch import DisableTorchFunction
+from lightning_megatp.tensor.draws import LIKE_SHAPES, OF_ELEMENTS
 from lightning_megatp.tensor.functions import operation_name, operation_names
 
-_FOR_TENSORS = operation_names(
-    """
-    rand_like randn_like randint_like bernoulli bernoulli_ normal normal_ uniform_ random_ exponential_ log_normal_
-    cauchy_ geometric_ poisson dropout alpha_dropout rrelu rrelu_ kaiming_uniform_ kaiming_normal_
-    """
-)
-"""Operations that draw a number for each element of their tensors."""
-_FOR_SHAPES = operation_names("rand randn randint normal")
+_FOR_TENSORS = OF_ELEMENTS | operation_names("kaiming_uniform_ kaiming_normal_")
+_SHAPES = operation_names("rand randn randint normal")
 """Those that draw for a shape."""
 _SHAPES = operation_names("shape size __len__")
 _BY_THE_WHOLE = frozenset(["orthogonal_", "sparse_", "eye_", "dirac_", "_no_grad_trunc_normal_"])
@@ -52,7 +47,7 @@ class WholeValues(PartsMode):
     ) -> Any:
         kwargs, name = kwargs or {}, operation_name(func)
         tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
-        if name in _FOR_SHAPES and not tensors:
+        if name in LIKE_SHAPES and not tensors:
             return self._draw_shape(func, args, kwargs)
         if name in _FOR_TENSORS and (part := self.first(tensors)) is not None:
             _caller_in_init(part.shard)

@@ -22,9 +22,9 @@ from lightning_megatp.recompute.tape import Operation, Output, Tape
 from lightning_megatp.shim.autograd import checkpoint_region
 from lightning_megatp.shim.torch import is_parameter_view, sdpa_is_fused, tensor_version, tree_leaves
 from lightning_megatp.tensor.context import TensorContext
+from lightning_megatp.tensor.draws import draws_random
 from lightning_megatp.tensor.functions import is_in_place, operation_name, operation_names
 from lightning_megatp.tensor.shards import VIEWS, Shard
-from lightning_megatp.tensor.watch import draws_random
 
 
 def recomputing_core(context: TensorContext, call: Callable[[], Any]) -> Any:

@@ -19,6 +19,7 @@ from torch import Tensor
 from lightning_megatp.shim.torch import DisableTorchFunctionSubclass, as_subclass, tree_flatten, tree_unflatten
 from lightning_megatp.tensor.collectives import copy_to_region, gather_sequence, scatter_sequence, use_on_tokens
 from lightning_megatp.tensor.context import TensorContext
+from lightning_megatp.tensor.draws import drops
 from lightning_megatp.tensor.functions import is_in_place, operation_name, operation_names
 from lightning_megatp.tensor.shards import (
     METADATA,
@@ -190,7 +191,7 @@ def _run_on_tokens(func: Callable[..., Any], name: str, args: tuple[Any, ...], k
     own_args, own_kwargs = own, kwargs
     if kwargs:
         own_args, own_kwargs = own[: len(args)], dict(zip(kwargs, own[len(args) :], strict=True))
-    if name == "dropout" and _draws(args, kwargs):
+    if name == "dropout" and drops(args, kwargs):
         with layout.context.stream.inside(own[0].device):
             result = func(*own_args, **own_kwargs)
     else:
@@ -219,11 +220,6 @@ def _partial(x: Tensor, layout: SequenceLayout) -> Tensor:
     if not x.is_leaf:
         return copy_to_region(x, layout.group, "sequence")
     return use_on_tokens(x, layout.group) if id(x) in layout.context.kept_whole else x
-
-
-def _draws(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    p = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
-    return bool(p) and bool(args[2] if len(args) > 2 else kwargs.get("training", kwargs.get("train", True)))
 
 
 def _always(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

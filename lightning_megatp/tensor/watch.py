@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_megatp.plan.layer import Done
 from lightning_megatp.shim.torch import is_fake, tree_leaves
 from lightning_megatp.tensor.context import OpenStack, TensorContext
+from lightning_megatp.tensor.draws import draws_random
 from lightning_megatp.tensor.functions import (
     bare_name,
     check_caller,
@@ -153,25 +154,6 @@ def _over_last(name: str, dims: int, args: tuple[Any, ...], kwargs: dict[str, An
     return any(isinstance(dim, int) and dim % dims == dims - 1 for dim in chosen)
 
 
-def draws_random(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether an operation draws from the default generator."""
-    if name == "scaled_dot_product_attention":
-        return bool(args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0))
-    if name in _DROPOUT:
-        p = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
-        return bool(p) and bool(args[2] if len(args) > 2 else kwargs.get("training", kwargs.get("train", True)))
-    return name in _RANDOM and kwargs.get("generator") is None
-
-
 def _device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
     tensor = next((x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)), None)
     return tensor.device if tensor is not None else torch.device(kwargs.get("device") or "cpu")
-
-
-_DROPOUT = operation_names("dropout alpha_dropout feature_alpha_dropout dropout1d dropout2d dropout3d")
-_RANDOM = operation_names(
-    """
-    bernoulli bernoulli_ rand randn rand_like randn_like randint randint_like randperm normal normal_ uniform_ random_
-    exponential_ geometric_ multinomial poisson rrelu gumbel_softmax
-    """
-)

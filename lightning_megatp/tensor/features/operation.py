@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from lightning_megatp.tensor.draws import OF_TENSORS
 from lightning_megatp.tensor.features.call import Rule
 from lightning_megatp.tensor.features.rules.table import POINTWISE, RULES
 from lightning_megatp.tensor.features.special import SPECIAL, Special
@@ -35,19 +36,12 @@ def operation_of(func: Callable[..., Any]) -> Operation:
     in_place = is_in_place(name)
     base = name[:-1] if in_place and name[:-1] in POINTWISE else name
     special = SPECIAL.get(name) if func is not torch.autograd.grad else None
-    return Operation(name, RULES.get(base), special, base in POINTWISE, in_place, name in DRAW)
+    return Operation(name, RULES.get(base), special, base in POINTWISE, in_place, name in OF_TENSORS)
 
 
 NEED_GRADIENT = operation_names("register_hook retain_grad register_post_accumulate_grad_hook")
 NEED_WHOLE = NEED_GRADIENT | operation_names(
     """
     backward grad requires_grad_ requires_grad data set_ share_memory_ numpy __array__ __deepcopy__ __reduce_ex__
-    """
-)
-DRAW = operation_names(
-    """
-    scaled_dot_product_attention dropout alpha_dropout feature_alpha_dropout dropout1d dropout2d dropout3d bernoulli
-    rand_like randn_like randint_like normal multinomial poisson rrelu gumbel_softmax bernoulli_ normal_ uniform_
-    random_ exponential_ geometric_
     """
 )

@@ -18,10 +18,11 @@ from torch import Tensor
 from lightning_megatp.plan.ranges import ByRank, Ranges, merge, positions
 from lightning_megatp.shim.torch import as_subclass, tensor_version, tree_map
 from lightning_megatp.tensor.context import TensorContext
+from lightning_megatp.tensor.draws import OF_TENSORS, draws_random
 from lightning_megatp.tensor.features.call import Call, Operand
 from lightning_megatp.tensor.features.decision import Decision, Enter, take_local
 from lightning_megatp.tensor.features.layout import FeatureLayout
-from lightning_megatp.tensor.features.operation import DRAW, NEED_GRADIENT, NEED_WHOLE, Operation, operation_of
+from lightning_megatp.tensor.features.operation import NEED_GRADIENT, NEED_WHOLE, Operation, operation_of
 from lightning_megatp.tensor.shards import (
     GatheredView,
     Shard,
@@ -35,7 +36,6 @@ from lightning_megatp.tensor.shards import (
     send_whole,
     unsealed,
 )
-from lightning_megatp.tensor.watch import draws_random
 
 _MOST_DECISIONS = 4096
 _VALUES = frozenset([int, float, bool, str, type(None)])
@@ -285,7 +285,7 @@ def _run_on_whole(func: Callable[..., Any], name: str, args: tuple[Any, ...], kw
         return send_whole(func, name, args, kwargs)
     if changes(FeatureShard, name, args, kwargs):
         return change_whole(FeatureShard, _FeatureView, func, name, args, kwargs)
-    draws = name in DRAW and draws_random(name, args, kwargs)
+    draws = name in OF_TENSORS and draws_random(name, args, kwargs)
     shards: list[FeatureShard] = []
 
     def take(x: Any) -> Any:

@@ -24,7 +24,7 @@ from lightning_megatp.pipeline.slicing.dry_run.stage_states import Known, Lineag
 from lightning_megatp.pipeline.slicing.dry_run.values import Value
 from lightning_megatp.pipeline.slicing.plan import SliceError
 from lightning_megatp.shim.torch import DisableTorchFunction, is_fake, tensor_version, tree_map
-from lightning_megatp.tensor.features.operation import DRAW
+from lightning_megatp.tensor.draws import OF_TENSORS
 from lightning_megatp.tensor.functions import check_caller, is_in_place, operation_name, operation_names
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ class Inside(TorchFunctionMode):
             tensors = tensors[:1]
         elif name in _OVERWRITE and tensors[:1] and self._lineage_of(tensors[0]) is not None:
             tensors = tensors[1:]
-        if name in DRAW:
+        if name in OF_TENSORS:
             return None
         found = []
         for x in tensors:
