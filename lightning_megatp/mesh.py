@@ -258,24 +258,9 @@ class ParallelMesh:
         return self.shape.stage(self.global_rank)
 
     @property
-    def is_first_stage(self) -> bool:
-        """Whether this rank holds the first pipeline stage."""
-        return self.stage == 0
-
-    @property
     def is_last_stage(self) -> bool:
         """Whether this rank holds the last pipeline stage, where the loss is; so does global rank 0."""
         return self.stage == self.shape.pp - 1
-
-    @property
-    def previous_stage(self) -> int | None:
-        """Global rank of the peer one stage earlier; None on the first stage."""
-        return None if self.is_first_stage else self.ranks("pp")[self._at["pp"] + 1]
-
-    @property
-    def next_stage(self) -> int | None:
-        """Global rank of the peer one stage later; None on the last stage."""
-        return None if self.is_last_stage else self.ranks("pp")[self._at["pp"] - 1]
 
     def describe(self, rank: int | None = None) -> str:
         """One rank in words: `rank 3 (tp 1, dp 1)`; axes of size 1 are left out."""

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.utilities.distributed import gather_all_tensors
 
-from lightning_megatp.detour import Detour
+from lightning_megatp.detour import Detour, end_all
 from lightning_megatp.mesh import ParallelMesh
 from lightning_megatp.shim.torch import tree_map
 from lightning_megatp.snapshots.snapshot import modules_on
@@ -97,9 +97,7 @@ class LastStageMetrics:
 
     def close(self) -> None:
         """Give the metrics their own methods back."""
-        for detour in self._detours:
-            detour.end()
-        self._detours = []
+        end_all(self._detours)
 
     @property
     def are_apart(self) -> bool:

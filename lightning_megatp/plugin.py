@@ -25,9 +25,8 @@ from lightning_megatp.plan.convolutions import is_convolution, is_weight_normed
 from lightning_megatp.plan.layer import LayerPlan
 from lightning_megatp.plan.parallel_plan import ParallelPlan, plain_name
 from lightning_megatp.plan.resolve import resolve
-from lightning_megatp.plan.styles import Style, StyleLike, as_mapping, read_plan
+from lightning_megatp.plan.styles import StyleLike, as_mapping, read_plan
 from lightning_megatp.plan.units import find_units
-from lightning_megatp.shim.torch import tree_map
 from lightning_megatp.snapshots.snapshot import random_state_kept
 from lightning_megatp.tensor.attention import ParallelAttention, no_fused_paths
 from lightning_megatp.tensor.bare import bare_layer, run_as_step
@@ -44,8 +43,13 @@ from lightning_megatp.tensor.layers import (
 from lightning_megatp.tensor.loading import load_whole_values
 from lightning_megatp.tensor.outside import LayerParameters
 from lightning_megatp.tensor.parameters import shard_
-from lightning_megatp.tensor.sequence import SequenceLayout, SequenceShard
-from lightning_megatp.tensor.shards import Shard, gathered
+from lightning_megatp.tensor.sequence_hooks import (
+    SequenceEntry,
+    leave_sequence,
+    leave_whole,
+    unwrap_tokens,
+    wrap_tokens,
+)
 
 _KEPT = "_lightning_megatp"
 """Attribute of the LightningModule that keeps its ParallelModule, so that another Trainer can go on with it."""
@@ -277,17 +281,17 @@ class ParallelismPlugin:
         for attribute in plan.attributes:
             setattr(modules[attribute.module], attribute.attribute, attribute.by_rank[context.rank])
         for name, style in plan.sequences.items():
-            modules[name].register_forward_pre_hook(_SequenceEntry(name, style, context), with_kwargs=True)
+            modules[name].register_forward_pre_hook(SequenceEntry(name, style, context), with_kwargs=True)
             if whole_between:
-                modules[name].register_forward_hook(_leave_sequence)
+                modules[name].register_forward_hook(leave_sequence)
         if whole_between and context.feature_shards:
             for name in find_units(module):
-                module.get_submodule(name).register_forward_hook(_leave_whole)
+                module.get_submodule(name).register_forward_hook(leave_whole)
         if plan.open:
             context.kept_whole |= _used_anywhere(module, plan)
         for name in plan.token_local:
-            modules[name].register_forward_pre_hook(_unwrap_tokens, with_kwargs=True)
-            modules[name].register_forward_hook(_wrap_tokens, with_kwargs=True)
+            modules[name].register_forward_pre_hook(unwrap_tokens, with_kwargs=True)
+            modules[name].register_forward_hook(wrap_tokens, with_kwargs=True)
 
     def _watch_tied(self, module: nn.Module, plan: ParallelPlan, context: TensorContext) -> None:
         """A split parameter may also be an attribute of a module that is no layer (the bias of a head)."""
@@ -340,70 +344,6 @@ class ParallelismPlugin:
         if self.strict:
             raise ValueError(f"MegaTPStrategy: {text} (strict=True)")
         warn_once_per_run(text)
-
-
-class _SequenceEntry:
-    """Forward pre-hook of a `sequence` block: splits its hidden states, unless they already are."""
-
-    def __init__(self, name: str, style: Style, context: TensorContext) -> None:
-        self.name, self.style, self.context = name, style, context
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        where = self.style.input
-        if where is None:
-            where = next(self._eligible(args, kwargs), None)
-        x = None if where is None else args[where] if isinstance(where, int) else kwargs.get(where)
-        if not isinstance(x, Tensor) or _plain(x).dim() <= self.style.dim:
-            raise ValueError(
-                f"MegaTPStrategy: `{self.name}` has the style `sequence` with dim={self.style.dim}, but no argument of"
-                " its forward is a floating tensor with that dim. Name it by `input` in the plan, or drop the style."
-            )
-        if isinstance(x, SequenceShard) or self.context.is_dry(x):
-            return None
-        shard: Tensor = SequenceShard.shard(gathered(x), self.style.dim, self.context)
-        if isinstance(where, int):
-            args = (*args[:where], shard, *args[where + 1 :])
-        else:
-            kwargs = {**kwargs, str(where): shard}
-        return args, kwargs
-
-    def _eligible(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[int | str]:
-        everything: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
-        for where, x in everything:
-            if not isinstance(x, Tensor):
-                continue
-            plain = _plain(x)
-            if plain.is_floating_point() and plain.dim() > self.style.dim + 1:
-                yield where
-
-
-def _plain(x: Tensor) -> Tensor:
-    """A shard's own tensor, which is asked faster than the shard; anything else as it is."""
-    return x.plain if isinstance(x, Shard) else x
-
-
-def _leave_whole(module: nn.Module, args: Any, output: Any) -> Any:
-    """The end of a pipeline's unit: what crosses to other stages is whole."""
-    return tree_map(gathered, output)
-
-
-def _leave_sequence(module: nn.Module, args: Any, output: Any) -> Any:
-    """The end of a `sequence` block that returns whole sequences."""
-    return tree_map(lambda x: x.whole() if isinstance(x, SequenceShard) else x, output)
-
-
-def _unwrap_tokens(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A `token_local` module sees this rank's tokens as a plain tensor."""
-    shards = [x for x in (*args, *kwargs.values()) if isinstance(x, SequenceShard)]
-    module.__dict__["_megatp_layout"] = shards[0].tokens if shards else None
-    return tree_map(lambda x: x.plain if isinstance(x, SequenceShard) else x, (args, kwargs))
-
-
-def _wrap_tokens(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-    layout: SequenceLayout | None = module.__dict__.pop("_megatp_layout", None)
-    if layout is None:
-        return output
-    return tree_map(lambda x: SequenceShard.wrap(x, layout) if isinstance(x, Tensor) else x, output)
 
 
 def _used_anywhere(module: nn.Module, plan: ParallelPlan) -> set[int]:

@@ -21,7 +21,7 @@ class NanoGPT(GPT):
     def __init__(self, config: GPTConfig | None = None) -> None:
         super().__init__(config)
         c = config or GPTConfig(layers=4)
-        self.register_buffer("mask", torch.tril(torch.ones(8, 8)).view(1, 1, 8, 8) == 0)
+        self.register_buffer("mask", torch.triu(torch.ones(8, 8).bool(), 1).view(1, 1, 8, 8))  # a view
         self.register_buffer("rotary", 1.0 / 10000 ** (torch.arange(0, 8, 2).float() / 8), persistent=False)
         self.scale = nn.Parameter(1 + torch.randn(c.hidden) * 0.02)
         self.rates = [x.item() for x in torch.linspace(0, 0.1, c.layers)]

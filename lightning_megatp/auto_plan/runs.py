@@ -14,7 +14,7 @@ from lightning_megatp.auto_plan.blocks import PLAIN, Call, describe, own_attribu
 from lightning_megatp.auto_plan.exact import exact
 from lightning_megatp.plan.layer import Done
 from lightning_megatp.shim.autograd import without_checkpoints
-from lightning_megatp.shim.torch import tree_leaves
+from lightning_megatp.shim.torch import tensor_version, tree_leaves
 from lightning_megatp.tensor.draws import draws_random
 from lightning_megatp.tensor.functions import done_by_user, operation_name
 
@@ -54,7 +54,7 @@ def run(module: nn.Module, call: Call) -> Ran:
     inputs = call.args, call.kwargs
     tensors = tensors_anywhere_in(inputs)
     seen = {id(x) for x in tree_leaves(inputs)}
-    before, shapes, versions = _attributes(module), describe(inputs), [x._version for x in tensors]
+    before, shapes, versions = _attributes(module), describe(inputs), [tensor_version(x) for x in tensors]
     checkpoints: list[None] = []
     with exact(), without_checkpoints(lambda: checkpoints.append(None)), _Operations() as operations:
         result = module(*call.args, **call.kwargs)
@@ -69,7 +69,7 @@ def run(module: nn.Module, call: Call) -> Ran:
         operations.drew,
         operations.done,
         any(x.is_floating_point() and id(x) not in seen for x in tensors),
-        describe(inputs) != shapes or [x._version for x in tensors] != versions,
+        describe(inputs) != shapes or [tensor_version(x) for x in tensors] != versions,
         len(checkpoints),
     )
 

@@ -62,7 +62,10 @@ class Building:
         """
         parameters = {id(p): p for p in module.parameters() if self._recorder.records(p)}
         others = [x for x in self._recorder.tensors() if id(x) not in parameters]
-        for x, value in zip(others, self._recorder.values(others), strict=True):
+        made = list(zip(others, self._recorder.values(others), strict=True))
+        made.sort(key=lambda pair: pair[0]._is_view())  # a view holds what it is a view of, until it is replaced
+        while made:
+            x, value = made.pop()
             _become(x, nn.Parameter(value, x.requires_grad) if isinstance(x, nn.Parameter) else value)
         with weights_of_recurrent_layers_renewed(module):
             for parameter in parameters.values():

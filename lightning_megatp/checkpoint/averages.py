@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_megatp.checkpoint.stages import load_own, own_state_dict
-from lightning_megatp.detour import Detour
+from lightning_megatp.detour import Detour, end_all
 from lightning_megatp.mesh import ParallelMesh
 from lightning_megatp.module import ParallelModule
 from lightning_megatp.shim.lightning import saves_averages_as_model
@@ -60,8 +60,7 @@ class Averages:
 
     def close(self) -> None:
         """Give the callbacks their own hooks back."""
-        for detour in self._detours:
-            detour.end()
+        end_all(self._detours)
 
     def _call(self, hook: Callable[[], Any]) -> Any:
         """Run a hook; what else there is of the parameters that it may have changed follows.

@@ -150,7 +150,6 @@ def load_sharded_model(
     folder: Folder,
     module: nn.Module,
     parallel: ParallelModule,
-    mesh: ParallelMesh,
     others: Mapping[str, Any],
     strict: bool,
 ) -> None:

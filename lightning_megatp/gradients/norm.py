@@ -14,12 +14,11 @@ from lightning_megatp.module import ParallelModule
 from lightning_megatp.plan.shard import ShardedTensorSpec
 
 
-def global_norm(parameters: Iterable[Tensor], parallel: ParallelModule, mesh: ParallelMesh, p: float = 2.0) -> Tensor:
-    """The p-norm of the gradients of the unsplit model.
+def global_norm(parameters: Iterable[Tensor], parallel: ParallelModule, mesh: ParallelMesh) -> Tensor:
+    """The 2-norm of the gradients of the unsplit model.
 
     Args:
         parameters: whole ones and shards; those without a gradient don't count.
-        p: 2.0, any positive number, or inf.
 
     Returns:
         A scalar, the same on every rank.
@@ -38,45 +37,38 @@ def global_norm(parameters: Iterable[Tensor], parallel: ParallelModule, mesh: Pa
             continue
         spec, divided = sharded.get(key), all_divided.get(key)
         rows = None if divided is None else divided.rows
-        found[divided is not None, spec is not None] += own_elements(grad, spec, mesh.rank("tp"), p, rows)
+        found[divided is not None, spec is not None] += own_elements(grad, spec, mesh.rank("tp"), rows)
     if mesh.size("tp") == mesh.size("pp") == 1 and not all_divided:
-        return get_total_norm(found[False, False] + found[False, True], p)
+        return get_total_norm(found[False, False] + found[False, True])
     # Of one that is counted elsewhere, too: copies of a tied weight are clipped by the same number on all stages.
     like = next((parameter.grad for parameter in parameters if parameter.grad is not None), torch.zeros(()))
     dtype = torch.promote_types(like.dtype, torch.float32)
     # Sent is float64: a stage may have another dtype than the next, or no gradient at all.
-    if p == torch.inf:
-        norms = torch.stack([_norm(parts, p, mesh.device) for parts in found.values()])
-        for group in (parallel.rows_group, mesh.group("pp", "tp")):
-            if group is not None:
-                dist.all_reduce(norms, op=dist.ReduceOp.MAX, group=group)
-        return norms.amax().to(dtype)
     *rest, last = found.values()
-    powers = torch.stack([_norm(parts, p, mesh.device) for parts in rest]) ** p
+    squares = torch.stack([_norm(parts, mesh.device) for parts in rest]) ** 2
     if parallel.rows_group is not None:
-        dist.all_reduce(powers[:2], group=parallel.rows_group)
-    split, whole = powers[0] + powers[2], powers[1]
+        dist.all_reduce(squares[:2], group=parallel.rows_group)
+    split, whole = squares[0] + squares[2], squares[1]
     work = dist.all_reduce(split, group=mesh.group("tp"), async_op=True) if mesh.size("tp") > 1 else None
-    whole = whole + _norm(last, p, mesh.device) ** p  # meanwhile
+    whole = whole + _norm(last, mesh.device) ** 2  # meanwhile
     if work is not None:
         work.wait()
     total = split + whole
     if mesh.size("pp") > 1:
         dist.all_reduce(total, group=mesh.group("pp"))
-    return (total ** (1.0 / p)).to(dtype)
+    return total.sqrt().to(dtype)
 
 
 def own_elements(
-    grad: Tensor, spec: ShardedTensorSpec | None, rank: int, p: float, rows: tuple[int, int] | None = None
+    grad: Tensor, spec: ShardedTensorSpec | None, rank: int, rows: tuple[int, int] | None = None
 ) -> list[Tensor]:
-    """A gradient as pieces whose norms, over the tensor ranks, make the whole one's: elements that n ranks own count
+    """A gradient as pieces whose 2-norms, over the tensor ranks, make the whole one's: elements that n ranks own count
     1 / n on each.
 
     Args:
         grad: of a shard, or of the given rows of it.
         spec: how the parameter is split, if it is.
         rank: the tensor rank.
-        p: of the norm.
         rows: first row and one after the last.
     """
     if spec is None or not spec.shared:
@@ -87,7 +79,7 @@ def own_elements(
         if spec.dim == 0:
             start, stop = (min(max(edge, first), last) - first for edge in (start, stop))
         piece = grad.narrow(spec.dim, start, stop - start)
-        parts.append(piece if p == torch.inf else piece / owners ** (1.0 / p))
+        parts.append(piece / owners**0.5)
     return parts
 
 
@@ -97,8 +89,8 @@ def clip_by_norm(parameters: Iterable[Tensor], max_norm: float, parallel: Parall
     clip_grads_with_norm_(parameters, max_norm, global_norm(parameters, parallel, mesh))
 
 
-def _norm(tensors: list[Tensor], p: float, device: torch.device) -> Tensor:
+def _norm(tensors: list[Tensor], device: torch.device) -> Tensor:
     """() float64, on a device; rows may be offloaded, and what is not divided is not."""
     if not tensors:
         return torch.zeros((), dtype=torch.float64, device=device)
-    return get_total_norm(tensors, p).double().to(device, non_blocking=True)
+    return get_total_norm(tensors).double().to(device, non_blocking=True)

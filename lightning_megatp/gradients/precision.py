@@ -62,6 +62,7 @@ def agree_on_precision(
     if parallel.sharding is not None:
         around_clipping(plugin, parallel.sharding.take_over)
     plugin.clip_grad_by_norm = functools.partial(_clip_grad_by_norm, plugin, parallel, mesh)
+    plugin.clip_grad_by_value = functools.partial(_clip_grad_by_value, plugin)
     scaler = getattr(plugin, "scaler", None)
     if scaler is None:
         return
@@ -94,3 +95,10 @@ def _clip_grad_by_norm(
 ) -> None:
     """Stands in for the precision plugin's method of that name: there is no hook of the strategy for it."""
     clip_by_norm(plugin.main_params(optimizer), clip_val, parallel, mesh)
+
+
+def _clip_grad_by_value(plugin: Any, optimizer: Optimizer, clip_val: float) -> None:
+    """The same of `clip_grad_by_value`. torch's function fails where a pipeline stage trains nothing."""
+    held = [parameter for parameter in plugin.main_params(optimizer) if parameter.grad is not None]
+    if held:
+        torch.nn.utils.clip_grad_value_(held, clip_value=clip_val)

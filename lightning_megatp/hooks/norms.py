@@ -183,7 +183,7 @@ class WholeNorms:
             rows = None if divided is None else divided.rows
             for at, x in enumerate((held.grad, held.detach())):
                 if x is not None:
-                    own = own_elements(x, parallel.spec(held), mesh.rank("tp"), 2.0, rows)
+                    own = own_elements(x, parallel.spec(held), mesh.rank("tp"), rows)
                     places += [2 * place + at] * len(own)
                     parts += own
         sums = torch.zeros(2 * len(shown), device=mesh.device, dtype=torch.float64)

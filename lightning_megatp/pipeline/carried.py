@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -101,3 +101,32 @@ def warn_of_counters(names: Sequence[str], n: int) -> None:
             f" batch. What goes by such a number (a warm-up, a schedule of a loss's weight) comes {n} times as early:"
             " take `self.global_step` or `batch_idx`, or count in `on_train_batch_end`."
         )
+
+
+def lengths(module: nn.Module) -> dict[str, int]:
+    """Of the module's own lists, by the attributes that hold them."""
+    return {name: len(x) for name, x in vars(module).items() if type(x) is list}
+
+
+def warn_of_lists(module: nn.Module, before: Mapping[str, int], microbatches: Sequence[Any]) -> None:
+    """Of a list to which a step has appended a number for each microbatch, and not for each row.
+
+    Args:
+        before: the lengths before the batch.
+        microbatches: several.
+    """
+    n = len(microbatches)
+    if sum(batch_size(x) or 0 for x in microbatches) == n:
+        return
+    for name, x in vars(module).items():
+        new = x[before.get(name, 0) :] if type(x) is list else []
+        if new and len(new) % n == 0 and all(map(_is_number, new)):
+            warn_once_per_run(
+                f"the step appends a number to the list `{name}`. With pp > 1 it does so for each microbatch, here"
+                f" {n} times a batch, and a mean of the list weighs all of them alike, also those with fewer samples or"
+                " targets. `self.log` and torchmetrics' MeanMetric have the batch's own number."
+            )
+
+
+def _is_number(x: object) -> bool:
+    return isinstance(x, float) or (isinstance(x, Tensor) and x.dim() == 0)

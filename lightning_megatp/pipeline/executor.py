@@ -168,8 +168,8 @@ class _Flight:
 class Executor:
     """Runs schedules on one rank of a pipeline.
 
-    A sent activation is held until it has left, then only its edge in the graph is kept (design: torch's own pipelining
-    keeps it until its backward).
+    A sent activation is held until it has left, then only its edge in the graph is kept (torch's own pipelining keeps
+    it until its backward).
 
     Communication: one message per relay, microbatch and boundary each way, of 1 / t of it with t tensor ranks; receives
     are posted where the schedule says.

@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_megatp.detour import Detour
+from lightning_megatp.detour import Detour, end_all
 from lightning_megatp.mesh import ParallelMesh
 from lightning_megatp.metrics import LastStageMetrics
 from lightning_megatp.module import ParallelModule
 from lightning_megatp.parts.rows import own_part
 from lightning_megatp.pipeline.batch import BatchRun, generators_on
-from lightning_megatp.pipeline.carried import counters, warn_of_counters
+from lightning_megatp.pipeline.carried import counters, lengths, warn_of_counters, warn_of_lists
 from lightning_megatp.pipeline.hooks import Hook, hooks_after_steps
 from lightning_megatp.pipeline.remote.calls import RemoteCalls, Run, Serving
 from lightning_megatp.pipeline.remote.in_hooks import FromLast
@@ -30,6 +30,7 @@ from lightning_megatp.pipeline.seeds import seeded, shared_seed
 from lightning_megatp.pipeline.slicing.plan import SlicePlan
 from lightning_megatp.pipeline.slicing.slicer import Slicer
 from lightning_megatp.pipeline.slicing.state.lasting import UNNAMED
+from lightning_megatp.pipeline.told.aggregates import Aggregates
 from lightning_megatp.pipeline.told.held_tensors import Buffers, HeldTensors, modules_outside
 from lightning_megatp.pipeline.told.left import given, packed
 from lightning_megatp.pipeline.told.logs import Logs, merge
@@ -66,6 +67,7 @@ class LastStage:
         run_unit: Run,
     ) -> None:
         self.parallel, self.slicer, self.mesh, self.logs, self.metrics = parallel, slicer, mesh, logs, metrics
+        self.aggregates = Aggregates(parallel.module, logs)
         self._stage_of_unit, self._remote, self._run_unit = stage_of_unit, remote, run_unit
         self.stateful = False
         """Whether a step left something on the module, which then exists on the last stage only."""
@@ -114,9 +116,7 @@ class LastStage:
 
     def close(self) -> None:
         """Give the module its own hooks back."""
-        for detour in self._hooks:
-            detour.end()
-        self._hooks = []
+        end_all(self._hooks)
 
     def expect(self, plans: Sequence[SlicePlan]) -> None:
         """Before a batch: what its steps will change."""
@@ -136,7 +136,10 @@ class LastStage:
         held = HeldTensors(self.outside) if run.remote or self._changes_tensors else None
         options = options_of(self._trainer.optimizers) if self._sets_options else None
         counts = self._counts(buffers) if run.backward and len(run.microbatches) > 1 else None
+        lists = lengths(self.parallel.module)
         yield
+        if len(run.microbatches) > 1:
+            warn_of_lists(self.parallel.module, lists, run.microbatches)
         run.left_state = before is not None and self._attributes().differ_from(before)
         self._before_left = before if run.left_state else self._before_left
         now = PlainValues(self.opened)
@@ -183,7 +186,8 @@ class LastStage:
                 stop=self._trainer.should_stop,
                 goes_on=run.goes_on,
             )
-            logged = merge(run.logged, weights, run.loss.adds_up, divisor)
+            merged = merge(run.logged, weights, run.loss.adds_up, divisor)
+            logged = self.aggregates.settle(run.logged, merged)
             facts = Facts(*self._telling.share(logged, known))
             self._telling.send_values(values)
         else:
@@ -304,7 +308,8 @@ class LastStage:
             )
         self._before_left = before if self._before_left is None else self._before_left
         self.stateful = self._is_left()
-        merged = merge([calls], torch.ones(1, dtype=torch.float64, device=self.mesh.device))
+        logged = merge([calls], torch.ones(1, dtype=torch.float64, device=self.mesh.device))
+        merged = self.aggregates.settle([calls], logged)
         now = options_of(self._trainer.optimizers)
         changes = PlainValues(self._told).changes(plain), HeldTensors(self.outside).changes(held)
         values = pickled(*changes, now if now != options else None)

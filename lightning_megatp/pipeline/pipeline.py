@@ -181,12 +181,14 @@ class Pipeline:
         self.__dict__.pop("_kept_values", None)  # another Trainer has other callbacks
         self.logs.open()
         self.metrics.open()
+        self.last_stage.aggregates.open()
         self.outputs.look_at(self._trainer)
         self.last_stage.open()
 
     def close(self) -> None:
         """Give the module its own methods back. Its units stay intercepted: what other stages own is gone."""
         self.last_stage.close()
+        self.last_stage.aggregates.close()
         self.metrics.close()
         self.logs.close()
 

@@ -28,15 +28,26 @@ Call = functools.partial[Any]
 def blocks_to_recompute(module: nn.Module) -> list[str]:
     """The blocks of a model: of what its lists hold, the modules that have parts, and stand there with others of their
     class or alone. Embeddings, norms and heads are no blocks."""
-    found = []
+    lists: dict[str, dict[str, nn.Module]] = {}
     for name in find_units(module):
-        block = module.get_submodule(name)
-        parent = module.get_submodule(name.rpartition(".")[0])
-        classes = Counter(type(child) for child in parent.children())
-        in_list = isinstance(parent, (nn.ModuleList, nn.ModuleDict, nn.Sequential)) and parent is not module
-        if in_list and any(block.children()) and (classes[type(block)] > 1 or classes.total() == 1):
-            found.append(name)
+        if (outer := _outermost_list(module, name)) is not None:
+            lists.setdefault(outer, {})[name] = module.get_submodule(name)
+    found = []
+    for blocks in lists.values():  # a list of lists is one: pairs of an attention and an MLP
+        classes = Counter(map(type, blocks.values()))
+        alone = classes.total() == 1
+        found += [name for name, x in blocks.items() if any(x.children()) and (classes[type(x)] > 1 or alone)]
     return found
+
+
+def _outermost_list(module: nn.Module, name: str) -> str | None:
+    """The name of the outermost list that holds a unit, if nothing but lists is between them."""
+    outer = None
+    while name := name.rpartition(".")[0]:
+        if not isinstance(module.get_submodule(name), (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
+            break
+        outer = name
+    return outer
 
 
 def recompute_blocks(parallel: ParallelModule, options: RecomputeOptions) -> None:
@@ -76,8 +87,8 @@ class Recomputation:
         if not names:
             raise ValueError(
                 "MegaTPStrategy: `recompute` runs the blocks of a model again, and this one has none: no nn.ModuleList"
-                " or nn.Sequential holds modules that have parts. Put its repeated blocks into one, or use"
-                ' recompute="none".'
+                " holds several modules of one class that have parts (a nn.Sequential in it is taken for a list). Make"
+                ' its repeated blocks a class of their own, or use recompute="none".'
             )
         self.options = RecomputeOptions()
         self._divided = context.size > 1

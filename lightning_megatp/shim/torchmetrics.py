@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 from torch import Tensor
@@ -17,3 +18,19 @@ def batch_value(metric: Metric) -> Tensor | None:
 def set_batch_value(metric: Metric, value: Tensor | None) -> None:
     """Let Lightning log this on steps."""
     metric._forward_cache = value  # type: ignore[assignment]
+
+
+def states_of(metric: Metric) -> dict[str, Any]:
+    """What an update changes; copies."""
+    names = [*metric._defaults, "_update_count", "_computed"]
+    return {name: copy.deepcopy(_detached(getattr(metric, name))) for name in names}
+
+
+def put_states(metric: Metric, states: dict[str, Any]) -> None:
+    """Undo updates since `states_of`."""
+    for name, value in states.items():
+        setattr(metric, name, value)
+
+
+def _detached(x: Any) -> Any:
+    return x.detach() if isinstance(x, Tensor) else x

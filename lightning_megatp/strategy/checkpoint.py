@@ -28,7 +28,7 @@ from lightning_megatp.checkpoint.sharded import (
 )
 from lightning_megatp.checkpoint.single import durable_checkpoint_io
 from lightning_megatp.checkpoint.stages import gather_optimizer_state, gather_state_dict
-from lightning_megatp.detour import Detour
+from lightning_megatp.detour import Detour, end_all
 from lightning_megatp.mesh import TALKING
 from lightning_megatp.messages import warn_once_per_run
 from lightning_megatp.optimizers.elementwise import unwrap
@@ -270,9 +270,7 @@ class CheckpointMethods(LoadingMethods):
     def _watch_saving(self, trainer: Any) -> None:
         """Complete what hooks put into checkpoints of a model that is in parts."""
         parallel = self._parallel()
-        for detour in parallel.saving:
-            detour.end()
-        parallel.saving.clear()
+        end_all(parallel.saving)
         if self._mesh().size("tp") * self.pp > 1 or parallel.divided:
             parallel.saving += watch_saving(trainer, parallel, self._mesh(), lambda: not self._cannot_gather())
             if parallel.expects_parts is None:
@@ -289,14 +287,13 @@ class CheckpointMethods(LoadingMethods):
         store = dist.PrefixStore(f"megatp_exceptions/{run}", store)
         self._after_exception = AfterException(store, self.global_rank, self.world_size)
         saving = [c for c in trainer.checkpoint_callbacks if getattr(c, "save_on_exception", True)]
-        self._detours = [
+        self._detours += [
             Detour(c, "on_exception", self._save_after_exception) for c in saving if has_own(c, "on_exception")
         ]
 
-    def _leave_exceptions(self) -> None:
-        for detour in self._detours:
-            detour.end()
-        self._detours = []
+    def _end_detours(self) -> None:
+        """Give callbacks, hooks and the Trainer their own methods back."""
+        end_all(self._detours)
 
     def _save_after_exception(self, save: functools.partial[Any]) -> None:
         """In place of a callback's `on_exception`. Lightning's own does more than to save: it links and removes."""

@@ -19,6 +19,7 @@ from lightning_megatp.gradients.wide import narrow, widen
 from lightning_megatp.hooks.around import explained
 from lightning_megatp.optimizers.elementwise import check_by_tensor, check_one_step
 from lightning_megatp.optimizers.nested import inner_optimizers, with_inner
+from lightning_megatp.optimizers.shared_out import refuse_shared_out, shares_out
 from lightning_megatp.optimizers.whole_steps import WholeSteps
 from lightning_megatp.parts.rows import replace_parameters
 from lightning_megatp.pipeline.batch import Backward
@@ -27,7 +28,6 @@ from lightning_megatp.pipeline.schedules.trace import StepTrace
 from lightning_megatp.strategy.copies import CopyMethods
 from lightning_megatp.strategy.inspection import InspectionMethods
 from lightning_megatp.user_hooks import is_users
-from lightning_megatp.zero.shared_out import refuse_shared_out, shares_out
 
 _BETWEEN_BATCHES = ("on_train_batch_end", "on_train_batch_start", "on_validation_start", "on_validation_epoch_start")
 """Hooks that run after a batch that only accumulates."""

@@ -126,9 +126,7 @@ class LoadingMethods(StrategyState):
             return
         module = self.lightning_module
         assert module is not None
-        load_sharded_model(
-            self._folder, module, self._parallel(), self._mesh(), self._not_tensors, module.strict_loading
-        )
+        load_sharded_model(self._folder, module, self._parallel(), self._not_tensors, module.strict_loading)
         if module.trainer.state.fn != "fit":
             self._folder = None
 

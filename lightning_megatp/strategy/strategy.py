@@ -17,7 +17,6 @@ from lightning_megatp.commands import Done, requested, without_ranks
 from lightning_megatp.commands.answer import answer
 from lightning_megatp.commands.proof import prepare
 from lightning_megatp.failure import FailureWatch
-from lightning_megatp.gradients.dividing import divide
 from lightning_megatp.gradients.precision import agree_on_precision, check_precision
 from lightning_megatp.hooks.around import (
     among_copies,
@@ -68,6 +67,7 @@ from lightning_megatp.strategy.callbacks import (
     without_predictions,
 )
 from lightning_megatp.strategy.checkpoint import CheckpointMethods
+from lightning_megatp.strategy.dividing import divide
 from lightning_megatp.strategy.exports import refuse_exports
 from lightning_megatp.strategy.gradients import GradientMethods
 from lightning_megatp.strategy.randomness import share_drawn, synchronize_random_state
@@ -470,8 +470,7 @@ class MegaTPStrategyBase(StepMethods, GradientMethods, BuildingMethods, WorldMet
         stop_together(trainer, self.namespace.sigterm, self._stopping)
         if self._same_batch is not None:
             self._same_batch.stopping = self._stopping
-        if self._stopping is not None:
-            self._failure_watch.on_ask = self._stopping.note
+        self._failure_watch.on_ask = self._stopping.note
 
     # ---------------------------------------------------------------- the end
 
@@ -506,11 +505,13 @@ class MegaTPStrategyBase(StepMethods, GradientMethods, BuildingMethods, WorldMet
             self.parallel.expects_parts = False
         if self.pipeline is not None:
             self.pipeline.close()
+        if self.sharding is not None:
+            self.sharding.hide_gradients()
         if self._batch_norms is not None:
             self._batch_norms.leave()
         self._leave_loaders()
         self._leave_averages()
-        self._leave_exceptions()
+        self._end_detours()
         self._leave_gradients()
         self._background.close()
         if self._failure_watch is not None:

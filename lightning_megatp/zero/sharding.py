@@ -6,7 +6,7 @@ is small, or is used beside its unit (tied weights, a regulariser) is gathered t
 
 FSDP2's own modules stand beside the user's: a unit's call goes through one, and the user's classes, names and hooks are
 as they were. The optimizer steps plain tensors, this rank's rows, that share memory with FSDP2's; DTensors would cost
-more per step than the step (design, decision 2).
+more per step than the step.
 
 Source: Rajbhandari et al. 2020 (ZeRO), section 5; Zhao et al. 2023 (PyTorch FSDP), section 3.
 """
@@ -474,6 +474,14 @@ class ZeroSharding:
             elif not isinstance(shown, DTensor) or storage_id(shown.to_local()) != storage_id(rows):
                 parameter.sharded.grad = parameter.as_divided(rows)
         self._shown = {p.name: p.sharded.grad for p in self.parameters}
+
+    def hide_gradients(self) -> None:
+        """After a run: let the module's parameters have none. torch can't copy a parameter whose gradient is a DTensor,
+        as Lightning's callbacks do in their `setup`. The next backward adds to them all the same."""
+        self.take_over()
+        self._shown = {}
+        for parameter in self.parameters:
+            parameter.sharded.grad = None
 
     @torch.no_grad()
     def take_over(self) -> None:

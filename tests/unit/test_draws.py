@@ -26,7 +26,10 @@ CALLS: list[Callable[[Tensor], Any]] = [
     lambda x: torch.feature_alpha_dropout(x, 0.5, True),
     lambda x: torch.feature_alpha_dropout_(x.clone(), 0.5, True),
     lambda x: torch.native_dropout(x, 0.5, True),
-    *(lambda x, kind=kind: kind(x, 0.5, True) for kind in (F.dropout, F.dropout1d, F.alpha_dropout, F.feature_alpha_dropout)),
+    *(
+        lambda x, kind=kind: kind(x, 0.5, True)
+        for kind in (F.dropout, F.dropout1d, F.alpha_dropout, F.feature_alpha_dropout)
+    ),
     lambda x: F.dropout2d(IMAGE, 0.5),
     lambda x: F.dropout3d(IMAGE[None], 0.5),
     lambda x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.5),

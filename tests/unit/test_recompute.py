@@ -250,6 +250,15 @@ def test_blocks_are_what_lists_repeat() -> None:
     assert blocks_to_recompute(model) == ["layers.0", "layers.1", "tail.0"]
 
 
+def test_pairs_in_a_list_are_blocks() -> None:
+    class Other(Block):
+        pass
+
+    model = nn.Module()
+    model.layers = nn.ModuleList(nn.ModuleList([Block(), Other()]) for _ in range(2))
+    assert blocks_to_recompute(model) == [f"layers.{i}.{j}" for i in range(2) for j in range(2)]
+
+
 @pytest.mark.parametrize("value", ["all", "", None, True, 2, {"layers": 1}, {"blocks": 1, "more": 2}])
 def test_unknown_values_are_refused(value: Any) -> None:
     with pytest.raises(ValueError, match=r'MegaTPStrategy: recompute=.* is unknown. Use "none", "selective", "full"'):

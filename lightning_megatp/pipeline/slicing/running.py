@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_megatp.containers import tensors_in
 from lightning_megatp.pipeline.loss.averages import Averages
 from lightning_megatp.pipeline.seeds import seeded
+from lightning_megatp.pipeline.slicing.aside import Aside
 from lightning_megatp.pipeline.slicing.dry_run.late_hooks import UserHooks
 from lightning_megatp.pipeline.slicing.dry_run.operations import (
     StepEnded,
@@ -35,7 +36,6 @@ from lightning_megatp.pipeline.slicing.state.collected import with_collected
 from lightning_megatp.shim.autograd import functorch_is_active
 from lightning_megatp.shim.torch import (
     FOREACH_IN_PLACE,
-    WithoutMode,
     is_fake,
     tensor_version,
     tree_map,
@@ -339,29 +339,20 @@ class StageMode(TorchFunctionMode):
         raise self._error
 
 
-class _Outside(WithoutMode):
+class _Outside(Aside):
     def __init__(self, mode: StageMode, counting: contextlib.AbstractContextManager[None] | None) -> None:
         super().__init__(mode)
         self._stage_mode, self._counting = mode, counting
-        self._fast = False
 
     def __enter__(self) -> None:
         self._stage_mode.inside = True
         super().__enter__()
-        # In evaluation torch's Transformer layers take a fused kernel, unless autocast is on, which they ask CUDA's
-        # alone. On a CPU their output then has another dtype than was planned.
-        if torch.is_autocast_enabled("cpu"):
-            self._fast = torch.backends.mha.get_fastpath_enabled()
-            torch.backends.mha.set_fastpath_enabled(False)
         if self._counting is not None:
             self._counting.__enter__()
 
     def __exit__(self, *raised: Any) -> None:
         if self._counting is not None:
             self._counting.__exit__(*raised)
-        if self._fast:
-            torch.backends.mha.set_fastpath_enabled(True)
-            self._fast = False
         super().__exit__(*raised)
         self._stage_mode.inside = False
 

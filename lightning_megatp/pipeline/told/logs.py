@@ -38,6 +38,8 @@ class Entry:
     """False for a metric that was only updated, and gave nothing for this batch."""
     sized: bool = False
     """A batch size was logged with it."""
+    updates: str | None = None
+    """The name of a metric that was given the number; nothing was logged then."""
 
 
 @dataclass(frozen=True)
@@ -118,6 +120,18 @@ class Logs:
             self._log(name, value, **options)  # what can't be logged is refused in Lightning's own words
             return
         self._calls.append(self._call(name, value, options))
+
+    @property
+    def is_recording(self) -> bool:
+        """Whether a microbatch or hook is being recorded."""
+        return self._calls is not None
+
+    def record(self, metric: str, value: Tensor | float) -> None:
+        """Note what a metric of this name is updated with."""
+        assert self._calls is not None
+        dtype = value.dtype if isinstance(value, Tensor) and value.is_floating_point() else torch.get_default_dtype()
+        entry = Entry(f"update of {metric}", {}, dtype, updates=metric)
+        self._calls.append(Call(entry, scalar(value, self.device), given=value))
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[list[Call]]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader
 
-from tests.distributed.training import PLAIN, Layout, make_trainer, run_program, train_loader
+from tests.distributed.training import PLAIN, Layout, Losses, make_trainer, run_program, train_loader
 from tests.parity.models import GPT, GPTConfig
 from tests.ranks import RankError
 
@@ -715,3 +715,22 @@ def test_ranks_that_call_other_units_are_refused(zero: int) -> None:
     """Each would be given the rows of another block than it asked for."""
     with pytest.raises(RankError, match=r"some data-parallel ranks have called `blocks\.0` in this step, and others"):
         run_program(Layout(dp=2, zero=zero), _refused, LeavesOut)
+
+
+def _copied_later(layout: Layout) -> tuple[list[float], bool]:
+    """A module as Lightning's StochasticWeightAveraging copies it, when a second run begins; and how that goes on."""
+    torch.manual_seed(5)
+    module, losses = Plain(), Losses()
+    make_trainer(layout, "untied", {"plan": None}).fit(module, DataLoader(_data(), batch_size=4))  # type: ignore[arg-type]
+    copied = copy.deepcopy(module)
+    trainer = make_trainer(layout, "untied", {"plan": None}, callbacks=[losses])
+    trainer.fit(module, DataLoader(_data(), batch_size=4))  # type: ignore[arg-type]
+    return losses.seen, len(list(copied.parameters())) == len(list(module.parameters()))
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_a_module_can_be_copied_after_a_run(zero: int) -> None:
+    expected = run_program(Layout(dp=2), _copied_later)
+    assert run_program(Layout(dp=2, zero=zero), _copied_later) == [
+        (pytest.approx(losses, rel=1e-12), True) for losses, _ in expected
+    ]

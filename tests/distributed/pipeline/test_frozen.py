@@ -151,6 +151,19 @@ def test_a_stage_without_anything_to_train(layout: Layout, name: str, tmp_path: 
         torch.testing.assert_close(results[0][1][key], value, atol=1e-9, rtol=0, msg=key)
 
 
+def _clipped(layout: Layout) -> list[float]:
+    torch.manual_seed(3)
+    module = MODELS["frozen"]()
+    make_trainer(layout, gradient_clip_val=0.001, gradient_clip_algorithm="value").fit(module, train_loader(layout, 3))
+    return module.losses
+
+
+def test_clipping_by_value_where_a_stage_trains_nothing() -> None:
+    (expected,) = run_program(PLAIN, _clipped)
+    for found in run_program(Layout(pp=2), _clipped):
+        assert found == pytest.approx(expected, abs=1e-9)
+
+
 def _tied(layout: Layout) -> Tensor:
     torch.manual_seed(3)
     trainer = make_trainer(layout, gradient_clip_val=0.1)

@@ -977,15 +977,33 @@ class Encoder(LightningModule):
         logits = self.head(self.encoder(self.tok(batch[0])))
         self.log("loss", F.cross_entropy(logits.flatten(0, 1), batch[1].flatten()))
 
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        x = self.tok(batch[0])
+        for layer in self.encoder.layers:
+            x = layer(x)
+        loss = F.cross_entropy(self.head(x).flatten(0, 1), batch[1].flatten())
+        self.log("trained", loss)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def _trained_by_layers(layout: Layout) -> float:
+    trainer = make_trainer(layout, precision="bf16-mixed", strategy={"plan": None})
+    trainer.fit(Encoder(), train_loader(layout, 2))
+    return float(trainer.callback_metrics["trained"])
+
 
 def _evaluated(layout: Layout) -> float:
     trainer = make_trainer(layout, precision="bf16-mixed", strategy={"plan": None})
     return float(trainer.validate(Encoder(), eval_loader(layout, 2), verbose=False)[0]["loss"])
 
 
-def test_an_evaluation_of_torchs_own_layers_in_bf16_mixed() -> None:
-    expected = run_program(PLAIN, _evaluated)[0]
-    for found in run_program(PP2, _evaluated):
+@pytest.mark.parametrize("run", [_evaluated, _trained_by_layers])
+def test_torchs_own_layers_in_bf16_mixed(run: Any) -> None:
+    expected = run_program(PLAIN, run)[0]
+    for found in run_program(PP2, run):
         assert found == pytest.approx(expected, rel=2.0**-6), "the tolerance of tests/parity/compare.py"
 
 

@@ -42,8 +42,7 @@ def _look(rank: int, world_size: int, shape: MeshShape) -> dict[str, Any]:
         "device_mesh_rank": {axis: mesh.device_mesh.get_local_rank(axis) for axis in AXES},
         "sums": sums,
         "stage": mesh.stage,
-        "first_last": (mesh.is_first_stage, mesh.is_last_stage),
-        "neighbours": (mesh.previous_stage, mesh.next_stage),
+        "is_last": mesh.is_last_stage,
         "describe": mesh.describe(),
         "rank_3": mesh.describe(3),
         "group_count": len({id(mesh.group(axis)) for axis in AXES}),
@@ -66,19 +65,11 @@ def test_axes_of_size_1_share_one_group() -> None:
     assert [found["group_count"] for found in run_ranks(4, _look, MeshShape(dp=2, tp=2))] == [3] * 4
 
 
-def test_stages_and_neighbours() -> None:
+def test_stages() -> None:
     found = run_ranks(4, _look, MeshShape(pp=2, tp=2))
     assert [f["stage"] for f in found] == [1, 1, 0, 0], "global rank 0 is on the last stage"
-    assert [f["first_last"] for f in found] == [(False, True), (False, True), (True, False), (True, False)]
-    assert [f["neighbours"] for f in found] == [(2, None), (3, None), (None, 0), (None, 1)]
-    found = run_ranks(4, _look, MeshShape(pp=4))
-    assert [f["neighbours"] for f in found] == [(1, None), (2, 0), (3, 1), (None, 2)]
-
-
-def test_without_pipeline_every_rank_is_first_and_last() -> None:
-    for found in run_ranks(4, _look, MeshShape(dp=2, tp=2)):
-        assert found["first_last"] == (True, True)
-        assert found["neighbours"] == (None, None)
+    assert [f["is_last"] for f in found] == [True, True, False, False]
+    assert all(f["is_last"] for f in run_ranks(4, _look, MeshShape(dp=2, tp=2)))
 
 
 def test_a_rank_in_words() -> None:

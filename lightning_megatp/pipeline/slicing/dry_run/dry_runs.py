@@ -302,6 +302,7 @@ class DryRuns:
                 elif not tracer.guessed:
                     raise
                 elif tracer.misled:
+                    tracer.failed = True
                     tracer.misled += f", and then the step failed ({type(error).__name__}: {error})"
         if tracer.error is not None:
             raise tracer.error

@@ -47,7 +47,7 @@ def make_plan(
     tracer.values.find_gradients(n_stages - 1)
     for stage in range(n_stages):
         if not any(operation.stage == stage for operation in tracer.record.operations):
-            if "failed" in tracer.misled:
+            if tracer.failed:
                 raise SliceError(
                     f"{tracer.misled}. What comes after it can't be planned. Let that module return one tensor like the"
                     " hidden states it takes, or keep it on the last stage by `stages=[[...], ...]`."

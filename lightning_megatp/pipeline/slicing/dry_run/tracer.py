@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torchmetrics import MetricCollection
 
 from lightning_megatp.containers import tensors_in
+from lightning_megatp.pipeline.slicing.aside import Aside, WithoutFastPath
 from lightning_megatp.pipeline.slicing.dry_run.deeds import Deeds, Moment, deed_of
 from lightning_megatp.pipeline.slicing.dry_run.fakes import Fakes
 from lightning_megatp.pipeline.slicing.dry_run.guesses import guess, guessed_where_they_fail, parts_of
@@ -132,6 +133,8 @@ class Tracer(TorchFunctionMode):
         """A metric's result was made up: from there on the step may fail for that."""
         self.misled = ""
         """Which unit's result was made up, and how the step failed after that."""
+        self.failed = False
+        """Whether it did fail."""
         self.error: SliceError | None = None
         """The first, which the user's code may have caught."""
         self.ended = ""
@@ -199,7 +202,8 @@ class Tracer(TorchFunctionMode):
         self._states.enter(name, stage, (args, kwargs), self.known_alike)
         if self._inside is not None:
             self._inside.enter_unit(name, stage)
-            return call(*args, **kwargs)
+            with WithoutFastPath():
+                return call(*args, **kwargs)
 
         def trace(called: Callable[..., Any]) -> Any:
             return self._trace(
@@ -207,7 +211,7 @@ class Tracer(TorchFunctionMode):
             )
 
         late = self._hooks.late(name, self._late_hooks)
-        with WithoutMode(self):
+        with Aside(self):
             out = with_collected(late.carried(trace), call)
         if any(result is not None for result in late.run()):
             raise SliceError(f"a hook of `{name}` hands its tensors to the step, and changes them as well.")

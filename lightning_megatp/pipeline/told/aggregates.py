@@ -1,0 +1,107 @@
+"""Metrics that average what they are given (`torchmetrics.MeanMetric`), updated with a step's loss: with one number per
+microbatch on the last stage, and in the end with what one batch would have given them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchmetrics import MaxMetric, MeanMetric, Metric, MinMetric, SumMetric
+
+from lightning_megatp.detour import Detour, end_all
+from lightning_megatp.pipeline.told.logs import Call, Logs
+from lightning_megatp.shim.torch import DisableTorchFunction, is_fake
+from lightning_megatp.shim.torchmetrics import put_states, states_of
+
+_KINDS = (MeanMetric, SumMetric, MaxMetric, MinMetric)
+
+
+class Aggregates:
+    """Stands in for `update` and `forward` of such metrics, from `open` to `close`.
+
+    Args:
+        module: holds them.
+        logs: what they are given is recorded there, and merged, as what is logged.
+    """
+
+    def __init__(self, module: nn.Module, logs: Logs) -> None:
+        self._metrics: dict[str, Metric] = {n: x for n, x in module.named_modules() if type(x) in _KINDS}
+        self._logs = logs
+        self._detours: list[Detour] = []
+        self._before: dict[str, Any] = {}
+        """Name -> the states that it had before the batch."""
+        self._others: set[str] = set()
+        """Those that were given anything else, too."""
+        self._is_updating = False
+
+    def open(self) -> None:
+        """Stand in from now on."""
+        for name, metric in self._metrics.items():
+            for method in ("update", "forward"):
+                self._detours.append(Detour(metric, method, functools.partial(self._update, name)))
+
+    def close(self) -> None:
+        """Give them their own methods back."""
+        end_all(self._detours)
+
+    def _update(self, name: str, call: functools.partial[Any]) -> Any:
+        if self._is_updating or not self._logs.is_recording:
+            return call()
+        with DisableTorchFunction():  # these are no operations of the step
+            if len(call.args) == 1 and not call.keywords and _is_number(call.args[0]):
+                if name not in self._before:
+                    self._before[name] = states_of(self._metrics[name])
+                self._logs.record(name, call.args[0])
+            else:
+                self._others.add(name)
+        return self._updating(call)
+
+    def _updating(self, call: functools.partial[Any]) -> Any:
+        self._is_updating = True
+        try:
+            return call()
+        finally:
+            self._is_updating = False
+
+    def settle(self, microbatches: Sequence[Sequence[Call]], merged: Iterable[Call]) -> list[Call]:
+        """After a batch: let the metrics that every microbatch gave as many numbers have those of the batch.
+
+        Args:
+            microbatches: what each recorded.
+            merged: the same of the batch.
+
+        Returns:
+            Of these, what is to be logged.
+        """
+        logged, given = list[Call](), dict[str, list[Call]]()
+        for call in merged:
+            if call.entry.updates is None:
+                logged.append(call)
+            else:
+                given.setdefault(call.entry.updates, []).append(call)
+        for name, calls in given.items():
+            each = [[call for call in recorded if call.entry.updates == name] for recorded in microbatches]
+            if name not in self._others and len(set(map(len, each))) == 1 and self._averages(name, each):
+                put_states(self._metrics[name], self._before[name])
+                for call in calls:
+                    value = call.value.to(call.entry.dtype)
+                    self._updating(functools.partial(self._metrics[name].update, value))
+        self._before.clear()
+        self._others.clear()
+        return logged
+
+    def _averages(self, name: str, each: Sequence[Sequence[Call]]) -> bool:
+        """Whether a metric was given averages. Of other numbers a mean is as good as any; a sum, or a largest one, may
+        be of counts, whose microbatches' make the batch's."""
+        if type(self._metrics[name]) is MeanMetric:
+            return True
+        calls = [call for recorded in each for call in recorded]
+        known = [call.count if call.count is not None else call.is_loss for call in calls]
+        return all(x is not None and bool(torch.isfinite(x) & (x > 0)) for x in known)
+
+
+def _is_number(x: object) -> bool:
+    return isinstance(x, (int, float)) or (isinstance(x, Tensor) and x.dim() == 0 and not is_fake(x))
