@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MaxMetric, MeanMetric, MinMetric, SumMetric
 
-from tests.distributed.training import PLAIN, PP2, Layout, make_trainer, run_program
+from tests.distributed.training import PLAIN, Layout, make_trainer, run_program
 
 KINDS = {"mean": MeanMetric, "sum": SumMetric, "max": MaxMetric, "min": MinMetric}
 
@@ -101,7 +101,7 @@ def said(layout: Layout, rows: bool) -> list[str]:
 
 
 def test_losses_in_a_list_are_those_of_microbatches_which_is_said() -> None:
-    assert any(
-        "the list `kept`" in text and "here 2 times a batch" in text for text in run_program(PP2, said, False)[0]
-    )
-    assert run_program(PP2, said, True) == [[], []], "of rows there are as many as on one device"
+    layout = Layout(pp=2, microbatches=2)
+    last, _ = run_program(layout, said, False)
+    assert any("the list `kept`" in text and "here 2 times a batch" in text for text in last)
+    assert run_program(layout, said, True) == [[], []], "of rows there are as many as on one device"
