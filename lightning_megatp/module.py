@@ -6,7 +6,7 @@ import contextlib
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -36,6 +36,12 @@ from lightning_megatp.tensor.saving import unwrapped
 from lightning_megatp.tensor.shards import gathered
 from lightning_megatp.tensor.user_functions import functions_take_whole
 from lightning_megatp.tensor.watch import RegionWatch
+
+if TYPE_CHECKING:
+    from lightning_megatp.pipeline.pipeline import Pipeline
+    from lightning_megatp.recompute.blocks import Recomputation
+    from lightning_megatp.shadows.shadows import Shadows
+    from lightning_megatp.zero.sharding import ZeroSharding
 
 
 @dataclass(frozen=True)
@@ -74,11 +80,11 @@ class ParallelModule:
         """Number of parameters of the whole model, tied ones once."""
         self.default_group: DefaultGroup | None = None
         """For what the user's code sends by itself; None where that is the world."""
-        self.pipeline: Any = None
+        self.pipeline: Pipeline | None = None
         """What cut it over the pp axis, so that another Trainer can go on with it."""
-        self.sharding: Any = None
+        self.sharding: ZeroSharding | None = None
         """What divided its parameters over the dp axis, likewise."""
-        self.recomputation: Any = None
+        self.recomputation: Recomputation | None = None
         """What its blocks recompute in backward."""
         self.order: tuple[str, ...] = ()
         """Names of the whole model's state dict in order, where pipeline stages hold parts of it."""
@@ -92,7 +98,7 @@ class ParallelModule:
         """id of the tensors held in parts that an optimizer finds whole (`optimizers.whole_steps`)."""
         self.saving: list[Any] = []
         """Detours around hooks that put something into checkpoints; after a run, too, until the next one."""
-        self.shadows: Any = None
+        self.shadows: Shadows | None = None
         """What users keep beside the weights, a tensor for each."""
         self.outlines: Any = None
         """Of modules among the hyperparameters, for checkpoints."""

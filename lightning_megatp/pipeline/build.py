@@ -55,10 +55,9 @@ def open_pipeline(
         check_pipelined(parallel)
         check_batches(parallel, options, example)
         parallel.pipeline = build_pipeline(parallel, mesh, options, example)
-    pipeline: Pipeline | None = parallel.pipeline
-    if pipeline is not None:
-        pipeline.open()
-    return pipeline
+    if parallel.pipeline is not None:
+        parallel.pipeline.open()
+    return parallel.pipeline
 
 
 def build_pipeline(

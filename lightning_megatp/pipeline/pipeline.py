@@ -111,8 +111,7 @@ class Pipeline:
     @property
     def sharding(self) -> ZeroSharding | None:
         """What divides the parameters over the data-parallel ranks."""
-        sharding: ZeroSharding | None = self.parallel.sharding
-        return sharding
+        return self.parallel.sharding
 
     @property
     def is_last(self) -> bool:

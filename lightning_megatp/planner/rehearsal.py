@@ -124,6 +124,7 @@ def rehearse(
         parallel = _swapped(shadow, plugin, plan, rank, pipelined)
         if recompute is not None and recompute.kind != "none":
             recompute_blocks(parallel, recompute)
+            assert parallel.recomputation is not None
             parallel.recomputation.choose(recompute, stage_of_unit)
         own = tree_map(lambda x: torch.empty_like(x, device=device) if isinstance(x, Tensor) else x, batch)
         held = {storage_id(x) for x in (*shadow.parameters(), *shadow.buffers(), *tree_leaves(own)) if _is_plain(x)}

@@ -37,7 +37,7 @@ def divide(
     Raises:
         ValueError: an earlier run has divided it otherwise.
     """
-    before: ZeroSharding | None = parallel.sharding
+    before = parallel.sharding
     level = options.level if mesh.size("dp") > 1 else 0
     if before is not None and (before.options != options or before.mesh.shape != mesh.shape):
         raise ValueError(
@@ -56,5 +56,4 @@ def divide(
         else:
             units, touched = pipeline.own_units, set(pipeline.touched)
         parallel.sharding = ZeroSharding(parallel, mesh, options, units, touched, make)
-    sharding: ZeroSharding | None = parallel.sharding
-    return sharding
+    return parallel.sharding

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from lightning_megatp.mesh import AXES
 from lightning_megatp.planner.live import predict_run
 from lightning_megatp.planner.measure import MemoryAccount, measure
 from lightning_megatp.planner.report import MemoryReport, RankMemory
@@ -43,8 +43,7 @@ class InspectionMethods(StrategyState):
         predicted, problem = predict_run(self, parallel, mesh, self._memory_account)
         peak = torch.cuda.max_memory_allocated(self.root_device) if self.root_device.type == "cuda" else None
         own = RankMemory(self.global_rank, mesh.stage, measured, predicted, peak), problem
-        by_rank: list[Any] = [None] * self.world_size
-        dist.all_gather_object(by_rank, own)
+        by_rank = mesh.exchange(own, *AXES)
         return MemoryReport(tuple(rank for rank, _ in by_rank), problem)
 
     def full_gradients(self) -> dict[str, Tensor]:

@@ -32,9 +32,10 @@ class ShadowMethods(StrategyState):
         if self.tp * self.pp == 1 and self.zero.level == 0:
             return [], None
         split: ParallelModule | None = self.parallelism.split_form(module)
-        if split is not None and split.shadows is None:
+        shadows = None if split is None else split.shadows
+        if split is not None and shadows is None:
             return [], None
-        weights = Weights(module) if split is None else split.shadows.whole
+        weights = Weights(module) if shadows is None else shadows.whole
         found, unclear = find_shadows(owners_of(module.trainer), weights)
         if self.pp > 1 and split is None:
             warn_unclear(unclear, "Hooks of a pipeline stage find its own parameters only, and not as many as these")

@@ -96,8 +96,8 @@ class StepMethods(GradientMethods):
             outputs = self._watched("train", super().training_step)(*args, **kwargs)
             if self.sharding is not None and not self.lightning_module.automatic_optimization:
                 self.sharding.end()
-            if self._steps == 1 and self._parallel().recomputation is not None:
-                self._parallel().recomputation.warn_if_unused()
+            if self._steps == 1 and (recomputation := self._parallel().recomputation) is not None:
+                recomputation.warn_if_unused()
         else:
             step, batch = self._on_microbatch("train", super().training_step, args)
             self._change_gradients(widen)

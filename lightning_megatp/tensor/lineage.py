@@ -8,7 +8,7 @@ from the loss to the leaves, and change region at the marks that the collectives
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -116,32 +116,29 @@ def _kind(node: Any) -> str:
 def enters_region(x: Tensor) -> bool:
     """Whether a value was computed inside the tensor region it is used in: some path of its graph comes from an entry,
     or from a layer that reads what entered (`is_inside`), before it meets the exit of another region."""
-    todo: list[Any] = [] if x.grad_fn is None else [x.grad_fn]
-    seen = set(todo)
-    while todo:
-        node = todo.pop()
-        above = getattr(node, "region_above", None)
-        if above == "tensor" or hasattr(node, "is_inside"):
-            return True
-        if above is None:
-            new = {parent for parent, _ in node.next_functions if parent is not None} - seen
-            seen |= new
-            todo += new
-    return False
+    return any(
+        getattr(node, "region_above", None) == "tensor" or hasattr(node, "is_inside") for node in _back_to_marks(x)
+    )
 
 
 def computed_with(x: Tensor, parts: Iterable[Tensor]) -> bool:
     """Whether a value was computed with one of these tensors, inside of the tensor region it is used in."""
     nodes = {part.grad_fn for part in parts} - {None}
     leaves = {id(part) for part in parts if part.grad_fn is None}
+    return any(
+        node in nodes or (hasattr(node, "variable") and id(accumulated_parameter(node)) in leaves)
+        for node in _back_to_marks(x)
+    )
+
+
+def _back_to_marks(x: Tensor) -> Iterator[Any]:
+    """The nodes that a value's graph has up to the marks of a region, and these."""
     todo: list[Any] = [] if x.grad_fn is None else [x.grad_fn]
     seen = set(todo)
     while todo:
         node = todo.pop()
-        if node in nodes or (hasattr(node, "variable") and id(accumulated_parameter(node)) in leaves):
-            return True
+        yield node
         if getattr(node, "region_above", None) is None:
             new = {parent for parent, _ in node.next_functions if parent is not None} - seen
             seen |= new
             todo += new
-    return False

@@ -10,10 +10,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
 from rich.console import Console
 
-from lightning_megatp.mesh import ParallelMesh
+from lightning_megatp.mesh import AXES, ParallelMesh
 from lightning_megatp.pipeline.schedules.check import Times, simulate
 from lightning_megatp.pipeline.schedules.generators import make_schedule, split_end
 from lightning_megatp.pipeline.schedules.recorder import COMPUTING, Recorder, Span, start_together
@@ -162,8 +161,7 @@ class StepTrace:
         recorder.optimizer()
         spans = recorder.spans()
         schedule = pipeline.settings.schedule(1 + max(span.microbatch for span in spans))
-        rows: list[Any] = [None] * mesh.shape.world_size
-        dist.all_gather_object(rows, _row(schedule, executor.transport.rank, mesh, spans))
+        rows = mesh.exchange(_row(schedule, executor.transport.rank, mesh, spans), *AXES)
         if mesh.global_rank == 0:
             trace = trace_of(schedule, rows)
             trace.write(self.path)
