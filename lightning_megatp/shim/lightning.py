@@ -216,11 +216,15 @@ def _as_resumed(loop: Any) -> Iterator[None]:
 
 def restart_loaders(trainer: Any) -> None:
     """Let training data begin where a checkpoint has it, if `first_loaders` set it up before the loops were restored:
-    Lightning hands loaders their states, and draws the order of an epoch, when it sets them up."""
+    Lightning hands loaders their states, and draws the order of an epoch, when it sets them up. A DataLoader keeps the
+    iterator of persistent workers (`_iterator`, torch 2.11-2.13), which draws its seed when it is made."""
     loop = trainer.fit_loop
     vars(loop).pop("setup_data", None)
     if loop._combined_loader is not None:
         loop._load_combined_loader_states()
+        for loader in loop._combined_loader.flattened:
+            if getattr(loader, "persistent_workers", False):
+                loader._iterator = None
         iter(loop._data_fetcher)
 
 

@@ -8,15 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 from tests.distributed.checkpoint.test_trainer import Losses
 from tests.distributed.training import (
     DP2,
     LIGHTNING_2_6,
+    PLAIN,
     PP2,
     TP2,
     TP2_PP2,
@@ -242,3 +243,37 @@ def test_other_groups_are_refused(how: str, tmp_path: Path) -> None:
     with pytest.raises(RankError, match=r"groups of \[\d+\] parameters, and this one's are \[\d+, \d+\]") as error:
         run_program(TP2, _other_optimizer, path, how)
     assert len(error.value.failures) == 2
+
+
+class Rows(LightningModule):
+    """Notes which rows a batch has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(*(nn.Sequential(nn.Linear(1, 8), nn.ReLU(), nn.Linear(8, 1)) for _ in range(2)))
+        self.rows = list[list[float]]()
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        self.rows.append(batch[0].flatten().tolist())
+        return self.net(batch[0]).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+
+def _shuffled(layout: Layout, root: str, resumes: bool) -> list[list[float]]:
+    torch.manual_seed(0)
+    module, rows = Rows(), TensorDataset(torch.arange(8.0).double()[:, None])
+    loader = DataLoader(rows, batch_size=4, shuffle=True, num_workers=1, persistent_workers=True)
+    trainer = make_trainer(layout, strategy={"plan": "auto"}, max_epochs=1 + resumes)  # looks at a batch before
+    trainer.fit(module, loader, ckpt_path=f"{root}/first.ckpt" if resumes else None)
+    if not resumes:
+        trainer.save_checkpoint(f"{root}/first.ckpt")
+    return module.rows
+
+
+def test_persistent_workers_go_on_in_the_same_order(tmp_path: Path) -> None:
+    """From a plain Trainer's checkpoint, since the ranks' own has their random state."""
+    run_program(PLAIN, _shuffled, str(tmp_path), False)
+    (expected,) = run_program(PLAIN, _shuffled, str(tmp_path), True)
+    assert run_program(Layout(tp=2), _shuffled, str(tmp_path), True) == [expected, expected]
