@@ -168,7 +168,7 @@ def _resume(layout: Layout, kind: str, root: str, form: str) -> tuple[dict[str, 
     """Two epochs, of which the second goes on from a checkpoint, with parameters in many turns: the optimizer's states
     in the last checkpoint, the parameters, and what hooks and schedulers have seen."""
     if not layout.plain:
-        from lightning_megatp.gradients import whole_steps
+        from lightning_megatp.optimizers import whole_steps
 
         whole_steps.TURN_BYTES = 5000
     path, seen = shared_directory(layout, form, root) / "saved", list[str]()
