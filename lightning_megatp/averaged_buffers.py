@@ -15,7 +15,7 @@ Versions = dict[str, tuple[int, int]]
 
 
 def versions_of(module: nn.Module) -> Versions:
-    """Of the buffers that this rank holds."""
+    """The versions of the buffers that this rank holds."""
     return {name: (address(x), tensor_version(x)) for name, x in _held(module).items()}
 
 

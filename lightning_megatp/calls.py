@@ -127,7 +127,7 @@ def around_calls(unit: nn.Module, around: Around) -> None:
 
 @contextlib.contextmanager
 def calls_surrounded(around: Mapping[nn.Module, Around]) -> Iterator[None]:
-    """The same of several modules, meanwhile."""
+    """Meanwhile, let `around[module](method, args, kwargs)` run the methods that each of these modules is called by."""
     before: list[tuple[nn.Module, str, Any, _Surrounded]] = []
     for module, run in around.items():
         for name, function in _entries(module).items():

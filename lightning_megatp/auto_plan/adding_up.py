@@ -68,7 +68,7 @@ def proven(module: nn.Module, layout: StackLayout, calls: Sequence[Call]) -> Sta
 
 
 def check_numbered(module: nn.Module, layout: StackLayout, call: Call, numbers: Mapping[str, int]) -> frozenset[Done]:
-    """Of a module that counts itself, with other numbers.
+    """Check that the parts of a module that counts itself add up with other numbers, too.
 
     Args:
         layout: what was proven.
@@ -198,7 +198,8 @@ class _Trial:
     def _compare_gradients(
         self, wanted: Ran, parts: Sequence[Ran], same: Sequence[bool | None], kept: set[str]
     ) -> None:
-        """Of what goes in and of parameters; of what parts have alike each has its share.
+        """Check that gradients of inputs and parameters are the sums of the parts'. Of what parts have alike each has
+        its share.
 
         Raises:
             NotAdditive: they are others, as where an autograd function adds to a gradient.
@@ -226,7 +227,8 @@ class _Trial:
 
 
 def _gradients(ran: Ran, same: Sequence[bool | None], kept: set[str], shares: int) -> Any:
-    """Of inputs, and of parameters by name, for fixed ones of what was returned and kept; None where there is none."""
+    """Gradients of inputs, and of parameters by name, for fixed ones of what was returned and kept; None where there is
+    none."""
     results = [x for x in _tensors(ran.result) if x.is_floating_point()]
     alike = [is_same for x, is_same in zip(_tensors(ran.result), same, strict=True) if x.is_floating_point()]
     results += [ran.kept[name] for name in sorted(kept)]
@@ -294,7 +296,7 @@ def _share(whole: nn.Module, layout: StackLayout, inside: int, own: tuple[int, i
 
 
 def _ranges(x: Tensor, entry: ExpertParameter, inside: int, own: tuple[int, int]) -> Ranges:
-    """Of a parameter those of some features inside."""
+    """The ranges of a parameter that belong to some features inside."""
     assert entry.dim is not None
     parts = range(0, x.shape[entry.dim], inside * entry.unit)
     return tuple((part + own[0] * entry.unit, part + own[1] * entry.unit) for part in parts)
@@ -328,8 +330,8 @@ def _tensors(result: Any) -> list[Tensor]:
 
 
 def _adds_up(wanted: Ran, parts: Sequence[Ran]) -> tuple[list[bool | None], set[str]]:
-    """Of each tensor that is returned, whether it is the same in all parts, and not a sum, None for zeros, which are
-    either; and the attributes with a graph that are the same.
+    """Whether each tensor that is returned is the same in all parts, and not a sum, None for zeros, which are either;
+    and the attributes with a graph that are the same.
 
     Raises:
         NotAdditive: anything is neither.
@@ -365,7 +367,7 @@ def _adds_up(wanted: Ran, parts: Sequence[Ran]) -> tuple[list[bool | None], set[
 
 
 def _drawn_alike(wanted: Ran, parts: Sequence[Ran]) -> set[bool]:
-    """Of each draw of random numbers, whether it is the same for the whole and all parts."""
+    """Whether draws of random numbers are the same for the whole and all parts: the answers, over all draws."""
     each = list(zip(wanted.drew, *(part.drew for part in parts), strict=True))
     return {all(drawn == draws[0] for drawn in draws) for draws in each}
 

@@ -18,7 +18,7 @@ _SMALL = 0.02
 
 
 def bare_linears(block: Block) -> dict[str, BareLinear]:
-    """Those of a block, by the names of their weights; none where it can't be run."""
+    """The linear layers of a block that are no modules, by the names of their weights; none where it can't be run."""
     names = _matrices(block.module)
     if not names or not block.calls:
         return {}

@@ -52,7 +52,7 @@ class Block:
     module: nn.Module
     """The first of its kind."""
     names: list[str] = field(default_factory=list)
-    """Of all modules of its kind; the first is `module`'s."""
+    """The names of all modules of its kind; the first is `module`'s."""
     calls: list[Call] = field(default_factory=list)
     """What each step that was tried out calls it with; none if they don't."""
     other_calls: list[Call] = field(default_factory=list)

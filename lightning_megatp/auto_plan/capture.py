@@ -108,7 +108,7 @@ class _Capture:
         return run
 
     def _result(self, kind: Block, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Of a block's forward; of one that is called like another of its kind, what that returned."""
+        """The result of a block's forward; for one that is called like another of its kind, what that returned."""
         given = _Given.of(args, kwargs)
         if id(kind) not in self._known:
             kind.calls.append(Call(*tree_map(copied, (args, kwargs))))
@@ -151,7 +151,7 @@ class _Given:
 
     @property
     def flags(self) -> Any:
-        """The same without numbers, on which a block's result depends less often than on other plain values."""
+        """As `way`, without numbers, on which a block's result depends less often than on other plain values."""
         return str(self.tree), tuple(x for x in self.values if not isinstance(x, (int, float)) or isinstance(x, bool))
 
 

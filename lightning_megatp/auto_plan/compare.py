@@ -19,10 +19,10 @@ from lightning_megatp.tensor.lineage import trace_regions
 from lightning_megatp.tensor.user_functions import functions_take_whole
 
 TOLERANCE = 1e-9
-"""Of a float64 result, relative to the largest entry; sums in another order differ by 1e-13 or less."""
+"""How far a float64 result may be off, relative to the largest entry; sums in another order differ by 1e-13 or less."""
 
 _FELT = 1e-6
-"""Of a gradient: how large its largest entry has to be, for a comparison to tell it from another."""
+"""How large the largest entry of a gradient has to be, for a comparison to tell it from another."""
 
 
 @dataclass
@@ -60,8 +60,8 @@ class NotFinite(ValueError):
 
 
 class Gradients:
-    """Of a block's parameters, from its next backward. Of large ones no more is kept than two products with random
-    vectors, by which they can be compared, and added up.
+    """The gradients of a block's parameters, from its next backward. Of large ones no more is kept than two products
+    with random vectors, by which they can be compared, and added up.
 
     Args:
         module: the block.

@@ -95,7 +95,7 @@ def _grouped_product(x: Tensor, weights: Tensor, offs: Tensor | None = None, **o
 
 
 def _middle(start: float = 0.0, stop: float = 1.0, **bounds: Any) -> float:
-    """Of what `uniform_` draws between: inside of the bounds, as an index that is made of it has to be."""
+    """The middle of what `uniform_` draws between: inside of the bounds, as an index that is made of it has to be."""
     return float(bounds.get("from", start) + bounds.get("to", stop)) / 2
 
 
@@ -117,5 +117,5 @@ def exact() -> Iterator[None]:
 
 
 def exact_in_thread(draw: Callable[[Any], None] | None = None) -> contextlib.AbstractContextManager[Any]:
-    """The same in a thread that a thread in `exact` waits for."""
+    """`exact`, without the settings of the process, for a thread that a thread in `exact` waits for."""
     return _Exact(draw)

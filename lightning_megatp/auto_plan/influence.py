@@ -28,11 +28,11 @@ with the layers' outputs negated: a unit that no token passes is passed by all o
 another makes, both signs cancel; so in the other probes some features are negated, by chance."""
 
 _MUCH = 4
-"""Of rows, those that are so many times larger come first: an adapter stands before the layer that its features are
+"""Rows that are so many times larger than others come first: an adapter stands before the layer that its features are
 for. Otherwise the first in the block do."""
 
 _MOST_DIVISIONS = 8
-"""Of a row's input in two parts, that are tried."""
+"""Divisions of a row's input in two parts that are tried, at most."""
 
 _MIXED = "its features mix with others before a layer could take them"
 
@@ -60,7 +60,7 @@ class Candidate:
     dealing: Dealing
     columns: dict[str, tuple[Ranges, ...]] = field(default_factory=dict)
     shares: dict[str, list[Fraction]] = field(default_factory=dict)
-    """Of each column's features those of each rank: 1 in all, or more for key-value heads that ranks share."""
+    """Column -> each rank's share of its features: 1 in all, or more for key-value heads that ranks share."""
     smaller: Candidate | None = None
     """Without rows that bring columns of their own, for where they don't hold together."""
 
@@ -87,9 +87,9 @@ class Influence:
     """Layer -> why it is in none of the last candidates."""
 
     def candidates(self, tp: int, taken: Collection[str] = (), refused: Collection[str] = ()) -> list[Candidate]:
-        """Those that spare most messages together, in the order in which the block has their rows: what columns put out
-        stays where it is, while layers by themselves are gathered, and rows are summed. Of equal ones, those that hold
-        most weights.
+        """The candidates that spare most messages together, in the order in which the block has their rows: what
+        columns put out stays where it is, while layers by themselves are gathered, and rows are summed. Of equal ones,
+        those that hold most weights.
 
         Args:
             taken: layers that are in use.

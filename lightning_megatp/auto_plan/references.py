@@ -131,7 +131,7 @@ def _path(twin: nn.Module, call: Call) -> list[Any]:
 
 
 def _done_in(twin: nn.Module, call: Call, train: bool) -> set[Done]:
-    """The same operations, each with the user's line that calls it."""
+    """The operations by which a thin block computes a call, each with the user's line that calls it."""
     return _watched(twin, call, train).done
 
 

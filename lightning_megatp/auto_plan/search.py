@@ -127,7 +127,7 @@ def _too_large(module: nn.Module, tp: int) -> str | None:
 
 
 class _NotTheSame(Exception):
-    """Of what was proven part by part."""
+    """What was proven part by part does not compute the same together."""
 
 
 def _probed(
@@ -286,7 +286,7 @@ class _Search:
         return outcome
 
     def prove_together(self) -> Outcome:
-        """Of all that was accepted."""
+        """The outcome of all that was accepted, together."""
         plan = self.result.plan
         outcome = self.prove(plan)
         return self.track(plan) if not outcome.holds and self.global_sizes and not plan.attributes else outcome

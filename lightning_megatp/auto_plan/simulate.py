@@ -288,7 +288,7 @@ class _Convolution:
         return self.exchange.gather(y, self.dim, self.layer.by_rank)
 
     def _of_parts(self, *given: Any) -> Tensor:
-        """Of g and v, or of the module that holds them."""
+        """The weight that g and v make: these two are given, or the module that holds them."""
         g, v = given if len(given) == 2 else (given[0].weight_g, given[0].weight_v)
         assert self.normed is not None
         return weight_of_parts(g, v, self.normed.dim, self.direction.dim, self.exchange)
@@ -327,5 +327,5 @@ def owner_of(module: nn.Module, parameter: str) -> nn.Module:
 
 
 def floating_in(tree: Any, given: Any = None) -> list[Tensor]:
-    """Those of `tensors_anywhere_in` that are of floating-point numbers."""
+    """The tensors of `tensors_anywhere_in` that are of floating-point numbers."""
     return [x for x in tensors_anywhere_in(tree, given) if x.is_floating_point()]

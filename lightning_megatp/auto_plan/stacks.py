@@ -84,7 +84,7 @@ def holds_stacks(module: nn.Module) -> list[str]:
 
 
 def usual_layout(module: nn.Module) -> StackLayout:
-    """Of transformers' experts, by their parameters' names.
+    """The layout of transformers' experts, by their parameters' names.
 
     Raises:
         ValueError: other names, or shapes that fit neither layout, or both.

@@ -98,7 +98,8 @@ class ThinLinear(nn.Linear):
 
 
 class _HiddenLinear(ThinLinear):
-    """Of a module's own parameters. Code that calls all modules in there would call one that the module has not."""
+    """A thin layer made of a module's own parameters. Code that calls all modules in there would call one that the
+    module has not."""
 
     def forward(self, x: Tensor) -> Tensor:
         raise TypeError("a weight that belongs to no layer was called as one")
@@ -129,7 +130,7 @@ class _ThinWeight(LayerWeight):
 
     @property
     def plain(self) -> Tensor:
-        """The same as a plain tensor."""
+        """This weight as a plain tensor."""
         with DisableTorchFunction():
             return self.as_subclass(Tensor)
 
@@ -157,7 +158,7 @@ class _ThinWeight(LayerWeight):
 
 
 def name_in_copy(weight: str) -> str:
-    """Of a thin layer in the place of a weight, whose name its owner's code goes on using."""
+    """The name of a thin layer in the place of a weight, whose own name its owner's code goes on using."""
     return f"{weight}()"
 
 

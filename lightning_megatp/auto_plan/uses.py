@@ -34,7 +34,7 @@ class Uses(TorchFunctionMode):
         self.otherwise: set[str] = set()
         """What something else used."""
         self.inside: set[str] = set()
-        """Those whose own layers run, which may do as they like."""
+        """Weights whose own layers run, which may do as they like."""
         self.depth = 1
         """How many modules run that a hook of a step's code could call, too."""
 

@@ -122,7 +122,7 @@ class Example:
             return self.bare_step(_copy_of(batch))
 
     def bare_step(self, batch: Any) -> Any:
-        """The same, for who puts back by itself what a step leaves."""
+        """The user's step in its contexts, for who puts back by itself what a step leaves."""
         fits = self.trainer.state.fn == "fit"
         with contextlib.ExitStack() as stack:
             stack.enter_context(idle_optimizers(self.trainer) if fits else contextlib.nullcontext())
@@ -138,8 +138,8 @@ class Example:
         return [functools.partial(self.step, x) for x in (self.batch, *_padded(self.batch))]
 
     def uncut_calls(self) -> list[Callable[[], Any]]:
-        """The same on the whole batch, which is `batch` from now on, if that is the first rows of one that a data set
-        gave: numbers in it may mean all its rows (edges of a graph)."""
+        """`calls` with the whole batch, which is `batch` from now on, where that was the first rows of one that a data
+        set gave: numbers in it may mean all its rows (edges of a graph)."""
         if self.batch is None or self._uncut is None:
             return []
         whole, self._uncut = self._uncut, None
@@ -149,7 +149,7 @@ class Example:
 
 
 def _copy_of(batch: Any) -> Any:
-    """Of its own, as far as there can be one: few steps change their batch."""
+    """A copy of a batch, as far as there can be one: few steps change their batch."""
     try:
         return copy.deepcopy(batch)
     except Exception:  # what holds locks, or the graph of a computation

@@ -171,13 +171,13 @@ class _Spec:
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
-    """Of a dense tensor: channels_last stays so, since kernels round differently by layout."""
+    """The strides of a dense tensor: channels_last stays so, since kernels round differently by layout."""
     dtype: torch.dtype
     on_cpu: bool
     requires_grad: bool
     subclass: type[Tensor]
     attributes: dict[str, Any]
-    """Of a subclass such as torchvision's bounding boxes."""
+    """The attributes of a subclass such as torchvision's bounding boxes."""
 
     @staticmethod
     def of(leaf: Tensor) -> _Spec:

@@ -98,7 +98,8 @@ def check_rows(batches: Mapping[int, Any]) -> None:
 
 
 def _check_others(batches: Mapping[int, Any]) -> None:
-    """Of batches whose first tensors have a row for each sample: the rule gives to each microbatch what has several.
+    """Check that no tensor has several rows for each sample where the first one has one: the rule gives it to each
+    microbatch.
 
     Raises:
         ValueError: a tensor has.

@@ -217,7 +217,7 @@ class Recorder(TorchDispatchMode):
                 given.keep()
 
     def _real(self, tree: Any) -> Any:
-        """The same with values."""
+        """A tree with values in the place of recorded tensors."""
         return tree_map(lambda x: self.value(x) if self.records(x) else x, tree)
 
     def _has(self, x: Tensor) -> bool:

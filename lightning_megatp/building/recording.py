@@ -111,7 +111,7 @@ class Operation:
     writes: frozenset[int] = frozenset()
     """Storages it makes or changes."""
     whole: frozenset[int] = frozenset()
-    """Those of `writes` in which nothing is left of what was there before."""
+    """Storages among `writes` in which nothing is left of what was there before."""
     made: dict[int, View] = field(default_factory=dict)
     """Which of its results are new storages: index among the results -> the tensor."""
     generator: Tensor | None = None

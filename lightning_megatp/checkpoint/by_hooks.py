@@ -141,7 +141,7 @@ class _Followed(TorchFunctionMode):
         return result
 
     def name(self, x: Any) -> str | None:
-        """Of the weight that this is; None for anything else."""
+        """The name of the weight, or buffer of a stage, that this is or is a copy of; None for anything else."""
         if not isinstance(x, Tensor) or is_fake(x) or x.is_meta or x.layout is not torch.strided or x in self._whole:
             return None
         found: str | None = self._of.get(id(x)) or self._copies.get(x)
@@ -160,7 +160,8 @@ def _completed(
     mesh: ParallelMesh,
     hook: str,
 ) -> dict[str, Any]:
-    """The same with whole weights, of all stages, on the first tensor rank of the first copy of the model.
+    """What a hook put into a checkpoint, with whole weights of all stages, on the first tensor rank of the first copy
+    of the model.
 
     Args:
         everywhere: whether all ranks call this hook; otherwise none is asked for its part.

@@ -48,7 +48,7 @@ class Chunks:
         return cls(tensor, spec, (spec.written or spec.ranges) if writes else None)
 
     def size(self) -> torch.Size:
-        """Of the full tensor; DCP compares it with what is on disk."""
+        """The size of the full tensor; DCP compares it with what is on disk."""
         return torch.Size(self.spec.shape)
 
     def __create_write_items__(self, name: str, _: object) -> list[WriteItem]:
@@ -120,7 +120,7 @@ class SavePlanner(DefaultSavePlanner):
 
 
 class LoadPlanner(DefaultLoadPlanner):
-    """The same for loading."""
+    """DCP's planner for loading into a flat state dict of Chunks."""
 
     def __init__(self, state: dict[str, Any], metadata: Metadata) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)

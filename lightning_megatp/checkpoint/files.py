@@ -128,7 +128,7 @@ class Manifest:
 
 
 def _crc32_of_block(file: IO[bytes]) -> int:
-    """Of the next `_BLOCK` bytes, or those up to the end, without holding them all."""
+    """The CRC-32 of the next `_BLOCK` bytes, or those up to the end, without holding them all."""
     crc = 0
     for _ in range(_BLOCK // _PIECE):
         crc = zlib.crc32(file.read(_PIECE), crc)

@@ -45,7 +45,7 @@ def full_state_dict(state: Mapping[str, Any], parallel: ParallelModule, keep: bo
 
 
 def without_data(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The same names, with tensors on the meta device, and None for what isn't a tensor."""
+    """The names of a state, with tensors on the meta device, and None for what isn't a tensor."""
     return {name: x.detach().to("meta") if isinstance(x, Tensor) else None for name, x in state.items()}
 
 
@@ -118,5 +118,6 @@ def _map_state(
 
 
 def _changed(value: Any, parameter: Tensor, change: Callable[[Tensor, Tensor], Tensor | None]) -> Any:
-    """Of a state, or of what it holds: AggMo has a tensor for each of its betas."""
+    """One value of a parameter's state after a change. There may be several in a list: AggMo has a tensor for each
+    beta."""
     return change(value, parameter) if isinstance(value, Tensor) and value.dim() else value

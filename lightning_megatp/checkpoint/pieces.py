@@ -35,7 +35,7 @@ def row_boxes(shape: tuple[int, ...], dtype: torch.dtype) -> list[Box]:
 
 
 def row_boxes_of(box: Box, dtype: torch.dtype) -> list[Box]:
-    """The same of a part of a tensor."""
+    """A part of a tensor in blocks of rows, of 16 MiB unless a row is larger."""
     starts = [start for start, _ in box]
     shape = tuple(stop - start for start, stop in box)
     return [
@@ -51,7 +51,7 @@ def part(tensor: Tensor, box: Box) -> Tensor:
 
 
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Of a tensor whose elements lie one after another."""
+    """The strides of a tensor whose elements lie one after another."""
     return torch.empty(shape, device="meta").stride()
 
 
@@ -60,14 +60,14 @@ class Place:
     """Where a tensor is in a file."""
 
     offset: int
-    """Of its storage, in bytes."""
+    """Where its storage begins, in bytes."""
     nbytes: int
-    """Of its storage."""
+    """The size of its storage."""
     dtype: torch.dtype
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     start: int = 0
-    """Of the tensor in its storage, in elements."""
+    """Where the tensor begins in its storage, in elements."""
 
 
 class MappedFile:

@@ -55,7 +55,7 @@ class SafetensorsFolder:
         self.names = sorted(self._files)
 
     def shape_and_dtype(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
-        """Of a full tensor."""
+        """The shape and dtype of a full tensor."""
         with self._open(name) as file:
             part = file.get_slice(name)
             return tuple(part.get_shape()), next(dtype for dtype, text in _DTYPES.items() if text == part.get_dtype())

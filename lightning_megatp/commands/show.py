@@ -84,7 +84,7 @@ def _stages(model: nn.Module, stage_of_unit: Mapping[str, int]) -> Table:
 
 
 def _parameters(model: nn.Module, units: Sequence[str]) -> int:
-    """Of some units together, tied ones once."""
+    """How many parameters some units have together, tied ones once."""
     return sum({id(p): p.numel() for unit in units for p in model.get_submodule(unit).parameters()}.values())
 
 

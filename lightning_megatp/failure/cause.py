@@ -47,7 +47,7 @@ class Evidence:
     where: str = ""
     """`train.py:12 in training_step`."""
     everywhere: bool = False
-    """Of a verdict: all ranks ended with the same."""
+    """For a verdict: whether all ranks ended with the same."""
 
     @property
     def is_ours(self) -> bool:

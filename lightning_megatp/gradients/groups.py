@@ -86,8 +86,8 @@ class Groups:
                 group["param_names"] = list(names)
 
     def _cut_states(self, optimizer: Optimizer) -> None:
-        """Of states that an optimizer makes when it is built (Adagrad), of the whole parameters' size, keep this rank's
-        part."""
+        """Keep this rank's part of states that an optimizer makes when it is built (Adagrad), of the whole parameters'
+        size."""
         parallel = self.parallel
         for p in (p for group in optimizer.param_groups for p in group["params"]):
             shape = parallel.whole_shape(p)
