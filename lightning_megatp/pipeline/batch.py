@@ -46,12 +46,10 @@ class Backward:
     Args:
         scale: the loss's factor for gradient accumulation and for float16.
         before: called once per batch, with a scalar.
-        complete: called with a stage when its gradients are final, but for a factor.
     """
 
     scale: Callable[[Tensor], Tensor]
     before: Callable[[Tensor], None]
-    complete: Callable[[int], None] = lambda stage: None
 
 
 @dataclass
@@ -249,8 +247,7 @@ class BatchRun:
                 self.logged[0] += calls
 
     def complete(self, stage: int) -> None:
-        if self.backward is not None:
-            self.backward.complete(stage)
+        """Nothing is summed over data-parallel ranks yet: by what each divides its losses is known after the batch."""
 
     @functools.cached_property
     def rows(self) -> list[int]:

@@ -257,17 +257,12 @@ class Pipeline:
         taken = self.outputs.step_taken(kind, self.parallel.module)
         return self.outputs.sent(kind, run.merged_results(taken) if self.is_last else None)
 
-    def release(self, except_for: Collection[int] = ()) -> None:
+    def release(self) -> None:
         """Give the gradients of the last batch back to the parameters, in addition to what was accumulated before.
 
         Lightning clears gradients between a training step and its backward; the pipeline's backward is over then.
-
-        Args:
-            except_for: id of parameters whose gradients come from elsewhere.
         """
         for parameter, gradient in self._parked:
-            if id(parameter) in except_for:
-                continue
             parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
         self._parked = []
 

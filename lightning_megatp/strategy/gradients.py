@@ -231,45 +231,53 @@ class GradientMethods(CopyMethods, InspectionMethods):
                 scaler.scale(torch.zeros((), device=self.root_device))  # makes its state, where no loss is scaled
             self.namespace.precision.pre_backward(plugin, loss, module)  # the hooks, without scaling again
 
-        def complete(stage: int) -> None:
-            if accumulated == 1 and self._buckets is not None and self.pipeline is not None:
-                if not self._buckets.began:
-                    self._refresh_buckets()  # a callback may have unfrozen some, the dry run may have lent some
-                self._buckets.complete(self.pipeline.part_of(stage))
-
-        return Backward(scale, before, complete)
+        return Backward(scale, before)
 
     def _finish_pipeline(self, pipeline: Pipeline, closure_loss: Tensor) -> Tensor:
         """The backward of a batch that went through the pipeline: its gradients are there, and are completed."""
         self._set_aside_summed()
-        pipeline.release(() if self._buckets is None else self._buckets.early)
+        pipeline.release()
         if self.sharding is not None:
+            self._check_factors(pipeline.factor)
             self.sharding.collect(pipeline.factor)
             self.sharding.give_to(with_inner(self.optimizers))
-        if self._buckets is None or not (self._accumulating or self._buckets.began):
-            self._refresh_buckets()
+        if self._buckets is None or not self._accumulating:
+            self._refresh_buckets()  # a callback may have unfrozen some, the dry run may have lent some
         with pipeline.executor.recorded("gradients"):
-            self._sum_or_accumulate(pipeline.factor)
+            self._sum_or_accumulate()
         closure_loss = self._show_gradients(closure_loss)
         self.post_backward(closure_loss)
         return closure_loss
 
-    def _sum_or_accumulate(self, factor: float = 1.0) -> None:
-        """After a backward: sum its gradients over the ranks, and those that were accumulated before; or wait for a
-        later one.
+    def _check_factors(self, factor: float) -> None:
+        """FSDP2 has summed gradients over the data-parallel ranks before it was known what their losses weigh.
 
-        Args:
-            factor: of what a pipeline sent before its batch was over.
+        Raises:
+            RuntimeError: on every rank, where what is left to multiply these by differs between them.
+
+        Communication: one object all-gather over dp, between the hosts.
         """
+        factors = self._mesh().exchange(factor, "dp")
+        if max(factors) - min(factors) > 1e-6 * max(map(abs, factors)):
+            raise RuntimeError(
+                "MegaTPStrategy: the microbatches of this batch weigh otherwise on one data-parallel rank than on"
+                f" another ({', '.join(f'{x:.4g}' for x in factors)}; unequal numbers of targets or samples), and at"
+                " pp > 1 with zero > 0 their gradients are summed before that is known. Use zero=0, microbatches=1, or"
+                " define `loss_weight(self, batch)` on the LightningModule to return the number of rows."
+            )
+
+    def _sum_or_accumulate(self) -> None:
+        """After a backward: sum its gradients over the ranks, and those that were accumulated before; or wait for a
+        later one."""
         if not self._accumulating:
-            self._sum_gradients(factor)
+            self._sum_gradients()
         elif self._sets_aside:
             self._accumulated.leave(self._held_parameters())
 
-    def _sum_gradients(self, factor: float = 1.0) -> None:
+    def _sum_gradients(self) -> None:
         parallel = self._parallel()
         if self._buckets is not None:
-            self._buckets.finish(factor)
+            self._buckets.finish()
         self.parallelism.finalize_gradients(parallel)
         self._change_gradients(narrow)
         if self.pipeline is not None:
