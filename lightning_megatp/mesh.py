@@ -39,7 +39,7 @@ def on_cpu(value: Any) -> Any:
 
 
 def check_sizes(**sizes: Any) -> None:
-    """Of axes.
+    """Check the sizes of mesh axes.
 
     Raises:
         ValueError: one that is no whole number, or below 1.
@@ -225,7 +225,7 @@ class ParallelMesh:
         return self._groups[axes]
 
     def hosts(self, *axes: str) -> dist.ProcessGroup:
-        """The same ranks as in `group`, for CPU tensors: what the host has to know to go on.
+        """The group of the ranks in `group`, for CPU tensors: what the host has to know to go on.
 
         A message through a GPU has to be read from it, and that waits for all that was launched before: the GPU would
         then have nothing to do until the host has launched more. On CPUs it is the same group.

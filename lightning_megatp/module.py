@@ -89,7 +89,8 @@ class ParallelModule:
         self.order: tuple[str, ...] = ()
         """Names of the whole model's state dict in order, where pipeline stages hold parts of it."""
         self.buffer_versions: Versions | None = None
-        """Of the buffers of this rank's stages when training began, to see what hooks change; None before that."""
+        """Versions of the buffers of this rank's stages when training began, to see what hooks change; None before
+        that."""
         self.averages: list[nn.Module] = []
         """Averaged copies of the module, of which this rank holds the same part."""
         self.expects_parts: bool | None = None
@@ -101,7 +102,7 @@ class ParallelModule:
         self.shadows: Shadows | None = None
         """What users keep beside the weights, a tensor for each."""
         self.outlines: Any = None
-        """Of modules among the hyperparameters, for checkpoints."""
+        """Outlines of modules among the hyperparameters, for checkpoints."""
         self.uncompiled = False
         """Whether compiled code runs as it was written: so it does in steps whose operations are looked at."""
         self.device: torch.device | None = None
@@ -185,13 +186,14 @@ class ParallelModule:
         return value if spec is None else gather_shards(value, spec, self.context.group)
 
     def part_of(self, parameter: Tensor, whole: Tensor) -> Tensor:
-        """The opposite: what this rank holds of a value in the shape of the whole parameter. No communication."""
+        """This rank's part of a value in the shape of the whole parameter (inverse of `whole_value`). No
+        communication."""
         spec, divided = self.own_spec(parameter), self.divided.get(id(parameter))
         part = whole if spec is None else spec.take(whole)
         return part if divided is None else divided.take(part)
 
     def to_send(self, x: Tensor) -> Tensor:
-        """The same where the ranks of a group can send it: what is offloaded, or averaged in the host's memory, NCCL
+        """A tensor where the ranks of a group can send it: what is offloaded, or averaged in the host's memory, NCCL
         can't."""
         return x.to(self.device)
 
@@ -224,7 +226,7 @@ class ParallelModule:
 
     @torch.no_grad()
     def whole_like(self, name: str, part: Tensor) -> Tensor:
-        """The opposite, on the part's device.
+        """The whole of a tensor that is cut as a weight, on the part's device (inverse of `part_like`).
 
         Communication: an all-gather over tp where the weight is split, one over dp for a DTensor.
         """
@@ -346,7 +348,8 @@ class ParallelModule:
                         yield x.grad, shard
 
     def spec_of(self, name: str) -> ShardedTensorSpec | None:
-        """The same by any of its names in the state dict; None for whole parameters, buffers and unknown names."""
+        """The shards of a parameter, looked up by any of its names in the state dict; None for whole parameters,
+        buffers and unknown names."""
         parameter = self.names.get(name)
         spec = None if parameter is None else self.sharded.get(id(parameter))
         return None if spec is None else spec.renamed(name)
@@ -475,7 +478,7 @@ class ParallelModule:
             layer.keep_whole(parameter)
 
     def name_of(self, parameter_id: int) -> str:
-        """Of a parameter, by its identity, for messages."""
+        """The name of a parameter, by its identity, for messages."""
         if parameter_id in self.divided:
             return self.divided[parameter_id].name
         return next((name for name, p in self.names.items() if id(p) == parameter_id), "a tensor made by the step")
@@ -493,7 +496,7 @@ class ParallelModule:
 
 
 def _without_common_end(copy: str, original: str) -> tuple[str, str]:
-    """Of two paths, what is different: `ema.net.0` and `net.0` are of `ema.net` and `net`."""
+    """What is different in two paths: `ema.net.0` and `net.0` are of `ema.net` and `net`."""
     n = min(common_end(copy, original), copy.count("."), original.count("."))
     of_copy, of_original = (path.rsplit(".", n)[0] for path in (copy, original))
     return of_copy, of_original

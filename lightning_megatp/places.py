@@ -44,7 +44,7 @@ class Place:
 
 
 def changeable(module: nn.Module) -> Iterator[tuple[Place, Tensor]]:
-    """Those of one module, without its submodules', and what is there."""
+    """The places of one module's tensors that may change, without its submodules', and what is there."""
     for holder, tensors in (("_buffers", module._buffers), ("_parameters", module._parameters), ("", vars(module))):
         for leaf, x in dict.items(tensors):  # that of a split layer hands out other things by itself
             if isinstance(x, Tensor) and _may_change(x) and (holder != "_parameters" or x.nbytes < _LARGE):

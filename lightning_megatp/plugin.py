@@ -355,7 +355,7 @@ def _used_anywhere(module: nn.Module, plan: ParallelPlan) -> set[int]:
 
 
 def _regions(plan: ParallelPlan) -> dict[str, Region]:
-    """Those of the plan's layers, by name."""
+    """The regions of the plan's layers, by name."""
     columns = [layer for layer in plan.layers.values() if layer.style.style == "column"]
     names = dict.fromkeys(layer.region for layer in plan.layers.values() if layer.region is not None)
     tracked = {name: [layer.global_sizes for layer in columns if layer.region == name] for name in names}

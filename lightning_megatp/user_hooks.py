@@ -21,7 +21,7 @@ HOOKS = (
         for moment in ("start", "epoch_start", "batch_start", "batch_end", "epoch_end", "end")
     ),
 )
-"""Those which find this rank's parts of the weights."""
+"""Hooks during which the module's parameters are this rank's parts."""
 
 _BEHIND = {
     "on_predict_batch_end": ("write_on_batch_end",),

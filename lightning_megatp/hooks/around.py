@@ -41,7 +41,7 @@ _HOOKS = (
     *("on_train_batch_end", "on_train_epoch_end", "on_validation_start", "on_validation_epoch_start"),
     *("on_validation_batch_end", "on_validation_epoch_end", "on_validation_end", "on_train_end", "optimizer_step"),
 )
-"""In which weights may be changed or looked at. (Those around a backward are watched by `WholeNorms`.)"""
+"""Hooks in which users read or change weights. (Those around a backward are watched by `WholeNorms`.)"""
 _AMONG_RANKS = frozenset(
     [
         *("world_size", "num_devices", "get_world_size", "all_gather_object", "all_gather_into_tensor", "all_reduce"),
@@ -149,8 +149,9 @@ def among_copies(trainer: Any, counted: Callable[[], contextlib.AbstractContextM
 
 
 def set_up_among_copies(trainer: Any, counted: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
-    """The same for the next call of `setup` and `configure_model`, which also share out a batch size among devices, or
-    scale a rate by their number. Each is the user's own method again once it is called: datamodules are pickled.
+    """Let the next call of `setup` and `configure_model` find copies of the model in the place of processes: these also
+    share out a batch size among devices, or scale a rate by their number. Each is the user's own method again once it
+    is called: datamodules are pickled.
 
     Args:
         trainer: about to set up.

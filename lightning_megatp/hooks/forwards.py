@@ -30,7 +30,7 @@ class Forwards:
         self._running = running
 
     def around_hooks(self, trainer: Any) -> Iterator[Detour]:
-        """Of the module and callbacks, but for those within a step.
+        """Detours around the hooks of the module and callbacks, but for those within a step.
 
         Args:
             trainer: about to run.

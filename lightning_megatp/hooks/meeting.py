@@ -44,7 +44,7 @@ class Meetings:
         self._calls: Counter[str] = Counter()
 
     def around_hooks(self, trainer: Any) -> Iterator[Detour]:
-        """Of the module and callbacks.
+        """Detours around the hooks of the module and callbacks that do something on rank 0 only.
 
         Args:
             trainer: about to run.
@@ -72,7 +72,7 @@ class Meetings:
 
 
 class _Meeting:
-    """Of one call of a hook."""
+    """The meeting of ranks in one call of a hook."""
 
     def __init__(
         self, context: TensorContext, mesh: ParallelMesh, ranks: Sequence[int], store: Store, hook: str, place: str

@@ -65,7 +65,7 @@ class WholeNorms:
         self._unknown: set[str] = set()
         """Gradients of which a norm was taken, since the last step, that is known of a part only."""
         self._reduced: set[str] = set()
-        """Of what norms were taken, since then, over a dim that tensor ranks divide."""
+        """What norms or sums were taken of, since the last step, over a dim that tensor ranks divide."""
 
     @contextlib.contextmanager
     def looking(self, method: str) -> Iterator[None]:
@@ -164,8 +164,8 @@ class WholeNorms:
             warn_once_per_run(text)
 
     def _sums(self) -> dict[int, tuple[_Summed, _Summed]]:
-        """Of the gradient and the value of every parameter that is split or divided, by the id of what this rank trains
-        of it."""
+        """The norms of the gradient and the value of every parameter that is split or divided, by the id of what this
+        rank trains of it."""
         parallel, mesh = self._parallel, self._mesh
         split_over: tuple[tuple[dist.ProcessGroup | None, Collection[int]], ...] = (
             (parallel.rows_group, parallel.divided),
@@ -204,7 +204,7 @@ class WholeNorms:
         }
 
     def _parts(self) -> Callable[[], list[tuple[Tensor, Part]]]:
-        """Of all that a hook may look at; when it looks, since most look at nothing.
+        """A function that lists the parts of all that a hook may look at; when it looks, since most look at nothing.
 
         Communication: that of `_sums`, at once.
         """

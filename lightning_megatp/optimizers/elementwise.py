@@ -26,7 +26,7 @@ TOLERANCE = 1e-5  # of the largest update in the same half: float64 leaves 1e-15
 GradientMaker = Callable[[Tensor], Tensor]
 Run = TypeVar("Run")
 _Group = tuple[list[torch.nn.Parameter], dict[str, Any]]
-"""Of an optimizer: its parameters, and options."""
+"""A group of an optimizer: its parameters, and options."""
 
 
 def coupled_parameters(optimizer: Any, sharded: Iterable[Tensor] | None = None) -> dict[int, Tensor]:
@@ -278,7 +278,7 @@ def _tensors(
     make_gradient: GradientMaker = Tensor.clone,
     in_turns: bool = False,
 ) -> list[Tensor]:
-    """Of a tensor for each seed (steps + 1, *shape), stepped together, or in turns."""
+    """A tensor for each seed, (steps + 1, *shape): parameters of one optimizer, stepped together, or in turns."""
     starts, gradients = zip(*(_drawn(case.shape, seed) for seed in seeds), strict=True)
     parameters = [torch.nn.Parameter(start.clone()) for start in starts]
     twin = _twin(optimizer, case, parameters)
@@ -345,7 +345,7 @@ def _twin(optimizer: Optimizer, case: _Case, parameters: list[torch.nn.Parameter
 
 
 def _groups(optimizer: Optimizer, case: _Case, parameters: list[torch.nn.Parameter]) -> list[_Group]:
-    """Of a twin, the one with `parameters` among them: members, and options."""
+    """The groups of a twin, the one with `parameters` among them: members, and options."""
     if not case.full:
         return [(parameters, case.options)]
     groups = []

@@ -13,8 +13,9 @@ from lightning_megatp.optimizers.elementwise import unwrap
 
 
 def inner_optimizers(optimizer: Optimizer) -> list[Optimizer]:
-    """Those that an optimizer has as attributes, or in lists, tuples and dicts there, with groups of their own; and
-    those of these. One that it shares its groups with (a Lookahead's base) is stepped and saved as its own part."""
+    """The optimizers that an optimizer has as attributes, or in lists, tuples and dicts there, with groups of their
+    own; and those of these. One that it shares its groups with (a Lookahead's base) is stepped and saved as its own
+    part."""
     optimizer = unwrap(optimizer)
     shown = {id(group) for group in optimizer.param_groups}
     found: list[Optimizer] = []

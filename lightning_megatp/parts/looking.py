@@ -40,7 +40,7 @@ _SCALES = operation_names("mul_ div_ _foreach_mul_ _foreach_div_ __imul__ __itru
 
 @dataclass
 class Version:
-    """Of tensors in one storage, which count together: those in a bucket do."""
+    """The version of tensors in one storage, which count together: those in a bucket do."""
 
     number: int
 
@@ -60,13 +60,13 @@ class Part:
     parameter: str = ""
     """Its name."""
     norm: Tensor | None = None
-    """Of the whole tensor, where that was summed."""
+    """The norm of the whole tensor, where that was summed."""
     source: Tensor | None = None
     """What was summed."""
     version: Version | None = None
-    """Of it, then; or since the last change that was seen, of whatever else lies beside it."""
+    """The version of `source`, then; or since the last change that was seen, of whatever else lies beside it."""
     shape: tuple[int, ...] = ()
-    """Of what this rank holds."""
+    """The shape of what this rank holds."""
     spec: ShardedTensorSpec | None = None
     """How tensor ranks divide it."""
 
@@ -202,7 +202,7 @@ class Looking(TorchFunctionMode):
         return how
 
     def _norms(self, func: Callable[..., Any], order: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Of one tensor, or of each in a list."""
+        """The norm of one tensor, or of each in a list: that of the whole where it is known."""
         several, of = func is foreach_norm, _each(args[0])
         parts = [self._part(x) for x in of]
         known = [None if part is None else self._judge.norm_of(part, order) for part in parts]
@@ -286,7 +286,7 @@ def _each(x: Any) -> Sequence[Any]:
 
 
 def _order(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-    """Of which norm of all elements; None where it is none, or more is asked of it."""
+    """The order of a norm of all elements; None where it is none, or more is asked of it."""
     if func not in _NORMS or not 1 <= len(args) <= 2:
         return None
     keyword, default = _NORMS[func]

@@ -119,8 +119,8 @@ class PartialGradients:
         return taken / spec.spec(context.rank).take(owners)
 
     def _divide_where_mixed(self, lineage: Lineage, outputs: Sequence[Tensor], region: str) -> None:
-        """Of parameters whose gradients will be summed over the tensor ranks, each rank contributes its share of what
-        comes from uses on whole values (a norm of all parameters beside a sequence region)."""
+        """Let each rank contribute its share of what comes from uses on whole values (a norm of all parameters beside a
+        sequence region) to gradients that will be summed over the tensor ranks."""
         mixed = {
             i for i, regions in lineage.regions.items()
             if "whole" in regions and i not in self._parallel.sharded and i not in self._full

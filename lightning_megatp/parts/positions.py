@@ -84,7 +84,7 @@ class Positions:
         return "read"
 
     def _of_reshaped(self, what: str, name: str, args: tuple[Any, ...]) -> str:
-        """Of what has all elements that this rank has, in another shape."""
+        """`carry_out` for a tensor with all elements that this rank has, in another shape."""
         index = args[1:2] if name in ("__getitem__", "__setitem__") else ()
         if index and all(map(_is_all, index[0] if isinstance(index[0], tuple) else index)):
             return ""

@@ -74,7 +74,7 @@ class DividedParameter:
         return whole
 
     def as_divided(self, rows: Tensor) -> DTensor:
-        """The same as the module shows it, in the same memory."""
+        """Rows of something as the module shows them: a DTensor, in the same memory."""
         held = self.sharded.data
         assert isinstance(held, DTensor)
         if rows.device.type != held.device_mesh.device_type:  # offloaded

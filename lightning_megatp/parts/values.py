@@ -20,8 +20,6 @@ from lightning_megatp.tensor.draws import LIKE_SHAPES, OF_ELEMENTS
 from lightning_megatp.tensor.functions import operation_name, operation_names
 
 _FOR_TENSORS = OF_ELEMENTS | operation_names("kaiming_uniform_ kaiming_normal_")
-_SHAPES = operation_names("rand randn randint normal")
-"""Those that draw for a shape."""
 _SHAPES = operation_names("shape size __len__")
 _BY_THE_WHOLE = frozenset(["orthogonal_", "sparse_", "eye_", "dirac_", "_no_grad_trunc_normal_"])
 """Functions of torch.nn.init that don't draw one number for each element, and once."""

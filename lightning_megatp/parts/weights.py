@@ -127,7 +127,7 @@ class WeightWatch(TorchFunctionMode):
             return call()
 
     def _name(self, x: Any) -> str | None:
-        """Of the parameter that a tensor is, or was made of."""
+        """The name of the parameter that a tensor is, or was made of."""
         if isinstance(x, list | tuple):
             return next((name for y in x if (name := self._name(y)) is not None), None)
         if not isinstance(x, Tensor):

@@ -72,16 +72,16 @@ def can_be_cut(units: Sequence[str], n_stages: int, together: Sequence[tuple[str
 
 
 def small_among(module: nn.Module, units: Sequence[str], together: Sequence[tuple[str, str]]) -> set[str]:
-    """Of pairs of units that need one stage the first ones that are small modules, outside of lists: such as are called
-    at both ends of a model (an invertible norm, RevIN). What they do can be done between units, where every stage has
-    their parameters."""
+    """Units that are small modules, outside of lists, and the first of a pair of units that need one stage: such as are
+    called at both ends of a model (an invertible norm, RevIN). What they do can be done between units, where every
+    stage has their parameters."""
     sizes = {unit: sum(p.numel() for p in module.get_submodule(unit).parameters()) for unit in units}
     small = _SMALL * sum(sizes.values())
     return {unit for unit, _ in together if sizes[unit] <= small and not is_in_list(module, unit)}
 
 
 _SMALL = 0.05
-"""Of all parameters in units."""
+"""The share of all parameters in units that a small one has at most."""
 
 
 def unit_costs(

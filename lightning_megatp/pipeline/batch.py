@@ -110,7 +110,7 @@ class BatchRun:
     """Tensors that other stages have to be told: buffers that it replaced, those of the user's own objects in which it
     set such values for the first time."""
     set_options: Options | None = None
-    """Of the optimizers, if it changed some."""
+    """The options of the optimizers, if it changed some."""
     _with_losses: set[str] | None = None
     """The units inside of which the first microbatch that averaged losses did; None until one does. In later ones of
     the batch the others are not looked at: a loss in another unit that only some microbatches compute is missed."""
@@ -256,7 +256,7 @@ class BatchRun:
 
     @functools.cached_property
     def loss(self) -> BatchLoss:
-        """Of the batch, on the last stage."""
+        """The loss of the batch, on the last stage."""
         return BatchLoss(self.rows, self.device)
 
     def conclude(self) -> tuple[Tensor, Tensor]:

@@ -94,7 +94,7 @@ def counters(now: PlainValues, before: PlainValues, microbatches: Sequence[Any])
 
 
 def warn_of_counters(names: Sequence[str], n: int) -> None:
-    """Of `counters`, in so many microbatches."""
+    """Warn of `counters`, in so many microbatches."""
     for name in names[:1]:
         warn_once_per_run(
             f"the step counts its calls in `{name}`. With pp > 1 it is called for each microbatch, here {n} times a"
@@ -104,7 +104,7 @@ def warn_of_counters(names: Sequence[str], n: int) -> None:
 
 
 def lengths(module: nn.Module) -> dict[str, int]:
-    """Of the module's own lists, by the attributes that hold them."""
+    """Lengths of the module's own lists, by the attributes that hold them."""
     return {name: len(x) for name, x in vars(module).items() if type(x) is list}
 
 

@@ -161,7 +161,8 @@ class _Flight:
 
     received: list[tuple[Tensor, Relay]]
     roots: list[GradientEdge]
-    """Of what is sent on with a gradient, and of the last stage's loss: the graph without its output tensors."""
+    """Where its backward begins: what is sent on with a gradient, and the last stage's loss. The graph without its
+    output tensors."""
 
 
 @dataclass

@@ -27,7 +27,7 @@ class Hook:
 
 
 def hooks_after_steps(module: nn.Module) -> Iterator[Hook]:
-    """Those that the user defined: what Lightning's own class has does nothing."""
+    """The hooks after steps that the user defined: what Lightning's own class has does nothing."""
     for kind in _KINDS:
         for name, gets_outputs in ((f"on_{kind}_batch_end", True), (f"on_{kind}_epoch_end", False)):
             if getattr(module, name, None) is not None and not _is_lightnings(module, name):

@@ -42,7 +42,7 @@ from lightning_megatp.user_hooks import codes_of, mentions, stored_in
 
 
 class LastStage:
-    """Of one rank's pipeline; the last stage tells, the others adopt.
+    """One rank's side of what only the last stage has after a batch or a hook: that stage tells, the others adopt.
 
     Args:
         parallel: the module, cut over the stages.
@@ -269,7 +269,8 @@ class LastStage:
         return {name for name in names if not (name in vars(module) and is_plain(vars(module)[name]))}
 
     def _attributes(self) -> Attributes:
-        """Of the module now; without averages of weights, which hooks find in another form than steps."""
+        """The attributes of the module now; without averages of weights, which hooks find in another form than
+        steps."""
         shadows = self.parallel.shadows
         return Attributes(self.parallel.module, frozenset() if shadows is None else shadows.slots)
 
@@ -347,8 +348,8 @@ class LastStage:
 
     @torch.no_grad()
     def _norms(self) -> Tensor:
-        """Of what this rank has of the parameters, and of averages of them. Their versions would not tell what is done
-        to their `.data`."""
+        """Norms of what this rank has of the parameters, and of averages of them. Their versions would not tell what is
+        done to their `.data`."""
         averages = () if self.parallel.shadows is None else self.parallel.shadows.tensors()
         own = map(own_part, (*self.parallel.module.parameters(), *averages))
         wide = ((p, torch.promote_types(p.dtype, torch.float32)) for p in own)

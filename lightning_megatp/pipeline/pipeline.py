@@ -143,7 +143,7 @@ class Pipeline:
 
     @property
     def own_units(self) -> list[str]:
-        """Their units."""
+        """The units of this rank's stages."""
         return [unit for unit, stage in self.stage_of_unit.items() if stage in self.own_stages]
 
     @property
@@ -335,7 +335,7 @@ class Pipeline:
         )
 
     def _uncut(self, run: BatchRun, way: Way, kind: str, batch: Any) -> BatchRun:
-        """The same batch, for the last stage to run its steps."""
+        """A run of the same batch in which the last stage runs its steps."""
         uncut = self._run(run.step, [batch] if way is Way.WHOLE else run.microbatches, run.plans, run.seed, None)
         uncut.remote = self._remote(kind)
         return uncut

@@ -239,7 +239,7 @@ class Plans:
 
 
 def _deeds(plan: SlicePlan) -> list[tuple[str, str]]:
-    """Of each operation what it does, as a digest and for messages."""
+    """What each operation of a plan does, as a digest and for messages; but for those that draw random numbers."""
     return [(f"{op.stage} {op.recipe}", f"`{op.name}` ({op.where})") for op in plan.operations if not op.random]
 
 

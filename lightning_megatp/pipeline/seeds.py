@@ -15,8 +15,9 @@ import torch
 
 
 def shared_seed(trainer: Any, of: str) -> int:
-    """Of the generator that is alike on all stages, which stays where it is: what loaders, data sets and hooks draw
-    from it is then what they draw on one device. It may stand where it did in the batch before, so batches are counted.
+    """A seed from the generator that is alike on all stages, which stays where it is: what loaders, data sets and hooks
+    draw from it is then what they draw on one device. It may stand where it did in the batch before, so batches are
+    counted.
 
     Args:
         trainer: in the middle of a batch, or behind it.

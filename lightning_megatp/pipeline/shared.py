@@ -99,7 +99,7 @@ class SharedParameters:
         return None if parameter is None else self._parallel.held(parameter)
 
     def _held_shape(self, shared: Shared) -> torch.Size:
-        """Of a parameter, on this rank or one beside it on the pp axis, which has the same rows."""
+        """The shape of a parameter on this rank, or on one beside it on the pp axis, which has the same rows."""
         sharding = self._parallel.sharding
         return shared.shape if sharding is None else sharding.shape_of_rows(shared.name, shared.shape)
 

@@ -41,7 +41,7 @@ def with_twins(
 
 
 def warn_of_pairs(parallel: ParallelModule, step: UnitsOfStep, stage_of_unit: Mapping[str, int]) -> None:
-    """Of averaged copies on other stages than what they are copies of, where a hook may go over both."""
+    """Warn of averaged copies on other stages than what they are copies of, where a hook may go over both."""
     twins = frozen_twins(parallel.module, step.order, step.untrained, parallel.whole_shape)
     apart = [unit for unit, twin in twins.items() if stage_of_unit[unit] != stage_of_unit[twin]]
     trainer = trainer_of(parallel.module)

@@ -18,7 +18,7 @@ from lightning_megatp.plan.styles import Style
 from lightning_megatp.shim.torch import runs_own_convolution, weight_norm_of
 
 _MOST = 0.95
-"""Of what all convolutions hold: the largest that hold so much are split."""
+"""The least share of what all convolutions hold that is split: the largest ones that hold so much."""
 _SMALL_PART = 0.02
 """Where convolutions are a smaller part of a model, they aren't worth their collectives."""
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)

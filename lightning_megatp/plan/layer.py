@@ -25,7 +25,7 @@ class BareLinear:
     weight: str
     """Its name in the module that holds it: (out, in)."""
     bias: str | None = None
-    """Likewise, (out); None where there is none, or it is used otherwise, too."""
+    """The bias's name there, (out); None where there is none, or it is used otherwise, too."""
     transposed: bool = False
     """Whether the weight is (in, out), as for `x @ weight`."""
 
@@ -42,8 +42,8 @@ class StackLayout:
     counts: tuple[str, ...] | None = None
     """Attributes that count the features inside, by their names from the module on; None for the usual."""
     returns: tuple[bool, ...] = ()
-    """Of each tensor that it returns, whether it is a sum over the ranks; the others are the same on all ranks. Empty
-    for one sum."""
+    """Whether each tensor that it returns is a sum over the ranks; the others are the same on all ranks. Empty for one
+    sum."""
     adds: int | str | None = None
     """Position or keyword of an argument that is added to the first sum besides: a residual."""
     kept: tuple[str, ...] = ()

@@ -150,7 +150,7 @@ def expert_counts(plan: ParallelPlan, modules: Mapping[str, nn.Module]) -> Itera
 
 
 def counts_of(name: str, layer: LayerPlan, modules: Mapping[str, nn.Module]) -> Iterator[AttributePlan]:
-    """The same of one stack of experts."""
+    """The attributes of one stack of experts that become those of this rank."""
     sizes = tuple(map(length, layer.by_rank))
     assert layer.stack is not None
     counts = layer.stack.counts

@@ -15,7 +15,7 @@ ByRank = tuple[Ranges, ...]
 """The ranges of every rank of a group."""
 
 _MOST_PIECES = 1 << 16
-"""Of one rank; what is cut finer than that is not followed any further."""
+"""Pieces of one rank, at most; what is cut finer than that is not followed any further."""
 
 
 def split_evenly(count: int, ways: int) -> list[Range]:

@@ -30,7 +30,7 @@ class ShardSpec:
 
     @classmethod
     def of_whole(cls, name: str, shape: Sequence[int]) -> ShardSpec:
-        """Of what no axis splits."""
+        """The spec of a parameter that no axis splits."""
         return cls(name, tuple(shape), tuple(((0, size),) for size in shape), ("dp", "tp"))
 
     @property

@@ -43,7 +43,7 @@ def find_units(module: nn.Module, names: Sequence[str] | None = None) -> list[st
 
 
 def _without_holders(module: nn.Module, units: Sequence[str]) -> list[str]:
-    """The same with the parts of units, outside of lists, that hold a unit which has another name."""
+    """The units; those outside of lists that hold a unit which has another name are replaced by their parts."""
     names: dict[int, str] = {}
     for unit in units:
         names.setdefault(id(module.get_submodule(unit)), unit)

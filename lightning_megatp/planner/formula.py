@@ -75,7 +75,7 @@ def by_formula(
 
 
 def layer_bytes(rows: int, tokens: int, hidden: int, heads: int, plan: ParallelPlan, block: str, recompute: str) -> int:
-    """Of one layer on one tensor rank."""
+    """The bytes that one layer keeps for its backward on one tensor rank."""
     t, scores = plan.tp, 5 * heads * tokens / hidden
     if recompute == "full":
         return round(2 * tokens * rows * hidden / t)

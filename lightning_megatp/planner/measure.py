@@ -30,7 +30,7 @@ class MemoryAccount:
         """The last one."""
         self.now = 0
         self.peak = 0
-        """Of the last batch."""
+        """The peak of the last batch."""
         self._held: set[int] = set()
         self._users: dict[int, int] = {}
 

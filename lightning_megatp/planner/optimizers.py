@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 _SIZES = (2, 3, 5, 7, 11, 13, 17, 19)
-"""Of the dims of a twin's parameters; all different, so that a state's dims can be told."""
+"""Sizes of the dims of a twin's parameters; all different, so that a state's dims can be told."""
 
 
 @dataclass(frozen=True)

@@ -79,7 +79,7 @@ def skeleton(module: Any) -> Any:
 
 
 def without_values(batch: Any) -> Any:
-    """The same for a batch."""
+    """A copy of a batch whose tensors are on meta: it takes no memory."""
     return tree_map(lambda x: torch.empty_like(x, device="meta") if isinstance(x, Tensor) else x, batch)
 
 

@@ -21,7 +21,7 @@ class RankMemory:
     rank: int
     """Global."""
     stage: int
-    """Of the pipeline; the first one, where a rank has several."""
+    """The stage of the pipeline; the first one, where a rank has several."""
     measured: Bytes
     predicted: Bytes | None
     allocator_peak: int | None = None

@@ -50,7 +50,8 @@ class Layout:
 
 @dataclass(frozen=True)
 class Bytes:
-    """Of one rank, at the optimizer's step, where gradients are complete; activations at their peak before."""
+    """The bytes of one rank, at the optimizer's step, where gradients are complete; activations at their peak
+    before."""
 
     parameters: int = 0
     gathered: int = 0

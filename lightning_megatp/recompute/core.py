@@ -39,7 +39,7 @@ class _Known(NamedTuple):
     tape: Tape
     output: Output
     version: int
-    """Of the tensor; a change in place that was not recorded makes it a tensor like any other."""
+    """The version of the tensor; a change in place that was not recorded makes it a tensor like any other."""
 
 
 class _CoreMode(TorchFunctionMode):

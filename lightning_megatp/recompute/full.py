@@ -167,7 +167,7 @@ class _Changing:
         self._versions: dict[Place, tuple[int, int]] = {}
 
     def copies(self) -> dict[Place, Tensor]:
-        """Of what a call may change."""
+        """Copies of what a call may change."""
         found = self._found()
         self._versions = {place: (id(x), tensor_version(x)) for place, x in found.items()}
         changing = self._modules

@@ -15,7 +15,7 @@ class Entry(NamedTuple):
 
     key: Any
     name: str
-    """Of the weight."""
+    """The name of the weight."""
     value: Tensor
 
 

@@ -23,7 +23,7 @@ from lightning_megatp.snapshots.leftovers import is_own_object
 Shapes = tuple[tuple[int, ...], ...]
 Named = Sequence[tuple[str, Tensor]]
 Choice = Callable[[list[Named], Sequence[Tensor]], list[Named]]
-"""Of the lists with the shapes of the next tensors, the longest first: the one that is meant; or several."""
+"""Chooses, of the lists with the shapes of the next tensors, the longest first, the one that is meant; or several."""
 BUFFERS = "_buffers"
 """Where a module has those: latent diffusion's LitEma keeps its averages so."""
 _MOST = 10_000
@@ -87,7 +87,7 @@ class Weights:
         self._by_first = _by_first(_lists(module))
 
     def without_values(self) -> Weights:
-        """Their names and shapes, after the module was divided."""
+        """The names and shapes of these tensors, for after the module was divided."""
         same: dict[int, Tensor] = {}
 
         def bare(x: Tensor) -> Tensor:
@@ -104,8 +104,8 @@ class Weights:
         return made
 
     def like(self, tensors: Sequence[Tensor]) -> Named | None:
-        """Those of a part, or of several one after another, that have these values, or else these shapes; none; or
-        None where several parts have these shapes."""
+        """The weights of a part, or of several one after another, that have these values, or else these shapes; none;
+        or None where several parts have these shapes."""
         return self._follow(tensors, _of_values) or self._follow(tensors, _of_shapes)
 
     def _follow(self, tensors: Sequence[Tensor], choose: Choice) -> Named | None:

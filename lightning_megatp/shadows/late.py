@@ -36,7 +36,7 @@ class _Slot(NamedTuple):
 
 
 class LateCopies:
-    """Those that hang on a LightningModule, or on an object of the user's there.
+    """Copies that hooks make of weights and hang on a LightningModule, or on an object of the user's there.
 
     Args:
         shadows: gets them.

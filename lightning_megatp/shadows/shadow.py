@@ -119,7 +119,7 @@ class Shadow:
         return [(id(x), tensor_version(own_part(x))) for x in self.tensors()]
 
     def _parts(self) -> dict[Any, Tensor]:
-        """Of what is there, this rank's part."""
+        """This rank's part of what is there."""
         return self._entries(part=True) if self._is_part and self._fits(part=True) else self._cut()
 
     def _cut(self) -> dict[Any, Tensor]:
@@ -151,7 +151,7 @@ class Shadow:
         )
 
     def _held(self) -> Mapping[Any, str]:
-        """Of the weights that this rank holds, which are all that hooks find."""
+        """The names of the weights that this rank holds, which are all that hooks find."""
         if self._parallel.pipeline is None:
             return self.names
         held = set(self._parallel.names)

@@ -33,7 +33,7 @@ Gathered = dict[str, list[Entry]]
 
 
 class Shadows:
-    """Those of one module.
+    """The user's copies and averages of weights beside one module.
 
     Args:
         whole: the module's weights before it was split, without values.

@@ -65,12 +65,13 @@ def gradient_hooks(leaf: Tensor, but: type | tuple[()] = ()) -> bool:
 
 
 def leaf_hooks(leaf: Tensor) -> dict[int, Any]:
-    """Those of `register_hook`, which may be replaced there; no public name (2.11-2.13)."""
+    """A leaf's hooks of `register_hook`, which may be replaced there; no public name (2.11-2.13)."""
     return leaf._backward_hooks or {}
 
 
 def hooks_held(leaf: Tensor) -> Any:
-    """The same as the tensor holds them, and what `handle.remove()` takes them out of; None before the first."""
+    """What a tensor holds hooks of `register_hook` in, and `handle.remove()` takes them out of; None before the
+    first."""
     return leaf._backward_hooks
 
 
@@ -80,7 +81,8 @@ def hold_hooks(leaf: Tensor, held: Any) -> None:
 
 
 def accumulation_hooks(leaf: Tensor) -> dict[int, Any]:
-    """Those of `register_post_accumulate_grad_hook`, likewise (2.11-2.13)."""
+    """A leaf's hooks of `register_post_accumulate_grad_hook`, which may be replaced there; no public name
+    (2.11-2.13)."""
     return leaf._post_accumulate_grad_hooks or {}
 
 
@@ -208,7 +210,7 @@ def is_scripted(function: Any) -> bool:
 
 
 def function_name(function: Any) -> str:
-    """Of a `torch.autograd.Function`, or of a function that torch.jit made."""
+    """The name of a `torch.autograd.Function`, or of a function that torch.jit made."""
     return str(function.name if is_scripted(function) else function.__name__)
 
 

@@ -37,7 +37,7 @@ def know_grouped_products(mode: FakeTensorMode) -> None:
 
 
 class GroupedProductsOnMeta(TorchDispatchMode):
-    """The same for tensors on the meta device."""
+    """A mode that knows grouped products of tensors on the meta device."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -54,8 +54,8 @@ def _is_refused(func: Any, args: Sequence[Any]) -> bool:
 def _grouped_product(
     x: Tensor, y: Tensor, offs: Tensor | None = None, _: Any = None, out_dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Of (rows, k) and (groups, k, n) (rows, n); of two matrices, where groups lie along k, (groups, m, n); where they
-    lie along the columns of y, or both have a dim for them, as of any two matrices."""
+    """A grouped product without data: (rows, n) of (rows, k) and (groups, k, n); (groups, m, n) of two matrices, where
+    groups lie along k; where they lie along the columns of y, or both have a dim for them, as of any two matrices."""
     groups: tuple[int, ...] = ()
     if x.dim() == 3 and y.dim() == 3:
         groups = (x.shape[0],)

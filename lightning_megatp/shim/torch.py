@@ -324,8 +324,8 @@ def _fake_kind(kind: type[Tensor]) -> type[Tensor]:
 
 
 def storage_id(x: Tensor) -> int:
-    """The same for tensors that share memory. Storages of fake tensors have no address to compare (2.13), sparse
-    tensors have no storage, and torch.func hides that of what it maps over."""
+    """A number that tensors which share memory have in common. Storages of fake tensors have no address to compare
+    (2.13), sparse tensors have no storage, and torch.func hides that of what it maps over."""
     x = untransformed(x)
     return int(x.untyped_storage()._cdata) if x.layout == torch.strided else id(x)
 
@@ -514,7 +514,7 @@ class WeightNormed(NamedTuple):
     length: str
     """Name of g, behind the module's."""
     direction: str
-    """Of v."""
+    """Name of v, behind the module's."""
     dim: int
     """The one that |v| is not taken over, counted from the first; -1 for none."""
 

@@ -181,7 +181,7 @@ def _length(container: Any) -> int:
 
 
 def is_own_object(value: Any) -> bool:
-    """Of a class of the user's, that keeps attributes."""
+    """Whether a value is of a class of the user's, and keeps attributes."""
     kind: Any = type(value)
     return _is_searched(kind) and _package(kind) != "transformers" and hasattr(value, "__dict__")
 

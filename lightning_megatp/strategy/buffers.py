@@ -64,7 +64,7 @@ class SentBuffers:
         """Name of a buffer that steps changed -> what kinds of tensors it was, since the ranks told each other last."""
         self._sent: list[tuple[_Named, Kind]] = []
         self._left = set[str]()
-        """Those that can't be sent."""
+        """Names of buffers that can't be sent."""
         self._told = True
         self._stale = self._accumulated = False
 

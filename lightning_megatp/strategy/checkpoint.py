@@ -130,7 +130,8 @@ class CheckpointMethods(LoadingMethods):
             )
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Of the module that was trained, which need not be the one that was validated since."""
+        """The state of an optimizer of the module that was trained, which need not be the one that was validated
+        since."""
         parallel, mesh = self._groups.parallel, self._mesh()
         if self._cannot_gather() or self._is_copy():
             return {}

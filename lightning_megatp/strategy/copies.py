@@ -23,11 +23,11 @@ class CopyMethods(StrategyState):
     _counted: tuple[int, int] | None = None
     """Rank and size on the dp axis, while copies are counted."""
     _process_devices: list[torch.device] | None = None
-    """Of the processes on this machine."""
+    """The devices of the processes on this machine."""
     _default_group: DefaultGroup | None = None
     """For what the user's code sends by itself; None where that is the world."""
     _loaders: tuple[Any, ...] = ()
-    """Those that are read among copies."""
+    """Loaders that are read among copies."""
 
     def _set_up_copies(self) -> None:
         """When the mesh is made, and before loaders are."""
@@ -56,7 +56,7 @@ class CopyMethods(StrategyState):
 
     @property
     def global_rank(self) -> int:
-        """Of the process; within `counting_copies`, of the copy of the model that it holds a part of."""
+        """The rank of the process; within `counting_copies`, of the copy of the model that it holds a part of."""
         return super().global_rank if self._counted is None else self._counted[0]
 
     @property
@@ -66,19 +66,20 @@ class CopyMethods(StrategyState):
 
     @property
     def local_rank(self) -> int:
-        """Of the process on its machine; within `counting_copies`, of the copy among those there."""
+        """The rank of the process on its machine; within `counting_copies`, of the copy among those there."""
         if self._counted is None:
             return self.process_local_rank
         return self._counted[0] % len(self.parallel_devices or [None])
 
     @property
     def process_local_rank(self) -> int:
-        """Of the process, at any time."""
+        """The rank of the process on its machine, at any time."""
         return super().local_rank
 
     @property
     def parallel_devices(self) -> list[torch.device] | None:
-        """Of the processes on this machine; within `counting_copies`, one for each copy of the model on it."""
+        """The devices of the processes on this machine; within `counting_copies`, one for each copy of the model on
+        it."""
         if self._counted is None or self._process_devices is None:
             return self._process_devices
         return self._process_devices[: max(self._counted[1] // self.num_nodes, 1)]
@@ -89,12 +90,12 @@ class CopyMethods(StrategyState):
 
     @property
     def process_rank(self) -> int:
-        """Of the process, at any time."""
+        """The rank of the process, at any time."""
         return super().global_rank
 
     @property
     def is_global_zero(self) -> bool:
-        """Of the processes, at any time: one writes files and logs."""
+        """Whether this is the first of the processes, at any time: one writes files and logs."""
         return self.process_rank == 0
 
     @contextlib.contextmanager
@@ -111,9 +112,9 @@ class CopyMethods(StrategyState):
 
     @contextlib.contextmanager
     def among_copies(self) -> Iterator[None]:
-        """The same where data is read, and around hooks that make loaders (samplers by rank) and optimizers (rates by
-        the number of ranks), for torch.distributed and the environment, too. Every rank calls these; a step may be
-        tried out by one alone."""
+        """As `counting_copies`, where data is read, and around hooks that make loaders (samplers by rank) and
+        optimizers (rates by the number of ranks); for torch.distributed and the environment, too. Every rank calls
+        these; a step may be tried out by one alone."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.counting_copies())
             if self._default_group is not None:

@@ -11,7 +11,7 @@ from torch import nn
 from lightning_megatp.detour import Detour
 
 _EXPORTS = ("to_onnx", "to_tensorrt", "to_torchscript")
-"""Of a LightningModule; not every version has all."""
+"""Methods by which a LightningModule is exported; not every version has all."""
 
 
 def refuse_exports(module: nn.Module, tp: int, pp: int, zero: int) -> None:

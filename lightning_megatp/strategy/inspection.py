@@ -24,7 +24,7 @@ class InspectionMethods(StrategyState):
     """Answers about the whole model; for `full_gradients`, `whole_parameters` and `memory_report` all ranks ask."""
 
     _memory_account: MemoryAccount | None
-    """Of what is kept for backward, with `MegaTPStrategy(memory=True)`."""
+    """An account of what is kept for backward, with `MegaTPStrategy(memory=True)`."""
 
     def parameter_counts(self) -> tuple[int, int]:
         """Parameters of the whole model, and of this rank; tied ones once."""

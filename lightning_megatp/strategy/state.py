@@ -39,7 +39,7 @@ class StrategyState(_Base):
     pipeline: Pipeline | None
     sharding: ZeroSharding | None
     _groups: Groups
-    """Of the optimizers, from when these are made."""
+    """The optimizers' groups, from when these are made."""
     _undivided: bool
     """Whether the model is on each rank as it is on one device."""
     _alone: bool

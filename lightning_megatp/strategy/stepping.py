@@ -32,7 +32,7 @@ class StepMethods(GradientMethods):
     def _set_up_steps(self, offload_activations: bool) -> None:
         self.offload_activations = offload_activations
         self._steps = 0
-        """Of training, in this run."""
+        """Steps of training that were made, in this run."""
         self._steps_of_epoch: Counter[tuple[Any, ...]] = Counter()
         """By kind and epoch."""
 

@@ -387,7 +387,7 @@ class MegaTPStrategyBase(StepMethods, GradientMethods, BuildingMethods, WorldMet
             self._memory_account = MemoryAccount(module)
 
     def _outlines(self) -> Outlines | None:
-        """Of modules among the hyperparameters, before they are split; None where there are none."""
+        """Outlines of modules among the hyperparameters, before they are split; None where there are none."""
         module = self.lightning_module
         assert module is not None
         split = self.parallelism.split_form(module)

@@ -24,11 +24,11 @@ from lightning_megatp.snapshots.snapshot import random_state_kept
 _RELATIVE = {torch.float64: 1e-9, torch.float32: 1e-4}
 """Largest relative difference of losses: sums in another order over the layers of a deep model."""
 _HALF = 2.0**-5
-"""The same for bfloat16 and float16, also under autocast: a few roundings of 2^-9 per layer."""
+"""Largest relative difference in bfloat16 and float16, also under autocast: a few roundings of 2^-9 per layer."""
 
 
 _PROOF = 1e-7
-"""The same in `megatp verify`: weights are float64, but a model may compute its loss or a norm in float32."""
+"""Largest difference in `megatp verify`: weights are float64, but a model may compute its loss or a norm in float32."""
 
 
 class FirstBatch:

@@ -87,7 +87,7 @@ class ParallelAttention(ParallelLayer, nn.MultiheadAttention):
         return [entered[id(x)] for x in inputs]
 
     def _readers(self) -> Sequence[tuple[Tensor, Tensor | None]]:
-        """Of self-attention; others read parts of the packed weight."""
+        """Weight and bias of self-attention; others read parts of the packed weight."""
         weight, bias = (dict.get(self.__dict__["_parameters"], f"in_proj_{name}") for name in ("weight", "bias"))
         return [] if weight is None or self.whole_parameters else [(weight, bias)]
 

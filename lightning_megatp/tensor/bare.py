@@ -46,7 +46,7 @@ class BareLayer(ParallelLayer):
     def training(self, mode: bool) -> None: ...
 
     def of(self, owner: nn.Module) -> BareLayer:
-        """The same of a copy of its owner."""
+        """A copy of this layer, for a copy of its owner."""
         twin = copy.copy(self)
         twin.__dict__["_owner"] = weakref.ref(owner)
         return twin

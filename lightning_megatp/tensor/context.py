@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class Meeting(Protocol):
-    """Of the ranks that have to call something together; see `hooks.meeting`."""
+    """A meeting of the ranks that have to call something together; see `hooks.meeting`."""
 
     def wait(self, name: str) -> None:
         """Until the others call, too: a split layer, a divided module, or a block, of that name.
@@ -62,7 +62,7 @@ class OpenStack:
 
     name: str
     parts: tuple[Tensor, ...]
-    """Of its parameters, what only this rank has."""
+    """What only this rank has of its parameters."""
 
 
 class TensorContext(OfOneRank):
@@ -95,7 +95,7 @@ class TensorContext(OfOneRank):
         self.pipelined = False
         """Whether the model is cut into pipeline stages, between which a split parameter can't be gathered."""
         self.meeting: Meeting | None = None
-        """Of a hook that asks for ranks, until its first call of something that several of them have."""
+        """The meeting of a hook that asks for ranks, until its first call of something that several of them have."""
         self.user_code = False
         """Whether the code of a user's step runs, and not that of a layer, an optimizer or the strategy."""
         self.outside: dict[int, tuple[Tensor, str]] = {}

@@ -177,7 +177,7 @@ class _Gradient:
     weight: Tensor
     bias: Tensor | None
     version: int
-    """Of x, which must not change in the meantime."""
+    """The version of x, which must not change in the meantime."""
 
     def accumulate(self) -> None:
         if tensor_version(self.x) != self.version:

@@ -12,7 +12,7 @@ DROPOUTS = operation_names(
     feature_alpha_dropout_ dropout1d dropout2d dropout3d
     """
 )
-"""Of an input, a share and whether they are to do anything."""
+"""Dropouts, of an input, a share and whether they are to do anything."""
 _BY_CHANNEL = operation_names("feature_dropout feature_dropout_ feature_alpha_dropout feature_alpha_dropout_")
 _BY_CHANNEL |= operation_names("dropout1d dropout2d dropout3d")
 LIKE_TENSORS = operation_names(
@@ -29,7 +29,7 @@ _FROM_ROWS = operation_names("multinomial gumbel_softmax _sample_dirichlet")
 OF_TENSORS = DROPOUTS | LIKE_TENSORS | _FROM_ROWS | {"scaled_dot_product_attention"}
 """All that draw, or may, by what a tensor is."""
 OF_ELEMENTS = (DROPOUTS - _BY_CHANNEL) | LIKE_TENSORS
-"""Those that draw a number for each of its elements."""
+"""What draws a number for each element of a tensor."""
 
 
 def draws_random(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

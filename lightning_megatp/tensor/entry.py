@@ -122,7 +122,7 @@ class Entry:
         return output
 
     def _in(self, dtype: torch.dtype) -> Entry:
-        """The same value entering in another dtype."""
+        """This value, entering in another dtype."""
         if self._cast is None or self._cast._plain.dtype != dtype:
             x, tokens = self._plain.to(dtype), self._transfer.tokens
             x = x if tokens is None else SequenceShard.wrap(x, tokens)
@@ -188,7 +188,7 @@ class _Transfer:
         self.gated: list[_Call] = []
         """The readings whose gradients of weights `_Enter` computes."""
         self.shape = x.shape
-        """Of the value, all tokens of it, once it has entered."""
+        """The shape of the value, all tokens of it, once it has entered."""
         self._gathered: dict[torch.dtype, Pending] = {}
 
     def again(self, x: Tensor, dtype: torch.dtype) -> Tensor | Pending:
@@ -237,12 +237,12 @@ class _Call:
     left: _Left | None = field(default=None, repr=False)
 
     def wanted(self, *need: bool) -> list[bool]:
-        """Of weight and bias, whether this backward asks for the gradient."""
+        """Whether this backward asks for the gradients of weight and bias."""
         parameters = zip(need, (self.weight, self.bias), strict=True)
         return [needed and parameter is not None and wants_gradient(parameter) for needed, parameter in parameters]
 
     def gradients(self, left: _Left) -> tuple[Tensor | None, Tensor | None]:
-        """Of weight and bias, None where it was put off, or is not wanted."""
+        """The gradients of weight and bias, None where it was put off, or is not wanted."""
         x = left.x.wait() if isinstance(left.x, Pending) else left.x
         return self.deferred.gradients(x, left.grad, self.weight, self.bias, left.wanted)
 
@@ -347,7 +347,7 @@ class _Enter(OwnFunction):
 
 
 def _gradients(call: _Call | None, left: _Left | None) -> tuple[Tensor | None, Tensor | None]:
-    """Of weight and bias, if there is such a layer and this backward came to it."""
+    """The gradients of weight and bias, if there is such a layer and this backward came to it."""
     return (None, None) if call is None or left is None else call.gradients(left)
 
 

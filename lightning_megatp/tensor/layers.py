@@ -169,7 +169,7 @@ class ParallelLayer(nn.Module):
         return held is not None and (bias.parameter if isinstance(bias, WholeParameter) else bias) is held
 
     def _part(self, bias: Any) -> Any:
-        """Of a bias that code has computed."""
+        """This rank's part of a bias that code has computed."""
         whole = used_whole(gathered(bias), "linear")
         return None if whole is None else self.context.exchange.scatter(whole, 0, self.by_rank)
 

@@ -87,7 +87,7 @@ def trace_regions(outputs: Iterable[Tensor], edges: bool = False, region: str = 
 
 
 def region_of(node: Any) -> str:
-    """Of an autograd function's node, as the last walk found it; "whole" for others."""
+    """The region of an autograd function's node, as the last walk found it; "whole" for others."""
     return str(node.metadata.get("region", "whole")) if isinstance(node, BackwardCFunction) else "whole"
 
 
@@ -101,9 +101,9 @@ def _note_use(node: Any, lineage: Lineage) -> bool:
 
 
 def _kind(node: Any) -> str:
-    """Of all nodes of a type: an autograd function's in Python, a leaf's, or another that torch itself made. Such a
-    walk visits every node of every step, and there are more of the last kind than of the others. The inputs of the kind
-    "each" have nothing to do with each other."""
+    """The kind of all nodes of a type: an autograd function's in Python, a leaf's, or another that torch itself made.
+    Such a walk visits every node of every step, and there are more of the last kind than of the others. The inputs of
+    the kind "each" have nothing to do with each other."""
     if node.name() == "CheckpointFunctionBackward":
         return "reentrant"
     if is_post_backward(node):

@@ -99,7 +99,7 @@ class LayerParameters(dict[str, Any]):
 
 
 def _nobody() -> None:
-    """Of parameters whose module is gone."""
+    """The owner of parameters whose module is gone: None."""
 
 
 class WholeParameter(LayerWeight):

@@ -70,7 +70,7 @@ class TransposedWeight(torch.Tensor):
 
     @staticmethod
     def transposed(weight: LayerWeight) -> TransposedWeight:
-        """Of a matrix."""
+        """The transpose of a layer's weight, a matrix."""
         shape = tuple(weight.shape)[::-1]  # as code sees it
         with DisableTorchFunction():  # a pipeline's mode would take it for something the step does
             made = torch.empty((), device="meta").expand(shape).as_subclass(TransposedWeight)
@@ -119,7 +119,7 @@ def is_linear_of_layer(name: str, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def linear_of_layer(input: Any, weight: LayerWeight | TransposedWeight, bias: Any = None) -> Any:
-    """Of what `is_linear_of_layer`; parameters as those of `F.linear`."""
+    """Let the layer compute an operation for which `is_linear_of_layer` holds; parameters as those of `F.linear`."""
     return (weight.of if isinstance(weight, TransposedWeight) else weight).linear(input, bias)
 
 
@@ -267,8 +267,9 @@ def changes(kind: type[Tensor], name: str, args: tuple[Any, ...], kwargs: dict[s
 
 
 _SENT = frozenset(["group", "input", "input_list", "input_tensor", "input_tensor_list", "op", "scatter_list"])
+"""Parameters of torch.distributed's functions that are only sent."""
 _SENDING = frozenset(["all_gather", "gather", "isend", "send"])
-"""Of the functions of torch.distributed, parameters that are only sent; and where `tensor` is one of them."""
+"""Functions of torch.distributed where `tensor` is only sent, too."""
 METADATA = operation_names(
     """
     dtype device layout requires_grad requires_grad_ is_leaf grad_fn is_cuda is_cpu is_meta is_sparse is_quantized

@@ -185,7 +185,7 @@ def _dressed(tree: Any, wraps: Wraps) -> Any:
 
 
 class _Identity(torch.autograd.Function):
-    """The same memory and version, as a tensor that is no view: FSDP2 hooks a unit's outputs, and an operation in place
+    """A tensor of the same memory and version that is no view: FSDP2 hooks a unit's outputs, and an operation in place
     on a view would lose the hook."""
 
     @staticmethod

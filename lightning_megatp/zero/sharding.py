@@ -312,7 +312,7 @@ class ZeroSharding:
             holder.on = on
 
     def shape_of_rows(self, name: str, shape: torch.Size) -> torch.Size:
-        """Of what this rank would have of a parameter of another stage."""
+        """The shape of what this rank would have of a parameter of another stage."""
         if name in self.whole or not shape:
             return shape
         start, stop = rows_of(shape[0], self._place, self.group.size())
@@ -412,8 +412,8 @@ class ZeroSharding:
                 holder.free()
 
     def _used_somewhere(self) -> list[tuple[DividedParameter, Tensor]]:
-        """Those that have had a gradient on one of the ranks, and what was reduced of it. A rank that has used them all
-        knows without the others, and does not wait until they know."""
+        """The parameters that have had a gradient on one of the ranks, and what was reduced of each. A rank that has
+        used them all knows without the others, and does not wait until they know."""
         found = [(p, p.sharded.grad) for p in self.parameters]  # frozen since, too
         reduced = [(p, grad.to_local()) for p, grad in found if isinstance(grad, DTensor)]
         self._wait_for_flags()

@@ -85,7 +85,7 @@ class Averages(TorchFunctionMode):
         """What averages are over, kept alive so that its address means it."""
 
     def made(self, number: Any) -> Made | None:
-        """Of what a tensor was made; None if nothing is known."""
+        """What a number was made of; None if nothing is known."""
         found = self._made.get(id(number))
         return None if found is None else found[1]
 

@@ -17,12 +17,12 @@ COMPARISONS = frozenset(
 )
 MEANS = frozenset([torch.mean, Tensor.mean, torch.nanmean, Tensor.nanmean])
 OF_NUMBERS = frozenset([torch.nanmean, Tensor.nanmean, torch.nansum, Tensor.nansum])
-"""Of what isn't nan."""
+"""Reductions of what isn't nan."""
 REDUCTIONS = MEANS | OF_NUMBERS | {torch.sum, Tensor.sum}
 EMPTY = frozenset([torch.zeros, torch.zeros_like, Tensor.new_zeros])
 DIVISIONS = frozenset(["div", "div_", "divide", "divide_", "true_divide", "true_divide_", "__truediv__"])
 INVERSIONS = frozenset(["reciprocal", "__rdiv__", "__rtruediv__"])
-"""Of a count, by which a sum is multiplied then."""
+"""Inversions of a count, by which a sum is multiplied then."""
 PRODUCTS = frozenset(["mul", "mul_", "multiply", "multiply_", "__mul__", "__rmul__"])
 SUMS = frozenset(
     ["add", "add_", "__add__", "__radd__", "__iadd__", "sub", "sub_", "__sub__", "__rsub__", "rsub", "subtract"]

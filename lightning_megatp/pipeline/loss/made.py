@@ -47,7 +47,7 @@ class Average:
     def divided(
         self, by: Tensor | float, over: Hashable, share: bool, result: Tensor, empty: Tensor | bool = False
     ) -> Average:
-        """Of the same things, after a division.
+        """What this number is after a division.
 
         Args:
             by: a count, or what else it is divided by.
@@ -92,7 +92,8 @@ def _by_over(averages: Iterable[Average]) -> Iterable[list[Average]]:
 
 
 def _largest(same: Sequence[Average]) -> Average:
-    """Of averages over the same things: one of a loss of 0 may seem to be over nothing."""
+    """One of several averages over the same things, with the largest count: one of a loss of 0 may seem to be over
+    nothing."""
     first, *others = same
     if not others or not isinstance(first.count, Tensor):
         return first
@@ -101,7 +102,7 @@ def _largest(same: Sequence[Average]) -> Average:
 
 @dataclass(frozen=True, eq=False)
 class Made:
-    """Of what a number is a linear function.
+    """What a number is a linear function of.
 
     Args:
         of: averages and sums.

@@ -21,7 +21,7 @@ from lightning_megatp.pipeline.loss.made import Average, Made
 
 @dataclass
 class BatchLoss:
-    """Of the microbatches of one batch, on the last stage.
+    """The losses and weights of the microbatches of one batch, on the last stage.
 
     Args:
         rows: the samples of each microbatch.
@@ -88,8 +88,9 @@ class BatchLoss:
         return chosen.count * (first_rows / first) if first else chosen.count
 
     def _of_several(self, targets: Sequence[Average], rows: int) -> Tensor | float:
-        """Of cross-entropies over different targets: how many times as many as in the first microbatch there are, on
-        average, times its samples. That is right for all of them where their numbers have one ratio."""
+        """The weight of a microbatch with cross-entropies over different targets: how many times as many as in the
+        first microbatch there are, on average, times the samples of that. It is right for all of them where their
+        numbers have one ratio."""
         counts = [scalar(a.count, self.device) for a in targets if a.count is not None]
         if self._several is None:
             self._several = counts, rows
@@ -277,7 +278,7 @@ class BatchLoss:
 
 
 _ALIKE = 1e-2
-"""Of numbers that may be 16 bits wide: how far apart they may be, relative to the largest."""
+"""How far apart numbers that may be 16 bits wide may be and count as alike, relative to the largest."""
 
 
 def _by_average(averages: Sequence[Sequence[Average]]) -> list[Tensor]:

@@ -66,7 +66,7 @@ class RemoteCalls:
     def __init__(self, module: nn.Module, mesh: ParallelMesh, rank_of_stage: Sequence[int], kind: str) -> None:
         self.module, self.mesh, self.rank_of_stage, self.kind = module, mesh, rank_of_stage, kind
         self.calls = 0
-        """Of units of other stages than the last, in the steps that this rank drove."""
+        """How many calls of units of other stages than the last there were, in the steps that this rank drove."""
 
     @property
     def _driver(self) -> int:

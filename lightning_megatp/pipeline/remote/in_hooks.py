@@ -144,7 +144,7 @@ class FromLast(_InHook):
 
 @dataclass(eq=False)
 class _Sums:
-    """Of floating-point numbers: the same but for rounding."""
+    """Sums of floating-point numbers, which are the same but for rounding."""
 
     total: float
     absolute: float

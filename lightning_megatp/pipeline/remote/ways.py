@@ -8,7 +8,7 @@ from enum import Enum
 
 
 class Way(Enum):
-    """Of one batch."""
+    """How one batch of an evaluation is run."""
 
     CUT = "cut into stages, a microbatch at a time"
     PARTS = "by the last stage, a microbatch at a time"
@@ -17,7 +17,7 @@ class Way(Enum):
 
 @dataclass
 class Ways:
-    """Of one kind of step (validate, test, predict): what some batches have shown tells how the next ones are run.
+    """How batches of one kind of step (validate, test, predict) are run: those before tell how the next ones are.
 
     Within one loop over the data, a metric counts either microbatches or batches, so that all weigh alike. So a loop
     whose first batch the last stage has to run by itself goes on with whole batches, as on one device. One that began
@@ -55,7 +55,7 @@ class Ways:
 
     @property
     def instead(self) -> Way:
-        """Of a batch that can't be cut, or turned out so."""
+        """How to run a batch that can't be cut, or turned out so."""
         return Way.PARTS if self._of_loop is Way.CUT else Way.WHOLE
 
     def ran(self, way: Way, needed: bool) -> None:

@@ -39,7 +39,7 @@ class Timeline:
     start: tuple[tuple[float, ...], ...]
     """Rank -> its actions in their order. A message starts when it is posted."""
     end: tuple[tuple[float, ...], ...]
-    """Likewise."""
+    """Rank -> the ends of its actions in their order."""
 
     @property
     def makespan(self) -> float:

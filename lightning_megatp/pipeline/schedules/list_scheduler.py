@@ -28,9 +28,9 @@ class _Worker:
         self, stages: Sequence[int], microbatches: int, activations: int, in_flight: int, backward: Kind | None
     ) -> None:
         self.forwards: list[tuple[int, int]] = []
-        """Those whose input is there: a heap of (-stage, microbatch)."""
+        """Forwards whose input is there: a heap of (-stage, microbatch)."""
         self.backwards: list[tuple[int, int]] = []
-        """Those whose gradient is there: a heap of (microbatch, stage)."""
+        """Backwards whose gradient is there: a heap of (microbatch, stage)."""
         self.is_busy = False
         self._weights: deque[At] = deque()
         self._last_stage = stages[-1]

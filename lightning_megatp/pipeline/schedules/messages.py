@@ -153,8 +153,8 @@ def _weave(computed: Schedule, order: Sequence[Action], posts: Mapping[int, Sequ
 
 
 def receive_ahead(schedule: Schedule) -> Schedule:
-    """The same with every receive posted at least one computation before the one that needs it, for messages that hold
-    up nothing but what needs them: gloo's between CPUs."""
+    """A schedule with every receive posted at least one computation before the one that needs it, for messages that
+    hold up nothing but what needs them: gloo's between CPUs."""
     return replace(schedule, actions=tuple(tuple(_ahead(schedule, actions)) for actions in schedule.actions))
 
 

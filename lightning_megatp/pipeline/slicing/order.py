@@ -26,11 +26,11 @@ class UnitsOfStep:
     """In which they are first called; one that never is where a parameter of it is first used beside it, or after the
     one defined before."""
     idle: set[str] = field(default_factory=set)
-    """Those that never are."""
+    """Units that are never called."""
     touched: set[str] = field(default_factory=set)
     """Names of their parameters that the step uses beside them."""
     untrained: set[str] = field(default_factory=set)
-    """Those whose results never need a gradient: frozen ones, what is called under `torch.no_grad()` alone, and what
+    """Units whose results never need a gradient: frozen ones, what is called under `torch.no_grad()` alone, and what
     the step has no use for."""
     together: list[tuple[str, str]] = field(default_factory=list)
     """Pairs that need one stage, and all in between with them: the first, called once more, takes what the second has
@@ -81,7 +81,7 @@ def units_of_step(
 
 
 def _whole_plan(module: nn.Module, units: Sequence[str], step: Step, batch: Any, *options: Any) -> SlicePlan:
-    """Of a single stage."""
+    """The plan of a single stage."""
     slicer = Slicer(module, dict.fromkeys(units, 0), 1, *options)
     try:
         return slicer.plan(step, batch)
@@ -104,7 +104,7 @@ def _untrained(plan: SlicePlan) -> set[str]:
 
 
 def _uses_beside(plan: SlicePlan, units: Sequence[str]) -> dict[str, int]:
-    """Of these units that are not called, those of which the step uses a parameter -> the first operation that does."""
+    """Unit that is not called -> the first operation that uses a parameter of it, if the step has one."""
     uses = {unit: [i for name, i in plan.touched.items() if name.startswith(f"{unit}.")] for unit in units}
     return {unit: min(operations) for unit, operations in uses.items() if operations}
 

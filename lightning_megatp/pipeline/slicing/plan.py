@@ -157,7 +157,7 @@ class SlicePlan:
     converts: bool
     """The step calls a module's `to(...)` or its like."""
     changed_alike: tuple[str, ...] = ()
-    """Likewise, but every stage does, on its own copy."""
+    """As `changed`, but every stage does, on its own copy."""
     used: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """What outlives the step and is in no unit, with the stages that depend on it."""
     clones: frozenset[Key] = frozenset()
@@ -204,13 +204,13 @@ class SlicePlan:
 
     @functools.cached_property
     def early_reads(self) -> tuple[Read, ...]:
-        """Those while stages still depend on each other: another batch of the same shapes may need another plan."""
+        """The reads while stages still depend on each other: another batch of the same shapes may need another plan."""
         last = self.script(None).last
         return tuple(read for read in self.reads if read.before <= last)
 
     def digest(self) -> str:
-        """The same on all ranks that planned the same. What is replicated may come in another order: of a set of names
-        each process has its own."""
+        """A digest, the same on all ranks that planned the same. What is replicated may come in another order: of a set
+        of names each process has its own."""
         operations: list[Any] = []
         replicated: list[str] = []
         for i, op in enumerate(self.operations):
@@ -253,7 +253,8 @@ class Instruction:
     kept: tuple[tuple[int, Key], ...]
     """Computed, and these values of its result are sent on."""
     kept_changed: tuple[tuple[int, Key], ...]
-    """The same of what it changed in place, by position among the tensors of its arguments."""
+    """Computed, and these values that it changed in place are sent on, by position among the tensors of its
+    arguments."""
 
 
 @dataclass(frozen=True, slots=True)

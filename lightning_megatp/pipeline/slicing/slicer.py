@@ -105,7 +105,8 @@ class Slicer:
         self._interception.undo()
 
     def signatures(self, batches: Sequence[Any]) -> list[Hashable]:
-        """Of each batch. What the module does with those of the same one can only differ by values: see `fits`.
+        """The signature of each batch. What the module does with batches of the same one can only differ by values: see
+        `fits`.
 
         Raises:
             SliceError: the module has other parts than it had.
@@ -133,8 +134,8 @@ class Slicer:
         return self._dry_runs.run(step, batch)[0]
 
     def plans(self, step: Step, batch: Any, is_first: bool, seed: int = 0) -> list[SlicePlan]:
-        """The same for steps that will be run. One that makes tables for later steps has two plans, first that of a
-        step which finds them: they are left where it put them.
+        """The plans of steps that will be run, made as by `plan`. One that makes tables for later steps has two plans,
+        first that of a step which finds them: they are left where it put them.
 
         Args:
             is_first: of a batch's microbatches; what comes before another one runs without its tables.

@@ -21,7 +21,7 @@ _OF_MODULES = frozenset(nn.Module().__dict__) - {"_buffers"}
 
 @dataclass(frozen=True)
 class Change:
-    """Of one tensor."""
+    """A change of one tensor: its new value, and whether it is another tensor."""
 
     value: Tensor
     replaced: bool
@@ -29,7 +29,7 @@ class Change:
 
 
 class HeldTensors:
-    """Those on some modules at one moment: buffers and attributes, also of the user's own objects there.
+    """The tensors on some modules at one moment: buffers and attributes, also of the user's own objects there.
 
     Args:
         modules: by name; what their submodules hold is not looked at.
@@ -51,7 +51,7 @@ class HeldTensors:
         }
 
     def at(self, paths: Collection[Path]) -> dict[Path, Change]:
-        """Those at these paths, changed in place."""
+        """The tensors at these paths, as changes in place."""
         found = {path: self._tensors[path] for path in paths if path in self._tensors}
         return {path: Change(on_cpu(x.detach()), replaced=False) for path, x in found.items()}
 
@@ -88,7 +88,7 @@ class Buffers:
         }
 
     def replaced(self, earlier: Buffers, most: int) -> dict[Path, Change]:
-        """Those that are other tensors than earlier, of so many bytes at most."""
+        """The buffers that are other tensors than earlier, of so many bytes at most."""
         others = {path: x for path, x in self._buffers.items() if x is not earlier._buffers.get(path)}
         return {path: Change(on_cpu(x.detach()), replaced=True) for path, x in others.items() if x.nbytes <= most}
 

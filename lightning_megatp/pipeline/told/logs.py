@@ -61,7 +61,7 @@ class Call:
     """The batch size that was logged with it."""
 
     def beside(self, loss: Tensor | None, averages: Averages | None) -> Call:
-        """The same call, compared with what its microbatch made.
+        """This call, compared with what its microbatch made.
 
         Args:
             loss: its own.
@@ -90,7 +90,7 @@ class Logs:
     module: nn.Module
     device: torch.device
     _calls: list[Call] | None = None
-    """Of the microbatch or hook that is being recorded; None while calls go through."""
+    """The calls of the microbatch or hook that is being recorded; None while calls go through."""
     _known: dict[bytes, int] = field(default_factory=dict)
     """Lists of entries that the other stages know, by their number."""
     _lists: list[list[Entry]] = field(default_factory=list)

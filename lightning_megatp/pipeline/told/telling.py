@@ -19,7 +19,7 @@ from lightning_megatp.pipeline.told.logs import Call, Logs
 from lightning_megatp.snapshots.leftovers import PlainValues
 
 Options = list[list[dict[str, Any]]]
-"""Of optimizers, group by group, without tensors and what belongs to parameters."""
+"""The options of optimizers, group by group, without tensors and what belongs to parameters."""
 
 
 class Facts(NamedTuple):
@@ -29,7 +29,7 @@ class Facts(NamedTuple):
     factor: Any = 1.0
     """That makes the weights of the microbatches add up to 1."""
     dtype: float = 0
-    """Of the loss, in `_DTYPES`."""
+    """The dtype of the loss, by its place in `_DTYPES`."""
     left_state: float = 0
     """Whether the step left something on the module there."""
     returns_more: float = 0
@@ -49,7 +49,7 @@ class Facts(NamedTuple):
 
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-"""Of losses."""
+"""Dtypes of losses."""
 
 
 def dtype_index(loss: Tensor) -> int:
@@ -120,8 +120,8 @@ class Telling:
         return PlainValues(self._opened).adopt(values)
 
     def warn_late(self, names: Sequence[str]) -> None:
-        """Of values that a step sets and others read. By one of the ranks that notice: global rank 0, which says
-        everything else, has the values in time."""
+        """Warn of values that a step sets and others read. One of the ranks that notice does so: global rank 0, which
+        says everything else, has the values in time."""
         if [self._mesh.rank(axis) for axis in ("pp", "dp", "tp")] == [1, 0, 0]:
             for name in names:
                 warnings.warn(

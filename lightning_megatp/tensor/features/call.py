@@ -19,7 +19,7 @@ class Operand:
     position: int
     """Among the tensors of the call."""
     shape: torch.Size
-    """Of the whole tensor."""
+    """The shape of the whole tensor."""
     dtype: torch.dtype
     layout: FeatureLayout | None
     """None for a whole tensor."""
@@ -43,7 +43,7 @@ class Call:
     kwargs: dict[str, Any]
     operands: list[Operand]
     layout: FeatureLayout
-    """Of the first sharded operand."""
+    """The layout of the first sharded operand."""
     in_place: bool
 
     @property

@@ -21,7 +21,8 @@ class Decision(NamedTuple):
     """How an operation runs on this rank's features."""
 
     layouts: Any
-    """Of the result: one for all tensors in it, a tuple of one for each; None if the result is a whole value."""
+    """The layouts of the result: one for all tensors in it, a tuple of one for each; None if the result is a whole
+    value."""
     actions: Sequence[Action | None] = ()
     """For each tensor among the arguments; empty if there is nothing to do."""
     run: Callable[[Sequence[Tensor]], Any] | None = None

@@ -68,7 +68,8 @@ _CROSS_ENTROPY = ["input", "target", "weight", "size_average", "ignore_index", "
 def _cross_entropy(
     func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[bool, Any]:
-    """Of logits whose classes are split: no rank holds a whole row. What is asked wrongly goes to F.cross_entropy."""
+    """F.cross_entropy of logits whose classes are split: no rank holds a whole row. What is asked wrongly goes to
+    torch's."""
     given = {**dict(zip(_CROSS_ENTROPY, args, strict=False)), **kwargs}
     logits, target, weight = given.pop("input", None), given.pop("target", None), given.get("weight")
     if func is not F.cross_entropy or not _is_plain(target, False):

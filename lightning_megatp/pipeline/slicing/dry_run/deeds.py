@@ -35,7 +35,7 @@ def deed_of(
     lasting: Callable[[Tensor], str],
     drawing: bool = False,
 ) -> Deed:
-    """Of an operation and its arguments.
+    """The deed of an operation with these arguments.
 
     Args:
         lasting: gives the name of a tensor that outlives the step, "" for others.

@@ -46,7 +46,7 @@ Step = Callable[[Any], Any]
 """A user's step on one batch, in the contexts it runs in (autocast)."""
 
 _MOST_TRIES = 3
-"""Of a whole dry run that is not the same as the last one."""
+"""How often a whole dry run that is not the same as the last one is tried, at most."""
 
 
 @dataclass(frozen=True)

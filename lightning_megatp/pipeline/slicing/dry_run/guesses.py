@@ -58,7 +58,8 @@ def guessed_where_they_fail(parts: list[nn.Module], needs_values: Callable[[Exce
 
 
 def guess(call: Callable[..., Any], hidden: Tensor) -> Any:
-    """Of a recurrent layer outputs and state; of other units what blocks return, hidden states like those they take.
+    """What a unit is guessed to return: a recurrent layer outputs and state, any other what blocks do, hidden states
+    like those they take.
 
     Args:
         call: the unit's method.

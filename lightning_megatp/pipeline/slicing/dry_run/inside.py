@@ -53,7 +53,7 @@ class Inside(TorchFunctionMode):
         self._by_values = False
         """Whether what it makes may depend on values that were read, which not every stage has."""
         self._by_batch = False
-        """The same of those which every stage has."""
+        """Whether what it makes may depend on values that were read, which every stage has."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -99,8 +99,8 @@ class Inside(TorchFunctionMode):
         return id(x) in self._inputs and not self._tracer.values.is_persistent(x)
 
     def _lineage(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Lineage | None:
-        """Of what an operation makes, if every stage would make it alike; of one that overwrites its first tensor, of
-        what it puts there."""
+        """The lineage of what an operation makes, if every stage would make it alike; of one that overwrites its first
+        tensor, of what it puts there."""
         tensors = tensors_in(args, kwargs)
         if name in SHAPE_ONLY:
             tensors = []
@@ -220,7 +220,7 @@ class Inside(TorchFunctionMode):
 
     @property
     def _stage(self) -> int | None:
-        """Of the unit that runs: the call itself, or one inside of it."""
+        """The stage of the unit that runs: the call itself, or one inside of it."""
         return next(iter(self._stages)) if len(self._stages) == 1 else self._call.unit_stage
 
     def _is_own(self, x: Tensor) -> bool:
@@ -263,4 +263,4 @@ class Inside(TorchFunctionMode):
 _OVERWRITE = operation_names("__setitem__ copy_ fill_ zero_")
 """They read nothing of what they change."""
 _MOST_ANSWERS = 1000
-"""Of made-up ones in one unit: `while mask.any()` would not end."""
+"""Made-up answers in one unit, at most: `while mask.any()` would not end."""

@@ -51,7 +51,7 @@ class UserHooks:
         self._module = module
 
     def of(self, unit: str) -> list[Hook]:
-        """Those on a unit and its parts, in an order that is the same on all stages."""
+        """The user's hooks on a unit and its parts, in an order that is the same on all stages."""
         return [
             hook
             for module in self._module.get_submodule(unit).modules()
@@ -61,13 +61,13 @@ class UserHooks:
         ]
 
     def late(self, unit: str, codes: Collection[Any]) -> LateCalls:
-        """Of those the ones with some code."""
+        """The calls, after a unit, of its hooks with one of these codes."""
         return LateCalls([hook for hook in self.of(unit) if hook.code in codes] if codes else [])
 
 
 @dataclass
 class LateCalls:
-    """Of one call of a unit.
+    """The calls of hooks after one call of a unit.
 
     Args:
         hooks: that are called after it.
@@ -109,7 +109,7 @@ class Watched:
         self._codes: dict[int, Any] = {}
 
     def code(self, x: Tensor) -> Any:
-        """Of the hook; None if there is none."""
+        """The code of the hook that a tensor was given to, or made by; None if there is none."""
         return self._codes.get(id(x))
 
     def watching(self, hooks: Sequence[Hook], inside: Inside) -> contextlib.AbstractContextManager[None]:

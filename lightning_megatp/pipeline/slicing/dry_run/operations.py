@@ -36,7 +36,7 @@ class Call:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     unit_stage: int | None = None
-    """Of a unit; other operations go where their inputs are."""
+    """The stage of a unit; other operations go where their inputs are."""
     opaque: bool = False
     """An autograd function: its forward is seen, but is part of one operation."""
     gradient: bool = True
@@ -100,7 +100,7 @@ _STATISTICS: dict[Any, str] = {
     torch.native_batch_norm: f"{_BUILT_IN} training",
     torch.instance_norm: f"{_BUILT_IN} use_input_stats",
 }
-"""Those norms, and how their arguments are called in turn."""
+"""Norms that keep statistics, and how their arguments are called in turn."""
 
 
 def is_bookkeeping(function: Any) -> bool:
@@ -190,7 +190,8 @@ def generators_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.G
 
 
 def random_states(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[bytes]:
-    """Of an operation with these arguments; changes when it has drawn."""
+    """The states of the generators that an operation with these arguments may draw from; they change when it has
+    drawn."""
     return [generator_state(g) for g in generators_of(args, kwargs)]
 
 
@@ -203,7 +204,7 @@ HOST_READS = operation_names(
     __bool__ __float__ __int__ __index__ __complex__ __array__ __contains__ __dlpack__ __format__
     """
 )
-"""Those that fake tensors answer by other errors than one about missing data, or answer wrongly."""
+"""Operations that fake tensors answer by other errors than one about missing data, or answer wrongly."""
 
 SHAPE_ONLY = operation_names(
     """

@@ -23,7 +23,8 @@ SharedParts = Mapping[str, Sequence[Any]]
 
 
 class Lineage(NamedTuple):
-    """Of what every stage would make alike inside of a unit, of shapes, numbers, and tensors that all of them have."""
+    """What a tensor is made of that every stage would make alike inside of a unit: shapes, numbers, and tensors that
+    all have."""
 
     origins: frozenset[int] = frozenset()
     """id of the module's tensors among those; none is trained."""
@@ -31,7 +32,7 @@ class Lineage(NamedTuple):
     """Whether values of the batch are among them."""
 
     def with_batch(self) -> Lineage:
-        """The same, but of the batch, too."""
+        """This lineage, but of the batch, too."""
         return Lineage(self.origins, True)
 
 
@@ -44,13 +45,13 @@ class Known(NamedTuple):
 
 
 def joined(lineages: Iterable[Lineage]) -> Lineage:
-    """Of what is made of several."""
+    """The lineage of what is made of several."""
     all_of_them = list(lineages)
     return Lineage(frozenset().union(*(x.origins for x in all_of_them)), any(x.of_batch for x in all_of_them))
 
 
 def shared_parts(module: nn.Module, stage_of_unit: Mapping[str, int]) -> SharedParts:
-    """Of a module, cut into stages by units."""
+    """The parts that units of several stages share, in a module that is cut into stages by units."""
     inside = {unit: _parts(module.get_submodule(unit)) for unit in stage_of_unit}
     stages: dict[int, set[int]] = {}
     for unit, parts in inside.items():

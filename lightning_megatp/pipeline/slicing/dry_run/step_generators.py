@@ -24,7 +24,7 @@ class _Drawn:
 
 
 class StepGenerators:
-    """Those that operations of a dry run were given."""
+    """The generators that operations of a dry run were given."""
 
     def __init__(self) -> None:
         self._drawn: list[_Drawn] = []

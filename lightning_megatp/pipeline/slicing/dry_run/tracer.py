@@ -150,7 +150,7 @@ class Tracer(TorchFunctionMode):
         self.varies = False
         """Batches of the same signature may find something else than values of tensors: texts, what was logged."""
         self.guesses_parts = False
-        """Of units that read values inside, what parts of them return is made up, where these do."""
+        """What parts of units return is made up, where these read values inside."""
         self.met_mask = False
         """It met a mask that it does not go past."""
         self._inside: Inside | None = None
@@ -159,7 +159,7 @@ class Tracer(TorchFunctionMode):
         self._inner: dict[int, tuple[Tensor, int | None, str]] = {}
         """What was made inside of units, of which stage, and by which."""
         self.known_alike: dict[int, Known] = {}
-        """Of that, what every stage would make alike."""
+        """What every stage would make alike, of what was made inside of units."""
         self.generators = StepGenerators()
         self._regions = CheckpointRegions()
 

@@ -43,7 +43,8 @@ class Value:
 
     @property
     def identity(self) -> str:
-        """The same on all ranks, whatever the order of operations that don't depend on each other."""
+        """What a value is called: the same on all ranks, whatever the order of operations that don't depend on each
+        other."""
         return self.recipe or repr(self.key or (self.maker, tuple(self.tensor.shape), self.tensor.dtype))
 
     def follow(self) -> None:
@@ -155,7 +156,7 @@ class Values:
         return id(tensor) in self._persistent
 
     def name(self, tensor: Tensor) -> str:
-        """Of one that does; "" of another."""
+        """The name of a tensor that was there before the step, and will be after; "" of another."""
         return self._persistent.get(id(tensor), "")
 
     def change(

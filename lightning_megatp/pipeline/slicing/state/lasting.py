@@ -25,7 +25,7 @@ class Changed(NamedTuple):
 
 
 class LastingChanges:
-    """Of one step.
+    """What one step changes that outlives it.
 
     A change that only one stage computes is that stage's. One that every stage could compute is done by those that have
     not left the step by then: by all of them, if it comes before the last operation of each, or by the last one alone.

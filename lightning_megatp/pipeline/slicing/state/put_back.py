@@ -21,7 +21,7 @@ class Spot(NamedTuple):
 
 
 class Toggles:
-    """Of one dry run.
+    """Records what a step sets during a dry run and puts back afterwards.
 
     Args:
         snapshot: of before it.

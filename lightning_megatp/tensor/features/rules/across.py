@@ -170,7 +170,7 @@ def wide(x: Tensor) -> Tensor:
 
 
 def dtype_of(x: Tensor, operation: Callable[..., Tensor]) -> torch.dtype:
-    """Of what an operation makes of such a tensor; autocast has a say in it."""
+    """The dtype of what an operation makes of such a tensor; autocast has a say in it."""
     return operation(x.new_zeros(1, 1)).dtype if torch.is_autocast_enabled(x.device.type) else x.dtype
 
 

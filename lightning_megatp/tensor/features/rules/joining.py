@@ -24,7 +24,7 @@ def cat(call: Call) -> Decision | None:
 
 
 def _cat_features(call: Call) -> Decision | None:
-    """Of values that are not split here, every rank owns all."""
+    """Put values together along the features; every rank owns all of those that are not split here."""
     layout, ways = call.layout, len(call.layout.by_rank)
     if any(x.layout is not None and x.sharded and x.layout.dim != layout.dim for x in call.operands):
         return None

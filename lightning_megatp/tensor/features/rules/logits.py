@@ -108,7 +108,7 @@ def gather(call: Call) -> Decision | None:
 
 
 def nll_loss(call: Call) -> Decision | None:
-    """Of log-probabilities, without weights: a sum per token."""
+    """F.nll_loss of log-probabilities, without weights: a sum per token."""
     x, layout = call.operands[0], call.layout
     target, reduction = call.argument(1, "target"), call.argument(6, "reduction", default="mean")
     ignored = call.argument(4, "ignore_index", default=-100)
@@ -134,7 +134,7 @@ def nll_loss(call: Call) -> Decision | None:
 
 
 def kl_div(call: Call) -> Decision | None:
-    """Of two distributions: one number for all."""
+    """F.kl_div of two distributions: one number for all; or without a reduction, this rank's features."""
     if len(call.operands) != 2 or call.operands[0].shape != call.operands[1].shape:
         return None
     reduction, layout = call.argument(4, "reduction", default="mean"), call.layout
@@ -173,7 +173,7 @@ def _largest(x: Tensor, layout: FeatureLayout) -> Tensor:
 
 
 def _index_of_largest(x: Tensor, layout: FeatureLayout) -> Tensor:
-    """Of equal ones the first; the dim stays."""
+    """The index of the largest of all classes, of equal ones the first; the dim stays."""
     classes = torch.cat([torch.arange(start, stop, device=x.device) for start, stop in layout.own or ((0, 0),)])
     if len(classes):
         index = x.argmax(layout.dim, keepdim=True)
