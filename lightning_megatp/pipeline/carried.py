@@ -109,7 +109,7 @@ def lengths(module: nn.Module) -> dict[str, int]:
 
 
 def warn_of_lists(module: nn.Module, before: Mapping[str, int], microbatches: Sequence[Any]) -> None:
-    """Of a list to which a step has appended a number for each microbatch, and not for each row.
+    """Warn of a list to which a step has appended a number for each microbatch, and not for each row.
 
     Args:
         before: the lengths before the batch.
