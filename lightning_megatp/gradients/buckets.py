@@ -23,7 +23,10 @@ _LARGE = 2**20
 @dataclass(eq=False)
 class _Bucket:
     parameters: list[Tensor]
+    part: int = 0
     ready: set[int] = field(default_factory=set)
+    early: bool = False
+    """Started before its batch was over."""
     has: list[bool] = field(default_factory=list)
     """Which parameters had a gradient here when it started."""
     flat: Tensor | None = None
@@ -44,9 +47,9 @@ class GradientBuckets:
     """Averages gradients over the data-parallel group.
 
     A bucket starts its all-reduce as soon as the gradients of all its parameters are there and the buckets before it
-    have started, so that every rank issues the same collectives in the same order. In a pipeline they wait until the
-    batch is over: only then each rank knows by what it has to divide its own. `finish` starts what is left: a parameter
-    without a gradient on this rank takes part as zero, and keeps having none if no rank had one.
+    have started, so that every rank issues the same collectives in the same order. In a pipeline, gradients are there
+    when a stage is through with all microbatches, while other stages still work: `complete`. `finish` starts what is
+    left: a parameter without a gradient on this rank takes part as zero, and keeps having none if no rank had one.
 
     Args:
         parameters: those that require a gradient, in the order of the model; the same on every rank of the group. Those
@@ -65,18 +68,43 @@ class GradientBuckets:
         self.parameters = [parameter for part in parameters for parameter in part]
         self.enabled = False
         """Whether gradients that appear now are final (the stepping batch) and may be sent."""
-        self._buckets = [_Bucket(filled) for part in parameters for filled in _fill(part, bucket_mb * 2**20)]
+        self._overlap = bucket_mb > 0
+        parts = list(enumerate(parameters))
+        self._buckets = [_Bucket(filled, i) for i, part in parts for filled in _fill(part, bucket_mb * 2**20)]
+        self._complete: set[int] = set()
         self._bucket_of = {id(p): bucket for bucket in self._buckets for p in bucket.parameters}
         self._next = 0
         # The last bucket is complete when backward is over, and then `finish` starts it: its gradients need no hooks.
-        early = self._buckets[:-1] if bucket_mb > 0 and hooks else []
+        early = self._buckets[:-1] if self._overlap and hooks else []
         hooked = (p for bucket in early for p in bucket.parameters if p.requires_grad)
         self._hooks = [p.register_post_accumulate_grad_hook(OwnHook(self._on_gradient)) for p in hooked]
+
+    @property
+    def began(self) -> bool:
+        """Whether some of the buckets are on their way."""
+        return self._next > 0
 
     def close(self) -> None:
         """Take the hooks off the parameters."""
         for hook in self._hooks:
             hook.remove()
+
+    def complete(self, part: int, factor: Tensor) -> None:
+        """The gradients of a part of the parameters are there.
+
+        Args:
+            factor: () float64, by which this rank's have to be multiplied.
+        """
+        if self._overlap:
+            self._complete.add(part)
+            while self._next < len(self._buckets) and self._buckets[self._next].part in self._complete:
+                self._buckets[self._next].early = True
+                self._start(self._buckets[self._next], factor)
+
+    @property
+    def early(self) -> set[int]:
+        """id of the parameters whose gradients are on their way, and come back by `finish`."""
+        return {id(p) for bucket in self._buckets if bucket.early for p in bucket.parameters}
 
     def finish(self) -> None:
         """Start the remaining buckets, wait for all, and put the averages into `.grad`. Call when backward is over."""
@@ -85,6 +113,7 @@ class GradientBuckets:
         for bucket in self._buckets:
             self._collect(bucket)
         self._next = 0
+        self._complete.clear()
 
     def _on_gradient(self, parameter: Tensor) -> None:
         if not self.enabled:
@@ -104,7 +133,7 @@ class GradientBuckets:
         return len(bucket.ready) == len(bucket.parameters)
 
     @torch.no_grad()  # a backward with create_graph leaves gradients that need one
-    def _start(self, bucket: _Bucket) -> None:
+    def _start(self, bucket: _Bucket, factor: Tensor | None = None) -> None:
         self._next += 1
         parameters = bucket.parameters
         found = [p.grad for p in parameters]
@@ -120,6 +149,8 @@ class GradientBuckets:
         if not all(bucket.has):
             flags = from_host(bucket.has, flags.device).to(flags)
         bucket.flat = bucket.flatten([*grads, flags])
+        if factor is not None:
+            bucket.flat[: -len(flags)].mul_(factor)
         bucket.work = dist.all_reduce(bucket.flat, group=self.group, async_op=True)
 
     @torch.no_grad()
@@ -133,9 +164,12 @@ class GradientBuckets:
         if bucket.memory is None and any(wanted):
             bucket.flat.div_(divisor)
         for parameter, total, want in zip(bucket.parameters, totals, wanted, strict=True):
-            if want:
-                parameter.grad = total if bucket.memory is None else _quotient(total, divisor, into=parameter.grad)
+            if want:  # what the user kept of earlier batches is still there, if this batch's was on its way before
+                kept, mine = (parameter.grad, None) if bucket.early else (None, parameter.grad)
+                grad = total if bucket.memory is None else _quotient(total, divisor, into=mine)
+                parameter.grad = grad if kept is None else kept + grad
         bucket.flat = bucket.work = None
+        bucket.early = False
         bucket.ready.clear()
 
 

@@ -20,7 +20,7 @@ from lightning_megatp.messages import with_article
 from lightning_megatp.module import ParallelModule
 from lightning_megatp.parts.on_parameters import warn_of_microbatches
 from lightning_megatp.pipeline.carried import CarriedState
-from lightning_megatp.pipeline.loss.averages import Averages
+from lightning_megatp.pipeline.loss.averages import Averages, scalar
 from lightning_megatp.pipeline.loss.weighing import BatchLoss
 from lightning_megatp.pipeline.merge import Merge
 from lightning_megatp.pipeline.own_values import OwnValues
@@ -46,10 +46,13 @@ class Backward:
     Args:
         scale: the loss's factor for gradient accumulation and for float16.
         before: called once per batch, with a scalar.
+        complete: called with a stage when its gradients are there, and with what they have to be multiplied by, ()
+            float64; None where they are not summed over data-parallel ranks before the batch is over.
     """
 
     scale: Callable[[Tensor], Tensor]
     before: Callable[[Tensor], None]
+    complete: Callable[[int, Tensor], None] | None = None
 
 
 @dataclass
@@ -70,6 +73,7 @@ class BatchRun:
         stages: of this rank. What the step sets on modules is undone after all but the highest of them, so that a
             counter counts each microbatch once; each of them finds what it has set in the microbatch before.
         sharding: gathers the parameters of units.
+        reduces_each: see `Pipeline`.
         stage_of_unit: unit name -> stage.
         loss_units: the units inside of which steps were seen to average losses, in any batch; kept up.
         carried: looks at what one microbatch leaves for the next; None after the first batch.
@@ -91,6 +95,7 @@ class BatchRun:
     opened: Mapping[str, nn.Module]
     stages: Sequence[int]
     sharding: ZeroSharding | None
+    reduces_each: bool
     stage_of_unit: Mapping[str, int]
     loss_units: set[str]
     carried: CarriedState | None = None
@@ -116,6 +121,7 @@ class BatchRun:
     the batch the others are not looked at: a loss in another unit that only some microbatches compute is missed."""
     _plain_values: dict[int, dict[Path, bytes]] = field(default_factory=dict)
     """By stage, what its part of the step has set so far, but for the highest stage of the rank."""
+    _factor: Tensor | None = None
     _backwards: Counter[int] = field(default_factory=Counter)
     """By stage, those that have begun."""
 
@@ -161,8 +167,8 @@ class BatchRun:
         loss = done.result.get("loss") if isinstance(done.result, Mapping) else done.result
         averages = counting if len(self.microbatches) > 1 else None
         self.logged.append([call.beside(loss if isinstance(loss, Tensor) else None, averages) for call in calls])
-        own = getattr(self.parallel.module, "loss_weight", None)
-        self.loss.add(microbatch, loss, counting, None if own is None else own(self.microbatches[microbatch]))
+        own = None if self._loss_weight is None else self._loss_weight(self.microbatches[microbatch])
+        self.loss.add(microbatch, loss, counting, own)
         units = counting.units_of(loss)
         self._with_losses = self._with_losses or units or None
         self.loss_units |= units
@@ -232,11 +238,8 @@ class BatchRun:
         first = not self._backwards
         self._backwards[stage] += 1
         if self.sharding is not None:
-            last = self._backwards[stage] == len(self.microbatches)
-            units = [unit for unit, of in self.stage_of_unit.items() if of == stage]
-            self.sharding.before_backward(
-                last, units, self._backwards.total() == len(self.microbatches) * len(self.stages)
-            )
+            units = {unit for unit, of in self.stage_of_unit.items() if of == stage}
+            self.sharding.before_backward_of(units, self.reduces_each)
         if first and self.carried is not None and len(self.microbatches) > 1:
             warn_of_microbatches(self.parallel.module)
         if self.backward is not None and first:
@@ -246,18 +249,44 @@ class BatchRun:
             if self.logged:
                 self.logged[0] += calls
 
+    @property
+    def sends_factor(self) -> bool:
+        """Whether stages need to know, before the batch is over, what their gradients have to be multiplied by."""
+        return self.backward is not None and self.backward.complete is not None
+
+    @property
+    def factor(self) -> Tensor:
+        """That: () float64. Known on the last stage when it has run all microbatches, on the others when the gradient
+        of the last one has arrived."""
+        if self._factor is None:
+            self._factor = self.loss.factor(self.loss.weights())
+        return self._factor
+
+    @factor.setter
+    def factor(self, factor: Tensor) -> None:
+        self._factor = factor
+
     def complete(self, stage: int) -> None:
-        """Nothing is summed over data-parallel ranks yet: by what each divides its losses is known after the batch."""
+        if self.backward is not None and self.backward.complete is not None:
+            self.backward.complete(stage, self.factor)
 
     @functools.cached_property
     def rows(self) -> list[int]:
         """The samples of each microbatch."""
         return [batch_size(microbatch) or 1 for microbatch in self.microbatches]
 
+    @property
+    def _loss_weight(self) -> Callable[[Any], Tensor | float] | None:
+        """What the user says a microbatch weighs."""
+        return getattr(self.parallel.module, "loss_weight", None)
+
     @functools.cached_property
     def loss(self) -> BatchLoss:
         """The loss of the batch, on the last stage."""
-        return BatchLoss(self.rows, self.device)
+        if self._loss_weight is None or not self.reduces_each:
+            return BatchLoss(self.rows, self.device)
+        told = [scalar(self._loss_weight(microbatch), self.device) for microbatch in self.microbatches]
+        return BatchLoss(self.rows, self.device, torch.stack(told).sum())
 
     def conclude(self) -> tuple[Tensor, Tensor]:
         """On the last stage, after all microbatches.

@@ -46,11 +46,19 @@ class Stages(Protocol):
             the values of `relays(stage + 1)`; for the last stage what to differentiate: the scaled loss, or nothing.
         """
 
+    factor: Tensor
+    """() float64, of all gradients of the batch: the last stage's when it is through with all forwards, on the others
+    when the gradients of the last microbatch have arrived."""
+
+    @property
+    def sends_factor(self) -> bool:
+        """Whether `factor` travels down the stages."""
+
     def around_backward(self, stage: int, microbatch: int) -> contextlib.AbstractContextManager[None]:
         """What a backward runs in."""
 
     def complete(self, stage: int) -> None:
-        """The gradients of a stage are complete on this rank."""
+        """The gradients of a stage are complete on this rank, and `factor` is known."""
 
 
 class Pending(Protocol):
@@ -149,6 +157,8 @@ class _Message:
     tensors: list[Tensor]
     """This tensor rank's shares of the values."""
     works: list[Pending]
+    factor: Tensor | None = None
+    """(1,), behind them."""
 
     def wait(self) -> None:
         for work in self.works:
@@ -172,8 +182,9 @@ class Executor:
     A sent activation is held until it has left, then only its edge in the graph is kept (torch's own pipelining keeps
     it until its backward).
 
-    Communication: one message per relay, microbatch and boundary each way, of 1 / t of it with t tensor ranks; receives
-    are posted where the schedule says.
+    Communication: one message per relay, microbatch and boundary each way, of 1 / t of it with t tensor ranks; and one
+    of 8 bytes per boundary where the stages' gradients are summed over data-parallel ranks. Receives are posted where
+    the schedule says.
     """
 
     transport: Transport
@@ -297,6 +308,8 @@ class _Batch:
             message = self.incoming.pop(receive)
             with self.recorded("wait", receive):
                 message.wait()
+                if message.factor is not None:
+                    self.stages.factor = message.factor[0]
                 pairs = zip(message.tensors, message.relays, strict=True)
                 return [self.shares.gather(share, relay) for share, relay in pairs]
         return self.outgoing.pop(sent_here) if expected else []
@@ -306,7 +319,11 @@ class _Batch:
         buffers = [self.shares.buffer(relay, transport.device) for relay in relays]
         direction = self.schedule.group(action)
         works = [transport.receive(x, source, direction) for x in buffers if x.numel()]
-        self.incoming[action] = _Message(relays, buffers, works)
+        factor = None
+        if self._has_factor(action):
+            factor = torch.empty(1, dtype=torch.float64, device=transport.device)
+            works.append(transport.receive(factor, source, direction))
+        self.incoming[action] = _Message(relays, buffers, works, factor)
 
     def _send(self, action: Action, relays: Sequence[Relay]) -> None:
         with self.recorded("send", action):
@@ -315,10 +332,18 @@ class _Batch:
             _, to = self.schedule.stream(action)
             direction = self.schedule.group(action)
             works = [self.transport.send(x, to, direction) for x in tensors if x.numel()]
+            factor = None
+            if self._has_factor(action):
+                factor = self.stages.factor.reshape(1)
+                works.append(self.transport.send(factor, to, direction))
         leaving = self.leaving[to, direction]
         while leaving and all(work.is_completed() for work in leaving[0].works):
             leaving.popleft()
-        leaving.append(_Message(relays, tensors, works))
+        leaving.append(_Message(relays, tensors, works, factor))
+
+    def _has_factor(self, action: Action) -> bool:
+        backward = action.kind in (Kind.SEND_BACKWARD, Kind.RECV_BACKWARD)
+        return backward and self.stages.sends_factor and action.microbatch == self.schedule.microbatches - 1
 
     def _with_gradient(self, boundary: int, microbatch: int) -> list[Relay]:
         return [relay for relay in self.stages.relays(boundary, microbatch) if relay.requires_grad]

@@ -178,7 +178,7 @@ class LastStage:
             values = pickled(run.set_values, run.set_tensors, run.set_options)
             known = Facts(
                 loss=total.double(),
-                factor=run.loss.provisional_total / divisor,
+                factor=run.loss.factor(weights),
                 dtype=dtype_index(total),
                 left_state=run.left_state,
                 returns_more=run.returns_more,

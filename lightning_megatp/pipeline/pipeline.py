@@ -114,6 +114,14 @@ class Pipeline:
         return self.parallel.sharding
 
     @property
+    def reduces_each(self) -> bool:
+        """Whether FSDP2 reduces the gradients of each microbatch by themselves, which takes the least memory. What all
+        microbatches weigh has to be known before, and backwards have to leave no gradients for later."""
+        if self.sharding is None or self.sharding.options.level < 2:
+            return False
+        return hasattr(self.parallel.module, "loss_weight") and not self._schedule(True, 1).defers_weights
+
+    @property
     def is_last(self) -> bool:
         """Whether this rank has the last stage: the loss, metrics, logs, and what a step leaves on the module."""
         return self.mesh.is_last_stage
@@ -149,6 +157,10 @@ class Pipeline:
     @property
     def _trainer(self) -> Any:
         return self.parallel.module.trainer
+
+    def units_of(self, stage: int) -> set[str]:
+        """The units of a stage."""
+        return {unit for unit, of in self.stage_of_unit.items() if of == stage}
 
     def part_of(self, stage: int) -> int:
         """The place of a stage in `by_stage`: later stages first, as their gradients are."""
@@ -224,6 +236,8 @@ class Pipeline:
         for parameter, gradient in held:
             parameter.grad = gradient
         if self.sharding is not None:
+            self._check_told()
+            self.sharding.reduce_rest(run.factor)
             self.sharding.park()
         more = self._outputs_of("train", run)
         return {**(more or {}), "loss": loss} if more or run.returns_mappings else loss
@@ -250,6 +264,18 @@ class Pipeline:
         ways.ran(way, self.last_stage.went_on)
         return self._outputs_of(kind, run)
 
+    def _check_told(self) -> None:
+        """
+        Raises:
+            RuntimeError: gradients were summed over data-parallel ranks by weights that were others in the end.
+        """
+        if self.reduces_each and abs(self.factor - 1) > _ROUNDING:
+            raise RuntimeError(
+                "MegaTPStrategy: `loss_weight` returns another number after the step of a microbatch than before it, so"
+                " it tells more than the batch that it is given. With zero=2 and zero=3 what microbatches weigh has to"
+                " be known before. Count what is in the batch, or use zero=1."
+            )
+
     def _outputs_of(self, kind: str, run: BatchRun) -> Any:
         """What a batch's steps returned beside the loss, where it is known."""
         if not self.last_stage.returned:
@@ -257,12 +283,17 @@ class Pipeline:
         taken = self.outputs.step_taken(kind, self.parallel.module)
         return self.outputs.sent(kind, run.merged_results(taken) if self.is_last else None)
 
-    def release(self) -> None:
+    def release(self, except_for: Collection[int] = ()) -> None:
         """Give the gradients of the last batch back to the parameters, in addition to what was accumulated before.
 
         Lightning clears gradients between a training step and its backward; the pipeline's backward is over then.
+
+        Args:
+            except_for: id of parameters whose gradients come from elsewhere.
         """
         for parameter, gradient in self._parked:
+            if id(parameter) in except_for:
+                continue
             parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
         self._parked = []
 
@@ -330,6 +361,7 @@ class Pipeline:
             self.last_stage.opened,
             self.own_stages,
             self.sharding,
+            self.reduces_each,
             self.stage_of_unit,
             self._loss_units,
         )
@@ -393,3 +425,7 @@ class Pipeline:
             make = self.settings.schedule if training else self.settings.evaluation
             self._schedules[key] = make(microbatches)
         return self._schedules[key]
+
+
+_ROUNDING = 1e-6
+"""More than sums of weights in another order differ."""

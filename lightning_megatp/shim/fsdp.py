@@ -7,6 +7,9 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
+from torch import Tensor
+
 
 def is_post_backward(node: Any) -> bool:
     """Whether a node of an autograd graph is the one that FSDP2 hangs on all inputs of a unit together: each of its
@@ -20,6 +23,39 @@ def forget_accumulated(module: Any) -> None:
     group = module._get_fsdp_state()._fsdp_param_group
     for parameter in group.fsdp_params if group is not None else ():
         parameter.unsharded_accumulated_grad = None
+
+
+def accumulated_gradients(module: Any) -> list[Tensor]:
+    """The gradients, not reduced, that a module made by `fully_shard` has added up, all of one dtype. Backwards cast to
+    its `reduce_dtype` what they find, but neither what is computed later nor, in the end, the zeros that stand for a
+    parameter that nobody has used: FSDP2 would refuse these (2.13)."""
+    group = module._get_fsdp_state()._fsdp_param_group
+    known = [p for p in group.fsdp_params if hasattr(p, "_unsharded_param")] if group is not None else []  # gathered
+    for parameter in known:
+        parameter.accumulate_unsharded_grad_if_needed()
+        parameter.to_accumulated_grad_if_needed()
+    wide = any(parameter.unsharded_accumulated_grad is not None for parameter in known)
+    found = []
+    for parameter in known:
+        whole, gradient = parameter.unsharded_param, parameter.unsharded_accumulated_grad
+        if wide and gradient is None and whole.requires_grad:
+            gradient = parameter.unsharded_accumulated_grad = torch.zeros_like(whole, dtype=parameter.reduce_dtype)
+        found.append(whole.grad if gradient is None else gradient)
+    return [gradient for gradient in found if gradient is not None]
+
+
+def reduce_accumulated(module: Any) -> None:
+    """Reduce what a module made by `fully_shard` has added up, where no backward does. torch's own pipelines do it the
+    same way."""
+    group = module._get_fsdp_state()._fsdp_param_group
+    if group is not None:
+        group.post_backward()
+
+
+def end_backward(root: Any) -> None:
+    """What a module made by `fully_shard` does at the end of the last backward: let the current stream wait for what is
+    reduced."""
+    root._get_fsdp_state()._root_post_backward_final_callback()
 
 
 def look_at_shards(module: Any, meanwhile: Callable[[], AbstractContextManager[Any]]) -> None:

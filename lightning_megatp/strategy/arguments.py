@@ -15,7 +15,6 @@ import torch.distributed as dist
 
 from lightning_megatp.messages import warn_once_per_run
 from lightning_megatp.pipeline.schedules.generators import make_schedule
-from lightning_megatp.pipeline.schedules.schedule import Schedule
 from lightning_megatp.plugin import ParallelismPlugin
 
 P = ParamSpec("P")
@@ -97,8 +96,8 @@ def check_types(**arguments: Any) -> None:
 
 def check_schedule(
     pp: int, name: str, microbatches: int | None, virtual_stages: int | None, stages: Sequence[Sequence[str]] | None
-) -> Schedule:
-    """The schedule that was asked for, of an example batch; at pp = 1 only its name and numbers are looked at.
+) -> None:
+    """Look at the schedule that was asked for, of an example batch; at pp = 1 only at its name and numbers.
 
     Raises:
         ValueError: see `make_schedule`; or `stages` has another number of lists than there are stages.
@@ -109,7 +108,6 @@ def check_schedule(
             f"MegaTPStrategy: stages lists {len(stages)} of {needed} stages, one list of modules each: pp={pp}, with"
             f" {needed // pp} of schedule={name!r} on each rank (virtual_stages)."
         )
-    return made
 
 
 def check_backend(backend: str | None) -> None:

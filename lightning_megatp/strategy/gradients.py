@@ -231,40 +231,33 @@ class GradientMethods(CopyMethods, InspectionMethods):
                 scaler.scale(torch.zeros((), device=self.root_device))  # makes its state, where no loss is scaled
             self.namespace.precision.pre_backward(plugin, loss, module)  # the hooks, without scaling again
 
-        return Backward(scale, before)
+        def complete(stage: int, factor: Tensor) -> None:
+            assert self.pipeline is not None
+            if self.sharding is not None:
+                reduced = self.pipeline.reduces_each
+                self.sharding.reduce_units(self.pipeline.units_of(stage), None if reduced else factor)
+            if accumulated == 1 and self._buckets is not None:
+                if not self._buckets.began:
+                    self._refresh_buckets()  # a callback may have unfrozen some, the dry run may have lent some
+                self._buckets.complete(self.pipeline.part_of(stage), factor)
+
+        early = self._mesh().size("dp") > 1 and (self.sharding is not None or accumulated == 1)
+        return Backward(scale, before, complete if early else None)
 
     def _finish_pipeline(self, pipeline: Pipeline, closure_loss: Tensor) -> Tensor:
         """The backward of a batch that went through the pipeline: its gradients are there, and are completed."""
         self._set_aside_summed()
-        pipeline.release()
+        pipeline.release(() if self._buckets is None else self._buckets.early)
         if self.sharding is not None:
-            self._check_factors(pipeline.factor)
-            self.sharding.collect(pipeline.factor)
+            self.sharding.collect()
             self.sharding.give_to(with_inner(self.optimizers))
-        if self._buckets is None or not self._accumulating:
-            self._refresh_buckets()  # a callback may have unfrozen some, the dry run may have lent some
+        if self._buckets is None or not (self._accumulating or self._buckets.began):
+            self._refresh_buckets()
         with pipeline.executor.recorded("gradients"):
             self._sum_or_accumulate()
         closure_loss = self._show_gradients(closure_loss)
         self.post_backward(closure_loss)
         return closure_loss
-
-    def _check_factors(self, factor: float) -> None:
-        """FSDP2 has summed gradients over the data-parallel ranks before it was known what their losses weigh.
-
-        Raises:
-            RuntimeError: on every rank, where what is left to multiply these by differs between them.
-
-        Communication: one object all-gather over dp, between the hosts.
-        """
-        factors = self._mesh().exchange(factor, "dp")
-        if max(factors) - min(factors) > 1e-6 * max(map(abs, factors)):
-            raise RuntimeError(
-                "MegaTPStrategy: the microbatches of this batch weigh otherwise on one data-parallel rank than on"
-                f" another ({', '.join(f'{x:.4g}' for x in factors)}; unequal numbers of targets or samples), and at"
-                " pp > 1 with zero > 0 their gradients are summed before that is known. Use zero=0, microbatches=1, or"
-                " define `loss_weight(self, batch)` on the LightningModule to return the number of rows."
-            )
 
     def _sum_or_accumulate(self) -> None:
         """After a backward: sum its gradients over the ranks, and those that were accumulated before; or wait for a

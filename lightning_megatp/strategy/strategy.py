@@ -197,7 +197,7 @@ class MegaTPStrategyBase(StepMethods, GradientMethods, BuildingMethods, WorldMet
         self._set_up_gradients(bucket_mb)
         self._set_up_steps(offload_activations)
         self.tp, self.pp, self.dp = tp, pp, dp
-        self.pipeline_options = PipelineOptions(microbatches, schedule, virtual_stages, stages, splits_end=zero == 0)
+        self.pipeline_options = PipelineOptions(microbatches, schedule, virtual_stages, stages, splits_end=zero < 2)
         self.parallelism = parallelism or ParallelismPlugin(plan, strict)
         self.recompute = RecomputeOptions.of(recompute)
         self.sequence_parallel, self.summary = sequence_parallel, summary
@@ -210,9 +210,7 @@ class MegaTPStrategyBase(StepMethods, GradientMethods, BuildingMethods, WorldMet
         self._first_batch: FirstBatch | None = None
         self.num_nodes = 1
         check_sizes(tp=tp, pp=pp, **({} if dp is None else {"dp": dp}))  # where they are written
-        made = check_schedule(pp, schedule, microbatches, virtual_stages, stages)
-        if pp > 1:
-            self.zero.check_schedule(made.defers_weights, schedule)
+        check_schedule(pp, schedule, microbatches, virtual_stages, stages)
         warn_of_unused(
             pp,
             microbatches=microbatches,

@@ -21,10 +21,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
-from lightning_megatp.shim.autograd import accumulates_into, forward_mode_is_active, functorch_is_active, gradient_hooks
+from lightning_megatp.shim.autograd import (
+    accumulates_into,
+    accumulation_hooks,
+    forward_mode_is_active,
+    functorch_is_active,
+    gradient_hooks,
+)
 from lightning_megatp.shim.compiler import is_compiled
 from lightning_megatp.shim.torch import tensor_version
-from lightning_megatp.tensor.functions import OwnFunction
+from lightning_megatp.tensor.functions import OwnFunction, OwnHook
 
 
 class DeferredWeights:
@@ -32,8 +38,8 @@ class DeferredWeights:
 
     Outside of `halved` forwards, and wherever a gradient can't be put off without changing it, `linear` is `F.linear`:
     for weights that are computed (slices, casts, parametrizations) or complex, inside torch.func and forward-mode
-    differentiation, in compiled code. Weights with gradient hooks, and `autograd.grad` inside of a backward, get their
-    gradient at once.
+    differentiation, in compiled code. Weights with gradient hooks of others than this package, and `autograd.grad`
+    inside of a backward, get their gradient at once.
 
     Memory: until it is computed, a put-off gradient holds the layer's input (n, i) and output gradient (n, o).
     """
@@ -75,7 +81,7 @@ class DeferredWeights:
             self._open = None
 
     def compute(self, key: Hashable) -> None:
-        """Compute what was put off for `key`, and add it to the parameters' `.grad`. No hook is called."""
+        """Compute what was put off for `key`, and add it to the parameters' `.grad`, as their `OwnHook`s are told."""
         with torch.no_grad():
             for gradient in self._queues.pop(key, ()):
                 gradient.accumulate()
@@ -193,6 +199,9 @@ class _Gradient:
             _add_gradient(self.weight, _weight_gradient(self.x, self.grad))
         if self.bias is not None:
             _add_gradient(self.bias, _bias_gradient(self.grad))
+        for parameter in (self.weight, *(() if self.bias is None else (self.bias,))):
+            for hook in accumulation_hooks(parameter).values():
+                hook(parameter)
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
@@ -234,8 +243,8 @@ def _bias_gradient(grad: Tensor) -> Tensor:
 
 
 def _can_wait(parameter: Tensor) -> bool:
-    """Whether the gradient would only be added to `.grad`, with nobody looking."""
-    return parameter.is_leaf and not gradient_hooks(parameter) and accumulates_into(parameter)
+    """Whether the gradient would only be added to `.grad`, with no user looking."""
+    return parameter.is_leaf and not gradient_hooks(parameter, but=OwnHook) and accumulates_into(parameter)
 
 
 def _add_gradient(parameter: Tensor, gradient: Tensor) -> None:

@@ -12,7 +12,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from lightning_megatp.parts.rows import DividedParameter
-from lightning_megatp.shim.fsdp import forget_accumulated, look_at_shards
+from lightning_megatp.shim.fsdp import (
+    accumulated_gradients,
+    end_backward,
+    forget_accumulated,
+    look_at_shards,
+    reduce_accumulated,
+)
 from lightning_megatp.shim.torch import is_view, tree_map
 from lightning_megatp.tensor.context import TensorContext
 from lightning_megatp.tensor.features.shard import FeatureShard
@@ -31,10 +37,31 @@ class Group(nn.Module):
             self.set_reshard_after_backward(False, recurse=False)
             self.set_requires_gradient_sync(False, recurse=False)
 
+    def prepare(self, reduces: bool, frees: bool) -> None:
+        """The next backward reduces its gradients, or adds to them; and lets go of its parameters, or not."""
+        if isinstance(self, FSDPModule):
+            self.set_requires_gradient_sync(reduces, recurse=False)
+            self.set_reshard_after_backward(frees, recurse=False)
+
     def skip(self) -> None:
         """The next backward is not about it."""
         if isinstance(self, FSDPModule):
             self.set_requires_gradient_sync(False, recurse=False)
+
+    @torch.no_grad()
+    def accumulated(self) -> list[Tensor]:
+        """The gradients that wait for a later backward to be reduced, all of one dtype."""
+        return accumulated_gradients(self) if isinstance(self, FSDPModule) else []
+
+    @torch.no_grad()
+    def reduce(self, factor: Tensor, frees: bool) -> None:
+        """Reduce what backwards have added up, times a factor, and let go of the parameters, or not."""
+        if isinstance(self, FSDPModule):
+            if gradients := self.accumulated():
+                torch._foreach_mul_(gradients, factor)
+            self.prepare(True, frees)
+            reduce_accumulated(self)
+            self.skip()
 
     def reduce_unused(self) -> None:
         """Ranks that have used other parameters of it still reduce the same ones."""
@@ -111,6 +138,12 @@ class Root(Group):
 
     def forward(self, function: Callable[[], Any]) -> Any:
         return tree_map(_no_view, function())
+
+    def end_backward(self) -> None:
+        """Wait for what is reduced."""
+        if isinstance(self, FSDPModule):
+            self.set_is_last_backward(True)
+            end_backward(self)
 
     def tell_last(self, last: bool) -> None:
         """Whether the next backward ends with waiting for what FSDP2 reduces meanwhile, on streams of its own."""

@@ -40,12 +40,3 @@ class ZeroOptions:
             raise ValueError(
                 f"MegaTPStrategy: dp_replicate={self.replicas} copies of what is divided need zero > 0, and at least 1."
             )
-
-    def check_schedule(self, defers_weights: bool, name: str) -> None:
-        """Raise if a pipeline's schedule can't join."""
-        if self.level and defers_weights:
-            raise ValueError(
-                f'MegaTPStrategy: schedule="{name}" computes weight gradients after the backward in which FSDP2'
-                f' (zero={self.level}) reduces them, so they would be lost. Use schedule="1f1b" or "interleaved", or'
-                " zero=0."
-            )

@@ -1,8 +1,8 @@
 """ZeRO: what the data-parallel ranks would all hold, divided over them by FSDP2.
 
-Level 1 divides the optimizer's state, level 2 also the reduced gradients of every microbatch, level 3 also the
-parameters between their uses. A unit (block, embedding, head) is gathered as a whole when it runs. What is in no unit,
-is small, or is used beside its unit (tied weights, a regulariser) is gathered together for the length of a step.
+Level 1 divides the optimizer's state, level 2 also the reduced gradients of every batch, level 3 also the parameters
+between their uses. A unit (block, embedding, head) is gathered as a whole when it runs. What is in no unit, is small,
+or is used beside its unit (tied weights, a regulariser) is gathered together for the length of a step.
 
 FSDP2's own modules stand beside the user's: a unit's call goes through one, and the user's classes, names and hooks are
 as they were. The optimizer steps plain tensors, this rank's rows, that share memory with FSDP2's; DTensors would cost
@@ -22,7 +22,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -63,7 +62,7 @@ class ZeroSharding:
     Communication per step, of the P parameters of this rank's stages over d ranks: levels 1 and 2 gather them once,
     (d - 1) / d P received; level 3 gathers units once per forward and once per backward of every microbatch (the last
     one once, without a pipeline), and the rest once. Gradients are reduce-scattered, (d - 1) / d P, once per step at
-    level 1 (per batch in a pipeline), once per microbatch at 2 and 3.
+    level 1, once per accumulated batch at 2 and 3 and in a pipeline; see `Pipeline.reduces_each`.
     """
 
     def __init__(
@@ -327,29 +326,65 @@ class ZeroSharding:
             raise used_beside("train", self.options.level)
         return self._root(lambda: loss) if self._stepping else loss
 
-    def before_backward(self, last: bool, units: Collection[str] | None = None, last_of_all: bool = True) -> None:
+    def before_backward(self, last: bool) -> None:
         """Tell what the next backward is for.
 
         Args:
-            last: the last one of these units that their gradients wait for: of a batch in a pipeline, else of the
-                batches that are accumulated.
-            units: those that it goes through; None for all.
-            last_of_all: gradients are collected after it.
+            last: the last one of the batches that are accumulated.
         """
+        self._agree_on_trained()
+        self._reduces = last or self.options.level > 1
+        if self._reduces and self.options.reduce_dtype is not None:
+            for group in self._groups:
+                group.accumulated()
+        for holder in self._holders.values():
+            holder.prepare(self._reduces, frees=not self._keeps and (last or self.options.level == 3))
+        self._root.prepare(self._reduces, frees=last)
+        self._root.tell_last(True)
+
+    def before_backward_of(self, units: Collection[str], reduces: bool) -> None:
+        """The same in a pipeline, of one microbatch's backward of a stage.
+
+        Args:
+            units: of the stage.
+            reduces: whether their gradients are reduced then. Else they are added up until `reduce_units`.
+        """
+        self._agree_on_trained()
+        for name, holder in self._holders.items():
+            if name in units:
+                holder.prepare(reduces, frees=not self._keeps and self.options.level == 3)
+            else:
+                holder.skip()
+        self._root.skip()
+        self._root.tell_last(False)
+
+    def reduce_units(self, units: Collection[str], factor: Tensor | None) -> None:
+        """In a pipeline, behind the last backward of a stage.
+
+        Args:
+            units: of the stage.
+            factor: () float64, by which this rank's gradients are multiplied before they are reduced; None where
+                backwards have reduced them.
+        """
+        for holder in (holder for name, holder in self._holders.items() if name in units):
+            if factor is not None:
+                holder.reduce(factor, frees=not self._keeps)
+            elif not self._keeps:
+                holder.free()
+
+    def reduce_rest(self, factor: Tensor) -> None:
+        """After a batch in a pipeline: reduce what is in no unit, and wait for all that is being reduced."""
+        self._reduces = True
+        self._root.reduce(factor, frees=True)
+        self._root.end_backward()
+
+    def _agree_on_trained(self) -> None:
         for parameter in self.parameters:
             parameter.agree_on_trained()
         self._refuse_frozen()
         # The graph of a gradient uses weights when FSDP2 takes the unit's backward for over: one that was called again
         # on the gradient.
         self._keeps = self.parallel.partial.differentiable
-        for name, holder in self._holders.items():
-            if units is None or name in units:
-                self._prepare(holder, last, not self._keeps and (last or self.options.level == 3))
-            else:
-                holder.skip()
-        self._reduces = last and last_of_all if self.options.level == 1 else True
-        self._prepare(self._root, last and last_of_all, last and last_of_all)
-        self._root.tell_last(last_of_all)
 
     def _refuse_frozen(self) -> None:
         for p in self.parameters:
@@ -359,11 +394,6 @@ class ZeroSharding:
                     f"MegaTPStrategy: `{p.name}` was frozen between two accumulated batches, and FSDP2 (zero > 0) would"
                     " lose the gradient that it has of the first. Freeze it before or after all of them, or use zero=0."
                 )
-
-    def _prepare(self, holder: Group, last: bool, frees: bool) -> None:
-        if isinstance(holder, FSDPModule):
-            holder.set_requires_gradient_sync(last or self.options.level > 1, recurse=False)
-            holder.set_reshard_after_backward(frees, recurse=False)
 
     def drop_old(self) -> None:
         """Before the first backward of a batch: what earlier ones left is in `local.grad`, or was cleared there."""
@@ -379,8 +409,8 @@ class ZeroSharding:
         self.show()
 
     @torch.no_grad()
-    def collect(self, factor: float = 1.0) -> None:
-        """After the last backward: add the reduced gradients, times a factor, to those of the plain rows.
+    def collect(self) -> None:
+        """After the last backward: add the reduced gradients to those of the plain rows.
 
         Communication: one all-reduce of a byte per parameter, between the hosts of dp ranks, waited for where a
         parameter was not used. One that no rank has used keeps having no gradient.
@@ -395,8 +425,6 @@ class ZeroSharding:
                 parameter.sharded.grad = self._parked[parameter.name]
             self._parked = {}
         new = self._used_somewhere()
-        if factor != 1.0 and new:
-            torch._foreach_mul_([grad for _, grad in new], factor)
         held = [(p.local.grad, grad) for p, grad in new if p.local.grad is not None]
         if held:
             torch._foreach_add_([grad for _, grad in held], [before for before, _ in held])

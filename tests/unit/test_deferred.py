@@ -16,6 +16,7 @@ from torch.nn.utils import parametrizations, prune
 from torch.utils.checkpoint import checkpoint
 
 from lightning_megatp.tensor.deferred import DeferredWeights, defer_linears
+from lightning_megatp.tensor.functions import OwnHook
 
 Step = Callable[[nn.Module, Tensor], Tensor]
 
@@ -199,6 +200,20 @@ def test_hooks_on_gradients_are_called_with_gradients() -> None:
 
     before, _ = compare(kind, scalar, IDS)
     assert {"up.weight", "down.weight"} <= before.keys()
+
+
+def test_hooks_of_this_package_put_nothing_before() -> None:
+    told: list[Tensor] = []
+
+    def kind() -> nn.Module:
+        net = Net()
+        for parameter in (net.up.weight, net.up.bias):
+            parameter.register_post_accumulate_grad_hook(OwnHook(told.append))
+        return net
+
+    before, _ = compare(kind, scalar, IDS)
+    assert not {"up.weight", "up.bias"} & before.keys()
+    assert len(told) == 4 + 8, "once per backward, and once per call of what was put off"
 
 
 def test_sparse_gradients_of_a_tied_embedding() -> None:

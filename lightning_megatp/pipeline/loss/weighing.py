@@ -26,10 +26,12 @@ class BatchLoss:
     Args:
         rows: the samples of each microbatch.
         device: of weights that are plain numbers.
+        total: () float64, what the weights add up to, if that is known before.
     """
 
     rows: Sequence[int]
     device: torch.device
+    total: Tensor | None = None
     losses: dict[int, Tensor] = field(default_factory=dict)
     """By microbatch, () each, without a graph."""
     compared: str = ""
@@ -107,13 +109,15 @@ class BatchLoss:
 
     @functools.cached_property
     def provisional_total(self) -> Tensor:
-        """() float64, by what the weights are divided in the losses, before their sum is known: as if all microbatches
-        weighed what the first does. Where they do, nothing is left to correct. Not less than its samples: few targets
-        there would let the other losses overflow."""
+        """() float64, by what the weights are divided in the losses, before their sum is known: as if all samples
+        weighed what those of the first microbatch do. Where they do, nothing is left to correct. Not less than the
+        number of samples: few targets in the first would let the other losses overflow."""
+        if self.total is not None:
+            return self.total
         first = scalar(self._weights[0], self.device)
         if self.adds_up:
             return torch.ones_like(first)
-        return first.clamp(min=float(self.rows[0])) * len(self.rows)
+        return first.clamp(min=float(self.rows[0])) * (sum(self.rows) / self.rows[0])
 
     def share(self, microbatch: int) -> Tensor:
         """() float64: the factor of a microbatch's loss, but for one that is the same for all."""
@@ -153,6 +157,10 @@ class BatchLoss:
         counted = (1 - torch.stack([scalar(x, self.device) for x in empty])) * weights
         # one device takes a count of nothing for something, too: once
         return torch.where(counted.sum() > 0, counted.sum(), weights.max())
+
+    def factor(self, weights: Tensor) -> Tensor:
+        """() float64, the one that `share` leaves out."""
+        return self.provisional_total / self.total_weight(weights)
 
     def value(self, weights: Tensor) -> Tensor:
         """() of the batch."""

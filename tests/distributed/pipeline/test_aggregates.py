@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MaxMetric, MeanMetric, MinMetric, SumMetric
 
-from tests.distributed.training import PLAIN, Layout, Losses, make_trainer, run_program
-from tests.ranks import RankError
+from tests.distributed.training import PLAIN, Layout, make_trainer, run_program
 
 KINDS = {"mean": MeanMetric, "sum": SumMetric, "max": MaxMetric, "min": MinMetric}
 
@@ -106,30 +105,3 @@ def test_losses_in_a_list_are_those_of_microbatches_which_is_said() -> None:
     last, _ = run_program(layout, said, False)
     assert any("the list `kept`" in text and "here 2 times a batch" in text for text in last)
     assert run_program(layout, said, True) == [[], []], "of rows there are as many as on one device"
-
-
-def weighed(layout: Layout) -> list[float]:
-    """Of data-parallel ranks whose microbatches have other numbers of targets than each other."""
-    torch.manual_seed(0)
-    module, (x, y), losses = Masked(), torch.randint(20, (2, 16, 6)), Losses()
-    for i in range(16):
-        y[i, 5 - i % 4 - i % 2 :] = -100
-    trainer = make_trainer(layout, strategy={"plan": "auto"}, max_epochs=2, callbacks=[losses])
-    trainer.fit(module, DataLoader(TensorDataset(x, y), batch_size=4))
-    return losses.seen
-
-
-@pytest.mark.parametrize("schedule", ["1f1b", "zb_v"])
-def test_gradients_of_data_parallel_ranks_are_divided_by_their_own_targets(schedule: str) -> None:
-    expected = run_program(Layout(dp=2), weighed)
-    found = run_program(Layout(pp=2, dp=2, microbatches=2, schedule=schedule), weighed)
-    for losses in expected:
-        assert any(other == pytest.approx(losses, rel=1e-9) for other in found)
-    for losses in found:
-        assert any(losses == pytest.approx(other, rel=1e-9) for other in expected)
-
-
-@pytest.mark.parametrize("zero", [1, 3])
-def test_ranks_that_would_divide_by_others_targets_are_refused(zero: int) -> None:
-    with pytest.raises(RankError, match="weigh otherwise on one data-parallel rank than on another"):
-        run_program(Layout(pp=2, dp=2, microbatches=2, zero=zero), weighed)

@@ -933,6 +933,31 @@ def _mixed(layout: Layout) -> list[float]:
     return hooks.losses
 
 
+class Began(Callback):
+    """Whether gradients were on their way to other data-parallel ranks when the batch's schedule ended."""
+
+    def __init__(self) -> None:
+        self.seen: list[bool] = []
+
+    def on_before_zero_grad(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        self.seen.append(trainer.strategy._buckets.began)
+
+
+def _overlapped(layout: Layout, accumulate: int) -> list[bool]:
+    began = Began()
+    trainer = make_trainer(layout, callbacks=[began], accumulate_grad_batches=accumulate)
+    trainer.fit(GPT(GPTConfig(tied=False)), train_loader(layout, 2))
+    return began.seen
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_gradients_are_averaged_while_other_stages_work(accumulate: int) -> None:
+    """That the averages are right is seen by parity."""
+    assert all(
+        found == [accumulate == 1] * (2 // accumulate) for found in run_program(DP2_PP2, _overlapped, accumulate)
+    )
+
+
 def test_bf16_mixed() -> None:
     expected = run_program(PLAIN, _mixed)[0]
     for found in run_program(PP2, _mixed):
