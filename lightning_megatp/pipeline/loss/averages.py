@@ -33,6 +33,7 @@ from lightning_megatp.pipeline.loss.functions import (
     PRODUCTS,
     REDUCTIONS,
     SUMS,
+    TOTALS,
     WEIGHTED,
     count_of,
 )
@@ -79,8 +80,8 @@ class Averages(TorchFunctionMode):
         self._paused = False
         self._made: dict[int, tuple[Any, Made]] = {}
         """By the identity of a tensor or a Python number, which is kept alive for it."""
-        self._inverted: dict[int, tuple[Tensor, Tensor]] = {}
-        """By the identity of a number: itself, and the one that it is the inverse of, but for a Python factor."""
+        self._inverted: dict[int, tuple[Tensor, Tensor, float | None]] = {}
+        """By the identity of a number: itself, the one that it is the inverse of, and a Python factor."""
         self._kept: list[Any] = []
         """What averages are over, kept alive so that its address means it."""
 
@@ -214,7 +215,7 @@ class Averages(TorchFunctionMode):
         weights = counted if by_class is None else by_class[target.masked_fill(~counted, 0)] * counted
         over = target.data_ptr(), target.shape, target.stride(), ignored, None if by_class is None else id(by_class)
         self._kept.append((target, by_class))
-        return self._divided_sum(func, given, weights.sum(), over, of_targets=True)
+        return self._divided_sum(func, given, weights.sum(), over, of_targets=True, weights=by_class)
 
     def _divided_sum(
         self,
@@ -223,11 +224,12 @@ class Averages(TorchFunctionMode):
         count: Tensor,
         over: Hashable,
         of_targets: bool = False,
+        weights: Tensor | None = None,
     ) -> Tensor:
         """A loss's mean by the sum of weights, () each."""
         total = func(**{**given, "reduction": "sum"})
         mean: Tensor = total / torch.where(count > 0, count, torch.ones_like(count))
-        self._note(mean, func.__name__, count, over, of_targets)
+        self._note(mean, func.__name__, count, over, of_targets, weights=weights)
         return mean
 
     def _reduced(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -278,12 +280,13 @@ class Averages(TorchFunctionMode):
             return self._divided(func, *args)
         if name in PRODUCTS and self._inverted and len(args) == 2 and not kwargs:
             x, inverse = args if id(args[1]) in self._inverted else args[::-1]
-            by = self._inverted[id(inverse)][1] if id(inverse) in self._inverted else None
+            _, by, times = self._inverted.get(id(inverse), (None, None, None))
             if by is not None and not self._bends(x, by) and (x is args[0] or not is_in_place(name)):
-                return self._divided(lambda x, safe: func(x, torch.where(by == safe, inverse, 1.0)), x, by)
+                return self._divided(lambda x, safe: func(x, torch.where(by == safe, inverse, 1.0)), x, by, times)
         result = func(*args, **kwargs)
         if name in INVERSIONS and args and result.numel() == 1 and not result.requires_grad:
-            self._inverted[id(result)] = result, args[0]
+            times = args[1] if len(args) > 1 and not isinstance(args[1], Tensor) else None
+            self._inverted[id(result)] = result, args[0], times
         joins = name not in LIKE and any(self._samples.holds(x) and self.made(x) is None for x in operands)
         if type(result) is float:  # `item`, `float(...)`; whole numbers may be one object for all
             self._made[id(result)] = result, known[0]
@@ -301,6 +304,10 @@ class Averages(TorchFunctionMode):
                 isinstance(x, Tensor) and x.is_floating_point() and self.made(x) is None for x in operands
             )
             of = tuple(a for x in known for a in x.of)
+            if name in PRODUCTS and len(known) == 1 and (factors := [x for x in operands if self.made(x) is None]):
+                of = tuple(a.times(*factors) for a in of) if _is_single(factors) else of
+            if name in TOTALS and not result.dim():
+                of = tuple(a.summed_up(result) for a in of)
             if name == "mean" and isinstance(args[0], Tensor) and any(a.of_sample for a in of):
                 number = args[0].numel()
                 divided = (a.divided(number, ("divisor", number), False, result) if a.of_sample else a for a in of)
@@ -324,8 +331,8 @@ class Averages(TorchFunctionMode):
             return True
         return self.made(x) is None or (isinstance(by, Tensor) and (by.requires_grad or by.numel() != 1))
 
-    def _divided(self, func: Callable[..., Any], x: Tensor, by: Tensor | float) -> Any:
-        """A division of a known number by another."""
+    def _divided(self, func: Callable[..., Any], x: Tensor, by: Tensor | float, times: float | None = None) -> Any:
+        """A division of a known number by another, which is multiplied by a third one before."""
         made, divisor_made = self._made[id(x)][1], self.made(by)
         over = "divisor", id(by) if isinstance(by, Tensor) else by
         divisor = by
@@ -340,7 +347,7 @@ class Averages(TorchFunctionMode):
         result = func(x, by)
         mixed = divisor_made is not None and divisor_made.rest  # with something kept: an average of losses so far
         share = divisor_made is not None and not mixed and all(a.count is not None for a in divisor_made.of)
-        divided = made.of if mixed else tuple(a.divided(divisor, over, share, result, empty) for a in made.of)
+        divided = made.of if mixed else tuple(a.divided(divisor, over, share, result, empty, times) for a in made.of)
         self._keep(result, divided, made.rest, made.bent)
         return result
 
@@ -353,10 +360,13 @@ class Averages(TorchFunctionMode):
         of_targets: bool = False,
         summed: tuple[int, ...] = (),
         adds: bool = False,
+        weights: Tensor | None = None,
     ) -> None:
         if is_fake(result) or functorch_is_active():
             return
-        average = Average(by, result.detach().clone(), count, over, of_targets, self._unit, summed, adds)
+        average = Average(
+            by, result.detach().clone(), count, over, of_targets, self._unit, summed, adds, weights=weights
+        )
         if self._of_sample:
             average = replace(average, count=None, over=None, of_targets=False, summed=(), adds=True, of_sample=True)
         elif of_targets:
@@ -372,6 +382,12 @@ def _is_count(result: Tensor, operands: Sequence[Any], known: Sequence[Made]) ->
     single = result.numel() == 1 and all(x.numel() == 1 for x in operands if isinstance(x, Tensor))
     sums = all(a.count is None for x in known for a in x.of) and not any(x.bent for x in known)
     return single and sums and not result.requires_grad
+
+
+def _is_single(factors: Sequence[Any]) -> bool:
+    """Whether these are a single number."""
+    (factor, *others) = factors
+    return not others and (factor.numel() == 1 if isinstance(factor, Tensor) else isinstance(factor, (int, float)))
 
 
 def _operands(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Any]:

@@ -27,6 +27,7 @@ PRODUCTS = frozenset(["mul", "mul_", "multiply", "multiply_", "__mul__", "__rmul
 SUMS = frozenset(
     ["add", "add_", "__add__", "__radd__", "__iadd__", "sub", "sub_", "__sub__", "__rsub__", "rsub", "subtract"]
 )
+TOTALS = frozenset(["sum", "nansum", "mean", "nanmean"])
 LINEAR = PRODUCTS | SUMS | {
     "mean", "sum", "nanmean", "nansum", "neg", "negative", "__neg__", "clone", "detach", "__get__", "to", "type",
     "type_as", "float", "double", "half", "bfloat16", "cpu", "cuda", "contiguous", "squeeze", "unsqueeze", "reshape",

@@ -30,6 +30,8 @@ class Average:
         of_sample: whether it was made of one sample, like a loss in a loop over samples: one number to add up.
         empty: () bool, whether a sum was divided by a count of nothing that was taken for something (`clamp(min=1)`):
             it is added to the batch's sum, and nothing to what that is divided by.
+        factor: what it was multiplied by, which should be the same in all microbatches.
+        weights: of classes, of a cross-entropy, likewise.
     """
 
     by: str
@@ -43,9 +45,33 @@ class Average:
     divisor: float | None = None
     of_sample: bool = False
     empty: Tensor | bool = False
+    factor: Tensor | float = 1.0
+    weights: Tensor | None = None
+
+    def times(self, factor: Tensor | float) -> Average:
+        """What this number is after a product.
+
+        Args:
+            factor: a single number.
+        """
+        return replace(self, factor=self.factor * (factor.detach() if isinstance(factor, Tensor) else factor))
+
+    def summed_up(self, result: Tensor) -> Average:
+        """What is left of a table of sums when it is summed or averaged itself.
+
+        Args:
+            result: of that.
+        """
+        return self if self.count is not None or not self.value.dim() else replace(self, value=result.detach().clone())
 
     def divided(
-        self, by: Tensor | float, over: Hashable, share: bool, result: Tensor, empty: Tensor | bool = False
+        self,
+        by: Tensor | float,
+        over: Hashable,
+        share: bool,
+        result: Tensor,
+        empty: Tensor | bool = False,
+        times: float | None = None,
     ) -> Average:
         """What this number is after a division.
 
@@ -56,12 +82,17 @@ class Average:
                 of an average is a factor.
             result: of the division, of which this may be an addend.
             empty: () bool, whether the count is known to be of nothing.
+            times: what it is multiplied by besides. The mean of n numbers, times n, is their sum.
         """
         value = result.detach().clone()
         if self.count is not None and self.divisor is not None and not isinstance(by, Tensor):
             return replace(self, value=value, count=self.count * by, divisor=self.divisor * by)  # / length / rows
-        if self.count is not None:
-            return replace(self, value=value, count=self.count * by, over=(self.over, over)) if share else self
+        if self.count is not None and self.count != times:
+            return (
+                replace(self, value=value, count=self.count * by, over=(self.over, over))
+                if share
+                else self.times(1 / by)
+            )
         none = (self.value == 0) & (by <= 1)  # a count of nothing is often taken for 1, or for less
         if isinstance(by, Tensor):
             count, number = torch.where(none, 0.0, by), None

@@ -202,8 +202,24 @@ class BatchLoss:
                 " pipeline does so for every microbatch, and the batch's loss is the mean of the results; on one device"
                 " it is made of the averages over the batch. If that matters, use microbatches=1."
             )
-        if len(known) < len(made) or len({len(x.of) for x in known}) > 1:
-            return ""  # not the same in all microbatches
+        if len(known) < len(made):
+            return ""  # of some of them nothing can be followed
+        if len({len([a for a in x.of if not a.of_sample]) for x in known}) > 1:
+            numbers = " and ".join(str(n) for n in sorted({len(x.of) for x in known}))
+            return (
+                f"the step adds up {numbers} averages in different microbatches of a batch, as where a term is there"
+                " only if some sample has what it is about. The batch's loss is the mean of the microbatches'; on one"
+                " device each term is of the whole batch. If that matters, use microbatches=1."
+            )
+        if len({len(x.of) for x in known}) > 1:
+            return ""  # loops over other numbers of samples
+        if (average := self._multiplied(known)) is not None:
+            return (
+                f"the step multiplies an average (`{average.by}`) by a number of the microbatch, or weighs classes by"
+                " what is counted in it: it differs between microbatches, and on one device is that of the batch. If"
+                " that matters, use microbatches=1; or where the product is a mean over other things, divide a sum by"
+                " how many these are."
+            )
         besides = [[a for a in x.of if not a.of_sample] for x in known]
         if self.adds_up and len(known[0].of) > 1 and any(map(_alike, _by_average(besides))):
             return (
@@ -253,6 +269,16 @@ class BatchLoss:
             empty = any(isinstance(a.empty, Tensor) or a.empty for a in averages)
             if len(divisors) == 1 and not counts and not empty:
                 return divisors.pop()
+        return None
+
+    def _multiplied(self, made: Sequence[Made]) -> Average | None:
+        """An average that is multiplied by another number in some microbatches, or is of other weights."""
+        for averages in zip(*(x.of for x in made), strict=True):
+            if not _alike(torch.stack([scalar(a.factor, self.device) for a in averages])):
+                return averages[0]
+            weights = [a.weights for a in averages if a.weights is not None]
+            if len({x.shape for x in weights}) > 1 or (weights and not all(map(weights[0].allclose, weights))):
+                return averages[0]
         return None
 
     def _unequal(self, made: Sequence[Made], weights: Tensor) -> bool:

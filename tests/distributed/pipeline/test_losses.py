@@ -109,6 +109,8 @@ SAME: dict[str, Loss] = {
     "sum * (1 / count)": lambda y, t, m: (_squares(y, t) * m).sum() * (1 / m.sum()),
     "2 / count * sum": lambda y, t, m: (2.0 / m.to(y).sum()) * _squares(y, t)[m].sum() + F.l1_loss(y[m], t[m]),
     "reciprocal": lambda y, t, m: (_entropies(y, t) * m).sum().mul_((m.sum() + 1e-12).reciprocal()),
+    "mean * (all / count)": lambda y, t, m: (_squares(y, t) * m).mean() * (m.numel() / m.sum()),
+    "sums / counts": lambda y, t, m: (_squares(y, t) * m).sum(0).sum() / m.sum(0).sum().clamp(min=1),
     "sum / count + eps": lambda y, t, m: (_squares(y, t) * m).sum() / (m.sum() + 1e-12),
     "mean / mean": lambda y, t, m: (_squares(y, t) * m).mean() / m.to(y).mean(),
     "entropies by hand": lambda y, t, m: (_entropies(y, t) * m).sum() / m.sum(),
@@ -182,6 +184,16 @@ OTHERS: dict[str, tuple[Loss, str]] = {
     "pairs": (lambda y, t, m: F.mse_loss(_half(y, 1).tanh(), 2 * _half(y.exp(), -1)), "(by `mse_loss`)"),
     "others": (lambda y, t, m: (y * y[torch.arange(len(y)).flip(0)]).square().mean(), "(by `mul`)"),
     "each with each": (lambda y, t, m: (y[:, None] - y).abs().add(1).log().mean(), "(by `sub`)"),
+    "times a share": (lambda y, t, m: F.l1_loss(y[m], t[m]) * (m.sum().item() / m.numel()), "multiplies"),
+    "times a tensor": (lambda y, t, m: F.l1_loss(y[m], t[m]) * m.to(y).std() / 2, "multiplies"),
+    "counted classes": (
+        lambda y, t, m: F.cross_entropy(y.transpose(1, 2), c := _classes(t), 1 / (1.0 + c.flatten().bincount(None, 3))),
+        "weighs classes by what is counted",
+    ),
+    "a term of some": (
+        lambda y, t, m: F.mse_loss(y, t) + (F.l1_loss(y[m], t[m]) if m.any() else 0),
+        "adds up 1 and 2 averages",
+    ),
     "a norm besides": (lambda y, t, m: F.mse_loss(y, t) + 0.1 * (y - t).norm(), "`norm`"),
     "a sum besides": (lambda y, t, m: F.mse_loss(y, t) + _squares(y, t).sum(), "`mse_loss`, `sum`"),
 }
