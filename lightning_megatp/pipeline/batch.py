@@ -121,6 +121,8 @@ class BatchRun:
     the batch the others are not looked at: a loss in another unit that only some microbatches compute is missed."""
     _plain_values: dict[int, dict[Path, bytes]] = field(default_factory=dict)
     """By stage, what its part of the step has set so far, but for the highest stage of the rank."""
+    _counts: dict[int, Tensor | float] = field(default_factory=dict)
+    """By the identity of a number in the results, see `Merge`."""
     _factor: Tensor | None = None
     _backwards: Counter[int] = field(default_factory=Counter)
     """By stage, those that have begun."""
@@ -166,6 +168,9 @@ class BatchRun:
         assert counting is not None
         loss = done.result.get("loss") if isinstance(done.result, Mapping) else done.result
         averages = counting if len(self.microbatches) > 1 else None
+        for number in _numbers(done.result) if averages is not None else ():
+            if (count := counting.count_of(number)) is not None:
+                self._counts[id(number)] = count
         self.logged.append([call.beside(loss if isinstance(loss, Tensor) else None, averages) for call in calls])
         own = None if self._loss_weight is None else self._loss_weight(self.microbatches[microbatch])
         self.loss.add(microbatch, loss, counting, own)
@@ -323,8 +328,9 @@ class BatchRun:
         order = [self.results[i] for i in range(len(self.microbatches))]
         if order[0] is None:
             return None
-        detached = [_detached(result) for result in order]
-        merge = Merge(self.loss.weights().tolist(), self.rows)
+        counts = dict(self._counts)
+        detached = [_detached(result, counts) for result in order]
+        merge = Merge(self.loss.weights().tolist(), self.rows, counts)
         merged = merge.of(detached)
         if step and len(self.rows) > 1:
             merge.warn(step)
@@ -369,14 +375,34 @@ def returning_a_loss(step: Step) -> Step:
     return checked
 
 
-def _detached(result: Any) -> Any:
+def _detached(result: Any, counts: dict[int, Tensor | float]) -> Any:
+    """Without a graph.
+
+    Args:
+        counts: by the identity of tensors; what is known of one is known of it without its graph.
+    """
     if isinstance(result, Tensor):
-        return result.detach()
+        x = result.detach()
+        if id(result) in counts:
+            counts[id(x)] = counts[id(result)]
+        return x
     if isinstance(result, Mapping):
-        return {key: _detached(value) for key, value in result.items()}
+        return {key: _detached(value, counts) for key, value in result.items()}
     if isinstance(result, (list, tuple)) and not hasattr(result, "_fields"):
-        return type(result)(_detached(value) for value in result)
+        return type(result)(_detached(value, counts) for value in result)
     return result
+
+
+def _numbers(result: Any) -> Iterator[Tensor | float]:
+    """The floating numbers in what a step returned."""
+    if isinstance(result, Mapping):
+        for value in result.values():
+            yield from _numbers(value)
+    elif isinstance(result, (list, tuple)):
+        for value in result:
+            yield from _numbers(value)
+    elif type(result) is float or (isinstance(result, Tensor) and not result.dim()):
+        yield result
 
 
 def generators_on(device: torch.device) -> list[torch.Generator]:

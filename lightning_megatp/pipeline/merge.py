@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
@@ -20,18 +21,22 @@ class Merge:
     """Puts results of microbatches together.
 
     Tensors with a dim are concatenated along dim 0, unless another dim alone has the microbatches' rows (what recurrent
-    layers return, time first); those that can't be of rows are averaged by weight, as floating numbers are. Whole
-    numbers are counts, and added up; but those that are alike in all microbatches and no multiple of their rows, or by
+    layers return, time first); those that can't be of rows are averaged by weight. Floating numbers are averaged by
+    what they are averages of, if that is known, and added up if they are sums; else by weight. Whole numbers are
+    counts, and added up; but those that are alike in all microbatches and no multiple of their rows, or by
     name an index, an epoch or a step, stay. Lists are joined, and what holds them (dicts, tuples, dataclasses) keeps
     its type; of other values the last one stays.
 
     Args:
         weights: of the microbatches.
         rows: of the microbatches.
+        counts: by the identity of a number, how many values it is the average of; infinity for their sum.
     """
 
-    def __init__(self, weights: Sequence[float], rows: Sequence[int]) -> None:
-        self._weights, self._rows = weights, rows
+    def __init__(
+        self, weights: Sequence[float], rows: Sequence[int], counts: Mapping[int, Tensor | float] | None = None
+    ) -> None:
+        self._weights, self._rows, self._counts = weights, rows, counts or {}
         self._added: dict[str, None] = {}
         self._averaged: dict[str, None] = {}
 
@@ -53,9 +58,7 @@ class Merge:
         if isinstance(first, int):
             return self._of_whole_numbers(parts, name)
         if isinstance(first, float):
-            self._averaged[name] = None
-            pairs = zip(parts, self._weights, strict=True)
-            return sum(part * weight for part, weight in pairs) / sum(self._weights)
+            return sum(part * share for part, share in zip(parts, self._shares(parts, name), strict=True))
         if isinstance(first, Mapping):
             items = {key: self.of([part[key] for part in parts], str(key)) for key in first}
             return type(first)(items.items())  # type: ignore[call-arg]
@@ -104,10 +107,18 @@ class Merge:
         if not parts[0].is_floating_point():
             number: Tensor = self._of_whole_numbers(parts, name)
             return number
-        self._averaged[name] = None
-        total = sum(self._weights)
-        pairs = zip(parts, self._weights, strict=True)
-        return sum((part * (weight / total) for part, weight in pairs), start=parts[0] * 0.0)
+        pairs = zip(parts, self._shares(parts, name), strict=True)
+        return sum((part * share for part, share in pairs), start=parts[0] * 0.0)
+
+    def _shares(self, parts: Sequence[Any], name: str) -> list[float]:
+        """What each of some numbers is multiplied by."""
+        known = [float(self._counts[id(part)]) for part in parts if id(part) in self._counts]
+        if len(known) == len(parts) and all(map(math.isinf, known)):
+            return [1.0] * len(parts)
+        if len(known) < len(parts) or not 0 < sum(known) < math.inf:
+            self._averaged[name] = None
+            known = list(self._weights)
+        return [count / sum(known) for count in known]
 
 
 def _listed(names: Sequence[str] | Mapping[str, None]) -> str:

@@ -369,7 +369,9 @@ class ZeroSharding:
         for holder in (holder for name, holder in self._holders.items() if name in units):
             if factor is not None:
                 holder.reduce(factor, frees=not self._keeps)
-            elif not self._keeps:
+                continue
+            holder.skip()
+            if not self._keeps:
                 holder.free()
 
     def reduce_rest(self, factor: Tensor) -> None:

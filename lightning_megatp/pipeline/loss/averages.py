@@ -21,6 +21,7 @@ from lightning_megatp.pipeline.loss.functions import (
     CLAMPS,
     COMPARISONS,
     DIVISIONS,
+    DOTS,
     EMPTY,
     INVERSIONS,
     JOINS,
@@ -32,6 +33,8 @@ from lightning_megatp.pipeline.loss.functions import (
     OF_NUMBERS,
     PRODUCTS,
     REDUCTIONS,
+    RESHAPES,
+    SUMMED,
     SUMS,
     TOTALS,
     WEIGHTED,
@@ -82,6 +85,8 @@ class Averages(TorchFunctionMode):
         """By the identity of a tensor or a Python number, which is kept alive for it."""
         self._inverted: dict[int, tuple[Tensor, Tensor, float | None]] = {}
         """By the identity of a number: itself, the one that it is the inverse of, and a Python factor."""
+        self._shares: dict[int, tuple[Tensor, Tensor]] = {}
+        """By the identity of a table: itself, and the count that it was divided by before it is added up."""
         self._kept: list[Any] = []
         """What averages are over, kept alive so that its address means it."""
 
@@ -155,6 +160,11 @@ class Averages(TorchFunctionMode):
             return self._reduced(func, args, kwargs)
         if func in LOSSES:
             return self._loss(func, args, kwargs)
+        if func in DOTS and not any(id(x) in self._made for x in args):
+            result = func(*args, **kwargs)
+            if isinstance(result, Tensor) and not result.dim():
+                self._note(result, func.__name__, None, None, summed=tuple(args[0].shape))
+            return result
         if self._compares:
             if func in COMPARISONS:
                 return self._comparison(func, args, kwargs)
@@ -235,6 +245,10 @@ class Averages(TorchFunctionMode):
     def _reduced(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A mean or a sum."""
         x = args[0] if args else kwargs.get("input")
+        if func in SUMMED and id(x) in self._shares and len(args) + len(kwargs) == 1:
+            result, by = func(*args, **kwargs), self._shares[id(x)][1]
+            self._note(result, "sum / count", torch.where(by > 0, by.detach(), 0.0), ("divisor", id(by)))
+            return result
         if not isinstance(x, Tensor) or not x.dim() or id(x) in self._made:
             return self._followed(func, args, kwargs)
         result, mean = func(*args, **kwargs), func in MEANS
@@ -276,8 +290,16 @@ class Averages(TorchFunctionMode):
         if not known:
             return func(*args, **kwargs)
         name = func.__name__
-        if name in DIVISIONS and len(args) == 2 and not kwargs and not self._bends(*args):
-            return self._divided(func, *args)
+        if name in DIVISIONS and len(args) == 2 and not kwargs:
+            if not self._bends(*args):
+                return self._divided(func, *args)
+            if self._is_share(*args):
+                return self._share(func, *args)
+        shares = [x for x in operands if id(x) in self._shares] if self._shares else []
+        if shares and (name in RESHAPES or (name in PRODUCTS and len(shares) == len(known) == 1)):
+            result = func(*args, **kwargs)
+            self._keep_share(result, self._shares[id(shares[0])][1], "div")
+            return result
         if name in PRODUCTS and self._inverted and len(args) == 2 and not kwargs:
             x, inverse = args if id(args[1]) in self._inverted else args[::-1]
             _, by, times = self._inverted.get(id(inverse), (None, None, None))
@@ -330,6 +352,27 @@ class Averages(TorchFunctionMode):
         if (made := self.made(by)) is not None and made.bent:
             return True
         return self.made(x) is None or (isinstance(by, Tensor) and (by.requires_grad or by.numel() != 1))
+
+    def _is_share(self, x: Any, by: Any) -> bool:
+        """Whether a division is of a table by a count (`mask / mask.sum()`): the sum of it, or of its products, is an
+        average."""
+        rows = self._samples.rows
+        if not isinstance(x, Tensor) or not x.dim() or (rows and x.shape[0] % rows) or self.made(x) is not None:
+            return False
+        made = self.made(by)
+        counts = made is not None and made.of and not made.bent and all(a.count is None for a in made.of)
+        return bool(counts) and isinstance(by, Tensor) and by.numel() == 1 and not by.requires_grad
+
+    def _share(self, func: Callable[..., Any], x: Tensor, by: Tensor) -> Tensor:
+        """That table. Where the count is of nothing, it is 0 and not nan."""
+        result: Tensor = func(x, torch.where(by == 0, torch.ones_like(by), by))
+        self._keep_share(result, by, func.__name__)
+        return result
+
+    def _keep_share(self, result: Tensor, by: Tensor, bent: str) -> None:
+        """Until it is added up, it is what bends averages, wherever else it goes."""
+        self._shares[id(result)] = result, by
+        self._keep(result, (), bent=bent)
 
     def _divided(self, func: Callable[..., Any], x: Tensor, by: Tensor | float, times: float | None = None) -> Any:
         """A division of a known number by another, which is multiplied by a third one before."""

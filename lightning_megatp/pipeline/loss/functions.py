@@ -18,7 +18,10 @@ COMPARISONS = frozenset(
 MEANS = frozenset([torch.mean, Tensor.mean, torch.nanmean, Tensor.nanmean])
 OF_NUMBERS = frozenset([torch.nanmean, Tensor.nanmean, torch.nansum, Tensor.nansum])
 """Reductions of what isn't nan."""
-REDUCTIONS = MEANS | OF_NUMBERS | {torch.sum, Tensor.sum}
+SUMMED = frozenset([torch.sum, Tensor.sum])
+REDUCTIONS = MEANS | OF_NUMBERS | SUMMED
+DOTS = frozenset([torch.dot, Tensor.dot, torch.vdot, Tensor.vdot, torch.inner, Tensor.inner])
+"""Sums of products, of vectors."""
 EMPTY = frozenset([torch.zeros, torch.zeros_like, Tensor.new_zeros])
 DIVISIONS = frozenset(["div", "div_", "divide", "divide_", "true_divide", "true_divide_", "__truediv__"])
 INVERSIONS = frozenset(["reciprocal", "__rdiv__", "__rtruediv__"])
@@ -36,6 +39,13 @@ LINEAR = PRODUCTS | SUMS | {
 }  # fmt: skip
 CLAMPS = frozenset(["clamp", "clamp_", "clamp_min", "clamp_min_", "clip", "clip_", "maximum", "max"])
 """By which a count of nothing is taken for something."""
+RESHAPES = frozenset(
+    [
+        "clone", "to", "type_as", "float", "double", "half", "bfloat16", "contiguous", "squeeze", "unsqueeze",
+        "reshape", "view", "view_as", "flatten", "ravel", "expand", "expand_as", "__getitem__", "transpose", "neg",
+    ]
+)  # fmt: skip
+"""Of a table that a sum is left to be taken of."""
 JOINS = frozenset(["stack", "cat", "concat", "concatenate", "hstack", "vstack"])
 LIKE = frozenset(["to", "type_as", "view_as", "expand_as"])
 """Whose second tensor is an example: its values are not used."""

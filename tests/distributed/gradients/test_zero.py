@@ -49,10 +49,15 @@ def _bytes(tensors: Any, local: bool = False) -> int:
     return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in plain}.values())
 
 
-def _account(layout: Layout, zero: int, small_end: int = 2**20) -> dict[str, Any]:
+class Told(GPT):
+    def loss_weight(self, batch: Any) -> int:
+        return len(batch[0])
+
+
+def _account(layout: Layout, zero: int, small_end: int = 2**20, told: bool = False) -> dict[str, Any]:
     torch.manual_seed(0)
     account = Account()
-    module = GPT(CONFIG)
+    module = Told(CONFIG) if told else GPT(CONFIG)
     total = sum(p.numel() * 8 for p in module.parameters())
     trainer = make_trainer(layout, "untied", {"zero": zero}, callbacks=[account], limit_train_batches=2)
     with mock.patch("lightning_megatp.zero.units._SMALL_END", small_end):
@@ -98,16 +103,17 @@ def test_bytes_that_are_held(layout: Layout, zero: int) -> None:
         assert found["gathered"] == 0, "between steps nothing is gathered"
 
 
-def test_gathers_in_a_pipeline_are_counted() -> None:
-    """At level 3 every microbatch gathers each unit for its forward and for its backward; else each once a batch."""
+@pytest.mark.parametrize("told", [False, True])
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_gathers_in_a_pipeline_are_counted(zero: int, told: bool) -> None:
+    """At level 3 every microbatch gathers each unit for its forward and for its backward; else each once a batch. At
+    levels 2 and 3 units are reduced after each, if it is known before what microbatches weigh."""
     layout = Layout(pp=2, dp=2, microbatches=2)
-    for zero in (1, 2, 3):
-        for found in run_program(layout, _account, zero):
-            per_unit = 2 * layout.microbatches if zero == 3 else 1
-            together = found["together"]
-            assert found["calls"]["all-gather"] == len(found["units"]) * per_unit + together, (zero, found["calls"])
-            reductions = 1 if zero == 1 else layout.microbatches
-            assert found["calls"]["reduce-scatter"] == (len(found["units"]) + together) * reductions
+    for found in run_program(layout, _account, zero, 2**20, told):
+        per_unit, together = 2 * layout.microbatches if zero == 3 else 1, found["together"]
+        assert found["calls"]["all-gather"] == len(found["units"]) * per_unit + together, found["calls"]
+        reductions = layout.microbatches if told and zero > 1 else 1
+        assert found["calls"]["reduce-scatter"] == len(found["units"]) * reductions + together
 
 
 def _first_gradients(layout: Layout, precision: str, options: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -230,7 +236,7 @@ def test_accumulated_gradients_are_there_when_they_are_read(zero: int) -> None:
     """On a GPU FSDP2 reduces beside the backward, and only a last backward waits for it."""
     assert run_program(Layout(dp=2, zero=zero), _waits) == [[True] * 4] * 2
     pipeline = Layout(pp=2, dp=2, zero=zero, microbatches=2)
-    assert run_program(pipeline, _waits) == [[False, True] * 4] * 4, "microbatches add up on FSDP2's own streams"
+    assert run_program(pipeline, _waits) == [[False, False, True] * 4] * 4, "after both microbatches"
 
 
 def _walked(layout: Layout) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MaxMetric, MeanMetric, MinMetric, SumMetric
@@ -105,3 +105,43 @@ def test_losses_in_a_list_are_those_of_microbatches_which_is_said() -> None:
     last, _ = run_program(layout, said, False)
     assert any("the list `kept`" in text and "here 2 times a batch" in text for text in last)
     assert run_program(layout, said, True) == [[], []], "of rows there are as many as on one device"
+
+
+class Returned(Masked):
+    def validation_step(self, batch: list[Tensor], index: int) -> dict[str, Any]:
+        scores, marked = self(batch[0]), batch[1] != -100
+        entropies = F.cross_entropy(scores.transpose(1, 2), batch[1], reduction="none")
+        right = (scores.argmax(-1) == batch[1])[marked].double()
+        return {
+            "mean": (entropies * marked).sum() / marked.sum().clamp(min=1),
+            "all": F.cross_entropy(scores.transpose(1, 2), batch[1], reduction="sum"),
+            "right": right.mean().item(),
+            "of samples": entropies.mean(),
+            "both": [right.mean()],
+        }
+
+
+class Sees(Callback):
+    def __init__(self) -> None:
+        self.seen: list[list[float]] = []
+
+    def on_validation_batch_end(self, trainer: Any, module: Any, outputs: Any, *args: Any) -> None:
+        self.seen.append([float(x) for name, x in outputs.items() if name != "both"])
+
+
+def returned(layout: Layout) -> list[list[float]]:
+    torch.manual_seed(0)
+    module, sees, (x, y) = Returned(), Sees(), torch.randint(20, (2, 10, 6))
+    for i in range(10):
+        y[i, max(4 - i, 0) :] = -100  # the last microbatches have one, or none
+    y[9], y[8, 0] = -100, 3
+    trainer = make_trainer(layout, strategy={"plan": "auto"}, callbacks=[sees])
+    trainer.validate(module, DataLoader(TensorDataset(x, y), batch_size=4), verbose=False)
+    return sees.seen
+
+
+def test_returned_numbers_are_the_batchs() -> None:
+    (expected,) = run_program(PLAIN, returned)
+    for found in run_program(Layout(pp=2, microbatches=3), returned):
+        for batch, wanted in zip(found, expected, strict=True):
+            assert batch == pytest.approx(wanted, rel=1e-9, nan_ok=True)
