@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -95,8 +96,10 @@ class Pipeline:
         self.factor = 1.0
         """By what the gradients of the last batch have to be multiplied, since its weights add up to something else."""
         self._looks_for_carried = True
-        self._looked_at = 0
-        """Batches since the first one's loss was looked at."""
+        self._trained = 0
+        """Batches of training so far."""
+        self._found: list[str] = []
+        """What is to be said of the last batch's loss."""
         self._said: set[str] = set()
         self._is_first = True
         self._ways: dict[str, Ways] = {}
@@ -229,6 +232,8 @@ class Pipeline:
         concluded = self.last_stage.conclude(run)
         assert concluded is not None, "of training, a batch is run once"
         loss, self.factor = concluded
+        if run.warns is not None and self.is_last:
+            self._say_found()
         self._kept_values.share()
         self._parked = take_gradients(parameters)
         if self.factor != 1.0 and self._parked:
@@ -318,22 +323,26 @@ class Pipeline:
             plans = self.plans.of(kind, step, microbatches, seed)
         self.last_stage.expect(plans or ())
         run = self._run(step, microbatches, plans or [], seed, backward)
+        if kind == "train":
+            self._trained += 1
+            # Microbatches may hold equal numbers of targets in one batch, and others in the next.
+            run.warns = self._found.append if self._trained.bit_count() == 1 and not self._compiles else None
         if kind == "train" and len(microbatches) > 1:
             run.carried, run.own_values = self._carried_state(), self._own_values
-            run.warns = self._say if self._warns(first=run.carried is not None) else None
         return run
 
-    def _warns(self, first: bool) -> bool:
-        """Whether this batch's loss is looked at: those of batches 1, 2, 4, 8, ..., where the first one's is. Their
-        microbatches may hold equal numbers of targets in one batch, and others in the next."""
-        self._looked_at += first or self._looked_at > 0
-        return self._looked_at.bit_count() == 1
+    def _say_found(self) -> None:
+        """On the last stage say what the copies of the model have found in their parts of this batch: each once, though
+        it may be so in several batches.
 
-    def _say(self, text: str) -> None:
-        """Once, though it may be so in several batches."""
-        if text not in self._said:
-            self._said.add(text)
-            warn_once_per_run(text)
+        Communication: an object all-gather over dp, in batches 1, 2, 4, 8, ...
+        """
+        found, self._found = self._found, []
+        copies = self.mesh.exchange(found, "dp") if self.mesh.size("dp") > 1 else [found]
+        for text in itertools.chain(*copies):
+            if text not in self._said:
+                self._said.add(text)
+                warn_once_per_run(text)
 
     def _warn_of_one(self, microbatches: int) -> None:
         """Look at the first batch: later ones may be what is left of a data set."""
@@ -400,8 +409,12 @@ class Pipeline:
     def _carried_state(self) -> CarriedState | None:
         """What looks for it in the first batch. Compiled code would be compiled twice, with it and without."""
         looks, self._looks_for_carried = self._looks_for_carried, False
-        module, first_copy = self.parallel.module, self.mesh.rank("dp") == self.mesh.rank("tp") == 0
-        return CarriedState(module) if looks and first_copy and not any(map(is_compiled, module.modules())) else None
+        first_copy = self.mesh.rank("dp") == self.mesh.rank("tp") == 0
+        return CarriedState(self.parallel.module) if looks and first_copy and not self._compiles else None
+
+    @functools.cached_property
+    def _compiles(self) -> bool:
+        return any(map(is_compiled, self.parallel.module.modules()))
 
     def _execute(self, kind: str, run: BatchRun) -> None:
         schedule = self._schedule(run.backward is not None, len(run.microbatches))

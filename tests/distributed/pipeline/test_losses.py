@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from tests.distributed.training import PLAIN, PP2, TP2_PP2, Layout, Losses, make_trainer, run_program
 
@@ -315,3 +315,20 @@ def test_what_only_later_batches_show_is_said() -> None:
         for name in names:
             assert not found[name][2] or OTHERS[name][1] in found[name][2][0]
     assert any(found[name][2] for found in run_program(PP2, _fit, names, False, 8) for name in names)
+
+
+def _of_other_copy(layout: Layout) -> list[str]:
+    torch.manual_seed(2)
+    x, t = torch.randn(2, 16, 5, 3, dtype=torch.float64)
+    m = torch.rand(16, 5) < torch.linspace(0.2, 1, 16)[:, None]
+    m[list(DistributedSampler(x, 2, 0))] = True  # what the first copy of the model gets
+    trainer = make_trainer(layout, strategy={"plan": None})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(Lit(OTHERS["mixed"][0], False), DataLoader(TensorDataset(x, t, m), batch_size=4))
+    return [str(w.message) for w in caught if OTHERS["mixed"][1] in str(w.message)]
+
+
+def test_what_another_copy_of_the_model_finds_is_said() -> None:
+    first, *others = run_program(Layout(pp=2, dp=2, microbatches=2), _of_other_copy)
+    assert len(first) == 1 and not any(others)
