@@ -124,6 +124,15 @@ class SentBuffers:
             self._agree()
         self._send()
 
+    def before_averaged_step(self) -> None:
+        """Before the first step of an evaluation for which a callback has put averages in the module's place, after
+        `before_evaluation`: each rank has averaged its own buffers.
+
+        Communication: the broadcast above.
+        """
+        self._stale = True
+        self._send()
+
     def _send(self) -> None:
         if not self._sent or not self._stale:
             return

@@ -15,6 +15,7 @@ from lightning_megatp.optimizers.nested import with_inner
 from lightning_megatp.parts.rows import finds_rows, used_beside
 from lightning_megatp.planner.measure import MemoryAccount
 from lightning_megatp.recompute.offload import OffloadActivations
+from lightning_megatp.shim.lightning import saves_averages_as_model
 from lightning_megatp.shim.torch import inference_as_no_grad
 from lightning_megatp.strategy.buffers import SentBuffers
 from lightning_megatp.strategy.gradients import GradientMethods
@@ -35,6 +36,8 @@ class StepMethods(GradientMethods):
         """Steps of training that were made, in this run."""
         self._steps_of_epoch: Counter[tuple[Any, ...]] = Counter()
         """By kind and epoch."""
+        self._exchanges_averages = False
+        """Whether a callback exchanges the module's values for averages before the next step."""
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         batch = super().batch_to_device(batch, device, dataloader_idx)
@@ -60,7 +63,10 @@ class StepMethods(GradientMethods):
     def _before_evaluation(self, kind: str) -> None:
         self._refuse_lengths(kind)
         if self._sent_buffers is not None:
+            assert self.lightning_module is not None
+            trainer: Any = self.lightning_module.trainer
             self._sent_buffers.before_evaluation()
+            self._exchanges_averages = any(map(saves_averages_as_model, trainer.callbacks))
 
     def _refuse_lengths(self, kind: str) -> None:
         if self.sharding is None:
@@ -121,6 +127,9 @@ class StepMethods(GradientMethods):
     def _evaluate(self, kind: str, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if self._alone:
             return step(*args, **kwargs)
+        exchanged, self._exchanges_averages = self._exchanges_averages, False
+        if exchanged and self._sent_buffers is not None:
+            self._sent_buffers.before_averaged_step()
         if self.pipeline is None:
             with contextlib.nullcontext() if self.sharding is None else self.sharding.evaluating():
                 outputs = self._watched(kind, step)(*args, **kwargs)

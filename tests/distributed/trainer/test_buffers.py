@@ -8,12 +8,12 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import Trainer, callbacks
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.distributed.training import QUIET
+from tests.distributed.training import LIGHTNING_2_6, QUIET
 from tests.ranks import RankError, run_ranks
 
 WIDTH, BATCHES, PER_RANK = 6, 7, 4
@@ -124,6 +124,8 @@ def _fit(rank: int, world_size: int, ours: dict[str, Any] | None, options: dict[
 
         strategy = MegaTPStrategy(summary=False, **ours)
     settings = {"max_epochs": 2, "accelerator": "cpu", "precision": "64-true", **QUIET, **options}
+    if settings.pop("averaged", False):
+        settings["callbacks"] = [callbacks.EMAWeightAveraging(decay=0.5)]
     trainer = Trainer(devices=world_size, strategy=strategy, **settings)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -166,6 +168,19 @@ def test_as_under_ddp(layout: str, way: str) -> None:
                 torch.testing.assert_close(mine[name], theirs[name], rtol=1e-10, atol=1e-12, msg=name)
     for name, x in want[0]["state"].items():
         torch.testing.assert_close(got[0]["state"][name], x, rtol=1e-10, atol=1e-12, msg=name)
+
+
+@pytest.mark.skipif(not LIGHTNING_2_6, reason="Lightning 2.5 has no EMAWeightAveraging")
+@pytest.mark.parametrize("layout", ["dp2", "zero1", "tp2", "pp2"])
+def test_averages_that_a_callback_puts_in_for_an_evaluation(layout: str) -> None:
+    """All ranks evaluate with the first one's. (In the step after that, DDP's have each their own: its forwards without
+    a gradient tell it that there is nothing to send.)"""
+    options, ours = {"averaged": True, "max_epochs": 1}, LAYOUTS[layout]
+    want = run_ranks(2, _fit, None, options, (Codebook,))
+    tp, pp = ours.get("tp", 1), ours.get("pp", 1)
+    for number, found in enumerate(run_ranks(2 * tp * pp, _fit, ours, options, (Codebook,))[: 2 * tp]):
+        for mine, theirs in zip(found["evaluated"], want[number // tp]["evaluated"], strict=True):
+            torch.testing.assert_close(mine["out"], theirs["out"], rtol=1e-10, atol=1e-12)
 
 
 def test_changed_late() -> None:
