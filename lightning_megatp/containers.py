@@ -1,4 +1,4 @@
-"""Tensors in nested containers."""
+"""Tensors in nested containers, and in optimizers."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lightning_megatp.shim.torch import tree_leaves
 
@@ -15,6 +16,11 @@ def tensors_in(*values: Any) -> list[Tensor]:
     found: list[Tensor] = []
     _collect(values, found)
     return found
+
+
+def parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    """What an optimizer steps, in the order of its groups."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _collect(values: Iterable[Any], found: list[Tensor]) -> None:

@@ -19,6 +19,11 @@ def warn_once_per_run(text: str) -> None:
     warnings.warn(f"MegaTPStrategy: {text}", UserWarning, stacklevel=3)
 
 
+def is_explained(error: BaseException) -> bool:
+    """Whether an error has this package's own text."""
+    return str(error).startswith("MegaTPStrategy")
+
+
 def with_article(noun: str) -> str:
     """`a Linear`, `an Embedding`; by sound, so `a UNet` and `an MLP`, whose first letters are spelled."""
     word = noun.lstrip("_`")

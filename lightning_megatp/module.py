@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from lightning_megatp.averaged_buffers import Versions
 from lightning_megatp.default_group import DefaultGroup
-from lightning_megatp.messages import warn_once_per_run
+from lightning_megatp.messages import is_explained, warn_once_per_run
 from lightning_megatp.parts.partial import PartialGradients
 from lightning_megatp.parts.rows import DividedParameter
 from lightning_megatp.plan.parallel_plan import ParallelPlan
@@ -373,7 +373,7 @@ class ParallelModule:
                 yield
         except RuntimeError as error:
             region = self.context.open_region
-            if type(error) is not RuntimeError or region is None or str(error).startswith("MegaTPStrategy"):
+            if type(error) is not RuntimeError or region is None or is_explained(error):
                 raise
             raise RuntimeError(self._failed_inside(region, error)) from error
         finally:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lightning_megatp.containers import parameters_of
 from lightning_megatp.module import ParallelModule
 from lightning_megatp.places import address
 from lightning_megatp.shim.torch import tree_map
@@ -106,7 +107,7 @@ def _map_state(
 ) -> dict[str, Any]:
     """Apply a change to the state tensors of split and divided parameters; the state dict numbers parameters in the
     order of the groups."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    parameters = parameters_of(optimizer)
     changed = dict(state["state"])
     with torch.no_grad():
         for index, parameter in enumerate(parameters):

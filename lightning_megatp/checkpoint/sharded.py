@@ -21,6 +21,7 @@ from lightning_megatp.checkpoint.contents import (
     state_spec,
 )
 from lightning_megatp.checkpoint.folder import Folder
+from lightning_megatp.containers import parameters_of
 from lightning_megatp.mesh import ParallelMesh
 from lightning_megatp.messages import with_article
 from lightning_megatp.module import ParallelModule
@@ -203,7 +204,7 @@ def load_sharded_optimizer(
     with together(f"optimizer {index} was not loaded from {folder.path}"):
         _compare_groups(folder, index, saved["param_groups"], stages)
         flat = [name for of_group in names for name in of_group]
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        parameters = parameters_of(optimizer)
         state: dict[str, dict[str, Any]] = {name: {} for name in flat}
         targets = {}
         for full_name, stored in folder.tensors.items():

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lightning_megatp.containers import parameters_of
 from lightning_megatp.module import ParallelModule
 from lightning_megatp.parts.mode import PartsMode
 from lightning_megatp.parts.rows import own_part
@@ -89,7 +90,7 @@ class Groups:
         """Keep this rank's part of states that an optimizer makes when it is built (Adagrad), of the whole parameters'
         size."""
         parallel = self.parallel
-        for p in (p for group in optimizer.param_groups for p in group["params"]):
+        for p in parameters_of(optimizer):
             shape = parallel.whole_shape(p)
             for key, x in optimizer.state.get(p, {}).items() if shape != p.shape else ():
                 if isinstance(x, Tensor) and x.shape == shape:

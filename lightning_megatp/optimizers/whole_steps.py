@@ -18,6 +18,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_megatp.containers import parameters_of
 from lightning_megatp.module import ParallelModule
 from lightning_megatp.optimizers.elementwise import check_tensorwise, coupled_parameters, unwrap
 from lightning_megatp.optimizers.turns import Turn, step_in_turns
@@ -94,7 +95,7 @@ def _turns(optimizer: Optimizer, parallel: ParallelModule) -> list[Turn]:
     as_they_are: list[Tensor] = []
     parts: list[list[Tensor]] = []
     room = 0
-    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+    for parameter in parameters_of(optimizer):
         if id(parameter) not in parallel.stepped_whole or parameter.grad is None:
             as_they_are.append(parameter)
             continue

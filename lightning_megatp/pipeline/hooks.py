@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_megatp.containers import parameters_of
 from lightning_megatp.user_hooks import codes_of, words_of
 
 _KINDS = ("train", "validation", "test", "predict")
@@ -47,7 +49,7 @@ def cleared_unseen(trainer: Any) -> list[Tensor]:
     if trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches or not all(_is_lightnings(*x) for x in sees):
         return []
     optimizers = [optimizer for optimizer in trainer.optimizers if type(optimizer).zero_grad is Optimizer.zero_grad]
-    return [parameter for optimizer in optimizers for group in optimizer.param_groups for parameter in group["params"]]
+    return list(itertools.chain(*map(parameters_of, optimizers)))
 
 
 def _is_lightnings(owner: Any, name: str) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 from lightning_megatp.mesh import ParallelMesh
-from lightning_megatp.messages import warn_once_per_run
+from lightning_megatp.messages import is_explained, warn_once_per_run
 from lightning_megatp.module import ParallelModule, take_gradients
 from lightning_megatp.pipeline.batch import Step, returning_a_loss
 from lightning_megatp.pipeline.loans import Loans
@@ -149,7 +149,7 @@ class Plans:
             warn_of_turns(kind, error)
             raise _Uncut("it has no plan") from error
         except (RuntimeError, IndexError, ValueError, TypeError) as error:
-            if str(error).startswith("MegaTPStrategy"):
+            if is_explained(error):
                 raise
             raise RuntimeError(
                 f"MegaTPStrategy: the {kind} step failed on a microbatch: {error}. A batch is split along dim 0"

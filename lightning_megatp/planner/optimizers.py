@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_megatp.containers import parameters_of
+
 _SIZES = (2, 3, 5, 7, 11, 13, 17, 19)
 """Sizes of the dims of a twin's parameters; all different, so that a state's dims can be told."""
 
@@ -46,7 +48,7 @@ def states_of(optimizers: Iterable[Optimizer]) -> dict[int, list[StateTensor]]:
     """
     found: dict[int, list[StateTensor]] = {}
     for optimizer in optimizers:
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        parameters = parameters_of(optimizer)
         twins = {id(p): _twin(p) for p in parameters}
         memo: dict[int, Any] = dict(twins)
         memo[id(optimizer.state)] = defaultdict(dict)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_megatp.commands import Done, requested
+from lightning_megatp.containers import parameters_of
 from lightning_megatp.gradients.accumulated import AccumulatedGradients
 from lightning_megatp.gradients.buckets import GradientBuckets
 from lightning_megatp.gradients.groups import Groups
@@ -295,7 +296,7 @@ class GradientMethods(CopyMethods, InspectionMethods):
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         no_closure = getattr(closure, "__name__", "") == "do_nothing_closure"  # of LightningOptimizer.step(), manually
-        if no_closure and not self._went_backward and any(p.grad is not None for p in _parameters_of(optimizer)):
+        if no_closure and not self._went_backward and any(p.grad is not None for p in parameters_of(optimizer)):
             raise RuntimeError(
                 "MegaTPStrategy: the optimizer is stepped, but no gradient came from `self.manual_backward(loss)`, so"
                 " none was summed over the ranks. Use it instead of `loss.backward()`."
@@ -315,7 +316,7 @@ class GradientMethods(CopyMethods, InspectionMethods):
                 by_hand.begin()
             with context.running(of_step):
                 result = closure()
-            if self._accumulated.wait_for(_parameters_of(optimizer)):  # its last backward was told not to
+            if self._accumulated.wait_for(parameters_of(optimizer)):  # its last backward was told not to
                 self._sum_gradients()
             if by_hand is not None:
                 by_hand.end()  # hooks find rows and their gradients
@@ -362,7 +363,7 @@ class GradientMethods(CopyMethods, InspectionMethods):
 
     def _all_parameters(self, module: Any) -> list[nn.Parameter]:
         """The module's; it is walked once per epoch, and when the optimizers hold others than before."""
-        held = [id(p) for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
+        held = [id(p) for optimizer in self.optimizers for p in parameters_of(optimizer)]
         moment = module.trainer.current_epoch, held
         if self.pipeline is not None or self._walked is None or self._walked[0] != moment:
             self._walked = moment, list(module.parameters())
@@ -385,7 +386,3 @@ class GradientMethods(CopyMethods, InspectionMethods):
         self._walked = self._bucketed = None
         self._accumulated.clear()
         self._window_open = False
-
-
-def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -58,7 +58,8 @@ class Group(nn.Module):
         """Reduce what backwards have added up, times a factor, and let go of the parameters, or not."""
         if isinstance(self, FSDPModule):
             if gradients := self.accumulated():
-                torch._foreach_mul_(gradients, factor)
+                wide = gradients[0].dtype.itemsize > 2  # one kernel for all; of 16 bits it would be another number
+                torch._foreach_mul_(gradients, factor.to(gradients[0]) if wide else factor)
             self.prepare(True, frees)
             reduce_accumulated(self)
             self.skip()

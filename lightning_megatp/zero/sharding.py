@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_megatp.calls import around_calls
+from lightning_megatp.containers import parameters_of
 from lightning_megatp.detour import Detour
 from lightning_megatp.kept_parameters import kept_parameters, replace_kept
 from lightning_megatp.mesh import ParallelMesh
@@ -564,7 +565,7 @@ class ZeroSharding:
     def give_to(self, optimizers: Iterable[Optimizer]) -> None:
         """Let optimizers step the plain rows instead of the module's parameters, also those that a callback added."""
         for optimizer in optimizers:
-            if any(isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"]):
+            if any(isinstance(p, DTensor) for p in parameters_of(optimizer)):
                 replace_parameters(optimizer, self.parallel.held)
 
     def take_from(self, optimizer: Optimizer) -> None:
