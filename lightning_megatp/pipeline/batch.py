@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +31,7 @@ from lightning_megatp.pipeline.slicing.slicer import Slicer, StageRun
 from lightning_megatp.pipeline.told.held_tensors import Change
 from lightning_megatp.pipeline.told.logs import Call, Logs
 from lightning_megatp.pipeline.told.telling import Options
+from lightning_megatp.pipeline.whole_loss import WholeLoss
 from lightning_megatp.shim.compiler import is_compiled
 from lightning_megatp.snapshots.leftovers import Path, PlainValues
 from lightning_megatp.tensor.random import default_generator
@@ -79,6 +80,7 @@ class BatchRun:
         carried: looks at what one microbatch leaves for the next; None after the first batch.
         warns: says what in the loss is not that of one device; None where nobody looks.
         own_values: gives microbatches their own of what units change; None where there is one, or no backward.
+        whole: what makes the tail of the step once, for all microbatches; None where each has its own.
         remote: with it the last stage runs the steps, and calls the other stages' units; there are no plans then, or
             those that the steps may leave.
     """
@@ -101,6 +103,7 @@ class BatchRun:
     carried: CarriedState | None = None
     warns: Callable[[str], None] | None = None
     own_values: OwnValues | None = None
+    whole: WholeLoss | None = None
     remote: RemoteCalls | None = None
     results: dict[int, Any] = field(default_factory=dict)
     logged: list[list[Call]] = field(default_factory=list)
@@ -131,13 +134,14 @@ class BatchRun:
         return self.plans[microbatch].relays[boundary]
 
     def forward(self, stage: int, microbatch: int, received: list[Tensor]) -> list[Tensor]:
-        last = stage == self.slicer.n_stages - 1
+        last = stage == self.last_stage
         if last and self.beyond is not None:
             return []  # what the other stages still send is received, and no more
         seed = mixed(self.seed, microbatch)
-        several = len(self.microbatches) > 1
+        several = len(self.rows) > 1
         rows, compares = self.rows[microbatch] if several else 0, several and self.carried is not None
-        counting = Averages(self._with_losses, self._is_closed, rows, compares) if last else None
+        ends = last and self.whole is None  # else the step ends in its tail
+        counting = Averages(self._with_losses, self._is_closed, rows, compares) if ends else None
         with contextlib.ExitStack() as stack:
             stack.enter_context(seeded(mixed(seed, stage), generators_on(self.device)))
             stack.enter_context(torch.set_grad_enabled(self.backward is not None and torch.is_grad_enabled()))
@@ -146,9 +150,10 @@ class BatchRun:
             if self.own_values is not None:
                 stack.enter_context(self.own_values.forward(stage))
             if self.carried is not None:
-                stack.enter_context(self.carried.watching(microbatch, self.rows[microbatch]))
-            calls = stack.enter_context(self.logs.recording()) if last else []
-            if stage != max(self.stages):
+                samples = batch_size(self.microbatches[microbatch]) or 1
+                stack.enter_context(self.carried.watching(microbatch, samples))
+            calls = stack.enter_context(self.logs.recording()) if ends else []
+            if stage != max(self.stages) or (last and not ends):
                 stack.enter_context(self._plain_values_of(stage))
             run = functools.partial(self._run, stage, microbatch, received, seed, counting)
             try:
@@ -158,28 +163,68 @@ class BatchRun:
                     raise
                 self.beyond = error
                 return []
-        if not last:
+        if not ends:
+            needed: list[Tensor] = []
             if self.backward is not None:
                 relays = self.relays(stage + 1, microbatch)
                 needed = [x for x, r in zip(done.sent, relays, strict=True) if r.requires_grad]
                 self.parallel.partial.trace(needed, received)
-            return list(done.sent)
-        self.results[microbatch] = done.result
+            if not last:
+                return list(done.sent)
+            self._meet_tail(done, microbatch)
+            return needed
         assert counting is not None
+        self._conclude_step(done, microbatch, counting, calls)
+        return [] if self.backward is None else [self._root(_loss_of(done.result), microbatch, received)]
+
+    def _meet_tail(self, done: StageRun, microbatch: int) -> None:
+        """With `whole`: keep what a microbatch makes for the tail of the step; behind the last one run that, forward
+        and backward."""
+        whole = self.whole
+        assert whole is not None
+        whole.parts.append([x.detach() for x in done.sent])
+        if microbatch < len(self.microbatches) - 1:
+            return
+        leaves, seed = whole.join(), mixed(self.seed, len(self.microbatches))
+        counting = Averages()
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(seeded(seed, generators_on(self.device)))
+            stack.enter_context(torch.set_grad_enabled(self.backward is not None and torch.is_grad_enabled()))
+            calls = stack.enter_context(self.logs.recording())
+            tail = self.last_stage + 1
+            run = functools.partial(self.slicer.run, whole.plan, tail, self.step, whole.batch, leaves, seed)
+            try:
+                ended = run() if self.sharding is None else self._gathered(run)
+            except BeyondPlan as error:
+                if self.backward is not None:
+                    raise
+                self.beyond = error
+                return
+        self._conclude_step(ended, 0, counting, calls)
+        if self.backward is not None:
+            root = self._root(_loss_of(ended.result), 0, leaves)
+            self._prepare_backward(frozenset())
+            with self.parallel.user_code():
+                root.backward()
+
+    def root_gradients(self, microbatch: int) -> Sequence[Tensor] | None:
+        return None if self.whole is None else self.whole.gradients(microbatch)
+
+    def _conclude_step(self, done: StageRun, microbatch: int, counting: Averages, calls: list[Call]) -> None:
+        """On the last stage, after the end of a step."""
+        self.results[microbatch] = done.result
         loss = done.result.get("loss") if isinstance(done.result, Mapping) else done.result
-        averages = counting if len(self.microbatches) > 1 else None
+        averages = counting if len(self.rows) > 1 else None
         for number in _numbers(done.result) if averages is not None else ():
             if (count := counting.count_of(number)) is not None:
                 self._counts[id(number)] = count
         self.logged.append([call.beside(loss if isinstance(loss, Tensor) else None, averages) for call in calls])
-        own = None if self._loss_weight is None else self._loss_weight(self.microbatches[microbatch])
+        batch = self.microbatches[microbatch] if self.whole is None else self.whole.batch
+        own = None if self._loss_weight is None else self._loss_weight(batch)
         self.loss.add(microbatch, loss, counting, own)
         units = counting.units_of(loss)
         self._with_losses = self._with_losses or units or None
         self.loss_units |= units
-        if self.backward is None:
-            return []
-        return [self._root(_loss_of(done.result), microbatch, received)]
 
     def run_uncut(self) -> None:
         """Run the steps on the last stage, with `remote`; the others answer its calls."""
@@ -242,9 +287,7 @@ class BatchRun:
     def _before_backward(self, stage: int, microbatch: int) -> None:
         first = not self._backwards
         self._backwards[stage] += 1
-        if self.sharding is not None:
-            units = {unit for unit, of in self.stage_of_unit.items() if of == stage}
-            self.sharding.before_backward_of(units, self.reduces_each)
+        self._prepare_backward({unit for unit, of in self.stage_of_unit.items() if of == stage})
         if first and self.carried is not None and len(self.microbatches) > 1:
             warn_of_microbatches(self.parallel.module)
         if self.backward is not None and first:
@@ -253,6 +296,11 @@ class BatchRun:
                 self.backward.before(loss)
             if self.logged:
                 self.logged[0] += calls
+
+    @property
+    def last_stage(self) -> int:
+        """The stage of the last units."""
+        return self.slicer.n_stages - 1 - self.slicer.tail
 
     @property
     def sends_factor(self) -> bool:
@@ -271,13 +319,19 @@ class BatchRun:
     def factor(self, factor: Tensor) -> None:
         self._factor = factor
 
+    def _prepare_backward(self, units: Collection[str]) -> None:
+        if self.sharding is not None:
+            self.sharding.before_backward_of(units, self.reduces_each)
+
     def complete(self, stage: int) -> None:
         if self.backward is not None and self.backward.complete is not None:
             self.backward.complete(stage, self.factor)
 
     @functools.cached_property
     def rows(self) -> list[int]:
-        """The samples of each microbatch."""
+        """The samples of each microbatch that a step is made of to its end."""
+        if self.whole is not None:
+            return [batch_size(self.whole.batch) or 1]
         return [batch_size(microbatch) or 1 for microbatch in self.microbatches]
 
     @property
@@ -290,7 +344,8 @@ class BatchRun:
         """The loss of the batch, on the last stage."""
         if self._loss_weight is None or not self.reduces_each:
             return BatchLoss(self.rows, self.device)
-        told = [scalar(self._loss_weight(microbatch), self.device) for microbatch in self.microbatches]
+        batches = self.microbatches if self.whole is None else [self.whole.batch]
+        told = [scalar(self._loss_weight(batch), self.device) for batch in batches]
         return BatchLoss(self.rows, self.device, torch.stack(told).sum())
 
     def conclude(self) -> tuple[Tensor, Tensor]:
@@ -302,7 +357,7 @@ class BatchRun:
         weights = self.loss.weights()
         if self.backward is None:
             return torch.full((), torch.nan, device=self.device), weights
-        if self.warns is not None and len(self.microbatches) > 1:
+        if self.warns is not None and len(self.rows) > 1:
             self.loss.warn(weights, self.warns)
         return self.loss.value(weights), weights
 
@@ -325,7 +380,7 @@ class BatchRun:
         Args:
             step: the name of a step that somebody takes this of; "" if nobody does.
         """
-        order = [self.results[i] for i in range(len(self.microbatches))]
+        order = [self.results[i] for i in range(len(self.rows))]
         if order[0] is None:
             return None
         counts = dict(self._counts)

@@ -90,7 +90,7 @@ def build_pipeline(
     sizes = stage_sizes(parallel, stage_of_unit, schedule.stages)
     compiled = _put_off(parallel, found.order, schedule)
     # It intercepts what is the units' forward by now.
-    slicer = Slicer(module, stage_of_unit, schedule.stages, parallel.sizes, mesh.device)
+    slicer = Slicer(module, stage_of_unit, schedule.stages, parallel.sizes, mesh.device, tail=options.whole_loss)
     links = _connected(mesh, schedule)
     holders = holders_of(module, stage_of_unit, schedule)
     parallel.context.pipelined = True
@@ -190,11 +190,12 @@ def reuse_pipeline(pipeline: Pipeline, mesh: ParallelMesh, options: PipelineOpti
     settings = settings_of(options, mesh)
     before, after = pipeline.settings.schedule(1), settings.schedule(1)
     same = before.placement == after.placement and pipeline.settings.stages == settings.stages
+    same = same and pipeline.slicer.tail == options.whole_loss
     if pipeline.mesh.shape != mesh.shape or not same:
         raise ValueError(
             "MegaTPStrategy: this LightningModule was already cut into pipeline stages by an earlier Trainer, with"
-            " another layout or other `stages`. Give the same ones, or build a new module and load the checkpoint into"
-            " it."
+            " another layout, other `stages` or another `whole_loss`. Give the same ones, or build a new module and"
+            " load the checkpoint into it."
         )
     pipeline.compiled = _put_off(pipeline.parallel, list(pipeline.stage_of_unit), after)
     pipeline.use(settings)

@@ -57,6 +57,9 @@ class Stages(Protocol):
     def around_backward(self, stage: int, microbatch: int) -> contextlib.AbstractContextManager[None]:
         """What a backward runs in."""
 
+    def root_gradients(self, microbatch: int) -> Sequence[Tensor] | None:
+        """The gradients with which the last stage's backward begins; None where it is the loss's."""
+
     def complete(self, stage: int) -> None:
         """The gradients of a stage are complete on this rank, and `factor` is known."""
 
@@ -290,7 +293,7 @@ class _Batch:
             self.stages.around_backward(stage, microbatch),
         ):
             if flight.roots:
-                torch.autograd.backward(flight.roots, None if last else gradients)
+                torch.autograd.backward(flight.roots, self.stages.root_gradients(microbatch) if last else gradients)
         # A value nothing differentiable was made of has no gradient; the stage before waits for one all the same.
         back = [torch.zeros_like(x) if x.grad is None else x.grad for x, r in flight.received if r.requires_grad]
         if any(x.grad is not None for x, relay in flight.received if not relay.requires_grad):

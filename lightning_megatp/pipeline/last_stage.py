@@ -135,10 +135,10 @@ class LastStage:
         plain, buffers = PlainValues(self.opened), Buffers(self.outside)
         held = HeldTensors(self.outside) if run.remote or self._changes_tensors else None
         options = options_of(self._trainer.optimizers) if self._sets_options else None
-        counts = self._counts(buffers) if run.backward and len(run.microbatches) > 1 else None
+        counts = self._counts(buffers) if run.backward and len(run.rows) > 1 else None
         lists = lengths(self.parallel.module)
         yield
-        if len(run.microbatches) > 1:
+        if len(run.rows) > 1:
             warn_of_lists(self.parallel.module, lists, run.microbatches)
         run.left_state = before is not None and self._attributes().differ_from(before)
         self._before_left = before if run.left_state else self._before_left

@@ -91,7 +91,8 @@ class Loans:
         """Parameter name -> global ranks that use it and don't have it yet."""
         found = {}
         for name in sorted(uses):
-            users = {self.rank_of_stage[stage] for stage in uses[name]}
+            last = len(self.rank_of_stage) - 1  # and the tail of the step, which may be one more
+            users = {self.rank_of_stage[min(stage, last)] for stage in uses[name]}
             found[name] = users - set(self._homes[name]) - self._lent.get(name, set())
         return {name: ranks for name, ranks in found.items() if ranks}
 

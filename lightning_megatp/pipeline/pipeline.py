@@ -42,6 +42,7 @@ from lightning_megatp.pipeline.slicing.slicer import Slicer
 from lightning_megatp.pipeline.told.kept_values import KeptValues
 from lightning_megatp.pipeline.told.logs import Logs
 from lightning_megatp.pipeline.told.outputs import Outputs
+from lightning_megatp.pipeline.whole_loss import WholeLoss
 from lightning_megatp.plan.units import parts_of_one_stage
 from lightning_megatp.shim.compiler import is_compiled
 from lightning_megatp.shim.transformers import is_pretrained
@@ -320,9 +321,11 @@ class Pipeline:
         seed = shared_seed(self._trainer, kind)
         self.metrics.next_batch()
         with self.metrics.apart():
-            plans = self.plans.of(kind, step, microbatches, seed)
+            plans = self.plans.of(kind, step, [*microbatches, *([batch] if self.slicer.tail else [])], seed)
         self.last_stage.expect(plans or ())
-        run = self._run(step, microbatches, plans or [], seed, backward)
+        whole = WholeLoss.of(batch, plans) if plans and self.slicer.tail else None
+        run = self._run(step, microbatches, (plans or [])[: len(microbatches)], seed, backward)
+        run.whole = whole
         if kind == "train":
             self._trained += 1
             # Microbatches may hold equal numbers of targets in one batch, and others in the next.

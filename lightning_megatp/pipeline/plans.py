@@ -63,7 +63,7 @@ class Plans:
         Args:
             kind: of the step: train, validate, test or predict.
             step: the user's, in its contexts.
-            microbatches: of a batch.
+            microbatches: of a batch, and behind them the batch itself where the slicer has a tail.
             seed: of the batch, alike on all stages.
 
         Raises:
@@ -80,13 +80,16 @@ class Plans:
                 plans = [self._plan((kind, signature), step, x, mixed(seed, i), i == 0) for i, (signature, x) in pairs]
         except _Uncut:
             return None
-        if kind == "train" and len(plans) > 1:
-            self._warn_of_changes(plans)
-            self._warn_of_mixing(plans)
+        steps = plans[:-1] if self._slicer.tail else plans
+        if kind == "train" and len(steps) > 1:
+            self._warn_of_changes(steps)
+            self._warn_of_mixing(steps)
         return plans
 
     def _warn_of_changes(self, plans: Sequence[SlicePlan]) -> None:
-        for name in [name for plan in plans for name in plan.changed if name not in self._changed][:1]:
+        once = plans[0].n_stages - 1 if self._slicer.tail else None
+        changed = (name for plan in plans for name, stage in plan.changed.items() if stage != once)
+        for name in [name for name in changed if name not in self._changed][:1]:
             self._changed.add(name)
             warn_once_per_run(
                 f"the step changes `{name}` in place. With pp > 1 it is called for each microbatch, here {len(plans)}"

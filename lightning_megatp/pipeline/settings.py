@@ -27,6 +27,7 @@ class PipelineOptions:
         virtual_stages: stages per rank; None for what the schedule needs.
         stages: the units of each stage, as names or patterns; None balances them.
         splits_end: whether the gradients of weights may be put off at the end of a batch (see `split_end`).
+        whole_loss: whether the tail of a step is made once for all microbatches (see `WholeLoss`).
     """
 
     microbatches: int | None = None
@@ -34,6 +35,7 @@ class PipelineOptions:
     virtual_stages: int | None = None
     stages: Sequence[Sequence[str]] | None = None
     splits_end: bool = True
+    whole_loss: bool = False
 
     def made(self, ranks: int, microbatches: int) -> Schedule:
         """The schedule of a batch.

@@ -26,7 +26,10 @@ _WANTED: dict[str, tuple[type | tuple[type, ...], str]] = {
     "zero": (Integral, "a whole number, such as 3"),
     "dp_replicate": (Integral, "a whole number, such as 2"),
     **dict.fromkeys(
-        ("sequence_parallel", "offload_activations", "verify", "strict", "summary", "async_save", "memory"),
+        (
+            *("sequence_parallel", "offload_activations", "verify", "strict", "summary", "async_save", "memory"),
+            "whole_loss",
+        ),
         (bool, "True or False"),
     ),
     "trace": ((str, os.PathLike), "a file's name, such as 'run.json'"),
@@ -92,6 +95,22 @@ def check_types(**arguments: Any) -> None:
         kind, words = _WANTED[name]
         if value is not None and (not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool)):
             raise ValueError(f"MegaTPStrategy: {name}={value!r} ({type(value).__name__}) has to be {words}.")
+
+
+def schedule_for(name: str, whole_loss: bool) -> str:
+    """The schedule of a run.
+
+    Raises:
+        ValueError: a loss that is made once for all microbatches needs another one.
+    """
+    if not whole_loss:
+        return name
+    if name not in ("1f1b", "gpipe"):
+        raise ValueError(
+            f"MegaTPStrategy: whole_loss=True waits for the forwards of all microbatches, and schedule={name!r} begins"
+            ' backwards before. Leave schedule out, which is then "gpipe".'
+        )
+    return "gpipe"
 
 
 def check_schedule(

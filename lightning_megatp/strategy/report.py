@@ -70,6 +70,8 @@ def stage_table(pipeline: Pipeline) -> Table:
         listed = Folded(f"{len(units)}: {', '.join(shown)}")
         table.add_row(f"stage {stage}", numbers(ranks), listed, f"{held:,}")
     table.caption = f"up to {schedule.microbatches} microbatches per batch (fewer where it has fewer rows)"
+    if pipeline.slicer.tail:
+        table.caption += "; what comes after the last block is done once for all of them"
     if pipeline.compiled:
         names = ", ".join(pipeline.compiled[:4]) + (", ..." if len(pipeline.compiled) > 4 else "")
         table.caption += f"; compiled, so that weight gradients can't be put off: {names}"

@@ -53,6 +53,7 @@ from lightning_megatp.strategy.arguments import (
     check_schedule,
     check_stages,
     check_types,
+    schedule_for,
     warn_of_unused,
     with_known_names,
 )
@@ -100,6 +101,9 @@ class MegaTPStrategyBase(StepMethods, GradientMethods, BuildingMethods, WorldMet
         schedule: Order of the microbatches: "1f1b", "gpipe", "interleaved", "zb_h1" or "zb_v".
         virtual_stages: Stages per rank; by default what the schedule needs (1; for interleaved and zb_v 2).
         stages: The modules of each pipeline stage, as names or patterns; by default they are balanced by parameters.
+        whole_loss: What a step does after the last block is done once, with what that made of all microbatches: the
+            loss is that of one device whatever it is, contrastive losses and statistics of the batch included. All
+            microbatches are kept until then (`schedule="gpipe"`).
         trace: A file for the timeline of one step of the pipeline (the second, and the last batch of it), to be opened
             at ui.perfetto.dev or drawn by `megatp trace FILE --png`.
         recompute: What backward computes again instead of keeping it: "selective", the attention core of every block
@@ -152,6 +156,7 @@ class MegaTPStrategyBase(StepMethods, GradientMethods, BuildingMethods, WorldMet
         schedule: Literal["1f1b", "gpipe", "interleaved", "zb_h1", "zb_v"] = "1f1b",
         virtual_stages: int | None = None,
         stages: list[list[str]] | None = None,
+        whole_loss: bool = False,
         trace: str | None = None,
         recompute: str | dict[str, int] = "none",
         offload_activations: bool = False,
@@ -186,7 +191,7 @@ class MegaTPStrategyBase(StepMethods, GradientMethods, BuildingMethods, WorldMet
             microbatches=microbatches, virtual_stages=virtual_stages, bucket_mb=bucket_mb, zero=zero,
             dp_replicate=dp_replicate, timeout=timeout, parallelism=parallelism, sequence_parallel=sequence_parallel,
             offload_activations=offload_activations, verify=verify, strict=strict, summary=summary,
-            async_save=async_save, memory=memory, trace=trace,
+            async_save=async_save, memory=memory, trace=trace, whole_loss=whole_loss,
         )  # fmt: skip
         check_stages(stages)
         check_backend(process_group_backend)
@@ -197,7 +202,8 @@ class MegaTPStrategyBase(StepMethods, GradientMethods, BuildingMethods, WorldMet
         self._set_up_gradients(bucket_mb)
         self._set_up_steps(offload_activations)
         self.tp, self.pp, self.dp = tp, pp, dp
-        self.pipeline_options = PipelineOptions(microbatches, schedule, virtual_stages, stages, splits_end=zero < 2)
+        order = schedule_for(schedule, whole_loss)
+        self.pipeline_options = PipelineOptions(microbatches, order, virtual_stages, stages, zero < 2, whole_loss)
         self.parallelism = parallelism or ParallelismPlugin(plan, strict)
         self.recompute = RecomputeOptions.of(recompute)
         self.sequence_parallel, self.summary = sequence_parallel, summary
@@ -215,6 +221,7 @@ class MegaTPStrategyBase(StepMethods, GradientMethods, BuildingMethods, WorldMet
             pp,
             microbatches=microbatches,
             schedule=schedule if schedule != "1f1b" else None,
+            whole_loss=whole_loss or None,
             virtual_stages=virtual_stages,
             stages=stages,
         )

@@ -344,7 +344,7 @@ class ZeroSharding:
         self._root.tell_last(True)
 
     def before_backward_of(self, units: Collection[str], reduces: bool) -> None:
-        """The same in a pipeline, of one microbatch's backward of a stage.
+        """In a pipeline tell what the next backward of a stage, of one microbatch, is for.
 
         Args:
             units: of the stage.

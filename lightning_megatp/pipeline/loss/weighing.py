@@ -179,7 +179,7 @@ class BatchLoss:
             say(
                 f"the step compares samples with each other (by `{self.compared}`), and finds those of a microbatch"
                 f" only, {self.rows[0]} of the {sum(self.rows)} that one device compares. That is another loss: use"
-                " microbatches=1 for the same one."
+                " whole_loss=True for the same one."
             )
         if self._made and (text := self._different(weights)):  # else the user says what microbatches weigh
             say(text)
@@ -200,7 +200,7 @@ class BatchLoss:
             return (
                 f"the step does not add averages over its samples, but makes something else of them (by `{bent}`). A"
                 " pipeline does so for every microbatch, and the batch's loss is the mean of the results; on one device"
-                " it is made of the averages over the batch. If that matters, use microbatches=1."
+                " it is made of the averages over the batch. If that matters, use whole_loss=True."
             )
         if len(known) < len(made):
             return ""  # of some of them nothing can be followed
@@ -209,7 +209,7 @@ class BatchLoss:
             return (
                 f"the step adds up {numbers} averages in different microbatches of a batch, as where a term is there"
                 " only if some sample has what it is about. The batch's loss is the mean of the microbatches'; on one"
-                " device each term is of the whole batch. If that matters, use microbatches=1."
+                " device each term is of the whole batch. If that matters, use whole_loss=True."
             )
         if len({len(x.of) for x in known}) > 1:
             return ""  # loops over other numbers of samples
@@ -217,7 +217,7 @@ class BatchLoss:
             return (
                 f"the step multiplies an average (`{average.by}`) by a number of the microbatch, or weighs classes by"
                 " what is counted in it: it differs between microbatches, and on one device is that of the batch. If"
-                " that matters, use microbatches=1; or where the product is a mean over other things, divide a sum by"
+                " that matters, use whole_loss=True; or where the product is a mean over other things, divide a sum by"
                 " how many these are."
             )
         besides = [[a for a in x.of if not a.of_sample] for x in known]
@@ -225,7 +225,7 @@ class BatchLoss:
             return (
                 "the step's loss is a sum over its samples, and so is the batch's: what is added to it and doesn't"
                 " depend on samples (a norm of weights) counts once for every microbatch. Divide it by their number, or"
-                " use microbatches=1."
+                " use whole_loss=True."
             )
         if all(a.count is None for a in known[0].of) and not self.adds_up:
             return (
@@ -239,7 +239,7 @@ class BatchLoss:
                 f"the step divides a sum over its samples by {number:g} in every microbatch, which by their shapes is"
                 " no number of what it has added up. The batch's loss is the mean of the microbatches'; on one device"
                 f" it is {len(made)} times as large. Divide by what a microbatch holds (`len(x)`), or use"
-                " microbatches=1."
+                " whole_loss=True."
             )
         if not self.adds_up and self._unequal(known, weights[counted]):
             names = ", ".join(dict.fromkeys(f"`{a.by}`" for a in known[0].of))
@@ -249,14 +249,14 @@ class BatchLoss:
             return (
                 f"the step adds averages over different numbers ({names}), and its microbatches weigh by {by}: so does"
                 " all that is added. On one device each average is of the whole batch. If that matters, use"
-                " microbatches=1, or let `loss_weight(self, batch)` on the LightningModule tell what a microbatch"
+                " whole_loss=True, or let `loss_weight(self, batch)` on the LightningModule tell what a microbatch"
                 " counts in all of the loss."
             )
         if self._chosen[0] is not None and any(x.rest for x in known) and self._adds(weights):
             return (
                 "the step adds something of its samples to an average, and its microbatches, which hold different"
                 " numbers of targets per sample, weigh by these: so does what is added, which on one device may be a"
-                " mean over samples. If it is, use microbatches=1, or let `loss_weight(self, batch)` on the"
+                " mean over samples. If it is, use whole_loss=True, or let `loss_weight(self, batch)` on the"
                 " LightningModule tell what a microbatch counts in all of the loss."
             )
         return ""

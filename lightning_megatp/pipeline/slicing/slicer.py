@@ -63,6 +63,7 @@ class Slicer:
         module: whose step is cut.
         stage_of_unit: unit name -> stage; units don't contain each other.
         n_stages: how many stages.
+        tail: whether what a step does when all units were called is one stage more, the last.
         sizes: of the parameters of which each rank holds a part.
         device: where the parameters of units will be, if some are not there yet.
     """
@@ -74,8 +75,10 @@ class Slicer:
         n_stages: int,
         sizes: Sizes | None = None,
         device: torch.device | None = None,
+        tail: bool = False,
     ) -> None:
-        self.module, self.n_stages = module, n_stages
+        n_stages += tail
+        self.module, self.n_stages, self.tail = module, n_stages, tail
         self._fake_mode = fake_tensor_mode()
         self._ownership = Ownership(module, stage_of_unit, self._fake_mode, sizes or {}, device)
         self._locator, self._hooks = Locator(module), UserHooks(module)
@@ -91,6 +94,7 @@ class Slicer:
             module,
             stage_of_unit,
             n_stages,
+            tail,
             self._ownership,
             self._fake_mode,
             self._locator,

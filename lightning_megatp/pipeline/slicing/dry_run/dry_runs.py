@@ -21,6 +21,7 @@ from lightning_megatp.pipeline.slicing.dry_run.late_hooks import UserHooks
 from lightning_megatp.pipeline.slicing.dry_run.operations import StepEnded
 from lightning_megatp.pipeline.slicing.dry_run.planning import make_plan
 from lightning_megatp.pipeline.slicing.dry_run.stage_states import shared_parts
+from lightning_megatp.pipeline.slicing.dry_run.tail import Tail
 from lightning_megatp.pipeline.slicing.dry_run.tracer import Tracer
 from lightning_megatp.pipeline.slicing.dry_run.values import Values
 from lightning_megatp.pipeline.slicing.locator import Locator
@@ -57,6 +58,7 @@ class _Manner:
     """Code of hooks that are called after their units."""
     past_masks: bool = False
     guesses_parts: bool = False
+    tail: Tail | None = None
     """See `Tracer`."""
 
 
@@ -79,6 +81,7 @@ class DryRuns:
         module: whose steps.
         stage_of_unit: unit name -> stage.
         n_stages: how many stages.
+        tail: whether the last of them is what a step does when all units were called.
         ownership: of the tensors of units.
         fake_mode: makes tensors without data.
         locator: names where an operation is.
@@ -91,13 +94,14 @@ class DryRuns:
         module: nn.Module,
         stage_of_unit: Mapping[str, int],
         n_stages: int,
+        tail: bool,
         ownership: Ownership,
         fake_mode: FakeTensorMode,
         locator: Locator,
         hooks: UserHooks,
         deciding: Callable[[Decides], contextlib.AbstractContextManager[None]],
     ) -> None:
-        self._module, self._stage_of_unit, self._n_stages = module, stage_of_unit, n_stages
+        self._module, self._stage_of_unit, self._n_stages, self._tail = module, stage_of_unit, n_stages, tail
         self._ownership, self._fake_mode, self._locator, self._hooks = ownership, fake_mode, locator, hooks
         self._deciding = deciding
         self._early_modules = {
@@ -116,6 +120,8 @@ class DryRuns:
         to the step are called after their units, where it can be cut so; masks of the last stage's values are gone past
         where something that comes then concerns other stages."""
         manner = _Manner(past_masks=self._n_stages == 1)
+        if self._tail:
+            manner = replace(manner, tail=self._tail_of(step, batch, seed))
         try:
             seen, manner = self._by_hooks(manner, step, batch, seed)
         except ReadsValues:
@@ -127,6 +133,14 @@ class DryRuns:
                     seen, manner = further, past
         self._check_alone(manner, step, batch, seed, seen)
         return seen.plan, seen.left
+
+    def _tail_of(self, step: Step, batch: Any, seed: int) -> Tail:
+        """What no unit needs any more: found in a dry run in which it is no stage of its own."""
+        self._tail, self._n_stages = False, self._n_stages - 1
+        try:
+            return Tail(self.run(step, batch, seed)[0].operations)
+        finally:
+            self._tail, self._n_stages = True, self._n_stages + 1
 
     def _by_hooks(self, manner: _Manner, step: Step, batch: Any, seed: int) -> tuple[_Seen, _Manner]:
         """A dry run, with the hooks called late that need it."""
@@ -164,7 +178,7 @@ class DryRuns:
             snapshot = state_before(self._module)
             toggles = Toggles(snapshot)
             tracer = self._tracer(snapshot, in_batch, toggles, manner)
-            tracer.varies, tracer.guesses_parts = varies, manner.guesses_parts
+            tracer.varies, tracer.guesses_parts, tracer.tail = varies, manner.guesses_parts, manner.tail
             values_before = FirstValues(snapshot.tensors.values())
             try:
                 with owned.lists_noted() as lists, values_before, host_seeded(seed) as drawn, self._progress(tracer):

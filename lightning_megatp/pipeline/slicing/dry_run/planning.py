@@ -46,7 +46,8 @@ def make_plan(
     changed = tracer.values.changed_for_good(tracer.owners, ends)
     tracer.values.find_gradients(n_stages - 1)
     for stage in range(n_stages):
-        if not any(operation.stage == stage for operation in tracer.record.operations):
+        is_tail = tracer.tail is not None and stage == n_stages - 1
+        if not is_tail and not any(operation.stage == stage for operation in tracer.record.operations):
             if tracer.failed:
                 raise SliceError(
                     f"{tracer.misled}. What comes after it can't be planned. Let that module return one tensor like the"

@@ -52,6 +52,7 @@ from lightning_megatp.pipeline.slicing.dry_run.refusals import (
 )
 from lightning_megatp.pipeline.slicing.dry_run.stage_states import Known, SharedParts, StageStates
 from lightning_megatp.pipeline.slicing.dry_run.step_generators import StepGenerators
+from lightning_megatp.pipeline.slicing.dry_run.tail import Tail
 from lightning_megatp.pipeline.slicing.dry_run.values import Value, Values, versions
 from lightning_megatp.pipeline.slicing.locator import Locator
 from lightning_megatp.pipeline.slicing.plan import Read, ReadsValues, SideDoor, SliceError
@@ -118,6 +119,8 @@ class Tracer(TorchFunctionMode):
         self._states = StageStates(shared)
         self.owners, self.glue, self.values, self.fake_mode, self.locator = owners, glue, values, fake_mode, locator
         self.last_stage = n_stages - 1
+        self.tail: Tail | None = None
+        """Which operations are a stage of their own, the last."""
         self._before = 0
         """The stage of the last operation that has one."""
         self._batch = {id(x) for x in batch}
@@ -331,7 +334,8 @@ class Tracer(TorchFunctionMode):
         Raises:
             SliceError: the last stage has not begun.
         """
-        if not any(operation.stage == self.last_stage for operation in self.record.operations):
+        begun = any(operation.stage == self.last_stage for operation in self.record.operations)
+        if not begun and self.tail is None:
             raise SliceError(
                 f"the step has {why}, and pipeline stage {self.last_stage}, where values are known, has not begun."
                 " Do it after the last block, or in the forward of a module."
@@ -433,7 +437,9 @@ class Tracer(TorchFunctionMode):
             self._passes()
         self._before = self._before if stage is None else stage
         out = self.record.add(call, stage, out, changed, self._doing)
-        self.orders.note(call, out)
+        at = len(self.record.operations) - 1
+        if self.tail is None or not self.tail.has_all_samples(at, stage == self.last_stage):
+            self.orders.note(call, out)
         return out
 
     def _given(self, value: Value) -> Any:
@@ -481,6 +487,8 @@ class Tracer(TorchFunctionMode):
         if stage is None and not call.shape_only:
             homes = [min(self.owners[id(v.tensor)]) for v in call.inputs if id(v.tensor) in self.owners]
             stage = max(stages or homes, default=None)
+        if stage == self.last_stage - 1 and self.tail is not None and not call.units:
+            stage += len(self.record.operations) in self.tail
         try:
             if call.is_unit or call.opaque:
                 return self._look_inside(call, stage)

@@ -1,0 +1,147 @@
+"""The tail of a step, made once for all microbatches: its loss is that of the batch, whatever it is.
+
+Microbatches go through the units one by one. What the step does after the last unit takes what they made, put together
+along the rows, as one device would. So a loss may compare samples, be no average, or take statistics of the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_megatp.messages import warn_once_per_run
+from lightning_megatp.pipeline.slicing.plan import Relay, SliceError, SlicePlan
+
+
+@dataclass
+class WholeLoss:
+    """The tail of the step on one batch, on its last stage.
+
+    Args:
+        batch: all of it.
+        plan: of the step on it.
+    """
+
+    batch: Any
+    plan: SlicePlan
+    parts: list[list[Tensor]] = field(default_factory=list)
+    """By microbatch, what crosses from the units to the tail, without a graph."""
+    leaves: list[Tensor] = field(default_factory=list)
+    """The same, put together."""
+    _dims: list[int | None] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, batch: Any, plans: Sequence[SlicePlan]) -> WholeLoss:
+        """
+        Args:
+            plans: of its microbatches, and last of itself.
+
+        Raises:
+            SliceError: the step does something else with the whole batch than with a microbatch, or draws random
+                numbers, or puts samples beside others, before the tail.
+        """
+        whole = cls(batch, plans[-1])
+        for plan in plans:
+            early = plan.operations[: _tail_at(plan)]
+            drawn = next((operation for operation in early if operation.random), None)
+            if drawn is not None or plan.draws_on_host:
+                what = "on the host" if drawn is None else f"by `{drawn.name}` ({drawn.where})"
+                raise SliceError(
+                    f"with whole_loss=True the step draws random numbers {what}, before its last block: microbatches"
+                    " draw others than the whole batch, whose loss they may be for. Draw them in the module that uses"
+                    " them, or in `on_after_batch_transfer`; or leave whole_loss out."
+                )
+            if plan.mixes:
+                raise SliceError(
+                    f"with whole_loss=True the step puts samples beside others by {plan.mixes}, before its last block,"
+                    " in a microbatch other ones than in the batch. Do it in `on_after_batch_transfer`, or leave"
+                    " whole_loss out."
+                )
+            if _shape(plan) != _shape(whole.plan):
+                raise SliceError(
+                    "with whole_loss=True the step does something else with a whole batch than with a microbatch, up to"
+                    " its last block. Leave whole_loss out, or let it do the same for all sizes."
+                )
+        return whole
+
+    def join(self) -> list[Tensor]:
+        """What the tail takes: leaves.
+
+        Raises:
+            SliceError: something has other sizes than rows that add up.
+        """
+        self.leaves, self._dims = [], []
+        for relay, parts in zip(self.plan.relays[-1], zip(*self.parts, strict=True), strict=True):
+            dim = _dim_of_rows(relay, parts)
+            self._dims.append(dim)
+            joined = torch.cat(parts, dim) if dim is not None else _mean(parts)
+            self.leaves.append(joined.requires_grad_(relay.requires_grad or bool(relay.has_graph)))
+        return self.leaves
+
+    def gradients(self, microbatch: int) -> list[Tensor]:
+        """The gradients of a microbatch's part of what crosses to the tail, where that has one."""
+        found = []
+        for i, (relay, leaf, dim) in enumerate(zip(self.plan.relays[-1], self.leaves, self._dims, strict=True)):
+            sizes = [part[i].shape[dim] for part in self.parts] if dim is not None else []
+            if not relay.requires_grad:
+                continue
+            if leaf.grad is None:
+                found.append(torch.zeros_like(self.parts[microbatch][i]))
+            elif dim is None:
+                found.append(leaf.grad / len(self.parts))
+            else:
+                found.append(leaf.grad.narrow(dim, sum(sizes[:microbatch]), sizes[microbatch]))
+        return found
+
+
+def _tail_at(plan: SlicePlan) -> int:
+    """The index of the first operation after the last unit."""
+    return 1 + max((i for i, operation in enumerate(plan.operations) if operation.units), default=-1)
+
+
+def _shape(plan: SlicePlan) -> Any:
+    """What has to be the same for a microbatch and for the batch."""
+    tail = plan.n_stages - 1
+    early = [(x.name, x.stage, x.outputs) for x in plan.operations if x.stage is not None and x.stage < tail]
+    return early, [(relay.key, relay.dtype, relay.requires_grad) for relay in plan.relays[-1]]
+
+
+def _dim_of_rows(relay: Relay, parts: Sequence[Tensor]) -> int | None:
+    """Along which dim parts of microbatches are put together to the batch's; None if each has all of it.
+
+    Raises:
+        SliceError: along none, or several.
+    """
+    shapes = [tuple(part.shape) for part in parts]
+    if len(parts) == 1 and shapes[0] == relay.shape:
+        return 0 if relay.shape else None
+    dims = [
+        dim
+        for dim, size in enumerate(relay.shape)
+        if all(len(shape) == len(relay.shape) for shape in shapes)
+        and sum(shape[dim] for shape in shapes) == size
+        and all((*x[:dim], *x[dim + 1 :]) == (*relay.shape[:dim], *relay.shape[dim + 1 :]) for x in shapes)
+    ]
+    if len(dims) == 1:
+        return dims[0]
+    if all(shape == relay.shape for shape in shapes) and relay.dtype.is_floating_point:
+        return None
+    raise SliceError(
+        f"with whole_loss=True what comes out of the last block for microbatches, of shapes {shapes}, can't be put"
+        f" together to the batch's {relay.shape}. Let it have the samples along one dim, or leave whole_loss out."
+    )
+
+
+def _mean(parts: Sequence[Tensor]) -> Tensor:
+    """The mean of numbers that each microbatch has: the same in all of them, where they are made of weights alone."""
+    first, *others = parts
+    if not all(map(first.equal, others)):
+        warn_once_per_run(
+            f"with whole_loss=True a value of shape {tuple(first.shape)}, which blocks make of a microbatch and not of"
+            " each sample (an auxiliary loss of experts), is averaged over the microbatches."
+        )
+    return torch.stack(list(parts)).mean(0)
