@@ -330,6 +330,8 @@ class Pipeline:
             self._trained += 1
             # Microbatches may hold equal numbers of targets in one batch, and others in the next.
             run.warns = self._found.append if self._trained.bit_count() == 1 and not self._compiles else None
+            if whole is not None:
+                whole.says = run.warns
         if kind == "train" and len(microbatches) > 1:
             run.carried, run.own_values = self._carried_state(), self._own_values
         return run

@@ -6,14 +6,13 @@ along the rows, as one device would. So a loss may compare samples, be no averag
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_megatp.messages import warn_once_per_run
 from lightning_megatp.pipeline.slicing.plan import Relay, SliceError, SlicePlan
 
 
@@ -32,6 +31,8 @@ class WholeLoss:
     """By microbatch, what crosses from the units to the tail, without a graph."""
     leaves: list[Tensor] = field(default_factory=list)
     """The same, put together."""
+    says: Callable[[str], None] | None = None
+    """Is told what is not that of one device; None where nobody looks, since a GPU would be waited for."""
     _dims: list[int | None] = field(default_factory=list)
 
     @classmethod
@@ -78,9 +79,19 @@ class WholeLoss:
         for relay, parts in zip(self.plan.relays[-1], zip(*self.parts, strict=True), strict=True):
             dim = _dim_of_rows(relay, parts)
             self._dims.append(dim)
-            joined = torch.cat(parts, dim) if dim is not None else _mean(parts)
+            joined = torch.cat(parts, dim) if dim is not None else self._mean(parts)
             self.leaves.append(joined.requires_grad_(relay.requires_grad or bool(relay.has_graph)))
         return self.leaves
+
+    def _mean(self, parts: Sequence[Tensor]) -> Tensor:
+        """The mean of numbers that each microbatch has: the same in all of them, where they are made of weights
+        alone."""
+        if self.says is not None and not all(map(parts[0].equal, parts[1:])):
+            self.says(
+                f"with whole_loss=True a value of shape {tuple(parts[0].shape)}, which blocks make of a microbatch and"
+                " not of each sample (an auxiliary loss of experts), is averaged over the microbatches."
+            )
+        return torch.stack(list(parts)).mean(0)
 
     def gradients(self, microbatch: int) -> list[Tensor]:
         """The gradients of a microbatch's part of what crosses to the tail, where that has one."""
@@ -134,14 +145,3 @@ def _dim_of_rows(relay: Relay, parts: Sequence[Tensor]) -> int | None:
         f"with whole_loss=True what comes out of the last block for microbatches, of shapes {shapes}, can't be put"
         f" together to the batch's {relay.shape}. Let it have the samples along one dim, or leave whole_loss out."
     )
-
-
-def _mean(parts: Sequence[Tensor]) -> Tensor:
-    """The mean of numbers that each microbatch has: the same in all of them, where they are made of weights alone."""
-    first, *others = parts
-    if not all(map(first.equal, others)):
-        warn_once_per_run(
-            f"with whole_loss=True a value of shape {tuple(first.shape)}, which blocks make of a microbatch and not of"
-            " each sample (an auxiliary loss of experts), is averaged over the microbatches."
-        )
-    return torch.stack(list(parts)).mean(0)

@@ -93,6 +93,33 @@ class Noisy(Contrastive):
         return (self.head(x).mean(-1) - noise.mean(-1)).square().mean()
 
 
+class Auxiliary(nn.Module):
+    """Makes a number of all its samples, beside what it returns for each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.linear(x)
+        return x + y, y.square().mean()
+
+
+class Balanced(Contrastive):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Auxiliary() for _ in range(4))
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        x, losses = self.table(batch[0]), []
+        for block in self.blocks:
+            x, loss = block(x)
+            losses.append(loss)
+        y = self.head(x).mean(1)
+        self.log("similar", sum(losses))
+        return (y @ y.T).exp().mean() + 0.1 * sum(losses)
+
+
 class Generates(Contrastive):
     """Evaluates in a loop over the whole model, which the last stage has to run."""
 
@@ -107,6 +134,7 @@ class Generates(Contrastive):
 
 
 KINDS: dict[str, Any] = {
+    "balanced": Balanced,
     "generates": Generates,
     "heads": TwoHeads,
     "noisy": Noisy,
@@ -153,6 +181,21 @@ def test_parameters_are_those_of_one_device(layout: Layout, kind: str, options: 
     wanted, saved = expected[0][1], next(state for _, state, _ in found if state)
     for name, value in wanted.items():
         torch.testing.assert_close(saved[name], value, rtol=1e-7, atol=1e-9)
+
+
+def _said(layout: Layout) -> tuple[list[float], list[str]]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        losses, _, _ = _contrast(layout, "balanced", {"limit_train_batches": 2})
+    return losses, [str(w.message) for w in caught if "auxiliary" in str(w.message)]
+
+
+def test_numbers_that_blocks_make_of_microbatches_are_averaged() -> None:
+    """Here these hold as many samples, so that the mean is right."""
+    ((expected, _),) = run_program(PLAIN, _said)
+    last, first = run_program(Layout(pp=2, microbatches=2), _said)
+    assert last[0] == first[0] == pytest.approx(expected, rel=1e-9)
+    assert any("is averaged over the microbatches" in text for text in last[1])
 
 
 def test_what_microbatches_draw_for_themselves_is_refused() -> None:
