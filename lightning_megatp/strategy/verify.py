@@ -63,9 +63,15 @@ class FirstBatch:
         """
         if self.module is None:
             return
-        self.module.to(device)
         batch, *rest = args
         parts = pipeline.microbatches(batch) if pipeline is not None and _couples_samples(self.module) else [batch]
+        if len(parts) > 1 and pipeline is not None and pipeline.slicer.tail:
+            warn_once_per_run(
+                "verify=True: BatchNorm normalises over microbatches, and whole_loss=True makes the loss of all of them"
+                " at once. No batch of one device is the same, so it can't be compared. Use microbatches=1 to verify."
+            )
+            return
+        self.module.to(device)
         with random_state_kept():
             losses = [_loss_of(self.module.training_step(part, *rest)) for part in parts]
             if not torch.equal(losses[0], _loss_of(self.module.training_step(parts[0], *rest))):
