@@ -192,7 +192,10 @@ class BatchRun:
             stack.enter_context(torch.set_grad_enabled(self.backward is not None and torch.is_grad_enabled()))
             calls = stack.enter_context(self.logs.recording())
             tail = self.last_stage + 1
-            run = functools.partial(self.slicer.run, whole.plan, tail, self.step, whole.batch, leaves, seed)
+            taken = whole.taken_by(len(self.microbatches))
+            run = functools.partial(
+                self.slicer.run, whole.plan, tail, self.step, whole.batch, leaves, seed, taken=taken
+            )
             try:
                 ended = run() if self.sharding is None else self._gathered(run)
             except BeyondPlan as error:
@@ -200,6 +203,7 @@ class BatchRun:
                     raise
                 self.beyond = error
                 return
+        whole.compare_taken()
         self._conclude_step(ended, 0, counting, calls)
         if self.backward is not None:
             root = self._root(_loss_of(ended.result), 0, leaves)
@@ -245,7 +249,8 @@ class BatchRun:
     ) -> StageRun:
         batch = self.microbatches[microbatch]
         if self.remote is None:
-            return self.slicer.run(self.plans[microbatch], stage, self.step, batch, received, seed, counting)
+            taken = None if self.whole is None or stage != self.last_stage else self.whole.taken_by(microbatch)
+            return self.slicer.run(self.plans[microbatch], stage, self.step, batch, received, seed, counting, taken)
         step = functools.partial(self.step, batch)
         if counting is not None:
             return StageRun((), self.remote.drive(self.slicer.decided_by, step, counting))

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_megatp.pipeline.slicing.plan import Relay, SliceError, SlicePlan
+from lightning_megatp.pipeline.slicing.running import Taken
 
 
 @dataclass
@@ -34,6 +35,8 @@ class WholeLoss:
     says: Callable[[str], None] | None = None
     """Is told what is not that of one device; None where nobody looks, since a GPU would be waited for."""
     _dims: list[int | None] = field(default_factory=list)
+    _taken: list[Taken] = field(default_factory=list)
+    """What operations of stages take, by microbatch, and last of the batch; where somebody looks."""
 
     @classmethod
     def of(cls, batch: Any, plans: Sequence[SlicePlan]) -> WholeLoss:
@@ -83,6 +86,30 @@ class WholeLoss:
             self.leaves.append(joined.requires_grad_(relay.requires_grad or bool(relay.has_graph)))
         return self.leaves
 
+    def taken_by(self, microbatch: int) -> Taken | None:
+        """Where what a run's operations take is to be noted; None if nobody looks."""
+        if self.says is None:
+            return None
+        self._taken[microbatch:] = [{}]
+        return self._taken[microbatch]
+
+    def compare_taken(self) -> None:
+        """After the tail: say what blocks take of microbatches that is not the batch's. What every stage computes, on
+        either, is a part of that, row by row; but for statistics, and samples in another order."""
+        if self.says is None:
+            return
+        *parts, of_batch = self._taken
+        for (index, position), x in of_batch.items():
+            each = [part[index, position] for part in parts if (index, position) in part]
+            operation = self.plan.operations[index]
+            if len(each) == len(parts) and operation.stage != self.plan.n_stages - 1 and not _is_made_of(x, each):
+                self.says(
+                    f"with whole_loss=True what `{operation.name}` ({operation.where}) takes of a microbatch is not"
+                    " that of the batch: before its blocks the step takes a statistic of all samples, or puts them in"
+                    " another order. Do that in `on_after_batch_transfer`."
+                )
+        self._taken = []
+
     def _mean(self, parts: Sequence[Tensor]) -> Tensor:
         """The mean of numbers that each microbatch has: the same in all of them, where they are made of weights
         alone."""
@@ -121,6 +148,32 @@ def _shape(plan: SlicePlan) -> Any:
     return early, [(relay.key, relay.dtype, relay.requires_grad) for relay in plan.relays[-1]]
 
 
+def _is_made_of(x: Tensor, parts: Sequence[Tensor]) -> bool:
+    """Whether parts of microbatches make up the batch's along some dim, or each is the same as that."""
+    shapes = [tuple(part.shape) for part in parts]
+    if all(shape == x.shape for shape in shapes):
+        return all(_is_close(part, x) for part in parts)
+    dims = _dims_of_rows(tuple(x.shape), shapes)
+    return any(_is_close(torch.cat(list(parts), dim), x) for dim in dims)
+
+
+def _is_close(found: Tensor, x: Tensor) -> bool:
+    """Whether numbers are the same but for how a kernel divides them among vectors."""
+    return bool(torch.isclose(found, x, rtol=1e-3, atol=1e-6, equal_nan=True).all())
+
+
+def _dims_of_rows(whole: tuple[int, ...], shapes: Sequence[tuple[int, ...]]) -> list[int]:
+    """The dims along which tensors of some shapes can be put together to another one."""
+    if any(len(shape) != len(whole) for shape in shapes):
+        return []
+    return [
+        dim
+        for dim, size in enumerate(whole)
+        if sum(shape[dim] for shape in shapes) == size
+        and all((*x[:dim], *x[dim + 1 :]) == (*whole[:dim], *whole[dim + 1 :]) for x in shapes)
+    ]
+
+
 def _dim_of_rows(relay: Relay, parts: Sequence[Tensor]) -> int | None:
     """Along which dim parts of microbatches are put together to the batch's; None if each has all of it.
 
@@ -130,13 +183,7 @@ def _dim_of_rows(relay: Relay, parts: Sequence[Tensor]) -> int | None:
     shapes = [tuple(part.shape) for part in parts]
     if len(parts) == 1 and shapes[0] == relay.shape:
         return 0 if relay.shape else None
-    dims = [
-        dim
-        for dim, size in enumerate(relay.shape)
-        if all(len(shape) == len(relay.shape) for shape in shapes)
-        and sum(shape[dim] for shape in shapes) == size
-        and all((*x[:dim], *x[dim + 1 :]) == (*relay.shape[:dim], *relay.shape[dim + 1 :]) for x in shapes)
-    ]
+    dims = _dims_of_rows(relay.shape, shapes)
     if len(dims) == 1:
         return dims[0]
     if all(shape == relay.shape for shape in shapes) and relay.dtype.is_floating_point:

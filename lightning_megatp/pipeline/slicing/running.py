@@ -36,12 +36,16 @@ from lightning_megatp.pipeline.slicing.state.collected import with_collected
 from lightning_megatp.shim.autograd import functorch_is_active
 from lightning_megatp.shim.torch import (
     FOREACH_IN_PLACE,
+    DisableTorchFunction,
     is_fake,
     tensor_version,
     tree_map,
 )
 from lightning_megatp.tensor.deferred import DeferredWeights
 from lightning_megatp.tensor.functions import REFLECTED, asks_gradient, one_by_one, operation_name, unreflected
+
+Taken = dict[tuple[int, int], Tensor]
+"""By the operation that takes it, and its position there."""
 
 
 class StageMode(TorchFunctionMode):
@@ -84,6 +88,8 @@ class StageMode(TorchFunctionMode):
         """A unit runs: it is not looked into."""
         self.made: dict[Key, tuple[Tensor, int]] = {}
         """What is sent on, with its version when it was made."""
+        self.taken: Taken | None = None
+        """What operations of stages take of numbers that every stage has; None where nobody asks."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -107,9 +113,19 @@ class StageMode(TorchFunctionMode):
         instruction = self._next(F.linear if deferred else func)
         if instruction is None:
             return self._call_freely(func, args, kwargs or {})
+        if self.taken is not None:
+            self._note_taken(instruction, args, kwargs or {})
         if instruction.computed:
             return self._compute(instruction, func, args, kwargs or {})
         return self._skip(instruction, args, kwargs or {})
+
+    def _note_taken(self, instruction: Instruction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.taken is None or instruction.operation.stage is None:
+            return
+        with DisableTorchFunction():
+            for position, x in enumerate(tensors_in(args, kwargs)):
+                if x.is_floating_point() and not x.requires_grad and not is_fake(x):
+                    self.taken[self._index, position] = x
 
     def unit(
         self, name: str, stage: int, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -184,6 +200,8 @@ class StageMode(TorchFunctionMode):
         self, function: Callable[..., Any], what: Any, is_own: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         instruction = self._next(what)
+        if self.taken is not None and instruction is not None:
+            self._note_taken(instruction, args, kwargs)
         if instruction is not None and instruction.shared and not instruction.became:
             return instruction.ghosts
         if instruction is None and not is_own:

@@ -31,7 +31,7 @@ from lightning_megatp.pipeline.slicing.handing_on import received_by_key, value_
 from lightning_megatp.pipeline.slicing.locator import Locator
 from lightning_megatp.pipeline.slicing.plan import SliceError, SlicePlan
 from lightning_megatp.pipeline.slicing.rehearsal import Rehearsal
-from lightning_megatp.pipeline.slicing.running import StageMode
+from lightning_megatp.pipeline.slicing.running import StageMode, Taken
 from lightning_megatp.pipeline.slicing.state.ownership import Ownership, Sizes
 from lightning_megatp.pipeline.slicing.state.put_back import putting_back
 from lightning_megatp.pipeline.slicing.state.tables import Tables
@@ -188,6 +188,7 @@ class Slicer:
         received: Sequence[Tensor],
         seed: int = 0,
         counting: Averages | None = None,
+        taken: Taken | None = None,
     ) -> StageRun:
         """Run one stage's part of the step on a microbatch.
 
@@ -199,12 +200,14 @@ class Slicer:
             received: in the order of `plan.relays[stage]`: leaves, that require a gradient where the relay says so.
             seed: of the random numbers in replicated operations: the same on all stages, another for every microbatch.
             counting: a mode that is active meanwhile, and may want to be spared what happens inside of units.
+            taken: is filled with what operations of stages take, where it is there.
 
         Raises:
             SliceError: the step did something else than planned.
         """
         got = received_by_key(plan.relays[stage], received, stage)
         mode = StageMode(plan, stage, got, seed, self._locator, self._hooks, counting)
+        mode.taken = taken
         is_last = stage == self.n_stages - 1
         batch = copy.deepcopy(batch) if plan.changes_batch else batch
         result, skipped = None, False

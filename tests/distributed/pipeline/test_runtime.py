@@ -227,7 +227,7 @@ def test_set_up_names_what_cannot_be_put_off() -> None:
     mesh = SimpleNamespace(shape=MeshShape(pp=2))
     found = {"settings": settings, "stage_of_unit": units, "stage_parameters": [3, 4], "compiled": ["blocks.1"]}
     found["mesh"] = mesh
-    table = stage_table(SimpleNamespace(**found))  # type: ignore[arg-type]
+    table = stage_table(SimpleNamespace(slicer=SimpleNamespace(tail=False), **found))  # type: ignore[arg-type]
     assert "compiled, so that weight gradients can't be put off: blocks.1" in str(table.caption)
 
 
@@ -241,7 +241,7 @@ def test_set_up_says_which_global_ranks_have_a_stage(schedule: str, ranks: list[
     units = {f"blocks.{stage}": stage for stage in range(len(ranks))}
     found = {"settings": settings, "stage_of_unit": units, "stage_parameters": [1] * len(ranks), "compiled": []}
     found["mesh"] = SimpleNamespace(shape=MeshShape(pp=2, tp=2))
-    table = stage_table(SimpleNamespace(**found))  # type: ignore[arg-type]
+    table = stage_table(SimpleNamespace(slicer=SimpleNamespace(tail=False), **found))  # type: ignore[arg-type]
     assert list(table.columns[1].cells) == ranks
     assert str(table.caption).startswith("up to 4 microbatches")
 
@@ -402,6 +402,9 @@ class Chain:
         if microbatch == self.schedule.microbatches - 1:
             self.factor = torch.tensor(FACTOR, dtype=torch.float64)
         return [y.square().sum()]
+
+    def root_gradients(self, microbatch: int) -> None:
+        return None
 
     def around_backward(self, stage: int, microbatch: int) -> contextlib.AbstractContextManager[None]:
         self.first()

@@ -120,6 +120,23 @@ class Balanced(Contrastive):
         return (y @ y.T).exp().mean() + 0.1 * sum(losses)
 
 
+class Normalises(Contrastive):
+    """Takes a statistic of the batch before its first block; or of each sample."""
+
+    def __init__(self, by_sample: bool) -> None:
+        super().__init__()
+        self.first, self.by_sample = nn.Linear(6, 16), by_sample
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        x = batch[0].double()
+        x = x / x.mean(1, keepdim=True) if self.by_sample else x / x.mean(0)
+        x = self.first(x)
+        for block in self.blocks:
+            x = x + block(x)
+        self.log("similar", x.mean())
+        return (x @ x.T).tanh().mean() + 0 * self.head(x).sum()
+
+
 class Generates(Contrastive):
     """Evaluates in a loop over the whole model, which the last stage has to run."""
 
@@ -135,6 +152,8 @@ class Generates(Contrastive):
 
 KINDS: dict[str, Any] = {
     "balanced": Balanced,
+    "by sample": lambda: Normalises(True),
+    "of the batch": lambda: Normalises(False),
     "generates": Generates,
     "heads": TwoHeads,
     "noisy": Noisy,
@@ -183,11 +202,22 @@ def test_parameters_are_those_of_one_device(layout: Layout, kind: str, options: 
         torch.testing.assert_close(saved[name], value, rtol=1e-7, atol=1e-9)
 
 
-def _said(layout: Layout) -> tuple[list[float], list[str]]:
+def _said(layout: Layout, kind: str = "balanced") -> tuple[list[float], list[str]]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        losses, _, _ = _contrast(layout, "balanced", {"limit_train_batches": 2})
-    return losses, [str(w.message) for w in caught if "auxiliary" in str(w.message)]
+        losses, _, _ = _contrast(layout, kind, {"limit_train_batches": 2})
+    return losses, [str(w.message) for w in caught if "whole_loss" in str(w.message)]
+
+
+@pytest.mark.parametrize("kind", ["by sample", "of the batch"])
+def test_statistics_before_blocks_are_said(kind: str) -> None:
+    ((expected, _),) = run_program(PLAIN, _said, kind)
+    last, first = run_program(Layout(pp=2, microbatches=2), _said, kind)
+    if kind == "by sample":
+        assert last == first == (pytest.approx(expected, rel=1e-9), [])
+    else:
+        assert last[0] != pytest.approx(expected, rel=1e-3)
+        assert any("what `first`" in text and "a statistic of all samples" in text for text in last[1])
 
 
 def test_numbers_that_blocks_make_of_microbatches_are_averaged() -> None:
