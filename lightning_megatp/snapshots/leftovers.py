@@ -135,12 +135,9 @@ class PlainValues:
         return differed
 
     def put_back(self) -> dict[Path, bytes]:
-        """Undo what was set since, and return that. What an own object that is new holds stays."""
+        """Undo what was set since, and return that. What is new stays."""
         now = PlainValues(self._modules)
         now.adopt({path: value for path, value in self._values.items() if now._values.get(path) != value})
-        for module, name, *inner in now._values.keys() - self._values.keys():
-            if not inner:
-                vars(self._modules[module]).pop(name, None)
         return now.changes(self)
 
     def _plain(self, path: Path, holder: dict[str, Any], left_out: Iterable[str] = ()) -> Iterator[tuple[Path, bytes]]:

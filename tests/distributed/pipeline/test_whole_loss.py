@@ -52,7 +52,9 @@ def test_any_loss_is_that_of_one_device(some: slice) -> None:
 class Contrastive(Masked):
     """Compares samples with each other, and divides by what is marked in all of them."""
 
-    calls = 0
+    def __init__(self, **options: bool) -> None:
+        super().__init__(**options)
+        self.calls = 0
 
     def training_step(self, batch: list[Tensor], index: int) -> Tensor:
         x = self.table(batch[0]) * self.scale
