@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -155,14 +155,9 @@ class BatchRun:
             calls = stack.enter_context(self.logs.recording()) if ends else []
             if stage != max(self.stages) or (last and not ends):
                 stack.enter_context(self._plain_values_of(stage))
-            run = functools.partial(self._run, stage, microbatch, received, seed, counting)
-            try:
-                done = run() if self.sharding is None else self._gathered(run)
-            except BeyondPlan as error:
-                if self.backward is not None:
-                    raise
-                self.beyond = error
-                return []
+            done = self._done(functools.partial(self._run, stage, microbatch, received, seed, counting))
+        if done is None:
+            return []
         if not ends:
             needed: list[Tensor] = []
             if self.backward is not None:
@@ -185,29 +180,21 @@ class BatchRun:
         whole.parts.append([x.detach() for x in done.sent])
         if microbatch < len(self.microbatches) - 1:
             return
-        leaves, seed = whole.join(), mixed(self.seed, len(self.microbatches))
-        counting = Averages()
+        leaves, seed, tail = whole.join(), mixed(self.seed, len(self.microbatches)), self.last_stage + 1
         with contextlib.ExitStack() as stack:
             stack.enter_context(seeded(seed, generators_on(self.device)))
             stack.enter_context(torch.set_grad_enabled(self.backward is not None and torch.is_grad_enabled()))
             calls = stack.enter_context(self.logs.recording())
-            tail = self.last_stage + 1
             taken = whole.taken_by(len(self.microbatches))
-            run = functools.partial(
-                self.slicer.run, whole.plan, tail, self.step, whole.batch, leaves, seed, taken=taken
-            )
-            try:
-                ended = run() if self.sharding is None else self._gathered(run)
-            except BeyondPlan as error:
-                if self.backward is not None:
-                    raise
-                self.beyond = error
-                return
+            run = functools.partial(self.slicer.run, whole.plan, tail, self.step, whole.batch, leaves, seed)
+            ended = self._done(functools.partial(run, taken=taken))
+        if ended is None:
+            return
         whole.compare_taken()
-        self._conclude_step(ended, 0, counting, calls)
+        self._conclude_step(ended, 0, Averages(), calls)
         if self.backward is not None:
             root = self._root(_loss_of(ended.result), 0, leaves)
-            self._prepare_backward(frozenset())
+            self._prepare_backward(tail)
             with self.parallel.user_code():
                 root.backward()
 
@@ -273,6 +260,16 @@ class BatchRun:
             return False
         return is_compiled(self.parallel.module.get_submodule(unit))
 
+    def _done(self, run: Callable[[], StageRun]) -> StageRun | None:
+        """What a stage made; None where a step of evaluation goes on beyond its plan."""
+        try:
+            return run() if self.sharding is None else self._gathered(run)
+        except BeyondPlan as error:
+            if self.backward is not None:
+                raise
+            self.beyond = error
+            return None
+
     def _gathered(self, run: Callable[[], StageRun]) -> StageRun:
         """Run a stage where FSDP2 sees what leaves it."""
         assert self.sharding is not None
@@ -292,7 +289,7 @@ class BatchRun:
     def _before_backward(self, stage: int, microbatch: int) -> None:
         first = not self._backwards
         self._backwards[stage] += 1
-        self._prepare_backward({unit for unit, of in self.stage_of_unit.items() if of == stage})
+        self._prepare_backward(stage)
         if first and self.carried is not None and len(self.microbatches) > 1:
             warn_of_microbatches(self.parallel.module)
         if self.backward is not None and first:
@@ -324,8 +321,9 @@ class BatchRun:
     def factor(self, factor: Tensor) -> None:
         self._factor = factor
 
-    def _prepare_backward(self, units: Collection[str]) -> None:
+    def _prepare_backward(self, stage: int) -> None:
         if self.sharding is not None:
+            units = {unit for unit, of in self.stage_of_unit.items() if of == stage}
             self.sharding.before_backward_of(units, self.reduces_each)
 
     def complete(self, stage: int) -> None:

@@ -89,9 +89,8 @@ class Loans:
 
     def missing(self, uses: Mapping[str, Sequence[int]]) -> dict[str, set[int]]:
         """Parameter name -> global ranks that use it and don't have it yet."""
-        found = {}
+        found, last = {}, len(self.rank_of_stage) - 1  # which has the tail of the step, too: a stage more
         for name in sorted(uses):
-            last = len(self.rank_of_stage) - 1  # and the tail of the step, which may be one more
             users = {self.rank_of_stage[min(stage, last)] for stage in uses[name]}
             found[name] = users - set(self._homes[name]) - self._lent.get(name, set())
         return {name: ranks for name, ranks in found.items() if ranks}

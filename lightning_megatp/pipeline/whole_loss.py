@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_megatp.pipeline.slicing.plan import Relay, SliceError, SlicePlan
+from lightning_megatp.pipeline.slicing.plan import Relay, SliceError, SlicePlan, last_unit
 from lightning_megatp.pipeline.slicing.running import Taken
 
 
@@ -50,7 +50,7 @@ class WholeLoss:
         """
         whole = cls(batch, plans[-1])
         for plan in plans:
-            early = plan.operations[: _tail_at(plan)]
+            early = plan.operations[: last_unit(plan.operations) + 1]
             drawn = next((operation for operation in early if operation.random), None)
             if drawn is not None or plan.draws_on_host:
                 what = "on the host" if drawn is None else f"by `{drawn.name}` ({drawn.where})"
@@ -124,7 +124,6 @@ class WholeLoss:
         """The gradients of a microbatch's part of what crosses to the tail, where that has one."""
         found = []
         for i, (relay, leaf, dim) in enumerate(zip(self.plan.relays[-1], self.leaves, self._dims, strict=True)):
-            sizes = [part[i].shape[dim] for part in self.parts] if dim is not None else []
             if not relay.requires_grad:
                 continue
             if leaf.grad is None:
@@ -132,13 +131,9 @@ class WholeLoss:
             elif dim is None:
                 found.append(leaf.grad / len(self.parts))
             else:
+                sizes = [part[i].shape[dim] for part in self.parts]
                 found.append(leaf.grad.narrow(dim, sum(sizes[:microbatch]), sizes[microbatch]))
         return found
-
-
-def _tail_at(plan: SlicePlan) -> int:
-    """The index of the first operation after the last unit."""
-    return 1 + max((i for i, operation in enumerate(plan.operations) if operation.units), default=-1)
 
 
 def _shape(plan: SlicePlan) -> Any:

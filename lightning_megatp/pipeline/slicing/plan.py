@@ -125,6 +125,11 @@ class Operation:
     microbatch changes it in place."""
 
 
+def last_unit(operations: Sequence[Operation]) -> int:
+    """The index of the last call of a unit; -1 if there is none."""
+    return max((i for i, operation in enumerate(operations) if operation.units), default=-1)
+
+
 @dataclass(frozen=True)
 class SlicePlan:
     """How the steps of one signature are cut.

@@ -63,9 +63,9 @@ class Slicer:
         module: whose step is cut.
         stage_of_unit: unit name -> stage; units don't contain each other.
         n_stages: how many stages.
-        tail: whether what a step does when all units were called is one stage more, the last.
         sizes: of the parameters of which each rank holds a part.
         device: where the parameters of units will be, if some are not there yet.
+        tail: whether what no unit needs any more is a stage besides, the last.
     """
 
     def __init__(
@@ -90,19 +90,24 @@ class Slicer:
         self._values_before: list[FirstValues] = []
         """Before rehearsals that changed tensors in place, of one batch."""
         self._tables = Tables()
-        self._dry_runs = DryRuns(
-            module,
+        self._dry_runs = self._make_dry_runs(stage_of_unit, n_stages - tail, None)
+        if tail:
+            self._dry_runs = self._make_dry_runs(stage_of_unit, n_stages, self._dry_runs)
+        self._follows = False
+        """What steps leave on the module has to be followed from microbatch to microbatch."""
+
+    def _make_dry_runs(self, stage_of_unit: Mapping[str, int], n_stages: int, before_tail: DryRuns | None) -> DryRuns:
+        return DryRuns(
+            self.module,
             stage_of_unit,
             n_stages,
-            tail,
+            before_tail,
             self._ownership,
             self._fake_mode,
             self._locator,
             self._hooks,
             self._deciding,
         )
-        self._follows = False
-        """What steps leave on the module has to be followed from microbatch to microbatch."""
 
     def close(self) -> None:
         """Give the module its own methods back."""

@@ -81,7 +81,8 @@ class DryRuns:
         module: whose steps.
         stage_of_unit: unit name -> stage.
         n_stages: how many stages.
-        tail: whether the last of them is what a step does when all units were called.
+        before_tail: with it the last of them is the tail of a step, and these find out what that is: dry runs with a
+            stage less.
         ownership: of the tensors of units.
         fake_mode: makes tensors without data.
         locator: names where an operation is.
@@ -94,14 +95,15 @@ class DryRuns:
         module: nn.Module,
         stage_of_unit: Mapping[str, int],
         n_stages: int,
-        tail: bool,
+        before_tail: DryRuns | None,
         ownership: Ownership,
         fake_mode: FakeTensorMode,
         locator: Locator,
         hooks: UserHooks,
         deciding: Callable[[Decides], contextlib.AbstractContextManager[None]],
     ) -> None:
-        self._module, self._stage_of_unit, self._n_stages, self._tail = module, stage_of_unit, n_stages, tail
+        self._module, self._stage_of_unit, self._n_stages = module, stage_of_unit, n_stages
+        self._before_tail = before_tail
         self._ownership, self._fake_mode, self._locator, self._hooks = ownership, fake_mode, locator, hooks
         self._deciding = deciding
         self._early_modules = {
@@ -120,8 +122,8 @@ class DryRuns:
         to the step are called after their units, where it can be cut so; masks of the last stage's values are gone past
         where something that comes then concerns other stages."""
         manner = _Manner(past_masks=self._n_stages == 1)
-        if self._tail:
-            manner = replace(manner, tail=self._tail_of(step, batch, seed))
+        if self._before_tail is not None:
+            manner = replace(manner, tail=Tail(self._before_tail.run(step, batch, seed)[0].operations))
         try:
             seen, manner = self._by_hooks(manner, step, batch, seed)
         except ReadsValues:
@@ -133,14 +135,6 @@ class DryRuns:
                     seen, manner = further, past
         self._check_alone(manner, step, batch, seed, seen)
         return seen.plan, seen.left
-
-    def _tail_of(self, step: Step, batch: Any, seed: int) -> Tail:
-        """What no unit needs any more: found in a dry run in which it is no stage of its own."""
-        self._tail, self._n_stages = False, self._n_stages - 1
-        try:
-            return Tail(self.run(step, batch, seed)[0].operations)
-        finally:
-            self._tail, self._n_stages = True, self._n_stages + 1
 
     def _by_hooks(self, manner: _Manner, step: Step, batch: Any, seed: int) -> tuple[_Seen, _Manner]:
         """A dry run, with the hooks called late that need it."""

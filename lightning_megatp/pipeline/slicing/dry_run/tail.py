@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lightning_megatp.pipeline.slicing.plan import Key, Operation
+from lightning_megatp.pipeline.slicing.plan import Key, Operation, last_unit
 
 
 class Tail:
@@ -16,10 +16,10 @@ class Tail:
     """
 
     def __init__(self, operations: Sequence[Operation]) -> None:
-        self.last_unit = max((i for i, operation in enumerate(operations) if operation.units), default=-1)
+        self._last_unit = last_unit(operations)
         needed: set[Key] = set()
         self._reaching: set[int] = set()
-        for i in range(self.last_unit, -1, -1):
+        for i in range(self._last_unit, -1, -1):
             operation = operations[i]
             made = [*operation.outputs, *(key for _, key in operation.changed)]
             if operation.units or not needed.isdisjoint(key for key in made if key is not None):
@@ -36,4 +36,4 @@ class Tail:
         Args:
             is_in: whether its stage is the tail.
         """
-        return is_in or index > self.last_unit
+        return is_in or index > self._last_unit
