@@ -20,14 +20,15 @@ import torch.distributed as dist
 _NAMES = (
     "all_gather", "all_gather_coalesced", "all_gather_into_tensor", "all_gather_object", "all_gather_single",
     "all_reduce", "all_reduce_coalesced", "all_to_all", "all_to_all_single", "barrier", "broadcast",
-    "broadcast_object_list", "gather", "gather_object", "get_rank", "get_world_size", "irecv", "isend",
-    "monitored_barrier", "P2POp", "recv", "recv_object_list", "reduce", "reduce_scatter", "reduce_scatter_single",
-    "reduce_scatter_tensor", "scatter", "scatter_object_list", "send", "send_object_list",
+    "broadcast_object_list", "gather", "gather_into_tensor", "gather_object", "gather_single", "get_rank",
+    "get_world_size", "irecv", "isend", "monitored_barrier", "P2POp", "recv", "recv_object_list", "reduce",
+    "reduce_scatter", "reduce_scatter_single", "reduce_scatter_tensor", "scatter", "scatter_object_list", "send",
+    "send_object_list",
 )  # fmt: skip
 _PEERS = ("src", "dst", "peer")
 _FROM_FIRST = {
-    "broadcast_object_list": "src", "gather": "dst", "gather_object": "dst", "scatter": "src",
-    "scatter_object_list": "src",
+    "broadcast_object_list": "src", "gather": "dst", "gather_into_tensor": "dst", "gather_object": "dst",
+    "gather_single": "dst", "scatter": "src", "scatter_object_list": "src",
 }  # fmt: skip
 """Where a peer that is not given is the group's first rank; torch would take the first of all."""
 _PACKAGE = os.path.join(Path(__file__).parent, "")

@@ -45,7 +45,8 @@ _HOOKS = (
 _AMONG_RANKS = frozenset(
     [
         *("world_size", "num_devices", "get_world_size", "all_gather_object", "all_gather_into_tensor", "all_reduce"),
-        *("gather_object", "broadcast_object_list", "reduce_scatter_tensor", "all_to_all_single"),
+        *("all_gather_single", "gather_object", "broadcast_object_list", "reduce_scatter_tensor"),
+        *("reduce_scatter_single", "all_to_all_single"),
     ]
 )
 """What is asked for, or called, by hooks that deal with samples."""

@@ -13,7 +13,7 @@ from lightning_megatp.user_hooks import mentions
 _SENDING = frozenset(
     [
         *("all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "broadcast", "reduce_scatter"),
-        *("reduce_scatter_tensor", "get_world_size", "get_rank"),
+        *("all_gather_single", "reduce_scatter_tensor", "reduce_scatter_single", "get_world_size", "get_rank"),
     ]
 )
 

@@ -1,4 +1,4 @@
-"""Private names of torch's FSDP2 (torch 2.11-2.13)."""
+"""Private names of torch's FSDP2. Seen in 2.11, 2.13 and 2.15, which adds gradients up where autograd does."""
 
 from __future__ import annotations
 
@@ -9,6 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+ADDS_UP_IN_PLACE = hasattr(FSDPModule, "finalize_backward")
+"""Whether gradients that wait to be reduced are the gathered parameters' `.grad`, of `reduce_dtype` (2.15), and not a
+tensor of FSDP2's own where that is another dtype than the parameters' (2.11-2.13)."""
 
 
 def is_post_backward(node: Any) -> bool:
@@ -21,7 +26,7 @@ def forget_accumulated(module: Any) -> None:
     """Let go of the gradients that a module made by `fully_shard` keeps in its `reduce_dtype` where that isn't the
     parameters'."""
     group = module._get_fsdp_state()._fsdp_param_group
-    for parameter in group.fsdp_params if group is not None else ():
+    for parameter in group.fsdp_params if group is not None and not ADDS_UP_IN_PLACE else ():
         parameter.unsharded_accumulated_grad = None
 
 
@@ -31,6 +36,10 @@ def accumulated_gradients(module: Any) -> list[Tensor]:
     parameter that nobody has used: FSDP2 would refuse these (2.13)."""
     group = module._get_fsdp_state()._fsdp_param_group
     known = [p for p in group.fsdp_params if hasattr(p, "_unsharded_param")] if group is not None else []  # gathered
+    if ADDS_UP_IN_PLACE:
+        if group is not None:
+            group._set_unsharded_grad_dtypes(defer_upcast=False)
+        return [p.unsharded_param.grad for p in known if p.unsharded_param.grad is not None]
     for parameter in known:
         parameter.accumulate_unsharded_grad_if_needed()
         parameter.to_accumulated_grad_if_needed()
@@ -55,7 +64,10 @@ def reduce_accumulated(module: Any) -> None:
 def end_backward(root: Any) -> None:
     """What a module made by `fully_shard` does at the end of the last backward: let the current stream wait for what is
     reduced."""
-    root._get_fsdp_state()._root_post_backward_final_callback()
+    state = root._get_fsdp_state()
+    if ADDS_UP_IN_PLACE and state._state_ctx.manual_backward_finalization_active is None:
+        state._state_ctx.manual_backward_finalization_active = False  # as the first backward of a step sets it
+    state._root_post_backward_final_callback()
 
 
 def look_at_shards(module: Any, meanwhile: Callable[[], AbstractContextManager[Any]]) -> None:

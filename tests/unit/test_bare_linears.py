@@ -176,7 +176,9 @@ def scripted(x: Tensor, weight: Tensor) -> Tensor:
     return F.linear(x, weight)
 
 
-@pytest.mark.parametrize("function", [_Product.apply, scripted], ids=["autograd", "scripted"])
+@pytest.mark.parametrize(
+    "function", [lambda x, weight: _Product.apply(x, weight), scripted], ids=["autograd", "scripted"]
+)
 @pytest.mark.parametrize("is_bare", [False, True])
 def test_a_function_of_the_users_own_gets_whole_weights(function: Any, is_bare: bool) -> None:
     """It alone, not the whole block, costs its weight a split."""

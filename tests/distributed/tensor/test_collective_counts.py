@@ -49,9 +49,10 @@ class CollectiveCounter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
             name = func._schema.name.removeprefix("c10d::")
-            kind = {**KINDS, **EACH}.get(name, name)
-            self.calls[kind] += 1
             sent = [[x for x in tree_leaves(arg) if isinstance(x, Tensor)] for arg in args]
+            values = any(x.is_floating_point() for tensors in sent for x in tensors)  # or objects, gathered as bytes
+            kind = {**KINDS, **EACH}.get(name, name) if values else name
+            self.calls[kind] += 1
             self.bytes[kind] += max(sum(x.nbytes for x in tensors) for tensors in sent)
             self.rows += max(map(len, sent)) if name in EACH else 0
         from lightning_megatp.shim.torch import DisableTorchFunctionSubclass
