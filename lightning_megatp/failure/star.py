@@ -93,7 +93,7 @@ class Hub(threading.Thread):
         while len(self._left) < self._world_size:
             timeout = None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
             for key, _ in self._selector.select(timeout):
-                self._handle(key.fileobj)
+                self._on_ready(key.fileobj)
             if self._deadline is not None and time.monotonic() >= self._deadline:
                 self._decide()
         for sock in (self._server, self._wake_in, self._wake_out, *self._strangers):
@@ -105,7 +105,7 @@ class Hub(threading.Thread):
         with contextlib.suppress(OSError):  # closed: all ranks have left
             self._wake_in.send(b"!")
 
-    def _handle(self, sock: Any) -> None:
+    def _on_ready(self, sock: Any) -> None:
         if sock is self._server:
             self._accept()
         elif sock is self._wake_out:

@@ -195,3 +195,17 @@ def test_what_fails_inside_of_dtensor_uses_rows_unless_memory_is_out(error: str,
     with pytest.raises(RuntimeError) as raised:
         names["dispatch"]()
     assert finds_rows(raised.value) is told
+
+
+@pytest.mark.parametrize("kind", [Hub, Spoke])
+def test_threads_have_no_names_of_pythons_own(kind: type[threading.Thread]) -> None:
+    """Python 3.13 keeps a `_handle` on every thread, and 3.14 a `_context`: methods of these names would be hidden."""
+    pythons = {
+        *vars(threading.Thread(target=print)),
+        *vars(threading.Thread),
+        "_handle",
+        "_context",
+        "_os_thread_handle",
+    }
+    own = {name for name in vars(kind) if not name.startswith("__")} - {"run"}
+    assert own.isdisjoint(pythons)
