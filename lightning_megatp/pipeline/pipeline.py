@@ -42,7 +42,7 @@ from lightning_megatp.pipeline.slicing.slicer import Slicer
 from lightning_megatp.pipeline.told.kept_values import KeptValues
 from lightning_megatp.pipeline.told.logs import Logs
 from lightning_megatp.pipeline.told.outputs import Outputs
-from lightning_megatp.pipeline.whole_loss import WholeLoss
+from lightning_megatp.pipeline.whole_loss import WholeLoss, check_order
 from lightning_megatp.plan.units import parts_of_one_stage
 from lightning_megatp.shim.compiler import is_compiled
 from lightning_megatp.shim.transformers import is_pretrained
@@ -102,6 +102,8 @@ class Pipeline:
         self._found: list[str] = []
         """What is to be said of the last batch's loss."""
         self._said: set[str] = set()
+        self._evaluated: set[str] = set()
+        """The kinds of evaluation of which a batch was looked at."""
         self._is_first = True
         self._ways: dict[str, Ways] = {}
         self._loss_units: set[str] = set()
@@ -324,6 +326,8 @@ class Pipeline:
             plans = self.plans.of(kind, step, [*microbatches, *([batch] if self.slicer.tail else [])], seed)
         self.last_stage.expect(plans or ())
         whole = WholeLoss.of(batch, plans) if plans and self.slicer.tail else None
+        if whole is not None and hasattr(self.parallel.module, "split_batch"):
+            check_order(batch, microbatches)
         run = self._run(step, microbatches, (plans or [])[: len(microbatches)], seed, backward)
         run.whole = whole
         if kind == "train":
@@ -332,6 +336,9 @@ class Pipeline:
             run.warns = self._found.append if self._trained.bit_count() == 1 and not self._compiles else None
             if whole is not None:
                 whole.says = run.warns
+        elif whole is not None and kind not in self._evaluated:
+            self._evaluated.add(kind)
+            whole.says = None if self._compiles else warn_once_per_run
         if kind == "train" and len(microbatches) > 1:
             run.carried, run.own_values = self._carried_state(), self._own_values
         return run

@@ -6,13 +6,14 @@ along the rows, as one device would. So a loss may compare samples, be no averag
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lightning_megatp.containers import tensors_in
 from lightning_megatp.pipeline.slicing.plan import Relay, SliceError, SlicePlan, last_unit
 from lightning_megatp.pipeline.slicing.running import Taken
 
@@ -34,6 +35,8 @@ class WholeLoss:
     """The same, put together."""
     says: Callable[[str], None] | None = None
     """Is told what is not that of one device; None where nobody looks, since a GPU would be waited for."""
+    coupled: str = ""
+    """What makes something of all samples before the last block."""
     _dims: list[int | None] = field(default_factory=list)
     _taken: list[Taken] = field(default_factory=list)
     """What operations of stages take, by microbatch, and last of the batch; where somebody looks."""
@@ -53,11 +56,11 @@ class WholeLoss:
             early = plan.operations[: last_unit(plan.operations) + 1]
             drawn = next((operation for operation in early if operation.random), None)
             if drawn is not None or plan.draws_on_host:
-                what = "on the host" if drawn is None else f"by `{drawn.name}` ({drawn.where})"
+                what = "on the host" if drawn is None else f"by `{drawn.name}` ({drawn.where}), before its last block"
                 raise SliceError(
-                    f"with whole_loss=True the step draws random numbers {what}, before its last block: microbatches"
-                    " draw others than the whole batch, whose loss they may be for. Draw them in the module that uses"
-                    " them, or in `on_after_batch_transfer`; or leave whole_loss out."
+                    f"with whole_loss=True the step draws random numbers {what}: microbatches draw others than the"
+                    " whole batch, whose loss they may be for. Draw them by torch after the last block, in the module"
+                    " that uses them, or in `on_after_batch_transfer`; or leave whole_loss out."
                 )
             if plan.mixes:
                 raise SliceError(
@@ -70,6 +73,7 @@ class WholeLoss:
                     "with whole_loss=True the step does something else with a whole batch than with a microbatch, up to"
                     " its last block. Leave whole_loss out, or let it do the same for all sizes."
                 )
+        whole.coupled = whole.plan.couples if any(plan.couples for plan in plans[:-1]) else ""
         return whole
 
     def join(self) -> list[Tensor]:
@@ -82,8 +86,10 @@ class WholeLoss:
         for relay, parts in zip(self.plan.relays[-1], zip(*self.parts, strict=True), strict=True):
             dim = _dim_of_rows(relay, parts)
             self._dims.append(dim)
-            joined = torch.cat(parts, dim) if dim is not None else self._mean(parts)
-            self.leaves.append(joined.requires_grad_(relay.requires_grad or bool(relay.has_graph)))
+            joined = self._mean(parts) if dim is None else _by_rounds(relay.rounds, parts, dim)
+            laid = torch.empty_strided(relay.shape, relay.stride, dtype=joined.dtype, device=joined.device)
+            leaf = joined if joined.stride() == relay.stride else laid.copy_(joined)
+            self.leaves.append(leaf.requires_grad_(relay.requires_grad or bool(relay.has_graph)))
         return self.leaves
 
     def taken_by(self, microbatch: int) -> Taken | None:
@@ -98,11 +104,21 @@ class WholeLoss:
         either, is a part of that, row by row; but for statistics, and samples in another order."""
         if self.says is None:
             return
+        if self.coupled:
+            self.says(
+                f"with whole_loss=True {self.coupled} makes something of all samples between blocks: of a microbatch's,"
+                " where one device takes the batch's."
+            )
         *parts, of_batch = self._taken
+        rounds = {1, *(relay.rounds for relay in self.plan.relays[-1] if relay.rounds)}
         for (index, position), x in of_batch.items():
             each = [part[index, position] for part in parts if (index, position) in part]
             operation = self.plan.operations[index]
-            if len(each) == len(parts) and operation.stage != self.plan.n_stages - 1 and not _is_made_of(x, each):
+            if (
+                len(each) == len(parts)
+                and operation.stage != self.plan.n_stages - 1
+                and not _is_made_of(x, each, rounds)
+            ):
                 self.says(
                     f"with whole_loss=True what `{operation.name}` ({operation.where}) takes of a microbatch is not"
                     " that of the batch: before its blocks the step takes a statistic of all samples, or puts them in"
@@ -116,7 +132,8 @@ class WholeLoss:
         if self.says is not None and not all(map(parts[0].equal, parts[1:])):
             self.says(
                 f"with whole_loss=True a value of shape {tuple(parts[0].shape)}, which blocks make of a microbatch and"
-                " not of each sample (an auxiliary loss of experts), is averaged over the microbatches."
+                " not of each sample (an auxiliary loss of experts, a criterion that is a module with parameters), is"
+                " averaged over the microbatches."
             )
         return torch.stack(list(parts)).mean(0)
 
@@ -131,9 +148,28 @@ class WholeLoss:
             elif dim is None:
                 found.append(leaf.grad / len(self.parts))
             else:
-                sizes = [part[i].shape[dim] for part in self.parts]
-                found.append(leaf.grad.narrow(dim, sum(sizes[:microbatch]), sizes[microbatch]))
+                sizes = [part[i].shape[dim] // relay.rounds for part in self.parts]
+                rounds = leaf.grad.unflatten(dim, (relay.rounds, -1))
+                own = rounds.narrow(dim + 1, sum(sizes[:microbatch]), sizes[microbatch])
+                found.append(own.flatten(dim, dim + 1))
         return found
+
+
+def check_order(batch: Any, microbatches: Sequence[Any]) -> None:
+    """Raises:
+    SliceError: the user's `split_batch` brings samples into another order.
+    """
+    whole, parts = tensors_in(batch), [tensors_in(microbatch) for microbatch in microbatches]
+    if any(len(part) != len(whole) for part in parts):
+        return
+    for x, *each in zip(whole, *parts, strict=True):
+        shapes = [tuple(part.shape) for part in each]
+        dims = _dims_of_rows(tuple(x.shape), shapes)
+        if len(dims) == 1 and not torch.cat(each, dims[0]).equal(x):
+            raise SliceError(
+                "with whole_loss=True what `split_batch` returns has to have the samples in the order of the batch, all"
+                " of which its loss is computed on. Sort them in the DataLoader, or leave whole_loss out."
+            )
 
 
 def _shape(plan: SlicePlan) -> Any:
@@ -143,17 +179,31 @@ def _shape(plan: SlicePlan) -> Any:
     return early, [(relay.key, relay.dtype, relay.requires_grad) for relay in plan.relays[-1]]
 
 
-def _is_made_of(x: Tensor, parts: Sequence[Tensor]) -> bool:
+def _by_rounds(rounds: int, parts: Sequence[Tensor], dim: int) -> Tensor:
+    """Parts of microbatches put together to the batch's: of each round of its samples, one after the other."""
+    if rounds == 1:
+        return torch.cat(list(parts), dim)
+    return torch.cat([part.unflatten(dim, (rounds, -1)) for part in parts], dim + 1).flatten(dim, dim + 1)
+
+
+def _is_made_of(x: Tensor, parts: Sequence[Tensor], rounds: Collection[int]) -> bool:
     """Whether parts of microbatches make up the batch's along some dim, or each is the same as that."""
     shapes = [tuple(part.shape) for part in parts]
     if all(shape == x.shape for shape in shapes):
         return all(_is_close(part, x) for part in parts)
-    dims = _dims_of_rows(tuple(x.shape), shapes)
-    return any(_is_close(torch.cat(list(parts), dim), x) for dim in dims)
+    ways = [
+        (n, dim)
+        for dim in _dims_of_rows(tuple(x.shape), shapes)
+        for n in rounds
+        if not any(shape[dim] % n for shape in shapes)
+    ]
+    return any(_is_close(_by_rounds(n, parts, dim), x) for n, dim in ways)
 
 
 def _is_close(found: Tensor, x: Tensor) -> bool:
     """Whether numbers are the same but for how a kernel divides them among vectors."""
+    if not (x.is_floating_point() or x.is_complex()):
+        return found.equal(x)
     return bool(torch.isclose(found, x, rtol=1e-3, atol=1e-6, equal_nan=True).all())
 
 
@@ -179,6 +229,12 @@ def _dim_of_rows(relay: Relay, parts: Sequence[Tensor]) -> int | None:
     if len(parts) == 1 and shapes[0] == relay.shape:
         return 0 if relay.shape else None
     dims = _dims_of_rows(relay.shape, shapes)
+    if len(dims) == 1 and not relay.rounds:
+        raise SliceError(
+            "with whole_loss=True the step takes some of its samples, or puts rows beside others, before its last"
+            " block, and a microbatch's rows are no part of the batch's then. Do it after the last block, or in"
+            " `on_after_batch_transfer`; or leave whole_loss out."
+        )
     if len(dims) == 1:
         return dims[0]
     if all(shape == relay.shape for shape in shapes) and relay.dtype.is_floating_point:

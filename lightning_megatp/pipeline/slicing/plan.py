@@ -86,6 +86,8 @@ class Relay:
     use it."""
     has_graph: bool | None = None
     """Whether the value required a gradient when it was planned; None if that is not known."""
+    rounds: int = 1
+    """How often all samples follow each other along its rows; 0 where it holds a part of them. See `Interleaving`."""
 
 
 @dataclass(frozen=True)
@@ -183,6 +185,8 @@ class SlicePlan:
     """Modules in units of stages before the last on which the step sets Python values at its end."""
     late_hooks: frozenset[Any] = field(default=frozenset(), compare=False, repr=False)
     """Code of the hooks on units that are called after them, on all stages."""
+    couples: str = ""
+    """What makes something of all samples between blocks, where the tail of the step is a stage of its own."""
     draws_on_host: bool = False
     """Whether the step draws from Python's or NumPy's generators, which then are alike on all stages."""
     _scripts: dict[int | None, Script] = field(default_factory=dict, compare=False, repr=False)

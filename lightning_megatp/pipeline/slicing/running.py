@@ -39,13 +39,14 @@ from lightning_megatp.shim.torch import (
     DisableTorchFunction,
     is_fake,
     tensor_version,
+    tree_leaves,
     tree_map,
 )
 from lightning_megatp.tensor.deferred import DeferredWeights
 from lightning_megatp.tensor.functions import REFLECTED, asks_gradient, one_by_one, operation_name, unreflected
 
 Taken = dict[tuple[int, int], Tensor]
-"""By the operation that takes it, and its position there."""
+"""By the operation that takes it, and its position there: among the tensors, or (negative) the Python numbers."""
 
 
 class StageMode(TorchFunctionMode):
@@ -89,7 +90,7 @@ class StageMode(TorchFunctionMode):
         self.made: dict[Key, tuple[Tensor, int]] = {}
         """What is sent on, with its version when it was made."""
         self.taken: Taken | None = None
-        """What operations of stages take of numbers that every stage has; None where nobody asks."""
+        """What operations of stages take of values that every stage has; None where nobody asks."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -122,10 +123,14 @@ class StageMode(TorchFunctionMode):
     def _note_taken(self, instruction: Instruction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.taken is None or instruction.operation.stage is None:
             return
+        is_unit = isinstance(instruction.operation.what, str)  # others take indices, too, that go by the rows there are
         with DisableTorchFunction():
             for position, x in enumerate(tensors_in(args, kwargs)):
-                if x.is_floating_point() and not x.requires_grad and not is_fake(x):
-                    self.taken[self._index, position] = x
+                if (is_unit or x.is_floating_point()) and not is_fake(x):
+                    self.taken[self._index, position] = x.detach()
+            numbers = [x for x in tree_leaves((args, kwargs)) if is_unit and isinstance(x, float)]
+            for position, number in enumerate(numbers):
+                self.taken[self._index, -1 - position] = torch.tensor(number)
 
     def unit(
         self, name: str, stage: int, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]

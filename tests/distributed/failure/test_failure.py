@@ -32,8 +32,8 @@ class Ended:
 
 
 def last_word(screen: str) -> str:
-    """The last line that Python printed; what C++ says after it is not ours: when gloo is torn down, or of what is still
-    referenced at the end (torch 2.15)."""
+    """The last line that Python printed; what C++ says after it is not ours: when gloo is torn down, or of objects that
+    are left at the end (torch 2.15)."""
     printed = screen.partition("nanobind: ")[0].splitlines()
     return [line for line in printed if line.strip() and not line.startswith("terminate called")][-1]
 

@@ -25,7 +25,7 @@ from lightning_megatp.pipeline.slicing.dry_run.tail import Tail
 from lightning_megatp.pipeline.slicing.dry_run.tracer import Tracer
 from lightning_megatp.pipeline.slicing.dry_run.values import Values
 from lightning_megatp.pipeline.slicing.locator import Locator
-from lightning_megatp.pipeline.slicing.plan import ReadsValues, SideDoor, SliceError, SlicePlan
+from lightning_megatp.pipeline.slicing.plan import Operation, ReadsValues, SideDoor, SliceError, SlicePlan
 from lightning_megatp.pipeline.slicing.state.kept import KeptByUnits
 from lightning_megatp.pipeline.slicing.state.lasting import UNNAMED
 from lightning_megatp.pipeline.slicing.state.ownership import Ownership
@@ -123,7 +123,7 @@ class DryRuns:
         where something that comes then concerns other stages."""
         manner = _Manner(past_masks=self._n_stages == 1)
         if self._before_tail is not None:
-            manner = replace(manner, tail=Tail(self._before_tail.run(step, batch, seed)[0].operations))
+            manner = replace(manner, tail=Tail(self._before_tail.operations(step, batch, seed)))
         try:
             seen, manner = self._by_hooks(manner, step, batch, seed)
         except ReadsValues:
@@ -135,6 +135,13 @@ class DryRuns:
                     seen, manner = further, past
         self._check_alone(manner, step, batch, seed, seen)
         return seen.plan, seen.left
+
+    def operations(self, step: Step, batch: Any, seed: int) -> Sequence[Operation]:
+        """What the step does, behind masks of the last stage's values, too, where it can be followed there: a head may
+        come behind one."""
+        with contextlib.suppress(SliceError):
+            return self._by_hooks(_Manner(past_masks=True), step, batch, seed)[0].plan.operations
+        return self.run(step, batch, seed)[0].operations
 
     def _by_hooks(self, manner: _Manner, step: Step, batch: Any, seed: int) -> tuple[_Seen, _Manner]:
         """A dry run, with the hooks called late that need it."""

@@ -64,7 +64,7 @@ def make_plan(
     return SlicePlan(
         n_stages=n_stages,
         operations=_operations(tracer, changed.ids),
-        relays=tuple(_relays(tracer.values.by_key, stage) for stage in range(n_stages)),
+        relays=tuple(_relays(tracer, stage) for stage in range(n_stages)),
         shared={**shared, **{name: stages for name, stages in glue.items() if len(stages) > 1}},
         glue=glue,
         not_operations=frozenset(tracer.not_operations),
@@ -81,6 +81,7 @@ def make_plan(
         reads=tuple(tracer.reads),
         varies=tracer.varies,
         mixes=tracer.orders.mixed,
+        couples=tracer.interleaving.coupled,
         ended=tracer.ended,
         ended_in=tracer.ended_in,
         put_back=put_back,
@@ -104,13 +105,15 @@ def _stages(users: set[int | None], n_stages: int) -> tuple[int, ...]:
     return tuple(range(n_stages)) if None in users else tuple(sorted(stage for stage in users if stage is not None))
 
 
-def _relays(values: Mapping[Key, Value], stage: int) -> tuple[Relay, ...]:
+def _relays(tracer: Tracer, stage: int) -> tuple[Relay, ...]:
     """What crosses the boundary before a stage: values of earlier stages that it, or a later one, uses."""
-    crossing = [value for value in values.values() if (value.stage or 0) < stage <= max(value.consumers, default=-1)]
-    return tuple(_relay(value, stage) for value in sorted(crossing, key=lambda value: value.key or Key(0, 0)))
+    values = tracer.values.by_key.values()
+    crossing = [value for value in values if (value.stage or 0) < stage <= max(value.consumers, default=-1)]
+    in_order = sorted(crossing, key=lambda value: value.key or Key(0, 0))
+    return tuple(_relay(value, stage, tracer.interleaving.rounds_of(value.tensor)) for value in in_order)
 
 
-def _relay(value: Value, stage: int) -> Relay:
+def _relay(value: Value, stage: int, rounds: int) -> Relay:
     assert value.key is not None and value.ghost is not None
     ghost = value.ghost
     return Relay(
@@ -121,4 +124,5 @@ def _relay(value: Value, stage: int) -> Relay:
         device=ghost.device,
         requires_grad=ghost.requires_grad and value.has_gradient(stage),
         has_graph=ghost.requires_grad,
+        rounds=rounds,
     )

@@ -23,6 +23,7 @@ from lightning_megatp.pipeline.slicing.dry_run.deeds import Deeds, Moment, deed_
 from lightning_megatp.pipeline.slicing.dry_run.fakes import Fakes
 from lightning_megatp.pipeline.slicing.dry_run.guesses import guess, guessed_where_they_fail, parts_of
 from lightning_megatp.pipeline.slicing.dry_run.inside import Inside
+from lightning_megatp.pipeline.slicing.dry_run.interleaving import Interleaving
 from lightning_megatp.pipeline.slicing.dry_run.late_hooks import UserHooks, Watched
 from lightning_megatp.pipeline.slicing.dry_run.operations import (
     EFFECTS,
@@ -124,7 +125,7 @@ class Tracer(TorchFunctionMode):
         self._before = 0
         """The stage of the last operation that has one."""
         self._batch = {id(x) for x in batch}
-        self.orders = Orders(batch)
+        self.orders, self.interleaving = Orders(batch), Interleaving(batch)
         self.fakes, self.record = Fakes(values, fake_mode, owners), Record(values, owners, fake_mode)
         self._doing = Deeds(Moment.now())
         self.not_operations: set[Any] = set()
@@ -440,6 +441,8 @@ class Tracer(TorchFunctionMode):
         at = len(self.record.operations) - 1
         if self.tail is None or not self.tail.has_all_samples(at, stage == self.last_stage):
             self.orders.note(call, out)
+            if self.tail is not None:
+                self.interleaving.note(call, out)
         return out
 
     def _given(self, value: Value) -> Any:
@@ -487,8 +490,7 @@ class Tracer(TorchFunctionMode):
         if stage is None and not call.shape_only:
             homes = [min(self.owners[id(v.tensor)]) for v in call.inputs if id(v.tensor) in self.owners]
             stage = max(stages or homes, default=None)
-        if stage == self.last_stage - 1 and self.tail is not None and not call.units:
-            stage += len(self.record.operations) in self.tail
+        stage = self._or_tail(call, stage)
         try:
             if call.is_unit or call.opaque:
                 return self._look_inside(call, stage)
@@ -512,6 +514,13 @@ class Tracer(TorchFunctionMode):
             ) from error
         args, kwargs = with_memory(call.args, call.kwargs) if call.shape_only else (call.args, call.kwargs)
         return None, call.function(*args, **kwargs)
+
+    def _or_tail(self, call: Call, stage: int | None) -> int | None:
+        """The stage of an operation, or the tail, if it is of that: not what weights alone are made into, which is the
+        same for all microbatches."""
+        if self.tail is None or call.units or len(self.record.operations) not in self.tail:
+            return stage
+        return self.last_stage if any(value.stage is not None for value in call.inputs) else stage
 
     def _asks_for_shapes(self, call: Call) -> bool:
         """Whether an operation reads no data of a stage's tensors."""
@@ -554,7 +563,7 @@ class Tracer(TorchFunctionMode):
         self._doing.compared = not hooks
         if inside.missed is not None:
             self._say_guessed(call)
-        stage = inside.find_stage(stage)
+        stage = self._or_tail(call, inside.find_stage(stage))
         self._inner.update((key, (x, stage, call.by)) for key, x in inside.made.items())
         return stage, out
 

@@ -1,0 +1,200 @@
+"""What a step does after its last block, on values of any stage and with rows in any order, is done on the batch."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from tests.distributed.training import PLAIN, PP2, Layout, Losses, make_trainer, run_program
+from tests.ranks import RankError
+
+WIDTH, CLASSES, LENGTH = 12, 5, 4
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.linear(x))
+
+
+def contrast(x: Tensor) -> Tensor:
+    y = F.normalize(x, dim=1)
+    return (y @ y.T).exp().mean()
+
+
+class Spread(torch.autograd.Function):
+    """Divides by a statistic of all rows, forward and backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x / x.detach().std()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad / grad.norm()
+
+
+class Lit(LightningModule):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.step = globals()[kind]
+        self.table, self.blocks = nn.Embedding(9, WIDTH), nn.ModuleList(Block() for _ in range(4))
+        self.head, self.scale = nn.Linear(WIDTH, CLASSES), nn.Parameter(torch.ones(()))
+
+    def run(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """The hidden states behind the first block, and behind the last one."""
+        x = early = self.table(ids)
+        for i, block in enumerate(self.blocks):
+            x = block(x)
+            early = x if i == 0 else early
+        return early, x
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        loss = self.step(self, *batch)
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch: list[Tensor], index: int) -> None:
+        self.log("val", self.step(self, *batch))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def of_an_early_stage(lit: Lit, ids: Tensor, y: Tensor) -> Tensor:
+    early, x = lit.run(ids)
+    normed = (early - early.mean(0)) / (early.std(0) + 0.1)
+    return F.cross_entropy(lit.head(x).mean(1), y) + contrast(early.mean(1)) + (normed.mean((1, 2)) * y).mean().square()
+
+
+def views(lit: Lit, ids: Tensor, y: Tensor) -> Tensor:
+    """As SimCSE, and FixMatch, put views of the samples one after the other."""
+    _, x = lit.run(torch.cat([ids, ids.flip(1)]))
+    first, second = F.normalize(lit.head(x).mean(1), dim=1).chunk(2)
+    return F.cross_entropy(first @ second.T / 0.5, torch.arange(len(y))) + F.cross_entropy(first, y)
+
+
+def repeated(lit: Lit, ids: Tensor, y: Tensor) -> Tensor:
+    _, x = lit.run(ids.repeat(3, 1))
+    return F.cross_entropy(lit.head(x).mean(1), y.repeat(3)).sqrt()
+
+
+def tokens_first(lit: Lit, ids: Tensor, y: Tensor) -> Tensor:
+    """Hidden states as (tokens x samples, width)."""
+    x = lit.table(ids).transpose(0, 1)
+    tokens, samples, width = x.shape
+    x = x.reshape(tokens * samples, width)
+    for block in lit.blocks:
+        x = block(x)
+    logits = lit.head(x).view(tokens, samples, CLASSES).mean(0)
+    return F.cross_entropy(logits, y).sqrt() + contrast(logits)
+
+
+def by_a_function(lit: Lit, ids: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(Spread.apply(lit.head(lit.run(ids)[1]).mean(1)), y)
+
+
+def behind_a_mask(lit: Lit, ids: Tensor, y: Tensor) -> Tensor:
+    """A head behind a mask, as of masked language models."""
+    mask = ids > 3
+    return F.cross_entropy(lit.head(lit.run(ids)[1][mask]), ids[mask] % CLASSES).sqrt()
+
+
+def transposed(lit: Lit, ids: Tensor, y: Tensor) -> Tensor:
+    """What comes out of the last block lies otherwise than in rows."""
+    _, x = lit.run(ids)
+    return contrast(lit.head(x).transpose(1, 2).mean(2))
+
+
+def of_weights(lit: Lit, ids: Tensor, y: Tensor) -> Tensor:
+    """A penalty on weights of all stages."""
+    return F.cross_entropy(lit.head(lit.run(ids)[1]).mean(1), y).sqrt() + sum(p.norm() for p in lit.parameters())
+
+
+def between_blocks(lit: Lit, ids: Tensor, y: Tensor) -> Tensor:
+    x = lit.table(ids)
+    for block in lit.blocks:
+        x = block(x - x.mean(0))
+    return F.cross_entropy(lit.head(x).mean(1), y)
+
+
+def compared_between_blocks(lit: Lit, ids: Tensor, y: Tensor) -> Tensor:
+    _, x = lit.run(ids)
+    pooled = x.mean(1)
+    return F.cross_entropy(lit.head((pooled @ pooled.T).softmax(1) @ pooled), y)
+
+
+def of_whole_numbers(lit: Lit, ids: Tensor, y: Tensor) -> Tensor:
+    _, x = lit.run((ids + ids.max(0).values) % 9)
+    return F.cross_entropy(lit.head(x).mean(1), y)
+
+
+def _data(rows: int) -> DataLoader[Any]:
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, 9, (2 * rows, LENGTH), generator=generator)
+    ids[:, 0] = 5
+    y = torch.randint(0, CLASSES, (2 * rows,), generator=generator)
+    return DataLoader(TensorDataset(ids, y), batch_size=rows)
+
+
+def _fit(layout: Layout, kind: str, rows: int = 6) -> dict[str, Any]:
+    torch.manual_seed(0)
+    module, losses = Lit(kind).double(), Losses()
+    trainer = make_trainer(
+        layout, strategy={"plan": None, "whole_loss": True}, callbacks=[losses], num_sanity_val_steps=0, max_epochs=2
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(module, _data(rows), _data(rows))
+    said = [str(w.message) for w in caught if "whole_loss" in str(w.message)]
+    return {"losses": losses.seen, "val": float(trainer.callback_metrics["val"]), "said": said}
+
+
+PP2_IN_TWO = Layout(pp=2, microbatches=2)
+RIGHT = [
+    "of_an_early_stage", "views", "repeated", "tokens_first", "by_a_function", "behind_a_mask", "transposed",
+    "of_weights",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", RIGHT)
+def test_it_is_done_on_all_rows(kind: str) -> None:
+    (expected,) = run_program(PLAIN, _fit, kind)
+    for found in run_program(PP2, _fit, kind):
+        assert found["losses"] == pytest.approx(expected["losses"], rel=1e-9)
+        assert found["val"] == pytest.approx(expected["val"], rel=1e-6), "logged in float32"
+        assert not found["said"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "by"),
+    [("between_blocks", "`mean`"), ("compared_between_blocks", "`matmul`"), ("of_whole_numbers", "table")],
+)
+def test_what_can_not_be_is_said(kind: str, by: str) -> None:
+    said = " ".join(run_program(PP2_IN_TWO, _fit, kind)[0]["said"])
+    assert by in said and "of a microbatch" in said, said
+
+
+class Strided(Lit):
+    def split_batch(self, batch: list[Tensor], microbatches: int) -> list[list[Tensor]]:
+        return [[x[i::microbatches] for x in batch] for i in range(microbatches)]
+
+
+def _strided(layout: Layout) -> None:
+    trainer = make_trainer(layout, strategy={"plan": None, "whole_loss": True})
+    trainer.fit(Strided("views").double(), _data(4))
+
+
+def test_samples_in_another_order_are_refused() -> None:
+    with pytest.raises(RankError, match="`split_batch` returns has to have the samples in the order of the batch"):
+        run_program(PP2_IN_TWO, _strided)
