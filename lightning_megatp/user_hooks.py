@@ -9,15 +9,16 @@ from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 from lightning_megatp.detour import Detour
+from lightning_megatp.steps import EVALUATION, StepKind
 
 HOOKS = (
     *("on_fit_start", "on_fit_end", "on_sanity_check_start", "on_sanity_check_end"),
     *("on_before_backward", "on_after_backward", "on_before_optimizer_step", "on_before_zero_grad"),
     *("optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping", "lr_scheduler_step"),
-    *(f"on_{kind}_model_{mode}" for kind in ("validation", "test", "predict") for mode in ("eval", "train")),
+    *(kind.hook(f"model_{mode}") for kind in EVALUATION for mode in ("eval", "train")),
     *(
-        f"on_{kind}_{moment}"
-        for kind in ("train", "validation", "test", "predict")
+        kind.hook(moment)
+        for kind in StepKind
         for moment in ("start", "epoch_start", "batch_start", "batch_end", "epoch_end", "end")
     ),
 )

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from lightning_megatp.shim.autograd import functorch_is_active
 from lightning_megatp.shim.torch import is_fake, with_local
+from lightning_megatp.steps import StepKind
 from lightning_megatp.tensor.shards import LayerWeight, TransposedWeight
 
 
@@ -164,10 +165,15 @@ def finds_rows(error: BaseException) -> bool:
     )
 
 
-def used_beside(step: str, level: int) -> RuntimeError:
-    """The error for it, in a step ("train", "validate", ...)."""
+def used_beside(kind: StepKind, level: int) -> RuntimeError:
+    """The error for it.
+
+    Args:
+        kind: of the step.
+        level: of zero.
+    """
     return RuntimeError(
-        f"MegaTPStrategy: the {step} step uses a parameter that zero={level} has divided outside of the forward of its"
+        f"MegaTPStrategy: the {kind} step uses a parameter that zero={level} has divided outside of the forward of its"
         " module, and the batch that was looked at before training did not show it. Use it inside of a module's"
         " forward, or take zero=0."
     )

@@ -32,9 +32,8 @@ from lightning_megatp.pipeline.twins import warn_of_pairs, with_twins
 from lightning_megatp.plan.units import find_units, modules_around
 from lightning_megatp.shim.compiler import is_compiled
 from lightning_megatp.shim.lightning import default_store
+from lightning_megatp.steps import StepKind
 from lightning_megatp.tensor.deferred import defer_linears
-
-_KINDS = ("training", "validation", "test", "predict")
 
 
 def open_pipeline(
@@ -208,7 +207,7 @@ def check_pipelined(parallel: ParallelModule) -> None:
         ValueError: manual optimization, a step that takes an iterator, an own `backward`, a MetricTracker.
     """
     module = parallel.module
-    steps = [getattr(module, f"{kind}_step", None) for kind in _KINDS]  # `test_step = None` says that there is none
+    steps = [getattr(module, kind.method, None) for kind in StepKind]  # `test_step = None` says that there is none
     found = None
     if not getattr(module, "automatic_optimization", True):
         found = "manual optimization (automatic_optimization=False): the pipeline's schedule runs the backward", "pp=1"

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_megatp.containers import parameters_of
+from lightning_megatp.steps import StepKind
 from lightning_megatp.user_hooks import codes_of, words_of
-
-_KINDS = ("train", "validation", "test", "predict")
 
 
 @dataclass(frozen=True)
@@ -30,8 +29,8 @@ class Hook:
 
 def hooks_after_steps(module: nn.Module) -> Iterator[Hook]:
     """The hooks after steps that the user defined: what Lightning's own class has does nothing."""
-    for kind in _KINDS:
-        for name, gets_outputs in ((f"on_{kind}_batch_end", True), (f"on_{kind}_epoch_end", False)):
+    for kind in StepKind:
+        for name, gets_outputs in ((kind.hook("batch_end"), True), (kind.hook("epoch_end"), False)):
             if getattr(module, name, None) is not None and not _is_lightnings(module, name):
                 words = set[str]().union(*map(words_of, codes_of(module, name)))
                 yield Hook(name, gets_outputs, moves_weights=any(map(_OF_WEIGHTS.search, words)))
