@@ -6,7 +6,6 @@ import functools
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from torch import Size, Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lightning_megatp.origins import module_of_frame
 from lightning_megatp.shim.autograd import functorch_is_active
 from lightning_megatp.shim.torch import is_fake, with_local
 from lightning_megatp.steps import StepKind
@@ -159,9 +159,9 @@ def finds_rows(error: BaseException) -> bool:
     to 2.13); a bare assertion or a wrong shape comes from inside of it."""
     if "mixed torch.Tensor and DTensor" in str(error):
         return True
-    inside = str(Path("torch", "distributed", "tensor"))
     return not isinstance(error, torch.OutOfMemoryError) and any(
-        inside in frame.filename for frame in traceback.extract_tb(error.__traceback__)
+        module_of_frame(frame).startswith("torch.distributed.tensor")
+        for frame, _ in traceback.walk_tb(error.__traceback__)
     )
 
 

@@ -16,6 +16,7 @@ from lightning_megatp.batches.split import check_columns, check_rows
 from lightning_megatp.mesh import ParallelMesh
 from lightning_megatp.metrics import LastStageMetrics
 from lightning_megatp.module import ParallelModule
+from lightning_megatp.origins import is_lightnings_default
 from lightning_megatp.pipeline.assignment import assign, can_be_cut, holders_of, small_among, stage_sizes, unit_costs
 from lightning_megatp.pipeline.executor import Executor, Links, connect, lanes
 from lightning_megatp.pipeline.loans import Loans
@@ -213,7 +214,7 @@ def check_pipelined(parallel: ParallelModule) -> None:
         found = "manual optimization (automatic_optimization=False): the pipeline's schedule runs the backward", "pp=1"
     elif any("dataloader_iter" in inspect.signature(step).parameters for step in filter(callable, steps)):
         found = "a step that takes `dataloader_iter`", "a step that takes a batch"
-    elif not getattr(type(module), "backward", print).__module__.endswith(("core.module", "builtins")):
+    elif (backward := getattr(type(module), "backward", None)) and not is_lightnings_default(backward):
         found = "a LightningModule with its own `backward`: the pipeline's schedule runs it", "on_before_backward"
     elif any(isinstance(x, MetricTracker) for x in module.modules()):
         found = (

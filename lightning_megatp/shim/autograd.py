@@ -15,6 +15,8 @@ from torch import Tensor
 from torch._functorch import apis, eager_transforms
 from torch.autograd import forward_ad
 
+from lightning_megatp.origins import is_torchs
+
 
 def accumulated_parameter(node: Any) -> Tensor | None:
     """The leaf an AccumulateGrad node adds to, None for other nodes. `variable` has no public name (2.13)."""
@@ -201,7 +203,7 @@ def unbind_functions() -> None:
 def _is_users_apply(method: Any) -> bool:
     function = method.__self__
     is_apply = method.__name__ == "apply" and isinstance(function, type(torch.autograd.Function))
-    return is_apply and not function.__module__.startswith("torch.")
+    return is_apply and not is_torchs(function)
 
 
 def is_scripted(function: Any) -> bool:

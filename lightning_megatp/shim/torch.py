@@ -34,6 +34,7 @@ from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import register_pytree_node, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
+from lightning_megatp.origins import package_of
 from lightning_megatp.shim.autograd import untransformed
 from lightning_megatp.shim.fakes import fake_tensor_mode
 
@@ -588,8 +589,8 @@ def open_dataclasses(*values: Any) -> None:
 
 def _is_closed_dataclass(x: Any) -> bool:
     """Not opened yet: of what is registered, `tree_leaves` gives the entries."""
-    of = type(x).__module__.partition(".")[0]
-    return dataclasses.is_dataclass(x) and not isinstance(x, type) and of not in ("torch", "transformers")
+    of_library = package_of(type(x)) in ("torch", "transformers")
+    return dataclasses.is_dataclass(x) and not isinstance(x, type) and not of_library
 
 
 def _entries_of(x: Any) -> tuple[list[Any], list[str]]:

@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.quasirandom import SobolEngine
 from torch.utils.data import Dataset
 
+from lightning_megatp.origins import is_frameworks
 from lightning_megatp.shim.torch import is_fake, storage_id
 from lightning_megatp.tensor.functions import is_in_place, operation_name
 
@@ -27,8 +28,8 @@ LARGE = 10_000
 CONTAINERS = (list, dict, set, deque)
 PLAIN = frozenset({type(None), bool, int, float, str})
 
-_NOT_SEARCHED = ("torch", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_megatp", "numpy")
-"""Objects of these packages are neither searched nor restored: the trainer, loggers, process groups."""
+_NOT_SEARCHED = ("builtins", "numpy")
+"""Objects of these packages, and of frameworks, are neither searched nor restored: the trainer, loggers, groups."""
 
 
 class Snapshot:
@@ -194,8 +195,7 @@ def _held(entry: Any) -> Any:
         return list(tuple.__getitem__(entry, slice(None)))  # e3nn's have no length
     if isinstance(entry, Dataset):  # torch's own, too: a Subset holds the user's
         return entry.__dict__
-    of = type(entry).__module__.partition(".")[0]
-    held = None if of in _NOT_SEARCHED or of == "builtins" else getattr(entry, "__dict__", None)
+    held = None if is_frameworks(type(entry), *_NOT_SEARCHED) else getattr(entry, "__dict__", None)
     return held if isinstance(held, dict) else None  # `list[int]` shows that of its class, which can't change
 
 
