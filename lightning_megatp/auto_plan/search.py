@@ -22,8 +22,8 @@ from lightning_megatp.auto_plan.simulate import BlockPlan
 from lightning_megatp.auto_plan.thin import ThinLinear, block_copy, name_in_copy, thin_copy
 from lightning_megatp.auto_plan.tokens import sequence_dim, used_twice
 from lightning_megatp.plan.convolutions import convolution_plan, fits, weights
-from lightning_megatp.plan.layer import BareLinear, LayerPlan
-from lightning_megatp.plan.parallel_plan import AttributePlan, Done
+from lightning_megatp.plan.layer import BareLinear, LayerPlan, UserOperation
+from lightning_megatp.plan.parallel_plan import AttributePlan
 from lightning_megatp.plan.ranges import length, shard_ranges
 from lightning_megatp.plan.styles import Style
 from lightning_megatp.shim.transformers import is_conv1d
@@ -58,7 +58,7 @@ class BlockResult:
     """The dim of the hidden states that may be divided between regions."""
     used_twice: set[str] = field(default_factory=set)
     """Modules in it whose parameters may there be used on whole values too."""
-    couplings: frozenset[Done] = frozenset()
+    couplings: frozenset[UserOperation] = frozenset()
     """What was seen in it that looks at several elements at once."""
     token_local: list[str] = field(default_factory=list)
     """Whole linear layers in it that widen, between regions: an adapter's second layer. Each rank runs them on its own

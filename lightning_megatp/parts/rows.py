@@ -165,7 +165,7 @@ def finds_rows(error: BaseException) -> bool:
     )
 
 
-def used_beside(kind: StepKind, level: int) -> RuntimeError:
+def used_outside_forward(kind: StepKind, level: int) -> RuntimeError:
     """The error for it.
 
     Args:

@@ -45,7 +45,7 @@ from lightning_megatp.tensor.random import RankStream
 
 
 @dataclass
-class Rehearsal:
+class SavedForBackward:
     """What one microbatch keeps for backward on one tensor rank, all pipeline stages together."""
 
     saved: dict[str, dict[int, int]] = field(default_factory=dict)
@@ -95,7 +95,7 @@ def rehearse(
     stage_of_unit: Mapping[str, int] | None = None,
     device: str = "cpu",
     around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
-) -> Rehearsal:
+) -> SavedForBackward:
     """Run the training step once, without data.
 
     Args:
@@ -185,11 +185,11 @@ def _swapped(
 
 
 @contextlib.contextmanager
-def _recorded(module: nn.Module, held: set[int]) -> Iterator[Rehearsal]:
+def _recorded(module: nn.Module, held: set[int]) -> Iterator[SavedForBackward]:
     """Args:
     held: storages that don't count: parameters, buffers, the batch.
     """
-    found = Rehearsal()
+    found = SavedForBackward()
     where, current = "", found.saved.setdefault("", {})
     kept: list[Tensor] = []  # so that no storage's id is used twice
 

@@ -12,7 +12,7 @@ import torch
 from lightning_megatp.batches.same import SameBatch, refuse_lengths, warn_of_lengths
 from lightning_megatp.gradients.wide import widen
 from lightning_megatp.optimizers.nested import with_inner
-from lightning_megatp.parts.rows import finds_rows, used_beside
+from lightning_megatp.parts.rows import finds_rows, used_outside_forward
 from lightning_megatp.planner.measure import MemoryAccount
 from lightning_megatp.recompute.offload import OffloadActivations
 from lightning_megatp.shim.lightning import saves_averages_as_model
@@ -168,7 +168,7 @@ class StepMethods(GradientMethods):
             except (RuntimeError, AssertionError) as error:
                 if self.sharding is None or not finds_rows(error):
                     raise
-                raise used_beside(kind, self.zero.level) from error
+                raise used_outside_forward(kind, self.zero.level) from error
             except StopIteration as error:  # Lightning would take it for the end of the data, on this rank alone
                 raise RuntimeError(
                     f"MegaTPStrategy: the {kind} step raised StopIteration: some `next(...)` found nothing."

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.overrides import handle_torch_function
 
 from lightning_megatp.origins import THIS_PACKAGE, callers_frame, module_of_frame, package_of_frame
-from lightning_megatp.plan.layer import Done
+from lightning_megatp.plan.layer import UserOperation
 from lightning_megatp.shim.autograd import DirectFunction
 from lightning_megatp.shim.torch import FOREACH_IN_PLACE
 
@@ -97,7 +97,7 @@ def asks_gradient(func: Callable[..., Any], args: Sequence[Any]) -> bool:
     return not module_of_frame(frame).startswith(_READ_GRADIENTS)
 
 
-def done_by_user(operation: str) -> Done:
+def done_by_user(operation: str) -> UserOperation:
     """An operation that runs, with the innermost line that is neither torch's nor this package's."""
     frame = callers_frame(sys._getframe(1), "torch", THIS_PACKAGE)
     return operation, frame.f_code.co_filename, frame.f_lineno

@@ -37,7 +37,7 @@ from lightning_megatp.parts.rows import (
     load_rows,
     replace_parameters,
     rows_of,
-    used_beside,
+    used_outside_forward,
 )
 from lightning_megatp.shim.autograd import hold_hooks, hooks_held
 from lightning_megatp.shim.torch import FakeTensorMode, storage_id, tensor_version, unrecorded
@@ -325,7 +325,7 @@ class ZeroSharding:
         """A loss whose backward begins before the step is over. What leaves the root starts FSDP2's own end of a
         backward; without it, a backward that passes no unit would reduce nothing."""
         if isinstance(loss, DTensor):  # of divided parameters alone: a backward would end in an error of torch's
-            raise used_beside(StepKind.TRAIN, self.options.level)
+            raise used_outside_forward(StepKind.TRAIN, self.options.level)
         return self._root(lambda: loss) if self._stepping else loss
 
     def before_backward(self, last: bool) -> None:
