@@ -26,6 +26,7 @@ from lightning_megatp.module import ParallelModule
 from lightning_megatp.plan.parallel_plan import ParallelPlan
 from lightning_megatp.plan.units import find_units
 from lightning_megatp.plugin import ParallelismPlugin
+from lightning_megatp.random_states import random_state_kept
 from lightning_megatp.recompute.blocks import recompute_blocks
 from lightning_megatp.recompute.options import RecomputeOptions
 from lightning_megatp.shim.lightning import trainer_of
@@ -37,7 +38,6 @@ from lightning_megatp.shim.torch import (
     tree_leaves,
     tree_map,
 )
-from lightning_megatp.snapshots.snapshot import random_state_kept
 from lightning_megatp.tensor.context import TensorContext
 from lightning_megatp.tensor.features.layout import FeatureLayout
 from lightning_megatp.tensor.features.shard import FeatureShard

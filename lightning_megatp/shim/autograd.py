@@ -342,7 +342,7 @@ def functorch_is_active() -> bool:
     return bool(torch._C._are_functorch_transforms_active())
 
 
-def generator_state(generator: torch.Generator) -> bytes:
+def generator_bytes(generator: torch.Generator) -> bytes:
     """Where a generator is. Inside of torch.func's transforms the tensor that says so would be one of theirs, without
     memory; what keeps them out has no public name (2.11-2.13)."""
     with torch._C._DisableFuncTorch():

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from lightning_megatp.batches.signature import leaves_out, tensors_of
 from lightning_megatp.calls import Decides
-from lightning_megatp.pipeline.seeds import host_seeded
 from lightning_megatp.pipeline.slicing.dry_run.alone import Alone, Difference, Reading
 from lightning_megatp.pipeline.slicing.dry_run.deeds import Deeds
 from lightning_megatp.pipeline.slicing.dry_run.late_hooks import UserHooks
@@ -31,6 +30,7 @@ from lightning_megatp.pipeline.slicing.state.lasting import UNNAMED
 from lightning_megatp.pipeline.slicing.state.ownership import Ownership
 from lightning_megatp.pipeline.slicing.state.put_back import Toggles, modules_with, putting_back
 from lightning_megatp.pipeline.slicing.state.tables import Left
+from lightning_megatp.random_states import host_seeded, random_state_kept
 from lightning_megatp.shim.autograd import checkpoints_ended, handle_functions
 from lightning_megatp.shim.compiler import uncompiled
 from lightning_megatp.shim.lightning import around_progress, trainer_of
@@ -41,7 +41,7 @@ from lightning_megatp.shim.torch import (
     subclassed_fake,
     tensor_version,
 )
-from lightning_megatp.snapshots.snapshot import FirstValues, Snapshot, random_state_kept
+from lightning_megatp.snapshots.snapshot import FirstValues, Snapshot
 
 Step = Callable[[Any], Any]
 """A user's step on one batch, in the contexts it runs in (autocast)."""
