@@ -57,7 +57,7 @@ def agree_on_precision(
         ValueError: a scaler of a kind whose ranks would disagree.
     """
     if parallel.sharding is not None:
-        around_clipping(plugin, parallel.sharding.take_over)
+        around_clipping(plugin, parallel.sharding.shown.take_over)
     plugin.clip_grad_by_norm = functools.partial(_clip_grad_by_norm, plugin, parallel, mesh)
     plugin.clip_grad_by_value = functools.partial(_clip_grad_by_value, plugin)
     scaler = getattr(plugin, "scaler", None)

@@ -245,7 +245,7 @@ class Pipeline:
         if self.sharding is not None:
             self._check_told()
             self.sharding.reduce_rest(run.factor)
-            self.sharding.park()
+            self.sharding.shown.park()
         more = self._outputs_of(StepKind.TRAIN, run)
         return {**(more or {}), "loss": loss} if more or run.returns_mappings else loss
 
