@@ -9,7 +9,7 @@ from rich.table import Table
 from torch import nn
 
 from lightning_megatp.auto_plan.blocks import kinds_of_blocks
-from lightning_megatp.auto_plan.search import BlockResult
+from lightning_megatp.auto_plan.results import BlockResult
 from lightning_megatp.plan.parallel_plan import ParallelPlan
 from lightning_megatp.plan.ranges import length
 from lightning_megatp.planner.rehearsal import SavedForBackward, interception_seconds
