@@ -20,8 +20,9 @@ from lightning_megatp.containers import tensors_in
 from lightning_megatp.messages import warn_once_per_run
 from lightning_megatp.random_states import random_state_kept
 from lightning_megatp.shim.compiler import uncompiled
+from lightning_megatp.shim.fakes import real_again
 from lightning_megatp.shim.lightning import batch_hook, first_loaders, idle_optimizers
-from lightning_megatp.shim.torch import real_again, tensor_version, tree_leaves, tree_map
+from lightning_megatp.shim.torch import tensor_version, tree_leaves, tree_map
 from lightning_megatp.snapshots.snapshot import FirstValues, Snapshot
 from lightning_megatp.steps import StepKind
 

@@ -15,7 +15,8 @@ from torch.optim import Optimizer
 
 from lightning_megatp.origins import module_of_frame
 from lightning_megatp.shim.autograd import functorch_is_active
-from lightning_megatp.shim.torch import is_fake, with_local
+from lightning_megatp.shim.fakes import is_fake
+from lightning_megatp.shim.torch import with_local
 from lightning_megatp.steps import StepKind
 from lightning_megatp.tensor.shards import LayerWeight, TransposedWeight
 

@@ -29,15 +29,9 @@ from lightning_megatp.plugin import ParallelismPlugin
 from lightning_megatp.random_states import random_state_kept
 from lightning_megatp.recompute.blocks import recompute_blocks
 from lightning_megatp.recompute.options import RecomputeOptions
+from lightning_megatp.shim.fakes import CopiesFakes, fake_tensor_mode
 from lightning_megatp.shim.lightning import trainer_of
-from lightning_megatp.shim.torch import (
-    CopiesFakes,
-    DisableTorchFunctionSubclass,
-    fake_tensor_mode,
-    storage_id,
-    tree_leaves,
-    tree_map,
-)
+from lightning_megatp.shim.torch import DisableTorchFunctionSubclass, storage_id, tree_leaves, tree_map
 from lightning_megatp.tensor.context import TensorContext
 from lightning_megatp.tensor.features.layout import FeatureLayout
 from lightning_megatp.tensor.features.shard import FeatureShard

@@ -17,7 +17,8 @@ from torch.utils.data import Dataset
 
 from lightning_megatp.origins import is_frameworks
 from lightning_megatp.random_states import generator_state, is_generator, set_generator_state
-from lightning_megatp.shim.torch import is_fake, storage_id
+from lightning_megatp.shim.fakes import is_fake
+from lightning_megatp.shim.torch import storage_id
 from lightning_megatp.tensor.functions import is_in_place, operation_name
 
 LARGE = 10_000

@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from lightning_megatp.plan.layer import UserOperation
-from lightning_megatp.shim.torch import is_fake, tree_leaves
+from lightning_megatp.shim.fakes import is_fake
+from lightning_megatp.shim.torch import tree_leaves
 from lightning_megatp.tensor.context import OpenStack, TensorContext
 from lightning_megatp.tensor.draws import draws_random
 from lightning_megatp.tensor.functions import (

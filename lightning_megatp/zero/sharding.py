@@ -38,7 +38,8 @@ from lightning_megatp.parts.rows import (
     used_outside_forward,
 )
 from lightning_megatp.shim.autograd import hold_hooks, hooks_held
-from lightning_megatp.shim.torch import FakeTensorMode, storage_id, tensor_version
+from lightning_megatp.shim.fakes import FakeTensorMode
+from lightning_megatp.shim.torch import storage_id, tensor_version
 from lightning_megatp.steps import StepKind
 from lightning_megatp.zero.holders import Group, Holder, Root, Sharder
 from lightning_megatp.zero.options import ZeroOptions

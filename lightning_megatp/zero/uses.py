@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_megatp.mesh import ParallelMesh
 from lightning_megatp.parts.rows import DividedParameter
-from lightning_megatp.shim.torch import unrecorded
+from lightning_megatp.shim.collectives import unrecorded
 from lightning_megatp.tensor.functions import OwnHook
 from lightning_megatp.zero.holders import REDUCES_UNUSED, Holder
 

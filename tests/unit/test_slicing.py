@@ -25,7 +25,7 @@ from lightning_megatp.pipeline.slicing.plan import SliceError, SlicePlan
 from lightning_megatp.pipeline.slicing.slicer import Slicer, StageRun
 from lightning_megatp.plan.units import find_units
 from lightning_megatp.shim.autograd import unbind_functions
-from lightning_megatp.shim.torch import is_fake
+from lightning_megatp.shim.fakes import is_fake
 from tests.crossing import crossed
 from tests.pipeline_models import (
     CASES,

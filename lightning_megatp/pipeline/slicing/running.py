@@ -34,13 +34,8 @@ from lightning_megatp.pipeline.slicing.plan import BeyondPlan, Instruction, Key,
 from lightning_megatp.pipeline.slicing.state.collected import with_collected
 from lightning_megatp.random_states import seeded
 from lightning_megatp.shim.autograd import functorch_is_active
-from lightning_megatp.shim.torch import (
-    FOREACH_IN_PLACE,
-    DisableTorchFunction,
-    is_fake,
-    tensor_version,
-    tree_map,
-)
+from lightning_megatp.shim.fakes import is_fake
+from lightning_megatp.shim.torch import FOREACH_IN_PLACE, DisableTorchFunction, tensor_version, tree_map
 from lightning_megatp.tensor.deferred import DeferredWeights
 from lightning_megatp.tensor.functions import REFLECTED, asks_gradient, one_by_one, operation_name, unreflected
 

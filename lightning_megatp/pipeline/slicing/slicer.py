@@ -36,13 +36,9 @@ from lightning_megatp.pipeline.slicing.state.put_back import putting_back
 from lightning_megatp.pipeline.slicing.state.tables import Tables
 from lightning_megatp.random_states import host_seeded, random_state_kept
 from lightning_megatp.shim.autograd import checkpoints_ended, handle_functions
-from lightning_megatp.shim.torch import (
-    FakeTensorMode,
-    conversions_around,
-    distributions_not_validated,
-    fake_tensor_mode,
-    is_fake,
-)
+from lightning_megatp.shim.fakes import FakeTensorMode, fake_tensor_mode, is_fake
+from lightning_megatp.shim.modules import conversions_around
+from lightning_megatp.shim.torch import distributions_not_validated
 from lightning_megatp.snapshots.snapshot import FirstValues, Snapshot
 
 

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from lightning_megatp.mesh import ParallelMesh
 from lightning_megatp.pipeline.carried import counters, warn_of_counters
 from lightning_megatp.pipeline.slicing.state.kept import stored_by_forward
-from lightning_megatp.shim.torch import is_fake, tree_leaves
+from lightning_megatp.shim.fakes import is_fake
+from lightning_megatp.shim.torch import tree_leaves
 from lightning_megatp.snapshots.leftovers import Path, PlainValues
 from lightning_megatp.steps import StepKind
 

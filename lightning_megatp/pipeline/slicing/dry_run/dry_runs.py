@@ -34,14 +34,10 @@ from lightning_megatp.pipeline.slicing.state.tables import Left
 from lightning_megatp.random_states import host_seeded, random_state_kept
 from lightning_megatp.shim.autograd import checkpoints_ended, handle_functions
 from lightning_megatp.shim.compiler import uncompiled
+from lightning_megatp.shim.fakes import FakeTensorMode, forget_fakes, subclassed_fake
 from lightning_megatp.shim.lightning import around_progress, trainer_of
-from lightning_megatp.shim.torch import (
-    FakeTensorMode,
-    conversions_around,
-    forget_fakes,
-    subclassed_fake,
-    tensor_version,
-)
+from lightning_megatp.shim.modules import conversions_around
+from lightning_megatp.shim.torch import tensor_version
 from lightning_megatp.snapshots.snapshot import FirstValues, Snapshot
 
 Step = Callable[[Any], Any]

@@ -9,7 +9,7 @@ from lightning_megatp.pipeline.slicing.dry_run.late_hooks import UserHooks
 from lightning_megatp.pipeline.slicing.dry_run.stage_states import SharedParts
 from lightning_megatp.pipeline.slicing.dry_run.tail import Tail
 from lightning_megatp.pipeline.slicing.locator import Locator
-from lightning_megatp.shim.torch import FakeTensorMode
+from lightning_megatp.shim.fakes import FakeTensorMode
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@ from torch import Tensor
 from lightning_megatp.containers import tensors_in
 from lightning_megatp.pipeline.slicing.dry_run.values import Value
 from lightning_megatp.shim.autograd import generator_bytes
-from lightning_megatp.shim.torch import is_fake, tree_leaves, tree_map
+from lightning_megatp.shim.fakes import is_fake
+from lightning_megatp.shim.torch import tree_leaves, tree_map
 from lightning_megatp.tensor.functions import operation_names
 from lightning_megatp.tensor.random import default_generator
 

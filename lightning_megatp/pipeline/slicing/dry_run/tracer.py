@@ -64,13 +64,8 @@ from lightning_megatp.shim.autograd import (
     functorch_is_active,
     untransformed,
 )
-from lightning_megatp.shim.torch import (
-    FOREACH_IN_PLACE,
-    WithoutMode,
-    is_fake,
-    open_dataclasses,
-    tree_leaves,
-)
+from lightning_megatp.shim.fakes import is_fake
+from lightning_megatp.shim.torch import FOREACH_IN_PLACE, WithoutMode, open_dataclasses, tree_leaves
 from lightning_megatp.snapshots.snapshot import Snapshot
 from lightning_megatp.tensor.functions import check_caller, one_by_one, operation_name, unreflected
 
