@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from lightning_megatp.mesh import ParallelMesh, on_cpu
 from lightning_megatp.places import address
-from lightning_megatp.shim.torch import is_fake, tensor_version
+from lightning_megatp.shim.fakes import is_fake
+from lightning_megatp.shim.torch import tensor_version
 
 Versions = dict[str, tuple[int, int]]
 """Name of a buffer -> where it lies, and how often it was changed."""

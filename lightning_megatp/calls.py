@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from torch import nn
 
 from lightning_megatp.messages import OfOneRank
+from lightning_megatp.origins import package_of
 from lightning_megatp.shim.lightning import around_metrics, trainer_of
 
 Around = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
@@ -243,7 +244,7 @@ def _way_to(name: str, modules: Mapping[str, nn.Module]) -> Iterator[tuple[nn.Mo
 
 
 def _is_metric(module: nn.Module) -> bool:
-    return any(base.__module__.startswith("torchmetrics") for base in type(module).__mro__)
+    return any(package_of(base) == "torchmetrics" for base in type(module).__mro__)
 
 
 def _put(module: nn.Module, name: str, value: Any) -> None:

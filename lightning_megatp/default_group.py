@@ -9,13 +9,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+
+from lightning_megatp.origins import THIS_PACKAGE, package_of_frame
 
 _NAMES = (
     "all_gather", "all_gather_coalesced", "all_gather_into_tensor", "all_gather_object", "all_gather_single",
@@ -31,7 +31,6 @@ _FROM_FIRST = {
     "gather_single": "dst", "scatter": "src", "scatter_object_list": "src",
 }  # fmt: skip
 """Where a peer that is not given is the group's first rank; torch would take the first of all."""
-_PACKAGE = os.path.join(Path(__file__).parent, "")
 
 
 class DefaultGroup:
@@ -71,7 +70,7 @@ class DefaultGroup:
 
         @functools.wraps(function, updated=())
         def replaced(*args: Any, **kwargs: Any) -> Any:
-            if sys._getframe(1).f_code.co_filename.startswith(_PACKAGE):
+            if package_of_frame(sys._getframe(1)) == THIS_PACKAGE:
                 return function(*args, **kwargs)
             given = signature.bind(*args, **kwargs)
             if given.arguments.get("group") not in (None, dist.group.WORLD):
@@ -96,7 +95,7 @@ def _imported(functions: Mapping[str, Callable[..., Any]]) -> Iterator[tuple[dic
     known = {id(function): name for name, function in functions.items()}
     for path, module in list(sys.modules.items()):
         names = getattr(module, "__dict__", None)
-        if not isinstance(names, dict) or path.partition(".")[0] in ("torch", __name__.partition(".")[0]):
+        if not isinstance(names, dict) or path.partition(".")[0] in ("torch", THIS_PACKAGE):
             continue
         if not known.keys().isdisjoint(map(id, list(names.values()))):  # few of the thousands of modules have any
             yield from ((names, name, known[id(x)]) for name, x in list(names.items()) if id(x) in known)

@@ -26,7 +26,8 @@ from lightning_megatp.plan.units import common_end
 from lightning_megatp.replicas import differing
 from lightning_megatp.shim.autograd import handle_checkpoints, handle_grad, unbind_functions
 from lightning_megatp.shim.compiler import uncompiled
-from lightning_megatp.shim.torch import modules_in, tree_map
+from lightning_megatp.shim.modules import modules_in
+from lightning_megatp.shim.torch import tree_map
 from lightning_megatp.tensor.bare import parallel_layers
 from lightning_megatp.tensor.context import Region, TensorContext
 from lightning_megatp.tensor.layers import ParallelLayer

@@ -27,7 +27,7 @@ from lightning_megatp.plan.parallel_plan import ParallelPlan, plain_name
 from lightning_megatp.plan.resolve import resolve
 from lightning_megatp.plan.styles import StyleLike, as_mapping, read_plan
 from lightning_megatp.plan.units import find_units
-from lightning_megatp.snapshots.snapshot import random_state_kept
+from lightning_megatp.random_states import random_state_kept
 from lightning_megatp.tensor.attention import ParallelAttention, no_fused_paths
 from lightning_megatp.tensor.bare import bare_layer, run_as_step
 from lightning_megatp.tensor.context import Region, TensorContext

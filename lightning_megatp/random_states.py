@@ -1,13 +1,19 @@
-"""The states of all default random generators of a process, in plain types."""
+"""Where random generators are: the default ones of a process, and those that users make; told, put back and seeded."""
 
 from __future__ import annotations
 
+import contextlib
+import pickle
 import random
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.quasirandom import SobolEngine
+
+# ---------------------------------------------------------------- all default generators of a process
 
 
 def random_state() -> dict[str, Any]:
@@ -48,3 +54,105 @@ def set_random_state(state: dict[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
+
+
+@contextlib.contextmanager
+def random_state_kept() -> Iterator[None]:
+    """Leave the generators of torch (CPU and the current accelerator), Python and NumPy as they were found."""
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() and torch.cuda.is_initialized() else []
+    host = HostState.now()
+    with torch.random.fork_rng(devices):
+        try:
+            yield
+        finally:
+            host.put()
+
+
+# ---------------------------------------------------------------- those of the host beside torch
+
+
+class HostState(NamedTuple):
+    """Where the default generators of Python and NumPy are. States can be compared."""
+
+    python: Any
+    numpy: bytes
+
+    @classmethod
+    def now(cls) -> HostState:
+        return cls(random.getstate(), pickle.dumps(np.random.get_state()))
+
+    @classmethod
+    def seeded(cls, seed: int) -> HostState:
+        """Where they are after they were seeded."""
+        return cls(random.Random(seed).getstate(), pickle.dumps(np.random.RandomState(seed % 2**32).get_state()))
+
+    def put(self) -> None:
+        """Put them there."""
+        random.setstate(self.python)
+        np.random.set_state(pickle.loads(self.numpy))
+
+
+@contextlib.contextmanager
+def host_seeded(seed: int) -> Iterator[Callable[[], bool]]:
+    """Let Python and NumPy draw from a seed, and leave their generators as they were.
+
+    Yields:
+        A function that tells whether something was drawn.
+    """
+    before = HostState.now()
+    HostState.seeded(seed).put()
+    try:
+        yield lambda: HostState.now() != HostState.seeded(seed)
+    finally:
+        before.put()
+
+
+# ---------------------------------------------------------------- single generators
+
+
+@contextlib.contextmanager
+def seeded(seed: int, generators: Sequence[torch.Generator]) -> Iterator[None]:
+    """Draw from a seed, and leave the generators as they were.
+
+    `torch.manual_seed` would do it for all devices; for every kind of device that isn't there it formats a stack trace,
+    to be shown if one ever is.
+    """
+    states = [generator.get_state() for generator in generators]
+    try:
+        for generator in generators:
+            generator.manual_seed(seed % 2**63)
+        yield
+    finally:
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
+
+
+def is_generator(x: Any) -> bool:
+    """Whether its state can be put back: a generator of torch, Python or NumPy."""
+    if isinstance(x, random.Random):
+        return not isinstance(x, random.SystemRandom)
+    if type(x).__module__.startswith("numpy.random"):
+        return hasattr(x, "set_state") or hasattr(x, "bit_generator")
+    return isinstance(x, (torch.Generator, SobolEngine))
+
+
+def generator_state(generator: Any) -> Any:
+    """Where a generator is; the same generator elsewhere has the same there."""
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    if isinstance(generator, SobolEngine):
+        return {name: x.numpy().copy() if isinstance(x, Tensor) else x for name, x in vars(generator).items()}
+    return generator.get_state() if hasattr(generator, "get_state") else generator.bit_generator.state
+
+
+def set_generator_state(generator: Any, state: Any) -> None:
+    """Put a generator where one was."""
+    if isinstance(generator, random.Random):
+        generator.setstate(state)
+    elif isinstance(generator, SobolEngine):
+        arrays = {name: torch.from_numpy(x.copy()) for name, x in state.items() if isinstance(x, np.ndarray)}
+        vars(generator).update(state | arrays)
+    elif hasattr(generator, "set_state"):
+        generator.set_state(state)
+    else:
+        generator.bit_generator.state = state

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_megatp.shim.torch import unrecorded
+from lightning_megatp.shim.collectives import unrecorded
 
 
 class Stopping:

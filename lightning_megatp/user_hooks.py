@@ -9,15 +9,17 @@ from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 from lightning_megatp.detour import Detour
+from lightning_megatp.origins import THIS_PACKAGE, is_frameworks, is_installed, is_lightnings, package_of
+from lightning_megatp.steps import EVALUATION, StepKind
 
 HOOKS = (
     *("on_fit_start", "on_fit_end", "on_sanity_check_start", "on_sanity_check_end"),
     *("on_before_backward", "on_after_backward", "on_before_optimizer_step", "on_before_zero_grad"),
     *("optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping", "lr_scheduler_step"),
-    *(f"on_{kind}_model_{mode}" for kind in ("validation", "test", "predict") for mode in ("eval", "train")),
+    *(kind.hook(f"model_{mode}") for kind in EVALUATION for mode in ("eval", "train")),
     *(
-        f"on_{kind}_{moment}"
-        for kind in ("train", "validation", "test", "predict")
+        kind.hook(moment)
+        for kind in StepKind
         for moment in ("start", "epoch_start", "batch_start", "batch_end", "epoch_end", "end")
     ),
 )
@@ -32,7 +34,6 @@ _BEHIND = {
 _RANKS = frozenset(["is_global_zero", "global_rank", "local_rank", "get_rank"])
 _DEEP = 8
 """Decorators around a function, at most."""
-_LIBRARIES = ("torch", "lightning", "pytorch_lightning", "lightning_megatp", "torchmetrics")
 
 
 def is_users(x: Any, name: str) -> bool:
@@ -42,8 +43,7 @@ def is_users(x: Any, name: str) -> bool:
 
 def _is_own(x: Any, name: str) -> bool:
     hook = vars(x).get(name, getattr(type(x), name, None))
-    module = getattr(hook, "__module__", None) or ""
-    return hook is not None and module.split(".")[0] not in ("lightning", "pytorch_lightning", "lightning_megatp")
+    return hook is not None and not (is_lightnings(hook) or package_of(hook) == THIS_PACKAGE)
 
 
 def mentions(owner: Any, names: Collection[str], hook: str | None = None) -> bool:
@@ -87,14 +87,14 @@ def _functions_of(owner: Any, hook: str | None) -> Iterator[tuple[Any, FunctionT
     for x in (*reversed(type(owner).__mro__), owner):
         held.update(vars(x))
     seen: set[CodeType] = set()
-    own = {_package(kind) for kind in type(owner).__mro__}
+    own = {package_of(kind) for kind in type(owner).__mro__}
     waiting = list(held.values()) if hook is None else [held.get(x) for x in (hook, *_BEHIND.get(hook, ()))]
     while waiting:
         stands_in = waiting.pop()
         function = function_of(stands_in)
         if function is None or function.__code__ in seen:
             continue
-        if "site-packages" in function.__code__.co_filename and _package(function) not in own:
+        if is_installed(function.__code__) and package_of(function) not in own:
             continue  # a library, which does what it does for other reasons
         seen.add(function.__code__)
         yield stands_in, function
@@ -113,11 +113,7 @@ def function_of(x: Any) -> FunctionType | None:
             x = x.func
         elif isinstance(x, (FunctionType, Detour)) and hasattr(x, "__wrapped__"):
             x = x.__wrapped__
-    return x if isinstance(x, FunctionType) and _package(x) not in _LIBRARIES else None
-
-
-def _package(x: Any) -> str:
-    return (getattr(x, "__module__", None) or "").split(".")[0]
+    return x if isinstance(x, FunctionType) and not is_frameworks(x, "torchmetrics") else None
 
 
 def words_of(code: CodeType) -> set[str]:

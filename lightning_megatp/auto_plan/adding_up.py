@@ -16,7 +16,7 @@ from lightning_megatp.auto_plan.blocks import PLAIN, Call, is_linear, tensors_an
 from lightning_megatp.auto_plan.exact import exact
 from lightning_megatp.auto_plan.runs import Ran, crowded, large, run
 from lightning_megatp.auto_plan.thin import block_copy, concrete_call, thin_copy
-from lightning_megatp.plan.layer import Done, StackLayout
+from lightning_megatp.plan.layer import StackLayout, UserOperation
 from lightning_megatp.plan.layer_styles import pieces
 from lightning_megatp.plan.ranges import Ranges
 from lightning_megatp.plan.styles import ExpertParameter
@@ -67,7 +67,9 @@ def proven(module: nn.Module, layout: StackLayout, calls: Sequence[Call]) -> Sta
     return replace(found, done=trial.done | stressed.done)
 
 
-def check_numbered(module: nn.Module, layout: StackLayout, call: Call, numbers: Mapping[str, int]) -> frozenset[Done]:
+def check_numbered(
+    module: nn.Module, layout: StackLayout, call: Call, numbers: Mapping[str, int]
+) -> frozenset[UserOperation]:
     """Check that the parts of a module that counts itself add up with other numbers, too.
 
     Args:
@@ -129,7 +131,7 @@ class _Trial:
         self._owns = (0, inside // 3), (inside // 3, inside)
         self._shares = [_share(whole, layout, inside, own) for own in self._owns]
         self.verdicts: list[tuple[list[bool | None], set[str]]] = []
-        self.done = frozenset[Done]()
+        self.done = frozenset[UserOperation]()
         self._draws: set[bool] = set()
         self._adds: set[int | str | None] = set()
         self._used = False

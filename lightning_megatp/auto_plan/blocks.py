@@ -15,14 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_megatp.origins import is_frameworks, is_torchs, module_of
 from lightning_megatp.shim.torch import tree_leaves
 from lightning_megatp.shim.transformers import is_conv1d
 from lightning_megatp.tensor.functions import without_arguments
 
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 _FEW, _DEEP = 4096, 6
-_LIBRARIES = ("torch", "transformers", "lightning", "pytorch_lightning", "lightning_megatp", "torchmetrics", "peft")
-"""Whose hooks are part of what a module computes."""
+_LIBRARIES = ("transformers", "torchmetrics", "peft")
+"""Whose hooks, beside those of frameworks, are part of what a module computes."""
 _INTERNAL = frozenset(vars(nn.Module()))
 """What every module has: hooks, parameters, modules."""
 _HELD = ("_parameters", "_buffers", "_modules")
@@ -76,7 +77,7 @@ def _computes_linear(module: nn.Module) -> bool:
     attributes of its own: it may do something else later (quantization that a hook turns on)."""
     if not isinstance(module, nn.Linear) or set(module._parameters) - {"weight", "bias"}:
         return False
-    if module._buffers or module._modules or type(module).__module__.startswith("torch."):
+    if module._buffers or module._modules or is_torchs(type(module)):
         return False
     names = getattr(getattr(type(module).forward, "__code__", None), "co_names", ())
     if any(_is_own(module, name) for name in names):
@@ -197,7 +198,9 @@ def uncopied(module: nn.Module) -> dict[int, Any]:
     """
     attributes = [value for child in module.modules() for key, value in vars(child).items() if key not in _HELD]
     tensors = {id(x): copied(x) for x in tree_leaves(attributes) if isinstance(x, Tensor) and not x.is_leaf}
-    profiling = [x for child in module.modules() for x in _hooks_on(child) if ".profilers." in _defined_in(x)]
+    profiling = [
+        x for child in module.modules() for x in _hooks_on(child) if ".profilers." in module_of(without_arguments(x))
+    ]
     return {**tensors, **{id(x): _nothing for x in profiling}}
 
 
@@ -244,20 +247,13 @@ def unlooked(block: nn.Module) -> str | None:
         if uncompiled_part(child) is not child:
             return f"`{name}` in it is compiled"
         for hook in map(without_arguments, _hooks_on(child)):
-            if type(hook).__module__.partition(".")[0] not in _LIBRARIES:
-                of = _defined_in(hook)
-                if of.partition(".")[0] not in _LIBRARIES:
-                    return f"`{name or 'it'}` has a hook of {of}"
+            if not (is_frameworks(type(hook), *_LIBRARIES) or is_frameworks(hook, *_LIBRARIES)):
+                return f"`{name or 'it'}` has a hook of {module_of(hook)}"
     return None
 
 
 def _hooks_on(module: nn.Module) -> list[Any]:
     return [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-
-
-def _defined_in(hook: Any) -> str:
-    function = without_arguments(hook)
-    return str(getattr(function, "__module__", None) or type(function).__module__)
 
 
 def _weight(module: nn.Module) -> int:
@@ -271,7 +267,7 @@ def _weight(module: nn.Module) -> int:
 def matrices(module: nn.Module) -> list[str]:
     """The names of a module's own parameters that may be weights of `F.linear`, though it is no linear layer, no
     embedding and none of torch's."""
-    if is_linear(module) or isinstance(module, nn.Embedding) or type(module).__module__.startswith("torch."):
+    if is_linear(module) or isinstance(module, nn.Embedding) or is_torchs(type(module)):
         return []
     held = {name: p for name, p in module._parameters.items() if p is not None and p.dim() == 2}
     return [name for name, p in held.items() if p.is_floating_point()]

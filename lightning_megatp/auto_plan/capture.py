@@ -11,16 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_megatp.auto_plan.blocks import PLAIN, Block, Call, copied, describe, uncompiled_part
-from lightning_megatp.shim.fakes import GroupedProductsOnMeta
-from lightning_megatp.shim.torch import (
-    CopiesFakes,
-    failures_of_fakes_unlogged,
-    fake_tensor_mode,
-    tree_flatten,
-    tree_leaves,
-    tree_map,
-    tree_unflatten,
-)
+from lightning_megatp.shim.fakes import CopiesFakes, GroupedProductsOnMeta, failures_of_fakes_unlogged, fake_tensor_mode
+from lightning_megatp.shim.torch import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 
 def capture_calls(module: nn.Module, kinds: list[Block], step: Callable[[], Any]) -> Exception | None:

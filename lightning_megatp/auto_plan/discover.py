@@ -17,7 +17,8 @@ from lightning_megatp.auto_plan.dropping import drop_region, inside, related
 from lightning_megatp.auto_plan.experts import keep_whole_in_stacks, plan_stacks, thin_stacks
 from lightning_megatp.auto_plan.huggingface import own_plan, plan_of_block
 from lightning_megatp.auto_plan.references import attentions_called, attentions_in
-from lightning_megatp.auto_plan.search import BlockResult, plan_block
+from lightning_megatp.auto_plan.results import BlockResult
+from lightning_megatp.auto_plan.search import plan_block
 from lightning_megatp.auto_plan.stacks import find_stacks
 from lightning_megatp.auto_plan.uses import weights_of_heads
 from lightning_megatp.plan.convolutions import convolution_plan, fits, least_size, weights

@@ -15,7 +15,7 @@ from lightning_megatp.auto_plan.blocks import Block, Call
 from lightning_megatp.auto_plan.compare import Reference
 from lightning_megatp.auto_plan.exact import exact
 from lightning_megatp.auto_plan.thin import block_copy, concrete_call, thin_copy
-from lightning_megatp.plan.layer import Done
+from lightning_megatp.plan.layer import UserOperation
 from lightning_megatp.shim.torch import tree_leaves
 from lightning_megatp.tensor.functions import couples, done_by_user, operation_name
 
@@ -78,7 +78,7 @@ def _other_ways(twin: nn.Module, block: Block, first_reference: Reference) -> It
                 yield Reference(other, call)
 
 
-def couplings(references: Sequence[Reference]) -> Iterator[Done]:
+def couplings(references: Sequence[Reference]) -> Iterator[UserOperation]:
     """What a block does by these that looks at several elements at once."""
     for reference in references:
         for train in (True, False):
@@ -130,7 +130,7 @@ def _path(twin: nn.Module, call: Call) -> list[Any]:
     return _watched(twin, call, train=True).found
 
 
-def _done_in(twin: nn.Module, call: Call, train: bool) -> set[Done]:
+def _done_in(twin: nn.Module, call: Call, train: bool) -> set[UserOperation]:
     """The operations by which a thin block computes a call, each with the user's line that calls it."""
     return _watched(twin, call, train).done
 
@@ -146,7 +146,7 @@ class _Operations(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.found: list[Any] = []
-        self.done: set[Done] = set()
+        self.done: set[UserOperation] = set()
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_megatp.auto_plan.blocks import PLAIN, Call, describe, own_attributes, tensors_anywhere_in
 from lightning_megatp.auto_plan.exact import exact
-from lightning_megatp.plan.layer import Done
+from lightning_megatp.plan.layer import UserOperation
 from lightning_megatp.shim.autograd import without_checkpoints
 from lightning_megatp.shim.torch import tensor_version, tree_leaves
 from lightning_megatp.tensor.draws import draws_random
@@ -34,7 +34,7 @@ class Ran:
     buffers: dict[str, Tensor]
     drew: list[tuple[str, Any]]
     """What random numbers were drawn by, and their shape."""
-    done: set[Done]
+    done: set[UserOperation]
     """All operations."""
     hides: bool
     """Whether floating tensors lay in objects that it was given."""
@@ -98,7 +98,7 @@ class _Operations(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.drew: list[tuple[str, Any]] = []
-        self.done: set[Done] = set()
+        self.done: set[UserOperation] = set()
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -24,7 +24,8 @@ from lightning_megatp.plan.convolutions import channel_dim, input_ranges, own_gr
 from lightning_megatp.plan.layer import LayerPlan
 from lightning_megatp.plan.parallel_plan import AttributePlan
 from lightning_megatp.plan.ranges import Ranges, everything, length
-from lightning_megatp.shim.torch import tree_leaves, tree_map, weight_norm_of
+from lightning_megatp.shim.modules import weight_norm_of
+from lightning_megatp.shim.torch import tree_leaves, tree_map
 from lightning_megatp.tensor.collectives import take_ranges
 from lightning_megatp.tensor.features.layout import FeatureLayout
 from lightning_megatp.tensor.features.shard import FeatureShard, own_features

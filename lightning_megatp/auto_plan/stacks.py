@@ -28,6 +28,7 @@ from lightning_megatp.auto_plan.adding_up import (
     proven,
 )
 from lightning_megatp.auto_plan.blocks import Block, find_blocks, is_linear, own_attributes
+from lightning_megatp.origins import is_torchs, package_of
 from lightning_megatp.plan.experts import looks_like_experts, usual_parameters
 from lightning_megatp.plan.layer import StackLayout
 from lightning_megatp.plan.layer_styles import COUNTS, usual_counts
@@ -43,11 +44,6 @@ _PARAMETERS = nn.ParameterList, nn.ParameterDict
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential, *_PARAMETERS)
 _UP = 2
 """So many modules around the one that holds the parameters may be what adds up."""
-
-
-def _of_transformers(module: nn.Module) -> bool:
-    """Whether a module's code is that library's."""
-    return type(module).__module__.partition(".")[0] == "transformers"
 
 
 def find_stacks(model: nn.Module) -> list[str]:
@@ -103,7 +99,7 @@ def layout_of(stack: Block) -> StackLayout:
         NotAdditive: in no way that was tried.
     """
     module = stack.module
-    if _of_transformers(module) and looks_like_experts(module):
+    if package_of(type(module)) == "transformers" and looks_like_experts(module):
         with contextlib.suppress(ValueError):
             return usual_layout(module)
     if not stack.calls:
@@ -149,7 +145,7 @@ def _stacks_in(module: nn.Module) -> list[str]:
 
 def _is_torchs(module: nn.Module) -> bool:
     """Whether it is a layer of torch's, or a subclass of one."""
-    return any(kind.__module__.startswith("torch.") and kind is not nn.Module for kind in type(module).__mro__)
+    return any(is_torchs(kind) and kind is not nn.Module for kind in type(module).__mro__)
 
 
 def _experts(module: nn.Module) -> list[int]:

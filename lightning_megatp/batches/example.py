@@ -18,13 +18,15 @@ from lightning_megatp.auto_plan.blocks import without_logging
 from lightning_megatp.batches.split import batch_size, is_ragged, split_batch
 from lightning_megatp.containers import tensors_in
 from lightning_megatp.messages import warn_once_per_run
+from lightning_megatp.random_states import random_state_kept
 from lightning_megatp.shim.compiler import uncompiled
+from lightning_megatp.shim.fakes import real_again
 from lightning_megatp.shim.lightning import batch_hook, first_loaders, idle_optimizers
-from lightning_megatp.shim.torch import real_again, tensor_version, tree_leaves, tree_map
-from lightning_megatp.snapshots.snapshot import FirstValues, Snapshot, random_state_kept
+from lightning_megatp.shim.torch import tensor_version, tree_leaves, tree_map
+from lightning_megatp.snapshots.snapshot import FirstValues, Snapshot
+from lightning_megatp.steps import StepKind
 
 _HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
-_STEPS = {"fit": "training_step", "validate": "validation_step", "test": "test_step", "predict": "predict_step"}
 
 
 class Example:
@@ -39,7 +41,7 @@ class Example:
     def __init__(self, trainer: Any, precision: Any, rows: int | None = 2) -> None:
         self.trainer, self.precision, self.rows = trainer, precision, rows
         self.module = trainer.lightning_module
-        self._step = getattr(self.module, _STEPS[trainer.state.fn])
+        self._step = getattr(self.module, StepKind.first_of(trainer.state.fn).method)
         self.problem = "no batch could be looked at"
         self._uncut: Any = None
         """The batch that `batch` is the first rows of, until that is looked at."""

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from lightning_megatp.mesh import AXES, ParallelMesh
 from lightning_megatp.messages import warn_once_per_run, with_article
+from lightning_megatp.steps import StepKind
 from lightning_megatp.stopping import Stopping
 
 log = logging.getLogger(__name__)
@@ -315,11 +316,11 @@ def warn_of_lengths(trainer: Any, mesh: ParallelMesh) -> None:
         )
 
 
-def refuse_lengths(kind: str, batches: list[int | float], zero: int, mesh: ParallelMesh) -> None:
+def refuse_lengths(kind: StepKind, batches: list[int | float], zero: int, mesh: ParallelMesh) -> None:
     """Where every batch gathers parameters over the data-parallel ranks, all of them need as many batches.
 
     Args:
-        kind: of the steps: validation, test or predict.
+        kind: of the steps, ones of evaluation.
         batches: of each loader, on this rank.
 
     Raises:
@@ -331,15 +332,13 @@ def refuse_lengths(kind: str, batches: list[int | float], zero: int, mesh: Paral
     least, most = min(found), max(found)
     if least < most:
         ranks = mesh.ranks("dp")
+        limit = f"limit_{'val' if kind is StepKind.VALIDATE else kind}_batches"
         raise ValueError(
-            f"MegaTPStrategy: rank {ranks[found.index(least)]} has {least} {kind} batches, and rank"
+            f"MegaTPStrategy: rank {ranks[found.index(least)]} has {least} {kind.noun} batches, and rank"
             f" {ranks[found.index(most)]} has {most}. With zero={zero} every batch gathers parameters over the"
             " data-parallel ranks, so that all of them need as many. Let the number of samples be a multiple of the"
-            f" batch size times {len(found)}, use Trainer(limit_{_LIMITS[kind]}_batches={least}), or zero=0."
+            f" batch size times {len(found)}, use Trainer({limit}={least}), or zero=0."
         )
-
-
-_LIMITS = {"validation": "val", "test": "test", "predict": "predict"}
 
 
 def _batches_left(trainer: Any) -> float:

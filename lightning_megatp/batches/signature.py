@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lightning_megatp.shim.torch import modules_in
+from lightning_megatp.shim.modules import modules_in
 from lightning_megatp.snapshots.leftovers import is_own_object
 
 

@@ -19,7 +19,8 @@ from lightning_megatp.building.recorder import Recorder
 from lightning_megatp.building.recording import View
 from lightning_megatp.building.safetensors import lazy_safetensors
 from lightning_megatp.plan.shard import ShardSpec
-from lightning_megatp.shim.torch import attributes_of_fakes, weights_of_recurrent_layers_renewed
+from lightning_megatp.shim.fakes import attributes_of_fakes
+from lightning_megatp.shim.modules import weights_of_recurrent_layers_renewed
 
 SpecOf = Callable[[Tensor], ShardSpec | None]
 """What this rank owns of a parameter; None for all of it."""

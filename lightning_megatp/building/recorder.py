@@ -16,15 +16,17 @@ import torch
 from torch import Tensor
 
 from lightning_megatp.building.recording import Given, Operation, Recording, Source, View
-from lightning_megatp.shim.fakes import know_grouped_products
-from lightning_megatp.shim.torch import (
+from lightning_megatp.shim.fakes import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
-    TorchDispatchMode,
     UnsupportedOperatorException,
     forget_fakes,
+    know_grouped_products,
+)
+from lightning_megatp.shim.torch import (
+    TorchDispatchMode,
     is_random,
     storage_id,
     tree_leaves,

@@ -30,7 +30,7 @@ _AVERAGES = ("state_dict", "average_model_state")
 """Where a checkpoint, or the state of a callback, has them."""
 
 
-class Averages:
+class AveragedCopies:
     """The averaged copies of one module, in one run.
 
     Args:

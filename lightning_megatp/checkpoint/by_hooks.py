@@ -27,7 +27,8 @@ from lightning_megatp.parts.rows import own_part
 from lightning_megatp.parts.weights import part_written, writes
 from lightning_megatp.shadows.entries import Entry, merge_stages
 from lightning_megatp.shadows.shadows import owners_of
-from lightning_megatp.shim.torch import is_fake, tree_leaves
+from lightning_megatp.shim.fakes import is_fake
+from lightning_megatp.shim.torch import tree_leaves
 from lightning_megatp.tensor.functions import operation_name, operation_names
 from lightning_megatp.user_hooks import is_users
 

@@ -29,7 +29,8 @@ from lightning_megatp.checkpoint.pieces import (
 )
 from lightning_megatp.checkpoint.safetensors import SafetensorsFolder, write_safetensors
 from lightning_megatp.checkpoint.sharded import ELSEWHERE, NOT_TENSORS, optimizer_name
-from lightning_megatp.shim.torch import fake_tensor_mode, tree_leaves
+from lightning_megatp.shim.fakes import fake_tensor_mode
+from lightning_megatp.shim.torch import tree_leaves
 
 FORMS = ("safetensors", "file", "folder")
 _Layout = dict[str, tuple[tuple[int, ...], torch.dtype]]

@@ -10,7 +10,7 @@ from typing import Any
 from torch.distributed import Store
 
 from lightning_megatp.failure.cause import is_communication_error
-from lightning_megatp.shim.torch import collectives_begun
+from lightning_megatp.shim.collectives import collectives_begun
 
 _TOGETHER = "together"
 _POLL_S = 0.05

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from lightning_megatp.shim.checkpoint import storage_offset_in_file
-from lightning_megatp.shim.torch import fake_tensor_mode, tree_map
+from lightning_megatp.shim.fakes import fake_tensor_mode
+from lightning_megatp.shim.torch import tree_map
 
 Box = tuple[tuple[int, int], ...]
 """A part of a tensor: start and stop per dim."""

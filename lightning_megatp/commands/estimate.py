@@ -15,14 +15,14 @@ from lightning_megatp.plan.parallel_plan import ParallelPlan
 from lightning_megatp.planner.formula import rehearse_or_estimate
 from lightning_megatp.planner.live import layout_of
 from lightning_megatp.planner.optimizers import optimizers_in, states_of
-from lightning_megatp.planner.rehearsal import Rehearsal, rehearse, skeleton
+from lightning_megatp.planner.rehearsal import SavedForBackward, rehearse, skeleton
 from lightning_megatp.planner.report import estimate_table
 from lightning_megatp.planner.sizes import place, predict
 
 
 def rehearse_both(
     strategy: Any, trainer: Any, plan: ParallelPlan, problems: list[str]
-) -> tuple[Rehearsal, Rehearsal] | None:
+) -> tuple[SavedForBackward, SavedForBackward] | None:
     """A step on a few rows, unsplit and on tensor rank 0. None if it can't be rehearsed; `problems` then says why."""
     precision = strategy.precision_plugin
     try:

@@ -9,10 +9,10 @@ from rich.table import Table
 from torch import nn
 
 from lightning_megatp.auto_plan.blocks import kinds_of_blocks
-from lightning_megatp.auto_plan.search import BlockResult
+from lightning_megatp.auto_plan.results import BlockResult
 from lightning_megatp.plan.parallel_plan import ParallelPlan
 from lightning_megatp.plan.ranges import length
-from lightning_megatp.planner.rehearsal import Rehearsal, interception_seconds
+from lightning_megatp.planner.rehearsal import SavedForBackward, interception_seconds
 from lightning_megatp.planner.report import size
 from lightning_megatp.tables import Folded, Titled, grouped, layers_table, times
 
@@ -23,7 +23,7 @@ def print_plan(
     results: Sequence[BlockResult],
     problems: Sequence[str],
     stage_of_unit: Mapping[str, int] | None = None,
-    kept: tuple[Rehearsal, Rehearsal] | None = None,
+    kept: tuple[SavedForBackward, SavedForBackward] | None = None,
 ) -> None:
     """Each kind of block once, what lies outside of blocks, what stays whole and why, stages, and the memory.
 
@@ -88,7 +88,7 @@ def _parameters(model: nn.Module, units: Sequence[str]) -> int:
     return sum({id(p): p.numel() for unit in units for p in model.get_submodule(unit).parameters()}.values())
 
 
-def _activations(model: nn.Module, whole: Rehearsal, split: Rehearsal) -> Table:
+def _activations(model: nn.Module, whole: SavedForBackward, split: SavedForBackward) -> Table:
     table = Titled(title="One block in a step on the rows that were looked at")
     for column in ("block", "activations unsplit", "on tensor rank 0", "operations intercepted", "which cost"):
         table.add_column(column, justify="left" if column == "block" else "right")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-import sysconfig
 import traceback
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from types import FrameType
+
+from lightning_megatp.origins import is_frameworks_frame, is_librarys
 
 # What gloo, NCCL and the store say when a peer went away; gloo's errors are plain RuntimeErrors.
 _COMMUNICATION_TEXT = re.compile(
@@ -22,7 +22,6 @@ _OWN_GPU = re.compile(r"Cuda failure.*")
 _MAX_ERROR_CHARS = 2000  # of an exception's text that travel to rank 0
 _MAX_LINE_CHARS = 300  # of its first line that are printed: the whole text is in the traceback of its rank
 _OURS = re.compile(r"(\w+: )?MegaTPStrategy: ")  # an error of this package: its last sentence says what to do
-_INTERNAL = {"lightning_megatp", "lightning", "pytorch_lightning", "lightning_fabric", "torch"}
 
 
 class Kind(StrEnum):
@@ -134,25 +133,13 @@ def _shortened(error: str) -> str:
     return cut if end < 0 else cut[: end + 1]
 
 
-def is_internal(frame: FrameType, besides: Set[str] = frozenset()) -> bool:
-    """Whether it belongs to this package, Lightning or torch, or to another module of these names."""
-    return str(frame.f_globals.get("__name__", "")).partition(".")[0] in _INTERNAL | besides
-
-
 def _where(exc: BaseException) -> str:
     """The last frame of the user's own code, else the last frame at all. What the Trainer has caught has no frames of
     its caller; these are found below it."""
     frames = list(traceback.walk_tb(exc.__traceback__))
     if not frames:
         return ""
-    paths = sysconfig.get_paths()
-    libraries = (paths[name] + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib"))
-    foreign = (*libraries, "<frozen")
     callers = list(traceback.walk_stack(frames[0][0].f_back))[::-1]
-    own = [each for each in [*callers, *frames] if not is_internal(each[0]) and not _file(each[0]).startswith(foreign)]
+    own = [x for x in [*callers, *frames] if not is_frameworks_frame(x[0]) and not is_librarys(x[0].f_code)]
     frame, line = (own or frames)[-1]
-    return f"{os.path.basename(_file(frame))}:{line} in {frame.f_code.co_name}"
-
-
-def _file(frame: FrameType) -> str:
-    return frame.f_code.co_filename
+    return f"{os.path.basename(frame.f_code.co_filename)}:{line} in {frame.f_code.co_name}"

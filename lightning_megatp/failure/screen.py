@@ -10,11 +10,12 @@ from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any
 
-from lightning_megatp.failure.cause import chain, is_internal
+from lightning_megatp.failure.cause import chain
+from lightning_megatp.origins import is_frameworks_frame
 
 FULL_VARIABLE = "MEGATP_FULL_TRACEBACK"
 """Set to anything: tracebacks keep the frames of Lightning, torch and this package, and every rank prints its own."""
-_BETWEEN = {"contextlib", "functools"}  # frames of these two stand between others, and say nothing by themselves
+_BETWEEN = ("contextlib", "functools")  # frames of these two stand between others, and say nothing by themselves
 
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 
@@ -81,7 +82,7 @@ def _only_users_frames(error: BaseException) -> Iterator[None]:
 
 def _users(trace: TracebackType | None) -> TracebackType | None:
     """A traceback without internal frames; as it is where no other would be left."""
-    kept = [each for each in _links(trace) if not is_internal(each.tb_frame, _BETWEEN)]
+    kept = [each for each in _links(trace) if not is_frameworks_frame(each.tb_frame, *_BETWEEN)]
     return _linked(kept) if kept else trace
 
 

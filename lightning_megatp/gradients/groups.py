@@ -17,7 +17,8 @@ from lightning_megatp.module import ParallelModule
 from lightning_megatp.parts.mode import PartsMode
 from lightning_megatp.parts.rows import own_part
 from lightning_megatp.pipeline.pipeline import Pipeline
-from lightning_megatp.shim.torch import is_fake, tree_map
+from lightning_megatp.shim.fakes import is_fake
+from lightning_megatp.shim.torch import tree_map
 from lightning_megatp.tensor.functions import couples, is_in_place, multiplies, operation_name, operation_names
 from lightning_megatp.tensor.outside import size_of
 from lightning_megatp.tensor.shards import SIZES

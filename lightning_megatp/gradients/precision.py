@@ -15,15 +15,12 @@ from lightning_megatp.gradients.norm import clip_by_norm
 from lightning_megatp.mesh import ParallelMesh
 from lightning_megatp.messages import with_article
 from lightning_megatp.module import ParallelModule
+from lightning_megatp.origins import is_lightnings
 from lightning_megatp.shim.lightning import around_clipping
 from lightning_megatp.shim.torch import unscale_before_step
 
 _OTHERS = {"FSDPPrecision", "DeepSpeedPrecision", "XLAPrecision"}
 """What only other strategies can carry out."""
-
-
-_LIGHTNINGS = tuple(f"{name}.plugins." for name in ("lightning.pytorch", "lightning.fabric", "pytorch_lightning"))
-"""Modules whose precision plugins do nothing around a backward but scaling the loss and calling hooks."""
 
 
 def check_precision(plugin: Any, pp: int) -> None:
@@ -36,7 +33,7 @@ def check_precision(plugin: Any, pp: int) -> None:
             f" Trainer(precision={plugin.precision!r}) instead."
         )
     for method in ("pre_backward", "backward") if pp > 1 else ():
-        if not getattr(type(plugin), method).__module__.startswith(_LIGHTNINGS):
+        if not is_lightnings(getattr(type(plugin), method)):  # which scales the loss and calls hooks
             raise ValueError(
                 f"MegaTPStrategy: the precision plugin {type(plugin).__name__} has its own `{method}`, which would not"
                 f" be called: with pp={pp} the pipeline's schedule runs the backward of each microbatch. Do it in"
@@ -60,7 +57,7 @@ def agree_on_precision(
         ValueError: a scaler of a kind whose ranks would disagree.
     """
     if parallel.sharding is not None:
-        around_clipping(plugin, parallel.sharding.take_over)
+        around_clipping(plugin, parallel.sharding.shown.take_over)
     plugin.clip_grad_by_norm = functools.partial(_clip_grad_by_norm, plugin, parallel, mesh)
     plugin.clip_grad_by_value = functools.partial(_clip_grad_by_value, plugin)
     scaler = getattr(plugin, "scaler", None)

@@ -21,17 +21,9 @@ from lightning_megatp.parts.rows import DividedParameter, finds_rows
 from lightning_megatp.parts.values import WholeValues, draws_for_tensors
 from lightning_megatp.parts.weights import WeightWatch, part_written
 from lightning_megatp.plan.shard import ShardedTensorSpec
+from lightning_megatp.shim.fakes import DataDependentOutputException, fake_beside, is_fake, making_fakes
 from lightning_megatp.shim.lightning import finetuning_callbacks
-from lightning_megatp.shim.torch import (
-    FOREACH_IN_PLACE,
-    DataDependentOutputException,
-    DisableTorchFunction,
-    fake_beside,
-    is_fake,
-    making_fakes,
-    storage_id,
-    tree_map,
-)
+from lightning_megatp.shim.torch import FOREACH_IN_PLACE, DisableTorchFunction, storage_id, tree_map
 from lightning_megatp.tensor.functions import is_in_place, one_by_one, operation_name, operation_names
 from lightning_megatp.tensor.user_functions import functions_take_whole
 from lightning_megatp.user_hooks import HOOKS, is_users, mentions

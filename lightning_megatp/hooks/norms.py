@@ -23,7 +23,7 @@ from lightning_megatp.gradients.norm import own_elements
 from lightning_megatp.mesh import ParallelMesh
 from lightning_megatp.messages import warn_once_per_run
 from lightning_megatp.module import ParallelModule
-from lightning_megatp.parts.looking import Looking, Part, Version
+from lightning_megatp.parts.looking import KnownPart, Looking, Version
 from lightning_megatp.parts.rows import address_of, own_part
 from lightning_megatp.shim.lightning import within_hooks
 from lightning_megatp.shim.torch import DisableTorchFunction, foreach_norm, tensor_version
@@ -93,7 +93,7 @@ class WholeNorms:
 
         return run
 
-    def norm_of(self, part: Part, order: Any) -> Tensor | None:
+    def norm_of(self, part: KnownPart, order: Any) -> Tensor | None:
         """A hook asks for the norm of a part: that of the whole, if it is known."""
         if (stages := self._mesh.size("pp")) > 1:
             self._say(
@@ -109,7 +109,7 @@ class WholeNorms:
             self._unknown.discard(part.what)
         return norm
 
-    def computed(self, name: str, part: Part) -> None:
+    def computed(self, name: str, part: KnownPart) -> None:
         """A hook has made a number of a part."""
         if part.parted:
             self._say(
@@ -118,12 +118,12 @@ class WholeNorms:
                 " is about that part. For whole gradients take `self.trainer.strategy.full_gradients()`.",
             )
 
-    def reduced(self, name: str, part: Part) -> None:
+    def reduced(self, name: str, part: KnownPart) -> None:
         """A hook takes norms, sums, ... of rows or columns that tensor ranks divide."""
         self.computed(name, part)
         self._reduced.add(part.what)
 
-    def check_change(self, part: Part) -> None:
+    def check_change(self, part: KnownPart) -> None:
         """A hook is about to change a part by values in a tensor.
 
         Raises:
@@ -137,7 +137,7 @@ class WholeNorms:
                 " one device; or leave its layer out of the plan."
             )
 
-    def check_scaling(self, part: Part, made_of: frozenset[str]) -> None:
+    def check_scaling(self, part: KnownPart, made_of: frozenset[str]) -> None:
         """A hook is about to multiply gradients by a number in a tensor.
 
         Raises:
@@ -203,7 +203,7 @@ class WholeNorms:
             for (p, held), (of_grad, of_value) in zip(shown, (x.unbind() for x in found), strict=True)
         }
 
-    def _parts(self) -> Callable[[], list[tuple[Tensor, Part]]]:
+    def _parts(self) -> Callable[[], list[tuple[Tensor, KnownPart]]]:
         """A function that lists the parts of all that a hook may look at; when it looks, since most look at nothing.
 
         Communication: that of `_sums`, at once.
@@ -211,7 +211,7 @@ class WholeNorms:
         sums = self._sums()
         versions: dict[tuple[int, int], Version] = {}
 
-        def known(part: Part, x: Tensor, summed: _Summed | None) -> Part:
+        def known(part: KnownPart, x: Tensor, summed: _Summed | None) -> KnownPart:
             """With the norm of the whole, if that was summed of this tensor."""
             source, number, norm = summed or (x, tensor_version(x), None)
             if source is not x:
@@ -219,13 +219,13 @@ class WholeNorms:
             version = versions.setdefault((_storage(x), number), Version(number))
             return replace(part, norm=norm, source=x, version=version)
 
-        def parts() -> list[tuple[Tensor, Part]]:
+        def parts() -> list[tuple[Tensor, KnownPart]]:
             found = []
             for name, parameter in self._parallel.module.named_parameters():
                 held = self._parallel.held(parameter)
                 spec, divided = self._parallel.spec(held), id(held) in self._parallel.divided
                 of_grad, of_value = sums.get(id(held), (None, None))
-                part = Part(
+                part = KnownPart(
                     f"`{name}`", held.numel(), spec is not None, spec is not None or divided,
                     parameter=name, shape=tuple(held.shape), spec=spec,
                 )  # fmt: skip

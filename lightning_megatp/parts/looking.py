@@ -46,8 +46,8 @@ class Version:
 
 
 @dataclass(frozen=True)
-class Part:
-    """A tensor with as many elements as this rank holds of a parameter."""
+class KnownPart:
+    """What is known of a tensor with as many elements as this rank holds of a parameter."""
 
     what: str
     """The tensor, e.g. "the gradient of `head.weight`"."""
@@ -79,16 +79,16 @@ class Part:
 class Judge(Protocol):
     """Whom `Looking` asks and tells."""
 
-    def norm_of(self, part: Part, order: Any) -> Tensor | None:
+    def norm_of(self, part: KnownPart, order: Any) -> Tensor | None:
         """A hook asks for the norm of a part: that of the whole, if it is known."""
 
-    def computed(self, name: str, part: Part) -> None:
+    def computed(self, name: str, part: KnownPart) -> None:
         """A hook has made a number of a part, by the operation `name`."""
 
-    def reduced(self, name: str, part: Part) -> None:
+    def reduced(self, name: str, part: KnownPart) -> None:
         """A hook is about to reduce a part over the dim that tensor ranks divide, to several numbers."""
 
-    def check_scaling(self, part: Part, made_of: frozenset[str]) -> None:
+    def check_scaling(self, part: KnownPart, made_of: frozenset[str]) -> None:
         """A hook is about to multiply a part by a number in a tensor.
 
         Args:
@@ -99,7 +99,7 @@ class Judge(Protocol):
             RuntimeError: each stage, or each rank, would take its own.
         """
 
-    def check_change(self, part: Part) -> None:
+    def check_change(self, part: KnownPart) -> None:
         """A hook is about to change a part by values in a tensor.
 
         Raises:
@@ -116,7 +116,7 @@ class Looking(TorchFunctionMode):
         parts: tells what lies where. It is asked when the first operation is about to run: many hooks run none.
     """
 
-    def __init__(self, judge: Judge, rank: int, parts: Callable[[], Iterable[tuple[Tensor, Part]]]) -> None:
+    def __init__(self, judge: Judge, rank: int, parts: Callable[[], Iterable[tuple[Tensor, KnownPart]]]) -> None:
         super().__init__()
         self._judge, self._positions = judge, Positions(rank)
         self._made: Any = WeakIdKeyDictionary()
@@ -125,16 +125,16 @@ class Looking(TorchFunctionMode):
         """Number in a tensor -> the parameters of which it was made, if this rank has all that it was made of."""
         self.show(parts)
 
-    def show(self, parts: Callable[[], Iterable[tuple[Tensor, Part]]]) -> None:
+    def show(self, parts: Callable[[], Iterable[tuple[Tensor, KnownPart]]]) -> None:
         """From now on these."""
         self._made.clear()
-        self._not_asked: Callable[[], Iterable[tuple[Tensor, Part]]] | None = parts
-        self._alive: list[tuple[Tensor, Part]] = []
+        self._not_asked: Callable[[], Iterable[tuple[Tensor, KnownPart]]] | None = parts
+        self._alive: list[tuple[Tensor, KnownPart]] = []
         """So that nothing else comes to lie at their addresses."""
-        self._parts: dict[int, Part] = {}
+        self._parts: dict[int, KnownPart] = {}
         """By address."""
 
-    def _ask(self, parts: Callable[[], Iterable[tuple[Tensor, Part]]]) -> None:
+    def _ask(self, parts: Callable[[], Iterable[tuple[Tensor, KnownPart]]]) -> None:
         self._not_asked = None
         self._alive = list(parts())
         for tensor, part in self._alive:
@@ -225,10 +225,10 @@ class Looking(TorchFunctionMode):
             self._numbers[result] = frozenset().union(*made_of)
         return result
 
-    def _part(self, x: Any) -> Part | None:
+    def _part(self, x: Any) -> KnownPart | None:
         if not isinstance(x, Tensor):
             return None
-        part: Part | None = self._made.get(x) or self._parts.get(address_of(x))
+        part: KnownPart | None = self._made.get(x) or self._parts.get(address_of(x))
         return part if part is None or part.numel == own_part(x).numel() else replace(part, norm=None)  # a slice of it
 
     def _changed(self, tensors: Any) -> None:
@@ -241,7 +241,7 @@ class Looking(TorchFunctionMode):
             else:
                 self._parts[address_of(x)] = replace(part, norm=None)
 
-    def _note(self, name: str, part: Part, first: Any, result: Any) -> None:
+    def _note(self, name: str, part: KnownPart, first: Any, result: Any) -> None:
         """What was made of a part: as many elements, several such in one, or a number."""
         if isinstance(result, list | tuple):
             sources = first if isinstance(first, list | tuple) and len(first) == len(result) else [first] * len(result)
@@ -264,7 +264,7 @@ class Looking(TorchFunctionMode):
             self._made[result] = replace(part, numel=numel, norm=None)
 
 
-def _failed(name: str, part: Part, spec: ShardedTensorSpec) -> RuntimeError:
+def _failed(name: str, part: KnownPart, spec: ShardedTensorSpec) -> RuntimeError:
     return RuntimeError(
         f"MegaTPStrategy: in a hook, `{name}` fails on {part.what}, of which each tensor rank holds a part, here"
         f" {part.shape} of {spec.shape}. A hook of `register_hook` is given whole gradients; for whole weights, work on"
@@ -272,7 +272,7 @@ def _failed(name: str, part: Part, spec: ShardedTensorSpec) -> RuntimeError:
     )
 
 
-def _divides(part: Part, name: str, args: Any, kwargs: dict[str, Any]) -> bool:
+def _divides(part: KnownPart, name: str, args: Any, kwargs: dict[str, Any]) -> bool:
     """Whether a reduction goes over the dim of a part that tensor ranks divide, and leaves others."""
     at = _REDUCTIONS[name]
     over = kwargs.get("dim", args[at] if len(args) > at else None)

@@ -6,7 +6,6 @@ import functools
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,8 +13,11 @@ from torch import Size, Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lightning_megatp.origins import module_of_frame
 from lightning_megatp.shim.autograd import functorch_is_active
-from lightning_megatp.shim.torch import is_fake, with_local
+from lightning_megatp.shim.fakes import is_fake
+from lightning_megatp.shim.torch import with_local
+from lightning_megatp.steps import StepKind
 from lightning_megatp.tensor.shards import LayerWeight, TransposedWeight
 
 
@@ -158,16 +160,21 @@ def finds_rows(error: BaseException) -> bool:
     to 2.13); a bare assertion or a wrong shape comes from inside of it."""
     if "mixed torch.Tensor and DTensor" in str(error):
         return True
-    inside = str(Path("torch", "distributed", "tensor"))
     return not isinstance(error, torch.OutOfMemoryError) and any(
-        inside in frame.filename for frame in traceback.extract_tb(error.__traceback__)
+        module_of_frame(frame).startswith("torch.distributed.tensor")
+        for frame, _ in traceback.walk_tb(error.__traceback__)
     )
 
 
-def used_beside(step: str, level: int) -> RuntimeError:
-    """The error for it, in a step ("train", "validate", ...)."""
+def used_outside_forward(kind: StepKind, level: int) -> RuntimeError:
+    """The error for it.
+
+    Args:
+        kind: of the step.
+        level: of zero.
+    """
     return RuntimeError(
-        f"MegaTPStrategy: the {step} step uses a parameter that zero={level} has divided outside of the forward of its"
+        f"MegaTPStrategy: the {kind} step uses a parameter that zero={level} has divided outside of the forward of its"
         " module, and the batch that was looked at before training did not show it. Use it inside of a module's"
         " forward, or take zero=0."
     )

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from lightning_megatp.origins import module_of_frame
 from lightning_megatp.parts.mode import Part, PartsMode, is_elementwise
 from lightning_megatp.parts.rows import own_part
 from lightning_megatp.plan.shard import ShardSpec
@@ -136,7 +137,7 @@ def _caller_in_init(shard: ShardSpec) -> bool:
         RuntimeError: for what can't be done to a part of a parameter.
     """
     caller = sys._getframe(2)
-    if caller.f_globals.get("__name__") != torch.nn.init.__name__:
+    if module_of_frame(caller) != torch.nn.init.__name__:
         return False
     if (name := caller.f_code.co_name) in _BY_THE_WHOLE:
         raise _refused(f"calls `{name.removeprefix('_no_grad_')}` on", shard)

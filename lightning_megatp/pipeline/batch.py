@@ -25,13 +25,14 @@ from lightning_megatp.pipeline.loss.weighing import BatchLoss
 from lightning_megatp.pipeline.merge import Merge
 from lightning_megatp.pipeline.own_values import OwnValues
 from lightning_megatp.pipeline.remote.calls import RemoteCalls
-from lightning_megatp.pipeline.seeds import mixed, seeded
+from lightning_megatp.pipeline.seeds import mixed
 from lightning_megatp.pipeline.slicing.plan import BeyondPlan, Relay, SlicePlan
 from lightning_megatp.pipeline.slicing.slicer import Slicer, StageRun
 from lightning_megatp.pipeline.told.held_tensors import Change
 from lightning_megatp.pipeline.told.logs import Call, Logs
 from lightning_megatp.pipeline.told.telling import Options
 from lightning_megatp.pipeline.whole_loss import WholeLoss
+from lightning_megatp.random_states import seeded
 from lightning_megatp.shim.compiler import is_compiled
 from lightning_megatp.snapshots.leftovers import Path, PlainValues
 from lightning_megatp.tensor.random import default_generator

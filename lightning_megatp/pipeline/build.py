@@ -16,6 +16,7 @@ from lightning_megatp.batches.split import check_columns, check_rows
 from lightning_megatp.mesh import ParallelMesh
 from lightning_megatp.metrics import LastStageMetrics
 from lightning_megatp.module import ParallelModule
+from lightning_megatp.origins import is_lightnings_default
 from lightning_megatp.pipeline.assignment import assign, can_be_cut, holders_of, small_among, stage_sizes, unit_costs
 from lightning_megatp.pipeline.executor import Executor, Links, connect, lanes
 from lightning_megatp.pipeline.loans import Loans
@@ -32,9 +33,8 @@ from lightning_megatp.pipeline.twins import warn_of_pairs, with_twins
 from lightning_megatp.plan.units import find_units, modules_around
 from lightning_megatp.shim.compiler import is_compiled
 from lightning_megatp.shim.lightning import default_store
+from lightning_megatp.steps import StepKind
 from lightning_megatp.tensor.deferred import defer_linears
-
-_KINDS = ("training", "validation", "test", "predict")
 
 
 def open_pipeline(
@@ -208,13 +208,13 @@ def check_pipelined(parallel: ParallelModule) -> None:
         ValueError: manual optimization, a step that takes an iterator, an own `backward`, a MetricTracker.
     """
     module = parallel.module
-    steps = [getattr(module, f"{kind}_step", None) for kind in _KINDS]  # `test_step = None` says that there is none
+    steps = [getattr(module, kind.method, None) for kind in StepKind]  # `test_step = None` says that there is none
     found = None
     if not getattr(module, "automatic_optimization", True):
         found = "manual optimization (automatic_optimization=False): the pipeline's schedule runs the backward", "pp=1"
     elif any("dataloader_iter" in inspect.signature(step).parameters for step in filter(callable, steps)):
         found = "a step that takes `dataloader_iter`", "a step that takes a batch"
-    elif not getattr(type(module), "backward", print).__module__.endswith(("core.module", "builtins")):
+    elif (backward := getattr(type(module), "backward", None)) and not is_lightnings_default(backward):
         found = "a LightningModule with its own `backward`: the pipeline's schedule runs it", "on_before_backward"
     elif any(isinstance(x, MetricTracker) for x in module.modules()):
         found = (

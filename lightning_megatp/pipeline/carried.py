@@ -18,7 +18,7 @@ from lightning_megatp.batches.split import batch_size
 from lightning_megatp.containers import tensors_in
 from lightning_megatp.messages import warn_once_per_run
 from lightning_megatp.pipeline.slicing.locator import Locator
-from lightning_megatp.shim.torch import is_fake
+from lightning_megatp.shim.fakes import is_fake
 from lightning_megatp.snapshots.leftovers import PlainValues
 from lightning_megatp.snapshots.snapshot import Snapshot
 from lightning_megatp.tensor.functions import operation_name

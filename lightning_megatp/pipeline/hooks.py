@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_megatp.containers import parameters_of
+from lightning_megatp.origins import is_lightnings_default
+from lightning_megatp.steps import StepKind
 from lightning_megatp.user_hooks import codes_of, words_of
-
-_KINDS = ("train", "validation", "test", "predict")
 
 
 @dataclass(frozen=True)
@@ -30,9 +30,9 @@ class Hook:
 
 def hooks_after_steps(module: nn.Module) -> Iterator[Hook]:
     """The hooks after steps that the user defined: what Lightning's own class has does nothing."""
-    for kind in _KINDS:
-        for name, gets_outputs in ((f"on_{kind}_batch_end", True), (f"on_{kind}_epoch_end", False)):
-            if getattr(module, name, None) is not None and not _is_lightnings(module, name):
+    for kind in StepKind:
+        for name, gets_outputs in ((kind.hook("batch_end"), True), (kind.hook("epoch_end"), False)):
+            if getattr(module, name, None) is not None and not is_lightnings_default(getattr(module, name)):
                 words = set[str]().union(*map(words_of, codes_of(module, name)))
                 yield Hook(name, gets_outputs, moves_weights=any(map(_OF_WEIGHTS.search, words)))
 
@@ -45,24 +45,14 @@ def cleared_unseen(trainer: Any) -> list[Tensor]:
         trainer: in a training step of automatic optimization.
     """
     module = trainer.lightning_module
-    sees = [(module, "optimizer_zero_grad"), *((x, "on_before_zero_grad") for x in (module, *trainer.callbacks))]
-    if trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches or not all(_is_lightnings(*x) for x in sees):
+    see = [module.optimizer_zero_grad, *(x.on_before_zero_grad for x in (module, *trainer.callbacks))]
+    if trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches or not all(map(is_lightnings_default, see)):
         return []
     optimizers = [optimizer for optimizer in trainer.optimizers if type(optimizer).zero_grad is Optimizer.zero_grad]
     return list(itertools.chain(*map(parameters_of, optimizers)))
-
-
-def _is_lightnings(owner: Any, name: str) -> bool:
-    """Whether a method is the one of Lightning's base class, and not the user's."""
-    return getattr(getattr(owner, name), "__module__", None) in _BASES
 
 
 _OF_WEIGHTS = re.compile(
     r"(?<!h)param|weight|state_dict|restore|shadow|teacher|momentum|(\b|_)ema(\b|_)", re.IGNORECASE
 )
 """Words of such code. A hook of which this is said for nothing runs on more stages than it would have to."""
-_BASES = tuple(
-    f"{namespace}.{base}"
-    for namespace in ("lightning.pytorch", "pytorch_lightning")
-    for base in ("core.hooks", "core.module", "callbacks.callback")
-)

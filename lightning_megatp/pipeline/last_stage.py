@@ -26,7 +26,7 @@ from lightning_megatp.pipeline.carried import counters, lengths, warn_of_counter
 from lightning_megatp.pipeline.hooks import Hook, hooks_after_steps
 from lightning_megatp.pipeline.remote.calls import RemoteCalls, Run, Serving
 from lightning_megatp.pipeline.remote.in_hooks import FromLast
-from lightning_megatp.pipeline.seeds import seeded, shared_seed
+from lightning_megatp.pipeline.seeds import shared_seed
 from lightning_megatp.pipeline.slicing.plan import SlicePlan
 from lightning_megatp.pipeline.slicing.slicer import Slicer
 from lightning_megatp.pipeline.slicing.state.lasting import UNNAMED
@@ -36,6 +36,7 @@ from lightning_megatp.pipeline.told.left import given, packed
 from lightning_megatp.pipeline.told.logs import Logs, merge
 from lightning_megatp.pipeline.told.telling import Facts, Options, Telling, dtype_index, options_of, pickled
 from lightning_megatp.plan.units import modules_around, parts_of_one_stage
+from lightning_megatp.random_states import seeded
 from lightning_megatp.shim.torch import DisableTorchFunction
 from lightning_megatp.snapshots.leftovers import Attributes, Path, PlainValues, is_plain
 from lightning_megatp.user_hooks import codes_of, mentions, stored_in

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
+from lightning_megatp.origins import is_torchs
 from lightning_megatp.places import Place, changeable, copy_of, is_same
 from lightning_megatp.shim.compiler import is_compiled
 
@@ -97,6 +98,6 @@ class OwnValues:
 def _modules(units: Sequence[nn.Module]) -> Iterator[nn.Module]:
     plain = (unit for unit in units if not any(map(is_compiled, unit.modules())))
     for module in itertools.chain.from_iterable(unit.modules() for unit in plain):
-        norm = isinstance(module, _NORMS) and type(module).forward.__module__.startswith("torch.")
+        norm = isinstance(module, _NORMS) and is_torchs(type(module).forward)
         if not norm and not isinstance(module, Metric):
             yield module

@@ -47,6 +47,7 @@ from lightning_megatp.plan.units import parts_of_one_stage
 from lightning_megatp.shim.compiler import is_compiled
 from lightning_megatp.shim.transformers import is_pretrained
 from lightning_megatp.snapshots.snapshot import FirstValues, Snapshot
+from lightning_megatp.steps import StepKind
 from lightning_megatp.user_hooks import HOOKS, is_users, mentions
 from lightning_megatp.zero.sharding import ZeroSharding
 
@@ -105,7 +106,7 @@ class Pipeline:
         self._evaluated: set[str] = set()
         """The kinds of evaluation of which a batch was looked at."""
         self._is_first = True
-        self._ways: dict[str, Ways] = {}
+        self._ways: dict[StepKind, Ways] = {}
         self._loss_units: set[str] = set()
         self._schedules: dict[tuple[bool, int], Schedule] = {}
         self._parked: list[tuple[Tensor, Tensor]] = []
@@ -227,11 +228,11 @@ class Pipeline:
             self.sharding.drop_old()
         if self.parallel.buffer_versions is None:
             self.parallel.buffer_versions = versions_of(self.parallel.module)
-        run = self._prepared("train", step, batch, backward)
+        run = self._prepared(StepKind.TRAIN, step, batch, backward)
         parameters = self.parallel.undivided()
         cleared = set(map(id, cleared_unseen(self.parallel.module.trainer)))
         held = [(p, gradient) for p, gradient in take_gradients(parameters) if id(p) not in cleared]
-        self._execute("train", run)
+        self._execute(StepKind.TRAIN, run)
         concluded = self.last_stage.conclude(run)
         assert concluded is not None, "of training, a batch is run once"
         loss, self.factor = concluded
@@ -246,11 +247,11 @@ class Pipeline:
         if self.sharding is not None:
             self._check_told()
             self.sharding.reduce_rest(run.factor)
-            self.sharding.park()
-        more = self._outputs_of("train", run)
+            self.sharding.shown.park()
+        more = self._outputs_of(StepKind.TRAIN, run)
         return {**(more or {}), "loss": loss} if more or run.returns_mappings else loss
 
-    def evaluate(self, kind: str, step: Step, batch: Any) -> Any:
+    def evaluate(self, kind: StepKind, step: Step, batch: Any) -> Any:
         """Run the forward of a batch. What the step returned, on the last stage; on the others None, unless a callback
         asks for it."""
         with contextlib.nullcontext() if self.sharding is None else self.sharding.evaluating():
@@ -284,7 +285,7 @@ class Pipeline:
                 " be known before. Count what is in the batch, or use zero=1."
             )
 
-    def _outputs_of(self, kind: str, run: BatchRun) -> Any:
+    def _outputs_of(self, kind: StepKind, run: BatchRun) -> Any:
         """What a batch's steps returned beside the loss, where it is known."""
         if not self.last_stage.returned:
             return None
@@ -315,10 +316,10 @@ class Pipeline:
 
     # ---------------------------------------------------------------- parts of it
 
-    def _prepared(self, kind: str, step: Step, batch: Any, backward: Backward | None) -> BatchRun:
+    def _prepared(self, kind: StepKind, step: Step, batch: Any, backward: Backward | None) -> BatchRun:
         """A batch with its plans, about to be executed."""
         microbatches = self.microbatches(batch)
-        if kind == "train":
+        if kind is StepKind.TRAIN:
             self._warn_of_one(len(microbatches))
         seed = shared_seed(self._trainer, kind)
         self.metrics.next_batch()
@@ -330,7 +331,7 @@ class Pipeline:
             check_order(batch, microbatches)
         run = self._run(step, microbatches, (plans or [])[: len(microbatches)], seed, backward)
         run.whole = whole
-        if kind == "train":
+        if kind is StepKind.TRAIN:
             self._trained += 1
             # Microbatches may hold equal numbers of targets in one batch, and others in the next.
             run.warns = self._found.append if self._trained.bit_count() == 1 and not self._compiles else None
@@ -339,7 +340,7 @@ class Pipeline:
         elif whole is not None and kind not in self._evaluated:
             self._evaluated.add(kind)
             whole.says = None if self._compiles else warn_once_per_run
-        if kind == "train" and len(microbatches) > 1:
+        if kind is StepKind.TRAIN and len(microbatches) > 1:
             run.carried, run.own_values = self._carried_state(), self._own_values
         return run
 
@@ -387,13 +388,13 @@ class Pipeline:
             self._loss_units,
         )
 
-    def _uncut(self, run: BatchRun, way: Way, kind: str, batch: Any) -> BatchRun:
+    def _uncut(self, run: BatchRun, way: Way, kind: StepKind, batch: Any) -> BatchRun:
         """A run of the same batch in which the last stage runs its steps."""
         uncut = self._run(run.step, [batch] if way is Way.WHOLE else run.microbatches, run.plans, run.seed, None)
         uncut.remote = self._remote(kind)
         return uncut
 
-    def _remote(self, kind: str = "") -> RemoteCalls:
+    def _remote(self, kind: StepKind | None = None) -> RemoteCalls:
         return RemoteCalls(self.parallel.module, self.mesh, self.loans.rank_of_stage, kind)
 
     def running_units(self, hook: str) -> contextlib.AbstractContextManager[None]:
@@ -428,7 +429,7 @@ class Pipeline:
     def _compiles(self) -> bool:
         return any(map(is_compiled, self.parallel.module.modules()))
 
-    def _execute(self, kind: str, run: BatchRun) -> None:
+    def _execute(self, kind: StepKind, run: BatchRun) -> None:
         schedule = self._schedule(run.backward is not None, len(run.microbatches))
         group = self.parallel.default_group
         with (

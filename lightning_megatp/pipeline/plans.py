@@ -19,6 +19,7 @@ from lightning_megatp.pipeline.slicing.plan import KindError, SliceError, SliceP
 from lightning_megatp.pipeline.slicing.slicer import Slicer
 from lightning_megatp.pipeline.slicing.state.lasting import UNNAMED
 from lightning_megatp.pipeline.told.trained import Trained
+from lightning_megatp.steps import StepKind
 from lightning_megatp.tensor.outside import used_outside
 
 
@@ -45,9 +46,9 @@ class Plans:
     ) -> None:
         self._parallel, self._slicer, self._mesh = parallel, slicer, mesh
         self._loans, self._shared = loans, shared
-        self._made: dict[tuple[str, Hashable], list[SlicePlan]] = {}
+        self._made: dict[tuple[StepKind, Hashable], list[SlicePlan]] = {}
         self._trained = Trained(parallel, slicer, mesh)
-        self._uncut: set[tuple[str, Hashable]] = set()
+        self._uncut: set[tuple[StepKind, Hashable]] = set()
         """Kinds of steps of evaluation, and signatures, that can't be cut."""
         self._changed: set[str] = set()
         """What steps change and was said."""
@@ -57,11 +58,11 @@ class Plans:
         self._used_on: dict[str, set[int]] = {}
         """What outlives steps -> the stages that use it in training."""
 
-    def of(self, kind: str, step: Step, microbatches: Sequence[Any], seed: int) -> list[SlicePlan] | None:
+    def of(self, kind: StepKind, step: Step, microbatches: Sequence[Any], seed: int) -> list[SlicePlan] | None:
         """One per microbatch; None if it is a step of evaluation that can't be cut.
 
         Args:
-            kind: of the step: train, validate, test or predict.
+            kind: of the step.
             step: the user's, in its contexts.
             microbatches: of a batch, and behind them the batch itself where the slicer has a tail.
             seed: of the batch, alike on all stages.
@@ -81,7 +82,7 @@ class Plans:
         except _Uncut:
             return None
         steps = plans[:-1] if self._slicer.tail else plans
-        if kind == "train" and len(steps) > 1:
+        if kind is StepKind.TRAIN and len(steps) > 1:
             self._warn_of_changes(steps)
             self._warn_of_mixing(steps)
         return plans
@@ -119,9 +120,11 @@ class Plans:
         if self._trained.agree():
             self.forget()
 
-    def _plan(self, key: tuple[str, Hashable], step: Step, microbatch: Any, seed: int, is_first: bool) -> SlicePlan:
+    def _plan(
+        self, key: tuple[StepKind, Hashable], step: Step, microbatch: Any, seed: int, is_first: bool
+    ) -> SlicePlan:
         """The plan of a kind of step, a signature, and the values that the step branches by."""
-        checked = returning_a_loss(step) if key[0] == "train" else step
+        checked = returning_a_loss(step) if key[0] is StepKind.TRAIN else step
         made = self._made.setdefault(key, [])
         plan = self._slicer.fitting(made, checked, microbatch, seed)
         if plan is None:
@@ -132,7 +135,7 @@ class Plans:
         return plan
 
     def _new(
-        self, key: tuple[str, Hashable], step: Step, microbatch: Any, seed: int, is_first: bool
+        self, key: tuple[StepKind, Hashable], step: Step, microbatch: Any, seed: int, is_first: bool
     ) -> list[SlicePlan]:
         """Made without gradients on the parameters, which differ from stage to stage, and whose dtype may not be
         theirs."""
@@ -145,7 +148,7 @@ class Plans:
                 for plan in plans:
                     self._check_lasting(kind, plan)
         except SliceError as error:
-            if kind == "train" or isinstance(error, KindError):
+            if kind is StepKind.TRAIN or isinstance(error, KindError):
                 raise
             self._agree(None)
             self._uncut.add(key)
@@ -168,7 +171,7 @@ class Plans:
             self._lend(plan)
         return plans
 
-    def _check_lasting(self, kind: str, plan: SlicePlan) -> None:
+    def _check_lasting(self, kind: StepKind, plan: SlicePlan) -> None:
         """What a step changes on one stage, steps of other kinds and shapes may use there alone. A step of evaluation
         that uses it elsewhere is run by the last stage, if that is where it is changed.
 
@@ -186,16 +189,16 @@ class Plans:
         used.update((name, set(range(plan.n_stages))) for name in plan.changed_alike if name != UNNAMED)
         changed = {**plan.changed, **self._changed_on}
         for name in [name for name, stage in changed.items() if used.get(name, set()) - {stage}]:
-            error = SliceError if kind != "train" and changed[name] == last else KindError
+            error = SliceError if kind is not StepKind.TRAIN and changed[name] == last else KindError
             raise error(_stale(name, changed[name], used[name]))
         for name, stage in plan.changed.items():
             if users := self._used_on.get(name, set()) - {stage}:
                 raise KindError(_stale(name, stage, users))
         if not plan.changed.keys() <= self._changed_on.keys():
             self._changed_on.update(plan.changed)
-            for key in [key for key in self._made if key[0] != "train"]:
+            for key in [key for key in self._made if key[0] is not StepKind.TRAIN]:
                 del self._made[key]  # they may use it
-        for name, stages in used.items() if kind == "train" else ():
+        for name, stages in used.items() if kind is StepKind.TRAIN else ():
             self._used_on.setdefault(name, set()).update(stages)
 
     def _lend(self, plan: SlicePlan) -> None:

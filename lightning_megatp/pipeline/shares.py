@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_megatp.pipeline.slicing.plan import Relay
-from lightning_megatp.shim.torch import all_gather_single
+from lightning_megatp.shim.collectives import all_gather_single
 
 
 @dataclass(frozen=True)

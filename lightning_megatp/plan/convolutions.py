@@ -15,7 +15,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from lightning_megatp.plan.layer import LayerPlan, Split
 from lightning_megatp.plan.ranges import Ranges, length, shard_ranges
 from lightning_megatp.plan.styles import Style
-from lightning_megatp.shim.torch import runs_own_convolution, weight_norm_of
+from lightning_megatp.shim.modules import runs_own_convolution, weight_norm_of
 
 _MOST = 0.95
 """The least share of what all convolutions hold that is split: the largest ones that hold so much."""

@@ -10,12 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_megatp.origins import is_torchs
+
 
 def looks_up(module: nn.Module) -> bool:
     """Whether a subclass of nn.Embedding reads its table by nn.Embedding's forward alone, whatever it does around it:
     tried on a few ids, with a table of nan beside that forward."""
     kind: Any = type(module)
-    of_torch = kind.__module__.startswith("torch.") or kind.__call__ is not nn.Module.__call__
+    of_torch = is_torchs(kind) or kind.__call__ is not nn.Module.__call__
     if not isinstance(module, nn.Embedding) or of_torch or "forward" in vars(module) or module._modules:
         return False
     if set(module._parameters) != {"weight"} or module._parameters["weight"] is None:

@@ -30,7 +30,7 @@ class BareLinear:
     """Whether the weight is (in, out), as for `x @ weight`."""
 
 
-Done = tuple[str, str, int]
+UserOperation = tuple[str, str, int]
 """An operation's name, and file and line of the user's code that calls it."""
 
 
@@ -51,7 +51,7 @@ class StackLayout:
     draws_alike: bool = False
     """Whether the random numbers that it draws have to be the same on all ranks, as those that choose experts, and are
     not for the features inside."""
-    done: frozenset[Done] = field(default=frozenset(), compare=False)
+    done: frozenset[UserOperation] = field(default=frozenset(), compare=False)
     """All operations that were seen when it was found to add up; empty if that wasn't tried."""
 
     @property

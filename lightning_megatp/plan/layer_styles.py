@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from lightning_megatp.messages import with_article
+from lightning_megatp.origins import is_torchs
 from lightning_megatp.plan.convolutions import convolution_plan, is_convolution, is_weight_normed
 from lightning_megatp.plan.embeddings import looks_up
 from lightning_megatp.plan.experts import check_parameters, usual_parameters
@@ -207,7 +208,7 @@ def runs_as(module: nn.Module, kind: type[nn.Module]) -> bool:
     if of is kind:
         return True
     same = isinstance(module, kind) and of.forward is kind.forward and of.__call__ is nn.Module.__call__
-    return same and not of.__module__.startswith("torch.") and "forward" not in vars(module)
+    return same and not is_torchs(of) and "forward" not in vars(module)
 
 
 def _other_kind(module: nn.Module, wanted: type[nn.Module]) -> str:

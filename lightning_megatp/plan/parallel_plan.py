@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from lightning_megatp.plan.layer import Done, LayerPlan
+from lightning_megatp.plan.layer import LayerPlan, UserOperation
 from lightning_megatp.plan.shard import ShardedTensorSpec
 from lightning_megatp.plan.styles import Style, StyleLike, matches
 
@@ -55,9 +55,9 @@ class ParallelPlan:
     """Layers that were planned automatically -> how, in words."""
     proven: list[str] = field(default_factory=list)
     """Blocks that were run whole and split, and did the same with all that they use of their layers."""
-    couplings: dict[str, frozenset[Done]] = field(default_factory=dict)
+    couplings: dict[str, frozenset[UserOperation]] = field(default_factory=dict)
     """Such a block -> what was seen in it that looks at several elements at once."""
-    operations: dict[str, frozenset[Done]] = field(default_factory=dict)
+    operations: dict[str, frozenset[UserOperation]] = field(default_factory=dict)
     """Stack of experts that was found to add up -> all operations that were seen in it."""
     used_twice: set[str] = field(default_factory=set)
     """Modules in sequence regions that use a parameter more than once, perhaps on whole values too."""

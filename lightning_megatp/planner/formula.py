@@ -15,7 +15,7 @@ from torch import nn
 from lightning_megatp.auto_plan.blocks import find_blocks
 from lightning_megatp.containers import tensors_in
 from lightning_megatp.plan.parallel_plan import ParallelPlan
-from lightning_megatp.planner.rehearsal import Rehearsal, rehearse
+from lightning_megatp.planner.rehearsal import SavedForBackward, rehearse
 from lightning_megatp.plugin import ParallelismPlugin
 from lightning_megatp.recompute.options import RecomputeOptions
 
@@ -31,7 +31,7 @@ def rehearse_or_estimate(
     recompute: RecomputeOptions | None = None,
     stage_of_unit: Mapping[str, int] | None = None,
     **options: Any,
-) -> tuple[Rehearsal | None, str]:
+) -> tuple[SavedForBackward | None, str]:
     """`rehearse`, or the formula where the step can't be rehearsed, or None; and why, if so."""
     try:
         found = rehearse(module, plugin, plan, batch, recompute=recompute, stage_of_unit=stage_of_unit, **options)
@@ -50,7 +50,7 @@ def by_formula(
     batch: Any,
     recompute: RecomputeOptions | None = None,
     stage_of_unit: Mapping[str, int] | None = None,
-) -> Rehearsal:
+) -> SavedForBackward:
     """In place of a rehearsal, whose arguments it takes.
 
     Args:
@@ -65,7 +65,7 @@ def by_formula(
     if not shapes or not all(hidden.values()) or not blocks:
         raise ValueError("no batch of (rows, tokens), or no transformer blocks")
     rows, tokens = shapes[0][:2]
-    found, counts = Rehearsal(), Counter[int]()
+    found, counts = SavedForBackward(), Counter[int]()
     for i, (name, block) in enumerate(blocks.items()):
         stage = 0 if stage_of_unit is None else stage_of_unit.get(name, 0)
         kind = "none" if recompute is None else recompute.of_block(counts[stage])

@@ -13,7 +13,8 @@ from torch.optim import Optimizer
 from lightning_megatp.module import ParallelModule
 from lightning_megatp.planner.rehearsal import skeleton, without_values
 from lightning_megatp.planner.sizes import Bytes
-from lightning_megatp.shim.torch import DisableTorchFunctionSubclass, is_fake, storage_id, tree_leaves
+from lightning_megatp.shim.fakes import is_fake
+from lightning_megatp.shim.torch import DisableTorchFunctionSubclass, storage_id, tree_leaves
 
 
 class MemoryAccount:

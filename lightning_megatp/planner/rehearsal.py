@@ -26,18 +26,12 @@ from lightning_megatp.module import ParallelModule
 from lightning_megatp.plan.parallel_plan import ParallelPlan
 from lightning_megatp.plan.units import find_units
 from lightning_megatp.plugin import ParallelismPlugin
+from lightning_megatp.random_states import random_state_kept
 from lightning_megatp.recompute.blocks import recompute_blocks
 from lightning_megatp.recompute.options import RecomputeOptions
+from lightning_megatp.shim.fakes import CopiesFakes, fake_tensor_mode
 from lightning_megatp.shim.lightning import trainer_of
-from lightning_megatp.shim.torch import (
-    CopiesFakes,
-    DisableTorchFunctionSubclass,
-    fake_tensor_mode,
-    storage_id,
-    tree_leaves,
-    tree_map,
-)
-from lightning_megatp.snapshots.snapshot import random_state_kept
+from lightning_megatp.shim.torch import DisableTorchFunctionSubclass, storage_id, tree_leaves, tree_map
 from lightning_megatp.tensor.context import TensorContext
 from lightning_megatp.tensor.features.layout import FeatureLayout
 from lightning_megatp.tensor.features.shard import FeatureShard
@@ -45,7 +39,7 @@ from lightning_megatp.tensor.random import RankStream
 
 
 @dataclass
-class Rehearsal:
+class SavedForBackward:
     """What one microbatch keeps for backward on one tensor rank, all pipeline stages together."""
 
     saved: dict[str, dict[int, int]] = field(default_factory=dict)
@@ -95,7 +89,7 @@ def rehearse(
     stage_of_unit: Mapping[str, int] | None = None,
     device: str = "cpu",
     around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
-) -> Rehearsal:
+) -> SavedForBackward:
     """Run the training step once, without data.
 
     Args:
@@ -185,11 +179,11 @@ def _swapped(
 
 
 @contextlib.contextmanager
-def _recorded(module: nn.Module, held: set[int]) -> Iterator[Rehearsal]:
+def _recorded(module: nn.Module, held: set[int]) -> Iterator[SavedForBackward]:
     """Args:
     held: storages that don't count: parameters, buffers, the batch.
     """
-    found = Rehearsal()
+    found = SavedForBackward()
     where, current = "", found.saved.setdefault("", {})
     kept: list[Tensor] = []  # so that no storage's id is used twice
 

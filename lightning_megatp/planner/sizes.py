@@ -15,7 +15,7 @@ from lightning_megatp.pipeline.schedules.schedule import Kind, Schedule
 from lightning_megatp.plan.parallel_plan import ParallelPlan
 from lightning_megatp.plan.units import find_units
 from lightning_megatp.planner.optimizers import States
-from lightning_megatp.planner.rehearsal import Rehearsal
+from lightning_megatp.planner.rehearsal import SavedForBackward
 from lightning_megatp.zero.preparing import most_common, trained_dtypes
 from lightning_megatp.zero.units import in_several, large_units
 
@@ -73,7 +73,7 @@ def predict(
     plan: ParallelPlan,
     layout: Layout,
     states: States | None = None,
-    rehearsal: Rehearsal | None = None,
+    rehearsal: SavedForBackward | None = None,
     stage_of_unit: Mapping[str, int] | None = None,
     tensor_rank: int = 0,
     data_rank: int = 0,
@@ -112,7 +112,7 @@ def predict(
     return found
 
 
-def place(module: nn.Module, layout: Layout, rehearsal: Rehearsal | None = None) -> dict[str, int]:
+def place(module: nn.Module, layout: Layout, rehearsal: SavedForBackward | None = None) -> dict[str, int]:
     """Unit -> stage, as the strategy would place it."""
     units = find_units(module)
     if layout.pp == 1:

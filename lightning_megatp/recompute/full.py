@@ -21,7 +21,8 @@ from lightning_megatp.building.recording import default_dtype
 from lightning_megatp.messages import warn_once_per_run, with_article
 from lightning_megatp.places import Place, changeable, copy_of, is_same
 from lightning_megatp.plan.ranges import split_evenly
-from lightning_megatp.shim.torch import FakeTensor, is_fake, tensor_version, tree_flatten, tree_unflatten
+from lightning_megatp.shim.fakes import FakeTensor, is_fake
+from lightning_megatp.shim.torch import tensor_version, tree_flatten, tree_unflatten
 from lightning_megatp.shim.transformers import without_cache
 from lightning_megatp.tensor.collectives import all_gather
 from lightning_megatp.tensor.context import TensorContext

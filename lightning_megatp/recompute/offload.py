@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from torch import Tensor
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
-from lightning_megatp.shim.torch import is_fake, storage_id
+from lightning_megatp.shim.fakes import is_fake
+from lightning_megatp.shim.torch import storage_id
 
 _SMALL = 2**16
 """Bytes from which a copy is worth its start."""

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_megatp.parts.rows import own_part
-from lightning_megatp.shim.torch import is_fake
+from lightning_megatp.shim.fakes import is_fake
 from lightning_megatp.snapshots.leftovers import is_own_object
 
 Shapes = tuple[tuple[int, ...], ...]

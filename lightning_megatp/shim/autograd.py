@@ -15,6 +15,8 @@ from torch import Tensor
 from torch._functorch import apis, eager_transforms
 from torch.autograd import forward_ad
 
+from lightning_megatp.origins import is_torchs
+
 
 def accumulated_parameter(node: Any) -> Tensor | None:
     """The leaf an AccumulateGrad node adds to, None for other nodes. `variable` has no public name (2.13)."""
@@ -201,7 +203,7 @@ def unbind_functions() -> None:
 def _is_users_apply(method: Any) -> bool:
     function = method.__self__
     is_apply = method.__name__ == "apply" and isinstance(function, type(torch.autograd.Function))
-    return is_apply and not function.__module__.startswith("torch.")
+    return is_apply and not is_torchs(function)
 
 
 def is_scripted(function: Any) -> bool:
@@ -340,7 +342,7 @@ def functorch_is_active() -> bool:
     return bool(torch._C._are_functorch_transforms_active())
 
 
-def generator_state(generator: torch.Generator) -> bytes:
+def generator_bytes(generator: torch.Generator) -> bytes:
     """Where a generator is. Inside of torch.func's transforms the tensor that says so would be one of theirs, without
     memory; what keeps them out has no public name (2.11-2.13)."""
     with torch._C._DisableFuncTorch():

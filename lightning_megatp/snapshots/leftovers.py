@@ -15,11 +15,13 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
+from lightning_megatp.origins import is_frameworks, package_of
+
 _LARGE = 10_000
 """Containers with more entries are compared by their length."""
 CONTAINERS = (dict, list, tuple, set, frozenset, deque)
-_NOT_SEARCHED = ("builtins", "torch", "torchmetrics", "lightning", "pytorch_lightning", "lightning_megatp", "numpy")
-"""Objects of these packages are compared by identity: trainers, loggers, tensors, metrics."""
+_NOT_SEARCHED = ("builtins", "torchmetrics", "numpy")
+"""Objects of these packages, and of frameworks, are compared by identity: trainers, loggers, tensors, metrics."""
 
 
 class Attributes:
@@ -74,11 +76,7 @@ class Attributes:
 def _is_searched(kind: type) -> bool:
     """Whether objects of a class are looked into; asked of each value of a module, twice per batch."""
     opaque = issubclass(kind, (nn.Module, Tensor, type, FunctionType, MethodType, ModuleType))
-    return not opaque and _package(kind) not in _NOT_SEARCHED
-
-
-def _package(kind: type) -> str:
-    return kind.__module__.partition(".")[0]
+    return not opaque and not is_frameworks(kind, *_NOT_SEARCHED)
 
 
 Path = tuple[str, ...]
@@ -183,7 +181,7 @@ def _length(container: Any) -> int:
 def is_own_object(value: Any) -> bool:
     """Whether a value is of a class of the user's, and keeps attributes."""
     kind: Any = type(value)
-    return _is_searched(kind) and _package(kind) != "transformers" and hasattr(value, "__dict__")
+    return _is_searched(kind) and package_of(kind) != "transformers" and hasattr(value, "__dict__")
 
 
 def _set(holder: Any, path: Path, value: Any) -> None:

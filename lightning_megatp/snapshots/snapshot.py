@@ -1,11 +1,9 @@
-"""What a dry run must not change: the state of a module, and the random number generators."""
+"""What a dry run must not change: the state of a module, with the random generators on it."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import operator
-import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from types import FunctionType, MethodType, ModuleType
@@ -15,10 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.quasirandom import SobolEngine
 from torch.utils.data import Dataset
 
-from lightning_megatp.shim.torch import is_fake, storage_id
+from lightning_megatp.origins import is_frameworks
+from lightning_megatp.random_states import generator_state, is_generator, set_generator_state
+from lightning_megatp.shim.fakes import is_fake
+from lightning_megatp.shim.torch import storage_id
 from lightning_megatp.tensor.functions import is_in_place, operation_name
 
 LARGE = 10_000
@@ -27,8 +27,8 @@ LARGE = 10_000
 CONTAINERS = (list, dict, set, deque)
 PLAIN = frozenset({type(None), bool, int, float, str})
 
-_NOT_SEARCHED = ("torch", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_megatp", "numpy")
-"""Objects of these packages are neither searched nor restored: the trainer, loggers, process groups."""
+_NOT_SEARCHED = ("builtins", "numpy")
+"""Objects of these packages, and of frameworks, are neither searched nor restored: the trainer, loggers, groups."""
 
 
 class Snapshot:
@@ -145,7 +145,7 @@ def drawn_by(modules: Iterable[nn.Module]) -> list[Any]:
     registered = {id(x) for m in modules for x in (*m.parameters(recurse=False), *m.buffers(recurse=False))}
     holders = holders_of(modules)
     values = [x for holder in holders for x in _entries(holder) if isinstance(x, Tensor | np.ndarray)]
-    found = {id(x): x for x in (*values, *filter(_is_generator, holders)) if id(x) not in registered}
+    found = {id(x): x for x in (*values, *filter(is_generator, holders)) if id(x) not in registered}
     return list(found.values())
 
 
@@ -154,19 +154,6 @@ def modules_on(owner: Any) -> list[nn.Module]:
     submodules = list(owner.modules()) if isinstance(owner, nn.Module) else []
     hanging = [x for holder in holders_of([owner, *submodules]) for x in _entries(holder) if isinstance(x, nn.Module)]
     return list(dict.fromkeys(x for module in [*submodules, *hanging] for x in module.modules()))
-
-
-@contextlib.contextmanager
-def random_state_kept() -> Iterator[None]:
-    """Leave the generators of torch (CPU and the current accelerator), Python and NumPy as they were found."""
-    devices = [torch.cuda.current_device()] if torch.cuda.is_available() and torch.cuda.is_initialized() else []
-    python, of_numpy = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices):
-        try:
-            yield
-        finally:
-            random.setstate(python)
-            np.random.set_state(of_numpy)
 
 
 def holders_of(owners: Iterable[Any], leaving_out: type | tuple[type, ...] = ()) -> list[Any]:
@@ -188,14 +175,13 @@ def _held(entry: Any) -> Any:
     """What of an entry may change in place; None for plain values and what belongs to others."""
     if isinstance(entry, (Tensor, nn.Module, FunctionType, ModuleType, type)):
         return None
-    if isinstance(entry, CONTAINERS) or _is_generator(entry):
+    if isinstance(entry, CONTAINERS) or is_generator(entry):
         return entry
     if isinstance(entry, tuple):
         return list(tuple.__getitem__(entry, slice(None)))  # e3nn's have no length
     if isinstance(entry, Dataset):  # torch's own, too: a Subset holds the user's
         return entry.__dict__
-    of = type(entry).__module__.partition(".")[0]
-    held = None if of in _NOT_SEARCHED or of == "builtins" else getattr(entry, "__dict__", None)
+    held = None if is_frameworks(type(entry), *_NOT_SEARCHED) else getattr(entry, "__dict__", None)
     return held if isinstance(held, dict) else None  # `list[int]` shows that of its class, which can't change
 
 
@@ -266,37 +252,6 @@ def is_same(now: Any, before: Any) -> bool:
     if isinstance(now, tuple):
         return len(now) == len(before) and all(map(is_same, now, before))
     return type(now) in PLAIN and bool(now == before)
-
-
-def _is_generator(x: Any) -> bool:
-    """Whether its state can be put back: a generator of torch, Python or NumPy."""
-    if isinstance(x, random.Random):
-        return not isinstance(x, random.SystemRandom)
-    if type(x).__module__.startswith("numpy.random"):
-        return hasattr(x, "set_state") or hasattr(x, "bit_generator")
-    return isinstance(x, (torch.Generator, SobolEngine))
-
-
-def generator_state(generator: Any) -> Any:
-    """Where a generator is; the same generator elsewhere has the same there."""
-    if isinstance(generator, random.Random):
-        return generator.getstate()
-    if isinstance(generator, SobolEngine):
-        return {name: x.numpy().copy() if isinstance(x, Tensor) else x for name, x in vars(generator).items()}
-    return generator.get_state() if hasattr(generator, "get_state") else generator.bit_generator.state
-
-
-def set_generator_state(generator: Any, state: Any) -> None:
-    """Put a generator where one was."""
-    if isinstance(generator, random.Random):
-        generator.setstate(state)
-    elif isinstance(generator, SobolEngine):
-        arrays = {name: torch.from_numpy(x.copy()) for name, x in state.items() if isinstance(x, np.ndarray)}
-        vars(generator).update(state | arrays)
-    elif hasattr(generator, "set_state"):
-        generator.set_state(state)
-    else:
-        generator.bit_generator.state = state
 
 
 def _way_back(generator: Any) -> Callable[[], None]:

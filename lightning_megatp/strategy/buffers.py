@@ -14,7 +14,8 @@ from lightning_megatp.mesh import ParallelMesh
 from lightning_megatp.messages import warn_once_per_run
 from lightning_megatp.places import Place
 from lightning_megatp.plan.parallel_plan import plain_name
-from lightning_megatp.shim.torch import is_fake, tensor_version
+from lightning_megatp.shim.fakes import is_fake
+from lightning_megatp.shim.torch import tensor_version
 
 Kind = tuple[torch.Size, torch.dtype]
 State = tuple[Tensor | None, int]

@@ -16,7 +16,7 @@ from lightning_megatp.messages import warn_once_per_run
 from lightning_megatp.module import ParallelModule
 from lightning_megatp.plan.units import find_units
 from lightning_megatp.random_states import random_state, set_random_state
-from lightning_megatp.shim.torch import weights_of_recurrent_layers_renewed
+from lightning_megatp.shim.modules import weights_of_recurrent_layers_renewed
 from lightning_megatp.snapshots.snapshot import Snapshot
 from lightning_megatp.strategy.randomness import share_random_state
 from lightning_megatp.strategy.state import StrategyState

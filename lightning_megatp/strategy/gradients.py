@@ -196,7 +196,7 @@ class GradientMethods(CopyMethods, InspectionMethods):
         assert self.lightning_module is not None
         self._window_open = self._accumulating
         if self.sharding is not None:
-            self.sharding.show()
+            self.sharding.shown.show()
         self._verify_gradients()
         self._parallel().keep_whole_where_used_outside(with_inner(self.optimizers))
         shown: Tensor = self.precision_plugin.post_backward(closure_loss, self.lightning_module)

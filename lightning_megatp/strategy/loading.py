@@ -11,7 +11,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from lightning_megatp.checkpoint.agree import together
-from lightning_megatp.checkpoint.averages import Averages
+from lightning_megatp.checkpoint.averages import AveragedCopies
 from lightning_megatp.checkpoint.files import check_zip
 from lightning_megatp.checkpoint.folder import Folder, is_folder
 from lightning_megatp.checkpoint.full import local_optimizer_state
@@ -36,7 +36,7 @@ class LoadingMethods(StrategyState):
     wait_for_checkpoints: Callable[[], None]
 
     def _set_up_loading(self) -> None:
-        self._averages: Averages | None = None
+        self._averages: AveragedCopies | None = None
         self._random_states: list[dict[str, Any]] | None = None
         self._folder: Folder | None = None
         self._not_tensors: dict[str, Any] = {}
@@ -112,7 +112,7 @@ class LoadingMethods(StrategyState):
         """Let averaged copies hold what the split module does; once in a run."""
         assert self.lightning_module is not None
         if self._averages is None:
-            self._averages = Averages(averages(self.lightning_module.trainer), parallel, self._mesh())
+            self._averages = AveragedCopies(averages(self.lightning_module.trainer), parallel, self._mesh())
 
     def _leave_averages(self) -> None:
         if self._averages is not None:

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_megatp.mesh import ParallelMesh
-from lightning_megatp.random_states import random_state, set_random_state
-from lightning_megatp.shim.torch import is_fake
-from lightning_megatp.snapshots.snapshot import drawn_by, generator_state, set_generator_state
+from lightning_megatp.random_states import generator_state, random_state, set_generator_state, set_random_state
+from lightning_megatp.shim.fakes import is_fake
+from lightning_megatp.snapshots.snapshot import drawn_by
 
 _MIX = 0xD1B54A32D192ED03  # an odd 64-bit constant: neighbouring dp ranks get unrelated seeds
 

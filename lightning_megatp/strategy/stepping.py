@@ -12,11 +12,12 @@ import torch
 from lightning_megatp.batches.same import SameBatch, refuse_lengths, warn_of_lengths
 from lightning_megatp.gradients.wide import widen
 from lightning_megatp.optimizers.nested import with_inner
-from lightning_megatp.parts.rows import finds_rows, used_beside
+from lightning_megatp.parts.rows import finds_rows, used_outside_forward
 from lightning_megatp.planner.measure import MemoryAccount
 from lightning_megatp.recompute.offload import OffloadActivations
 from lightning_megatp.shim.lightning import saves_averages_as_model
 from lightning_megatp.shim.torch import inference_as_no_grad
+from lightning_megatp.steps import StepKind
 from lightning_megatp.strategy.buffers import SentBuffers
 from lightning_megatp.strategy.gradients import GradientMethods
 
@@ -50,17 +51,17 @@ class StepMethods(GradientMethods):
 
     def on_validation_start(self) -> None:
         super().on_validation_start()
-        self._before_evaluation("validation")
+        self._before_evaluation(StepKind.VALIDATE)
 
     def on_test_start(self) -> None:
         super().on_test_start()
-        self._before_evaluation("test")
+        self._before_evaluation(StepKind.TEST)
 
     def on_predict_start(self) -> None:
         super().on_predict_start()
-        self._before_evaluation("predict")
+        self._before_evaluation(StepKind.PREDICT)
 
-    def _before_evaluation(self, kind: str) -> None:
+    def _before_evaluation(self, kind: StepKind) -> None:
         self._refuse_lengths(kind)
         if self._sent_buffers is not None:
             assert self.lightning_module is not None
@@ -68,13 +69,17 @@ class StepMethods(GradientMethods):
             self._sent_buffers.before_evaluation()
             self._exchanges_averages = any(map(saves_averages_as_model, trainer.callbacks))
 
-    def _refuse_lengths(self, kind: str) -> None:
+    def _refuse_lengths(self, kind: StepKind) -> None:
         if self.sharding is None:
             return
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
         validation = trainer.num_sanity_val_batches if trainer.sanity_checking else trainer.num_val_batches
-        batches = {"validation": validation, "test": trainer.num_test_batches, "predict": trainer.num_predict_batches}
+        batches = {
+            StepKind.VALIDATE: validation,
+            StepKind.TEST: trainer.num_test_batches,
+            StepKind.PREDICT: trainer.num_predict_batches,
+        }
         refuse_lengths(kind, batches[kind], self.zero.level, self._mesh())
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -85,7 +90,7 @@ class StepMethods(GradientMethods):
             self._random_states = None
         if self._alone:
             return super().training_step(*args, **kwargs)
-        if self._first("train") or self._steps == 1:  # after the first step, and once per epoch
+        if self._first(StepKind.TRAIN) or self._steps == 1:  # after the first step, and once per epoch
             axes = ("dp", "tp") if self.sharding is None else ("tp",)
             self._parallel().adopt_copies()
             self._parallel().check_replicas(self._mesh().group(*axes))
@@ -99,13 +104,13 @@ class StepMethods(GradientMethods):
             if self.sharding is not None:
                 self._forget_abandoned()
                 self.sharding.begin()
-            outputs = self._watched("train", super().training_step)(*args, **kwargs)
+            outputs = self._watched(StepKind.TRAIN, super().training_step)(*args, **kwargs)
             if self.sharding is not None and not self.lightning_module.automatic_optimization:
                 self.sharding.end()
             if self._steps == 1 and (recomputation := self._parallel().recomputation) is not None:
                 recomputation.warn_if_unused()
         else:
-            step, batch = self._on_microbatch("train", super().training_step, args)
+            step, batch = self._on_microbatch(StepKind.TRAIN, super().training_step, args)
             self._change_gradients(widen)
             outputs = self.pipeline.train(step, batch, self._pipeline_backward())
         if self._sent_buffers is not None:
@@ -116,15 +121,15 @@ class StepMethods(GradientMethods):
         return outputs
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluate("validate", super().validation_step, args, kwargs)
+        return self._evaluate(StepKind.VALIDATE, super().validation_step, args, kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluate("test", super().test_step, args, kwargs)
+        return self._evaluate(StepKind.TEST, super().test_step, args, kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluate("predict", super().predict_step, args, kwargs)
+        return self._evaluate(StepKind.PREDICT, super().predict_step, args, kwargs)
 
-    def _evaluate(self, kind: str, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _evaluate(self, kind: StepKind, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if self._alone:
             return step(*args, **kwargs)
         exchanged, self._exchanges_averages = self._exchanges_averages, False
@@ -138,19 +143,19 @@ class StepMethods(GradientMethods):
         self._parallel().keep_whole_where_used_outside(with_inner(self.optimizers))
         return outputs
 
-    def _on_microbatch(self, kind: str, step: Callable[..., Any], args: Any) -> tuple[Callable[[Any], Any], Any]:
+    def _on_microbatch(self, kind: StepKind, step: Callable[..., Any], args: Any) -> tuple[Callable[[Any], Any], Any]:
         """The user's step as a function of a microbatch, and the batch."""
         batch, *rest = args
         run = self._watched(kind, step)
         return lambda microbatch: run(microbatch, *rest), batch
 
-    def _watched(self, kind: str, step: Callable[..., Any]) -> Callable[..., Any]:
+    def _watched(self, kind: StepKind, step: Callable[..., Any]) -> Callable[..., Any]:
         """The user's step in its contexts. Some are watched, with all their microbatches."""
         parallel, watch = self._parallel(), self._is_watched(kind)
         parallel.uncompiled = watch
         if watch:
             parallel.adopt_copies()
-        if kind == "train" and self._memory_account is not None:
+        if kind is StepKind.TRAIN and self._memory_account is not None:
             step = self._memory_account.watching(step, parallel)
         if self.sharding is not None:
             self.sharding.watches = watch
@@ -163,7 +168,7 @@ class StepMethods(GradientMethods):
             except (RuntimeError, AssertionError) as error:
                 if self.sharding is None or not finds_rows(error):
                     raise
-                raise used_beside(kind, self.zero.level) from error
+                raise used_outside_forward(kind, self.zero.level) from error
             except StopIteration as error:  # Lightning would take it for the end of the data, on this rank alone
                 raise RuntimeError(
                     f"MegaTPStrategy: the {kind} step raised StopIteration: some `next(...)` found nothing."
@@ -182,8 +187,8 @@ class StepMethods(GradientMethods):
         sharding = self.sharding
         return lambda *args, **kwargs: sharding.step(lambda: run(*args, **kwargs))
 
-    def _offloading(self, kind: str) -> contextlib.AbstractContextManager[None]:
-        if not self.offload_activations or kind != "train":
+    def _offloading(self, kind: StepKind) -> contextlib.AbstractContextManager[None]:
+        if not self.offload_activations or kind is not StepKind.TRAIN:
             return contextlib.nullcontext()
         parallel = self._parallel()
         with parallel.context.running(user_code=False):
@@ -191,18 +196,18 @@ class StepMethods(GradientMethods):
             held = [*parallel.module.parameters(), *parallel.module.buffers(), *gathered]
         return OffloadActivations(held, self.root_device.type == "cuda")
 
-    def _first(self, kind: str) -> bool:
+    def _first(self, kind: StepKind) -> bool:
         """Whether the step that begins is the first of its kind in this epoch."""
         return not self._steps_of_epoch[self._moment(kind)]
 
-    def _is_watched(self, kind: str) -> bool:
+    def _is_watched(self, kind: StepKind) -> bool:
         """Whether the step that begins is one of those of its kind in this epoch that are watched, since a step may
         change: the first, second, fourth, eighth, ..."""
         moment = self._moment(kind)
         self._steps_of_epoch[moment] += 1
         return self._steps_of_epoch[moment].bit_count() == 1
 
-    def _moment(self, kind: str) -> tuple[Any, ...]:
+    def _moment(self, kind: StepKind) -> tuple[Any, ...]:
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
-        return kind, trainer.current_epoch, kind == "validate" and trainer.sanity_checking
+        return kind, trainer.current_epoch, kind is StepKind.VALIDATE and trainer.sanity_checking

@@ -511,7 +511,7 @@ class MegaTPStrategyBase(StepMethods, GradientMethods, BuildingMethods, WorldMet
         if self.pipeline is not None:
             self.pipeline.close()
         if self.sharding is not None:
-            self.sharding.hide_gradients()
+            self.sharding.shown.hide()  # callbacks copy the module in `setup`, and torch no gradient that is a DTensor
         if self._batch_norms is not None:
             self._batch_norms.leave()
         self._leave_loaders()

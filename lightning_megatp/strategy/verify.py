@@ -19,7 +19,7 @@ from lightning_megatp.commands import requested
 from lightning_megatp.commands.proof import print_errors
 from lightning_megatp.messages import warn_once_per_run
 from lightning_megatp.pipeline.pipeline import Pipeline
-from lightning_megatp.snapshots.snapshot import random_state_kept
+from lightning_megatp.random_states import random_state_kept
 
 _RELATIVE = {torch.float64: 1e-9, torch.float32: 1e-4}
 """Largest relative difference of losses: sums in another order over the layers of a deep model."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from lightning_megatp.plan.ranges import shard_ranges
-from lightning_megatp.shim.torch import is_fake
+from lightning_megatp.shim.fakes import is_fake
 from lightning_megatp.tensor.collectives import copy_to_region, gather_from_region, reduce_from_region
 from lightning_megatp.tensor.entry import Entry
 from lightning_megatp.tensor.layers import ParallelLayer, RowParallel

@@ -19,14 +19,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_megatp.plan.ranges import Ranges, length
-from lightning_megatp.shim.torch import (
+from lightning_megatp.shim.collectives import (
     all_gather_each,
     all_gather_single,
-    is_fake,
-    is_view,
     reduce_scatter_each,
     reduce_scatter_single,
 )
+from lightning_megatp.shim.fakes import is_fake
+from lightning_megatp.shim.torch import is_view
 from lightning_megatp.tensor.functions import OwnFunction
 
 LONG_ROW = 2**20

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from lightning_megatp.messages import OfOneRank
 from lightning_megatp.plan.shard import ShardedTensorSpec
-from lightning_megatp.shim.torch import is_fake, tensor_version
+from lightning_megatp.shim.fakes import is_fake
+from lightning_megatp.shim.torch import tensor_version
 from lightning_megatp.tensor.deferred import DeferredWeights
 from lightning_megatp.tensor.exchange import GroupExchange
 from lightning_megatp.tensor.random import RankStream

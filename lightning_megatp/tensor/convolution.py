@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_megatp.plan.convolutions import channel_dim, input_ranges, own_groups
 from lightning_megatp.plan.ranges import Ranges
-from lightning_megatp.shim.torch import weight_norm_of
+from lightning_megatp.shim.modules import weight_norm_of
 from lightning_megatp.tensor.features.shard import FeatureShard
 from lightning_megatp.tensor.layers import ParallelLayer
 from lightning_megatp.tensor.sequence import SequenceShard

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from lightning_megatp.plan.ranges import Ranges, length
-from lightning_megatp.shim.torch import is_fake
+from lightning_megatp.shim.fakes import is_fake
 from lightning_megatp.tensor.collectives import all_gather
 from lightning_megatp.tensor.functions import OwnFunction
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_megatp.plan.ranges import ByRank, Ranges, everything, gathered_runs, length, owned_once, owner_counts
-from lightning_megatp.shim.torch import is_fake
+from lightning_megatp.shim.fakes import is_fake
 from lightning_megatp.tensor.collectives import all_gather, all_reduce, copy_to_region, reduce_from_region, take_ranges
 from lightning_megatp.tensor.cross_entropy import cross_entropy_of_slices
 from lightning_megatp.tensor.functions import OwnFunction

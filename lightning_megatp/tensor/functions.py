@@ -11,11 +11,11 @@ from typing import Any
 from torch import Tensor, nn
 from torch.overrides import handle_torch_function
 
-from lightning_megatp.plan.layer import Done
+from lightning_megatp.origins import THIS_PACKAGE, callers_frame, module_of_frame, package_of_frame
+from lightning_megatp.plan.layer import UserOperation
 from lightning_megatp.shim.autograd import DirectFunction
 from lightning_megatp.shim.torch import FOREACH_IN_PLACE
 
-_THIS_PACKAGE = __name__.split(".")[0]
 _READ_GRADIENTS = (
     *("torch.distributed.", "torch.nn.modules.", "torch.optim.", "torch.autograd."),
     *("lightning.", "pytorch_lightning."),
@@ -93,24 +93,20 @@ def asks_gradient(func: Callable[..., Any], args: Sequence[Any]) -> bool:
     """Whether the user's code reads the gradient of a parameter. Backward, optimizers and `zero_grad` do, too."""
     if len(args) != 1 or not isinstance(args[0], nn.Parameter) or operation_name(func) != "grad":
         return False
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(_THIS_PACKAGE):
-        frame = frame.f_back
-    return not frame.f_globals.get("__name__", "").startswith(_READ_GRADIENTS)
+    frame = callers_frame(sys._getframe(1), THIS_PACKAGE)
+    return not module_of_frame(frame).startswith(_READ_GRADIENTS)
 
 
-def done_by_user(operation: str) -> Done:
+def done_by_user(operation: str) -> UserOperation:
     """An operation that runs, with the innermost line that is neither torch's nor this package's."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in ("torch", _THIS_PACKAGE):
-        frame = frame.f_back
+    frame = callers_frame(sys._getframe(1), "torch", THIS_PACKAGE)
     return operation, frame.f_code.co_filename, frame.f_lineno
 
 
 def called_by_this_package() -> bool:
     """Asked by a `__torch_function__`: whether the operation's caller is this package, which keeps what a step may
     change, and not the step."""
-    return str(sys._getframe(2).f_globals.get("__name__", "")).startswith(_THIS_PACKAGE)
+    return package_of_frame(sys._getframe(2)) == THIS_PACKAGE
 
 
 def check_caller(func: Callable[..., Any]) -> None:
@@ -124,8 +120,8 @@ def check_caller(func: Callable[..., Any]) -> None:
     caller = handing.f_back
     if handing.f_code is not handle_torch_function.__code__ or caller is None:
         return
-    own = (getattr(func, "__module__", None) or "torch", caller.f_globals.get("__name__", ""))
-    if own[0].split(".")[0] != "torch" or own[1].split(".")[0] in ("torch", _THIS_PACKAGE):
+    of_torch = (getattr(func, "__module__", None) or "torch").partition(".")[0] == "torch"
+    if not of_torch or package_of_frame(caller) in ("torch", THIS_PACKAGE):
         return
     name, code = operation_name(func), caller.f_code
     raise RuntimeError(

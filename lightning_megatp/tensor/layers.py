@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_megatp.plan.ranges import Ranges, length
-from lightning_megatp.shim.torch import is_fake
+from lightning_megatp.shim.fakes import is_fake
 from lightning_megatp.tensor.collectives import (
     canonical_order,
     from_host,

@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_megatp.shim.torch import DisableTorchFunctionSubclass, as_subclass, tree_flatten, tree_unflatten
+from lightning_megatp.shim.fakes import as_subclass
+from lightning_megatp.shim.torch import DisableTorchFunctionSubclass, tree_flatten, tree_unflatten
 from lightning_megatp.tensor.collectives import copy_to_region, gather_sequence, scatter_sequence, use_on_tokens
 from lightning_megatp.tensor.context import TensorContext
 from lightning_megatp.tensor.draws import drops

@@ -10,13 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_megatp.shim.torch import (
-    DisableTorchFunction,
-    DisableTorchFunctionSubclass,
-    as_subclass,
-    tree_leaves,
-    tree_map,
-)
+from lightning_megatp.shim.fakes import as_subclass
+from lightning_megatp.shim.torch import DisableTorchFunction, DisableTorchFunctionSubclass, tree_leaves, tree_map
 from lightning_megatp.tensor.functions import is_in_place, operation_name, operation_names
 
 

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from lightning_megatp.plan.layer import Done
-from lightning_megatp.shim.torch import is_fake, tree_leaves
+from lightning_megatp.plan.layer import UserOperation
+from lightning_megatp.shim.fakes import is_fake
+from lightning_megatp.shim.torch import tree_leaves
 from lightning_megatp.tensor.context import OpenStack, TensorContext
 from lightning_megatp.tensor.draws import draws_random
 from lightning_megatp.tensor.functions import (
@@ -41,7 +42,10 @@ class RegionWatch(TorchFunctionMode):
     """
 
     def __init__(
-        self, context: TensorContext, known: Mapping[str, Collection[Done]], stacks: Mapping[str, Collection[Done]]
+        self,
+        context: TensorContext,
+        known: Mapping[str, Collection[UserOperation]],
+        stacks: Mapping[str, Collection[UserOperation]],
     ) -> None:
         super().__init__()
         self.context, self._known, self._stacks = context, known, stacks
@@ -65,7 +69,7 @@ class RegionWatch(TorchFunctionMode):
             self._check_stack(context.open_stack, operation_name(func), args, kwargs)
         return func(*args, **kwargs)
 
-    def _seen(self, region: str) -> Collection[Done] | None:
+    def _seen(self, region: str) -> Collection[UserOperation] | None:
         """What was seen in the block that a region is of; None if its plan is the user's."""
         parts = region.split(".")
         blocks = (".".join(parts[:i]) for i in range(len(parts), 0, -1))

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_megatp.plan.ranges import Ranges
-from lightning_megatp.shim.torch import WeightNormed, compute_weight
+from lightning_megatp.shim.modules import WeightNormed, compute_weight
 from lightning_megatp.tensor.context import TensorContext
 from lightning_megatp.tensor.parameters import slice_whole
 

@@ -14,12 +14,10 @@ Source: Rajbhandari et al. 2020 (ZeRO), section 5; Zhao et al. 2023 (PyTorch FSD
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -37,15 +35,18 @@ from lightning_megatp.parts.rows import (
     load_rows,
     replace_parameters,
     rows_of,
-    used_beside,
+    used_outside_forward,
 )
 from lightning_megatp.shim.autograd import hold_hooks, hooks_held
-from lightning_megatp.shim.torch import FakeTensorMode, storage_id, tensor_version, unrecorded
-from lightning_megatp.tensor.functions import OwnHook
-from lightning_megatp.zero.holders import REDUCES_UNUSED, Group, Holder, Root, Sharder
+from lightning_megatp.shim.fakes import FakeTensorMode
+from lightning_megatp.shim.torch import storage_id, tensor_version
+from lightning_megatp.steps import StepKind
+from lightning_megatp.zero.holders import Group, Holder, Root, Sharder
 from lightning_megatp.zero.options import ZeroOptions
 from lightning_megatp.zero.preparing import hooks_of, lay_out, main_dtype, refuse_sparse
+from lightning_megatp.zero.shown import ShownGradients
 from lightning_megatp.zero.units import in_several, large_units
+from lightning_megatp.zero.uses import Uses
 from lightning_megatp.zero.writes import WriteWatch, lost_change
 
 
@@ -112,23 +113,14 @@ class ZeroSharding:
         """In the memory that FSDP2 gathers from."""
         self._shells = [storage_id(p.sharded) for p in self.parameters]
         """What a DTensor's `.data` is set to changes its shell alone."""
-        self._used: set[str] = set()
-        """Names of what had a gradient on this rank since the last reduction."""
         self._reduces = True
         self._keeps = False
         """Whether units stay gathered for all of a backward."""
-        self._telling: dist.Work | None = None
-        """What tells the other ranks which parameters were used here, and which units called."""
-        self._flags = torch.zeros(0, dtype=torch.uint8)
-        """What it tells: a number for each parameter, and two for each unit: whether some rank has called it, and
-        whether some has not."""
         self.watches = False
         """Whether steps are looked at for writes that nothing else shows, those by `.data`."""
-        self._note_uses()
-        self._shown: dict[str, Any] = {}
-        """Name -> the gradient that the module's parameter was last given."""
-        self._parked: dict[str, Any] = {}
-        """Name -> what FSDP2 reduced, until it is collected."""
+        self._uses = Uses(self.parameters, self._holders, mesh, options.level)
+        self.shown = ShownGradients(self.parameters)
+        """The gradients that hooks find."""
         self._stepping = False
         Detour(module, "forward", self._explain_outside)
         Detour(module, "zero_grad", self._clear_gradients)
@@ -193,14 +185,6 @@ class ZeroSharding:
         sharded = {parameter.name: parameter.sharded for parameter in self.parameters}
         replace_kept(self.parallel.module, {key: sharded[name] for key, name in kept.items() if name in sharded})
 
-    def _note_uses(self) -> None:
-        """Let backwards note which parameters they reach."""
-        for parameter in self.parameters:
-            use = OwnHook(functools.partial(_note, self._used, parameter.name))
-            trained = parameter.whole.requires_grad  # a frozen one, which takes no hook, may be unfrozen later
-            parameter.whole.requires_grad_(True).register_post_accumulate_grad_hook(use)
-            parameter.whole.requires_grad_(trained)
-
     # ---------------------------------------------------------------- around steps
 
     def begin(self) -> None:
@@ -215,7 +199,7 @@ class ZeroSharding:
 
     def end(self) -> None:
         """Let go of all that is gathered: after evaluation, and when values have changed."""
-        self._wait_for_flags()
+        self._uses.wait()
         self._check_unchanged()
         for group in self._groups:
             group.free()
@@ -324,7 +308,7 @@ class ZeroSharding:
         """A loss whose backward begins before the step is over. What leaves the root starts FSDP2's own end of a
         backward; without it, a backward that passes no unit would reduce nothing."""
         if isinstance(loss, DTensor):  # of divided parameters alone: a backward would end in an error of torch's
-            raise used_beside("train", self.options.level)
+            raise used_outside_forward(StepKind.TRAIN, self.options.level)
         return self._root(lambda: loss) if self._stepping else loss
 
     def before_backward(self, last: bool) -> None:
@@ -392,7 +376,7 @@ class ZeroSharding:
     def _refuse_frozen(self) -> None:
         for p in self.parameters:
             frozen = not (p.sharded.requires_grad and p.whole.requires_grad and p.local.requires_grad)
-            if frozen and p.name in self._used:
+            if frozen and p.name in self._uses:
                 raise RuntimeError(
                     f"MegaTPStrategy: `{p.name}` was frozen between two accumulated batches, and FSDP2 (zero > 0) would"
                     " lose the gradient that it has of the first. Freeze it before or after all of them, or use zero=0."
@@ -401,70 +385,33 @@ class ZeroSharding:
     def drop_old(self) -> None:
         """Before the first backward of a batch: what earlier ones left is in `local.grad`, or was cleared there."""
         self._check_unchanged()
-        self.take_over()
-        self._shown = {}
-        for parameter in self.parameters:
-            parameter.sharded.grad = None
-
-    def park(self) -> None:
-        """After the last backward, where hooks run before `collect` that are meant for the gradients from before."""
-        self._parked = {p.name: p.sharded.grad for p in self.parameters}
-        self.show()
+        self.shown.hide()
 
     @torch.no_grad()
     def collect(self) -> None:
         """After the last backward: add the reduced gradients to those of the plain rows.
 
-        Communication: one all-reduce of a byte per parameter, between the hosts of dp ranks, waited for where a
-        parameter was not used. One that no rank has used keeps having no gradient.
+        Communication: that of `Uses.reduced`. A parameter that no rank has used keeps having no gradient.
         """
         self._check_unchanged()
         for parameter, shell in zip(self.parameters, self._shells, strict=True):
             if storage_id(parameter.sharded) != shell:
                 raise RuntimeError(lost_change(parameter.name))
-        if self._parked:
-            self.take_over()
-            for parameter in self.parameters:
-                parameter.sharded.grad = self._parked[parameter.name]
-            self._parked = {}
-        new = self._used_somewhere()
+        self.shown.bring_back()
+        new = self._uses.reduced()
         held = [(p.local.grad, grad) for p, grad in new if p.local.grad is not None]
         if held:
             torch._foreach_add_([grad for _, grad in held], [before for before, _ in held])
         for parameter, grad in new:
             parameter.local.grad = grad
         if self._reduces:
-            self._used.clear()
+            self._uses.forget()
             for holder in self._holders.values():
                 holder.called = False
         if self._keeps:
             self._keeps = self.parallel.partial.differentiable = False
             for holder in self._holders.values():
                 holder.free()
-
-    def _used_somewhere(self) -> list[tuple[DividedParameter, Tensor]]:
-        """The parameters that have had a gradient on one of the ranks, and what was reduced of each. A rank that has
-        used them all knows without the others, and does not wait until they know."""
-        found = [(p, p.sharded.grad) for p in self.parameters]  # frozen since, too
-        reduced = [(p, grad.to_local()) for p, grad in found if isinstance(grad, DTensor)]
-        self._wait_for_flags()
-        used = [p.name in self._used for p in self.parameters]
-        called = [holder.called for holder in self._holders.values()]
-        self._flags = torch.tensor([*used, *called, *(not x for x in called)], dtype=torch.uint8)
-        with unrecorded():
-            group = self.mesh.hosts("dp")
-            self._telling = dist.all_reduce(self._flags, op=dist.ReduceOp.MAX, group=group, async_op=True)
-        if all(p.name in self._used for p, _ in reduced) and (REDUCES_UNUSED or all(used)):
-            return reduced
-        self._wait_for_flags()
-        names = {p.name for p, was in zip(self.parameters, self._flags.tolist(), strict=False) if was}
-        if not REDUCES_UNUSED and (others := sorted(names - self._used)):
-            raise RuntimeError(
-                f"MegaTPStrategy: another data-parallel rank has used `{others[0]}` in this step, and this one has not."
-                f" With zero={self.options.level}, FSDP2 of torch {torch.__version__} then adds up gradients of"
-                " different parameters. Use torch 2.13, zero=0, or a step in which all ranks use the same parameters."
-            )
-        return [(p, grad) for p, grad in reduced if p.name in names]
 
     def forget_unreduced(self) -> None:
         """Gradients of accumulated batches that no optimizer will step, since the epoch or the fit has ended between
@@ -473,55 +420,7 @@ class ZeroSharding:
             group.forget()
         for parameter in self.parameters:
             parameter.whole.grad = None
-        self._used.clear()
-
-    def _wait_for_flags(self) -> None:
-        """
-        Raises:
-            RuntimeError: some ranks have called a unit, and others have not.
-        """
-        if self._telling is None:
-            return
-        self._telling.wait()
-        self._telling = None
-        called, not_called = self._flags[len(self.parameters) :].chunk(2) if self._holders else ((), ())
-        for unit, some, not_all in zip(self._holders, called, not_called, strict=True):
-            if some and not_all:
-                raise RuntimeError(
-                    f"MegaTPStrategy: some data-parallel ranks have called `{unit}` in this step, and others have not."
-                    f" With zero={self.options.level} its parameters are gathered from all of them at once, and so may"
-                    " be those of another module in its place. Let all ranks call the same modules (layers that are"
-                    " left out at random: by a generator of the same seed on all ranks), or use zero=0."
-                )
-
-    @torch.no_grad()
-    def show(self) -> None:
-        """Let the module's parameters have the gradients that the optimizer will see, in the same memory: hooks may
-        change them. Those that were summed over tensor ranks or stages are other tensors than FSDP2's."""
-        for parameter in self.parameters:
-            rows, shown = parameter.local.grad, parameter.sharded.grad
-            if rows is None:
-                parameter.sharded.grad = None
-            elif not isinstance(shown, DTensor) or storage_id(shown.to_local()) != storage_id(rows):
-                parameter.sharded.grad = parameter.as_divided(rows)
-        self._shown = {p.name: p.sharded.grad for p in self.parameters}
-
-    def hide_gradients(self) -> None:
-        """After a run: let the module's parameters have none. torch can't copy a parameter whose gradient is a DTensor,
-        as Lightning's callbacks do in their `setup`. The next backward adds to them all the same."""
-        self.take_over()
-        self._shown = {}
-        for parameter in self.parameters:
-            parameter.sharded.grad = None
-
-    @torch.no_grad()
-    def take_over(self) -> None:
-        """After hooks: gradients that they replaced, or took away."""
-        for parameter in self.parameters:
-            grad = parameter.sharded.grad
-            if parameter.name in self._shown and grad is not self._shown[parameter.name]:
-                parameter.local.grad = grad.to_local() if isinstance(grad, DTensor) else None
-                self._shown[parameter.name] = grad
+        self._uses.forget()
 
     def _clear_gradients(self, zero_grad: Callable[[], Any]) -> Any:
         """`self.zero_grad()` of the LightningModule."""
@@ -589,7 +488,3 @@ def _undivided(parallel: ParallelModule) -> set[int]:
         or not p.is_floating_point()
         or (p.requires_grad and p.dtype != dtype)
     }
-
-
-def _note(used: set[str], name: str, parameter: Tensor) -> None:
-    used.add(name)

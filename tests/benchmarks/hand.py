@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from lightning_megatp.shim.torch import all_gather_single, reduce_scatter_single
+from lightning_megatp.shim.collectives import all_gather_single, reduce_scatter_single
 from tests.benchmarks.models import LEARNING_RATE, Block, Transformer
 
 

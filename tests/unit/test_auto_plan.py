@@ -23,7 +23,8 @@ from lightning_megatp.auto_plan.capture import capture_calls
 from lightning_megatp.auto_plan.compare import Reference
 from lightning_megatp.auto_plan.discover import discover, look
 from lightning_megatp.auto_plan.influence import probe
-from lightning_megatp.auto_plan.search import BlockResult, plan_block
+from lightning_megatp.auto_plan.results import BlockResult
+from lightning_megatp.auto_plan.search import plan_block
 from lightning_megatp.auto_plan.simulate import BlockPlan, Ranks, SimulatedExchange
 from lightning_megatp.auto_plan.thin import ThinLinear, thin_copy
 from lightning_megatp.plan.convolutions import least_size

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from lightning_megatp.auto_plan.blocks import Block as Kind
 from lightning_megatp.auto_plan.blocks import Call, find_blocks
-from lightning_megatp.auto_plan.search import BlockResult, plan_block
+from lightning_megatp.auto_plan.results import BlockResult
+from lightning_megatp.auto_plan.search import plan_block
 from lightning_megatp.auto_plan.simulate import BlockPlan
 from lightning_megatp.plan.layer import BareLinear, LayerPlan
 from lightning_megatp.plan.ranges import shard_ranges

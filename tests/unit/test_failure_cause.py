@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -189,9 +188,8 @@ def test_a_long_wait_says_for_what(capsys: pytest.CaptureFixture[str]) -> None:
     [("RuntimeError('a wrong shape')", True), ("torch.OutOfMemoryError('CUDA out of memory')", False)],
 )
 def test_what_fails_inside_of_dtensor_uses_rows_unless_memory_is_out(error: str, told: bool) -> None:
-    names: dict[str, Any] = {"torch": torch}
-    file = str(Path("torch", "distributed", "tensor", "_dispatch.py"))
-    exec(compile(f"def dispatch():\n    raise {error}", file, "exec"), names)
+    names: dict[str, Any] = {"torch": torch, "__name__": "torch.distributed.tensor._dispatch"}
+    exec(f"def dispatch():\n    raise {error}", names)
     with pytest.raises(RuntimeError) as raised:
         names["dispatch"]()
     assert finds_rows(raised.value) is told

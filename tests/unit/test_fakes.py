@@ -8,8 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
 
-from lightning_megatp.shim.fakes import GroupedProductsOnMeta, fake_tensor_mode
-from lightning_megatp.shim.torch import is_fake
+from lightning_megatp.shim.fakes import GroupedProductsOnMeta, fake_tensor_mode, is_fake
 
 OFFSETS = torch.tensor([3, 8], dtype=torch.int32)
 

@@ -20,7 +20,7 @@ from lightning_megatp.building.recording import default_dtype
 from lightning_megatp.recompute.blocks import Recomputation, blocks_to_recompute
 from lightning_megatp.recompute.offload import OffloadActivations
 from lightning_megatp.recompute.options import RecomputeOptions
-from lightning_megatp.shim.torch import is_fake
+from lightning_megatp.shim.fakes import is_fake
 from lightning_megatp.tensor.random import RankStream
 
 B, S, H, A = 2, 64, 32, 4

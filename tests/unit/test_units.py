@@ -17,7 +17,7 @@ from lightning_megatp.pipeline.observed import used_beside
 from lightning_megatp.pipeline.slicing.order import units_of_step
 from lightning_megatp.pipeline.twins import frozen_twins
 from lightning_megatp.plan.units import find_units
-from lightning_megatp.shim.torch import modules_in
+from lightning_megatp.shim.modules import modules_in
 from tests.pipeline_models import CASES, GPT, Block, tokens
 
 FOUND = {

@@ -44,7 +44,8 @@ from lightning_megatp.pipeline.loss.made import Average, Made
 from lightning_megatp.pipeline.loss.pairs import Pairs
 from lightning_megatp.pipeline.loss.samples import SLICES, Samples, is_parameter
 from lightning_megatp.shim.autograd import functorch_is_active
-from lightning_megatp.shim.torch import WithoutMode, is_fake
+from lightning_megatp.shim.fakes import is_fake
+from lightning_megatp.shim.torch import WithoutMode
 from lightning_megatp.tensor.functions import is_in_place
 
 

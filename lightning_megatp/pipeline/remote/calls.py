@@ -25,13 +25,12 @@ from lightning_megatp.messages import warn_once_per_run
 from lightning_megatp.pipeline.loss.averages import Averages
 from lightning_megatp.pipeline.remote.messages import Contents, Table
 from lightning_megatp.pipeline.slicing.plan import SliceError
-from lightning_megatp.shim.torch import WithoutMode, is_fake, tree_map
+from lightning_megatp.shim.fakes import is_fake
+from lightning_megatp.shim.torch import WithoutMode, tree_map
 from lightning_megatp.shim.transformers import asked_for, collected_for, collecting
+from lightning_megatp.steps import StepKind
 from lightning_megatp.tensor.functions import operation_name
 from lightning_megatp.tensor.shards import gathered
-
-STEPS = {"validate": "validation_step", "test": "test_step", "predict": "predict_step"}
-"""The kinds of steps that are run so, and the methods of the LightningModule."""
 
 Deciding = Callable[[Decides], contextlib.AbstractContextManager[None]]
 """Lets somebody decide about the calls of units in a step: `Slicer.decided_by`."""
@@ -39,7 +38,7 @@ Run = Callable[[Callable[[], Any]], Any]
 """Runs a unit of this rank."""
 
 
-def warn_of_turns(kind: str, error: SliceError) -> None:
+def warn_of_turns(kind: StepKind, error: SliceError) -> None:
     """Say that steps are run so.
 
     Args:
@@ -60,10 +59,12 @@ class RemoteCalls:
         module: the LightningModule.
         mesh: who is where.
         rank_of_stage: stage -> global rank.
-        kind: of the step; "" for a hook.
+        kind: of the step, one of evaluation; None for a hook.
     """
 
-    def __init__(self, module: nn.Module, mesh: ParallelMesh, rank_of_stage: Sequence[int], kind: str) -> None:
+    def __init__(
+        self, module: nn.Module, mesh: ParallelMesh, rank_of_stage: Sequence[int], kind: StepKind | None
+    ) -> None:
         self.module, self.mesh, self.rank_of_stage, self.kind = module, mesh, rank_of_stage, kind
         self.calls = 0
         """How many calls of units of other stages than the last there were, in the steps that this rank drove."""
@@ -106,7 +107,8 @@ class RemoteCalls:
             by: lets a mode decide about calls.
             step: the user's on a microbatch, in its contexts; its body is not executed.
         """
-        detour = Detour(self.module, STEPS[self.kind], lambda call: self.answer())
+        assert self.kind is not None, "a hook runs on all stages"
+        detour = Detour(self.module, self.kind.method, lambda call: self.answer())
         try:
             with by(Serving()):
                 step()

@@ -22,7 +22,8 @@ from torch import Tensor
 from lightning_megatp.containers import tensors_in
 from lightning_megatp.pipeline.remote.calls import Caller, RemoteCalls, Run
 from lightning_megatp.pipeline.remote.messages import Contents
-from lightning_megatp.shim.torch import is_fake, tensor_version, tree_leaves, tree_map
+from lightning_megatp.shim.fakes import is_fake
+from lightning_megatp.shim.torch import tensor_version, tree_leaves, tree_map
 from lightning_megatp.shim.transformers import asked_for, collected_for, collecting
 from lightning_megatp.tensor.shards import gathered
 

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from lightning_megatp.pipeline.slicing.plan import Key, Relay, SliceError
 from lightning_megatp.pipeline.slicing.running import StageMode
-from lightning_megatp.shim.torch import is_fake, tensor_version
+from lightning_megatp.shim.fakes import is_fake
+from lightning_megatp.shim.torch import tensor_version
 
 
 def received_by_key(relays: Sequence[Relay], tensors: Sequence[Tensor], stage: int) -> dict[Key, Tensor]:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import torch
 from torch import nn
 
-_PASSED_OVER = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))
+from lightning_megatp.origins import THIS_PACKAGE, callers_frame
+
+# torch with the libraries around it: what is said is the line that calls them.
+_PASSED_OVER = ("torch", "torchmetrics", "torchvision", "torchaudio", THIS_PACKAGE)
 
 
 class Locator:
@@ -24,9 +26,7 @@ class Locator:
 
     def here(self) -> str:
         """`model.py:57, in forward of `encoder`` for the innermost frame that is neither torch's nor this package's."""
-        frame = sys._getframe(1)
-        while frame.f_back is not None and frame.f_code.co_filename.startswith(_PASSED_OVER):
-            frame = frame.f_back
+        frame = callers_frame(sys._getframe(1), *_PASSED_OVER)
         code = frame.f_code
         module = frame.f_locals.get("self")
         name = self._names.get(id(module)) if isinstance(module, nn.Module) else None

@@ -19,7 +19,6 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_megatp.containers import tensors_in
 from lightning_megatp.pipeline.loss.averages import Averages
-from lightning_megatp.pipeline.seeds import seeded
 from lightning_megatp.pipeline.slicing.aside import Aside
 from lightning_megatp.pipeline.slicing.dry_run.late_hooks import UserHooks
 from lightning_megatp.pipeline.slicing.dry_run.operations import (
@@ -33,15 +32,10 @@ from lightning_megatp.pipeline.slicing.dry_run.refusals import gradient_read
 from lightning_megatp.pipeline.slicing.locator import Locator
 from lightning_megatp.pipeline.slicing.plan import BeyondPlan, Instruction, Key, Operation, SliceError, SlicePlan
 from lightning_megatp.pipeline.slicing.state.collected import with_collected
+from lightning_megatp.random_states import seeded
 from lightning_megatp.shim.autograd import functorch_is_active
-from lightning_megatp.shim.torch import (
-    FOREACH_IN_PLACE,
-    DisableTorchFunction,
-    is_fake,
-    tensor_version,
-    tree_leaves,
-    tree_map,
-)
+from lightning_megatp.shim.fakes import is_fake
+from lightning_megatp.shim.torch import FOREACH_IN_PLACE, DisableTorchFunction, tensor_version, tree_leaves, tree_map
 from lightning_megatp.tensor.deferred import DeferredWeights
 from lightning_megatp.tensor.functions import REFLECTED, asks_gradient, one_by_one, operation_name, unreflected
 

@@ -23,7 +23,6 @@ from lightning_megatp.batches.signature import modes_of, signature_of
 from lightning_megatp.calls import Decides, Interception, Switch, loggers_in, logging_by
 from lightning_megatp.containers import tensors_in
 from lightning_megatp.pipeline.loss.averages import Averages
-from lightning_megatp.pipeline.seeds import host_seeded
 from lightning_megatp.pipeline.slicing.dry_run.dry_runs import DryRuns, Step, state_before
 from lightning_megatp.pipeline.slicing.dry_run.late_hooks import UserHooks
 from lightning_megatp.pipeline.slicing.dry_run.operations import StepEnded
@@ -35,15 +34,12 @@ from lightning_megatp.pipeline.slicing.running import StageMode, Taken
 from lightning_megatp.pipeline.slicing.state.ownership import Ownership, Sizes
 from lightning_megatp.pipeline.slicing.state.put_back import putting_back
 from lightning_megatp.pipeline.slicing.state.tables import Tables
+from lightning_megatp.random_states import host_seeded, random_state_kept
 from lightning_megatp.shim.autograd import checkpoints_ended, handle_functions
-from lightning_megatp.shim.torch import (
-    FakeTensorMode,
-    conversions_around,
-    distributions_not_validated,
-    fake_tensor_mode,
-    is_fake,
-)
-from lightning_megatp.snapshots.snapshot import FirstValues, Snapshot, random_state_kept
+from lightning_megatp.shim.fakes import FakeTensorMode, fake_tensor_mode, is_fake
+from lightning_megatp.shim.modules import conversions_around
+from lightning_megatp.shim.torch import distributions_not_validated
+from lightning_megatp.snapshots.snapshot import FirstValues, Snapshot
 
 
 @dataclass(frozen=True)

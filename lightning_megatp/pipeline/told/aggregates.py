@@ -13,7 +13,8 @@ from torchmetrics import MaxMetric, MeanMetric, Metric, MinMetric, SumMetric
 
 from lightning_megatp.detour import Detour, end_all
 from lightning_megatp.pipeline.told.logs import Call, Logs
-from lightning_megatp.shim.torch import DisableTorchFunction, is_fake
+from lightning_megatp.shim.fakes import is_fake
+from lightning_megatp.shim.torch import DisableTorchFunction
 from lightning_megatp.shim.torchmetrics import put_states, states_of
 
 _KINDS = (MeanMetric, SumMetric, MaxMetric, MinMetric)

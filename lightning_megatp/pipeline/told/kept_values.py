@@ -15,8 +15,10 @@ from torch import Tensor, nn
 from lightning_megatp.mesh import ParallelMesh
 from lightning_megatp.pipeline.carried import counters, warn_of_counters
 from lightning_megatp.pipeline.slicing.state.kept import stored_by_forward
-from lightning_megatp.shim.torch import is_fake, tree_leaves
+from lightning_megatp.shim.fakes import is_fake
+from lightning_megatp.shim.torch import tree_leaves
 from lightning_megatp.snapshots.leftovers import Path, PlainValues
+from lightning_megatp.steps import StepKind
 
 
 class KeptValues:
@@ -52,8 +54,8 @@ class KeptValues:
         self._microbatches = 1
 
     @contextlib.contextmanager
-    def batch(self, kind: str, microbatches: Sequence[Any]) -> Iterator[None]:
-        """Around the forwards and backwards of a batch: train, validate, test or predict."""
+    def batch(self, kind: StepKind, microbatches: Sequence[Any]) -> Iterator[None]:
+        """Around the forwards and backwards of a batch."""
         self._batches[kind] += 1
         n = self._batches[kind]
         self._looks = n & (n - 1) == 0
@@ -66,7 +68,7 @@ class KeptValues:
         own = {path: value for path, value in now.changes(before).items() if len(path) == 2}  # objects may be shared
         self._set.update({path: value for path, value in own.items() if not self._is_of_a_table(*path)})
         self._microbatches = len(microbatches)
-        if n == 1 and kind == "train" and len(microbatches) > 1:
+        if n == 1 and kind is StepKind.TRAIN and len(microbatches) > 1:
             self._counters = counters(now, before, microbatches)
 
     def _is_of_a_table(self, name: str, attribute: str) -> bool:

@@ -21,7 +21,8 @@ from torchmetrics import Metric
 
 from lightning_megatp.messages import with_article
 from lightning_megatp.pipeline.loss.averages import Averages, scalar
-from lightning_megatp.shim.torch import is_fake, unrecorded
+from lightning_megatp.shim.collectives import unrecorded
+from lightning_megatp.shim.fakes import is_fake
 from lightning_megatp.shim.torchmetrics import batch_value, set_batch_value
 
 

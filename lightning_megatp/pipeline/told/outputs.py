@@ -10,17 +10,11 @@ import torch.distributed as dist
 from lightning_megatp.batches.same import SameBatch
 from lightning_megatp.mesh import ParallelMesh
 from lightning_megatp.messages import warn_once_per_run
+from lightning_megatp.steps import StepKind
 from lightning_megatp.user_hooks import is_users
 
-_HOOKS = {
-    "train": "on_train_batch_end",
-    "validate": "on_validation_batch_end",
-    "test": "on_test_batch_end",
-    "predict": "on_predict_batch_end",
-}
-
-
-_STEPS = {"train": "training_step", "validate": "validation_step", "test": "test_step", "predict": "predict_step"}
+_TAKES_OUTPUTS = "batch_end"
+"""The moment of the hooks that are given what a step returned."""
 
 
 class Outputs:
@@ -34,27 +28,28 @@ class Outputs:
         self._mesh = mesh
         self._same = SameBatch(mesh.group("pp"), mesh.device, mesh.hosts("pp"))
         self._same.checked = True  # the others come with nothing
-        self._asked: set[str] = set()
+        self._asked: set[StepKind] = set()
 
     def look_at(self, trainer: Any) -> None:
         """Find out which kinds of steps callbacks ask for. Every rank of the pipeline has to call it.
 
         Communication: an all-reduce of four numbers over pp: some rank may have a callback of its own.
         """
-        counts = torch.tensor([sum(is_users(x, hook) for x in trainer.callbacks) for hook in _HOOKS.values()])
+        hooks = [kind.hook(_TAKES_OUTPUTS) for kind in StepKind]
+        counts = torch.tensor([sum(is_users(x, hook) for x in trainer.callbacks) for hook in hooks])
         dist.all_reduce(counts, op=dist.ReduceOp.MAX, group=self._mesh.hosts("pp"))
-        self._asked = {kind for kind, count in zip(_HOOKS, counts.tolist(), strict=True) if count}
+        self._asked = {kind for kind, count in zip(StepKind, counts.tolist(), strict=True) if count}
 
-    def step_taken(self, kind: str, module: Any) -> str:
-        """The name of a kind of step, if somebody takes what it returns; "" otherwise."""
-        taken = kind == "predict" or kind in self._asked or is_users(module, _HOOKS[kind])
-        return _STEPS[kind] if taken else ""
+    def step_taken(self, kind: StepKind, module: Any) -> str:
+        """The method of a kind of step, if somebody takes what it returns; "" otherwise."""
+        taken = kind is StepKind.PREDICT or kind in self._asked or is_users(module, kind.hook(_TAKES_OUTPUTS))
+        return kind.method if taken else ""
 
-    def sent(self, kind: str, outputs: Any) -> Any:
+    def sent(self, kind: StepKind, outputs: Any) -> Any:
         """The last stage's outputs, on the others None if nobody asks.
 
         Args:
-            kind: of step: train, validate, test or predict.
+            kind: of step.
             outputs: of the last stage; None on the others.
 
         Communication: if a callback asks, that of `SameBatch` over pp: all bytes of the outputs.
@@ -65,8 +60,8 @@ class Outputs:
             return self._same(outputs)
         except TypeError:  # on all of them
             warn_once_per_run(
-                f"what the step returns to `{_HOOKS[kind]}` of callbacks can't be pickled, and so not be sent: on other"
-                " pipeline stages than the last they get None, or the loss alone. Return tensors in dicts, tuples or"
-                " dataclasses."
+                f"what the step returns to `{kind.hook(_TAKES_OUTPUTS)}` of callbacks can't be pickled, and so not be"
+                " sent: on other pipeline stages than the last they get None, or the loss alone. Return tensors in"
+                " dicts, tuples or dataclasses."
             )
             return outputs

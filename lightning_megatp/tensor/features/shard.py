@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from lightning_megatp.plan.ranges import ByRank, Ranges, merge, positions
-from lightning_megatp.shim.torch import as_subclass, tensor_version, tree_map
+from lightning_megatp.shim.fakes import as_subclass
+from lightning_megatp.shim.torch import tensor_version, tree_map
 from lightning_megatp.tensor.context import TensorContext
 from lightning_megatp.tensor.draws import OF_TENSORS, draws_random
 from lightning_megatp.tensor.features.call import Call, Operand

@@ -22,7 +22,8 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_megatp.plan.ranges import Ranges, shard_ranges
 from lightning_megatp.plan.shard import ShardedTensorSpec
-from lightning_megatp.shim.torch import FakeTensorMode, tree_leaves
+from lightning_megatp.shim.fakes import FakeTensorMode
+from lightning_megatp.shim.torch import tree_leaves
 from lightning_megatp.tensor.collectives import take_ranges
 from lightning_megatp.tensor.context import Region, TensorContext
 from lightning_megatp.tensor.features.layout import FeatureLayout

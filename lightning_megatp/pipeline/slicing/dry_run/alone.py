@@ -31,7 +31,8 @@ from lightning_megatp.pipeline.slicing.locator import Locator
 from lightning_megatp.pipeline.slicing.plan import Instruction, Relay, SliceError, SlicePlan
 from lightning_megatp.pipeline.slicing.running import StageMode
 from lightning_megatp.pipeline.slicing.state.kept import Kept
-from lightning_megatp.shim.torch import FakeTensorMode, tensor_version, tree_map
+from lightning_megatp.shim.fakes import FakeTensorMode
+from lightning_megatp.shim.torch import tensor_version, tree_map
 from lightning_megatp.tensor.functions import operation_name
 
 

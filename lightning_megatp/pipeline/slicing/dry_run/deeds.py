@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
-import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -13,7 +11,8 @@ import torch
 from torch import Tensor
 
 from lightning_megatp.pipeline.slicing.dry_run.operations import generators_given
-from lightning_megatp.shim.autograd import generator_state
+from lightning_megatp.random_states import HostState
+from lightning_megatp.shim.autograd import generator_bytes
 from lightning_megatp.shim.torch import tree_leaves
 
 
@@ -45,7 +44,7 @@ def deed_of(
         return Deed(name, ())
     numbers = [_plain(x, lasting) for x in tree_leaves((args, kwargs))]
     generators = generators_given(args, kwargs) if drawing else []
-    states = [f"a generator in state {hash(generator_state(g)):x}" for g in generators]
+    states = [f"a generator in state {hash(generator_bytes(g)):x}" for g in generators]
     return Deed(name, (*filter(None, numbers), *states))
 
 
@@ -67,18 +66,16 @@ _PLAIN = (bool, int, float, complex, str, torch.dtype, np.number)
 class Moment(NamedTuple):
     """Where the generators of the host are."""
 
-    python: Any
-    of_numpy: bytes
+    beside_torch: HostState
     of_torch: bytes
 
     @classmethod
     def now(cls) -> Moment:
-        return cls(random.getstate(), pickle.dumps(np.random.get_state()), torch.get_rng_state().numpy().tobytes())
+        return cls(HostState.now(), torch.get_rng_state().numpy().tobytes())
 
     def put(self) -> None:
         """Put them there."""
-        random.setstate(self.python)
-        np.random.set_state(pickle.loads(self.of_numpy))
+        self.beside_torch.put()
         torch.set_rng_state(torch.frombuffer(bytearray(self.of_torch), dtype=torch.uint8))
 
 

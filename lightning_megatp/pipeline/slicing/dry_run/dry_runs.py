@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 from lightning_megatp.batches.signature import leaves_out, tensors_of
 from lightning_megatp.calls import Decides
-from lightning_megatp.pipeline.seeds import host_seeded
 from lightning_megatp.pipeline.slicing.dry_run.alone import Alone, Difference, Reading
 from lightning_megatp.pipeline.slicing.dry_run.deeds import Deeds
 from lightning_megatp.pipeline.slicing.dry_run.late_hooks import UserHooks
+from lightning_megatp.pipeline.slicing.dry_run.manner import Manner, Setting
 from lightning_megatp.pipeline.slicing.dry_run.operations import StepEnded
-from lightning_megatp.pipeline.slicing.dry_run.planning import make_plan
+from lightning_megatp.pipeline.slicing.dry_run.planning import SideEffects, make_plan
 from lightning_megatp.pipeline.slicing.dry_run.stage_states import shared_parts
 from lightning_megatp.pipeline.slicing.dry_run.tail import Tail
 from lightning_megatp.pipeline.slicing.dry_run.tracer import Tracer
@@ -31,35 +31,20 @@ from lightning_megatp.pipeline.slicing.state.lasting import UNNAMED
 from lightning_megatp.pipeline.slicing.state.ownership import Ownership
 from lightning_megatp.pipeline.slicing.state.put_back import Toggles, modules_with, putting_back
 from lightning_megatp.pipeline.slicing.state.tables import Left
+from lightning_megatp.random_states import host_seeded, random_state_kept
 from lightning_megatp.shim.autograd import checkpoints_ended, handle_functions
 from lightning_megatp.shim.compiler import uncompiled
+from lightning_megatp.shim.fakes import FakeTensorMode, forget_fakes, subclassed_fake
 from lightning_megatp.shim.lightning import around_progress, trainer_of
-from lightning_megatp.shim.torch import (
-    FakeTensorMode,
-    conversions_around,
-    forget_fakes,
-    subclassed_fake,
-    tensor_version,
-)
-from lightning_megatp.snapshots.snapshot import FirstValues, Snapshot, random_state_kept
+from lightning_megatp.shim.modules import conversions_around
+from lightning_megatp.shim.torch import tensor_version
+from lightning_megatp.snapshots.snapshot import FirstValues, Snapshot
 
 Step = Callable[[Any], Any]
 """A user's step on one batch, in the contexts it runs in (autocast)."""
 
 _MOST_TRIES = 3
 """How often a whole dry run that is not the same as the last one is tried, at most."""
-
-
-@dataclass(frozen=True)
-class _Manner:
-    """How a step is followed."""
-
-    late_hooks: frozenset[Any] = frozenset()
-    """Code of hooks that are called after their units."""
-    past_masks: bool = False
-    guesses_parts: bool = False
-    tail: Tail | None = None
-    """See `Tracer`."""
 
 
 class _Seen(NamedTuple):
@@ -112,7 +97,7 @@ class DryRuns:
             if stage < n_stages - 1
             for inner, part in module.get_submodule(name).named_modules()
         }
-        self._shared = shared_parts(module, stage_of_unit)
+        self._setting = Setting(n_stages, fake_mode, locator, hooks, shared_parts(module, stage_of_unit))
         self._kept = KeptByUnits(module, stage_of_unit)
         self._tried_alone: set[Hashable] = set()
         """Kinds of steps of which each stage alone does the same as with the others."""
@@ -121,7 +106,7 @@ class DryRuns:
         """The plan, and what the step would leave on the module, which is as before. Hooks on units that hand something
         to the step are called after their units, where it can be cut so; masks of the last stage's values are gone past
         where something that comes then concerns other stages."""
-        manner = _Manner(past_masks=self._n_stages == 1)
+        manner = Manner(past_masks=self._n_stages == 1)
         if self._before_tail is not None:
             manner = replace(manner, tail=Tail(self._before_tail.operations(step, batch, seed)))
         try:
@@ -140,10 +125,10 @@ class DryRuns:
         """What the step does, behind masks of the last stage's values, too, where it can be followed there: a head may
         come behind one."""
         with contextlib.suppress(SliceError):
-            return self._by_hooks(_Manner(past_masks=True), step, batch, seed)[0].plan.operations
+            return self._by_hooks(Manner(past_masks=True), step, batch, seed)[0].plan.operations
         return self.run(step, batch, seed)[0].operations
 
-    def _by_hooks(self, manner: _Manner, step: Step, batch: Any, seed: int) -> tuple[_Seen, _Manner]:
+    def _by_hooks(self, manner: Manner, step: Step, batch: Any, seed: int) -> tuple[_Seen, Manner]:
         """A dry run, with the hooks called late that need it."""
         first: SliceError | None = None
         while True:
@@ -155,7 +140,7 @@ class DryRuns:
                     raise (first or error) from None
                 first, manner = first or error, replace(manner, late_hooks=manner.late_hooks | {hook})
 
-    def _check_alone(self, manner: _Manner, step: Step, batch: Any, seed: int, seen: _Seen) -> None:
+    def _check_alone(self, manner: Manner, step: Step, batch: Any, seed: int, seen: _Seen) -> None:
         """Each stage alone has to do what it did in the dry run of the whole step; unless that differs from time to
         time by itself (by a cache of the process, a counter that lasts).
 
@@ -170,7 +155,7 @@ class DryRuns:
                 raise again.difference.error()
             seen = again
 
-    def _seen(self, manner: _Manner, step: Step, batch: Any, seed: int) -> _Seen:
+    def _seen(self, manner: Manner, step: Step, batch: Any, seed: int) -> _Seen:
         varies, original, batch = leaves_out(batch), batch, copy.deepcopy(batch)
         in_batch, containers = tensors_of(batch), Snapshot(SimpleNamespace(batch=batch), submodules=False)
         before = [(tensor_version(x), x.requires_grad) for x in in_batch]
@@ -179,7 +164,7 @@ class DryRuns:
             snapshot = state_before(self._module)
             toggles = Toggles(snapshot)
             tracer = self._tracer(snapshot, in_batch, toggles, manner)
-            tracer.varies, tracer.guesses_parts, tracer.tail = varies, manner.guesses_parts, manner.tail
+            tracer.varies = varies
             values_before = FirstValues(snapshot.tensors.values())
             try:
                 with owned.lists_noted() as lists, values_before, host_seeded(seed) as drawn, self._progress(tracer):
@@ -197,21 +182,11 @@ class DryRuns:
             changes_batch = before != [(tensor_version(x), x.requires_grad) for x in in_batch]
             changes_batch = changes_batch or any(True for _ in containers.changed_entries())
             left_early = any(value.stage not in (None, self._n_stages - 1) for value in values)
-            plan = make_plan(
-                tracer,
-                owned.names,
-                self._n_stages,
-                changes_batch,
-                left_early,
-                lists.any,
-                put_back,
-                tuple(set_late),
-                manner.late_hooks,
-            )
+            effects = SideEffects(changes_batch, left_early, lists.any, put_back, tuple(set_late), draws_on_host)
+            plan = make_plan(tracer, owned.names, effects)
             owned.learn(tracer.owners)
             difference = self._difference(tracer, plan, step, original, seed, snapshot)
-        plan, stops_at_mask = replace(plan, draws_on_host=draws_on_host), bool(tracer.ended) and tracer.met_mask
-        return _Seen(plan, left, tracer.record.deeds, difference, stops_at_mask)
+        return _Seen(plan, left, tracer.record.deeds, difference, stops_at_mask=bool(tracer.ended) and tracer.met_mask)
 
     def _difference(
         self, tracer: Tracer, plan: SlicePlan, step: Step, batch: Any, seed: int, snapshot: Snapshot
@@ -261,28 +236,14 @@ class DryRuns:
             forget_fakes(self._fake_mode)  # they know whether their parameters had a gradient
             torch.clear_autocast_cache()
 
-    def _tracer(self, snapshot: Snapshot, batch: Sequence[Tensor], toggles: Toggles, manner: _Manner) -> Tracer:
+    def _tracer(self, snapshot: Snapshot, batch: Sequence[Tensor], toggles: Toggles, manner: Manner) -> Tracer:
         owners = self._ownership.of_units()
         names = self._ownership.names
         glue = {tensor_id: name for tensor_id, name in names.items() if tensor_id not in owners}
         buffers = {id(x): name for name, x in self._module.named_buffers()}
         others = dict.fromkeys(snapshot.tensors, UNNAMED)
         values = Values(self._fake_mode, {**others, **buffers, **names}, self._n_stages)
-        return Tracer(
-            owners,
-            glue,
-            values,
-            self._fake_mode,
-            self._n_stages,
-            self._locator,
-            batch,
-            self._shared,
-            snapshot.new_tensors,
-            toggles.look,
-            self._hooks,
-            manner.past_masks,
-            manner.late_hooks,
-        )
+        return Tracer(owners, glue, values, self._setting, manner, batch, snapshot.new_tensors, toggles.look)
 
     def _progress(self, tracer: Tracer) -> contextlib.AbstractContextManager[None]:
         """A step that asks how far the training is may do something else in a later one (a curriculum of lengths)."""

@@ -13,18 +13,16 @@ from lightning_megatp.containers import tensors_in
 from lightning_megatp.pipeline.slicing.dry_run.operations import HOST_READS, NeedsValues
 from lightning_megatp.pipeline.slicing.dry_run.values import Values
 from lightning_megatp.shim.autograd import handle_transforms
-from lightning_megatp.shim.torch import (
+from lightning_megatp.shim.fakes import (
     DataDependentOutputException,
-    DisableTorchFunction,
     DynamicOutputShapeException,
     FakeTensorMode,
     UnsupportedOperatorException,
     is_fake,
     missed_data,
-    modules_convert_without_data,
-    tensor_version,
-    tree_map,
 )
+from lightning_megatp.shim.modules import modules_convert_without_data
+from lightning_megatp.shim.torch import DisableTorchFunction, tensor_version, tree_map
 
 
 class Fakes:

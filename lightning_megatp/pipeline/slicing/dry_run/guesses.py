@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_megatp.containers import tensors_in
+from lightning_megatp.origins import is_torchs
 from lightning_megatp.shim.torch import tree_map
 
 
@@ -24,7 +25,7 @@ def parts_of(call: Callable[..., Any]) -> list[nn.Module]:
     """
     unit = getattr(inspect.unwrap(call), "__self__", None)
     inside = list(unit.modules())[1:] if isinstance(unit, nn.Module) else []
-    return [x for x in inside if isinstance(x, nn.RNNBase) or not type(x).__module__.startswith("torch.")]
+    return [x for x in inside if isinstance(x, nn.RNNBase) or not is_torchs(type(x))]
 
 
 @contextlib.contextmanager

@@ -23,7 +23,8 @@ from lightning_megatp.pipeline.slicing.dry_run.operations import (
 from lightning_megatp.pipeline.slicing.dry_run.stage_states import Known, Lineage, joined
 from lightning_megatp.pipeline.slicing.dry_run.values import Value
 from lightning_megatp.pipeline.slicing.plan import SliceError
-from lightning_megatp.shim.torch import DisableTorchFunction, is_fake, tensor_version, tree_map
+from lightning_megatp.shim.fakes import is_fake
+from lightning_megatp.shim.torch import DisableTorchFunction, tensor_version, tree_map
 from lightning_megatp.tensor.draws import OF_TENSORS
 from lightning_megatp.tensor.functions import check_caller, is_in_place, operation_name, operation_names
 

@@ -16,13 +16,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_megatp.containers import tensors_in
+from lightning_megatp.origins import is_frameworks
 from lightning_megatp.pipeline.slicing.dry_run.inside import Inside
 from lightning_megatp.pipeline.slicing.dry_run.operations import NeedsValues
 from lightning_megatp.shim.torch import tree_map
 from lightning_megatp.tensor.functions import without_arguments
 from lightning_megatp.tensor.shards import gathered
-
-_NOT_THE_USERS = ("torch", "lightning", "pytorch_lightning", "lightning_megatp", "transformers")
 
 
 @dataclass(frozen=True)
@@ -57,7 +56,7 @@ class UserHooks:
             for module in self._module.get_submodule(unit).modules()
             for holder in (module._forward_pre_hooks, module._forward_hooks)
             for hook in [Hook(module, holder, key, call) for key, call in holder.items()]
-            if _package(hook.call) not in _NOT_THE_USERS
+            if not is_frameworks(without_arguments(hook.call), "transformers")
         ]
 
     def late(self, unit: str, codes: Collection[Any]) -> LateCalls:
@@ -145,9 +144,3 @@ def replaced(hooks: Sequence[Hook], others: Sequence[Callable[..., Any]]) -> Ite
     finally:
         for hook in hooks:
             hook.holder[hook.key] = hook.call
-
-
-def _package(call: Callable[..., Any]) -> str:
-    call = without_arguments(call)
-    module = getattr(call, "__module__", None) or type(call).__module__
-    return str(module).partition(".")[0]

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from lightning_megatp.containers import tensors_in
 from lightning_megatp.pipeline.slicing.dry_run.values import Value
-from lightning_megatp.shim.autograd import generator_state
-from lightning_megatp.shim.torch import is_fake, tree_leaves, tree_map
+from lightning_megatp.shim.autograd import generator_bytes
+from lightning_megatp.shim.fakes import is_fake
+from lightning_megatp.shim.torch import tree_leaves, tree_map
 from lightning_megatp.tensor.functions import operation_names
 from lightning_megatp.tensor.random import default_generator
 
@@ -192,7 +193,7 @@ def generators_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.G
 def random_states(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[bytes]:
     """The states of the generators that an operation with these arguments may draw from; they change when it has
     drawn."""
-    return [generator_state(g) for g in generators_of(args, kwargs)]
+    return [generator_bytes(g) for g in generators_of(args, kwargs)]
 
 
 EFFECTS = operation_names("register_hook retain_grad register_post_accumulate_grad_hook")

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -14,39 +13,42 @@ from lightning_megatp.pipeline.slicing.plan import Key, Operation, Relay, SliceE
 from lightning_megatp.pipeline.slicing.state.put_back import Spot
 
 
-def make_plan(
-    tracer: Tracer,
-    names: Mapping[int, str],
-    n_stages: int,
-    changes_batch: bool,
-    leaves_ghosts: bool,
-    lists_parameters: bool,
-    put_back: tuple[Spot, ...],
-    set_late: tuple[str, ...],
-    late_hooks: frozenset[Any],
-) -> SlicePlan:
+@dataclass(frozen=True)
+class SideEffects:
+    """What a step does beside its operations: to its batch, its module and the generators of the host."""
+
+    changes_batch: bool
+    """It changes tensors of the batch in place, or its lists, dicts and objects."""
+    leaves_ghosts: bool
+    """It leaves values of earlier stages on the module."""
+    lists_parameters: bool
+    """It goes through those of modules."""
+    put_back: tuple[Spot, ...]
+    """What it sets and puts back."""
+    set_late: tuple[str, ...]
+    """The modules in units of stages before the last on which it sets Python values at its end."""
+    draws_on_host: bool
+    """It draws from Python's or NumPy's generators."""
+
+
+def make_plan(tracer: Tracer, names: Mapping[int, str], effects: SideEffects) -> SlicePlan:
     """Decide what crosses each boundary.
 
     Args:
         tracer: after its run.
         names: id -> name of the parameters.
-        n_stages: how many stages.
-        changes_batch: whether the step changes tensors of the batch in place, or its lists, dicts and objects.
-        leaves_ghosts: whether it leaves values of earlier stages on the module.
-        lists_parameters: whether it goes through those of modules.
-        put_back: what it sets and puts back.
-        set_late: the modules in units of stages before the last on which it sets Python values at its end.
-        late_hooks: code of the hooks that are called after units.
+        effects: of the step.
 
     Raises:
         SliceError: a stage has nothing to do where gradients are wanted, or a stage changes what others use.
     """
+    n_stages = tracer.n_stages
     last_of = {operation.stage: i for i, operation in enumerate(tracer.record.operations)}
     ends = [last_of.get(stage, -1) for stage in range(n_stages - 1)]
     changed = tracer.values.changed_for_good(tracer.owners, ends)
     tracer.values.find_gradients(n_stages - 1)
     for stage in range(n_stages):
-        is_tail = tracer.tail is not None and stage == n_stages - 1
+        is_tail = tracer.manner.tail is not None and stage == n_stages - 1
         if not is_tail and not any(operation.stage == stage for operation in tracer.record.operations):
             if tracer.failed:
                 raise SliceError(
@@ -68,10 +70,10 @@ def make_plan(
         shared={**shared, **{name: stages for name, stages in glue.items() if len(stages) > 1}},
         glue=glue,
         not_operations=frozenset(tracer.not_operations),
-        lists_parameters=lists_parameters,
+        lists_parameters=effects.lists_parameters,
         touched={names[i]: first for i, first in tracer.record.touched.items() if i in names},
-        changes_batch=changes_batch,
-        leaves_ghosts=leaves_ghosts,
+        changes_batch=effects.changes_batch,
+        leaves_ghosts=effects.leaves_ghosts,
         uses_functions=tracer.uses_functions,
         converts=tracer.converts,
         changed=changed.by_stage,
@@ -84,9 +86,10 @@ def make_plan(
         couples=tracer.interleaving.coupled,
         ended=tracer.ended,
         ended_in=tracer.ended_in,
-        put_back=put_back,
-        set_late=set_late,
-        late_hooks=late_hooks,
+        put_back=effects.put_back,
+        set_late=effects.set_late,
+        late_hooks=tracer.manner.late_hooks,
+        draws_on_host=effects.draws_on_host,
     )
 
 

@@ -8,7 +8,7 @@ on fakes as a whole.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +24,8 @@ from lightning_megatp.pipeline.slicing.dry_run.fakes import Fakes
 from lightning_megatp.pipeline.slicing.dry_run.guesses import guess, guessed_where_they_fail, parts_of
 from lightning_megatp.pipeline.slicing.dry_run.inside import Inside
 from lightning_megatp.pipeline.slicing.dry_run.interleaving import Interleaving
-from lightning_megatp.pipeline.slicing.dry_run.late_hooks import UserHooks, Watched
+from lightning_megatp.pipeline.slicing.dry_run.late_hooks import Watched
+from lightning_megatp.pipeline.slicing.dry_run.manner import Manner, Setting
 from lightning_megatp.pipeline.slicing.dry_run.operations import (
     EFFECTS,
     HOST_READS,
@@ -51,11 +52,9 @@ from lightning_megatp.pipeline.slicing.dry_run.refusals import (
     refuse_kind,
     refuse_setting,
 )
-from lightning_megatp.pipeline.slicing.dry_run.stage_states import Known, SharedParts, StageStates
+from lightning_megatp.pipeline.slicing.dry_run.stage_states import Known, StageStates
 from lightning_megatp.pipeline.slicing.dry_run.step_generators import StepGenerators
-from lightning_megatp.pipeline.slicing.dry_run.tail import Tail
 from lightning_megatp.pipeline.slicing.dry_run.values import Value, Values, versions
-from lightning_megatp.pipeline.slicing.locator import Locator
 from lightning_megatp.pipeline.slicing.plan import Read, ReadsValues, SideDoor, SliceError
 from lightning_megatp.pipeline.slicing.state.collected import with_collected
 from lightning_megatp.pipeline.slicing.state.kept import Kept
@@ -66,14 +65,8 @@ from lightning_megatp.shim.autograd import (
     functorch_is_active,
     untransformed,
 )
-from lightning_megatp.shim.torch import (
-    FOREACH_IN_PLACE,
-    FakeTensorMode,
-    WithoutMode,
-    is_fake,
-    open_dataclasses,
-    tree_leaves,
-)
+from lightning_megatp.shim.fakes import is_fake
+from lightning_megatp.shim.torch import FOREACH_IN_PLACE, WithoutMode, open_dataclasses, tree_leaves
 from lightning_megatp.snapshots.snapshot import Snapshot
 from lightning_megatp.tensor.functions import check_caller, one_by_one, operation_name, unreflected
 
@@ -86,16 +79,11 @@ class Tracer(TorchFunctionMode):
             it are added.
         glue: id -> name of the parameters that belong to no unit.
         values: of this step.
-        fake_mode: makes the ghosts.
-        n_stages: how many there are.
-        locator: names where an operation is.
+        setting: the same for all steps of the module.
+        manner: how to follow this one.
         batch: its tensors.
-        shared: modules and objects of which each stage has its own state.
         left: gives the tensors that the step has left on the module so far.
         passes: is called where a later stage goes on.
-        hooks: of the user's on units.
-        past_masks: go past a mask of what the last stage has, too.
-        late_hooks: code of those that are called after units.
     """
 
     def __init__(
@@ -103,30 +91,24 @@ class Tracer(TorchFunctionMode):
         owners: dict[int, set[int]],
         glue: dict[int, str],
         values: Values,
-        fake_mode: FakeTensorMode,
-        n_stages: int,
-        locator: Locator,
+        setting: Setting,
+        manner: Manner,
         batch: Sequence[Tensor],
-        shared: SharedParts,
         left: Callable[[], list[Tensor]],
         passes: Callable[[], None],
-        hooks: UserHooks,
-        past_masks: bool,
-        late_hooks: Collection[Any] = (),
     ) -> None:
         super().__init__()
-        self._left, self._passes, self._past_masks = left, passes, past_masks
-        self._hooks, self._late_hooks, self._watched = hooks, late_hooks, Watched()
-        self._states = StageStates(shared)
-        self.owners, self.glue, self.values, self.fake_mode, self.locator = owners, glue, values, fake_mode, locator
-        self.last_stage = n_stages - 1
-        self.tail: Tail | None = None
-        """Which operations are a stage of their own, the last."""
+        self._left, self._passes = left, passes
+        self._hooks, self._watched = setting.hooks, Watched()
+        self._states = StageStates(setting.shared)
+        self.owners, self.glue, self.values, self.manner = owners, glue, values, manner
+        self.fake_mode, self.locator, self.n_stages = setting.fake_mode, setting.locator, setting.n_stages
+        self.last_stage = self.n_stages - 1
         self._before = 0
         """The stage of the last operation that has one."""
         self._batch = {id(x) for x in batch}
         self.orders, self.interleaving = Orders(batch), Interleaving(batch)
-        self.fakes, self.record = Fakes(values, fake_mode, owners), Record(values, owners, fake_mode)
+        self.fakes, self.record = Fakes(values, self.fake_mode, owners), Record(values, owners, self.fake_mode)
         self._doing = Deeds(Moment.now())
         self.not_operations: set[Any] = set()
         self.reads: list[Read] = []
@@ -153,8 +135,6 @@ class Tracer(TorchFunctionMode):
         """The step's code reads values of the batch."""
         self.varies = False
         """Batches of the same signature may find something else than values of tensors: texts, what was logged."""
-        self.guesses_parts = False
-        """What parts of units return is made up, where these read values inside."""
         self.met_mask = False
         """It met a mask that it does not go past."""
         self._inside: Inside | None = None
@@ -197,7 +177,7 @@ class Tracer(TorchFunctionMode):
         have something to do after that: another mask would need another plan."""
         value = self.values.get(args[0]) if args and isinstance(args[0], Tensor) else None
         early = value is not None and value.stage is not None and value.stage < self.last_stage
-        return early or self._past_masks
+        return early or self.manner.past_masks
 
     def unit(
         self, name: str, stage: int, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -214,7 +194,7 @@ class Tracer(TorchFunctionMode):
                 Call(name, name, called, args, kwargs, unit_stage=stage, units=[name], collects=called is not call)
             )
 
-        late = self._hooks.late(name, self._late_hooks)
+        late = self._hooks.late(name, self.manner.late_hooks)
         with Aside(self):
             out = with_collected(late.carried(trace), call)
         if any(result is not None for result in late.run()):
@@ -336,7 +316,7 @@ class Tracer(TorchFunctionMode):
             SliceError: the last stage has not begun.
         """
         begun = any(operation.stage == self.last_stage for operation in self.record.operations)
-        if not begun and self.tail is None:
+        if not begun and self.manner.tail is None:
             raise SliceError(
                 f"the step has {why}, and pipeline stage {self.last_stage}, where values are known, has not begun."
                 " Do it after the last block, or in the forward of a module."
@@ -439,9 +419,9 @@ class Tracer(TorchFunctionMode):
         self._before = self._before if stage is None else stage
         out = self.record.add(call, stage, out, changed, self._doing)
         at = len(self.record.operations) - 1
-        if self.tail is None or not self.tail.has_all_samples(at, stage == self.last_stage):
+        if self.manner.tail is None or not self.manner.tail.has_all_samples(at, stage == self.last_stage):
             self.orders.note(call, out)
-            if self.tail is not None:
+            if self.manner.tail is not None:
                 self.interleaving.note(call, out)
         return out
 
@@ -518,7 +498,7 @@ class Tracer(TorchFunctionMode):
     def _or_tail(self, call: Call, stage: int | None) -> int | None:
         """The stage of an operation, or the tail, if it is of that: not what weights alone are made into, which is the
         same for all microbatches."""
-        if self.tail is None or call.units or len(self.record.operations) not in self.tail:
+        if self.manner.tail is None or call.units or len(self.record.operations) not in self.manner.tail:
             return stage
         return self.last_stage if any(value.stage is not None for value in call.inputs) else stage
 
@@ -544,7 +524,7 @@ class Tracer(TorchFunctionMode):
         self._doing.inside, self._doing.compared = inside.deeds, False
         try:
             with (
-                guessed_where_they_fail(parts if self.guesses_parts else [], inside.missed_by),
+                guessed_where_they_fail(parts if self.manner.guesses_parts else [], inside.missed_by),
                 inside,
                 self.fakes.inside(),
                 self._watched.watching(hooks, inside),
@@ -553,7 +533,7 @@ class Tracer(TorchFunctionMode):
         except Exception as error:
             if isinstance(error, SliceError) or not inside.missed_by(error):
                 raise
-            if parts and not self.guesses_parts:
+            if parts and not self.manner.guesses_parts:
                 raise ReadsValues(str(error)) from error
             if inside.missed is None:
                 raise

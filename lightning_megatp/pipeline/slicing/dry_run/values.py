@@ -10,7 +10,8 @@ from torch import Tensor
 from lightning_megatp.pipeline.slicing.plan import Key, SliceError
 from lightning_megatp.pipeline.slicing.state.lasting import Changed, LastingChanges
 from lightning_megatp.shim.autograd import is_transformed
-from lightning_megatp.shim.torch import FakeTensorMode, fake_of, is_fake, storage_id, tensor_version
+from lightning_megatp.shim.fakes import FakeTensorMode, fake_of, is_fake
+from lightning_megatp.shim.torch import storage_id, tensor_version
 
 
 @dataclass(eq=False)

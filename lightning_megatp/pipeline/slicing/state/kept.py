@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from lightning_megatp.origins import is_frameworks
 from lightning_megatp.plan.units import parts_of_one_stage
 from lightning_megatp.snapshots.leftovers import is_plain
 from lightning_megatp.user_hooks import function_of, stored_in, words_of
 
-_NOT_SEARCHED = ("torch", "torchmetrics", "lightning", "pytorch_lightning", "lightning_megatp")
 _ABSENT = object()
 
 
@@ -110,7 +110,7 @@ def stored_by_forward(module: nn.Module) -> frozenset[str]:
 
 @functools.cache
 def _stored_by(kind: type) -> frozenset[str]:
-    if kind.__module__.partition(".")[0] in _NOT_SEARCHED:
+    if is_frameworks(kind, "torchmetrics"):
         return frozenset()
     stored: set[str] = set()
     seen: set[str] = set()

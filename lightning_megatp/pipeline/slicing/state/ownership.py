@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from lightning_megatp.kept_parameters import kept_parameters, replace_kept
 from lightning_megatp.pipeline.slicing.plan import SliceError
 from lightning_megatp.pipeline.slicing.state.loaded import load_own_stage
-from lightning_megatp.shim.torch import FakeTensorMode, fake_of, is_fake, modules_in
+from lightning_megatp.shim.fakes import FakeTensorMode, fake_of, is_fake
+from lightning_megatp.shim.modules import modules_in
 from lightning_megatp.snapshots.snapshot import kept_by
 
 _KINDS = ("_parameters", "_buffers")
