@@ -126,6 +126,13 @@ def around_calls(unit: nn.Module, around: Around) -> None:
             unit.__dict__[name] = _Surrounded(around, function)
 
 
+def around_forward(unit: nn.Module, around: Around) -> None:
+    """Let `around(method, args, kwargs)` run a unit's forward, also where code calls that directly and its hooks don't
+    run. Nothing is done to a compiled unit."""
+    if "_compiled_call_impl" not in unit.__dict__:
+        unit.__dict__["forward"] = _Surrounded(around, unit.forward)
+
+
 @contextlib.contextmanager
 def calls_surrounded(around: Mapping[nn.Module, Around]) -> Iterator[None]:
     """Meanwhile, let `around[module](method, args, kwargs)` run the methods that each of these modules is called by."""

@@ -16,6 +16,7 @@ from lightning_megatp.auto_plan.discover import discover, keep_whole, look, suit
 from lightning_megatp.auto_plan.numbers import reads_outside
 from lightning_megatp.batches.example import Example, untouched
 from lightning_megatp.building.building import Building
+from lightning_megatp.calls import around_forward
 from lightning_megatp.mesh import ParallelMesh, alone
 from lightning_megatp.messages import warn_once_per_run
 from lightning_megatp.module import ParallelModule
@@ -48,6 +49,7 @@ from lightning_megatp.tensor.sequence_hooks import (
     leave_sequence,
     leave_whole,
     unwrap_tokens,
+    whole_result,
     wrap_tokens,
 )
 
@@ -286,7 +288,9 @@ class ParallelismPlugin:
                 modules[name].register_forward_hook(leave_sequence)
         if whole_between and context.feature_shards:
             for name in find_units(module):
-                module.get_submodule(name).register_forward_hook(leave_whole)
+                unit = module.get_submodule(name)
+                unit.register_forward_hook(leave_whole)
+                around_forward(unit, whole_result)
         if plan.open:
             context.kept_whole |= _used_anywhere(module, plan)
         for name in plan.token_local:

@@ -170,9 +170,11 @@ def keep_whole(plan: ParallelPlan, model: nn.Module, used: Iterable[str]) -> Non
         held = owner.parameters() if layer.bare is None else [owner._parameters[leaf] for leaf in own if leaf]
         return not ids.isdisjoint(map(id, held))
 
-    for name in [name for name, layer in plan.layers.items() if name in plan.how and is_used(layer)]:
-        if name in plan.layers:
-            drop_region(plan, name, "the step uses its weight beside it")
+    while used_ones := [name for name, layer in plan.layers.items() if name in plan.how and is_used(layer)]:
+        for name in used_ones:
+            if name in plan.layers:
+                ids |= set(map(id, modules[plan.layers[name].owner].parameters()))  # of layers tied to it, too
+                drop_region(plan, name, "the step uses its weight beside it")
     plan.parameters = parameter_specs(plan, model)
 
 

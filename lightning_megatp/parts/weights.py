@@ -6,6 +6,7 @@ projection, values that are drawn anew are not: where a hook does such a thing, 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
+from lightning_megatp.origins import THIS_PACKAGE, callers_frame, module_of_frame
 from lightning_megatp.parts.positions import Positions
 from lightning_megatp.parts.rows import address_of
 from lightning_megatp.plan.shard import ShardedTensorSpec
@@ -39,6 +41,12 @@ _WRITES = "untyped_storage"
 def writes(operation: str) -> bool:
     """Whether an operation is what files are written with."""
     return operation == _WRITES
+
+
+def _is_asked_by_fsdp() -> bool:
+    """Whether FSDP2 asks, which looks at its parameters when they have loaded a state dict."""
+    frame = callers_frame(sys._getframe(1), THIS_PACKAGE)
+    return module_of_frame(frame).startswith("torch.distributed.fsdp.")
 
 
 def part_written(hook: str, weight: str) -> str:
@@ -97,7 +105,7 @@ class WeightWatch(TorchFunctionMode):
             weight = next((name for x in (*args, *kwargs.values()) if (name := self._name(x)) is not None), None)
         if weight is not None and mixes:
             self._say(operation, weight)
-        elif weight is not None and writes(operation):
+        elif weight is not None and writes(operation) and not _is_asked_by_fsdp():
             self._written(weight)
         if is_in_place(operation):
             self._positions.check_view(args[0] if args else None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -57,6 +57,11 @@ def _plain(x: Tensor) -> Tensor:
 def leave_whole(module: nn.Module, args: Any, output: Any) -> Any:
     """The end of a pipeline's unit: what crosses to other stages is whole."""
     return tree_map(gathered, output)
+
+
+def whole_result(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The same where a unit's forward is called directly, past its hooks."""
+    return tree_map(gathered, forward(*args, **kwargs))
 
 
 def leave_sequence(module: nn.Module, args: Any, output: Any) -> Any:
