@@ -36,6 +36,7 @@ from lightning_megatp.pipeline.slicing.state.put_back import putting_back
 from lightning_megatp.pipeline.slicing.state.tables import Tables
 from lightning_megatp.random_states import host_seeded, random_state_kept
 from lightning_megatp.shim.autograd import checkpoints_ended, handle_functions
+from lightning_megatp.shim.compiler import keep_compiler_out
 from lightning_megatp.shim.fakes import FakeTensorMode, fake_tensor_mode, is_fake
 from lightning_megatp.shim.modules import conversions_around
 from lightning_megatp.shim.torch import distributions_not_validated
@@ -308,6 +309,7 @@ class Slicer:
     def batch(self) -> Iterator[None]:
         """Around the steps on the microbatches of a batch: what else each of them would put in place for itself.
         Between them it does nothing."""
+        keep_compiler_out(StageMode.__module__, Averages.__module__)
         self._in_batch = True
         try:
             with distributions_not_validated(), logging_by(self._switch, self._loggers):

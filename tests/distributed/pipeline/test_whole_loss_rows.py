@@ -32,6 +32,12 @@ def contrast(x: Tensor) -> Tensor:
     return (y @ y.T).exp().mean()
 
 
+def contrast_of_classes(x: Tensor, y: Tensor) -> Tensor:
+    z = F.normalize(x, dim=1)
+    similar = z @ z.T / 0.5
+    return -((y[:, None] == y).double() * similar.log_softmax(1)).sum(1).mean()
+
+
 class Spread(torch.autograd.Function):
     """Divides by a statistic of all rows, forward and backward."""
 
@@ -49,7 +55,7 @@ class Lit(LightningModule):
         super().__init__()
         self.step = globals()[kind]
         self.table, self.blocks = nn.Embedding(9, WIDTH), nn.ModuleList(Block() for _ in range(4))
-        self.head, self.scale = nn.Linear(WIDTH, CLASSES), nn.Parameter(torch.ones(()))
+        self.head = nn.Linear(WIDTH, CLASSES)
 
     def run(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """The hidden states behind the first block, and behind the last one."""
@@ -147,12 +153,11 @@ def _data(rows: int) -> DataLoader[Any]:
     return DataLoader(TensorDataset(ids, y), batch_size=rows)
 
 
-def _fit(layout: Layout, kind: str, rows: int = 6) -> dict[str, Any]:
+def _fit(layout: Layout, kind: str, rows: int = 6, whole: bool = True) -> dict[str, Any]:
     torch.manual_seed(0)
     module, losses = Lit(kind).double(), Losses()
-    trainer = make_trainer(
-        layout, strategy={"plan": None, "whole_loss": True}, callbacks=[losses], num_sanity_val_steps=0, max_epochs=2
-    )
+    options = {"plan": None, "whole_loss": whole}
+    trainer = make_trainer(layout, strategy=options, callbacks=[losses], num_sanity_val_steps=0, max_epochs=4)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer.fit(module, _data(rows), _data(rows))
@@ -183,6 +188,45 @@ def test_it_is_done_on_all_rows(kind: str) -> None:
 def test_what_can_not_be_is_said(kind: str, by: str) -> None:
     said = " ".join(run_program(PP2_IN_TWO, _fit, kind)[0]["said"])
     assert by in said and "of a microbatch" in said, said
+
+
+class Compared(LightningModule):
+    """Its loss is a function, compiled or not."""
+
+    def __init__(self, loss: Any) -> None:
+        super().__init__()
+        self.first, self.blocks = nn.Linear(6, WIDTH), nn.ModuleList(Block() for _ in range(4))
+        self.head, self.loss = nn.Linear(WIDTH, CLASSES), [loss]
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        x = self.first(batch[0])
+        for block in self.blocks:
+            x = block(x)
+        return self.loss[0](self.head(x), batch[1])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+def _compared(layout: Layout) -> list[list[float]]:
+    torch.compiler.reset()
+    found = []
+    compiled = torch.compile(contrast_of_classes, backend="aot_eager")
+    for loss, whole in [(compiled, True), (compiled, False), (contrast_of_classes, True), (contrast_of_classes, False)]:
+        torch.manual_seed(0)
+        module, losses = Compared(loss).double(), Losses()
+        data = TensorDataset(torch.randn(20, 6).double(), torch.randint(0, CLASSES, (20,)))
+        trainer = make_trainer(layout, strategy={"plan": None, "whole_loss": whole}, callbacks=[losses])
+        trainer.fit(module, DataLoader(data, batch_size=4))
+        found.append(losses.seen)
+    return found
+
+
+def test_compiled_losses_are_those_of_their_own_microbatches() -> None:
+    """The compiler does not look into what watches the step: it would keep what that knew of another microbatch."""
+    for whole, plain, expected_whole, expected_plain in run_program(PP2_IN_TWO, _compared):
+        assert whole == pytest.approx(expected_whole, rel=1e-9)
+        assert plain == pytest.approx(expected_plain, rel=1e-9)
 
 
 class Strided(Lit):
