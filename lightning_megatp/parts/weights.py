@@ -34,6 +34,10 @@ _FOLLOWED = POINTWISE | operation_names(
     "data T mT t transpose view reshape flatten ravel squeeze unsqueeze to cpu cuda"
 )
 """Operations of which the result is still about the weight."""
+_DIM_AT = {"norm": 2, "vector_norm": 2, "normalize": 2} | dict.fromkeys(
+    ("sum", "mean", "amax", "amin", "std", "var"), 1
+)
+"""The position of the dims that operations go along, among their arguments."""
 _WRITES = "untyped_storage"
 """What torch.save and safetensors ask a tensor for; copying a weight, or loading into it, does not."""
 
@@ -104,7 +108,8 @@ class WeightWatch(TorchFunctionMode):
         if mixes or operation in _FOLLOWED or writes(operation):
             weight = next((name for x in (*args, *kwargs.values()) if (name := self._name(x)) is not None), None)
         if weight is not None and mixes:
-            self._say(operation, weight)
+            if not self._is_beside_split(operation, args, kwargs):
+                self._say(operation, weight)
         elif weight is not None and writes(operation) and not _is_asked_by_fsdp():
             self._written(weight)
         if is_in_place(operation):
@@ -128,6 +133,16 @@ class WeightWatch(TorchFunctionMode):
         if weight is not None and operation in _FOLLOWED and isinstance(result, Tensor):
             self._made[result] = weight
         return result
+
+    def _is_beside_split(self, operation: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether an operation goes along dims of a parameter that are whole on each rank (a norm of each row)."""
+        spec = self._found(args[0])[1] if args else None
+        at = _DIM_AT.get(operation)
+        if spec is None or at is None or args[0].dim() != len(spec.shape):
+            return False
+        given = kwargs.get("dim", args[at] if len(args) > at else 1 if operation == "normalize" else None)
+        dims = given if isinstance(given, (tuple, list)) else [given]
+        return all(isinstance(dim, int) and dim % len(spec.shape) != spec.dim for dim in dims)
 
     def pause(self, call: Callable[[], Any]) -> Any:
         """Call something that is not watched."""

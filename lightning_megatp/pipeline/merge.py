@@ -51,6 +51,8 @@ class Merge:
             UserWarning: the rows of a tensor may be along dim 0 or another, or along none.
         """
         first = parts[-1]
+        if len(parts) == 1:
+            return first
         if isinstance(first, Tensor):
             return self._of_tensors(parts, name)
         if isinstance(first, bool):

@@ -256,7 +256,7 @@ class Pipeline:
         asks for it."""
         with contextlib.nullcontext() if self.sharding is None else self.sharding.evaluating():
             run = self._prepared(kind, step, batch, None)
-            ways = self._ways.setdefault(kind, Ways())
+            ways = self._ways.setdefault(kind, Ways(self.slicer.tail))
             ways.enter((self._trainer.current_epoch, self._trainer.global_step, self._trainer.sanity_checking))
             way = ways.of_batch(bool(run.plans))
             run = run if way is Way.CUT else self._uncut(run, way, kind, batch)

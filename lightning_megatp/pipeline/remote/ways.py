@@ -23,8 +23,12 @@ class Ways:
     whose first batch the last stage has to run by itself goes on with whole batches, as on one device. One that began
     with stages goes on with microbatches where a later batch can't be cut; and so does the next loop, if that was true
     of some batches and not of others, since stages are faster. The ranks of a pipeline tell it the same.
+
+    Args:
+        whole_loss: a batch that is cut into stages counts as one, too.
     """
 
+    whole_loss: bool = False
     loop: Hashable = None
     _of_loop: Way | None = None
     """WHOLE or CUT; None before its first batch is over."""
@@ -56,7 +60,7 @@ class Ways:
     @property
     def instead(self) -> Way:
         """How to run a batch that can't be cut, or turned out so."""
-        return Way.PARTS if self._of_loop is Way.CUT else Way.WHOLE
+        return Way.PARTS if self._of_loop is Way.CUT and not self.whole_loss else Way.WHOLE
 
     def ran(self, way: Way, needed: bool) -> None:
         """After a batch.

@@ -80,6 +80,9 @@ class Lit(LightningModule):
             for layer in [layer for layer in self.blocks.modules() if isinstance(layer, nn.Linear)]:
                 if self.habit == "max norm":
                     layer.weight.copy_(layer.weight.renorm(2, 0, 0.5))
+                if self.habit == "norms of rows":  # of what each rank has all of
+                    dim = int(any(layer is block[0] for block in self.blocks))
+                    layer.weight.div_(layer.weight.norm(dim=dim, keepdim=True))
                 if self.habit == "product":
                     self.kept.append(layer.weight @ layer.weight.t())
                 if self.habit == "writing":
@@ -148,6 +151,13 @@ def test_whole_parameters_are_those_of_one_device(habit: str, layout: dict[str, 
         assert not said
 
 
+def test_norms_of_what_each_rank_has_are_those_of_one_device() -> None:
+    losses, _, _ = run_reference(fit_one, "norms of rows")
+    for found, _, said in run_ranks(2, fit, "norms of rows", False, {"tp": 2}):
+        assert found == pytest.approx(losses, rel=1e-9)
+        assert not said
+
+
 def test_layers_of_parts_are_not_called_on_whole_parameters() -> None:
     """They would look for this rank's rows in a table of all rows."""
     run_reference(fit_one, "calling")
@@ -178,6 +188,7 @@ def test_a_hook_of_the_last_stage_that_leaves_weights_alone() -> None:
         ("product", "`on_train_batch_end` uses `matmul` on `blocks.0.0.weight`"),
         ("writing", "`on_train_batch_end` writes `blocks.0.0.weight`, of which each rank holds a part"),
         ("values", ""),
+        ("norms of rows", ""),
     ],
 )
 def test_what_is_about_parts_is_said(habit: str, text: str) -> None:

@@ -229,6 +229,31 @@ def test_compiled_losses_are_those_of_their_own_microbatches() -> None:
         assert plain == pytest.approx(expected_plain, rel=1e-9)
 
 
+class GeneratesLate(Lit):
+    """The second batch of its validation goes through its blocks twice."""
+
+    def validation_step(self, batch: list[Tensor], index: int) -> None:
+        _, x = self.run(batch[0])
+        for _ in range(index):
+            _, x = self.run(self.head(x).argmax(2))
+        self.log("val", contrast(self.head(x).mean(1)))
+
+
+def _generates(layout: Layout) -> float:
+    torch.manual_seed(0)
+    module = GeneratesLate("of_an_early_stage").double()
+    options = {"plan": None, "whole_loss": True}
+    trainer = make_trainer(layout, strategy=options, num_sanity_val_steps=0, max_epochs=1)
+    trainer.fit(module, _data(6), _data(6))
+    return float(trainer.callback_metrics["val"])
+
+
+def test_a_batch_that_can_not_be_cut_is_whole_too() -> None:
+    (expected,) = run_program(PLAIN, _generates)
+    for found in run_program(PP2_IN_TWO, _generates):
+        assert found == pytest.approx(expected, rel=1e-6), "logged in float32"
+
+
 class Strided(Lit):
     def split_batch(self, batch: list[Tensor], microbatches: int) -> list[list[Tensor]]:
         return [[x[i::microbatches] for x in batch] for i in range(microbatches)]
