@@ -32,8 +32,9 @@ if these have more than `_FEW` elements."""
 _FEW = 2**23
 
 NOT_A_SUM = (
-    "what its parts compute does not add up, in no way in which it could be split. What is no sum over the features of"
-    " experts (a norm of their result) has to be done outside of the module that has their parameters"
+    "what its parts compute does not add up, in no way in which it could be split. Parameters of three dims are taken"
+    " for stacks of experts; what is no sum over their features (attention, a norm of the result) has to be done outside"
+    " of the module that has them"
 )
 NOT_USED = "what it returns is the same whatever its experts compute"
 
