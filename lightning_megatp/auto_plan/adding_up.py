@@ -33,8 +33,8 @@ _FEW = 2**23
 
 NOT_A_SUM = (
     "what its parts compute does not add up, in no way in which it could be split. Parameters of three dims are taken"
-    " for stacks of experts; what is no sum over their features (attention, a norm of the result) has to be done outside"
-    " of the module that has them"
+    " for stacks of experts; what is no sum over their features (attention, a norm of the result) has to be done"
+    " outside of the module that has them"
 )
 NOT_USED = "what it returns is the same whatever its experts compute"
 
