@@ -60,7 +60,7 @@ def leave_whole(module: nn.Module, args: Any, output: Any) -> Any:
 
 
 def whole_result(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The same where a unit's forward is called directly, past its hooks."""
+    """What a unit returns, made whole, where its forward is called directly, past its hooks."""
     return tree_map(gathered, forward(*args, **kwargs))
 
 
