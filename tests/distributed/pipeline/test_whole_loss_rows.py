@@ -127,6 +127,15 @@ def of_weights(lit: Lit, ids: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(lit.head(lit.run(ids)[1]).mean(1), y).sqrt() + sum(p.norm() for p in lit.parameters())
 
 
+def positions_like(lit: Lit, ids: Tensor, y: Tensor) -> Tensor:
+    """A table of the hidden states' dtype, before the first block."""
+    x = lit.table(ids)
+    x = x + torch.arange(WIDTH).type_as(x) / WIDTH
+    for block in lit.blocks:
+        x = block(x)
+    return contrast(lit.head(x).mean(1))
+
+
 def between_blocks(lit: Lit, ids: Tensor, y: Tensor) -> Tensor:
     x = lit.table(ids)
     for block in lit.blocks:
@@ -168,7 +177,7 @@ def _fit(layout: Layout, kind: str, rows: int = 6, whole: bool = True) -> dict[s
 PP2_IN_TWO = Layout(pp=2, microbatches=2)
 RIGHT = [
     "of_an_early_stage", "views", "repeated", "tokens_first", "by_a_function", "behind_a_mask", "transposed",
-    "of_weights",
+    "of_weights", "positions_like",
 ]  # fmt: skip
 
 

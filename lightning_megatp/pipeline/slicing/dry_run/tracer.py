@@ -498,7 +498,8 @@ class Tracer(TorchFunctionMode):
     def _or_tail(self, call: Call, stage: int | None) -> int | None:
         """The stage of an operation, or the tail, if it is of that: not what weights alone are made into, which is the
         same for all microbatches."""
-        if self.manner.tail is None or call.units or len(self.record.operations) not in self.manner.tail:
+        in_tail = self.manner.tail is not None and len(self.record.operations) in self.manner.tail
+        if stage is None or call.units or not in_tail:
             return stage
         return self.last_stage if any(value.stage is not None for value in call.inputs) else stage
 
