@@ -289,7 +289,7 @@ class ParallelismPlugin:
         if whole_between and context.feature_shards:
             for name in find_units(module):
                 unit = module.get_submodule(name)
-                unit.register_forward_hook(leave_whole)
+                unit.register_forward_hook(leave_whole)  # of compiled units, and of copies
                 around_forward(unit, whole_result)
         if plan.open:
             context.kept_whole |= _used_anywhere(module, plan)

@@ -34,9 +34,10 @@ _FOLLOWED = POINTWISE | operation_names(
     "data T mT t transpose view reshape flatten ravel squeeze unsqueeze to cpu cuda"
 )
 """Operations of which the result is still about the weight."""
-_DIM_AT = {"norm": 2, "vector_norm": 2, "normalize": 2} | dict.fromkeys(
-    ("sum", "mean", "amax", "amin", "std", "var"), 1
-)
+_DIM_AT = {
+    **dict.fromkeys(["norm", "vector_norm", "normalize"], 2),
+    **dict.fromkeys(["sum", "mean", "amax", "amin", "std", "var"], 1),
+}
 """The position of the dims that operations go along, among their arguments."""
 _WRITES = "untyped_storage"
 """What torch.save and safetensors ask a tensor for; copying a weight, or loading into it, does not."""

@@ -103,7 +103,7 @@ class Pipeline:
         self._found: list[str] = []
         """What is to be said of the last batch's loss."""
         self._said: set[str] = set()
-        self._evaluated: set[str] = set()
+        self._evaluated: set[StepKind] = set()
         """The kinds of evaluation of which a batch was looked at."""
         self._is_first = True
         self._ways: dict[StepKind, Ways] = {}

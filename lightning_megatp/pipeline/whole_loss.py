@@ -87,9 +87,10 @@ class WholeLoss:
             dim = _dim_of_rows(relay, parts)
             self._dims.append(dim)
             joined = self._mean(parts) if dim is None else _by_rounds(relay.rounds, parts, dim)
-            laid = torch.empty_strided(relay.shape, relay.stride, dtype=joined.dtype, device=joined.device)
-            leaf = joined if joined.stride() == relay.stride else laid.copy_(joined)
-            self.leaves.append(leaf.requires_grad_(relay.requires_grad or bool(relay.has_graph)))
+            if joined.stride() != relay.stride:  # a view may be made of it that needs these
+                laid = torch.empty_strided(relay.shape, relay.stride, dtype=joined.dtype, device=joined.device)
+                joined = laid.copy_(joined)
+            self.leaves.append(joined.requires_grad_(relay.requires_grad or bool(relay.has_graph)))
         return self.leaves
 
     def taken_by(self, microbatch: int) -> Taken | None:

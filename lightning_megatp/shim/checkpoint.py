@@ -1,4 +1,4 @@
-"""What torch.distributed.checkpoint keeps under private names. Seen in torch 2.11 and 2.13."""
+"""What torch.distributed.checkpoint keeps under private names. Seen in torch 2.11, 2.13 and 2.15."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Private names of torch.distributed's collectives. Seen in 2.11, 2.13 and 2.14."""
+"""Private names of torch.distributed's collectives. Seen in 2.11, 2.13, 2.14 and 2.15."""
 
 from __future__ import annotations
 

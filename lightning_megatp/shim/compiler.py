@@ -1,4 +1,4 @@
-"""Private names of torch's compiler. Seen in 2.11 and 2.13."""
+"""Private names of torch's compiler. Seen in 2.11, 2.13 and 2.15."""
 
 from __future__ import annotations
 

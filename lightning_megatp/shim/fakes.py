@@ -1,4 +1,4 @@
-"""Tensors without data: torch's fake tensors. Seen in 2.11, 2.13 and 2.14."""
+"""Tensors without data: torch's fake tensors. Seen in 2.11, 2.13, 2.14 and 2.15."""
 
 from __future__ import annotations
 

@@ -26,7 +26,9 @@ def forget_accumulated(module: Any) -> None:
     """Let go of the gradients that a module made by `fully_shard` keeps in its `reduce_dtype` where that isn't the
     parameters'."""
     group = module._get_fsdp_state()._fsdp_param_group
-    for parameter in group.fsdp_params if group is not None and not ADDS_UP_IN_PLACE else ():
+    if group is None or ADDS_UP_IN_PLACE:
+        return
+    for parameter in group.fsdp_params:
         parameter.unsharded_accumulated_grad = None
 
 
@@ -35,10 +37,11 @@ def accumulated_gradients(module: Any) -> list[Tensor]:
     its `reduce_dtype` what they find, but neither what is computed later nor, in the end, the zeros that stand for a
     parameter that nobody has used: FSDP2 would refuse these (2.13)."""
     group = module._get_fsdp_state()._fsdp_param_group
-    known = [p for p in group.fsdp_params if hasattr(p, "_unsharded_param")] if group is not None else []  # gathered
+    if group is None:
+        return []
+    known = [p for p in group.fsdp_params if hasattr(p, "_unsharded_param")]  # gathered
     if ADDS_UP_IN_PLACE:
-        if group is not None:
-            group._set_unsharded_grad_dtypes(defer_upcast=False)
+        group._set_unsharded_grad_dtypes(defer_upcast=False)
         return [p.unsharded_param.grad for p in known if p.unsharded_param.grad is not None]
     for parameter in known:
         parameter.accumulate_unsharded_grad_if_needed()

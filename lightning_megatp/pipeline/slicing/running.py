@@ -122,7 +122,7 @@ class StageMode(TorchFunctionMode):
             for position, x in enumerate(tensors_in(args, kwargs)):
                 if (is_unit or x.is_floating_point()) and not is_fake(x):
                     self.taken[self._index, position] = x.detach()
-            numbers = [x for x in tree_leaves((args, kwargs)) if is_unit and isinstance(x, float)]
+            numbers = [x for x in tree_leaves((args, kwargs)) if isinstance(x, float)] if is_unit else []
             for position, number in enumerate(numbers):
                 self.taken[self._index, -1 - position] = torch.tensor(number)
 

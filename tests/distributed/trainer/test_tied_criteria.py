@@ -9,6 +9,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from tests.distributed.pipeline.test_direct_forwards import Block
 from tests.distributed.training import PLAIN, TP2, Layout, Losses, make_trainer, run_program
 
 
@@ -28,15 +29,6 @@ class Embeddings(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         return self.layers[0](ids) * 4.0
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 64), nn.Linear(64, 16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(F.gelu(self.up(self.norm(x))))
 
 
 class Lit(LightningModule):

@@ -175,6 +175,6 @@ def _along(rows: Rows, x: Tensor, y: Tensor) -> Rows | None:
     return Rows(dims[0], rows.rounds) if len(dims) == 1 else None
 
 
-_RESHAPES = frozenset(["view", "reshape", "flatten", "unflatten", "view_as", "reshape_as", "ravel"])
+_RESHAPES = operation_names("view reshape flatten unflatten view_as reshape_as ravel")
 _REDUCES = operation_names("mean sum std var std_mean var_mean amax amin max min norm vector_norm median quantile prod")
 _COMPARES = operation_names("matmul __matmul__ mm bmm einsum cdist")
