@@ -1,4 +1,4 @@
-"""Private names of torch, beside those in modules of their own (autograd, fakes, ...). Seen in 2.11 and 2.13 to 2.15."""
+"""Private names of torch, beside those in modules of their own (autograd, fakes). Seen in 2.11 and 2.13 to 2.15."""
 
 from __future__ import annotations
 
