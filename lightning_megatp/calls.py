@@ -7,7 +7,7 @@ import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from torch import nn
 
@@ -39,6 +39,30 @@ class Decides(Protocol):
 
     def reading_metrics(self) -> contextlib.AbstractContextManager[None]:
         """Around what computes the Trainer's metrics."""
+
+
+@runtime_checkable
+class Follows(Protocol):
+    """What follows a step that optimizes by hand."""
+
+    done: bool
+    """The step is being left."""
+
+    def follow_by_hand(self) -> None:
+        """A run of it begins."""
+
+    def acting(self) -> contextlib.AbstractContextManager[None]:
+        """Around what the step does by hand: no operations of the step's."""
+
+    def begin_part(self) -> None:
+        """The step has gone backward by hand, and goes on."""
+
+    def end_part(self, retains_graph: bool = False) -> None:
+        """The step goes backward by hand, and is left.
+
+        Args:
+            retains_graph: it may go backward once more through the same graph.
+        """
 
 
 @dataclass

@@ -30,6 +30,12 @@ class Detour:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._through(functools.partial(self._method, *args, **kwargs))
 
+    def __getattr__(self, name: str) -> Any:
+        """What somebody has noted on the method."""
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self._method, name)
+
     def end(self) -> None:
         """Give the object its own method back; or a detour that was put around this one since what this one had."""
         around = self._owner.__dict__.get(self._name)

@@ -26,6 +26,7 @@ from lightning_megatp.pipeline.merge import Merge
 from lightning_megatp.pipeline.own_values import OwnValues
 from lightning_megatp.pipeline.remote.calls import RemoteCalls
 from lightning_megatp.pipeline.seeds import mixed
+from lightning_megatp.pipeline.slicing.handing_on import Kept
 from lightning_megatp.pipeline.slicing.plan import BeyondPlan, Relay, SlicePlan
 from lightning_megatp.pipeline.slicing.slicer import Slicer, StageRun
 from lightning_megatp.pipeline.told.held_tensors import Change
@@ -58,6 +59,18 @@ class Backward:
 
 
 @dataclass
+class PartRun:
+    """A part of a step that goes backward by hand, on the microbatches of a batch."""
+
+    kept: Sequence[Kept]
+    """By microbatch."""
+    averages: dict[int, Averages]
+    """By microbatch, what the step has averaged on the last stage, in all parts so far."""
+    goes_backward: bool
+    """Whether it ends with a backward; else it is the last one."""
+
+
+@dataclass
 class BatchRun:
     """The stages of this rank on the microbatches of one batch: what the executor drives.
 
@@ -82,6 +95,7 @@ class BatchRun:
         warns: says what in the loss is not that of one device; None where nobody looks.
         own_values: gives microbatches their own of what units change; None where there is one, or no backward.
         whole: what makes the tail of the step once, for all microbatches; None where each has its own.
+        part: of a step that goes backward by hand, which is run part after part; None for others.
         remote: with it the last stage runs the steps, and calls the other stages' units; there are no plans then, or
             those that the steps may leave.
     """
@@ -105,6 +119,7 @@ class BatchRun:
     warns: Callable[[str], None] | None = None
     own_values: OwnValues | None = None
     whole: WholeLoss | None = None
+    part: PartRun | None = None
     remote: RemoteCalls | None = None
     results: dict[int, Any] = field(default_factory=dict)
     logged: list[list[Call]] = field(default_factory=list)
@@ -142,10 +157,10 @@ class BatchRun:
         several = len(self.rows) > 1
         rows, compares = self.rows[microbatch] if several else 0, several and self.carried is not None
         ends = last and self.whole is None  # else the step ends in its tail
-        counting = Averages(self._with_losses, self._is_closed, rows, compares) if ends else None
+        counting = self._counting(microbatch, rows, compares) if ends else None
         with contextlib.ExitStack() as stack:
             stack.enter_context(seeded(mixed(seed, stage), generators_on(self.device)))
-            stack.enter_context(torch.set_grad_enabled(self.backward is not None and torch.is_grad_enabled()))
+            stack.enter_context(torch.set_grad_enabled(self.is_training and torch.is_grad_enabled()))
             if counting is not None:
                 stack.enter_context(counting)
             if self.own_values is not None:
@@ -154,7 +169,8 @@ class BatchRun:
                 samples = batch_size(self.microbatches[microbatch]) or 1
                 stack.enter_context(self.carried.watching(microbatch, samples))
             calls = stack.enter_context(self.logs.recording()) if ends else []
-            if stage != max(self.stages) or (last and not ends):
+            goes_on = self.part is not None and self.part.goes_backward
+            if stage != max(self.stages) or (last and not ends) or goes_on:
                 stack.enter_context(self._plain_values_of(stage))
             done = self._done(functools.partial(self._run, stage, microbatch, received, seed, counting))
         if done is None:
@@ -172,6 +188,33 @@ class BatchRun:
         assert counting is not None
         self._conclude_step(done, microbatch, counting, calls)
         return [] if self.backward is None else [self._root(_loss_of(done.result), microbatch, received)]
+
+    def _counting(self, microbatch: int, rows: int, compares: bool) -> Averages:
+        """What sees what a step averages. It goes on through all parts of a step."""
+        if self.part is None or microbatch not in self.part.averages:
+            counting = Averages(self._with_losses, self._is_closed, rows, compares)
+        else:
+            counting = self.part.averages[microbatch]
+            counting.of_targets = []
+        if self.part is not None:
+            self.part.averages[microbatch] = counting
+        return counting
+
+    def weights_of(self, numbers: Sequence[Any]) -> list[float]:
+        """What numbers of microbatches weigh in one of the batch: by what each averages, else by samples.
+
+        Args:
+            numbers: as the step has read them, by microbatch.
+        """
+        averages = {} if self.part is None else self.part.averages
+        counts = [averages[i].count_of(x) if i in averages else None for i, x in enumerate(numbers)]
+        known = [float(count) for count in counts if count is not None]
+        return known if len(known) == len(numbers) and 0 < sum(known) < float("inf") else [float(x) for x in self.rows]
+
+    @property
+    def is_training(self) -> bool:
+        """Whether the step is one of training, which may have parts without a backward."""
+        return self.backward is not None or self.part is not None
 
     def _meet_tail(self, done: StageRun, microbatch: int) -> None:
         """With `whole`: keep what a microbatch makes for the tail of the step; behind the last one run that, forward
@@ -198,6 +241,11 @@ class BatchRun:
             self._prepare_backward(tail)
             with self.parallel.user_code():
                 root.backward()
+
+    @property
+    def retains_graph(self) -> bool:
+        """Whether backward leaves the graph as it is, for another one."""
+        return bool(self.plans) and self.plans[0].retains_graph
 
     def root_gradients(self, microbatch: int) -> Sequence[Tensor] | None:
         return None if self.whole is None else self.whole.gradients(microbatch)
@@ -238,7 +286,8 @@ class BatchRun:
         batch = self.microbatches[microbatch]
         if self.remote is None:
             taken = None if self.whole is None or stage != self.last_stage else self.whole.taken_by(microbatch)
-            return self.slicer.run(self.plans[microbatch], stage, self.step, batch, received, seed, counting, taken)
+            plan, kept = self.plans[microbatch], None if self.part is None else self.part.kept[microbatch]
+            return self.slicer.run(plan, stage, self.step, batch, received, seed, counting, taken, kept)
         step = functools.partial(self.step, batch)
         if counting is not None:
             return StageRun((), self.remote.drive(self.slicer.decided_by, step, counting))
@@ -266,7 +315,7 @@ class BatchRun:
         try:
             return run() if self.sharding is None else self._gathered(run)
         except BeyondPlan as error:
-            if self.backward is not None:
+            if self.is_training:
                 raise
             self.beyond = error
             return None
@@ -359,11 +408,20 @@ class BatchRun:
             The loss of the batch, nan for evaluation; and the weights of its microbatches, (m,) float64.
         """
         weights = self.loss.weights()
-        if self.backward is None:
+        if not self.has_loss:
             return torch.full((), torch.nan, device=self.device), weights
         if self.warns is not None and len(self.rows) > 1:
             self.loss.warn(weights, self.warns)
         return self.loss.value(weights), weights
+
+    @property
+    def has_loss(self) -> bool:
+        """On the last stage, whether the step returned a loss, or went backward from one by hand."""
+        if self.backward is not None or self.part is None:
+            return self.backward is not None
+        result = self.results[0]
+        loss = result.get("loss") if isinstance(result, Mapping) else result
+        return isinstance(loss, Tensor) and loss.numel() == 1
 
     @property
     def returns_mappings(self) -> bool:
@@ -374,7 +432,7 @@ class BatchRun:
     def returns_more(self) -> bool:
         """Whether the step returns more than a loss."""
         result = self.results[0]
-        if self.backward is None:
+        if not self.is_training:
             return result is not None
         return isinstance(result, Mapping) and len(result) > 1
 

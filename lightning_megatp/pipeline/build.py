@@ -52,7 +52,7 @@ def open_pipeline(
     if parallel.pipeline is not None:
         reuse_pipeline(parallel.pipeline, mesh, options)
     elif mesh.size("pp") > 1:
-        check_pipelined(parallel)
+        check_pipelined(parallel, options)
         check_batches(parallel, options, example)
         parallel.pipeline = build_pipeline(parallel, mesh, options, example)
     if parallel.pipeline is not None:
@@ -201,17 +201,17 @@ def reuse_pipeline(pipeline: Pipeline, mesh: ParallelMesh, options: PipelineOpti
     pipeline.use(settings)
 
 
-def check_pipelined(parallel: ParallelModule) -> None:
+def check_pipelined(parallel: ParallelModule, options: PipelineOptions) -> None:
     """Refuse what can't work when a step runs on several stages.
 
     Raises:
-        ValueError: manual optimization, a step that takes an iterator, an own `backward`, a MetricTracker.
+        ValueError: manual optimization with `whole_loss`, a step that takes an iterator, an own `backward`, a MetricTracker.
     """
     module = parallel.module
     steps = [getattr(module, kind.method, None) for kind in StepKind]  # `test_step = None` says that there is none
     found = None
-    if not getattr(module, "automatic_optimization", True):
-        found = "manual optimization (automatic_optimization=False): the pipeline's schedule runs the backward", "pp=1"
+    if not getattr(module, "automatic_optimization", True) and options.whole_loss:
+        found = "manual optimization (automatic_optimization=False) and whole_loss=True", "whole_loss=False"
     elif any("dataloader_iter" in inspect.signature(step).parameters for step in filter(callable, steps)):
         found = "a step that takes `dataloader_iter`", "a step that takes a batch"
     elif (backward := getattr(type(module), "backward", None)) and not is_lightnings_default(backward):

@@ -51,6 +51,10 @@ class Stages(Protocol):
     when the gradients of the last microbatch have arrived."""
 
     @property
+    def retains_graph(self) -> bool:
+        """Whether backward leaves the graph as it is."""
+
+    @property
     def sends_factor(self) -> bool:
         """Whether `factor` travels down the stages."""
 
@@ -293,7 +297,8 @@ class _Batch:
             self.stages.around_backward(stage, microbatch),
         ):
             if flight.roots:
-                torch.autograd.backward(flight.roots, self.stages.root_gradients(microbatch) if last else gradients)
+                roots = self.stages.root_gradients(microbatch) if last else gradients
+                torch.autograd.backward(flight.roots, roots, retain_graph=self.stages.retains_graph)
         # A value nothing differentiable was made of has no gradient; the stage before waits for one all the same.
         back = [torch.zeros_like(x) if x.grad is None else x.grad for x, r in flight.received if r.requires_grad]
         if any(x.grad is not None for x, relay in flight.received if not relay.requires_grad):

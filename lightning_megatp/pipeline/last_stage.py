@@ -76,6 +76,8 @@ class LastStage:
         """On the last stage, the module before that."""
         self.returned = False
         """Whether the last step returned something that exists on the last stage only."""
+        self.has_loss = False
+        """Whether the last step returned a loss."""
         self.went_on = False
         """Whether the last batch, which the last stage ran by itself, could not have been cut."""
         around = modules_around(stage_of_unit)
@@ -186,6 +188,7 @@ class LastStage:
                 set_values=len(values),
                 stop=self._trainer.should_stop,
                 goes_on=run.goes_on,
+                has_loss=run.has_loss,
             )
             merged = merge(run.logged, weights, run.loss.adds_up, divisor)
             logged = self.aggregates.settle(run.logged, merged)
@@ -198,7 +201,7 @@ class LastStage:
             total = facts.loss_on(self.mesh.device)
             self._telling.warn_late(self._telling.adopt(int(facts.set_values)))
             self._stop_if(facts.stop)
-        self.went_on = bool(facts.goes_on)
+        self.went_on, self.has_loss = bool(facts.goes_on), bool(facts.has_loss)
         self.stateful, self.returned = self.stateful or bool(facts.left_state), bool(facts.returns_more)
         return total, facts.factor
 

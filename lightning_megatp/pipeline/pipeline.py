@@ -139,14 +139,16 @@ class Pipeline:
         return self._schedule(True, 1).stages_of(self.executor.transport.rank)
 
     @functools.cached_property
-    def _own_values(self) -> OwnValues:
+    def own_values(self) -> OwnValues:
+        """Gives microbatches their own of what units change."""
         units: dict[int, list[nn.Module]] = {stage: [] for stage in self.own_stages}
         for unit in self.own_units:
             units[self.stage_of_unit[unit]].append(self.parallel.module.get_submodule(unit))
         return OwnValues(units)
 
     @functools.cached_property
-    def _kept_values(self) -> KeptValues:
+    def kept_values(self) -> KeptValues:
+        """Tells the other stages what units set on themselves."""
         module, parts = self.parallel.module, parts_of_one_stage(self.parallel.module, self.stage_of_unit)
         own = [name for name, unit in parts.items() if self.stage_of_unit[unit] in self.own_stages]
         owners = (module, *self._trainer.callbacks)
@@ -196,7 +198,7 @@ class Pipeline:
         Communication: see `Outputs.look_at`.
         """
         self.close()
-        self.__dict__.pop("_kept_values", None)  # another Trainer has other callbacks
+        self.__dict__.pop("kept_values", None)  # another Trainer has other callbacks
         self.logs.open()
         self.metrics.open()
         self.last_stage.aggregates.open()
@@ -226,19 +228,31 @@ class Pipeline:
         if self.sharding is not None:
             self.sharding.begin()
             self.sharding.drop_old()
+        run = self._prepared(StepKind.TRAIN, step, batch, backward)
+        loss = self.go_backward(run, set(map(id, cleared_unseen(self.parallel.module.trainer))))
+        more = self.outputs_of(StepKind.TRAIN, run)
+        return {**(more or {}), "loss": loss} if more or run.returns_mappings else loss
+
+    def go_backward(self, run: BatchRun, cleared: Collection[int]) -> Tensor:
+        """Run forward and backward of a batch, and park its gradients.
+
+        Args:
+            cleared: id of parameters whose gradients of earlier batches nobody needs.
+
+        Returns:
+            The loss of the batch.
+        """
         if self.parallel.buffer_versions is None:
             self.parallel.buffer_versions = versions_of(self.parallel.module)
-        run = self._prepared(StepKind.TRAIN, step, batch, backward)
         parameters = self.parallel.undivided()
-        cleared = set(map(id, cleared_unseen(self.parallel.module.trainer)))
         held = [(p, gradient) for p, gradient in take_gradients(parameters) if id(p) not in cleared]
-        self._execute(StepKind.TRAIN, run)
+        self.execute(StepKind.TRAIN, run)
         concluded = self.last_stage.conclude(run)
         assert concluded is not None, "of training, a batch is run once"
         loss, self.factor = concluded
         if run.warns is not None and self.is_last:
             self._say_found()
-        self._kept_values.share()
+        self.kept_values.share()
         self._parked = take_gradients(parameters)
         if self.factor != 1.0 and self._parked:
             torch._foreach_mul_([gradient for _, gradient in self._parked], self.factor)
@@ -248,8 +262,7 @@ class Pipeline:
             self._check_told()
             self.sharding.reduce_rest(run.factor)
             self.sharding.shown.park()
-        more = self._outputs_of(StepKind.TRAIN, run)
-        return {**(more or {}), "loss": loss} if more or run.returns_mappings else loss
+        return loss
 
     def evaluate(self, kind: StepKind, step: Step, batch: Any) -> Any:
         """Run the forward of a batch. What the step returned, on the last stage; on the others None, unless a callback
@@ -261,17 +274,17 @@ class Pipeline:
             way = ways.of_batch(bool(run.plans))
             run = run if way is Way.CUT else self._uncut(run, way, kind, batch)
             with self._undone_beyond_plan(run):
-                self._execute(kind, run)
+                self.execute(kind, run)
             if self.last_stage.conclude(run) is None:
                 if run.beyond is not None:
                     warn_of_turns(kind, run.beyond)
                 way = ways.instead
                 run = self._uncut(run, way, kind, batch)
-                self._execute(kind, run)
+                self.execute(kind, run)
                 self.last_stage.conclude(run)
-        self._kept_values.share()
+        self.kept_values.share()
         ways.ran(way, self.last_stage.went_on)
-        return self._outputs_of(kind, run)
+        return self.outputs_of(kind, run)
 
     def _check_told(self) -> None:
         """
@@ -285,7 +298,7 @@ class Pipeline:
                 " be known before. Count what is in the batch, or use zero=1."
             )
 
-    def _outputs_of(self, kind: StepKind, run: BatchRun) -> Any:
+    def outputs_of(self, kind: StepKind, run: BatchRun) -> Any:
         """What a batch's steps returned beside the loss, where it is known."""
         if not self.last_stage.returned:
             return None
@@ -320,7 +333,7 @@ class Pipeline:
         """A batch with its plans, about to be executed."""
         microbatches = self.microbatches(batch)
         if kind is StepKind.TRAIN:
-            self._warn_of_one(len(microbatches))
+            self.warn_of_one(len(microbatches))
         seed = shared_seed(self._trainer, kind)
         self.metrics.next_batch()
         with self.metrics.apart():
@@ -329,20 +342,28 @@ class Pipeline:
         whole = WholeLoss.of(batch, plans) if plans and self.slicer.tail else None
         if whole is not None and hasattr(self.parallel.module, "split_batch"):
             check_order(batch, microbatches)
-        run = self._run(step, microbatches, (plans or [])[: len(microbatches)], seed, backward)
+        run = self.run_of(step, microbatches, (plans or [])[: len(microbatches)], seed, backward)
         run.whole = whole
         if kind is StepKind.TRAIN:
-            self._trained += 1
-            # Microbatches may hold equal numbers of targets in one batch, and others in the next.
-            run.warns = self._found.append if self._trained.bit_count() == 1 and not self._compiles else None
+            run.warns = self.begin_training()
             if whole is not None:
                 whole.says = run.warns
         elif whole is not None and kind not in self._evaluated:
             self._evaluated.add(kind)
             whole.says = None if self._compiles else warn_once_per_run
         if kind is StepKind.TRAIN and len(microbatches) > 1:
-            run.carried, run.own_values = self._carried_state(), self._own_values
+            run.carried, run.own_values = self._carried_state(), self.own_values
         return run
+
+    def begin_training(self) -> Callable[[str], None] | None:
+        """Count a batch of training.
+
+        Returns:
+            Who says what is not that of one device in its loss; None where nobody looks. Microbatches may hold equal
+            numbers of targets in one batch, and others in the next.
+        """
+        self._trained += 1
+        return self._found.append if self._trained.bit_count() == 1 and not self._compiles else None
 
     def _say_found(self) -> None:
         """On the last stage say what the copies of the model have found in their parts of this batch: each once, though
@@ -357,7 +378,7 @@ class Pipeline:
                 self._said.add(text)
                 warn_once_per_run(text)
 
-    def _warn_of_one(self, microbatches: int) -> None:
+    def warn_of_one(self, microbatches: int) -> None:
         """Look at the first batch: later ones may be what is left of a data set."""
         first, self._is_first = self._is_first, False
         if first and microbatches == 1 < self.settings.microbatches:
@@ -367,9 +388,10 @@ class Pipeline:
                 " stage or more), or use pp=1."
             )
 
-    def _run(
+    def run_of(
         self, step: Step, microbatches: Sequence[Any], plans: Sequence[SlicePlan], seed: int, backward: Backward | None
     ) -> BatchRun:
+        """The stages of this rank on the microbatches of a batch. See `BatchRun`."""
         return BatchRun(
             self.parallel,
             self.slicer,
@@ -390,7 +412,7 @@ class Pipeline:
 
     def _uncut(self, run: BatchRun, way: Way, kind: StepKind, batch: Any) -> BatchRun:
         """A run of the same batch in which the last stage runs its steps."""
-        uncut = self._run(run.step, [batch] if way is Way.WHOLE else run.microbatches, run.plans, run.seed, None)
+        uncut = self.run_of(run.step, [batch] if way is Way.WHOLE else run.microbatches, run.plans, run.seed, None)
         uncut.remote = self._remote(kind)
         return uncut
 
@@ -429,13 +451,14 @@ class Pipeline:
     def _compiles(self) -> bool:
         return any(map(is_compiled, self.parallel.module.modules()))
 
-    def _execute(self, kind: StepKind, run: BatchRun) -> None:
+    def execute(self, kind: StepKind, run: BatchRun) -> None:
+        """Run the schedule of a batch."""
         schedule = self._schedule(run.backward is not None, len(run.microbatches))
         group = self.parallel.default_group
         with (
             self.metrics.apart(),
             self.last_stage.noticing(run),
-            self._kept_values.batch(kind, run.microbatches),
+            self.kept_values.batch(kind, run.microbatches),
             self.slicer.batch(),
             contextlib.nullcontext() if run.own_values is None else run.own_values.batch(),
             contextlib.nullcontext() if group is None else group.used(),  # the step's, once for all microbatches

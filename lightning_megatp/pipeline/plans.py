@@ -47,6 +47,8 @@ class Plans:
         self._parallel, self._slicer, self._mesh = parallel, slicer, mesh
         self._loans, self._shared = loans, shared
         self._made: dict[tuple[StepKind, Hashable], list[SlicePlan]] = {}
+        self.generation = 0
+        """How often all were forgotten."""
         self._trained = Trained(parallel, slicer, mesh)
         self._uncut: set[tuple[StepKind, Hashable]] = set()
         """Kinds of steps of evaluation, and signatures, that can't be cut."""
@@ -58,7 +60,9 @@ class Plans:
         self._used_on: dict[str, set[int]] = {}
         """What outlives steps -> the stages that use it in training."""
 
-    def of(self, kind: StepKind, step: Step, microbatches: Sequence[Any], seed: int) -> list[SlicePlan] | None:
+    def of(
+        self, kind: StepKind, step: Step, microbatches: Sequence[Any], seed: int, part: Hashable = None
+    ) -> list[SlicePlan] | None:
         """One per microbatch; None if it is a step of evaluation that can't be cut.
 
         Args:
@@ -66,18 +70,21 @@ class Plans:
             step: the user's, in its contexts.
             microbatches: of a batch, and behind them the batch itself where the slicer has a tail.
             seed: of the batch, alike on all stages.
+            part: of a step that goes backward by hand; None for others.
 
         Raises:
             SliceError: the step can't be cut.
 
         Communication: for each new plan an object all-gather over pp, and one broadcast per parameter that it lends.
         """
-        signatures = self._slicer.signatures(microbatches)
+        signatures: list[Hashable] = [(part, signature) for signature in self._slicer.signatures(microbatches)]
         pairs = enumerate(zip(signatures, microbatches, strict=True))
         if any((kind, signature) in self._uncut for signature in signatures):
             return None
         try:
             with self._slicer.rehearsing():
+                if kind is StepKind.TRAIN and part is None:
+                    step = returning_a_loss(step)
                 plans = [self._plan((kind, signature), step, x, mixed(seed, i), i == 0) for i, (signature, x) in pairs]
         except _Uncut:
             return None
@@ -111,6 +118,7 @@ class Plans:
     def forget(self) -> None:
         """On all stages: what steps do from now on may be something else."""
         self._made.clear()
+        self.generation += 1
 
     def agree_on_trained(self) -> None:
         """At the start of an epoch: let all stages know what hooks have frozen and unfrozen.
@@ -124,14 +132,13 @@ class Plans:
         self, key: tuple[StepKind, Hashable], step: Step, microbatch: Any, seed: int, is_first: bool
     ) -> SlicePlan:
         """The plan of a kind of step, a signature, and the values that the step branches by."""
-        checked = returning_a_loss(step) if key[0] is StepKind.TRAIN else step
         made = self._made.setdefault(key, [])
-        plan = self._slicer.fitting(made, checked, microbatch, seed)
+        plan = self._slicer.fitting(made, step, microbatch, seed)
         if plan is None:
-            new = self._new(key, checked, microbatch, seed, is_first)
+            new = self._new(key, step, microbatch, seed, is_first)
             made += new
             plan = new[0]
-            self._slicer.fits(plan, checked, microbatch, seed)  # for what it leaves to the microbatches behind
+            self._slicer.fits(plan, step, microbatch, seed)  # for what it leaves to the microbatches behind
         return plan
 
     def _new(

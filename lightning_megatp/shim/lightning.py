@@ -322,6 +322,12 @@ def idle_optimizers(trainer: Any) -> Iterator[None]:
         vars(strategy).update(before)
 
 
+def steps_by_hand(trainer: Any) -> Any:
+    """What counts the steps of optimizers in manual optimization: `trainer.global_step` is its `completed`. No public
+    name leads there."""
+    return trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress.total
+
+
 def batch_hook(trainer: Any, name: str) -> Any:
     """The hook on a batch's way to the device: the datamodule's if it has its own, else the module's. Only the private
     selector knows which."""

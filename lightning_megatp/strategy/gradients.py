@@ -23,7 +23,9 @@ from lightning_megatp.optimizers.nested import inner_optimizers, with_inner
 from lightning_megatp.optimizers.shared_out import refuse_shared_out, shares_out
 from lightning_megatp.optimizers.whole_steps import WholeSteps
 from lightning_megatp.parts.rows import replace_parameters
+from lightning_megatp.pipeline.actions import Actions
 from lightning_megatp.pipeline.batch import Backward
+from lightning_megatp.pipeline.by_hand import ByHand
 from lightning_megatp.pipeline.pipeline import Pipeline
 from lightning_megatp.pipeline.schedules.trace import StepTrace
 from lightning_megatp.strategy.copies import CopyMethods
@@ -59,6 +61,7 @@ class GradientMethods(CopyMethods, InspectionMethods):
         self._accumulating = False
         """Whether the optimizer steps after a later batch than this."""
         self._went_backward = False
+        self._steps_by_hand: ByHand | None = None
         self._shares_out: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
         """Whether optimizers talk to other ranks."""
         self._looked_at_between = False
@@ -243,7 +246,19 @@ class GradientMethods(CopyMethods, InspectionMethods):
                 self._buckets.complete(self.pipeline.part_of(stage), factor)
 
         early = self._mesh().size("dp") > 1 and (self.sharding is not None or accumulated == 1)
+        early = early and module.automatic_optimization  # else gradients of earlier backwards may be there
         return Backward(scale, before, complete if early else None)
+
+    def _by_hand(self, pipeline: Pipeline) -> ByHand:
+        """What runs the module's steps, if they optimize by hand."""
+
+        def parameters_of(optimizer: Optimizer) -> list[Tensor]:
+            return [pipeline.slicer.stand_in(name) for name in self._groups.order(optimizer)]
+
+        if self._steps_by_hand is None:
+            module = pipeline.parallel.module
+            self._steps_by_hand = ByHand(pipeline, Actions(module, pipeline.slicer, parameters_of))
+        return self._steps_by_hand
 
     def _finish_pipeline(self, pipeline: Pipeline, closure_loss: Tensor) -> Tensor:
         """The backward of a batch that went through the pipeline: its gradients are there, and are completed."""
@@ -383,6 +398,6 @@ class GradientMethods(CopyMethods, InspectionMethods):
             self._buckets = None
         if self.sharding is not None:
             self.sharding.forget_unreduced()
-        self._walked = self._bucketed = None
+        self._walked = self._bucketed = self._steps_by_hand = None
         self._accumulated.clear()
         self._window_open = False

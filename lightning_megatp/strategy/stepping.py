@@ -112,7 +112,10 @@ class StepMethods(GradientMethods):
         else:
             step, batch = self._on_microbatch(StepKind.TRAIN, super().training_step, args)
             self._change_gradients(widen)
-            outputs = self.pipeline.train(step, batch, self._pipeline_backward())
+            if self.lightning_module.automatic_optimization:
+                outputs = self.pipeline.train(step, batch, self._pipeline_backward())
+            else:
+                outputs = self._by_hand(self.pipeline).train(step, batch, self._pipeline_backward())
         if self._sent_buffers is not None:
             self._sent_buffers.after_training_step(accumulated=self._accumulating)
         if self._first_batch is not None:

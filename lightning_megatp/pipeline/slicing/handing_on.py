@@ -1,15 +1,28 @@
-"""What one stage hands on to the next: as the plan promised, or an error that says what is not."""
+"""What one stage hands on to the next, and keeps: as the plan promised, or an error that says what is not."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from lightning_megatp.pipeline.slicing.plan import Key, Relay, SliceError
+from lightning_megatp.pipeline.slicing.reads import Answer
 from lightning_megatp.pipeline.slicing.running import StageMode
 from lightning_megatp.shim.fakes import is_fake
 from lightning_megatp.shim.torch import tensor_version
+
+
+@dataclass
+class Kept:
+    """What a microbatch keeps on a rank, from one part of a step that goes backward by hand to later ones."""
+
+    wanted: frozenset[Key] = frozenset()
+    """What later parts take."""
+    values: dict[Key, Tensor] = field(default_factory=dict)
+    answers: list[Answer] = field(default_factory=list)
+    """To what the step reads of stages' values on the host."""
 
 
 def received_by_key(relays: Sequence[Relay], tensors: Sequence[Tensor], stage: int) -> dict[Key, Tensor]:

@@ -62,6 +62,15 @@ class Read(NamedTuple):
         return cls(before, answer if isinstance(answer, (bool, int, float, list)) else None)
 
 
+class HostRead(NamedTuple):
+    """A look at a value on the host, in a step that optimizes by hand."""
+
+    before: int
+    """How many operations came before."""
+    of_stage: bool
+    """Whether it is a stage's value, so that the read is answered."""
+
+
 class Key(NamedTuple):
     """A value of the step: the operation that made it, and which of its tensors it is.
 
@@ -189,7 +198,43 @@ class SlicePlan:
     """What makes something of all samples between blocks, where the tail of the step is a stage of its own."""
     draws_on_host: bool = False
     """Whether the step draws from Python's or NumPy's generators, which then are alike on all stages."""
+    part: int = 0
+    """Of a step that goes backward by hand: after how many backwards the part begins that this plan is of."""
+    begins: int = 0
+    """The part's first operation. What stages compute before it, an earlier part has done."""
+    host_reads: tuple[HostRead, ...] = ()
+    """Its reads on the host. See `Reads`."""
+    recalled: frozenset[Key] = frozenset()
+    """Values of earlier parts that this one takes: the stages that made them have kept them."""
+    goes_backward: bool = False
+    """Whether the part ends with a backward by hand; else it is the last one."""
+    retains_graph: bool = False
+    """Whether that leaves the graph as it is, for another one."""
     _scripts: dict[int | None, Script] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def first_of_stages(self) -> int:
+        """The first operation of the plan's part that is some stage's; behind the last one if there is none."""
+        own = (i for i in range(self.begins, len(self.operations)) if self.operations[i].stage is not None)
+        return next(own, len(self.operations) + 1)
+
+    @property
+    def answered(self) -> list[int]:
+        """Before which operations the step reads stages' values."""
+        return [read.before for read in self.host_reads if read.of_stage]
+
+    @property
+    def reads_first(self) -> bool:
+        """Whether the part reads such values before its first operation of stages."""
+        return any(self.begins <= before <= self.first_of_stages for before in self.answered)
+
+    def is_earlier(self, operation: int) -> bool:
+        """Whether an operation is one that an earlier part has done: not if every stage computes it."""
+        return operation < self.begins and self.operations[operation].stage is not None
+
+    def recalled_on(self, stage: int) -> set[Key]:
+        """The values of earlier parts that a stage has kept."""
+        return {key for key in self.recalled if self.operations[key.operation].stage == stage}
 
     def script(self, stage: int | None) -> Script:
         """What one stage does, operation by operation; without one, what is replicated."""
@@ -280,15 +325,18 @@ class Script:
     def of(cls, plan: SlicePlan, stage: int | None) -> Script:
         if stage is None:
             scripts = [plan.script(s) for s in range(plan.n_stages)]
-            instructions = tuple(_instruct(op, None, set(), set(), set()) for op in plan.operations)
+            instructions = tuple(_instruct(op, None, False, set(), set(), set()) for op in plan.operations)
             return cls(instructions, max([scripts[-1].free_after, *(script.last for script in scripts[:-1])]), -1)
         received = {relay.key for relay in plan.relays[stage]}
         is_last = stage == plan.n_stages - 1
+        awaited = [key.operation for key in received]
+        received |= plan.recalled_on(stage)
         sent = set() if is_last else {relay.key for relay in plan.relays[stage + 1]} - received
         stood_in: set[Key] = set()
-        instructions = tuple(_instruct(op, stage, received, sent, stood_in) for op in plan.operations)
-        own = [i for i, op in enumerate(plan.operations) if op.stage == stage]
-        awaited = [key.operation for key in received]
+        instructions = tuple(
+            _instruct(op, stage, plan.is_earlier(i), received, sent, stood_in) for i, op in enumerate(plan.operations)
+        )
+        own = [i for i, op in enumerate(plan.operations) if op.stage == stage and not plan.is_earlier(i)]
         return cls(
             instructions=instructions,
             last=len(plan.operations) if is_last else max(own, default=-1),
@@ -296,14 +344,17 @@ class Script:
         )
 
 
-def _instruct(op: Operation, stage: int | None, received: set[Key], sent: set[Key], stood_in: set[Key]) -> Instruction:
+def _instruct(
+    op: Operation, stage: int | None, is_earlier: bool, received: set[Key], sent: set[Key], stood_in: set[Key]
+) -> Instruction:
     """What a stage does about one operation.
 
     Args:
+        is_earlier: an earlier part of the step has done it.
         stood_in: values that the step knows by a tensor which an operation of another stage changed in place: on this
             stage what was received stands in for it. Operations are to be given in order; this one's are added.
     """
-    computed = op.stage is None or op.stage == stage
+    computed = op.stage is None or (op.stage == stage and not is_earlier)
     needs_stand_ins = any(key in stood_in for key in op.inputs)
     stood_in.update(key for _, key in op.changed if (needs_stand_ins if computed else key in received))
 

@@ -8,6 +8,7 @@ of the plan, so the index says it all.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,6 +23,7 @@ from lightning_megatp.pipeline.loss.averages import Averages
 from lightning_megatp.pipeline.slicing.aside import Aside
 from lightning_megatp.pipeline.slicing.dry_run.late_hooks import UserHooks
 from lightning_megatp.pipeline.slicing.dry_run.operations import (
+    HOST_READS,
     StepEnded,
     generators_of,
     is_bookkeeping,
@@ -31,6 +33,7 @@ from lightning_megatp.pipeline.slicing.dry_run.operations import (
 from lightning_megatp.pipeline.slicing.dry_run.refusals import gradient_read
 from lightning_megatp.pipeline.slicing.locator import Locator
 from lightning_megatp.pipeline.slicing.plan import BeyondPlan, Instruction, Key, Operation, SliceError, SlicePlan
+from lightning_megatp.pipeline.slicing.reads import Reads
 from lightning_megatp.pipeline.slicing.state.collected import with_collected
 from lightning_megatp.random_states import seeded
 from lightning_megatp.shim.autograd import functorch_is_active
@@ -83,6 +86,14 @@ class StageMode(TorchFunctionMode):
         """A unit runs: it is not looked into."""
         self.made: dict[Key, tuple[Tensor, int]] = {}
         """What is sent on, with its version when it was made."""
+        self.keeps: frozenset[Key] = frozenset()
+        """Values of the stage that later parts of the step take."""
+        self.kept: dict[Key, Tensor] = {}
+        """These."""
+        self.reads = Reads([]) if plan.host_reads else None
+        """Of a step that optimizes by hand: what it is answered."""
+        self._parts_done = 0
+        """How often the step has gone backward by hand."""
         self.taken: Taken | None = None
         """What operations of stages take of values that every stage has; None where nobody asks."""
 
@@ -92,6 +103,8 @@ class StageMode(TorchFunctionMode):
         if func in REFLECTED:
             func, args = unreflected(func, args)
         if func in self._not_operations:
+            if self.reads is not None and operation_name(func) in HOST_READS:
+                return self._read(self.reads, func, args, kwargs or {})
             return func(*args, **kwargs) if kwargs else func(*args)
         if functorch_is_active():
             return self._transformed(func, args, kwargs or {})
@@ -155,8 +168,8 @@ class StageMode(TorchFunctionMode):
         return with_collected(self._opaque, apply, function, True, args, kwargs)
 
     def log(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        """`self.log` and `self.log_dict`: the last stage's."""
-        if not self._is_last:
+        """`self.log` and `self.log_dict`: the last stage's. What comes before its part, an earlier one has logged."""
+        if not self._is_last or self._parts_done < self._plan.part:
             return
         with contextlib.nullcontext() if self.inside else self._outside():
             args, kwargs = self.stood_in((args, kwargs))
@@ -171,6 +184,27 @@ class StageMode(TorchFunctionMode):
     def converting(self) -> contextlib.AbstractContextManager[None]:
         """Around a module's `to(...)` and its like."""
         return self.reading_metrics()
+
+    def follow_by_hand(self) -> None:
+        """The step optimizes by hand, as the plan tells."""
+
+    def _read(self, reads: Reads, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A read on the host."""
+        args, kwargs = self.stood_in((args, kwargs))
+        read = functools.partial(func, *args, **kwargs)
+        return reads.answer(self._plan.host_reads, operation_name(func), read, args[0])
+
+    def acting(self) -> contextlib.AbstractContextManager[None]:
+        """Around what the step does by hand."""
+        return self.reading_metrics()
+
+    def begin_part(self) -> None:
+        """The step has gone backward by hand, and goes on."""
+        self._parts_done += 1
+
+    def end_part(self, retains_graph: bool = False) -> None:
+        """The step goes backward by hand, and is left."""
+        self.done = True
 
     def stood_in(self, values: Any) -> Any:
         """Nested values, with what was received for those that other stages changed in place."""
@@ -269,7 +303,17 @@ class StageMode(TorchFunctionMode):
             self._keep(instruction.kept, tensors)
         if instruction.kept_changed:
             self._keep(instruction.kept_changed, tensors_in(self.stood_in((args, kwargs))))
+        if self.keeps and instruction.operation.stage is not None:
+            self._keep_for_later(instruction.operation, out, args, kwargs)
         return out
+
+    def _keep_for_later(self, operation: Operation, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Remember what later parts of the step take."""
+        values = dict(zip(operation.outputs, tensors_in(out), strict=False))
+        if operation.changed:
+            tensors = tensors_in(self.stood_in((args, kwargs)))
+            values.update((key, tensors[position]) for position, key in operation.changed)
+        self.kept.update((key, x) for key, x in values.items() if key in self.keeps)
 
     def _keep(self, kept: tuple[tuple[int, Key], ...], tensors: list[Tensor]) -> None:
         """Remember what will be sent; what is missing, or is not as planned, is found out then."""

@@ -20,15 +20,17 @@ import torch
 from torch import Tensor, nn
 
 from lightning_megatp.batches.signature import modes_of, signature_of
-from lightning_megatp.calls import Decides, Interception, Switch, loggers_in, logging_by
+from lightning_megatp.calls import Decides, Follows, Interception, Switch, loggers_in, logging_by
 from lightning_megatp.containers import tensors_in
 from lightning_megatp.pipeline.loss.averages import Averages
+from lightning_megatp.pipeline.slicing.acting import Acting, Ahead
 from lightning_megatp.pipeline.slicing.dry_run.dry_runs import DryRuns, Step, state_before
 from lightning_megatp.pipeline.slicing.dry_run.late_hooks import UserHooks
 from lightning_megatp.pipeline.slicing.dry_run.operations import StepEnded
-from lightning_megatp.pipeline.slicing.handing_on import received_by_key, value_to_send
+from lightning_megatp.pipeline.slicing.handing_on import Kept, received_by_key, value_to_send
 from lightning_megatp.pipeline.slicing.locator import Locator
 from lightning_megatp.pipeline.slicing.plan import SliceError, SlicePlan
+from lightning_megatp.pipeline.slicing.reads import Answer, Reads
 from lightning_megatp.pipeline.slicing.rehearsal import Rehearsal
 from lightning_megatp.pipeline.slicing.running import StageMode, Taken
 from lightning_megatp.pipeline.slicing.state.ownership import Ownership, Sizes
@@ -37,7 +39,7 @@ from lightning_megatp.pipeline.slicing.state.tables import Tables
 from lightning_megatp.random_states import host_seeded, random_state_kept
 from lightning_megatp.shim.autograd import checkpoints_ended, handle_functions
 from lightning_megatp.shim.compiler import keep_compiler_out
-from lightning_megatp.shim.fakes import FakeTensorMode, fake_tensor_mode, is_fake
+from lightning_megatp.shim.fakes import FakeTensorMode, fake_tensor_mode, forget_fakes, is_fake
 from lightning_megatp.shim.modules import conversions_around
 from lightning_megatp.shim.torch import distributions_not_validated
 from lightning_megatp.snapshots.snapshot import FirstValues, Snapshot
@@ -191,6 +193,7 @@ class Slicer:
         seed: int = 0,
         counting: Averages | None = None,
         taken: Taken | None = None,
+        kept: Kept | None = None,
     ) -> StageRun:
         """Run one stage's part of the step on a microbatch.
 
@@ -203,14 +206,19 @@ class Slicer:
             seed: of the random numbers in replicated operations: the same on all stages, another for every microbatch.
             counting: a mode that is active meanwhile, and may want to be spared what happens inside of units.
             taken: is filled with what operations of stages take, where it is there.
+            kept: of this microbatch, for a part of a step: is read and filled.
 
         Raises:
             SliceError: the step did something else than planned.
         """
         got = received_by_key(plan.relays[stage], received, stage)
+        if kept is not None:
+            got |= {key: kept.values[key] for key in plan.recalled_on(stage)}
         mode = StageMode(plan, stage, got, seed, self._locator, self._hooks, counting)
         mode.taken = taken
         is_last = stage == self.n_stages - 1
+        if kept is not None:
+            mode.keeps, mode.reads = kept.wanted, Reads(kept.answers, reads=is_last)
         batch = copy.deepcopy(batch) if plan.changes_batch else batch
         result, skipped = None, False
         with contextlib.ExitStack() as stack:
@@ -225,6 +233,8 @@ class Slicer:
                 result = step(batch)
                 skipped = result is None
         mode.check(skipped)
+        if kept is not None:
+            kept.values.update(mode.kept)
         if not is_last:
             return StageRun(tuple(value_to_send(relay, mode, got, stage) for relay in plan.relays[stage + 1]))
         result = mode.stood_in(result)
@@ -234,6 +244,97 @@ class Slicer:
                 f" {plan.why_not_sent}"
             )
         return StageRun((), result)
+
+    def act(
+        self, plan: SlicePlan, step: Step, batch: Any, seed: int, answers: list[Answer | None], to_the_end: bool
+    ) -> bool:
+        """Run a step that optimizes by hand for what it does by hand: up to the first operation of stages in a part.
+
+        Args:
+            plan: of the part.
+            step: in its contexts.
+            batch: a microbatch, of the plan's signature.
+            seed: as for `run`.
+            answers: to what it reads of stages' values, of the whole batch.
+            to_the_end: go on to the end of the step.
+
+        Returns:
+            Whether the step ended.
+
+        Raises:
+            SliceError: it goes by a value of a stage, or left its plan.
+        """
+        mode, ended = Acting(plan, seed, self._locator, self._hooks, to_the_end), False
+        mode.reads = Reads(answers)
+        with self._without_stages(plan, mode, seed):
+            step(copy.deepcopy(batch) if plan.changes_batch else batch)
+            ended = True
+        mode.check(skipped=False)
+        return ended
+
+    def read_ahead(self, plan: SlicePlan, step: Step, batch: Any, seed: int, kept: Kept) -> None:
+        """On the last stage: find out what a part reads on the host before its first operation of stages.
+
+        Args:
+            plan: of the part.
+            step: the part, in its contexts.
+            batch: the microbatch.
+            seed: as for `run`.
+            kept: of this microbatch. The answers are added to it.
+
+        Raises:
+            SliceError: the step did something else than planned.
+        """
+        known = {key: kept.values[key] for key in plan.recalled_on(plan.n_stages - 1)}
+        mode = Ahead(plan, known, seed, self._locator, self._hooks)
+        mode.reads = Reads(kept.answers, reads=True)
+        with self._without_stages(plan, mode, seed):
+            step(copy.deepcopy(batch) if plan.changes_batch else batch)
+        mode.check(skipped=False)
+
+    def keeps_to(self, plan: SlicePlan, step: Step, batch: Any, seed: int) -> bool:
+        """Whether a step that optimizes by hand does what a plan of its last part says, as far as that was followed.
+
+        Args:
+            plan: of the microbatch's signature.
+            step: the part, tried.
+            batch: a microbatch.
+            seed: as for `run`.
+        """
+        mode, before = Acting(plan, seed, self._locator, self._hooks, to_the_end=True), state_before(self.module)
+        try:
+            with random_state_kept(), checkpoints_ended(), self._without_stages(plan, mode, seed):
+                step(copy.deepcopy(batch) if plan.changes_batch else batch)
+            return mode.followed
+        except SliceError:
+            return False
+        except Exception:
+            return True  # it will fail where it is run
+        finally:
+            before.restore()
+
+    @contextlib.contextmanager
+    def _without_stages(self, plan: SlicePlan, mode: StageMode, seed: int) -> Iterator[None]:
+        """Around a step of which no stage computes its own: it may be left before its end."""
+        with contextlib.ExitStack() as stack:
+            if plan.draws_on_host:
+                stack.enter_context(host_seeded(seed))
+            stack.enter_context(putting_back(plan.put_back))
+            stack.callback(Snapshot(self.module).drop_fakes)
+            stack.enter_context(self._by(mode, plan))
+            with contextlib.suppress(StepEnded), mode:
+                yield
+
+    def forget_fakes(self) -> None:
+        """What stands for parameters, in a dry run that goes on, learns as they do now."""
+        forget_fakes(self._fake_mode)
+
+    @property
+    def follows(self) -> Follows:
+        """Who follows the step that runs, by hand."""
+        mode: Any = self._switch.mode
+        assert isinstance(mode, Follows), "steps that optimize by hand are cut"
+        return mode
 
     def fits(self, plan: SlicePlan, step: Step, batch: Any, seed: int = 0) -> bool:
         """Whether a plan of a batch's signature is that of its values, too: see `fitting`."""

@@ -42,6 +42,8 @@ class Facts(NamedTuple):
     """Whether its step needed the others after all that its plan says."""
     again: float = 0
     """Whether it did, and they are gone."""
+    has_loss: float = 0
+    """Whether it returned a loss."""
 
     def loss_on(self, device: torch.device) -> Tensor:
         """The loss in its own dtype; shape ()."""

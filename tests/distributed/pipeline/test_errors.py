@@ -139,12 +139,6 @@ class CallsBackward(Base):
         return loss.detach()
 
 
-class Manual(Base):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-
 class SelectsByData(Base):
     """A shape that depends on values."""
 
@@ -337,7 +331,6 @@ ERRORS: dict[str, tuple[type[Base], list[str]]] = {
     "a view that is changed": (ChangesView, ["in place"]),
     "gradients inside the step": (Differentiates, ["differentiates inside the step", "return the loss"]),
     "backward inside the step": (CallsBackward, ["differentiates inside the step"]),
-    "manual optimization": (Manual, ["manual optimization", "pp=1"]),
     "a shape that depends on data": (SelectsByData, ["__getitem__"]),
     "packed sequences": (Packs, ["`blocks.0`", "reads values on the host", "`total_length`"]),
     "rows that are no samples": (TakesRowsForOthers, ["failed on a microbatch", "split_batch"]),

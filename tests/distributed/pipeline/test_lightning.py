@@ -1158,7 +1158,7 @@ def _refused(layout: Layout, what: str, strategy: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("what", "strategy", "texts", "ranks"),
     [
-        ("manual", {}, ["manual optimization", "pp=1"], 2),
+        ("manual", {"whole_loss": True}, ["manual optimization", "whole_loss=False"], 2),
         ("backward", {}, ["own `backward`", "on_before_backward"], 2),
         ("iterator", {}, ["`dataloader_iter`", "takes a batch"], 2),
         ("none", {}, ["returned None instead of a loss", "leave it out"], 2),

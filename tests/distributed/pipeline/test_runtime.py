@@ -382,6 +382,7 @@ class Chain:
         self, schedule: Schedule, rank: int, deferred: DeferredWeights, first: Callable[[], None] = lambda: None
     ) -> None:
         self.schedule, self.first = schedule, first
+        self.retains_graph = False
         self.factor, self.sends_factor = torch.tensor(torch.nan, dtype=torch.float64), True
         self.layers = {stage: chain_layer(stage) for stage in schedule.stages_of(rank)}
         self.completed: list[int] = []

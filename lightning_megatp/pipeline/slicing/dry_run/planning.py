@@ -47,9 +47,12 @@ def make_plan(tracer: Tracer, names: Mapping[int, str], effects: SideEffects) ->
     ends = [last_of.get(stage, -1) for stage in range(n_stages - 1)]
     changed = tracer.values.changed_for_good(tracer.owners, ends)
     tracer.values.find_gradients(n_stages - 1)
+    parts = tracer.values.parts
+    parts.check_gradients()
     for stage in range(n_stages):
         is_tail = tracer.manner.tail is not None and stage == n_stages - 1
-        if not is_tail and not any(operation.stage == stage for operation in tracer.record.operations):
+        idles = not any(operation.stage == stage for operation in tracer.record.operations)
+        if idles and not is_tail and not tracer.by_hand:
             if tracer.failed:
                 raise SliceError(
                     f"{tracer.misled}. What comes after it can't be planned. Let that module return one tensor like the"
@@ -90,6 +93,12 @@ def make_plan(tracer: Tracer, names: Mapping[int, str], effects: SideEffects) ->
         set_late=effects.set_late,
         late_hooks=tracer.manner.late_hooks,
         draws_on_host=effects.draws_on_host,
+        part=parts.number,
+        begins=parts.begins,
+        host_reads=tuple(tracer.host_reads),
+        recalled=parts.recalled,
+        goes_backward=parts.goes_backward,
+        retains_graph=parts.retains_graph,
     )
 
 

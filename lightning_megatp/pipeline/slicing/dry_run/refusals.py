@@ -22,7 +22,8 @@ def refuse_kind(call: Call) -> None:
     if call.what in (torch.autograd.grad, torch.Tensor.backward):
         raise KindError(
             f"{call.by} differentiates inside the step. Under pipeline parallelism the strategy runs backward, after"
-            " the step: return the loss, or do it inside the forward of a module."
+            " the step: return the loss (with automatic_optimization=False call `self.manual_backward(loss)`), or do it"
+            " inside the forward of a module."
         )
     if asks_gradient(call.what, call.args):
         raise gradient_read(call.by)

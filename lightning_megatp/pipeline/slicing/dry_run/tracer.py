@@ -55,7 +55,8 @@ from lightning_megatp.pipeline.slicing.dry_run.refusals import (
 from lightning_megatp.pipeline.slicing.dry_run.stage_states import Known, StageStates
 from lightning_megatp.pipeline.slicing.dry_run.step_generators import StepGenerators
 from lightning_megatp.pipeline.slicing.dry_run.values import Value, Values, versions
-from lightning_megatp.pipeline.slicing.plan import Read, ReadsValues, SideDoor, SliceError
+from lightning_megatp.pipeline.slicing.plan import HostRead, Read, ReadsValues, SideDoor, SliceError
+from lightning_megatp.pipeline.slicing.reads import stand_in
 from lightning_megatp.pipeline.slicing.state.collected import with_collected
 from lightning_megatp.pipeline.slicing.state.kept import Kept
 from lightning_megatp.pipeline.slicing.state.lasting import UNNAMED
@@ -112,6 +113,9 @@ class Tracer(TorchFunctionMode):
         self._doing = Deeds(Moment.now())
         self.not_operations: set[Any] = set()
         self.reads: list[Read] = []
+        self.host_reads: list[HostRead] = []
+        self.by_hand = False
+        """The step optimizes by hand."""
         self.uses_functions = False
         self.converts = False
         """The step calls a module's `to(...)` or its like."""
@@ -123,6 +127,8 @@ class Tracer(TorchFunctionMode):
         """Whether it did fail."""
         self.error: SliceError | None = None
         """The first, which the user's code may have caught."""
+        self.done = False
+        """The step is being left."""
         self.ended = ""
         """Where on the last stage the run ended before the step did, and why."""
         self.ended_in: tuple[str, ...] = ()
@@ -271,6 +277,23 @@ class Tracer(TorchFunctionMode):
         self.converts = True
         return self._aside()
 
+    def follow_by_hand(self) -> None:
+        """The step optimizes by hand: it is followed behind what it reads."""
+        self.by_hand = True
+
+    def acting(self) -> contextlib.AbstractContextManager[None]:
+        """Around what the step does by hand: no operations of the step's."""
+        return self._aside()
+
+    def begin_part(self) -> None:
+        """The step has gone backward by hand, and goes on."""
+        self.values.begin_part(len(self.record.operations), self.glue)
+
+    def end_part(self, retains_graph: bool = False) -> None:
+        """The step goes backward by hand, and is left."""
+        self.done = True
+        self.values.parts.goes_backward, self.values.parts.retains_graph = True, retains_graph
+
     def consume(self, value: Any, gradient: bool, by: str) -> None:
         """The last stage needs a value: it is logged or returned."""
         for tensor in tensors_in(value):
@@ -385,6 +408,15 @@ class Tracer(TorchFunctionMode):
         if call.is_unit or call.opaque or any(self.fakes.is_without_data(value.tensor) for value in call.inputs):
             for value in call.inputs:
                 value.fake = self.values.fake(value.tensor)
+        if self.by_hand and call.name in HOST_READS:
+            staged = [value for value in call.inputs if value.stage is not None]
+            self.host_reads.append(HostRead(len(self.record.operations), bool(staged)))
+            answer = stand_in(call.name, call.args[0], staged[-1].maker) if staged else None
+            if answer is not None:
+                for value in staged:
+                    self.values.use(value, self.last_stage, call.by, [])
+                self.not_operations.add(call.what)
+                return answer
         before, random_before = versions(call.inputs), random_states(call.args, call.kwargs)
         moment = Moment.now()
         begin = self._doing.begin if moment == self._doing.begin else moment  # most draw nothing: kept once

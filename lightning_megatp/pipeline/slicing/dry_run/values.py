@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from lightning_megatp.pipeline.slicing.dry_run.parts import Parts
 from lightning_megatp.pipeline.slicing.plan import Key, SliceError
 from lightning_megatp.pipeline.slicing.state.lasting import Changed, LastingChanges
 from lightning_megatp.shim.autograd import is_transformed
@@ -49,7 +50,7 @@ class Value:
         return self.recipe or repr(self.key or (self.maker, tuple(self.tensor.shape), self.tensor.dtype))
 
     def follow(self) -> None:
-        """After a replicated operation: let what stands for the value require a gradient if the value does now."""
+        """Let what stands for the value require a gradient if the value does now."""
         if self.fake is not None and self.fake.requires_grad != self.tensor.requires_grad:
             self.fake.requires_grad_(self.tensor.requires_grad)
 
@@ -78,6 +79,7 @@ class Values:
         """id(persistent tensor) -> stages that use it, or what replicated operations make of it; None: all."""
         self._lasting_changes = LastingChanges(persistent, n_stages)
         self.clones: set[Key] = set()
+        self.parts = Parts()
 
     def get(self, tensor: Tensor) -> Value | None:
         """The value of a tensor, if it was met before."""
@@ -94,6 +96,8 @@ class Values:
             known.fake = fake_of(self._fake_mode, tensor)
             if self.is_persistent(tensor):
                 self._lasting[storage_id(known.fake)] = known
+        elif self.is_persistent(tensor):
+            known.follow()  # a step that optimizes by hand lets parameters learn, or not
         return known.fake
 
     def add(
@@ -126,6 +130,7 @@ class Values:
             self.use_origins(value, stage)
         if value.changed_elsewhere is not None:
             self._check_change(value, stage, by)
+        self.parts.take(value, stage, by)
         if value.stage is not None and stage is not None and stage > value.stage:
             value.consumers.add(stage)
         value.became += [(stage, x) for x in made] if stage is not None else []
@@ -175,6 +180,7 @@ class Values:
         Raises:
             SliceError: another stage would not see the change, or sees it though it should not.
         """
+        self.parts.change(value, stage, by, lasts=bool(self.lasting_in(value)))
         for tensor_id in self.lasting_in(value):
             self._lasting_changes.note(tensor_id, stage, index, by, origins)
         if value.stage is not None and value.stage != stage and value.key is not None:
@@ -190,6 +196,18 @@ class Values:
             if other.tensor is not value.tensor and (stage is not None or other.stage is not None):
                 other.changed_elsewhere = (stage, by)
         return self.add(value.tensor, stage, by, key, origins)
+
+    def begin_part(self, operation: int, parameters: Collection[int]) -> None:
+        """The step has gone backward by hand: what was made so far takes part in what comes if that takes it anew.
+
+        Args:
+            operation: which comes next.
+            parameters: id() of those that are in no unit.
+
+        Raises:
+            SliceError: what every stage does up to here is not the same when it is done once more.
+        """
+        self.parts.begin(operation, self._known.values(), parameters)
 
     def early_numbers(self, last_stage: int) -> list[Value]:
         """The tensors of a single number that earlier stages have made: losses, which a step that reads one on the host

@@ -1,0 +1,323 @@
+"""What a step does by hand (`automatic_optimization = False`): its backwards, and what it does to optimizers.
+
+A pipeline runs such a step many times for one batch: for each microbatch, stage and part. In these runs nothing is
+done by hand. It is done once, on all ranks alike, in runs between the parts that do nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_megatp.containers import parameters_of
+from lightning_megatp.detour import Detour, end_all
+from lightning_megatp.messages import with_article
+from lightning_megatp.pipeline.slicing.dry_run.operations import StepEnded
+from lightning_megatp.pipeline.slicing.plan import SliceError
+from lightning_megatp.pipeline.slicing.slicer import Slicer
+from lightning_megatp.shim.lightning import steps_by_hand
+from lightning_megatp.shim.torch import DisableTorchFunction
+
+Step = Callable[[Any], Any]
+_Learned = dict[int, tuple[Tensor, bool]]
+"""id(parameter) -> itself, and whether it required a gradient."""
+
+
+class _How(Enum):
+    """How a step is run."""
+
+    TRIED = auto()
+    """Without data, to plan it, or for what every stage computes, to choose a plan."""
+    IN_PARTS = auto()
+    """One stage's part, on a microbatch."""
+    ACTING = auto()
+    """For what it does by hand."""
+
+
+@dataclass
+class _Run:
+    """One run of a step."""
+
+    how: _How
+    part: int = 0
+    """Which is run, or tried: the step is left at the backward behind it."""
+    goes_backward: bool = True
+    """Whether it was planned that there is one."""
+    backwards: int = 0
+    """How many there were so far."""
+    actions: int = 0
+    """How often something was, or would have been, done by hand so far."""
+    learned: _Learned = field(default_factory=dict)
+    """Before a try toggled some."""
+    toggled: _Learned = field(default_factory=dict)
+    """Before the last `toggle_optimizer` of a try."""
+
+
+class _Backward(BaseException):
+    """Leaves a step at the backward behind the part that is run. No Exception: `except Exception` lets it pass."""
+
+    def __init__(self, loss: Tensor) -> None:
+        super().__init__()
+        self.loss = loss
+
+
+class Actions:
+    """Stands in for what steps call by hand, in batches.
+
+    Args:
+        module: the LightningModule.
+        slicer: cuts its steps.
+        parameters_of: the parameters that an optimizer has on all stages; where they are elsewhere, what stands for
+            them.
+    """
+
+    def __init__(
+        self, module: nn.Module, slicer: Slicer, parameters_of: Callable[[Optimizer], Sequence[Tensor]]
+    ) -> None:
+        self._module, self._slicer, self._parameters_of = module, slicer, parameters_of
+        self._run: _Run | None = None
+        self._done = 0
+        """How often something was done by hand in this batch."""
+        self._losses: list[Tensor] = []
+        """Of the parts that were run in this batch."""
+        self._steps_before = 0
+        """The Trainer's count of optimizer steps before this batch."""
+        self._toggled: _Learned = {}
+        """Before the last `toggle_optimizer`."""
+        self._acts = False
+        """Something is being done: what it calls is its own affair."""
+
+    @contextlib.contextmanager
+    def batch(self) -> Iterator[None]:
+        """Around all runs of the step for a batch."""
+        module: Any = self._module
+        trainer = module.trainer
+        self._done, self._losses, self._steps_before = 0, [], steps_by_hand(trainer).completed
+        detours: list[Detour] = []
+
+        def through(owner: Any, name: str, way: Callable[[functools.partial[Any]], Any]) -> None:
+            detours.append(Detour(owner, name, functools.partial(self._meet, way)))
+
+        through(module, "manual_backward", self._go_backward)
+        through(module, "toggle_optimizer", self._toggle)
+        through(module, "untoggle_optimizer", self._untoggle)
+        through(module, "clip_gradients", self._act)
+        for optimizer in trainer.optimizers:
+            through(optimizer, "step", self._step)
+            through(optimizer, "zero_grad", self._act)
+        wrapped = module.optimizers()
+        for optimizer in wrapped if isinstance(wrapped, list) else [wrapped]:
+            through(optimizer, "step", self._step_counted)
+            through(optimizer, "zero_grad", self._act)
+        for config in trainer.lr_scheduler_configs:
+            through(config.scheduler, "step", self._act)
+        try:
+            yield
+        finally:
+            end_all(detours[::-1])
+
+    def tried(self, step: Step, number: int) -> Step:
+        """A part of a step on a microbatch, to be planned. It returns the loss with which it goes backward; the last
+        one what the step returns.
+
+        Args:
+            step: the user's, in its contexts.
+            number: how many backwards there are before it.
+        """
+        return functools.partial(self._part, step, _How.TRIED, number, True)
+
+    def part(self, step: Step, number: int, goes_backward: bool) -> Step:
+        """The same, to be run by a stage.
+
+        Args:
+            goes_backward: as it was planned.
+        """
+        return functools.partial(self._part, step, _How.IN_PARTS, number, goes_backward)
+
+    def _part(self, step: Step, how: _How, number: int, goes_backward: bool, microbatch: Any) -> Any:
+        try:
+            with self._running(_Run(how, number, goes_backward)):
+                return step(microbatch)
+        except _Backward as backward:
+            return backward.loss
+
+    def acting(self, step: Step) -> Step:
+        """A step on a microbatch, for what it does by hand and was not done before."""
+
+        def acting(microbatch: Any) -> Any:
+            with self._running(_Run(_How.ACTING)):
+                return step(microbatch)
+
+        return acting
+
+    def went_backward(self, loss: Tensor) -> None:
+        """A part was run.
+
+        Args:
+            loss: the batch's, ().
+        """
+        self._losses.append(loss)
+
+    @contextlib.contextmanager
+    def _running(self, run: _Run) -> Iterator[None]:
+        """Steps of optimizers are counted as if each were done where it is called."""
+        steps = steps_by_hand(self._module.trainer)
+        now, steps.completed = steps.completed, self._steps_before
+        self._run = run
+        self._slicer.follows.follow_by_hand()
+        try:
+            yield
+        finally:
+            self._run = None
+            self._let_learn(run.learned)
+            if run.how is not _How.ACTING:
+                steps.completed = now
+
+    def _meet(self, way: Callable[[functools.partial[Any]], Any], call: functools.partial[Any]) -> Any:
+        """A call of something by hand."""
+        if self._acts or self._run is None:
+            return call()
+        return None if self._slicer.follows.done else way(call)
+
+    def _act(self, call: Callable[[], Any]) -> Any:
+        """Do something, where it is done."""
+        assert self._run is not None
+        self._run.actions += 1
+        if self._run.how is not _How.ACTING or self._run.actions <= self._done:
+            return None
+        self._acts = True
+        try:
+            with self._slicer.follows.acting():
+                result = call()
+        finally:
+            self._acts = False
+        self._done += 1
+        return result
+
+    def _step(self, call: functools.partial[Any]) -> Any:
+        """An optimizer's step. A closure is the step's code."""
+        closure, *rest = call.args or (call.keywords.get("closure"),)
+        options = {name: x for name, x in call.keywords.items() if name != "closure"}
+        result = None if closure is None else closure()
+        done = self._act(functools.partial(call.func, *([None, *rest] if rest else []), **options))
+        return done if closure is None else result
+
+    def _step_counted(self, call: functools.partial[Any]) -> Any:
+        """That of one that Lightning counts."""
+        done = self._done
+        result = self._step(call)
+        if done == self._done:
+            steps_by_hand(self._module.trainer).completed += 1
+        return result
+
+    def _go_backward(self, call: functools.partial[Any]) -> Any:
+        run = self._run
+        assert run is not None
+        loss = call.args[0] if call.args else call.keywords["loss"]
+        options = {name: x for name, x in call.keywords.items() if name != "loss"}
+        reached, run.backwards = run.backwards, run.backwards + 1
+        follows = self._slicer.follows
+        if run.how is _How.ACTING:
+            if reached == len(self._losses):  # that part comes next
+                follows.end_part()
+                raise StepEnded
+            follows.begin_part()
+            return self._act(functools.partial(call.func, self._losses[reached], *call.args[1:], **options))
+        if reached == run.part:
+            if not run.goes_backward:
+                raise SliceError(
+                    "the step calls `manual_backward` where it could not be followed when it was planned, behind what"
+                    " depends on values of one pipeline stage: a loop over them, `tolist()`, `numpy()`. Do that after"
+                    " the last `manual_backward`, or in a hook."
+                )
+            _check(loss, options, call.args[1:])
+            follows.end_part(bool(options.get("retain_graph")))
+            raise _Backward(loss)
+        follows.begin_part()
+        return self._act(call)
+
+    def _toggle(self, call: functools.partial[Any]) -> Any:
+        """`toggle_optimizer`: its parameters learn, and those of others don't. Where it is tried, on all stages."""
+        run = self._run
+        assert run is not None
+        optimizer = _unwrapped(call.args[0] if call.args else call.keywords["optimizer"])
+        if self._toggles_itself(run):
+            parameters = self._parameters_of if run.how is _How.TRIED else parameters_of
+            run.toggled = self._learned(parameters)
+            run.learned = run.toggled | run.learned
+            self._let_learn(run.toggled, {id(x) for x in parameters(optimizer)})
+        return self._act(functools.partial(self._toggle_own, optimizer))
+
+    def _toggles_itself(self, run: _Run) -> bool:
+        """Whether a run toggles parameters until it is over: a try, and a part, where it comes behind what it computed,
+        and so was not done before it."""
+        return run.how is _How.TRIED or (run.how is _How.IN_PARTS and run.actions >= self._done)
+
+    def _toggle_own(self, optimizer: Optimizer) -> None:
+        self._toggled = self._learned(parameters_of)
+        self._let_learn(self._toggled, {id(x) for x in parameters_of(optimizer)})
+
+    def _untoggle(self, call: functools.partial[Any]) -> Any:
+        run = self._run
+        assert run is not None
+        if self._toggles_itself(run):
+            toggled = run.toggled or (self._toggled if run.how is _How.IN_PARTS else {})
+            run.learned = self._learned(parameters_of) | run.learned if run.how is _How.IN_PARTS else run.learned
+            self._let_learn(toggled)
+            run.toggled = {}
+        return self._act(self._untoggle_own)
+
+    def _untoggle_own(self) -> None:
+        self._let_learn(self._toggled)
+        self._toggled = {}
+
+    def _learned(self, parameters_of: Callable[[Optimizer], Sequence[Tensor]]) -> _Learned:
+        """Which parameters of optimizers learn now."""
+        with DisableTorchFunction():  # no operations of the step's
+            module: Any = self._module
+            every = [x for optimizer in module.trainer.optimizers for x in parameters_of(optimizer)]
+            return {id(x): (x, x.requires_grad) for x in every}
+
+    def _let_learn(self, learned: _Learned, only: Collection[int] | None = None) -> None:
+        """Let parameters, or what stands for them, learn as they did.
+
+        Args:
+            only: those with these id(); None for all.
+        """
+        with DisableTorchFunction():
+            for x, learns in learned.values():
+                x.requires_grad_(learns and (only is None or id(x) in only))
+        self._slicer.forget_fakes()
+
+
+def _unwrapped(optimizer: Any) -> Optimizer:
+    """Without Lightning's wrapper."""
+    inner: Optimizer = getattr(optimizer, "optimizer", optimizer)
+    return inner
+
+
+def _check(loss: Any, options: dict[str, Any], positional: Sequence[Any]) -> None:
+    """
+    Raises:
+        RuntimeError: not what a pipeline can go backward from.
+    """
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else None
+        raise RuntimeError(
+            f"MegaTPStrategy: `manual_backward` was given {found or with_article(type(loss).__name__)}, and with"
+            " pp > 1 it takes one number, such as `loss.mean()`."
+        )
+    other = options.keys() - {"retain_graph"}
+    if positional or other:
+        what = f"`{min(other)}`" if other else "more than a loss"
+        raise RuntimeError(
+            f"MegaTPStrategy: `manual_backward` was given {what}, which a pipeline can't pass on to its stages. Give it"
+            " a loss alone."
+        )

@@ -1,0 +1,104 @@
+"""A step that optimizes by hand, run on every stage alike for what it does by hand: its operations are not done.
+
+Between the parts of such a step nothing is under way, so that all stages can clear gradients, sum them and step their
+optimizers together. In place of what stages compute there are ghosts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from lightning_megatp.pipeline.slicing.dry_run.late_hooks import UserHooks
+from lightning_megatp.pipeline.slicing.locator import Locator
+from lightning_megatp.pipeline.slicing.plan import Instruction, Key, SliceError, SlicePlan
+from lightning_megatp.pipeline.slicing.reads import Reads
+from lightning_megatp.pipeline.slicing.running import StageMode
+from lightning_megatp.tensor.functions import operation_name
+
+
+class Ahead(StageMode):
+    """The last stage's run of a part up to the first operation of stages: what it reads by then on the host, all have
+    to know before they do by hand what may depend on it.
+
+    Args:
+        plan: of the part.
+        kept: by key, what the stage has kept of earlier parts.
+        seed: of the random numbers that all stages share.
+        locator: names where an operation is.
+        hooks: of the user's on units.
+    """
+
+    def __init__(self, plan: SlicePlan, kept: dict[Key, Tensor], seed: int, locator: Locator, hooks: UserHooks) -> None:
+        super().__init__(plan, plan.n_stages - 1, kept, seed, locator, hooks)
+        self._last = plan.first_of_stages - 1
+
+    def log(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        """The run of the part will log it."""
+
+
+class Acting(StageMode):
+    """Does what every stage computes, up to the first operation of stages in the plan's part.
+
+    Args:
+        plan: of the part.
+        seed: of the random numbers that all stages share.
+        locator: names where an operation is.
+        hooks: of the user's on units.
+        to_the_end: go on through the part.
+    """
+
+    def __init__(self, plan: SlicePlan, seed: int, locator: Locator, hooks: UserHooks, to_the_end: bool) -> None:
+        super().__init__(plan, None, {}, seed, locator, hooks)
+        self._overran = False
+        self._last = len(plan.operations) if to_the_end else plan.first_of_stages - 1
+
+    def log(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        """The stages' runs of the step have logged it, or will."""
+
+    def check(self, skipped: bool) -> None:
+        """After the step, which may end anywhere.
+
+        Raises:
+            SliceError: its code caught an error of the pipeline's.
+        """
+        if self._error is not None:
+            raise self._error
+
+    def metric(self, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call of a metric's method: the last stage's run of the step calls it."""
+        if self.done:
+            return None
+        return self._opaque(function, name, False, args, kwargs)
+
+    def end_part(self, retains_graph: bool = False) -> None:
+        """The step goes backward where a part is to be run first, and is left."""
+        super().end_part(retains_graph)
+        self._overran = True
+
+    @property
+    def followed(self) -> bool:
+        """Whether the step did all that the plan says, and no more."""
+        did = self._index >= len(self._plan.operations) - 1 and self._parts_done == self._plan.part
+        return self._error is None and did and not self._overran
+
+    def _next(self, what: Any) -> Instruction | None:
+        if not self.done and self._plan.ended and self._index + 1 == len(self._plan.operations):
+            self._refuse(what if isinstance(what, str) else operation_name(what))
+        return super()._next(what)
+
+    def _read(self, reads: Reads, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        answer = super()._read(reads, func, args, kwargs)
+        if answer is None:  # microbatches have not the same
+            self._refuse(operation_name(func))
+        return answer
+
+    def _refuse(self, name: str) -> None:
+        self._error = SliceError(
+            f"`{name}` ({self._locator.here()}) reads a value of one pipeline stage, in a step that optimizes by hand."
+            " Each stage steps its own optimizers, and does not know by that value whether to. Log tensors"
+            " (`self.log(name, loss)`), and read values in a hook (`on_train_batch_end`)."
+        )
+        raise self._error

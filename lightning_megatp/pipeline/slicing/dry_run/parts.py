@@ -1,0 +1,102 @@
+"""The parts of a step that goes backward by hand, as a dry run finds them: what one takes of those before it.
+
+A part ends with a backward. To run a later one, each stage runs the step from its beginning: what stages computed in
+earlier parts is skipped, and what the part takes of it was kept. What every stage computes is computed once more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import TYPE_CHECKING
+
+from lightning_megatp.pipeline.slicing.plan import Key, SliceError
+
+if TYPE_CHECKING:
+    from lightning_megatp.pipeline.slicing.dry_run.values import Value
+
+
+class Parts:
+    """What is known of the part that the dry run is in."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        """How often the step has gone backward before."""
+        self.begins = 0
+        """Its first operation."""
+        self.goes_backward = False
+        """Whether it ends with a backward."""
+        self.retains_graph = False
+        """Whether that leaves the graph as it is."""
+        self._recalled: dict[Key, tuple[Value, str]] = {}
+        """Values of earlier parts that it takes, and what takes each first."""
+        self._of_parameters: dict[int, Value] = {}
+        """id() of what every stage made in earlier parts of parameters, which may be others by now."""
+        self._changed_alike = ""
+        """What changed a tensor that outlives the step, on every stage."""
+
+    @property
+    def recalled(self) -> frozenset[Key]:
+        """Values of earlier parts that it takes."""
+        return frozenset(self._recalled)
+
+    def begin(self, operation: int, values: Iterable[Value], parameters: Collection[int]) -> None:
+        """See `Values.begin_part`."""
+        if self._changed_alike:
+            raise SliceError(
+                f"{self._changed_alike} changes a tensor of the module, between the pipeline's units, in a step that"
+                " goes on after its `manual_backward`. Each stage runs such a step from its beginning for each part,"
+                " and would change it again. Do that in a hook such as `on_train_batch_start`."
+            )
+        self.number, self.begins = self.number + 1, operation
+        self._recalled.clear()
+        for value in values:
+            value.consumers.clear()
+            value.became.clear()
+            if value.stage is None and not (value.origins - {id(value.tensor)}).isdisjoint(parameters):
+                self._of_parameters[id(value.tensor)] = value
+
+    def take(self, value: Value, stage: int | None, by: str) -> None:
+        """An operation of the part takes a value.
+
+        Raises:
+            SliceError: it would find another one, since it was made anew.
+        """
+        if self._of_parameters.get(id(value.tensor)) is value and stage is not None:
+            raise SliceError(
+                f"{by} uses what {value.maker} made of a parameter before a `manual_backward`, and each pipeline stage"
+                " would make that anew, of the updated one. Compute it again where it is used, or use `.item()` of it."
+            )
+        if value.key is not None and value.key.operation < self.begins:
+            self._recalled.setdefault(value.key, (value, by))
+
+    def change(self, value: Value, stage: int | None, by: str, lasts: bool) -> None:
+        """An operation of the part changes a value in place.
+
+        Args:
+            lasts: it outlives the step.
+
+        Raises:
+            SliceError: an earlier part made it.
+        """
+        if value.key is not None and value.key.operation < self.begins:
+            raise SliceError(
+                f"{by} changes in place what {value.maker} made before a `manual_backward`. Use the operation that"
+                " returns a new tensor."
+            )
+        if stage is None and lasts:
+            self._changed_alike = by
+
+    def check_gradients(self) -> None:
+        """At the end of the step, when it is known which values reach the loss.
+
+        Raises:
+            SliceError: a gradient would go back into an earlier part, and from there to another stage.
+        """
+        for value, by in self._recalled.values() if self.goes_backward else ():
+            graph = value.ghost is not None and value.ghost.requires_grad and value.has_gradient()
+            if graph and value.stage:
+                raise SliceError(
+                    f"{by} goes on, with its graph, from what {value.maker} made on pipeline stage {value.stage} before"
+                    " an earlier `manual_backward`, and the stages before that have left their part of the graph. Add"
+                    " the losses up and call `manual_backward` once, compute it again, or `detach` it."
+                )
