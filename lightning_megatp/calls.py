@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_megatp.messages import OfOneRank
 from lightning_megatp.origins import package_of
@@ -17,6 +17,9 @@ from lightning_megatp.shim.lightning import around_metrics, trainer_of
 
 Around = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 """Runs a method with its arguments."""
+
+Learn = Callable[[Tensor, bool], None]
+"""Lets a parameter require a gradient, or not."""
 
 _LOGGING = ("log", "log_dict")
 _METRIC_METHODS = ("forward", "update", "compute", "reset")
@@ -48,8 +51,12 @@ class Follows(Protocol):
     done: bool
     """The step is being left."""
 
-    def follow_by_hand(self) -> None:
-        """A run of it begins."""
+    def follow_by_hand(self, learn: Learn) -> None:
+        """A run of it begins.
+
+        Args:
+            learn: is called where it lets a parameter require a gradient, or not.
+        """
 
     def acting(self) -> contextlib.AbstractContextManager[None]:
         """Around what the step does by hand: no operations of the step's."""

@@ -16,12 +16,13 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_megatp.containers import parameters_of
+from lightning_megatp.containers import parameters_of, tensors_in
 from lightning_megatp.detour import Detour, end_all
 from lightning_megatp.messages import with_article
 from lightning_megatp.pipeline.slicing.dry_run.operations import StepEnded
 from lightning_megatp.pipeline.slicing.plan import SliceError
 from lightning_megatp.pipeline.slicing.slicer import Slicer
+from lightning_megatp.shim.fakes import is_fake
 from lightning_megatp.shim.lightning import steps_by_hand
 from lightning_megatp.shim.torch import DisableTorchFunction
 
@@ -108,16 +109,16 @@ class Actions:
         through(module, "manual_backward", self._go_backward)
         through(module, "toggle_optimizer", self._toggle)
         through(module, "untoggle_optimizer", self._untoggle)
-        through(module, "clip_gradients", self._act)
+        through(module, "clip_gradients", self._plain)
         for optimizer in trainer.optimizers:
             through(optimizer, "step", self._step)
-            through(optimizer, "zero_grad", self._act)
+            through(optimizer, "zero_grad", self._plain)
         wrapped = module.optimizers()
         for optimizer in wrapped if isinstance(wrapped, list) else [wrapped]:
             through(optimizer, "step", self._step_counted)
-            through(optimizer, "zero_grad", self._act)
+            through(optimizer, "zero_grad", self._plain)
         for config in trainer.lr_scheduler_configs:
-            through(config.scheduler, "step", self._act)
+            through(config.scheduler, "step", self._plain)
         try:
             yield
         finally:
@@ -171,7 +172,7 @@ class Actions:
         steps = steps_by_hand(self._module.trainer)
         now, steps.completed = steps.completed, self._steps_before
         self._run = run
-        self._slicer.follows.follow_by_hand()
+        self._slicer.follows.follow_by_hand(self._learn)
         try:
             yield
         finally:
@@ -186,15 +187,29 @@ class Actions:
             return call()
         return None if self._slicer.follows.done else way(call)
 
-    def _act(self, call: Callable[[], Any]) -> Any:
-        """Do something, where it is done."""
+    def _plain(self, call: functools.partial[Any]) -> Any:
+        """Something that is done as it is called."""
+        assert self._run is not None
+        if self._run.how is _How.ACTING and any(map(is_fake, tensors_in(call.args, call.keywords))):
+            raise SliceError(
+                f"`{call.func.__name__}` is given a tensor that one pipeline stage has, and all do this by hand. Give"
+                " it the number, which all are told: `loss.item()`."
+            )
+        return self._act(call)
+
+    def _act(self, call: Callable[[], Any], aside: bool = True) -> Any:
+        """Do something, where it is done.
+
+        Args:
+            aside: whoever follows the step sees what is done.
+        """
         assert self._run is not None
         self._run.actions += 1
         if self._run.how is not _How.ACTING or self._run.actions <= self._done:
             return None
         self._acts = True
         try:
-            with self._slicer.follows.acting():
+            with self._slicer.follows.acting() if aside else contextlib.nullcontext():
                 result = call()
         finally:
             self._acts = False
@@ -284,6 +299,16 @@ class Actions:
             module: Any = self._module
             every = [x for optimizer in module.trainer.optimizers for x in parameters_of(optimizer)]
             return {id(x): (x, x.requires_grad) for x in every}
+
+    def _learn(self, parameter: Tensor, learns: bool) -> None:
+        """The step lets a parameter learn, or not, as `toggle_optimizer` does."""
+        run = self._run
+        assert run is not None
+        if self._toggles_itself(run):
+            with DisableTorchFunction():
+                run.learned.setdefault(id(parameter), (parameter, parameter.requires_grad))
+            self._let_learn({id(parameter): (parameter, learns)})
+        self._act(functools.partial(self._let_learn, {id(parameter): (parameter, learns)}), aside=False)
 
     def _let_learn(self, learned: _Learned, only: Collection[int] | None = None) -> None:
         """Let parameters, or what stands for them, learn as they did.

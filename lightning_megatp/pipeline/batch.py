@@ -62,6 +62,7 @@ class Backward:
 class PartRun:
     """A part of a step that goes backward by hand, on the microbatches of a batch."""
 
+    number: int
     kept: Sequence[Kept]
     """By microbatch."""
     averages: dict[int, Averages]
@@ -159,7 +160,7 @@ class BatchRun:
         ends = last and self.whole is None  # else the step ends in its tail
         counting = self._counting(microbatch, rows, compares) if ends else None
         with contextlib.ExitStack() as stack:
-            stack.enter_context(seeded(mixed(seed, stage), generators_on(self.device)))
+            stack.enter_context(seeded(self._seed_of_units(seed, stage), generators_on(self.device)))
             stack.enter_context(torch.set_grad_enabled(self.is_training and torch.is_grad_enabled()))
             if counting is not None:
                 stack.enter_context(counting)
@@ -188,6 +189,11 @@ class BatchRun:
         assert counting is not None
         self._conclude_step(done, microbatch, counting, calls)
         return [] if self.backward is None else [self._root(_loss_of(done.result), microbatch, received)]
+
+    def _seed_of_units(self, seed: int, stage: int) -> int:
+        """Of what a stage's units draw: other numbers in each part of a step."""
+        of_stage = mixed(seed, stage)
+        return mixed(of_stage, self.part.number) if self.part is not None and self.part.number else of_stage
 
     def _counting(self, microbatch: int, rows: int, compares: bool) -> Averages:
         """What sees what a step averages. It goes on through all parts of a step."""

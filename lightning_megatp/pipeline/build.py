@@ -205,7 +205,8 @@ def check_pipelined(parallel: ParallelModule, options: PipelineOptions) -> None:
     """Refuse what can't work when a step runs on several stages.
 
     Raises:
-        ValueError: manual optimization with `whole_loss`, a step that takes an iterator, an own `backward`, a MetricTracker.
+        ValueError: manual optimization with `whole_loss`, a step that takes an iterator, an own `backward`, a
+            MetricTracker.
     """
     module = parallel.module
     steps = [getattr(module, kind.method, None) for kind in StepKind]  # `test_step = None` says that there is none

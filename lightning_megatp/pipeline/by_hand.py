@@ -155,7 +155,7 @@ class _Batch:
         )
         for i, kept in enumerate(self._kept):
             kept.wanted = frozenset().union(*(later[i].recalled for later in self.parts[number + 1 :]))
-        run.part, run.warns = PartRun(self._kept, self._averages, goes_backward), self._warns
+        run.part, run.warns = PartRun(number, self._kept, self._averages, goes_backward), self._warns
         if len(self.microbatches) > 1:
             run.own_values = pipeline.own_values
         if goes_backward:
@@ -186,17 +186,20 @@ class _Batch:
                 self.pipeline.slicer.read_ahead(plans[i], part, self.microbatches[i], mixed(self.seed, i), kept)
 
     def _tell(self) -> None:
-        """Let all stages know what the last one has read of each microbatch, and what that is of the batch.
+        """Let all stages know what the last one has read. From then on a read is answered by what it is of the batch,
+        as on one device; or by that of the microbatch, where microbatches have nothing in common.
 
         Communication: an object all-gather over pp, where a step reads on the host.
         """
         own = None
         if self.pipeline.is_last:
-            read = zip(*(kept.answers for kept in self._kept), strict=True)
-            own = [kept.answers for kept in self._kept], [of_batch(x, self.last_run.weights_of(x)) for x in read]
-        told, self._answers = next(x for x in self.pipeline.mesh.exchange(own, "pp") if x is not None)
-        for kept, answers in zip(self._kept, told, strict=True):
-            kept.answers[:] = answers
+            new = [kept.answers[len(self._answers) :] for kept in self._kept]
+            own = new, [of_batch(x, self.last_run.weights_of(x)) for x in zip(*new, strict=True)]
+        of_microbatches, of_all = next(x for x in self.pipeline.mesh.exchange(own, "pp") if x is not None)
+        for kept, answers in zip(self._kept, of_microbatches, strict=True):
+            known = [x if y is None else y for x, y in zip(answers, of_all, strict=True)]
+            kept.answers[len(self._answers) :] = known
+        self._answers = [*self._answers, *of_all]
 
 
 @contextlib.contextmanager

@@ -56,7 +56,9 @@ class Acting(StageMode):
         self._last = len(plan.operations) if to_the_end else plan.first_of_stages - 1
 
     def log(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        """The stages' runs of the step have logged it, or will."""
+        """The stages' runs of the step have logged it, or will; not what hooks log."""
+        if self.inside:
+            original(*args, **kwargs)
 
     def check(self, skipped: bool) -> None:
         """After the step, which may end anywhere.
@@ -98,7 +100,8 @@ class Acting(StageMode):
     def _refuse(self, name: str) -> None:
         self._error = SliceError(
             f"`{name}` ({self._locator.here()}) reads a value of one pipeline stage, in a step that optimizes by hand."
-            " Each stage steps its own optimizers, and does not know by that value whether to. Log tensors"
-            " (`self.log(name, loss)`), and read values in a hook (`on_train_batch_end`)."
+            " Each stage steps its own optimizers, and has to know by that value whether to. A number that is a mean"
+            " over samples is known to all (`loss.item()`), other values are those of a microbatch. Compare such a"
+            " number, or look at values behind the last step of an optimizer, or in a hook."
         )
         raise self._error

@@ -65,6 +65,8 @@ class Read(NamedTuple):
 class HostRead(NamedTuple):
     """A look at a value on the host, in a step that optimizes by hand."""
 
+    name: str
+    """Of the operation."""
     before: int
     """How many operations came before."""
     of_stage: bool

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_megatp.pipeline.slicing.plan import HostRead
+from lightning_megatp.pipeline.slicing.plan import HostRead, SliceError
+from lightning_megatp.shim.fakes import is_fake
 
 Answer = bool | int | float | str
 
@@ -46,16 +47,31 @@ class Reads:
             name: of the operation.
             read: does it.
             of: what is read.
+
+        Raises:
+            SliceError: it is another one than planned.
         """
         self._seen += 1
+        if self._seen <= len(planned) and planned[self._seen - 1].name != name:
+            raise _otherwise(name)
         if self._seen > len(planned) or not planned[self._seen - 1].of_stage:
             return read()
         self._answered += 1
         if self._answered > len(self.known) and not self.reads:
             return stand_in(name, of, "")
         if self._answered > len(self.known):
+            if is_fake(of):  # of an earlier part, which has not read it
+                raise _otherwise(name)
             self.known.append(read())
         return self.known[self._answered - 1]
+
+
+def _otherwise(name: str) -> SliceError:
+    return SliceError(
+        f"the step reads values on the host by `{name}`, and when it was planned, without values, it could not be"
+        " followed there. In a step that optimizes by hand read numbers (`loss.item()`), or look at values behind the"
+        " last step of an optimizer, or in a hook."
+    )
 
 
 def stand_in(name: str, of: Any, maker: str) -> Answer | None:

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from lightning_megatp.calls import Learn
 from lightning_megatp.containers import tensors_in
 from lightning_megatp.pipeline.loss.averages import Averages
 from lightning_megatp.pipeline.slicing.aside import Aside
@@ -27,6 +28,7 @@ from lightning_megatp.pipeline.slicing.dry_run.operations import (
     StepEnded,
     generators_of,
     is_bookkeeping,
+    lets_learn,
     sets_values,
     with_memory,
 )
@@ -92,6 +94,7 @@ class StageMode(TorchFunctionMode):
         """These."""
         self.reads = Reads([]) if plan.host_reads else None
         """Of a step that optimizes by hand: what it is answered."""
+        self._learn: Learn | None = None
         self._parts_done = 0
         """How often the step has gone backward by hand."""
         self.taken: Taken | None = None
@@ -102,6 +105,9 @@ class StageMode(TorchFunctionMode):
     ) -> Any:
         if func in REFLECTED:
             func, args = unreflected(func, args)
+        if self._learn is not None and (learns := lets_learn(func, args, kwargs)) is not None:
+            self._learn(args[0], learns)
+            return args[0]
         if func in self._not_operations:
             if self.reads is not None and operation_name(func) in HOST_READS:
                 return self._read(self.reads, func, args, kwargs or {})
@@ -185,8 +191,9 @@ class StageMode(TorchFunctionMode):
         """Around a module's `to(...)` and its like."""
         return self.reading_metrics()
 
-    def follow_by_hand(self) -> None:
-        """The step optimizes by hand, as the plan tells."""
+    def follow_by_hand(self, learn: Learn) -> None:
+        """The step optimizes by hand."""
+        self._learn = learn
 
     def _read(self, reads: Reads, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A read on the host."""

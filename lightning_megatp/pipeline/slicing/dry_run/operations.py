@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_megatp.containers import tensors_in
 from lightning_megatp.pipeline.slicing.dry_run.values import Value
@@ -65,6 +65,15 @@ class Call:
     def is_unit(self) -> bool:
         """Whether this is a call of a unit, or of a metric."""
         return self.unit_stage is not None
+
+
+def lets_learn(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> bool | None:
+    """Whether a parameter is let require a gradient; None for any other operation."""
+    if func is not torch.Tensor.requires_grad_ and func != _SETS_REQUIRES_GRAD:
+        return None
+    if not isinstance(args[0], nn.Parameter):
+        return None
+    return bool(args[1]) if len(args) > 1 else bool((kwargs or {}).get("requires_grad", True))
 
 
 def sets_requires_grad(call: Call) -> bool:
@@ -217,3 +226,4 @@ SHAPE_ONLY = operation_names(
 
 LIKE_ANOTHER = operation_names("to type_as expand_as view_as reshape_as")
 """They read nothing but that of any tensor after the first: a replicated mask stays so in `mask.to(hidden)`."""
+_SETS_REQUIRES_GRAD = torch.Tensor.requires_grad.__set__  # type: ignore[attr-defined]

@@ -17,6 +17,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 from torchmetrics import MetricCollection
 
+from lightning_megatp.calls import Learn
 from lightning_megatp.containers import tensors_in
 from lightning_megatp.pipeline.slicing.aside import Aside, WithoutFastPath
 from lightning_megatp.pipeline.slicing.dry_run.deeds import Deeds, Moment, deed_of
@@ -38,6 +39,7 @@ from lightning_megatp.pipeline.slicing.dry_run.operations import (
     changed_statistics,
     cut_by_numbers,
     is_bookkeeping,
+    lets_learn,
     masks_read,
     random_states,
     sets_requires_grad,
@@ -116,6 +118,7 @@ class Tracer(TorchFunctionMode):
         self.host_reads: list[HostRead] = []
         self.by_hand = False
         """The step optimizes by hand."""
+        self._learn: Learn | None = None
         self.uses_functions = False
         self.converts = False
         """The step calls a module's `to(...)` or its like."""
@@ -158,6 +161,9 @@ class Tracer(TorchFunctionMode):
     ) -> Any:
         check_caller(func)
         func, args = unreflected(func, args)
+        if self._learn is not None and (learns := lets_learn(func, args, kwargs)) is not None:
+            self._learn(args[0], learns)
+            return args[0]
         if func is torch.Tensor.__iter__:
             return iter(self.__torch_function__(torch.Tensor.unbind, types, args))
         if sets_values(func, args) and self.values.is_persistent(args[0]) and id(args[0]) not in self.owners:
@@ -277,9 +283,9 @@ class Tracer(TorchFunctionMode):
         self.converts = True
         return self._aside()
 
-    def follow_by_hand(self) -> None:
+    def follow_by_hand(self, learn: Learn) -> None:
         """The step optimizes by hand: it is followed behind what it reads."""
-        self.by_hand = True
+        self.by_hand, self._learn = True, learn
 
     def acting(self) -> contextlib.AbstractContextManager[None]:
         """Around what the step does by hand: no operations of the step's."""
@@ -410,7 +416,7 @@ class Tracer(TorchFunctionMode):
                 value.fake = self.values.fake(value.tensor)
         if self.by_hand and call.name in HOST_READS:
             staged = [value for value in call.inputs if value.stage is not None]
-            self.host_reads.append(HostRead(len(self.record.operations), bool(staged)))
+            self.host_reads.append(HostRead(call.name, len(self.record.operations), bool(staged)))
             answer = stand_in(call.name, call.args[0], staged[-1].maker) if staged else None
             if answer is not None:
                 for value in staged:
