@@ -61,6 +61,9 @@ class Follows(Protocol):
     def acting(self) -> contextlib.AbstractContextManager[None]:
         """Around what the step does by hand: no operations of the step's."""
 
+    def note_action(self) -> None:
+        """The step does something by hand."""
+
     def begin_part(self) -> None:
         """The step has gone backward by hand, and goes on."""
 

@@ -205,6 +205,7 @@ class Actions:
         """
         assert self._run is not None
         self._run.actions += 1
+        self._slicer.follows.note_action()
         if self._run.how is not _How.ACTING or self._run.actions <= self._done:
             return None
         self._acts = True

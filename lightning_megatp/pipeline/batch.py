@@ -154,6 +154,8 @@ class BatchRun:
         last = stage == self.last_stage
         if last and self.beyond is not None:
             return []  # what the other stages still send is received, and no more
+        if self.part is not None and not last and self.plans[microbatch].is_idle(stage):
+            return []
         seed = mixed(self.seed, microbatch)
         several = len(self.rows) > 1
         rows, compares = self.rows[microbatch] if several else 0, several and self.carried is not None

@@ -149,7 +149,8 @@ class _Batch:
             self._read_ahead(part, plans)
         if plans[0].answered and number:
             self._tell()
-        self._act(plans[0], to_the_end=False)
+        if plans[0].acts_first:
+            self._act(plans[0], to_the_end=False)
         self.last_run = run = pipeline.run_of(
             part, self.microbatches, plans, self.seed, self.backward if goes_backward else None
         )

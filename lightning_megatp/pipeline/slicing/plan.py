@@ -204,6 +204,10 @@ class SlicePlan:
     """Of a step that goes backward by hand: after how many backwards the part begins that this plan is of."""
     begins: int = 0
     """The part's first operation. What stages compute before it, an earlier part has done."""
+    acts_first: bool = False
+    """Whether it does something by hand before its first operation of stages."""
+    changes_module: bool = True
+    """Whether the step changes attributes of the module, or of what hangs there."""
     host_reads: tuple[HostRead, ...] = ()
     """Its reads on the host. See `Reads`."""
     recalled: frozenset[Key] = frozenset()
@@ -229,6 +233,10 @@ class SlicePlan:
     def reads_first(self) -> bool:
         """Whether the part reads such values before its first operation of stages."""
         return any(self.begins <= before <= self.first_of_stages for before in self.answered)
+
+    def is_idle(self, stage: int) -> bool:
+        """Whether a stage before the last neither computes anything nor hands something on."""
+        return self.script(stage).last < 0 and not self.relays[stage + 1]
 
     def is_earlier(self, operation: int) -> bool:
         """Whether an operation is one that an earlier part has done: not if every stage computes it."""

@@ -205,6 +205,9 @@ class StageMode(TorchFunctionMode):
         """Around what the step does by hand."""
         return self.reading_metrics()
 
+    def note_action(self) -> None:
+        """The step does something by hand, as the plan says."""
+
     def begin_part(self) -> None:
         """The step has gone backward by hand, and goes on."""
         self._parts_done += 1

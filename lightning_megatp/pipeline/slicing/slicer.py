@@ -301,7 +301,8 @@ class Slicer:
             batch: a microbatch.
             seed: as for `run`.
         """
-        mode, before = Acting(plan, seed, self._locator, self._hooks, to_the_end=True), state_before(self.module)
+        mode = Acting(plan, seed, self._locator, self._hooks, to_the_end=True)
+        before = state_before(self.module) if plan.changes_module else None
         try:
             with random_state_kept(), checkpoints_ended(), self._without_stages(plan, mode, seed):
                 step(copy.deepcopy(batch) if plan.changes_batch else batch)
@@ -311,7 +312,8 @@ class Slicer:
         except Exception:
             return True  # it will fail where it is run
         finally:
-            before.restore()
+            if before is not None:
+                before.restore()
 
     @contextlib.contextmanager
     def _without_stages(self, plan: SlicePlan, mode: StageMode, seed: int) -> Iterator[None]:
@@ -320,7 +322,8 @@ class Slicer:
             if plan.draws_on_host:
                 stack.enter_context(host_seeded(seed))
             stack.enter_context(putting_back(plan.put_back))
-            stack.callback(Snapshot(self.module).drop_fakes)
+            if plan.changes_module:
+                stack.callback(Snapshot(self.module).drop_fakes)
             stack.enter_context(self._by(mode, plan))
             with contextlib.suppress(StepEnded), mode:
                 yield

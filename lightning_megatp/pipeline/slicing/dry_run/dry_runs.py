@@ -174,6 +174,7 @@ class DryRuns:
                 left = Left(self._module, snapshot, values, tracer.asks_batch)
                 put_back = toggles.put_back_by_now()
                 set_late = [*self._early_modules]  # of a step that was not seen to its end
+                changes_module = bool(tracer.ended) or any(True for _ in snapshot.changed_entries())
                 if not tracer.ended:
                     set_late = modules_with(toggles.set_late(), self._early_modules)
             finally:
@@ -182,7 +183,9 @@ class DryRuns:
             changes_batch = before != [(tensor_version(x), x.requires_grad) for x in in_batch]
             changes_batch = changes_batch or any(True for _ in containers.changed_entries())
             left_early = any(value.stage not in (None, self._n_stages - 1) for value in values)
-            effects = SideEffects(changes_batch, left_early, lists.any, put_back, tuple(set_late), draws_on_host)
+            effects = SideEffects(
+                changes_batch, left_early, lists.any, put_back, tuple(set_late), changes_module, draws_on_host
+            )
             plan = make_plan(tracer, owned.names, effects)
             owned.learn(tracer.owners)
             difference = self._difference(tracer, plan, step, original, seed, snapshot)

@@ -27,6 +27,8 @@ class SideEffects:
     """What it sets and puts back."""
     set_late: tuple[str, ...]
     """The modules in units of stages before the last on which it sets Python values at its end."""
+    changes_module: bool
+    """It changes attributes of the module, of its submodules or of what hangs on them."""
     draws_on_host: bool
     """It draws from Python's or NumPy's generators."""
 
@@ -95,6 +97,8 @@ def make_plan(tracer: Tracer, names: Mapping[int, str], effects: SideEffects) ->
         draws_on_host=effects.draws_on_host,
         part=parts.number,
         begins=parts.begins,
+        acts_first=tracer.acts_first or bool(parts.begins),
+        changes_module=effects.changes_module,
         host_reads=tuple(tracer.host_reads),
         recalled=parts.recalled,
         goes_backward=parts.goes_backward,

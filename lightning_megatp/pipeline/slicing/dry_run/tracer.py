@@ -119,6 +119,8 @@ class Tracer(TorchFunctionMode):
         self.by_hand = False
         """The step optimizes by hand."""
         self._learn: Learn | None = None
+        self.acts_first = False
+        """It does something by hand before its first operation of stages."""
         self.uses_functions = False
         self.converts = False
         """The step calls a module's `to(...)` or its like."""
@@ -290,6 +292,10 @@ class Tracer(TorchFunctionMode):
     def acting(self) -> contextlib.AbstractContextManager[None]:
         """Around what the step does by hand: no operations of the step's."""
         return self._aside()
+
+    def note_action(self) -> None:
+        """The step does something by hand."""
+        self.acts_first |= all(operation.stage is None for operation in self.record.operations)
 
     def begin_part(self) -> None:
         """The step has gone backward by hand, and goes on."""
