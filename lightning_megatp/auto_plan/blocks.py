@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_megatp.origins import is_frameworks, is_torchs, module_of
+from lightning_megatp.plan.units import PARAMETER_CONTAINERS
 from lightning_megatp.shim.torch import tree_leaves
 from lightning_megatp.shim.transformers import is_conv1d
 from lightning_megatp.tensor.functions import without_arguments
@@ -223,7 +224,7 @@ def describe(tree: Any) -> Any:
 
 
 def _blocks(name: str, module: nn.Module, in_list: bool) -> Iterator[str]:
-    if _weight(module) < 2:
+    if _weight(module) < 2 or isinstance(module, PARAMETER_CONTAINERS):
         return
     children = [(f"{name}.{child}".lstrip("."), part) for child, part in module.named_children()]
     is_list = isinstance(module, _LISTS) and type(module).forward in {kind.forward for kind in _LISTS}
@@ -266,8 +267,9 @@ def _weight(module: nn.Module) -> int:
 
 def matrices(module: nn.Module) -> list[str]:
     """The names of a module's own parameters that may be weights of `F.linear`, though it is no linear layer, no
-    embedding and none of torch's."""
-    if is_linear(module) or isinstance(module, nn.Embedding) or is_torchs(type(module)):
+    embedding and none of torch's, but for lists and dicts of parameters."""
+    is_layer = is_linear(module) or isinstance(module, nn.Embedding) or is_torchs(type(module))
+    if is_layer and not isinstance(module, PARAMETER_CONTAINERS):
         return []
     held = {name: p for name, p in module._parameters.items() if p is not None and p.dim() == 2}
     return [name for name, p in held.items() if p.is_floating_point()]

@@ -67,7 +67,9 @@ def plan_block(
     if why := unlooked(block.module) or _too_large(block.module, tp):
         return one_by_one(why)
     why = ""
-    for linears in ways_to_take(block, bare_linears(block) if global_sizes else {}):
+    bare = bare_linears(block) if global_sizes else {}
+    bare = {name: leaves for name, leaves in bare.items() if not inside(name, stacks)}
+    for linears in ways_to_take(block, bare):
         try:
             return _probed(BlockResult(block), tp, trusted, convolutions, global_sizes, undivided, linears, others)
         except _NotTheSame as error:

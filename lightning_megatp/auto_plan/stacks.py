@@ -33,6 +33,7 @@ from lightning_megatp.plan.experts import looks_like_experts, usual_parameters
 from lightning_megatp.plan.layer import StackLayout
 from lightning_megatp.plan.layer_styles import COUNTS, usual_counts
 from lightning_megatp.plan.styles import ExpertParameter
+from lightning_megatp.plan.units import PARAMETER_CONTAINERS
 
 _MOST = 2**26
 """Elements of what is not split, in a module that is tried out."""
@@ -40,8 +41,7 @@ _TRIALS, _SECONDS = 256, 4.0
 """How many ways, and for how long, are tried for one module."""
 _MOST_WAYS = 4096
 """So many are looked at."""
-_PARAMETERS = nn.ParameterList, nn.ParameterDict
-_LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential, *_PARAMETERS)
+_LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential, *PARAMETER_CONTAINERS)
 _UP = 2
 """So many modules around the one that holds the parameters may be what adds up."""
 
@@ -54,12 +54,13 @@ def find_stacks(model: nn.Module) -> list[str]:
     found: dict[str, None] = {}  # in the order of the model
     for name in [name for name, count in held.items() if count]:
         around = name.split(".")
+        holder = name.rpartition(".")[0] if isinstance(modules[name], PARAMETER_CONTAINERS) else name
         for depth in range(len(around), max(len(around) - _UP - 1, 0), -1):
             candidate = ".".join(around[:depth])
             inside = sum(count for other, count in held.items() if f"{other}.".startswith(f"{candidate}."))
             if not _is_mostly_stacks(modules[candidate]):
                 break
-            if candidate in blocks and candidate != name:
+            if candidate in blocks and candidate != holder:
                 break
             if inside >= 2 and candidate and not isinstance(modules[candidate], _LISTS):
                 found[candidate] = None
@@ -127,7 +128,7 @@ def layout_of(stack: Block) -> StackLayout:
 def _stacks_in(module: nn.Module) -> list[str]:
     """Its own parameters that may hold the weights of several experts: of three dims or more, with the rows of all
     experts, or matrices of one shape in a list."""
-    if isinstance(module, _PARAMETERS):
+    if isinstance(module, PARAMETER_CONTAINERS):
         held = [(key, p) for key, p in module._parameters.items() if p is not None and p.dim() > 1]
         shapes = Counter(p.shape for _, p in held)
         return [key for key, p in held if p.dim() > 2 or shapes[p.shape] > 1]
@@ -235,7 +236,8 @@ def _groupings(module: nn.Module, own: Mapping[str, Tensor]) -> Iterator[list[li
     for name, p in own.items():
         path = name.rpartition(".")[0]
         by_shape.setdefault(p.shape, []).append(name)
-        by_list.setdefault(path if isinstance(module.get_submodule(path), _PARAMETERS) else name, []).append(name)
+        in_list = isinstance(module.get_submodule(path), PARAMETER_CONTAINERS)
+        by_list.setdefault(path if in_list else name, []).append(name)
     yield list(by_shape.values())
     yield list(by_list.values())
 

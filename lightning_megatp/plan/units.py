@@ -11,7 +11,8 @@ from torch.nn.utils.parametrize import is_parametrized
 from lightning_megatp.shim.compiler import wraps_compiled
 
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
-_PARAMETERS = (nn.ParameterList, nn.ParameterDict)
+PARAMETER_CONTAINERS = (nn.ParameterList, nn.ParameterDict)
+"""Modules that nobody calls: code takes parameters out of them."""
 
 
 def find_units(module: nn.Module, names: Sequence[str] | None = None) -> list[str]:
@@ -151,7 +152,7 @@ def _is_parametrized_layer(module: nn.Module) -> bool:
 
 
 def _is_callable(module: nn.Module) -> bool:
-    return next(module.parameters(), None) is not None and not isinstance(module, _PARAMETERS)
+    return next(module.parameters(), None) is not None and not isinstance(module, PARAMETER_CONTAINERS)
 
 
 def _own_parameters(module: nn.Module) -> bool:

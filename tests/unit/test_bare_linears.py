@@ -249,6 +249,37 @@ def test_tables_and_bare_weights_in_blocks() -> None:
     assert find_blocks(model) == ["layers.0", "layers.1"]
 
 
+class _Held(nn.Module):
+    """Whose weights are in a dict and a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        weights = {"up": nn.Parameter(torch.zeros(4 * WIDTH, WIDTH)), "bias": nn.Parameter(torch.zeros(4 * WIDTH))}
+        self.p = nn.ParameterDict(weights)
+        self.w = nn.ParameterList([nn.Parameter(torch.zeros(4 * WIDTH, WIDTH))])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + F.gelu(F.linear(torch.tanh(x), self.p["up"], self.p["bias"])) @ next(iter(self.w))
+
+
+def test_weights_in_dicts_and_lists_are_those_of_layers() -> None:
+    result = found(_Held())
+    assert styles(result) == {"p.up": "column", "w.0": "row"} and result.problem is None
+    assert [result.plan.layers[name].bare for name in ("p.up", "w.0")] == [
+        BareLinear("up", "bias"),
+        BareLinear("0", None, True),
+    ]
+
+
+def test_a_dict_of_weights_is_no_block() -> None:
+    model = nn.Module()
+    model.net = nn.Module()
+    model.net.weights = nn.ParameterDict({name: nn.Parameter(torch.zeros(8, 8)) for name in "ab"})
+    model.weights = nn.ParameterList(nn.Parameter(torch.zeros(8, 8)) for _ in range(2))
+    model.layers = nn.ModuleList(_Held() for _ in range(2))
+    assert find_blocks(model) == ["net", "layers.0", "layers.1"]
+
+
 def test_a_block_may_make_a_layer_while_it_runs() -> None:
     """As BigBird does for short texts; `torch.nn.init.uniform_` is asked by names alone."""
 

@@ -329,6 +329,8 @@ def test_candidates_are_what_holds_two_stacks_or_more() -> None:
     inner = nn.ModuleDict({"a": _One(), "b": _One()})
     model = nn.ModuleDict({"experts": Stack(plain), "pair": _Holding(inner), "alone": _One()})
     assert sorted(find_stacks(model)) == ["experts", "pair"]
+    lists = nn.ParameterList(torch.zeros(4, 4) for _ in range(EXPERTS))
+    assert find_stacks(nn.ModuleDict({"layers": nn.ModuleList([_Holding(lists)])})) == ["layers.0"]
 
 
 class _One(nn.Module):

@@ -51,6 +51,13 @@ SHAPES: dict[str, dict[str, tuple[tuple[int, ...], int | None]]] = {
         "mlp.b1": ((4 * WIDTH,), None),
         "mlp.w2": ((4 * WIDTH, WIDTH), 0),
     },
+    "containers": {
+        **{f"attention.w.{name}": ((WIDTH, WIDTH), dim) for name, dim in (("q", 0), ("k", 0), ("v", 0), ("o", 1))},
+        "attention.w.b": ((WIDTH,), 0),
+        "mlp.w.0": ((WIDTH, 4 * WIDTH), 1),
+        "mlp.w.1": ((4 * WIDTH,), None),
+        "mlp.w.2": ((4 * WIDTH, WIDTH), 0),
+    },
 }
 """Of a block's parameters the shape, and along which dim it is split."""
 FLAT, TP3 = Layout(tp=2, sequence=False), Layout(tp=3)
@@ -60,9 +67,9 @@ USUAL = {
     TP2: set(SHAPES),
     FLAT: {"bare"},
     TP3: {"computed bias"},
-    TP2_PP2: {"computed bias", "matrices"},
+    TP2_PP2: {"computed bias", "matrices", "containers"},
     ZEROS[0]: {"own bias"},
-    ZEROS[2]: {"bare"},
+    ZEROS[2]: {"bare", "containers"},
 }
 
 
@@ -142,6 +149,32 @@ class _Matrices(nn.Module):
         return torch.matmul(F.gelu(x @ self.w1 + self.b1), self.w2) + self.b2
 
 
+class _HeldAttention(nn.Module):
+    """Whose weights are in a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.ParameterDict({name: nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH**0.5) for name in "qkvo"})
+        self.w["b"] = nn.Parameter(torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (F.linear(x, self.w[name], self.w["b"] if name == "q" else None) for name in "qkv")
+        q, k, v = (y.view(*x.shape[:2], HEADS, -1).transpose(1, 2) for y in (q, k, v))
+        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2) @ self.w["o"].T
+
+
+class _HeldMlp(nn.Module):
+    """Whose weights are in a list, as `_Matrices` has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.ParameterList(_Matrices().parameters())
+
+    def forward(self, x: Tensor) -> Tensor:
+        up, up_bias, down, down_bias = self.w
+        return F.gelu(x @ up + up_bias) @ down + down_bias
+
+
 class _Block(nn.Module):
     def __init__(self, body: str) -> None:
         super().__init__()
@@ -151,6 +184,8 @@ class _Block(nn.Module):
             self.mlp: nn.Module = nn.Sequential(_Adapted(WIDTH, 4 * WIDTH), nn.GELU(), _Adapted(4 * WIDTH, WIDTH))
         elif body == "matrices":
             self.attention, self.mlp = _Packed(), _Matrices()
+        elif body == "containers":
+            self.attention, self.mlp = _HeldAttention(), _HeldMlp()
         else:
             self.attention, self.mlp = _Attention(body == "own bias"), _Mlp()
 
