@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import nn
 
-from lightning_megatp.auto_plan.blocks import Block, holders_of_parameters, matrices
+from lightning_megatp.auto_plan.blocks import Block, holders_of_parameters, own_weights
 from lightning_megatp.auto_plan.exact import exact
 from lightning_megatp.auto_plan.thin import block_copy, concrete_call, thin_copy
 from lightning_megatp.auto_plan.uses import Uses
@@ -19,7 +19,7 @@ _SMALL = 0.02
 
 def bare_linears(block: Block) -> dict[str, BareLinear]:
     """The linear layers of a block that are no modules, by the names of their weights; none where it can't be run."""
-    names = _matrices(block.module)
+    names = _weights(block.module)
     if not names or not block.calls:
         return {}
     try:
@@ -34,8 +34,8 @@ def bare_linears(block: Block) -> dict[str, BareLinear]:
     for name in names:
         if name in uses.biases and name not in uses.otherwise:
             biases = uses.biases[name]
-            leaf, transposed = name.rpartition(".")[2], name in uses.transposed
-            found[name] = BareLinear(leaf, None if transposed else _own_bias(name, biases, uses), transposed)
+            leaf, shape = name.rpartition(".")[2], tuple(block.module.get_parameter(name).shape)
+            found[name] = BareLinear(leaf, _own_bias(name, biases, uses), uses.dims[name], shape)
     return found
 
 
@@ -75,11 +75,11 @@ def _own_bias(weight: str, biases: set[str | None], uses: Uses) -> str | None:
     return None if any(bias in used for used in others_biases) else bias.rpartition(".")[2]
 
 
-def _matrices(module: nn.Module) -> list[str]:
-    """The names of the matrices that belong to no layer of torch's, each of one module only, and large enough."""
+def _weights(module: nn.Module) -> list[str]:
+    """The names of the weights that belong to no layer of torch's, each of one module only, and large enough."""
     held = holders_of_parameters(module)
     least = _SMALL * sum(parameter.numel() for parameter in module.parameters())
-    named = (f"{name}.{leaf}".lstrip(".") for name, child in module.named_modules() for leaf in matrices(child))
+    named = (f"{name}.{leaf}".lstrip(".") for name, child in module.named_modules() for leaf in own_weights(child))
     found = ((name, module.get_parameter(name)) for name in named)
     return [name for name, weight in found if held[id(weight)] == 1 and weight.numel() >= least]
 

@@ -266,12 +266,17 @@ def _weight(module: nn.Module) -> int:
 
 
 def matrices(module: nn.Module) -> list[str]:
-    """The names of a module's own parameters that may be weights of `F.linear`, though it is no linear layer, no
-    embedding and none of torch's, but for lists and dicts of parameters."""
+    """The own weights of a module that are matrices."""
+    return [name for name in own_weights(module) if module.get_parameter(name).dim() == 2]
+
+
+def own_weights(module: nn.Module) -> list[str]:
+    """The names of a module's own parameters that may be weights of `F.linear`, or of an `einsum`, though it is no
+    linear layer, no embedding and none of torch's, but for lists and dicts of parameters."""
     is_layer = is_linear(module) or isinstance(module, nn.Embedding) or is_torchs(type(module))
     if is_layer and not isinstance(module, PARAMETER_CONTAINERS):
         return []
-    held = {name: p for name, p in module._parameters.items() if p is not None and p.dim() == 2}
+    held = {name: p for name, p in module._parameters.items() if p is not None and p.dim() > 1}
     return [name for name, p in held.items() if p.is_floating_point()]
 
 

@@ -320,6 +320,7 @@ def _dealings(features: int, tp: int, twin: nn.Module) -> Iterator[Dealing]:
     """As a whole, and, where no other layer has so many features, in two parts of sizes that layers have."""
     held = {value for child in twin.modules() for value in vars(child).values() if type(value) is int}
     layers = [child for child in twin.modules() if isinstance(child, ThinLinear)]
+    held = held.union(*(layer.units for layer in layers))
     readers = sum(layer.in_features == features for layer in layers)
     divisions: list[tuple[int, ...]] = [(features,)]
     if readers == 1 and all(layer.out_features % features for layer in layers):

@@ -18,18 +18,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_megatp.auto_plan.blocks import Call, copied_object, is_linear, uncopied
-from lightning_megatp.plan.layer import BareLinear
+from lightning_megatp.plan.layer import TRANSPOSED, BareLinear, MatrixDims
 from lightning_megatp.shim.torch import DisableTorchFunction, tree_map
 from lightning_megatp.shim.transformers import is_conv1d
 from lightning_megatp.tensor.functions import operation_name
 from lightning_megatp.tensor.shards import (
     NO_VALUES,
     LayerWeight,
-    TransposedWeight,
+    WeightMatrix,
     changes_nothing,
     is_linear_of_layer,
     linear_of_layer,
-    transposes,
 )
 
 RANK = 6
@@ -63,8 +62,12 @@ class ThinLinear(nn.Linear):
     """Whether `F.linear` was called with its weight, instead of the layer."""
     has_other_bias: bool = False
     """Whether its bias is used otherwise than in its calls: these were given none, or one that is made of it."""
-    transposed: bool = False
-    """Whether the weight of the layer that it is made of is (in, out)."""
+    matrix_dims: MatrixDims
+    """Of the weight of the layer that it is made of."""
+    shape: tuple[int, ...]
+    """The weight's."""
+    units: tuple[int, int]
+    """Outputs, and inputs, that stay together, where the weight has more than two dims."""
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
@@ -113,17 +116,15 @@ class _ThinWeight(LayerWeight):
     @staticmethod
     def of(layer: ThinLinear) -> _ThinWeight:
         nan = torch.full((), math.nan, dtype=torch.float64)
-        shape = layer.out_features, layer.in_features
         with DisableTorchFunction():
-            weight = nan.expand(shape[::-1] if layer.transposed else shape).as_subclass(_ThinWeight)
-        weight.layer, weight.transposed = layer, layer.transposed
+            weight = nan.expand(layer.shape).as_subclass(_ThinWeight)
+        weight.layer, weight.matrix_dims = layer, layer.matrix_dims
         return weight
 
     def linear(self, x: Any, bias: Any = None) -> Any:
         layer = self.layer
-        if isinstance(x, LayerWeight | TransposedWeight):
-            weight = self.whole("linear")
-            return F.linear(x, weight.T if self.transposed else weight, bias)
+        if isinstance(x, LayerWeight | WeightMatrix):
+            return F.linear(x, self.matrix_dims.matrix(self.whole("linear")), bias)
         layer.is_function = True
         layer.has_other_bias |= layer.bias is not None and bias is not layer.bias
         return layer.run(x, bias)
@@ -145,9 +146,11 @@ class _ThinWeight(LayerWeight):
         kwargs, name = kwargs or {}, operation_name(func)
         first = args[0] if args else None
         if is_linear_of_layer(name, args, kwargs):
-            return linear_of_layer(*args, **kwargs)
-        if isinstance(first, _ThinWeight) and transposes(name, *args[1:], **kwargs):
-            return TransposedWeight.transposed(first)
+            return linear_of_layer(name, args, kwargs)
+        if isinstance(first, _ThinWeight):
+            matrix = WeightMatrix.seen(first, func, name, *args[1:], **kwargs)
+            if matrix is not None:
+                return matrix
         if isinstance(first, _ThinWeight) and changes_nothing(func, name, first.plain, *args[1:], **kwargs):
             return first
         if isinstance(first, _ThinWeight) and name in NO_VALUES:
@@ -188,7 +191,8 @@ def thin_copy(
         layer = twin.get_submodule(name)
         layer.__class__ = ThinLinear
         layer._parameters.clear()
-        _make_thin(layer, child.get_parameter("weight"), is_conv1d(child), child.bias is not None, generator)
+        dims = TRANSPOSED if is_conv1d(child) else MatrixDims()
+        _make_thin(layer, child.get_parameter("weight"), dims, child.bias is not None, generator)
     for name, leaves in bare.items():
         _hide(twin.get_submodule(name.rpartition(".")[0]), leaves, block.get_parameter(name), generator)
     for child in twin.modules():
@@ -290,7 +294,7 @@ def _hide(owner: nn.Module, leaves: BareLinear, weight: Tensor, generator: torch
     """Put a thin layer in the place of a module's own parameters, which the module's code still finds there."""
     layer = _HiddenLinear.__new__(_HiddenLinear)
     nn.Module.__init__(layer)
-    _make_thin(layer, weight, leaves.transposed, leaves.bias is not None, generator)
+    _make_thin(layer, weight, leaves.dims, leaves.bias is not None, generator)
     name = name_in_copy(leaves.weight)
     shown = {leaves.weight: property(lambda self: self._modules[name].weight)}
     if leaves.bias is not None:
@@ -302,9 +306,10 @@ def _hide(owner: nn.Module, leaves: BareLinear, weight: Tensor, generator: torch
     owner.__class__ = type(kind.__name__, (kind,), {"__module__": kind.__module__, **shown})
 
 
-def _make_thin(twin: Any, weight: Tensor, transposed: bool, has_bias: bool, generator: torch.Generator) -> None:
-    inputs, outputs = tuple(weight.shape)[:: 1 if transposed else -1]
-    twin.in_features, twin.out_features, twin.transposed = inputs, outputs, transposed
+def _make_thin(twin: Any, weight: Tensor, dims: MatrixDims, has_bias: bool, generator: torch.Generator) -> None:
+    outputs, inputs = dims.sizes(weight.shape)
+    twin.in_features, twin.out_features = inputs, outputs
+    twin.matrix_dims, twin.shape, twin.units = dims, tuple(weight.shape), dims.units(weight.shape)
     left = torch.randn(outputs, RANK, generator=generator, dtype=torch.float64) * 1.5 / math.sqrt(RANK)
     right = torch.randn(inputs, RANK, generator=generator, dtype=torch.float64) / math.sqrt(inputs)
     bias = torch.randn(outputs, generator=generator, dtype=torch.float64) * 0.2 if has_bias else None

@@ -144,7 +144,9 @@ class Trials:
         for candidate in influence.candidates(self.tp):
             before, plan = self.result.plan, _tracked(_region_plan(candidate, self.tp))
             held, added = before.layers.keys() & plan.layers.keys(), plan.layers.keys() - before.layers.keys()
-            if not held or not added or any(before.layers[n].by_rank != plan.layers[n].by_rank for n in held):
+            if not held or not added or not self._is_split_along_dims(plan):
+                continue
+            if any(before.layers[n].by_rank != plan.layers[n].by_rank for n in held):
                 continue
             extended = before.merged(plan)
             outcome, apart = self.prove(extended), self.prove(before.merged(self._one_by_one(added)))
@@ -163,6 +165,9 @@ class Trials:
         if row.in_features * _NARROW <= row.out_features:
             self.result.whole.update(dict.fromkeys(plan.layers, "it is too narrow for a collective of its own"))
             return False
+        if not self._is_split_along_dims(plan):
+            self.result.whole.update(dict.fromkeys(plan.layers, "its parts would not lie along one dim of the weight"))
+            return False
         if self._with_own_sizes(candidate, plan):
             return True
         tracked = _tracked(plan)
@@ -178,6 +183,13 @@ class Trials:
             return self.accept(tracked, "with global sizes" + (f", gathered for {gathers}" if gathers else ""))
         self.result.whole.update(dict.fromkeys(plan.layers, why))
         return False
+
+    def _is_split_along_dims(self, plan: BlockPlan) -> bool:
+        """Whether each layer's features are those of some indices of one dim of its weight: of whole heads."""
+        return all(
+            self.layers[name].matrix_dims.split(layer.style.style == "row", layer.by_rank, self.layers[name].shape)
+            for name, layer in plan.layers.items()
+        )
 
     def _with_own_sizes(self, candidate: Candidate, plan: BlockPlan) -> bool:
         """Try a region whose code sees the sizes of this rank's part. Not one with layers that are not called: of such
@@ -234,12 +246,12 @@ class Trials:
         for name, layer in self.layers.items():
             fewer, more = sorted((layer.in_features, layer.out_features))
             narrow = fewer * _NARROW * most <= more * (self.called_on[name] or most)
-            if sizes[name] >= least and not narrow and layer.out_features >= self.tp:
+            if sizes[name] >= least and not narrow and layer.out_features // layer.units[0] >= self.tp:
                 found.append(name)
         return found
 
     def _gathered(self, name: str) -> LayerPlan:
-        return gathered(name, self.layers[name].out_features, self.tp)
+        return gathered(name, self.layers[name].out_features, self.tp, self.layers[name].units[0])
 
     def convolutions(self, layers: dict[str, LayerPlan]) -> None:
         """Convolutions by their output channels, gathered: where values are whole."""
@@ -293,9 +305,13 @@ class Trials:
         return shares
 
 
-def gathered(name: str, outputs: int, tp: int) -> LayerPlan:
-    """A layer that is split by its outputs, which are gathered."""
-    return LayerPlan(name, Style(name, "column_gather"), shard_ranges(outputs, tp))
+def gathered(name: str, outputs: int, tp: int, unit: int = 1) -> LayerPlan:
+    """A layer that is split by its outputs, which are gathered.
+
+    Args:
+        unit: outputs that stay together.
+    """
+    return LayerPlan(name, Style(name, "column_gather"), shard_ranges(outputs, tp, 1, unit), unit)
 
 
 def _tracked(plan: BlockPlan) -> BlockPlan:

@@ -10,9 +10,11 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
+from lightning_megatp.plan.layer import MatrixDims
 from lightning_megatp.shim.torch import tree_leaves
+from lightning_megatp.tensor.einsum import LinearEinsum, operands_of
 from lightning_megatp.tensor.functions import called_by_this_package, is_in_place, operation_name
-from lightning_megatp.tensor.shards import NO_VALUES, PRODUCTS, transposes
+from lightning_megatp.tensor.shards import NO_VALUES, PRODUCTS, as_product, reshaped, transposes
 
 
 class Uses(TorchFunctionMode):
@@ -25,14 +27,14 @@ class Uses(TorchFunctionMode):
     def __init__(self, names: Mapping[int, str]) -> None:
         super().__init__()
         self._names = names
-        self._transposed: dict[int, tuple[str, Tensor]] = {}
-        """id of a transposed parameter -> its name, and itself."""
+        self._matrices: dict[int, tuple[str, MatrixDims, Tensor]] = {}
+        """id of a matrix made of a parameter -> its name, the dims that are rows and columns, and itself."""
         self.biases: dict[str, set[str | None]] = {}
         """Weight of an `F.linear`, or of `x @ weight.T` -> the biases that come with it, None for no parameter."""
-        self.transposed: set[str] = set()
-        """Weights (in, out): of `x @ weight`. They are in `biases`, too."""
-        self.otherwise: set[str] = set()
-        """What something else used."""
+        self.dims: dict[str, MatrixDims] = {}
+        """Which dims of these are outputs, and which inputs."""
+        self.otherwise: dict[str, str] = {}
+        """What something else used -> what did."""
         self.inside: set[str] = set()
         """Weights whose own layers run, which may do as they like."""
         self.depth = 1
@@ -42,52 +44,87 @@ class Uses(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs, name = kwargs or {}, operation_name(func)
-        first = self._names.get(id(args[0])) if args else None
-        if first is not None and transposes(name, *args[1:], **kwargs):
+        matrix = self._matrix(args[0]) if args else None
+        if matrix is not None and (made := _made_of(matrix[1], name, func, args, kwargs)) is not None:
             result = func(*args, **kwargs)
-            self._transposed[id(result)] = first, result
+            self._matrices[id(result)] = matrix[0], made, result
             return result
+        product, factors = as_product(name, args, kwargs)
         if name == "linear":
             self._linear(*args, **kwargs)
-        elif name in PRODUCTS and len(args) > 1 and self._name(args[1]) is not None and args[1].dim() == 2:
-            self._note(args[0])
-            self._multiplied(args[1], None, transposed=True)
+        elif product in PRODUCTS and len(args) > 1 and self._is_matrix(factors[1]):
+            self._note(name, factors[0])
+            bias = self._names.get(id(factors[2])) if len(factors) > 2 else None
+            self._multiplied(factors[1], bias, transposed=True)
+        elif name == "einsum" and (found := self._einsum(args)) is not None:
+            self._note(name, found[1])
+            self._count(*found[0], None)
         elif name not in NO_VALUES and not called_by_this_package():
             result = func(*args, **kwargs)
-            if first is None or result is not args[0] or is_in_place(name):
-                self._note(args, kwargs)
+            if matrix is None or result is not args[0] or is_in_place(name):
+                self._note(name, args, kwargs)
             return result
         return func(*args, **kwargs)
 
-    def _linear(self, input: Any, weight: Any, bias: Any = None) -> None:
-        self._note(input)
-        if self._name(weight) is None:
-            self._note(bias)
-        else:
+    def _linear(self, input: Any, weight: Any, bias: Any = None) -> Any:
+        self._note("linear", input)
+        if self._is_matrix(weight):
             self._multiplied(weight, self._names.get(id(bias)), transposed=False)
+        else:
+            self._note("linear", weight, bias)
 
     def _multiplied(self, weight: Any, bias: str | None, transposed: bool) -> None:
         """Args:
         transposed: whether it was taken as (in, out).
         """
-        name = self._name(weight)
-        assert name is not None
+        matrix = self._matrix(weight)
+        assert matrix is not None
+        self._count(matrix[0], matrix[1].flipped if transposed else matrix[1], bias)
+
+    def _count(self, name: str, dims: MatrixDims, bias: str | None) -> None:
         if not self.depth:
-            self.otherwise.add(name)
-        is_transposed = transposed != (id(weight) in self._transposed)
-        if name in self.biases and is_transposed != (name in self.transposed):
-            self.otherwise.add(name)  # in both ways
+            self.otherwise[name] = "code around all modules"
+        if self.dims.setdefault(name, dims) != dims:
+            self.otherwise[name] = "products along several of its dims"
         self.biases.setdefault(name, set()).add(bias)
-        self.transposed.update([name] if is_transposed else [])
 
-    def _name(self, x: Any) -> str | None:
-        return self._names.get(id(x)) or self._transposed.get(id(x), (None,))[0]
+    def _einsum(self, args: tuple[Any, ...]) -> tuple[tuple[str, MatrixDims], list[Any]] | None:
+        """The weight, and the other operands, of an einsum that is a linear layer's work."""
+        operands = operands_of(args)
+        at = [i for i, x in enumerate(operands) if id(x) in self._names]
+        if len(at) != 1 or not all(isinstance(x, Tensor) for x in operands):
+            return None
+        einsum = LinearEinsum.of(args[0], operands, at[0])
+        weight = operands.pop(at[0])
+        return None if einsum is None else ((self._names[id(weight)], einsum.dims), operands)
 
-    def _note(self, *used: Any) -> None:
+    def _matrix(self, x: Any) -> tuple[str, MatrixDims] | None:
+        """The parameter that this is, or is a matrix of, and which of its dims are rows and columns; of a parameter
+        that is no matrix, those of one are made of nothing yet."""
+        if id(x) in self._matrices:
+            return self._matrices[id(x)][:2]
+        if id(x) not in self._names:
+            return None
+        dims = tuple(range(x.dim()))
+        return self._names[id(x)], MatrixDims(dims[:1], dims[1:])
+
+    def _is_matrix(self, x: Any) -> bool:
+        return isinstance(x, Tensor) and x.dim() == 2 and self._matrix(x) is not None
+
+    def _note(self, operation: str, *used: Any) -> None:
         for x in tree_leaves(used):
-            name = self._name(x)
-            if name is not None and name not in self.inside:
-                self.otherwise.add(name)
+            matrix = self._matrix(x) if isinstance(x, Tensor) else None
+            if matrix is not None and matrix[0] not in self.inside:
+                self.otherwise.setdefault(matrix[0], f"`{operation}`")
+
+
+def _made_of(
+    dims: MatrixDims, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> MatrixDims | None:
+    """What an operation makes of a parameter, or of a matrix that it is, if that is a matrix as layers have it."""
+    if args[0].dim() == 2:
+        return dims.flipped if transposes(name, *args[1:], **kwargs) else None
+    return reshaped(name, func, args[0].shape, args[1:], kwargs)
 
 
 @contextlib.contextmanager
@@ -125,4 +162,4 @@ def weights_of_heads(model: nn.Module, tables: Mapping[str, nn.Embedding]) -> It
     finally:
         for handle in handles:
             handle.remove()
-        found |= uses.biases.keys() - uses.otherwise - uses.transposed
+        found |= {name for name in uses.biases.keys() - uses.otherwise.keys() if uses.dims[name] == MatrixDims()}

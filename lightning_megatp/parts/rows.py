@@ -18,7 +18,7 @@ from lightning_megatp.shim.autograd import functorch_is_active
 from lightning_megatp.shim.fakes import is_fake
 from lightning_megatp.shim.torch import with_local
 from lightning_megatp.steps import StepKind
-from lightning_megatp.tensor.shards import LayerWeight, TransposedWeight
+from lightning_megatp.tensor.shards import LayerWeight, WeightMatrix
 
 
 @dataclass(eq=False)
@@ -188,7 +188,7 @@ def own_part(x: Tensor) -> Tensor:
 def address_of(x: Tensor) -> int:
     """Where what this rank has of it lies; 0 for nowhere, and for what code sees as whole. Gradients may share the
     storage of a bucket."""
-    if isinstance(x, LayerWeight | TransposedWeight):
+    if isinstance(x, LayerWeight | WeightMatrix):
         return 0
     if x.layout is not torch.strided or x.is_meta or is_fake(x) or functorch_is_active():
         return 0

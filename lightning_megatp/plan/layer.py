@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from lightning_megatp.plan.ranges import Ranges
+from torch import Tensor
+
+from lightning_megatp.plan.ranges import Ranges, split_dim
 from lightning_megatp.plan.styles import ExpertParameter, Style
 
 
@@ -19,15 +23,63 @@ class Split:
 
 
 @dataclass(frozen=True)
+class MatrixDims:
+    """Which dims of a weight are the rows, and which the columns, of the matrix (out, in) that a linear layer has."""
+
+    outputs: tuple[int, ...] = (0,)
+    inputs: tuple[int, ...] = (1,)
+
+    @property
+    def flipped(self) -> MatrixDims:
+        """What they are if the matrix is (in, out)."""
+        return MatrixDims(self.inputs, self.outputs)
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """All dims, those of the outputs first."""
+        return self.outputs + self.inputs
+
+    def sizes(self, shape: Sequence[int]) -> tuple[int, int]:
+        """Numbers of outputs and inputs of a weight of that shape."""
+        return math.prod(shape[dim] for dim in self.outputs), math.prod(shape[dim] for dim in self.inputs)
+
+    def units(self, shape: Sequence[int]) -> tuple[int, int]:
+        """How many outputs, and inputs, lie behind one index of their first dim: the size of a head."""
+        outputs, inputs = self.sizes(shape)
+        return outputs // shape[self.outputs[0]], inputs // shape[self.inputs[0]]
+
+    def matrix(self, weight: Tensor) -> Tensor:
+        """(out, in)."""
+        return weight.permute(self.order).flatten(0, len(self.outputs) - 1).flatten(1)
+
+    def split(
+        self, side: int, by_rank: tuple[Ranges, ...], shape: Sequence[int]
+    ) -> tuple[int, tuple[Ranges, ...]] | None:
+        """The dim of the weight that is split where rows (side 0) or columns (1) of the matrix are, and its ranges;
+        None if no single one is."""
+        dims = self.inputs if side else self.outputs
+        if len(dims) == 1:
+            return dims[0], by_rank
+        found = split_dim(by_rank, tuple(shape[dim] for dim in dims))
+        return None if found is None else (dims[found[0]], found[1])
+
+
+TRANSPOSED = MatrixDims((1,), (0,))
+"""Of a weight (in, out), as for `x @ weight`."""
+
+
+@dataclass(frozen=True)
 class BareLinear:
     """Parameters of a module that it gives to `F.linear` itself: a linear layer that is no module."""
 
     weight: str
-    """Its name in the module that holds it: (out, in)."""
+    """Its name in the module that holds it."""
     bias: str | None = None
     """The bias's name there, (out); None where there is none, or it is used otherwise, too."""
-    transposed: bool = False
-    """Whether the weight is (in, out), as for `x @ weight`."""
+    dims: MatrixDims = MatrixDims()
+    """Of the weight."""
+    shape: tuple[int, ...] = field(default=(), compare=False)
+    """The weight's, of the whole."""
 
 
 UserOperation = tuple[str, str, int]

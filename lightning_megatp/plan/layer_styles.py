@@ -13,7 +13,7 @@ from lightning_megatp.origins import is_torchs
 from lightning_megatp.plan.convolutions import convolution_plan, is_convolution, is_weight_normed
 from lightning_megatp.plan.embeddings import looks_up
 from lightning_megatp.plan.experts import check_parameters, usual_parameters
-from lightning_megatp.plan.layer import BareLinear, LayerPlan, Split, StackLayout
+from lightning_megatp.plan.layer import TRANSPOSED, BareLinear, LayerPlan, MatrixDims, Split, StackLayout
 from lightning_megatp.plan.parallel_plan import AttributePlan, ParallelPlan
 from lightning_megatp.plan.ranges import length, shard_ranges
 from lightning_megatp.plan.styles import Style
@@ -178,10 +178,10 @@ def split_parameters(layer: LayerPlan, module: nn.Module) -> tuple[Split, ...]:
     """
     if layer.splits:
         return layer.splits
-    bare = layer.bare or BareLinear("weight", "bias")
-    dim = _SPLIT_DIM[layer.style.style]
-    dim = 1 - dim if bare.transposed or (layer.bare is None and is_conv1d(module)) else dim
-    weight = Split(bare.weight, dim, layer.by_rank)
+    bare = layer.bare or BareLinear("weight", "bias", TRANSPOSED if is_conv1d(module) else MatrixDims())
+    found = bare.dims.split(_SPLIT_DIM[layer.style.style], layer.by_rank, bare.shape)
+    assert found is not None
+    weight = Split(bare.weight, *found)
     if _SPLIT_DIM[layer.style.style] == 1 or "bias" in layer.whole or module._parameters.get(bare.bias or "") is None:
         return (weight,)  # a row's bias is whole
     assert bare.bias is not None

@@ -28,7 +28,7 @@ class BareLayer(ParallelLayer):
         super().__init__()
         self.__dict__["_owner"] = weakref.ref(owner)
         self.leaves = {"weight": names.weight, "bias": names.bias}
-        self.transposed = names.transposed
+        self.matrix_dims, self.weight_shape = names.dims, names.shape
 
     @property
     def owner(self) -> nn.Module:

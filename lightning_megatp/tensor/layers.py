@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_megatp.plan.layer import MatrixDims
 from lightning_megatp.plan.ranges import Ranges, length
 from lightning_megatp.shim.fakes import is_fake
 from lightning_megatp.tensor.collectives import (
@@ -49,8 +50,8 @@ class ParallelLayer(nn.Module):
     """Name in the LightningModule, for messages."""
     whole_parameters: frozenset[str]
     """Parameters kept whole, because the step also uses them outside this layer; they are sliced when used here."""
-    transposed: bool = False
-    """Whether its weight is (in, out)."""
+    matrix_dims: MatrixDims = MatrixDims()
+    """Of its weight."""
 
     @classmethod
     def adopt(

@@ -25,12 +25,11 @@ from lightning_megatp.tensor.shards import (
     SIZES,
     GatheredView,
     LayerWeight,
-    TransposedWeight,
+    WeightMatrix,
     changes_nothing,
     is_linear_of_layer,
     linear_of_layer,
     seal,
-    transposes,
 )
 
 
@@ -94,7 +93,7 @@ class LayerParameters(dict[str, Any]):
         shown = seen[id(parameter)]
         layer = self._owner() if name == "weight" and self._is_layer else self.layers.get(name)
         if layer is not None:
-            shown.layer, shown.transposed = weakref.ref(layer), layer.transposed
+            shown.layer, shown.matrix_dims = weakref.ref(layer), layer.matrix_dims
         return shown
 
 
@@ -144,10 +143,12 @@ class WholeParameter(LayerWeight):
                 return func(*args, **kwargs)  # it is the layers that have used the shard: see `handle_grad`
         name = operation_name(func)
         if is_linear_of_layer(name, args, kwargs):
-            return linear_of_layer(*args, **kwargs)
+            return linear_of_layer(name, args, kwargs)
         first = args[0] if args and isinstance(args[0], WholeParameter) else None
-        if first is not None and first._computes and transposes(name, *args[1:], **kwargs):
-            return TransposedWeight.transposed(first)
+        if first is not None and first._computes:
+            matrix = WeightMatrix.seen(first, func, name, *args[1:], **kwargs)
+            if matrix is not None:
+                return matrix
         if first is not None and first._computes and changes_nothing(func, name, first.shard, *args[1:], **kwargs):
             return first
         if any(x.is_whole for x in args if isinstance(x, WholeParameter)):
@@ -197,14 +198,13 @@ class WholeParameter(LayerWeight):
         result = layer.linear(x, bias) if layer is not None and is_its else NotImplemented
         if result is not NotImplemented:
             return result
-        weight = self.whole("linear")
-        return F.linear(x, weight.T if self.transposed else weight, bias)
+        return F.linear(x, self.matrix_dims.matrix(self.whole("linear")), bias)
 
     @property
     def _computes(self) -> bool:
-        """Whether it is the matrix that its layer computes with, and not a copy, a part of it, or a convolution's."""
-        matrix = self.layer is not None and self._is_param and len(self.spec.shape) == 2
-        return matrix and not self.is_whole and not isinstance(self.shard, DTensor)
+        """Whether it is what its layer computes with, and not a copy, a part of it, or a convolution's."""
+        own = self.layer is not None and self._is_param and len(self.spec.shape) == len(self.matrix_dims.order)
+        return own and not self.is_whole and not isinstance(self.shard, DTensor)
 
     def whole(self, operation: str) -> Tensor:
         """The whole parameter. It is noted as used outside of its layer.
@@ -308,9 +308,7 @@ def _written(x: WholeParameter, name: str) -> str:
 
 def used_whole(x: Any, operation: str) -> Any:
     """The whole weight that an operation uses, anything else as it is."""
-    if isinstance(x, TransposedWeight):
-        return x.of.whole(operation).T
-    return x.whole(operation) if isinstance(x, LayerWeight) else x
+    return x.whole(operation) if isinstance(x, LayerWeight | WeightMatrix) else x
 
 
 def check_undivided(x: WholeParameter, operation: str) -> None:

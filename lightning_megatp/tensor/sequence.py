@@ -106,7 +106,7 @@ class SequenceShard(Shard):
         kwargs = kwargs or {}
         name = operation_name(func)
         if len(types) > 1 and is_linear_of_layer(name, args, kwargs):
-            return linear_of_layer(*args, **kwargs)
+            return linear_of_layer(name, args, kwargs)
         if name in METADATA and not becomes_leaf(func, name, args):
             with DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)

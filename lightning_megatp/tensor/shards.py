@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_megatp.plan.layer import TRANSPOSED, MatrixDims
 from lightning_megatp.shim.fakes import as_subclass
 from lightning_megatp.shim.torch import DisableTorchFunction, DisableTorchFunctionSubclass, tree_leaves, tree_map
+from lightning_megatp.tensor.einsum import LinearEinsum, operands_of
 from lightning_megatp.tensor.functions import is_in_place, operation_name, operation_names
 
 
@@ -37,11 +39,19 @@ class Shard(torch.Tensor):
 class LayerWeight(torch.Tensor):
     """The weight of a layer, as code sees it that reads the layer's attributes. Not a tensor by itself."""
 
-    transposed: bool = False
-    """Whether it is (in, out): `x @ weight` is then what `F.linear` is of others."""
+    matrix_dims: MatrixDims = MatrixDims()
+
+    @property
+    def transposed(self) -> bool:
+        """Whether it is a matrix (in, out): `x @ weight` is then what `F.linear` is of others."""
+        return self.matrix_dims == TRANSPOSED
+
+    @property
+    def is_matrix(self) -> bool:
+        return len(self.matrix_dims.order) == 2
 
     def linear(self, x: Any, bias: Any = None) -> Any:
-        """What `F.linear` of this weight (out, in) is: what the layer makes of it, which no hooks of the layer see.
+        """What `F.linear` of this weight as (out, in) is: what the layer makes of it, which no hooks of the layer see.
 
         Args:
             x: (..., in_features), whole or a shard.
@@ -58,19 +68,52 @@ class LayerWeight(torch.Tensor):
         raise NotImplementedError
 
 
-class TransposedWeight(torch.Tensor):
-    """`weight.T` of a LayerWeight, which may be the layer's work, too."""
+class WeightMatrix(torch.Tensor):
+    """A LayerWeight seen as another matrix, which may be the layer's work, too: its transpose, or of a weight of more
+    dims one that has the outputs in one dim, and the inputs in the other."""
 
     of: LayerWeight
+    transposed: bool
+    """Whether it is (in, out)."""
+    make: Callable[[Tensor], Tensor]
+    """Makes it of the whole weight."""
 
     @staticmethod
-    def transposed(weight: LayerWeight) -> TransposedWeight:
-        """The transpose of a layer's weight, a matrix."""
-        shape = tuple(weight.shape)[::-1]  # as code sees it
+    def made(weight: LayerWeight, shape: tuple[int, ...], transposed: bool, make: Callable[[Tensor], Tensor]) -> Any:
+        """A matrix of that shape."""
         with DisableTorchFunction():  # a pipeline's mode would take it for something the step does
-            made = torch.empty((), device="meta").expand(shape).as_subclass(TransposedWeight)
-        made.of = weight
-        return made
+            matrix = torch.empty((), device="meta").expand(shape).as_subclass(WeightMatrix)
+        matrix.of, matrix.transposed, matrix.make = weight, transposed, make
+        return matrix
+
+    @staticmethod
+    def seen(weight: LayerWeight, func: Callable[..., Any], name: str, *args: Any, **kwargs: Any) -> Any:
+        """What an operation makes of a weight, if it is such a matrix; else None."""
+        if not (transposes(name, *args, **kwargs) if weight.is_matrix else name in _RESHAPES):
+            return None
+        shape = tuple(weight.shape)  # as code sees it
+        if weight.is_matrix:
+            return WeightMatrix.made(weight, shape[::-1], not weight.transposed, lambda w: w.T)
+        made = reshaped(name, func, shape, args, kwargs)
+        if made is None:
+            return None
+        for is_transposed, dims in enumerate((made, made.flipped)):
+            if dims == weight.matrix_dims:
+                sizes = dims.sizes(shape)
+                own = sizes[::-1] if is_transposed else sizes
+                return WeightMatrix.made(weight, own, bool(is_transposed), lambda w: func(w, *args, **kwargs))
+        return None
+
+    @property
+    def T(self) -> Any:  # type: ignore[override]
+        """The other way round."""
+        if self.of.is_matrix:
+            return self.of
+        return WeightMatrix.made(self.of, tuple(self.shape)[::-1], not self.transposed, lambda w: self.make(w).T)
+
+    def whole(self, operation: str) -> Tensor:
+        """A plain tensor, as `LayerWeight.whole`."""
+        return self.make(self.of.whole(operation))
 
     @classmethod
     def __torch_function__(
@@ -78,16 +121,30 @@ class TransposedWeight(torch.Tensor):
     ) -> Any:
         kwargs, name = kwargs or {}, operation_name(func)
         if is_linear_of_layer(name, args, kwargs):
-            return linear_of_layer(*args, **kwargs)
-        if args and isinstance(args[0], TransposedWeight) and transposes(name, *args[1:], **kwargs):
-            return args[0].of
-        if name in METADATA and args and isinstance(args[0], TransposedWeight):
+            return linear_of_layer(name, args, kwargs)
+        if args and isinstance(args[0], WeightMatrix) and transposes(name, *args[1:], **kwargs):
+            return args[0].T
+        if name in METADATA - DIMS and args and isinstance(args[0], WeightMatrix):
             return func(args[0].of, *args[1:], **kwargs)
-        if name in SIZES:
+        if name in SIZES | DIMS:
             with DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        args, kwargs = tree_map(lambda x: x.of.whole(name).T if isinstance(x, TransposedWeight) else x, (args, kwargs))
+        args, kwargs = tree_map(lambda x: x.whole(name) if isinstance(x, WeightMatrix) else x, (args, kwargs))
         return func(*args, **kwargs)
+
+
+def reshaped(
+    name: str, func: Callable[..., Any], shape: Sequence[int], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> MatrixDims | None:
+    """Which dims become the rows, and which the columns, where an operation makes a matrix of a tensor of more dims;
+    None if it doesn't."""
+    if name not in _RESHAPES or len(shape) < 3 or any(isinstance(x, Tensor) for x in args):
+        return None
+    with DisableTorchFunction():
+        made = func(torch.empty(shape, device="meta"), *args, **kwargs).shape
+    dims = tuple(range(len(shape)))
+    ways = (MatrixDims(dims[:i], dims[i:]) for i in dims[1:])
+    return next((way for way in ways if way.sizes(shape) == tuple(made)), None)
 
 
 def transposes(name: str, *dims: Any, **named: Any) -> bool:
@@ -105,20 +162,50 @@ def changes_nothing(func: Callable[..., Any], name: str, x: Tensor, *args: Any, 
 
 def is_linear_of_layer(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether an operation is `F.linear(x, weight, ...)` with a LayerWeight, or `x @ weight.T`; of a weight (in, out)
-    it is `x @ weight`."""
+    it is `x @ weight`, or `addmm`. An `einsum` may be it, too."""
+    if name == "einsum":
+        return _einsum_of_layer(args) is not None
+    name, args = as_product(name, args, kwargs)
     weight = args[1] if len(args) > 1 else kwargs.get("weight")
-    if not isinstance(weight, LayerWeight | TransposedWeight):
+    if not isinstance(weight, LayerWeight | WeightMatrix) or (isinstance(weight, LayerWeight) and not weight.is_matrix):
         return False
-    is_product = not weight.of.transposed if isinstance(weight, TransposedWeight) else weight.transposed
-    return name in PRODUCTS if is_product else name == "linear"
+    return name in PRODUCTS if weight.transposed else name == "linear"
 
 
-def linear_of_layer(input: Any, weight: LayerWeight | TransposedWeight, bias: Any = None) -> Any:
-    """Let the layer compute an operation for which `is_linear_of_layer` holds; parameters as those of `F.linear`."""
-    return (weight.of if isinstance(weight, TransposedWeight) else weight).linear(input, bias)
+def linear_of_layer(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Let the layer compute an operation for which `is_linear_of_layer` holds."""
+    if name != "einsum":
+        return _linear_of_layer(*as_product(name, args, kwargs)[1], **kwargs)
+    found = _einsum_of_layer(args)
+    assert found is not None
+    weight, others, einsum = found
+    return einsum.compute(weight.linear, weight.shape, others)
+
+
+def as_product(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, tuple[Any, ...]]:
+    """An operation and its arguments; `addmm(bias, x, weight)` is `mm(x, weight)` with a bias behind."""
+    is_it = name == "addmm" and len(args) == 3 and not kwargs and isinstance(args[0], Tensor) and args[0].dim() == 1
+    return ("mm", (*args[1:], args[0])) if is_it else (name, args)
+
+
+def _linear_of_layer(input: Any, weight: LayerWeight | WeightMatrix, bias: Any = None) -> Any:
+    """Parameters as those of `F.linear`."""
+    return (weight.of if isinstance(weight, WeightMatrix) else weight).linear(input, bias)
+
+
+def _einsum_of_layer(args: tuple[Any, ...]) -> tuple[LayerWeight, list[Any], LinearEinsum] | None:
+    """The weight, the other operands, and how it is the layer's work."""
+    operands = operands_of(args)
+    at = [i for i, x in enumerate(operands) if isinstance(x, LayerWeight | WeightMatrix)]
+    if len(at) != 1 or not isinstance(operands[at[0]], LayerWeight):
+        return None
+    einsum = LinearEinsum.of(args[0], operands, at[0])
+    weight = operands.pop(at[0])
+    return None if einsum is None or einsum.dims != weight.matrix_dims else (weight, operands, einsum)
 
 
 PRODUCTS = operation_names("matmul __matmul__ mm")
+_RESHAPES = operation_names("view reshape flatten")
 _CONVERSIONS = operation_names("to type_as type float double half bfloat16 contiguous cpu cuda")
 
 
@@ -272,6 +359,7 @@ METADATA = operation_names(
     _version
     """
 )
+DIMS = operation_names("dim ndim ndimension")
 SIZES = operation_names("shape size numel nelement __len__ stride is_contiguous")
 """What asks a tensor for no more than its size."""
 NO_VALUES = METADATA | SIZES

@@ -23,9 +23,9 @@ from lightning_megatp.tensor.context import TensorContext
 from lightning_megatp.tensor.functions import OwnFunction
 from lightning_megatp.tensor.outside import WholeParameter, used_whole
 from lightning_megatp.tensor.reentrant import not_reentrant
-from lightning_megatp.tensor.shards import LayerWeight, Shard, TransposedWeight, is_flat
+from lightning_megatp.tensor.shards import LayerWeight, Shard, WeightMatrix, is_flat
 
-_PARTS = Shard, LayerWeight, TransposedWeight
+_PARTS = Shard, LayerWeight, WeightMatrix
 """What stands for whole tensors."""
 
 

@@ -15,7 +15,8 @@ from lightning_megatp.auto_plan.blocks import Call, find_blocks
 from lightning_megatp.auto_plan.results import BlockResult
 from lightning_megatp.auto_plan.search import plan_block
 from lightning_megatp.auto_plan.simulate import BlockPlan
-from lightning_megatp.plan.layer import BareLinear, LayerPlan
+from lightning_megatp.plan.layer import TRANSPOSED, BareLinear, LayerPlan
+from lightning_megatp.plan.layer_styles import split_parameters
 from lightning_megatp.plan.ranges import shard_ranges
 from lightning_megatp.plan.styles import Style
 
@@ -102,8 +103,10 @@ def test_a_bias_that_is_used_otherwise_stays_whole() -> None:
         (None, lambda self, x: self.down(F.gelu(F.linear(x, self.w, self.b * 2)))),
         (None, lambda self, x: self.down(F.gelu(F.linear(x, self.w) + self.b))),
         (None, lambda self, x: self.down(F.gelu(x @ self.w.t()))),
+        (None, lambda self, x: self.down(F.gelu(torch.einsum("b t d, f d -> b t f", x, self.w)))),
+        (None, lambda self, x: self.down(F.gelu(torch.einsum("fd,...d->...f", [self.w, x])))),
     ],
-    ids=["bias", "named", "computed", "added", "product"],
+    ids=["bias", "named", "computed", "added", "product", "einsum", "dots"],
 )
 def test_a_bare_weight_is_a_layer(bias: str | None, run: Any) -> None:
     result = found(Pair(run, w=(4 * WIDTH, WIDTH), b=(4 * WIDTH,)))
@@ -118,9 +121,10 @@ def test_a_bare_weight_is_a_layer(bias: str | None, run: Any) -> None:
         lambda self, x: self.down(F.gelu(F.linear(x, self.w))) + self.w.sum(),
         lambda self, x: self.down(F.gelu(F.linear(x, self.w if self.training else -self.w))),
         lambda self, x: self.down(F.gelu(F.linear(x, self._parameters["w"]))),
-        lambda self, x: self.down(F.gelu(torch.einsum("btd,fd->btf", x, self.w))),
+        lambda self, x: self.down(F.gelu(torch.einsum("btd,fd,td->btf", x, self.w, self.w[:5]))),
+        lambda self, x: self.down(F.gelu(torch.einsum("btd,fd->btf", x[..., :1], self.w))),
     ],
-    ids=["scaled", "summed", "in training", "looked up", "einsum"],
+    ids=["scaled", "summed", "in training", "looked up", "twice", "repeated"],
 )
 def test_a_bare_matrix_that_is_something_else_is_none(run: Any) -> None:
     result = found(Pair(run, w=(4 * WIDTH, WIDTH)))
@@ -143,11 +147,17 @@ def test_one_module_that_looks_elsewhere_costs_the_others_nothing() -> None:
 
 
 def test_a_bare_weight_may_be_in_by_out() -> None:
-    block = Pair(lambda self, x: F.gelu(x @ self.w + self.b) @ self.v, w=(WIDTH, 64), b=(64,), v=(64, WIDTH))
+    shapes = {"w": (WIDTH, 64), "b": (64,), "v": (64, WIDTH)}
+    block = Pair(lambda self, x: F.gelu(x @ self.w + self.b) @ self.v, **shapes)
     del block.down
     result = found(block)
     assert styles(result) == {"w": "column", "v": "row"}
-    assert [result.plan.layers[name].bare for name in "wv"] == [BareLinear(name, None, True) for name in "wv"]
+    assert [result.plan.layers[name].bare for name in "wv"] == [BareLinear(name, None, TRANSPOSED) for name in "wv"]
+    added = Pair(lambda self, x: torch.addmm(self.b, x.flatten(0, 1), self.w).relu().view(2, 5, 64) @ self.v, **shapes)
+    del added.down
+    result = found(added)
+    assert styles(result) == {"w": "column", "v": "row"}
+    assert result.plan.layers["w"].bare == BareLinear("w", "b", TRANSPOSED)
     both = Pair(lambda self, x: self.down(F.linear(x @ self.w, self.w)), w=(WIDTH, WIDTH))
     both.down = nn.Linear(WIDTH, WIDTH)
     assert "w" not in found(both).plan.layers
@@ -249,6 +259,61 @@ def test_tables_and_bare_weights_in_blocks() -> None:
     assert find_blocks(model) == ["layers.0", "layers.1"]
 
 
+class _Einsums(nn.Module):
+    """Attention whose weights have a dim for the heads."""
+
+    def __init__(self, **shapes: tuple[int, ...]) -> None:
+        super().__init__()
+        shapes = {"q": (4, WIDTH, 3), "k": (WIDTH, 4, 3), "v": (4, 3, WIDTH), "o": (4, 3, WIDTH)} | shapes
+        for name, shape in shapes.items():
+            self.register_parameter(name, nn.Parameter(torch.zeros(shape)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k = torch.einsum("bsd,hde->bhse", x, self.q), torch.einsum("...sd,dhe->...hse", x, self.k)
+        v = torch.einsum("bsd,hed->bshe", x, self.v)
+        scores = torch.einsum("bhse,bhte->bhst", q, k).softmax(-1)
+        return x + torch.einsum("bhst,bthe,hed->bsd", scores, v, self.o)
+
+
+def test_weights_with_a_dim_for_heads() -> None:
+    result = found(_Einsums())
+    assert styles(result) == {"q": "column", "k": "column", "v": "column", "o": "row"} and result.problem is None
+    dims = {name: (layer.bare.dims.outputs, layer.bare.dims.inputs) for name, layer in result.plan.layers.items()}
+    assert dims == {"q": ((0, 2), (1,)), "k": ((1, 2), (0,)), "v": ((0, 1), (2,)), "o": ((2,), (0, 1))}
+    assert split_parameters(result.plan.layers["k"], result.block.module)[0].dim == 1
+
+
+def test_heads_that_do_not_divide_stay_whole() -> None:
+    result = found(_Einsums(q=(3, WIDTH, 4), k=(WIDTH, 3, 4), v=(3, 4, WIDTH), o=(3, 4, WIDTH)))
+    splits = {name: split_parameters(layer, result.block.module)[0] for name, layer in result.plan.layers.items()}
+    assert {name: split.dim for name, split in splits.items()} == {"q": 0, "k": 1, "v": 0, "o": 0}
+    assert all(split.by_rank == (((0, 2),), ((2, 3),)) for split in splits.values())
+
+
+@pytest.mark.parametrize(
+    ("shape", "run", "outputs"),
+    [
+        ((3, WIDTH, WIDTH), lambda w, x: F.linear(x, w.flatten(0, 1)), (0, 1)),
+        ((3, WIDTH, WIDTH), lambda w, x: x @ w.view(3 * WIDTH, -1).T, (0, 1)),
+        ((WIDTH, 3, 4, 4), lambda w, x: x @ w.reshape(WIDTH, -1), (1, 2, 3)),
+        ((3, WIDTH, WIDTH), lambda w, x: torch.einsum("bsd,cfd->bscf", x, w).flatten(2), (0, 1)),
+    ],
+    ids=["flattened", "viewed", "in by out", "einsum"],
+)
+def test_fused_weights_of_several_dims(shape: tuple[int, ...], run: Any, outputs: tuple[int, ...]) -> None:
+    def attend(self: Any, x: Tensor) -> Tensor:
+        q, k, v = run(self.qkv, x).view(*x.shape[:2], 3, 4, WIDTH // 4).permute(2, 0, 3, 1, 4)
+        return self.down(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+    block = Pair(attend, qkv=shape)
+    block.down = nn.Linear(WIDTH, WIDTH)
+    result = found(block)
+    assert styles(result) == {"qkv": "column", "down": "row"}
+    assert result.plan.layers["qkv"].bare.dims.outputs == outputs
+    (split,) = split_parameters(result.plan.layers["qkv"], block)
+    assert split.dim == outputs[1] and split.by_rank[0][0][0] == 0
+
+
 class _Held(nn.Module):
     """Whose weights are in a dict and a list."""
 
@@ -267,7 +332,7 @@ def test_weights_in_dicts_and_lists_are_those_of_layers() -> None:
     assert styles(result) == {"p.up": "column", "w.0": "row"} and result.problem is None
     assert [result.plan.layers[name].bare for name in ("p.up", "w.0")] == [
         BareLinear("up", "bias"),
-        BareLinear("0", None, True),
+        BareLinear("0", None, TRANSPOSED),
     ]
 
 

@@ -98,7 +98,7 @@ class FeatureShard(Shard):
             if done:
                 return result
         if len(types) > 1 and is_linear_of_layer(operation.name, args, kwargs):
-            return linear_of_layer(*args, **kwargs)
+            return linear_of_layer(operation.name, args, kwargs)
         if len(types) > 1 and any(issubclass(kind, GatheredView) for kind in types):
             args, kwargs = tree_map(unsealed, args), tree_map(unsealed, kwargs)
         if len(types) == 1 or all(kind in (cls, Tensor) or issubclass(kind, GatheredView) for kind in types):

@@ -12,7 +12,7 @@ from transformers.pytorch_utils import Conv1D
 
 from lightning_megatp.checkpoint.full import full_state_dict
 from lightning_megatp.module import ParallelModule
-from lightning_megatp.tensor.conv1d import ColumnParallelConv1D, RowParallelConv1D
+from lightning_megatp.tensor.conv1d import ColumnParallelPermuted, RowParallelPermuted
 from tests.distributed.tensor.splitting import parallelize
 from tests.distributed.tensor.whole_and_split import compare
 from tests.ranks import run_ranks
@@ -89,8 +89,8 @@ def _objects(rank: int, world_size: int) -> None:
     parallelize(model, PLAN)
     assert all(module is layers[name] for name, module in model.named_modules())
     block = model.block
-    assert isinstance(block.up, Conv1D) and isinstance(block.up, ColumnParallelConv1D)
-    assert isinstance(block.down, Conv1D) and isinstance(block.down, RowParallelConv1D)
+    assert isinstance(block.up, Conv1D) and isinstance(block.up, ColumnParallelPermuted)
+    assert isinstance(block.down, Conv1D) and isinstance(block.down, RowParallelPermuted)
     assert type(block.up) is type(block.attn.qkv) and not isinstance(block.up, nn.Linear)
     assert (block.up.nf, block.up.nx, tuple(block.up.weight.shape), tuple(block.up.bias.shape)) == (16, 8, (8, 8), (8,))
     assert (block.down.nf, block.down.nx, tuple(block.down.weight.shape)) == (8, 16, (8, 8))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from lightning_megatp.tensor.einsum import labels_of
 from lightning_megatp.tensor.features.call import Call, Operand
 from lightning_megatp.tensor.features.decision import Decision
 from lightning_megatp.tensor.features.rules.operands import align
@@ -45,32 +46,8 @@ def outer(call: Call) -> Decision | None:
 
 
 def einsum(call: Call) -> Decision | None:
-    equation = call.args[0] if call.args else None
-    if not isinstance(equation, str):
-        return None
-    terms, arrow, out = equation.replace(" ", "").partition("->")
-    inputs = terms.split(",")
-    if len(inputs) != len(call.operands):
-        return None
-    labels = [_letters(term, x.ndim) for term, x in zip(inputs, call.operands, strict=True)]
-    known = [own for own in labels if own is not None]
-    if len(known) < len(labels):
-        return None
-    dots = max(sum(isinstance(label, int) for label in own) for own in known)
-    if not arrow:
-        letters = terms.replace(",", "").replace(".", "")
-        out = "..." * (dots > 0) + "".join(sorted(c for c in set(letters) if letters.count(c) == 1))
-    result = _letters(out, len(out.replace("...", "")) + dots)
-    return None if result is None else contract(call, known, result)
-
-
-def _letters(term: str, ndim: int) -> list[Any] | None:
-    """A label for each dim: letters, and numbers for what the dots stand for."""
-    before, dots, after = term.partition("...")
-    spare = ndim - len(before) - len(after)
-    if spare < 0 or (spare and not dots):
-        return None
-    return [*before, *range(-spare, 0), *after]
+    found = labels_of(call.args[0] if call.args else None, [x.ndim for x in call.operands])
+    return None if found is None else contract(call, *found)
 
 
 def contract(call: Call, labels: Sequence[Sequence[Any]], out: Sequence[Any]) -> Decision | None:
