@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -17,11 +18,23 @@ _SMALL = 0.02
 """Matrices with a smaller share of a block's parameters are left alone: a router's, say."""
 
 
-def bare_linears(block: Block) -> dict[str, BareLinear]:
-    """The linear layers of a block that are no modules, by the names of their weights; none where it can't be run."""
-    names = _weights(block.module)
+@dataclass
+class BareWeights:
+    """The weights in a block that belong to no layer of torch's."""
+
+    linears: dict[str, BareLinear] = field(default_factory=dict)
+    """Name of a weight -> the linear layer that it is of, which is no module."""
+    whole: dict[str, str] = field(default_factory=dict)
+    """Name of another -> why it is of none."""
+    multiplied: set[str] = field(default_factory=set)
+    """Of these others what is multiplied with."""
+
+
+def bare_weights(block: Block) -> BareWeights:
+    """What a block's code does with the weights that belong to no layer; nothing is found where it can't be run."""
+    names = weights_of_no_layer(block.module)
     if not names or not block.calls:
-        return {}
+        return BareWeights()
     try:
         twin = thin_copy(block.module, seed=0)
         uses = Uses({id(twin.get_parameter(name)): name for name in (*names, *_vectors(twin))})
@@ -29,13 +42,16 @@ def bare_linears(block: Block) -> dict[str, BareLinear]:
         with exact(), torch.no_grad(), uses:
             twin(*call.args, **call.kwargs)
     except Exception:  # it may be any code
-        return {}
-    found = {}
+        return BareWeights()
+    found = BareWeights(multiplied=uses.multiplied.intersection(names))
     for name in names:
-        if name in uses.biases and name not in uses.otherwise:
+        if name in uses.otherwise:
+            operation = uses.otherwise[name].strip("_")
+            found.whole[name] = f"its code uses it otherwise than as the weight of one linear layer (`{operation}`)"
+        elif name in uses.biases:
             biases = uses.biases[name]
             leaf, shape = name.rpartition(".")[2], tuple(block.module.get_parameter(name).shape)
-            found[name] = BareLinear(leaf, _own_bias(name, biases, uses), uses.dims[name], shape)
+            found.linears[name] = BareLinear(leaf, _own_bias(name, biases, uses), uses.dims[name], shape)
     return found
 
 
@@ -75,7 +91,7 @@ def _own_bias(weight: str, biases: set[str | None], uses: Uses) -> str | None:
     return None if any(bias in used for used in others_biases) else bias.rpartition(".")[2]
 
 
-def _weights(module: nn.Module) -> list[str]:
+def weights_of_no_layer(module: nn.Module) -> list[str]:
     """The names of the weights that belong to no layer of torch's, each of one module only, and large enough."""
     held = holders_of_parameters(module)
     least = _SMALL * sum(parameter.numel() for parameter in module.parameters())

@@ -11,10 +11,17 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from lightning_megatp.auto_plan.blocks import Block, find_blocks, holders_of_parameters, is_linear, kinds_of_blocks
+from lightning_megatp.auto_plan.blocks import (
+    Block,
+    find_blocks,
+    holders_of_parameters,
+    is_linear,
+    kinds_of_blocks,
+    own_weights,
+)
 from lightning_megatp.auto_plan.capture import capture_calls
 from lightning_megatp.auto_plan.dropping import drop_region, inside, related
-from lightning_megatp.auto_plan.experts import keep_whole_in_stacks, plan_stacks, thin_stacks
+from lightning_megatp.auto_plan.experts import LARGE, keep_whole_in_stacks, plan_stacks, say_refused, thin_stacks
 from lightning_megatp.auto_plan.huggingface import own_plan, plan_of_block
 from lightning_megatp.auto_plan.references import attentions_called, attentions_in
 from lightning_megatp.auto_plan.results import BlockResult
@@ -124,8 +131,7 @@ def discover(model: nn.Module, tp: int, kinds: Sequence[Block], plan: ParallelPl
     least = math.inf if plan.compiled else least_size(model)
     found.problems += [problem] if problem else []
     blocks = [kind for kind in kinds if not kind.stack]
-    layouts, problems = plan_stacks(plan, model, tp, kinds)
-    found.problems += problems
+    layouts, refused = plan_stacks(plan, model, tp, kinds)
     for kind in blocks:
         if plan.transformed.intersection(map(plain_name, kind.names)):
             found.results.append(BlockResult(kind, problem=_TRANSFORMED))
@@ -148,7 +154,9 @@ def discover(model: nn.Module, tp: int, kinds: Sequence[Block], plan: ParallelPl
     _agree_on_ties(plan, model, tp)
     _keep_transformed_whole(plan, model, blocks)
     plan.parameters = parameter_specs(plan, model)
+    found.problems += say_refused(plan, model, refused)
     found.problems += _what_stays_whole(found.results)
+    found.problems += _multiplied_whole(plan, model, found.results, set(refused))
     return found
 
 
@@ -313,6 +321,9 @@ def _plan_tables(plan: ParallelPlan, model: nn.Module, tp: int) -> None:
     vocabularies = {child.num_embeddings for child in model.modules() if isinstance(child, nn.Embedding)}
     for raw, child in model.named_modules():
         name = plain_name(raw)
+        for weight_name in (f"{raw}.{leaf}".lstrip(".") for leaf in own_weights(child)):
+            if _is_open(plain_name(weight_name), plan) and not f"{name}.".startswith(inside):
+                plan.whole.setdefault(weight_name, "it belongs to no layer, and to no block")
         if name in plan.layers or not _is_open(name, plan) or f"{name}.".startswith(inside):
             continue
         weight = child._parameters.get("weight")
@@ -409,3 +420,23 @@ def _what_stays_whole(results: Iterable[BlockResult]) -> list[str]:
             done = "is split layer by layer, and gathered" if result.plan.layers else "stays whole"
             said.append(f"`{result.block.names[0]}`{count} {done}: {result.problem}")
     return said
+
+
+def _multiplied_whole(
+    plan: ParallelPlan, model: nn.Module, results: Iterable[BlockResult], said: Iterable[str]
+) -> list[str]:
+    """Large weights of no layer that blocks multiply with, and that stay whole, in words.
+
+    Args:
+        said: modules of which it was said.
+    """
+    problems = []
+    total = sum(p.numel() for p in model.parameters())
+    for result in results:
+        for leaf in sorted(result.multiplied):
+            first, *others = (f"{name}.{leaf}" for name in result.block.names)
+            held = model.get_parameter(first).numel() * len(result.block.names)
+            if first not in plan.parameters and held >= LARGE * total and not inside(first, said):
+                more = f" (and {len(others)} more)" if others else ""
+                problems.append(f"`{first}`{more} stays whole: {plan.whole[first]}")
+    return problems

@@ -18,17 +18,17 @@ from lightning_megatp.plan.parallel_plan import ParallelPlan, plain_name
 from lightning_megatp.plan.styles import Style
 from lightning_megatp.tensor.experts import expert_kind
 
-_LARGE = 0.02
-"""Stacks of experts with such a share of the model's parameters are said to stay whole."""
+LARGE = 0.02
+"""Weights with such a share of the model's parameters are said to stay whole."""
 
 
 def plan_stacks(
     plan: ParallelPlan, model: nn.Module, tp: int, kinds: Sequence[Block]
-) -> tuple[dict[str, StackLayout], list[str]]:
+) -> tuple[dict[str, StackLayout], dict[str, tuple[Block, str]]]:
     """Stacks of experts, by the features inside of each.
 
     Returns:
-        How those are split that are, and what can't be, in words.
+        How those are split that are, and what can't be, with its kind and why.
     """
     layouts: dict[str, StackLayout] = {}
     refused: dict[str, tuple[Block, str]] = {}
@@ -53,18 +53,32 @@ def plan_stacks(
     for name in map(plain_name, layouts):
         if any(count.name in plan.read_outside for count in counts_of(name, plan.layers[name], plain)):
             drop_region(plan, name, "the step counts the features inside of its experts")
+    outer = [name for name in refused if any(other.startswith(f"{name}.") for other in refused)]
+    related_ones = [name for name in refused if any(related(name, other) for other in layouts)]
+    return layouts, {name: found for name, found in refused.items() if name not in (*outer, *related_ones)}
+
+
+def say_refused(plan: ParallelPlan, model: nn.Module, refused: Mapping[str, tuple[Block, str]]) -> list[str]:
+    """Note of weights that may be experts', and are no layer's either, why they stay whole; where they are large, in
+    words.
+
+    Args:
+        refused: from `plan_stacks`.
+    """
     problems = []
     total = sum(p.numel() for p in model.parameters())
     for name, (kind, why) in refused.items():
-        if any(related(name, other) for other in layouts) or any(other.startswith(f"{name}.") for other in refused):
-            continue
-        plan.whole[plain_name(name)] = why
-        held = sum(kind.module.get_parameter(leaf).numel() for leaf in holds_stacks(kind.module)) * len(kind.names)
-        if name == kind.names[0] and held >= _LARGE * total:
+        stacks = holds_stacks(kind.module)
+        whole = [leaf for leaf in stacks if f"{name}.{leaf}" not in plan.parameters]
+        for leaf in (f"{name}.{leaf}" for leaf in whole):
+            plan.whole[leaf] = f"{plan.whole[leaf]}; and as experts: {why}" if leaf in plan.whole else why
+        held = sum(kind.module.get_parameter(leaf).numel() for leaf in whole) * len(kind.names)
+        if name == kind.names[0] and whole and held >= LARGE * total:
+            said = name if whole == stacks else f"{name}.{whole[0]}"
             more = f" (and {len(kind.names) - 1} more)" if len(kind.names) > 1 else ""
             say = "If its experts can be split, say how by the style `experts`"
-            problems.append(f"`{name}`{more} stays whole: {why.removesuffix('.')}. {say}")
-    return layouts, problems
+            problems.append(f"`{said}`{more} stays whole: {plan.whole[f'{name}.{whole[0]}'].removesuffix('.')}. {say}")
+    return problems
 
 
 def _stack_plan(name: str, layout: StackLayout, modules: dict[str, nn.Module], tp: int) -> LayerPlan:

@@ -285,19 +285,22 @@ def _probe(
             others = [(other, y) for other, ys in outputs.items() if other != name for y in ys if y.numel()]
             if not others:
                 continue
-            reached = dict(_reach(inputs[name], others, tp, twin))
+            reached = dict(_reach(layers[name], inputs[name], others, tp, twin))
             if any(reached.values()):
                 found[name] = _Row(reached)
     return made, found
 
 
 def _reach(
-    inputs: list[Tensor], others: list[tuple[str, Tensor]], tp: int, twin: nn.Module
+    row: ThinLinear, inputs: list[Tensor], others: list[tuple[str, Tensor]], tp: int, twin: nn.Module
 ) -> Iterator[tuple[Dealing, dict[str, list[Tensor]]]]:
     """Args:
-    inputs: of all calls of a layer.
+    row: a layer.
+    inputs: of all its calls.
     """
     for dealing in _dealings(inputs[0].shape[-1], tp, twin):
+        if row.matrix_dims.split(1, dealing.by_rank(tp), row.shape) is None:
+            continue
         masks: dict[str, list[Tensor]] = {}
         for rank, ranges in enumerate(dealing.by_rank(tp)):
             cotangents = [torch.zeros_like(x) for x in inputs]

@@ -18,7 +18,9 @@ class BlockResult:
     how: dict[str, str] = field(default_factory=dict)
     """Layer -> in words, how it is split."""
     whole: dict[str, str] = field(default_factory=dict)
-    """Layer -> why it stays whole."""
+    """Layer, or weight that belongs to none -> why it stays whole."""
+    multiplied: set[str] = field(default_factory=set)
+    """Of the weights that belong to no layer, and that were not tried, what is multiplied with."""
     problem: str | None = None
     """Why nothing could be probed, or proven; its layers are then split one by one."""
     errors: dict[str, float] = field(default_factory=dict)

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from torch import nn
 
-from lightning_megatp.auto_plan.bare import bare_linears, ways_to_take
+from lightning_megatp.auto_plan.bare import bare_weights, ways_to_take, weights_of_no_layer
 from lightning_megatp.auto_plan.blocks import Block, is_linear, unlooked
 from lightning_megatp.auto_plan.compare import NotFinite, Reference
 from lightning_megatp.auto_plan.dropping import inside
@@ -67,17 +67,25 @@ def plan_block(
     if why := unlooked(block.module) or _too_large(block.module, tp):
         return one_by_one(why)
     why = ""
-    bare = bare_linears(block) if global_sizes else {}
-    bare = {name: leaves for name, leaves in bare.items() if not inside(name, stacks)}
-    for linears in ways_to_take(block, bare):
+    bare = bare_weights(block)
+    split = {name: x for name, x in bare.linears.items() if global_sizes and not inside(name, stacks)}
+    for linears in ways_to_take(block, split):
         try:
-            return _probed(BlockResult(block), tp, trusted, convolutions, global_sizes, undivided, linears, others)
+            result = _probed(BlockResult(block), tp, trusted, convolutions, global_sizes, undivided, linears, others)
+            left = bare.linears.keys() - linears.keys()
+            result.whole |= dict.fromkeys(left, _NO_PLACE if global_sizes else _COMPILED) | bare.whole
+            result.multiplied = bare.multiplied | left
+            return result
         except _NotTheSame as error:
             why = str(error)
         except Exception as error:  # a block may be any code
             text = str(error).splitlines()
             why = f"it can't be probed ({type(error).__name__}: {text[0] if text else ''})"
     return one_by_one(why)
+
+
+_NO_PLACE = "the block can't be run with a layer in its place"
+_COMPILED = "its layer would need global sizes, which compiled code can't take"
 
 
 def _too_large(module: nn.Module, tp: int) -> str | None:
@@ -162,6 +170,7 @@ def _one_by_one(
 ) -> BlockResult:
     """Split these layers of a block by their outputs, and gather them."""
     result.problem = why
+    result.whole |= dict.fromkeys(weights_of_no_layer(result.block.module), why)
     result.plan.layers |= convolutions
     result.how |= dict.fromkeys(convolutions, f"gathered: {why}")
     layers = {name: child for name, child in result.block.module.named_modules() if name in names}

@@ -13,8 +13,8 @@ from torch.overrides import TorchFunctionMode
 from lightning_megatp.plan.layer import MatrixDims
 from lightning_megatp.shim.torch import tree_leaves
 from lightning_megatp.tensor.einsum import LinearEinsum, operands_of
-from lightning_megatp.tensor.functions import called_by_this_package, is_in_place, operation_name
-from lightning_megatp.tensor.shards import NO_VALUES, PRODUCTS, as_product, reshaped, transposes
+from lightning_megatp.tensor.functions import called_by_this_package, is_in_place, multiplies, operation_name
+from lightning_megatp.tensor.shards import NO_VALUES, PRODUCTS, VIEWS, as_product, reshaped, transposes
 
 
 class Uses(TorchFunctionMode):
@@ -34,7 +34,11 @@ class Uses(TorchFunctionMode):
         self.dims: dict[str, MatrixDims] = {}
         """Which dims of these are outputs, and which inputs."""
         self.otherwise: dict[str, str] = {}
-        """What something else used -> what did."""
+        """What something else used -> the operation."""
+        self.multiplied: set[str] = set()
+        """Of these what is multiplied with, whole or in parts."""
+        self._views: dict[int, tuple[str, Tensor]] = {}
+        """id of what views made of these -> the name, and itself."""
         self.inside: set[str] = set()
         """Weights whose own layers run, which may do as they like."""
         self.depth = 1
@@ -55,37 +59,41 @@ class Uses(TorchFunctionMode):
         elif product in PRODUCTS and len(args) > 1 and self._is_matrix(factors[1]):
             self._note(name, factors[0])
             bias = self._names.get(id(factors[2])) if len(factors) > 2 else None
-            self._multiplied(factors[1], bias, transposed=True)
+            self._multiplied(name, factors[1], bias, transposed=True)
         elif name == "einsum" and (found := self._einsum(args)) is not None:
             self._note(name, found[1])
-            self._count(*found[0], None)
+            self._count(name, *found[0], None)
         elif name not in NO_VALUES and not called_by_this_package():
             result = func(*args, **kwargs)
             if matrix is None or result is not args[0] or is_in_place(name):
                 self._note(name, args, kwargs)
+            viewed = self._viewed(args[0]) if args and name in VIEWS else None
+            if viewed is not None:
+                self._views |= {id(x): (viewed, x) for x in tree_leaves(result) if isinstance(x, Tensor)}
             return result
         return func(*args, **kwargs)
 
     def _linear(self, input: Any, weight: Any, bias: Any = None) -> Any:
         self._note("linear", input)
         if self._is_matrix(weight):
-            self._multiplied(weight, self._names.get(id(bias)), transposed=False)
+            self._multiplied("linear", weight, self._names.get(id(bias)), transposed=False)
         else:
             self._note("linear", weight, bias)
 
-    def _multiplied(self, weight: Any, bias: str | None, transposed: bool) -> None:
+    def _multiplied(self, operation: str, weight: Any, bias: str | None, transposed: bool) -> None:
         """Args:
         transposed: whether it was taken as (in, out).
         """
         matrix = self._matrix(weight)
         assert matrix is not None
-        self._count(matrix[0], matrix[1].flipped if transposed else matrix[1], bias)
+        self._count(operation, matrix[0], matrix[1].flipped if transposed else matrix[1], bias)
 
-    def _count(self, name: str, dims: MatrixDims, bias: str | None) -> None:
+    def _count(self, operation: str, name: str, dims: MatrixDims, bias: str | None) -> None:
         if not self.depth:
-            self.otherwise[name] = "code around all modules"
+            self.otherwise[name] = operation
         if self.dims.setdefault(name, dims) != dims:
-            self.otherwise[name] = "products along several of its dims"
+            self.otherwise[name] = operation
+            self.multiplied.add(name)
         self.biases.setdefault(name, set()).add(bias)
 
     def _einsum(self, args: tuple[Any, ...]) -> tuple[tuple[str, MatrixDims], list[Any]] | None:
@@ -113,9 +121,15 @@ class Uses(TorchFunctionMode):
 
     def _note(self, operation: str, *used: Any) -> None:
         for x in tree_leaves(used):
-            matrix = self._matrix(x) if isinstance(x, Tensor) else None
-            if matrix is not None and matrix[0] not in self.inside:
-                self.otherwise.setdefault(matrix[0], f"`{operation}`")
+            name = self._viewed(x) if isinstance(x, Tensor) else None
+            if name is not None and name not in self.inside:
+                self.otherwise.setdefault(name, operation)
+                self.multiplied.update([name] if operation == "linear" or multiplies(operation) else [])
+
+    def _viewed(self, x: Any) -> str | None:
+        """The parameter that this is, or is made of by views."""
+        matrix = self._matrix(x)
+        return matrix[0] if matrix is not None else self._views.get(id(x), (None,))[0]
 
 
 def _made_of(

@@ -180,7 +180,7 @@ def _why_whole(parallel: ParallelModule, name: str) -> str:
         return "added once, after the sum"
     if isinstance(module, nn.Linear) and type(module).forward is not nn.Linear.forward:
         return f"`{type(module).__name__}` has a forward of its own"
-    return parallel.plan.whole.get(owner) or parallel.plan.whole.get(name, "")
+    return parallel.plan.whole.get(name) or parallel.plan.whole.get(owner, "")
 
 
 def peak_memory() -> str:

@@ -12,12 +12,14 @@ from torch import Tensor, nn
 
 from lightning_megatp.auto_plan.blocks import Block as Kind
 from lightning_megatp.auto_plan.blocks import Call, find_blocks
+from lightning_megatp.auto_plan.discover import discover, look
 from lightning_megatp.auto_plan.results import BlockResult
 from lightning_megatp.auto_plan.search import plan_block
 from lightning_megatp.auto_plan.simulate import BlockPlan
 from lightning_megatp.plan.layer import TRANSPOSED, BareLinear, LayerPlan
 from lightning_megatp.plan.layer_styles import split_parameters
 from lightning_megatp.plan.ranges import shard_ranges
+from lightning_megatp.plan.resolve import resolve
 from lightning_megatp.plan.styles import Style
 
 WIDTH = 16
@@ -123,12 +125,35 @@ def test_a_bare_weight_is_a_layer(bias: str | None, run: Any) -> None:
         lambda self, x: self.down(F.gelu(F.linear(x, self._parameters["w"]))),
         lambda self, x: self.down(F.gelu(torch.einsum("btd,fd,td->btf", x, self.w, self.w[:5]))),
         lambda self, x: self.down(F.gelu(torch.einsum("btd,fd->btf", x[..., :1], self.w))),
+        lambda self, x: self.down(F.gelu(self.w.transpose(0, 1).chunk(2)[0].sum(0) + x.sum(-1, True))),
+        lambda self, x: self.down(F.gelu(x @ self.w[: 2 * WIDTH].T.repeat(1, 2))),
     ],
-    ids=["scaled", "summed", "in training", "looked up", "twice", "repeated"],
+    ids=["scaled", "summed", "in training", "looked up", "twice", "repeated", "added", "a part"],
 )
 def test_a_bare_matrix_that_is_something_else_is_none(run: Any) -> None:
     result = found(Pair(run, w=(4 * WIDTH, WIDTH)))
     assert result.problem is None and "w" not in result.plan.layers and "down" in result.plan.layers
+    assert "otherwise" in result.whole["w"] or "in its place" in result.whole["w"]
+
+
+def problems(run: Any) -> list[str]:
+    """What is said of two blocks that hold a matrix."""
+    model = nn.ModuleDict({"blocks": nn.ModuleList(Pair(run, w=(4 * WIDTH, WIDTH)) for _ in range(2))})
+    plan = resolve("auto", model, 2)
+    kinds, _ = look(model, plan, [lambda: [block(X) for block in model["blocks"]]])
+    return discover(model, 2, kinds, plan).problems
+
+
+def test_what_is_multiplied_with_and_stays_whole_is_said() -> None:
+    why = "its code uses it otherwise than as the weight of one linear layer"
+    assert problems(lambda self, x: self.down(F.gelu(F.linear(x, self.w)))) == []
+    assert problems(lambda self, x: self.down(F.gelu(x @ self.w[: 2 * WIDTH].T.repeat(1, 2)))) == []
+    said = f"`blocks.0.w` (and 1 more) stays whole: {why}"
+    assert problems(lambda self, x: self.down(torch.cat([F.linear(x, w) for w in self.w.chunk(2)], -1))) == [
+        f"{said} (`chunk`)"
+    ]
+    twice = problems(lambda self, x: self.down(torch.einsum("btd,fd,td->btf", x, self.w, self.w[:5])))
+    assert twice == [f"{said} (`getitem`)"]
 
 
 def test_one_module_that_looks_elsewhere_costs_the_others_nothing() -> None:
@@ -283,7 +308,7 @@ def test_weights_with_a_dim_for_heads() -> None:
     assert split_parameters(result.plan.layers["k"], result.block.module)[0].dim == 1
 
 
-def test_heads_that_do_not_divide_stay_whole() -> None:
+def test_heads_that_do_not_divide_are_not_cut() -> None:
     result = found(_Einsums(q=(3, WIDTH, 4), k=(WIDTH, 3, 4), v=(3, 4, WIDTH), o=(3, 4, WIDTH)))
     splits = {name: split_parameters(layer, result.block.module)[0] for name, layer in result.plan.layers.items()}
     assert {name: split.dim for name, split in splits.items()} == {"q": 0, "k": 1, "v": 0, "o": 0}

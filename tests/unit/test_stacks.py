@@ -303,14 +303,30 @@ class _Named(Stack):
         self.linear = nn.Linear(WIDTH, WIDTH)
 
 
+def one_by_one(self: Any, x: Tensor) -> Tensor:
+    return x + sum(F.gelu(x @ self.w1[e]) @ self.w2[e] for e in range(EXPERTS))
+
+
 def test_names_that_are_taken_are_said_beforehand() -> None:
-    model = nn.ModuleDict({"experts": _Named(plain)}).double()
+    model = nn.ModuleDict({"experts": _Named(one_by_one)}).double()
     plan = resolve("auto", model, 2)
     kinds, _ = look(model, plan, [lambda: model["experts"](X)])
     assert "forward" not in vars(model["experts"]), "a block and a stack: what was recorded is gone twice"
     said = " ".join(discover(model, 2, kinds, plan).problems)
-    assert "the attributes linear" in said
+    assert "`experts` stays whole: its code uses it otherwise" in said and "the attributes linear" in said
+    assert plan.whole["experts.w2"].startswith("its code uses it otherwise")
     assert all(layer.style.style != "experts" for layer in plan.layers.values())
+
+
+def test_what_is_split_otherwise_is_not_said_to_be_no_experts() -> None:
+    """In `plain` each weight is used as that of one linear layer, of the features of all experts."""
+    model = nn.ModuleDict({"experts": _Named(plain)}).double()
+    plan = resolve("auto", model, 2)
+    kinds, _ = look(model, plan, [lambda: model["experts"](X)])
+    assert discover(model, 2, kinds, plan).problems == []
+    assert {"experts.w1": "column", "experts.w2": "row"}.items() <= {
+        n: x.style.style for n, x in plan.layers.items()
+    }.items()
 
 
 def test_thin_stacks_are_put_back() -> None:

@@ -25,6 +25,7 @@ from tests.distributed.training import (
     run_program,
     train_loader,
 )
+from tests.ranks import RankError
 
 WIDTH, HEADS, VOCAB = 24, 6, 32
 SIZE = WIDTH // HEADS
@@ -291,6 +292,65 @@ def test_they_are_split(layout: Layout, body: str) -> None:
             for name, (shape, dim) in SHAPES[body].items()
         }
         assert layout.zero > 1 or shapes == own
+
+
+class Halves(ByFunction):
+    """Whose blocks take a weight of a dict in halves, beside a table that belongs to no block."""
+
+    def __init__(self) -> None:
+        super().__init__("own bias")
+        self.blocks, self.places = (
+            nn.Sequential(*(_Halved() for _ in range(2))),
+            nn.Parameter(torch.zeros(VOCAB, WIDTH)),
+        )
+
+    def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor:
+        return super().training_step(batch, index) + self.places.square().mean()
+
+
+class _Halved(_Mlp):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.ParameterDict({"gated": nn.Parameter(torch.randn(2 * WIDTH, WIDTH) / WIDTH**0.5)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = (F.linear(x, half) for half in self.w["gated"].chunk(2))
+        return x + super().forward(gate.sigmoid() * up)
+
+
+def train_halves(layout: Layout, strict: bool) -> tuple[list[float], list[str], str]:
+    """The losses, warnings about weights, and what is said at set-up of what stays whole."""
+    torch.manual_seed(0)
+    module, losses = Halves(), Losses()
+    strategy = {"plan": "auto", "strict": strict}
+    trainer = make_trainer(layout, strategy=strategy, callbacks=[losses])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(module, train_loader(layout, 3))
+    said = [str(x.message) for x in caught if "stays whole" in str(x.message)]
+    if layout.plain:
+        return losses.seen, said, ""
+    from lightning_megatp.strategy.report import memory_remarks
+
+    return losses.seen, said, "\n".join(memory_remarks(trainer.strategy.parallel, trainer.strategy.mesh))
+
+
+WHY = "its code uses it otherwise than as the weight of one linear layer (`chunk`)"
+
+
+def test_what_stays_whole_is_said() -> None:
+    ((expected, _, _),) = run_program(PLAIN, train_halves, False)
+    results = run_program(TP2, train_halves, False)
+    assert results[0][1] == [f"MegaTPStrategy: `blocks.0.w.gated` (and 1 more) stays whole: {WHY}"]
+    for losses, _, remarks in results:
+        assert losses == pytest.approx(expected, rel=1e-9)
+        assert f"blocks.*.w.gated (2 of them, {2 * WIDTH * WIDTH:,} each): {WHY}" in remarks
+        assert f"places ({VOCAB * WIDTH:,}): it belongs to no layer, and to no block" in remarks
+
+
+def test_strict_raises_for_weights_of_no_layer() -> None:
+    with pytest.raises(RankError, match=r"blocks\.0\.w\.gated` \(and 1 more\) stays whole: .* \(strict=True\)"):
+        run_program(TP2, train_halves, True)
 
 
 class Watched(ByFunction):
