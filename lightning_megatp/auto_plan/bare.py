@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
 from lightning_megatp.auto_plan.blocks import Block, holders_of_parameters, own_weights
+from lightning_megatp.auto_plan.dropping import inside
 from lightning_megatp.auto_plan.exact import exact
 from lightning_megatp.auto_plan.thin import block_copy, concrete_call, thin_copy
 from lightning_megatp.auto_plan.uses import Uses
@@ -30,10 +31,14 @@ class BareWeights:
     """Of these others what is multiplied with."""
 
 
-def bare_weights(block: Block) -> BareWeights:
-    """What a block's code does with the weights that belong to no layer; nothing is found where it can't be run."""
-    names = weights_of_no_layer(block.module)
-    if not names or not block.calls:
+def bare_weights(block: Block, stacks: Collection[str] = ()) -> BareWeights:
+    """What a block's code does with the weights that belong to no layer; nothing is found where it can't be run.
+
+    Args:
+        stacks: names of modules whose weights are left out; "" for the block.
+    """
+    names = [name for name in weights_of_no_layer(block.module) if not inside(name, stacks)]
+    if not names or not block.calls or "" in stacks:
         return BareWeights()
     try:
         twin = thin_copy(block.module, seed=0)

@@ -67,9 +67,8 @@ def plan_block(
     if why := unlooked(block.module) or _too_large(block.module, tp):
         return one_by_one(why)
     why = ""
-    bare = bare_weights(block)
-    split = {name: x for name, x in bare.linears.items() if global_sizes and not inside(name, stacks)}
-    for linears in ways_to_take(block, split):
+    bare = bare_weights(block, stacks)
+    for linears in ways_to_take(block, bare.linears if global_sizes else {}):
         try:
             result = _probed(BlockResult(block), tp, trusted, convolutions, global_sizes, undivided, linears, others)
             left = bare.linears.keys() - linears.keys()
