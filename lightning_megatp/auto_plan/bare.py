@@ -57,6 +57,8 @@ def bare_weights(block: Block, stacks: Collection[str] = ()) -> BareWeights:
             biases = uses.biases[name]
             leaf, shape = name.rpartition(".")[2], tuple(block.module.get_parameter(name).shape)
             found.linears[name] = BareLinear(leaf, _own_bias(name, biases, uses), uses.dims[name], shape)
+        else:
+            found.whole[name] = "its code is not seen to use it as the weight of a linear layer"
     return found
 
 

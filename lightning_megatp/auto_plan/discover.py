@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,7 +26,7 @@ from lightning_megatp.auto_plan.huggingface import own_plan, plan_of_block
 from lightning_megatp.auto_plan.references import attentions_called, attentions_in
 from lightning_megatp.auto_plan.results import BlockResult
 from lightning_megatp.auto_plan.search import plan_block
-from lightning_megatp.auto_plan.stacks import find_stacks
+from lightning_megatp.auto_plan.stacks import find_stacks, holds_stacks
 from lightning_megatp.auto_plan.uses import weights_of_heads
 from lightning_megatp.plan.convolutions import convolution_plan, fits, least_size, weights
 from lightning_megatp.plan.embeddings import looks_up
@@ -156,7 +156,7 @@ def discover(model: nn.Module, tp: int, kinds: Sequence[Block], plan: ParallelPl
     plan.parameters = parameter_specs(plan, model)
     found.problems += say_refused(plan, model, refused)
     found.problems += _what_stays_whole(found.results)
-    found.problems += _multiplied_whole(plan, model, found.results, set(refused))
+    found.problems += _multiplied_whole(plan, model, found.results, refused)
     return found
 
 
@@ -423,20 +423,21 @@ def _what_stays_whole(results: Iterable[BlockResult]) -> list[str]:
 
 
 def _multiplied_whole(
-    plan: ParallelPlan, model: nn.Module, results: Iterable[BlockResult], said: Iterable[str]
+    plan: ParallelPlan, model: nn.Module, results: Iterable[BlockResult], refused: Mapping[str, tuple[Block, str]]
 ) -> list[str]:
     """Large weights of no layer that blocks multiply with, and that stay whole, in words.
 
     Args:
-        said: modules of which it was said.
+        refused: what can't be split as experts, of which it was said.
     """
     problems = []
+    said = {f"{name}.{leaf}" for name, (kind, _) in refused.items() for leaf in holds_stacks(kind.module)}
     total = sum(p.numel() for p in model.parameters())
     for result in results:
         for leaf in sorted(result.multiplied):
             first, *others = (f"{name}.{leaf}" for name in result.block.names)
             held = model.get_parameter(first).numel() * len(result.block.names)
-            if first not in plan.parameters and held >= LARGE * total and not inside(first, said):
+            if first not in plan.parameters and held >= LARGE * total and first not in said:
                 more = f" (and {len(others)} more)" if others else ""
                 problems.append(f"`{first}`{more} stays whole: {plan.whole[first]}")
     return problems

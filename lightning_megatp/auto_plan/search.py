@@ -28,6 +28,10 @@ from lightning_megatp.shim.transformers import is_conv1d
 _MOST_DENSE = 10**9
 """Numbers of a block's parameters that are tried out as they are, of the whole and of all simulated ranks together."""
 
+OTHERWISE = "the block uses its weight otherwise than by calling it"
+_NO_PLACE = "the block can't be run with a layer in its place"
+_COMPILED = "its layer would need global sizes, which compiled code can't take"
+
 
 def plan_block(
     block: Block,
@@ -73,7 +77,7 @@ def plan_block(
             result = _probed(BlockResult(block), tp, trusted, convolutions, global_sizes, undivided, linears, others)
             left = bare.linears.keys() - linears.keys()
             result.whole |= dict.fromkeys(left, _NO_PLACE if global_sizes else _COMPILED) | bare.whole
-            result.multiplied = bare.multiplied | left
+            result.multiplied = bare.multiplied | left | {n for n in linears if result.whole.get(n) == OTHERWISE}
             return result
         except _NotTheSame as error:
             why = str(error)
@@ -81,10 +85,6 @@ def plan_block(
             text = str(error).splitlines()
             why = f"it can't be probed ({type(error).__name__}: {text[0] if text else ''})"
     return one_by_one(why)
-
-
-_NO_PLACE = "the block can't be run with a layer in its place"
-_COMPILED = "its layer would need global sizes, which compiled code can't take"
 
 
 def _too_large(module: nn.Module, tp: int) -> str | None:
@@ -205,7 +205,7 @@ def _thin_references(
         if not dense:
             raise
     if dense:
-        result.whole.update(dict.fromkeys(dense, "the block uses its weight otherwise than by calling it"))
+        result.whole.update(dict.fromkeys(dense, OTHERWISE))
         twin = thin_copy(block.module, seed=0, dense={*dense, *others}, bare=bare)
         references = references_of(twin, block)
     for name in set[str]().union(*(reference.other_biases for reference in references)):

@@ -14,7 +14,7 @@ from lightning_megatp.auto_plan.blocks import Block as Kind
 from lightning_megatp.auto_plan.blocks import Call, find_blocks
 from lightning_megatp.auto_plan.discover import discover, look
 from lightning_megatp.auto_plan.results import BlockResult
-from lightning_megatp.auto_plan.search import plan_block
+from lightning_megatp.auto_plan.search import OTHERWISE, plan_block
 from lightning_megatp.auto_plan.simulate import BlockPlan
 from lightning_megatp.plan.layer import TRANSPOSED, BareLinear, LayerPlan
 from lightning_megatp.plan.layer_styles import split_parameters
@@ -233,6 +233,11 @@ def test_a_function_of_the_users_own_gets_whole_weights(function: Any, is_bare: 
         del body.p
     result = found(body)
     assert styles(result) == {"pair.up": "column", "pair.down": "row"} and result.problem is None
+    assert not is_bare or result.whole["w"] in (
+        OTHERWISE,
+        "its code is not seen to use it as the weight of a linear layer",
+    )
+    assert not is_bare or (function is scripted) != ("w" in result.multiplied)
 
 
 def test_a_bare_weight_that_is_used_twice_between_regions() -> None:
