@@ -154,8 +154,11 @@ class BatchRun:
         last = stage == self.last_stage
         if last and self.beyond is not None:
             return []  # what the other stages still send is received, and no more
-        if self.part is not None and not last and self.plans[microbatch].is_idle(stage):
-            return []
+        if self.part is not None:
+            plan = self.plans[microbatch]
+            if not last and plan.is_idle(stage):
+                return []
+            self.part.kept[microbatch].take_leaves(stage, plan.relays[stage], received, plan.begins)
         seed = mixed(self.seed, microbatch)
         several = len(self.rows) > 1
         rows, compares = self.rows[microbatch] if several else 0, several and self.carried is not None

@@ -129,6 +129,20 @@ def check_schedule(
         )
 
 
+def check_by_hand(verify: bool, trace: bool) -> None:
+    """
+    Raises:
+        ValueError: an option that goes together with steps of automatic optimization alone.
+    """
+    found = "verify=True" if verify else "trace=..." if trace else ""
+    if found:
+        raise ValueError(
+            f"MegaTPStrategy: {found} looks at a step as one forward and one backward, and this LightningModule"
+            " optimizes by hand (automatic_optimization=False). Leave the option out, or try the module with a"
+            " training_step that returns its loss."
+        )
+
+
 def check_backend(backend: str | None) -> None:
     """Raises:
     ValueError: torch doesn't know it, or was built without it.

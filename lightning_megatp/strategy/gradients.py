@@ -269,9 +269,10 @@ class GradientMethods(CopyMethods, InspectionMethods):
             self.sharding.give_to(with_inner(self.optimizers))
         if self._buckets is None or not (self._accumulating or self._buckets.began):
             self._refresh_buckets()
-        with pipeline.executor.recorded("gradients"):
-            self._sum_or_accumulate()
-        closure_loss = self._show_gradients(closure_loss)
+        with self._parallel().context.running(user_code=False):  # a step that optimizes by hand is the user's code
+            with pipeline.executor.recorded("gradients"):
+                self._sum_or_accumulate()
+            closure_loss = self._show_gradients(closure_loss)
         self.post_backward(closure_loss)
         return closure_loss
 

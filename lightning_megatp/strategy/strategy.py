@@ -50,6 +50,7 @@ from lightning_megatp.shim.sigterm import stop_together, tell_to_stop
 from lightning_megatp.stopping import Stopping
 from lightning_megatp.strategy.arguments import (
     check_backend,
+    check_by_hand,
     check_schedule,
     check_stages,
     check_types,
@@ -383,6 +384,8 @@ class MegaTPStrategyBase(StepMethods, GradientMethods, BuildingMethods, WorldMet
         """Copies of the unsplit model, for what is compared with it or predicted from it later."""
         module = self.lightning_module
         assert module is not None
+        if not getattr(module, "automatic_optimization", True):
+            check_by_hand(self.verify or requested() == "verify", self._trace is not None)
         if requested() == "verify":
             prepare(self, trainer, self._building)
             self._precision_plugin, self.verify = self.namespace.double(), True

@@ -21,8 +21,26 @@ class Kept:
     wanted: frozenset[Key] = frozenset()
     """What later parts take."""
     values: dict[Key, Tensor] = field(default_factory=dict)
+    leaves: dict[tuple[int, Key], Tensor] = field(default_factory=dict)
+    """By stage, what it has received, as the start of its graph."""
     answers: list[Answer] = field(default_factory=list)
     """To what the step reads of stages' values on the host."""
+
+    def take_leaves(self, stage: int, relays: Sequence[Relay], received: list[Tensor], begins: int) -> None:
+        """Let a stage go on from what it has received in an earlier part, so that gradients come back to there.
+
+        Args:
+            relays: what it receives.
+            received: that; replaced by what was received before.
+            begins: the first operation of the part that is run.
+        """
+        for i, relay in enumerate(relays):
+            before = self.leaves.get((stage, relay.key)) if relay.key.operation < begins else None
+            if before is not None:
+                received[i] = before
+                before.grad = None
+            elif relay.key in self.wanted:
+                self.leaves[stage, relay.key] = received[i]
 
 
 def received_by_key(relays: Sequence[Relay], tensors: Sequence[Tensor], stage: int) -> dict[Key, Tensor]:

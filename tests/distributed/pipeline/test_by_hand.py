@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -221,6 +223,21 @@ def graph_kept(lit: Classifier, index: int, ids: Tensor, y: Tensor) -> None:
     return {"loss": one + two.detach(), "logits": logits.detach()}
 
 
+def one_graph(lit: Classifier, index: int, ids: Tensor, y: Tensor) -> None:
+    """Two losses go back through the same blocks, one after the other; a third one with what is new beside them."""
+    optimizer = lit.optimizers()
+    optimizer.zero_grad()
+    x = lit.blocks[0](lit.table(ids))
+    hidden = lit.blocks[1](x)
+    logits = lit.head(lit.blocks[2](hidden)).mean(1)
+    loss = F.cross_entropy(logits, y)
+    lit.manual_backward(loss, retain_graph=True)
+    lit.manual_backward(logits.square().mean() + hidden.square().mean(), retain_graph=True)
+    lit.manual_backward(lit.blocks[3](x + hidden).square().mean())
+    optimizer.step()
+    lit.log("loss", loss)
+
+
 class Gan(Logged):
     """The generator's blocks are the first stage's, the discriminator's the last one's."""
 
@@ -298,12 +315,12 @@ def toggled_late(lit: Gan, noise: Tensor, x: Tensor) -> None:
 
 CLASSIFIERS = (
     "plain", "cleared_first", "accumulated", "in_closure", "by_step", "two_optimizers", "twice", "looked_at",
-    "read_early", "in_turn", "graph_kept",
+    "read_early", "in_turn", "graph_kept", "one_graph",
 )  # fmt: skip
 GANS = "toggled", "made_once", "toggled_late"
 
 
-def train(layout: Layout, kind: str) -> tuple[list[dict[str, float]], dict[str, Tensor], int]:
+def train(layout: Layout, kind: str, **strategy: Any) -> tuple[list[dict[str, float]], dict[str, Tensor], int]:
     """What four steps log, the weights after them, and the number of the step."""
     torch.manual_seed(1)
     lit = Gan(kind) if kind in GANS else Classifier(kind)
@@ -315,7 +332,7 @@ def train(layout: Layout, kind: str) -> tuple[list[dict[str, float]], dict[str, 
         data = TensorDataset(torch.randint(0, 9, (32, 4), generator=draw), y)
     rows = 8 // layout.dp
     sampler = None if layout.dp > 1 else DistributedSampler(data, 1, 0, shuffle=True, seed=0)  # as Lightning's
-    plan: dict[str, Any] = {"plan": "auto" if layout.tp > 1 else None}
+    plan: dict[str, Any] = {"plan": "auto" if layout.tp > 1 else None, **strategy}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*does not have many workers")
         trainer = make_trainer(layout, strategy=plan)
@@ -343,3 +360,63 @@ def test_trains_as_on_one_device(kind: str, layout: Layout) -> None:
 def test_divided_parameters_are_refused() -> None:
     with pytest.raises(RankError, match=r"zero=1 does not go together with manual optimization .* Use zero=0, or pp=1"):
         run_program(dataclasses.replace(DP2_PP2, zero=1), train, "plain")
+
+
+REFUSED = {
+    "gradients_read": "reads the gradient of a parameter",
+    "own_backward": r"differentiates inside the step.*`self.manual_backward\(loss\)`",
+    "stepped_by_tensor": r"`step` is given a tensor that one pipeline stage has.*`loss.item\(\)`",
+    "step_by_microbatch": r"`__bool__` .* reads a value of one pipeline stage, in a step that optimizes by hand",
+    "list_read": "reads values on the host by `item`, and when it was planned",
+}
+
+
+def gradients_read(lit: Classifier, index: int, ids: Tensor, y: Tensor) -> None:
+    lit.manual_backward(F.cross_entropy(lit(ids), y))
+    nn.utils.clip_grad_norm_(lit.parameters(), 0.1)
+
+
+def own_backward(lit: Classifier, index: int, ids: Tensor, y: Tensor) -> None:
+    F.cross_entropy(lit(ids), y).backward()
+
+
+def stepped_by_tensor(lit: Classifier, index: int, ids: Tensor, y: Tensor) -> None:
+    loss = F.cross_entropy(lit(ids), y)
+    lit.manual_backward(loss)
+    lit.lr_schedulers().step(loss)
+
+
+def step_by_microbatch(lit: Classifier, index: int, ids: Tensor, y: Tensor) -> None:
+    losses = F.cross_entropy(lit(ids), y, reduction="none")
+    lit.manual_backward(losses.mean())
+    if losses[0] > losses[1]:
+        lit.optimizers().step()
+
+
+def list_read(lit: Classifier, index: int, ids: Tensor, y: Tensor) -> None:
+    logits = lit(ids)
+    lit.shown = str(logits.argmax(1).tolist())
+    lit.manual_backward(F.cross_entropy(logits, y))
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_is_refused(kind: str) -> None:
+    with pytest.raises(RankError, match=f"(?s){REFUSED[kind]}"):
+        run_program(PP2, train, kind)
+
+
+@pytest.mark.parametrize("option", ["verify", "trace"])
+def test_options_for_one_backward_are_refused(option: str, tmp_path: Path) -> None:
+    chosen = {"verify": True} if option == "verify" else {"trace": tmp_path}
+    with pytest.raises(RankError, match=f"{option}=.* looks at a step as one forward and one backward"):
+        run_program(PP2, partial(train, **chosen), "plain")
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "interleaved", "zb_h1", "zb_v"])
+def test_every_schedule_is_run_in_parts(schedule: str) -> None:
+    (seen, weights, _), *_ = run_program(PLAIN, train, "made_once")
+    found, held, _ = run_program(dataclasses.replace(PP2, schedule=schedule), train, "made_once")[0]
+    for own, expected in zip(found, seen, strict=True):
+        assert own == pytest.approx(expected, rel=1e-9)
+    for name, x in held.items():
+        torch.testing.assert_close(x, weights[name], rtol=1e-8, atol=1e-10)

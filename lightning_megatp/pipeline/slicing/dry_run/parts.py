@@ -27,8 +27,8 @@ class Parts:
         """Whether it ends with a backward."""
         self.retains_graph = False
         """Whether that leaves the graph as it is."""
-        self._recalled: dict[Key, tuple[Value, str]] = {}
-        """Values of earlier parts that it takes, and what takes each first."""
+        self._recalled: set[Key] = set()
+        """Values of earlier parts that it takes."""
         self._of_parameters: dict[int, Value] = {}
         """id() of what every stage made in earlier parts of parameters, which may be others by now."""
         self._changed_alike = ""
@@ -51,6 +51,7 @@ class Parts:
         self._recalled.clear()
         for value in values:
             value.consumers.clear()
+            value.became_before += [(stage, made) for stage, made in value.became if made is not None]
             value.became.clear()
             if value.stage is None and not (value.origins - {id(value.tensor)}).isdisjoint(parameters):
                 self._of_parameters[id(value.tensor)] = value
@@ -67,7 +68,7 @@ class Parts:
                 " would make that anew, of the updated one. Compute it again where it is used, or use `.item()` of it."
             )
         if value.key is not None and value.key.operation < self.begins:
-            self._recalled.setdefault(value.key, (value, by))
+            self._recalled.add(value.key)
 
     def change(self, value: Value, stage: int | None, by: str, lasts: bool) -> None:
         """An operation of the part changes a value in place.
@@ -86,17 +87,12 @@ class Parts:
         if stage is None and lasts:
             self._changed_alike = by
 
-    def check_gradients(self) -> None:
-        """At the end of the step, when it is known which values reach the loss.
-
-        Raises:
-            SliceError: a gradient would go back into an earlier part, and from there to another stage.
-        """
-        for value, by in self._recalled.values() if self.goes_backward else ():
-            graph = value.ghost is not None and value.ghost.requires_grad and value.has_gradient()
-            if graph and value.stage:
-                raise SliceError(
-                    f"{by} goes on, with its graph, from what {value.maker} made on pipeline stage {value.stage} before"
-                    " an earlier `manual_backward`, and the stages before that have left their part of the graph. Add"
-                    " the losses up and call `manual_backward` once, compute it again, or `detach` it."
-                )
+    def go_back(self, value: Value) -> None:
+        """At the end of the step: let the gradient of what an earlier part made of a value come back to it. Where that
+        was on a later stage, it is sent on once more, so that a message goes back; the stage takes the leaf of then."""
+        for stage, made in value.became_before if self.goes_backward and value.stage is not None else ():
+            if made.reaches_loss and (stage, made) not in value.became:
+                value.became.append((stage, made))
+                if value.key is not None and stage > (value.stage or 0):
+                    value.consumers.add(stage)
+                    self._recalled.add(value.key)

@@ -50,7 +50,6 @@ def make_plan(tracer: Tracer, names: Mapping[int, str], effects: SideEffects) ->
     changed = tracer.values.changed_for_good(tracer.owners, ends)
     tracer.values.find_gradients(n_stages - 1)
     parts = tracer.values.parts
-    parts.check_gradients()
     for stage in range(n_stages):
         is_tail = tracer.manner.tail is not None and stage == n_stages - 1
         idles = not any(operation.stage == stage for operation in tracer.record.operations)

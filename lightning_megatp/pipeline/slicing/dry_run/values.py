@@ -34,6 +34,8 @@ class Value:
     """Later stages that use it."""
     became: list[tuple[int, Value | None]] = field(default_factory=list)
     """What differentiable operations made of it, with their stages; None: it is the loss."""
+    became_before: list[tuple[int, Value]] = field(default_factory=list)
+    """The same, in earlier parts of a step that goes backward by hand."""
     reaches_loss: bool = False
     """Whether it has a gradient. Known at the end of the step."""
     changed_elsewhere: tuple[int | None, str] | None = None
@@ -228,6 +230,7 @@ class Values:
         while found:
             found = False
             for value in values:
+                self.parts.go_back(value)
                 if not value.reaches_loss and value.has_gradient():
                     value.reaches_loss = found = True
 
