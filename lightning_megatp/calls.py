@@ -67,11 +67,12 @@ class Follows(Protocol):
     def begin_part(self) -> None:
         """The step has gone backward by hand, and goes on."""
 
-    def end_part(self, retains_graph: bool = False) -> None:
+    def end_part(self, retains_graph: bool, learns: Mapping[str, bool]) -> None:
         """The step goes backward by hand, and is left.
 
         Args:
             retains_graph: it may go backward once more through the same graph.
+            learns: whether parameters require a gradient now, of those that it has told to, or not to.
         """
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_megatp.containers import parameters_of, tensors_in
+from lightning_megatp.containers import tensors_in
 from lightning_megatp.detour import Detour, end_all
 from lightning_megatp.messages import with_article
 from lightning_megatp.pipeline.slicing.dry_run.operations import StepEnded
@@ -25,10 +25,11 @@ from lightning_megatp.pipeline.slicing.slicer import Slicer
 from lightning_megatp.shim.fakes import is_fake
 from lightning_megatp.shim.lightning import steps_by_hand
 from lightning_megatp.shim.torch import DisableTorchFunction
+from lightning_megatp.tensor.outside import WholeParameter
 
 Step = Callable[[Any], Any]
-_Learned = dict[int, tuple[Tensor, bool]]
-"""id(parameter) -> itself, and whether it required a gradient."""
+_Learned = dict[str, bool]
+"""Name of a parameter -> whether it required a gradient."""
 
 
 class _How(Enum):
@@ -59,6 +60,8 @@ class _Run:
     """Before a try toggled some."""
     toggled: _Learned = field(default_factory=dict)
     """Before the last `toggle_optimizer` of a try."""
+    known: dict[int, str] = field(default_factory=dict)
+    """id(parameter) -> its name."""
 
 
 class _Backward(BaseException):
@@ -75,14 +78,21 @@ class Actions:
     Args:
         module: the LightningModule.
         slicer: cuts its steps.
-        parameters_of: the parameters that an optimizer has on all stages; where they are elsewhere, what stands for
-            them.
+        names: of all parameters of the model.
+        names_of: the same of those that an optimizer has, on all stages.
+        agree: called when parameters of this rank were told to learn, or not: of divided ones all forms do.
     """
 
     def __init__(
-        self, module: nn.Module, slicer: Slicer, parameters_of: Callable[[Optimizer], Sequence[Tensor]]
+        self,
+        module: nn.Module,
+        slicer: Slicer,
+        names: Sequence[str],
+        names_of: Callable[[Optimizer], Sequence[str]],
+        agree: Callable[[], None],
     ) -> None:
-        self._module, self._slicer, self._parameters_of = module, slicer, parameters_of
+        self._module, self._slicer = module, slicer
+        self._names, self._names_of, self._agree = names, names_of, agree
         self._run: _Run | None = None
         self._done = 0
         """How often something was done by hand in this batch."""
@@ -158,6 +168,25 @@ class Actions:
 
         return acting
 
+    @contextlib.contextmanager
+    def learning(self, learns: Mapping[str, bool]) -> Iterator[None]:
+        """Around a backward of a part: parameters require gradients as at the line that goes backward, though stages
+        have left the step before it.
+
+        Args:
+            learns: as planned.
+        """
+        with DisableTorchFunction():
+            now = {name: self._slicer.parameter(name).requires_grad for name in learns}
+        before = {name: learned for name, learned in now.items() if learned != learns[name]}
+        if before:
+            self._let_learn({name: learns[name] for name in before})
+        try:
+            yield
+        finally:
+            if before:
+                self._let_learn(before)
+
     def went_backward(self, loss: Tensor) -> None:
         """A part was run.
 
@@ -210,7 +239,7 @@ class Actions:
             return None
         self._acts = True
         try:
-            with self._slicer.follows.acting() if aside else contextlib.nullcontext():
+            with self._slicer.follows.acting() if aside else contextlib.nullcontext(), self._slicer.absent():
                 result = call()
         finally:
             self._acts = False
@@ -242,7 +271,7 @@ class Actions:
         follows = self._slicer.follows
         if run.how is _How.ACTING:
             if reached == len(self._losses):  # that part comes next
-                follows.end_part()
+                follows.end_part(False, {})
                 raise StepEnded
             follows.begin_part()
             return self._act(functools.partial(call.func, self._losses[reached], *call.args[1:], **options))
@@ -254,7 +283,9 @@ class Actions:
                     " the last `manual_backward`, or in a hook."
                 )
             _check(loss, options, call.args[1:])
-            follows.end_part(bool(options.get("retain_graph")))
+            with DisableTorchFunction():
+                learns = {name: self._slicer.parameter(name).requires_grad for name in run.learned}
+            follows.end_part(bool(options.get("retain_graph")), learns)
             raise _Backward(loss)
         follows.begin_part()
         return self._act(call)
@@ -265,27 +296,26 @@ class Actions:
         assert run is not None
         optimizer = _unwrapped(call.args[0] if call.args else call.keywords["optimizer"])
         if self._toggles_itself(run):
-            parameters = self._parameters_of if run.how is _How.TRIED else parameters_of
-            run.toggled = self._learned(parameters)
+            run.toggled = self._learned()
             run.learned = run.toggled | run.learned
-            self._let_learn(run.toggled, {id(x) for x in parameters(optimizer)})
+            self._let_learn(run.toggled, optimizer)
         return self._act(functools.partial(self._toggle_own, optimizer))
+
+    def _toggle_own(self, optimizer: Optimizer) -> None:
+        self._toggled = self._learned()
+        self._let_learn(self._toggled, optimizer)
 
     def _toggles_itself(self, run: _Run) -> bool:
         """Whether a run toggles parameters until it is over: a try, and a part, where it comes behind what it computed,
         and so was not done before it."""
         return run.how is _How.TRIED or (run.how is _How.IN_PARTS and run.actions >= self._done)
 
-    def _toggle_own(self, optimizer: Optimizer) -> None:
-        self._toggled = self._learned(parameters_of)
-        self._let_learn(self._toggled, {id(x) for x in parameters_of(optimizer)})
-
     def _untoggle(self, call: functools.partial[Any]) -> Any:
         run = self._run
         assert run is not None
         if self._toggles_itself(run):
-            toggled = run.toggled or (self._toggled if run.how is _How.IN_PARTS else {})
-            run.learned = self._learned(parameters_of) | run.learned if run.how is _How.IN_PARTS else run.learned
+            toggled = run.toggled or self._toggled
+            run.learned = self._learned() | run.learned
             self._let_learn(toggled)
             run.toggled = {}
         return self._act(self._untoggle_own)
@@ -294,32 +324,43 @@ class Actions:
         self._let_learn(self._toggled)
         self._toggled = {}
 
-    def _learned(self, parameters_of: Callable[[Optimizer], Sequence[Tensor]]) -> _Learned:
-        """Which parameters of optimizers learn now."""
+    def _learned(self) -> _Learned:
+        """Which parameters of optimizers learn now, on all stages."""
+        module: Any = self._module
+        every = [name for optimizer in module.trainer.optimizers for name in self._names_of(optimizer)]
         with DisableTorchFunction():  # no operations of the step's
-            module: Any = self._module
-            every = [x for optimizer in module.trainer.optimizers for x in parameters_of(optimizer)]
-            return {id(x): (x, x.requires_grad) for x in every}
+            return {name: self._slicer.parameter(name).requires_grad for name in every}
 
     def _learn(self, parameter: Tensor, learns: bool) -> None:
         """The step lets a parameter learn, or not, as `toggle_optimizer` does."""
         run = self._run
         assert run is not None
+        name = self._name_of(parameter, run)
         if self._toggles_itself(run):
             with DisableTorchFunction():
-                run.learned.setdefault(id(parameter), (parameter, parameter.requires_grad))
-            self._let_learn({id(parameter): (parameter, learns)})
-        self._act(functools.partial(self._let_learn, {id(parameter): (parameter, learns)}), aside=False)
+                run.learned.setdefault(name, parameter.requires_grad)
+            self._let_learn({name: learns})
+        self._act(functools.partial(self._let_learn, {name: learns}), aside=False)
 
-    def _let_learn(self, learned: _Learned, only: Collection[int] | None = None) -> None:
+    def _name_of(self, parameter: Tensor, run: _Run) -> str:
+        if isinstance(parameter, WholeParameter):  # a split layer shows it in place of its own
+            return parameter.spec.name
+        if id(parameter) not in run.known:  # with zero > 0 modules show one form of it, or another
+            run.known.update((id(self._slicer.parameter(name)), name) for name in self._names)
+        return run.known[id(parameter)]
+
+    def _let_learn(self, learned: _Learned, optimizer: Optimizer | None = None) -> None:
         """Let parameters, or what stands for them, learn as they did.
 
         Args:
-            only: those with these id(); None for all.
+            optimizer: those alone that it has; None for all.
         """
         with DisableTorchFunction():
-            for x, learns in learned.values():
-                x.requires_grad_(learns and (only is None or id(x) in only))
+            only = learned if optimizer is None else set(self._names_of(optimizer))
+            for name, learns in learned.items():
+                self._slicer.parameter(name).requires_grad_(learns and name in only)
+            if learned:
+                self._agree()
         self._slicer.forget_fakes()
 
 

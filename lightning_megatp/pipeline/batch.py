@@ -69,6 +69,8 @@ class PartRun:
     """By microbatch, what the step has averaged on the last stage, in all parts so far."""
     goes_backward: bool
     """Whether it ends with a backward; else it is the last one."""
+    learning: Callable[[Mapping[str, bool]], contextlib.AbstractContextManager[None]]
+    """Around a backward: lets parameters require a gradient as the plan says."""
 
 
 @dataclass
@@ -343,9 +345,11 @@ class BatchRun:
 
     @contextlib.contextmanager
     def around_backward(self, stage: int, microbatch: int) -> Iterator[None]:
-        self._before_backward(stage, microbatch)
-        with self.parallel.user_code():  # activation checkpointing runs the user's forward again
-            yield
+        learns = {} if self.part is None else self.plans[microbatch].learns
+        with self.part.learning(learns) if self.part is not None and learns else contextlib.nullcontext():
+            self._before_backward(stage, microbatch)
+            with self.parallel.user_code():  # activation checkpointing runs the user's forward again
+                yield
 
     def _before_backward(self, stage: int, microbatch: int) -> None:
         first = not self._backwards

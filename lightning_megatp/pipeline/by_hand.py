@@ -67,6 +67,9 @@ class ByHand:
             SliceError: it can't be cut, or not into parts.
         """
         pipeline = self._pipeline
+        if pipeline.sharding is not None:
+            pipeline.sharding.begin()
+            pipeline.sharding.drop_old()
         microbatches = pipeline.microbatches(batch)
         pipeline.warn_of_one(len(microbatches))
         seed = shared_seed(pipeline.parallel.module.trainer, StepKind.TRAIN)
@@ -156,13 +159,21 @@ class _Batch:
         )
         for i, kept in enumerate(self._kept):
             kept.wanted = frozenset().union(*(later[i].recalled for later in self.parts[number + 1 :]))
-        run.part, run.warns = PartRun(number, self._kept, self._averages, goes_backward), self._warns
+        run.part, run.warns = (
+            PartRun(number, self._kept, self._averages, goes_backward, self.actions.learning),
+            self._warns,
+        )
         if len(self.microbatches) > 1:
             run.own_values = pipeline.own_values
+        sharding = pipeline.sharding
         if goes_backward:
+            if sharding is not None:
+                sharding.begin()
+                sharding.drop_old()
             self.actions.went_backward(pipeline.go_backward(run, ()))
         else:
-            pipeline.execute(StepKind.TRAIN, run)
+            with contextlib.nullcontext() if sharding is None else sharding.evaluating():
+                pipeline.execute(StepKind.TRAIN, run)
 
     def end(self) -> Tensor:
         """After the last part. Returns the loss that the step returned, if any, ()."""

@@ -35,7 +35,7 @@ def divide(
         make: see `ZeroSharding`.
 
     Raises:
-        ValueError: an earlier run has divided it otherwise; or it optimizes by hand, over pipeline stages.
+        ValueError: an earlier run has divided it otherwise.
     """
     before = parallel.sharding
     level = options.level if mesh.size("dp") > 1 else 0
@@ -51,11 +51,6 @@ def divide(
             " more devices than tp * pp, or use zero=0."
         )
     if before is None and level:
-        if pipeline is not None and not getattr(parallel.module, "automatic_optimization", True):
-            raise ValueError(
-                f"MegaTPStrategy: zero={options.level} does not go together with manual optimization"
-                " (automatic_optimization=False) at pp > 1. Use zero=0, or pp=1."
-            )
         if pipeline is None:
             units, touched = units_in_use(parallel, example, mesh.device)
         else:

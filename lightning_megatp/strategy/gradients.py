@@ -225,6 +225,8 @@ class GradientMethods(CopyMethods, InspectionMethods):
         module, plugin = self.lightning_module, self.precision_plugin
         assert module is not None
         accumulated, scaler = module.trainer.accumulate_grad_batches, getattr(plugin, "scaler", None)
+        # else gradients of earlier backwards may be there
+        in_batch = accumulated == 1 and module.automatic_optimization
 
         def scale(loss: Tensor) -> Tensor:
             loss = loss / accumulated
@@ -240,24 +242,25 @@ class GradientMethods(CopyMethods, InspectionMethods):
             if self.sharding is not None:
                 reduced = self.pipeline.reduces_each
                 self.sharding.reduce_units(self.pipeline.units_of(stage), None if reduced else factor)
-            if accumulated == 1 and self._buckets is not None:
+            if in_batch and self._buckets is not None:
                 if not self._buckets.began:
                     self._refresh_buckets()  # a callback may have unfrozen some, the dry run may have lent some
                 self._buckets.complete(self.pipeline.part_of(stage), factor)
 
-        early = self._mesh().size("dp") > 1 and (self.sharding is not None or accumulated == 1)
-        early = early and module.automatic_optimization  # else gradients of earlier backwards may be there
+        early = self._mesh().size("dp") > 1 and (self.sharding is not None or in_batch)
         return Backward(scale, before, complete if early else None)
 
     def _by_hand(self, pipeline: Pipeline) -> ByHand:
         """What runs the module's steps, if they optimize by hand."""
 
-        def parameters_of(optimizer: Optimizer) -> list[Tensor]:
-            return [pipeline.slicer.stand_in(name) for name in self._groups.order(optimizer)]
+        def agree() -> None:
+            for divided in pipeline.parallel.divided.values():
+                divided.agree_on_trained()
 
         if self._steps_by_hand is None:
-            module = pipeline.parallel.module
-            self._steps_by_hand = ByHand(pipeline, Actions(module, pipeline.slicer, parameters_of))
+            parallel = pipeline.parallel
+            actions = Actions(parallel.module, pipeline.slicer, parallel.order, self._groups.order, agree)
+            self._steps_by_hand = ByHand(pipeline, actions)
         return self._steps_by_hand
 
     def _finish_pipeline(self, pipeline: Pipeline, closure_loss: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ optimizers together. In place of what stages compute there are ghosts.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -75,9 +75,9 @@ class Acting(StageMode):
             return None
         return self._opaque(function, name, False, args, kwargs)
 
-    def end_part(self, retains_graph: bool = False) -> None:
+    def end_part(self, retains_graph: bool, learns: Mapping[str, bool]) -> None:
         """The step goes backward where a part is to be run first, and is left."""
-        super().end_part(retains_graph)
+        super().end_part(retains_graph, learns)
         self._overran = True
 
     @property

@@ -216,6 +216,8 @@ class SlicePlan:
     """Whether the part ends with a backward by hand; else it is the last one."""
     retains_graph: bool = False
     """Whether that leaves the graph as it is, for another one."""
+    learns: Mapping[str, bool] = field(default_factory=dict)
+    """Whether parameters require a gradient then, of those that the step has told to, or not to."""
     _scripts: dict[int | None, Script] = field(default_factory=dict, compare=False, repr=False)
 
     @property

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -212,7 +212,7 @@ class StageMode(TorchFunctionMode):
         """The step has gone backward by hand, and goes on."""
         self._parts_done += 1
 
-    def end_part(self, retains_graph: bool = False) -> None:
+    def end_part(self, retains_graph: bool, learns: Mapping[str, bool]) -> None:
         """The step goes backward by hand, and is left."""
         self.done = True
 

@@ -328,6 +328,12 @@ class Slicer:
             with contextlib.suppress(StepEnded), mode:
                 yield
 
+    def parameter(self, name: str) -> Tensor:
+        """A parameter by name, as its module holds it; of a freed one what tells its shape and dtype."""
+        path, _, leaf = name.rpartition(".")
+        held = dict.get(self.module.get_submodule(path)._parameters, leaf)  # a split layer would show the whole
+        return self.stand_in(name) if held is None else held
+
     def forget_fakes(self) -> None:
         """What stands for parameters, in a dry run that goes on, learns as they do now."""
         forget_fakes(self._fake_mode)
@@ -469,6 +475,10 @@ class Slicer:
     def present(self) -> contextlib.AbstractContextManager[None]:
         """Meanwhile `module.parameters()` gives freed parameters, too: what stands for them."""
         return self._ownership.present()
+
+    def absent(self) -> contextlib.AbstractContextManager[None]:
+        """In a step, meanwhile `module.parameters()` gives what this rank has."""
+        return self._ownership.absent()
 
     def stand_in(self, name: str) -> Tensor:
         """A parameter by name; of a freed one what tells its shape and dtype."""

@@ -313,11 +313,32 @@ def toggled_late(lit: Gan, noise: Tensor, x: Tensor) -> None:
     lit.log_dict({"g_loss": g_loss, "d_loss": d_loss})
 
 
+def frozen_by_hand(lit: Gan, noise: Tensor, x: Tensor) -> None:
+    """As pix2pix does: parameters are told by themselves whether to learn. Two steps of the discriminator, and in every
+    second batch one of the generator."""
+    g, d = lit.optimizers()
+    fake = lit.generator(noise)
+    for i in range(2):
+        lit.discriminator.requires_grad_(True)
+        d_loss = real_or_not(lit.discriminator(x), True) + real_or_not(lit.discriminator(fake.detach()), False)
+        d.zero_grad()
+        lit.manual_backward(d_loss)
+        d.step()
+        lit.log(f"d_loss_{i}", d_loss)
+    if lit.global_step % 4 < 3:
+        for parameter in lit.discriminator.parameters():
+            parameter.requires_grad = False
+        g_loss = real_or_not(lit.discriminator(fake), True) + (fake - x).abs().mean()
+        g.zero_grad()
+        lit.manual_backward(g_loss)
+        g.step()
+
+
 CLASSIFIERS = (
     "plain", "cleared_first", "accumulated", "in_closure", "by_step", "two_optimizers", "twice", "looked_at",
     "read_early", "in_turn", "graph_kept", "one_graph",
 )  # fmt: skip
-GANS = "toggled", "made_once", "toggled_late"
+GANS = "toggled", "made_once", "toggled_late", "frozen_by_hand"
 
 
 def train(layout: Layout, kind: str, **strategy: Any) -> tuple[list[dict[str, float]], dict[str, Tensor], int]:
@@ -344,7 +365,7 @@ def train(layout: Layout, kind: str, **strategy: Any) -> tuple[list[dict[str, fl
 @pytest.mark.parametrize("kind", [*CLASSIFIERS, *GANS])
 @pytest.mark.parametrize("layout", [PP2, TP2_PP2, DP2_PP2], ids=str)
 def test_trains_as_on_one_device(kind: str, layout: Layout) -> None:
-    if layout is not PP2 and kind not in ("plain", "accumulated", "toggled", "made_once"):
+    if layout is not PP2 and kind not in ("plain", "accumulated", "toggled", "made_once", "frozen_by_hand"):
         pytest.skip("one layout is enough")
     (seen, weights, steps), *_ = run_program(PLAIN, train, kind)
     for rank, (found, held, at) in enumerate(run_program(layout, train, kind)):
@@ -357,9 +378,14 @@ def test_trains_as_on_one_device(kind: str, layout: Layout) -> None:
             torch.testing.assert_close(x, weights[name], rtol=1e-8, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}")
 
 
-def test_divided_parameters_are_refused() -> None:
-    with pytest.raises(RankError, match=r"zero=1 does not go together with manual optimization .* Use zero=0, or pp=1"):
-        run_program(dataclasses.replace(DP2_PP2, zero=1), train, "plain")
+@pytest.mark.parametrize("zero", [1, 3])
+@pytest.mark.parametrize("kind", ["plain", "accumulated", *GANS, "one_graph"])
+def test_with_divided_parameters(kind: str, zero: int) -> None:
+    (_, weights, steps), *_ = run_program(PLAIN, train, kind)
+    _, held, at = run_program(dataclasses.replace(DP2_PP2, zero=zero), train, kind)[0]
+    assert at == steps
+    for name, x in held.items():
+        torch.testing.assert_close(x, weights[name], rtol=1e-8, atol=1e-10)
 
 
 REFUSED = {

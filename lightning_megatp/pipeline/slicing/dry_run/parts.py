@@ -6,7 +6,7 @@ earlier parts is skipped, and what the part takes of it was kept. What every sta
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from lightning_megatp.pipeline.slicing.plan import Key, SliceError
@@ -27,6 +27,8 @@ class Parts:
         """Whether it ends with a backward."""
         self.retains_graph = False
         """Whether that leaves the graph as it is."""
+        self.learns: Mapping[str, bool] = {}
+        """Whether parameters require a gradient then, of those that the step has told to, or not to."""
         self._recalled: set[Key] = set()
         """Values of earlier parts that it takes."""
         self._of_parameters: dict[int, Value] = {}
@@ -55,6 +57,10 @@ class Parts:
             value.became.clear()
             if value.stage is None and not (value.origins - {id(value.tensor)}).isdisjoint(parameters):
                 self._of_parameters[id(value.tensor)] = value
+
+    def end(self, retains_graph: bool, learns: Mapping[str, bool]) -> None:
+        """See `Follows.end_part`."""
+        self.goes_backward, self.retains_graph, self.learns = True, retains_graph, learns
 
     def take(self, value: Value, stage: int | None, by: str) -> None:
         """An operation of the part takes a value.

@@ -102,6 +102,7 @@ def make_plan(tracer: Tracer, names: Mapping[int, str], effects: SideEffects) ->
         recalled=parts.recalled,
         goes_backward=parts.goes_backward,
         retains_graph=parts.retains_graph,
+        learns=parts.learns,
     )
 
 

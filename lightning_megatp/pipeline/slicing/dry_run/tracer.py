@@ -8,7 +8,7 @@ on fakes as a whole.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -301,10 +301,10 @@ class Tracer(TorchFunctionMode):
         """The step has gone backward by hand, and goes on."""
         self.values.begin_part(len(self.record.operations), self.glue)
 
-    def end_part(self, retains_graph: bool = False) -> None:
+    def end_part(self, retains_graph: bool, learns: Mapping[str, bool]) -> None:
         """The step goes backward by hand, and is left."""
         self.done = True
-        self.values.parts.goes_backward, self.values.parts.retains_graph = True, retains_graph
+        self.values.parts.end(retains_graph, learns)
 
     def consume(self, value: Any, gradient: bool, by: str) -> None:
         """The last stage needs a value: it is logged or returned."""

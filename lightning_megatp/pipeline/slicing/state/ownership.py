@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ Sizes = Mapping[str, Sequence[int]]
 """Name of a parameter of which each rank holds a part, each of a tied one -> the shape that a step's code sees."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Emptied:
     """A module some of whose tensors were freed."""
 
@@ -31,6 +31,8 @@ class _Emptied:
     kind: str
     order: tuple[str, ...]
     fakes: dict[str, Tensor]
+    held: dict[str, Any] = field(default_factory=dict)
+    """What the module has of them, while fakes are shown beside it."""
 
 
 class Ownership:
@@ -55,6 +57,7 @@ class Ownership:
         self._module, self._stage_of_unit, self._fake_mode = module, stage_of_unit, fake_mode
         self._sizes, self._device = sizes, device
         self._emptied: list[_Emptied] = []
+        self._is_present = False
         self._uses: dict[str, set[int]] = {}
         self._known: set[nn.Module] = set()
         """The modules that were there when tensors were freed."""
@@ -163,19 +166,39 @@ class Ownership:
     @contextlib.contextmanager
     def present(self) -> Iterator[None]:
         """Put what stands for freed tensors where `module.parameters()` finds it, as it would on one device."""
-        before = [(emptied, emptied.module.__dict__[emptied.kind]) for emptied in self._emptied]
-        with contextlib.ExitStack() as stack:
-            for emptied, held in before:
-                if held:  # changed in place: those of split layers are no plain dicts
-                    stack.callback(_fill, held, dict(dict.items(held)))
-                    _fill(held, {name: dict.get(held, name, emptied.fakes.get(name)) for name in emptied.order})
-                else:
-                    emptied.module.__dict__[emptied.kind] = emptied.fakes
-            try:
-                yield
-            finally:
-                for emptied, held in before:
-                    emptied.module.__dict__[emptied.kind] = held
+        with self._shown(True):
+            yield
+
+    @contextlib.contextmanager
+    def absent(self) -> Iterator[None]:
+        """Within `present`: `module.parameters()` gives what this rank has."""
+        with self._shown(False):
+            yield
+
+    @contextlib.contextmanager
+    def _shown(self, shown: bool) -> Iterator[None]:
+        before, self._is_present = self._is_present, shown
+        if before != shown:
+            self._show(shown)
+        try:
+            yield
+        finally:
+            self._is_present = before
+            if before != shown:
+                self._show(before)
+
+    def _show(self, shown: bool) -> None:
+        """What a module holds itself may be exchanged meanwhile, by what divides it."""
+        for emptied in self._emptied:
+            if shown:
+                emptied.held = emptied.module.__dict__[emptied.kind]
+            held = emptied.held
+            if not held:
+                emptied.module.__dict__[emptied.kind] = emptied.fakes if shown else held
+            elif shown:  # changed in place: those of split layers are no plain dicts
+                _fill(held, {name: dict.get(held, name, emptied.fakes.get(name)) for name in emptied.order})
+            else:
+                _fill(held, {name: x for name, x in dict.items(held) if x is None or x is not emptied.fakes.get(name)})
 
     @contextlib.contextmanager
     def lists_noted(self) -> Iterator[ListsNoted]:
