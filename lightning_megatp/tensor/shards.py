@@ -87,7 +87,7 @@ class WeightMatrix(torch.Tensor):
         return matrix
 
     @staticmethod
-    def seen(weight: LayerWeight, func: Callable[..., Any], name: str, *args: Any, **kwargs: Any) -> Any:
+    def seen(weight: LayerWeight, func: Callable[..., Any], name: str, /, *args: Any, **kwargs: Any) -> Any:
         """What an operation makes of a weight, if it is such a matrix; else None."""
         if not (transposes(name, *args, **kwargs) if weight.is_matrix else name in _RESHAPES):
             return None
@@ -147,7 +147,7 @@ def reshaped(
     return next((way for way in ways if way.sizes(shape) == tuple(made)), None)
 
 
-def transposes(name: str, *dims: Any, **named: Any) -> bool:
+def transposes(name: str, /, *dims: Any, **named: Any) -> bool:
     """Whether an operation transposes a matrix."""
     if name in ("T", "t", "mT"):
         return True
@@ -155,7 +155,7 @@ def transposes(name: str, *dims: Any, **named: Any) -> bool:
     return name in ("transpose", "permute", "swapaxes", "swapdims") and [d % 2 for d in given] in ([0, 1], [1, 0])
 
 
-def changes_nothing(func: Callable[..., Any], name: str, x: Tensor, *args: Any, **kwargs: Any) -> bool:
+def changes_nothing(func: Callable[..., Any], name: str, x: Tensor, /, *args: Any, **kwargs: Any) -> bool:
     """Whether an operation returns a plain tensor itself: `.to` of the dtype and device that it has."""
     return name in _CONVERSIONS and func(x, *args, **kwargs) is x
 
