@@ -159,10 +159,9 @@ class _Batch:
         )
         for i, kept in enumerate(self._kept):
             kept.wanted = frozenset().union(*(later[i].recalled for later in self.parts[number + 1 :]))
-        run.part, run.warns = (
-            PartRun(number, self._kept, self._averages, goes_backward, self.actions.learning),
-            self._warns,
-        )
+        learning = self.actions.learning
+        run.part = PartRun(number, self._kept, self._averages, goes_backward, learning)
+        run.warns = self._warns
         if len(self.microbatches) > 1:
             run.own_values = pipeline.own_values
         sharding = pipeline.sharding
