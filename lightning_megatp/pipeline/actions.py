@@ -15,19 +15,25 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_megatp.containers import tensors_in
 from lightning_megatp.detour import Detour, end_all
 from lightning_megatp.messages import with_article
+from lightning_megatp.module import ParallelModule
 from lightning_megatp.pipeline.slicing.dry_run.operations import StepEnded
 from lightning_megatp.pipeline.slicing.plan import SliceError
 from lightning_megatp.pipeline.slicing.slicer import Slicer
+from lightning_megatp.pipeline.told.telling import Options, options_of
 from lightning_megatp.shim.fakes import is_fake
 from lightning_megatp.shim.lightning import steps_by_hand
-from lightning_megatp.shim.torch import DisableTorchFunction
+from lightning_megatp.shim.torch import DisableTorchFunction, tree_leaves
+from lightning_megatp.snapshots.leftovers import Path, PlainValues
 from lightning_megatp.tensor.outside import WholeParameter
+from lightning_megatp.user_hooks import is_users
 
 Step = Callable[[Any], Any]
+_HOOKS = ("on_after_backward", "on_before_optimizer_step", "optimizer_step", "optimizer_zero_grad")
 _Learned = dict[str, bool]
 """Name of a parameter -> whether it required a gradient."""
 
@@ -60,6 +66,8 @@ class _Run:
     """Before a try toggled some."""
     toggled: _Learned = field(default_factory=dict)
     """Before the last `toggle_optimizer` of a try."""
+    told: list[tuple[str, bool]] = field(default_factory=list)
+    """What it has told parameters: to learn, or not."""
     known: dict[int, str] = field(default_factory=dict)
     """id(parameter) -> its name."""
 
@@ -76,23 +84,21 @@ class Actions:
     """Stands in for what steps call by hand, in batches.
 
     Args:
-        module: the LightningModule.
+        parallel: the module.
         slicer: cuts its steps.
-        names: of all parameters of the model.
-        names_of: the same of those that an optimizer has, on all stages.
-        agree: called when parameters of this rank were told to learn, or not: of divided ones all forms do.
+        opened: the modules on which hooks may set Python values, by name.
+        names_of: of the parameters that an optimizer has, on all stages.
     """
 
     def __init__(
         self,
-        module: nn.Module,
+        parallel: ParallelModule,
         slicer: Slicer,
-        names: Sequence[str],
+        opened: Mapping[str, nn.Module],
         names_of: Callable[[Optimizer], Sequence[str]],
-        agree: Callable[[], None],
     ) -> None:
-        self._module, self._slicer = module, slicer
-        self._names, self._names_of, self._agree = names, names_of, agree
+        self._parallel, self._slicer, self._opened, self._names_of = parallel, slicer, opened, names_of
+        self._module: Any = parallel.module
         self._run: _Run | None = None
         self._done = 0
         """How often something was done by hand in this batch."""
@@ -100,17 +106,25 @@ class Actions:
         """Of the parts that were run in this batch."""
         self._steps_before = 0
         """The Trainer's count of optimizer steps before this batch."""
+        self._options: list[Options] = []
+        """Of the optimizers, before this batch and after each of those: a run finds them as they were there."""
+        self.told: list[tuple[str, bool]] = []
+        """What the step that was tried last has told parameters: to learn, or not."""
+        self.set_by_hooks: dict[Path, bytes] = {}
+        """The Python values that hooks have set which ran in what was done by hand."""
         self._toggled: _Learned = {}
         """Before the last `toggle_optimizer`."""
+        self._tells = False
+        """Whether a step has told parameters to learn, or not to."""
         self._acts = False
         """Something is being done: what it calls is its own affair."""
 
     @contextlib.contextmanager
     def batch(self) -> Iterator[None]:
         """Around all runs of the step for a batch."""
-        module: Any = self._module
-        trainer = module.trainer
+        module, trainer = self._module, self._module.trainer
         self._done, self._losses, self._steps_before = 0, [], steps_by_hand(trainer).completed
+        self._options = [options_of(trainer.optimizers)]
         detours: list[Detour] = []
 
         def through(owner: Any, name: str, way: Callable[[functools.partial[Any]], Any]) -> None:
@@ -120,6 +134,7 @@ class Actions:
         through(module, "toggle_optimizer", self._toggle)
         through(module, "untoggle_optimizer", self._untoggle)
         through(module, "clip_gradients", self._plain)
+        through(module, "zero_grad", self._plain)
         for optimizer in trainer.optimizers:
             through(optimizer, "step", self._step)
             through(optimizer, "zero_grad", self._plain)
@@ -127,12 +142,19 @@ class Actions:
         for optimizer in wrapped if isinstance(wrapped, list) else [wrapped]:
             through(optimizer, "step", self._step_counted)
             through(optimizer, "zero_grad", self._plain)
-        for config in trainer.lr_scheduler_configs:
-            through(config.scheduler, "step", self._plain)
+        for scheduler in self._schedulers():
+            through(scheduler, "step", self._plain)
         try:
-            yield
+            with _zero_grad_of_modules(functools.partial(self._meet, self._plain)):
+                yield
         finally:
             end_all(detours[::-1])
+
+    def _schedulers(self) -> list[Any]:
+        """Those that Lightning knows, and those that the module keeps itself."""
+        known = [config.scheduler for config in self._module.trainer.lr_scheduler_configs]
+        own = (x for x in tree_leaves(vars(self._module)) if isinstance(x, LRScheduler))
+        return list({id(x): x for x in (*known, *own)}.values())
 
     def tried(self, step: Step, number: int) -> Step:
         """A part of a step on a microbatch, to be planned. It returns the loss with which it goes backward; the last
@@ -187,6 +209,11 @@ class Actions:
             if before:
                 self._let_learn(before)
 
+    def learning_now(self) -> tuple[bool, ...]:
+        """Which parameters of optimizers learn, once a step has told some to, or not to."""
+        self._tells = self._tells or bool(self.told)
+        return tuple(self._learned().values()) if self._tells else ()
+
     def went_backward(self, loss: Tensor) -> None:
         """A part was run.
 
@@ -198,8 +225,10 @@ class Actions:
     @contextlib.contextmanager
     def _running(self, run: _Run) -> Iterator[None]:
         """Steps of optimizers are counted as if each were done where it is called."""
-        steps = steps_by_hand(self._module.trainer)
+        trainer = self._module.trainer
+        steps, options = steps_by_hand(trainer), options_of(trainer.optimizers)
         now, steps.completed = steps.completed, self._steps_before
+        self._set_options(self._options[0])
         self._run = run
         self._slicer.follows.follow_by_hand(self._learn)
         try:
@@ -209,6 +238,14 @@ class Actions:
             self._let_learn(run.learned)
             if run.how is not _How.ACTING:
                 steps.completed = now
+                self._set_options(options)
+            if run.how is _How.TRIED:
+                self.told = run.told
+
+    def _set_options(self, options: Options) -> None:
+        for optimizer, groups in zip(self._module.trainer.optimizers, options, strict=False):
+            for group, values in zip(optimizer.param_groups, groups, strict=False):
+                group.update(values)
 
     def _meet(self, way: Callable[[functools.partial[Any]], Any], call: functools.partial[Any]) -> Any:
         """A call of something by hand."""
@@ -235,16 +272,28 @@ class Actions:
         assert self._run is not None
         self._run.actions += 1
         self._slicer.follows.note_action()
+        if self._run.actions <= self._done:
+            self._set_options(self._options[self._run.actions])
         if self._run.how is not _How.ACTING or self._run.actions <= self._done:
             return None
+        before = PlainValues(self._opened) if self._has_hooks else None
         self._acts = True
         try:
-            with self._slicer.follows.acting() if aside else contextlib.nullcontext(), self._slicer.absent():
+            watched = self._slicer.follows.acting() if aside else contextlib.nullcontext()
+            with watched, self._parallel.context.running(user_code=False), self._slicer.absent():
                 result = call()
         finally:
             self._acts = False
+        if before is not None:
+            self.set_by_hooks |= PlainValues(self._opened).changes(before)
         self._done += 1
+        self._options.append(options_of(self._module.trainer.optimizers))
         return result
+
+    @functools.cached_property
+    def _has_hooks(self) -> bool:
+        """Whether hooks of the user's run in what is done by hand."""
+        return any(is_users(x, hook) for x in (self._module, *self._module.trainer.callbacks) for hook in _HOOKS)
 
     def _step(self, call: functools.partial[Any]) -> Any:
         """An optimizer's step. A closure is the step's code."""
@@ -295,6 +344,7 @@ class Actions:
         run = self._run
         assert run is not None
         optimizer = _unwrapped(call.args[0] if call.args else call.keywords["optimizer"])
+        run.told.append((f"optimizer {self._module.trainer.optimizers.index(optimizer)}", True))
         if self._toggles_itself(run):
             run.toggled = self._learned()
             run.learned = run.toggled | run.learned
@@ -326,8 +376,7 @@ class Actions:
 
     def _learned(self) -> _Learned:
         """Which parameters of optimizers learn now, on all stages."""
-        module: Any = self._module
-        every = [name for optimizer in module.trainer.optimizers for name in self._names_of(optimizer)]
+        every = [name for optimizer in self._module.trainer.optimizers for name in self._names_of(optimizer)]
         with DisableTorchFunction():  # no operations of the step's
             return {name: self._slicer.parameter(name).requires_grad for name in every}
 
@@ -336,6 +385,7 @@ class Actions:
         run = self._run
         assert run is not None
         name = self._name_of(parameter, run)
+        run.told.append((name, learns))
         if self._toggles_itself(run):
             with DisableTorchFunction():
                 run.learned.setdefault(name, parameter.requires_grad)
@@ -346,7 +396,7 @@ class Actions:
         if isinstance(parameter, WholeParameter):  # a split layer shows it in place of its own
             return parameter.spec.name
         if id(parameter) not in run.known:  # with zero > 0 modules show one form of it, or another
-            run.known.update((id(self._slicer.parameter(name)), name) for name in self._names)
+            run.known.update((id(self._slicer.parameter(name)), name) for name in self._parallel.order)
         return run.known[id(parameter)]
 
     def _let_learn(self, learned: _Learned, optimizer: Optimizer | None = None) -> None:
@@ -359,9 +409,24 @@ class Actions:
             only = learned if optimizer is None else set(self._names_of(optimizer))
             for name, learns in learned.items():
                 self._slicer.parameter(name).requires_grad_(learns and name in only)
-            if learned:
-                self._agree()
+            for divided in self._parallel.divided.values() if learned else ():
+                divided.agree_on_trained()
         self._slicer.forget_fakes()
+
+
+@contextlib.contextmanager
+def _zero_grad_of_modules(through: Callable[[functools.partial[Any]], Any]) -> Iterator[None]:
+    """Meanwhile, let the `zero_grad()` of any module go another way."""
+    before = nn.Module.zero_grad
+
+    def zero_grad(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return through(functools.partial(before, self, *args, **kwargs))
+
+    nn.Module.zero_grad = zero_grad  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.zero_grad = before  # type: ignore[method-assign]
 
 
 def _unwrapped(optimizer: Any) -> Optimizer:

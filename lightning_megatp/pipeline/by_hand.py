@@ -33,6 +33,8 @@ class _Way:
     number: int
     last: SlicePlan
     """Of its last part, on a batch's first microbatch."""
+    told: tuple[tuple[str, bool], ...]
+    """`Actions.told`."""
     made: int
     """`Plans.generation` when it was planned."""
 
@@ -89,12 +91,21 @@ class ByHand:
         return {**(more or {}), "loss": loss} if more or last.returns_mappings else loss
 
     def _parts(self, step: Step, microbatches: Sequence[Any], seed: int) -> list[list[SlicePlan]]:
-        """The plans of each part, by microbatch."""
-        signatures = tuple(self._pipeline.slicer.signatures(microbatches))
+        """The plans of each part, by microbatch.
+
+        Communication: an object all-gather over pp, of a number; see `Plans.of`.
+        """
+        signatures = (*self._pipeline.slicer.signatures(microbatches), self._actions.learning_now())
         ways = self._ways.setdefault(signatures, [])
         ways[:] = [way for way in ways if way.made == self._pipeline.plans.generation]
         way = next((way for way in ways if self._goes(way, step, microbatches[0], seed)), None)
         number = self._planned if way is None else way.number
+        if len(set(self._pipeline.mesh.exchange(number if way is not None else -1, "pp"))) > 1:
+            raise SliceError(
+                "pipeline stages go another way through the same batch, in a step that optimizes by hand. What it does"
+                " may depend on the batch, the step's number and what it reads (`loss.item()`), not on the rank, nor on"
+                " gradients, which each stage has of its own parameters."
+            )
         parts: list[list[SlicePlan]] = []
         while not parts or parts[-1][0].goes_backward:
             part = self._actions.tried(step, len(parts))
@@ -107,8 +118,7 @@ class ByHand:
                 )
             parts.append(plans)
         if way is None:
-            _check_busy(parts)
-            ways.append(_Way(number, parts[-1][0], self._pipeline.plans.generation))
+            ways.append(_Way(number, parts[-1][0], tuple(self._actions.told), self._pipeline.plans.generation))
             self._planned += 1
         return parts
 
@@ -116,7 +126,8 @@ class ByHand:
         """Whether a batch's step goes this way."""
         tried = self._actions.tried(step, way.last.part)
         with _python_values_kept(self._pipeline), self._pipeline.metrics.apart():
-            return self._pipeline.slicer.keeps_to(way.last, tried, microbatch, mixed(seed, 0))
+            goes = self._pipeline.slicer.keeps_to(way.last, tried, microbatch, mixed(seed, 0))
+        return goes and (bool(way.last.ended) or tuple(self._actions.told) == way.told)
 
 
 @dataclass
@@ -189,6 +200,9 @@ class _Batch:
         acting, slicer = self.actions.acting(self.step), self.pipeline.slicer
         with _python_values_kept(self.pipeline):
             self._ended = slicer.act(plan, acting, self.microbatches[0], mixed(self.seed, 0), self._answers, to_the_end)
+        if self.actions.set_by_hooks:
+            PlainValues(self.pipeline.last_stage.opened).adopt(self.actions.set_by_hooks)
+            self.actions.set_by_hooks = {}
 
     def _read_ahead(self, part: Step, plans: Sequence[SlicePlan]) -> None:
         """On the last stage: see `Slicer.read_ahead`."""
@@ -221,18 +235,3 @@ def _python_values_kept(pipeline: Pipeline) -> Iterator[None]:
         yield
     finally:
         plain.put_back()
-
-
-def _check_busy(parts: Sequence[Sequence[SlicePlan]]) -> None:
-    """
-    Raises:
-        SliceError: a stage has nothing to do in any part of a step that trains.
-    """
-    plan = parts[-1][0]
-    busy = {op.stage for op in plan.operations}
-    idle = [stage for stage in range(plan.n_stages) if stage not in busy]
-    if idle and len(parts) > 1 and not plan.ended:
-        raise SliceError(
-            f"pipeline stage {idle[0]} of {plan.n_stages} has nothing to do in this step: none of its modules is"
-            " called. Use fewer stages, or spread the modules that are by `stages=[[...], ...]`."
-        )

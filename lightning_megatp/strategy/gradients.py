@@ -253,13 +253,9 @@ class GradientMethods(CopyMethods, InspectionMethods):
     def _by_hand(self, pipeline: Pipeline) -> ByHand:
         """What runs the module's steps, if they optimize by hand."""
 
-        def agree() -> None:
-            for divided in pipeline.parallel.divided.values():
-                divided.agree_on_trained()
-
         if self._steps_by_hand is None:
-            parallel = pipeline.parallel
-            actions = Actions(parallel.module, pipeline.slicer, parallel.order, self._groups.order, agree)
+            opened = pipeline.last_stage.opened
+            actions = Actions(pipeline.parallel, pipeline.slicer, opened, self._groups.order)
             self._steps_by_hand = ByHand(pipeline, actions)
         return self._steps_by_hand
 

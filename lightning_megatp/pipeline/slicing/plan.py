@@ -70,7 +70,7 @@ class HostRead(NamedTuple):
     before: int
     """How many operations came before."""
     of_stage: bool
-    """Whether it is a stage's value, so that the read is answered."""
+    """Whether it is a stage's value, or made of a parameter, so that the read is answered by what it was once."""
 
 
 class Key(NamedTuple):

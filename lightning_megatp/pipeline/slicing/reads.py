@@ -57,13 +57,14 @@ class Reads:
         if self._seen > len(planned) or not planned[self._seen - 1].of_stage:
             return read()
         self._answered += 1
-        if self._answered > len(self.known) and not self.reads:
-            return stand_in(name, of, "")
-        if self._answered > len(self.known):
-            if is_fake(of):  # of an earlier part, which has not read it
-                raise _otherwise(name)
-            self.known.append(read())
-        return self.known[self._answered - 1]
+        if self._answered <= len(self.known):
+            return self.known[self._answered - 1]
+        if not self.reads:
+            return stand_in(name, of, "") if is_fake(of) else read()
+        if is_fake(of):  # of an earlier part, which has not read it
+            raise _otherwise(name)
+        self.known.append(read())
+        return self.known[-1]
 
 
 def _otherwise(name: str) -> SliceError:
@@ -104,7 +105,7 @@ def of_batch(answers: Sequence[Answer], weights: Sequence[float]) -> Answer | No
         weights: the same.
     """
     first = answers[0]
-    if type(first) is float:
+    if type(first) is float and any(x != first for x in answers):
         return sum(float(x) * w for x, w in zip(answers, weights, strict=True)) / sum(weights)
     if type(first) is int:
         return sum(map(int, answers))

@@ -358,7 +358,7 @@ class StageMode(TorchFunctionMode):
             self._stand_ins[id(tensors[position])] = tensors[position], self._received[key]
         if instruction.shared:
             return instruction.ghosts
-        known = {position: self._received[key] for position, key in instruction.received}
+        known = {at: self._received[key] for at, key in instruction.received if key in self._received}
         known.update((position, tensors[argument]) for position, argument in instruction.targets)
         count = itertools.count()
         return tree_map(lambda x: known.get(next(count), x) if isinstance(x, Tensor) else x, instruction.ghosts)

@@ -266,8 +266,9 @@ class Slicer:
         """
         mode, ended = Acting(plan, seed, self._locator, self._hooks, to_the_end), False
         mode.reads = Reads(answers)
+        batch = copy.deepcopy(batch) if plan.changes_batch else batch
         with self._without_stages(plan, mode, seed):
-            step(copy.deepcopy(batch) if plan.changes_batch else batch)
+            step(batch)
             ended = True
         mode.check(skipped=False)
         return ended
@@ -288,8 +289,9 @@ class Slicer:
         known = {key: kept.values[key] for key in plan.recalled_on(plan.n_stages - 1)}
         mode = Ahead(plan, known, seed, self._locator, self._hooks)
         mode.reads = Reads(kept.answers, reads=True)
+        batch = copy.deepcopy(batch) if plan.changes_batch else batch
         with self._without_stages(plan, mode, seed):
-            step(copy.deepcopy(batch) if plan.changes_batch else batch)
+            step(batch)
         mode.check(skipped=False)
 
     def keeps_to(self, plan: SlicePlan, step: Step, batch: Any, seed: int) -> bool:
@@ -303,9 +305,10 @@ class Slicer:
         """
         mode = Acting(plan, seed, self._locator, self._hooks, to_the_end=True)
         before = state_before(self.module) if plan.changes_module else None
+        batch = copy.deepcopy(batch) if plan.changes_batch else batch
         try:
             with random_state_kept(), checkpoints_ended(), self._without_stages(plan, mode, seed):
-                step(copy.deepcopy(batch) if plan.changes_batch else batch)
+                step(batch)
             return mode.followed
         except SliceError:
             return False

@@ -68,13 +68,22 @@ class Parts:
         Raises:
             SliceError: it would find another one, since it was made anew.
         """
-        if self._of_parameters.get(id(value.tensor)) is value and stage is not None:
-            raise SliceError(
-                f"{by} uses what {value.maker} made of a parameter before a `manual_backward`, and each pipeline stage"
-                " would make that anew, of the updated one. Compute it again where it is used, or use `.item()` of it."
-            )
+        if stage is not None:
+            self.refuse_stale(value, by)
         if value.key is not None and value.key.operation < self.begins:
             self._recalled.add(value.key)
+
+    def refuse_stale(self, value: Value, by: str) -> None:
+        """
+        Raises:
+            SliceError: it was made in an earlier part, of a parameter.
+        """
+        if self._of_parameters.get(id(value.tensor)) is value:
+            raise SliceError(
+                f"{by} uses what {value.maker} made of a parameter before a `manual_backward`, and each pipeline stage"
+                " would make that anew, of the updated one. Take the number where it is made, before `manual_backward`"
+                " (`.item()`), or compute it again where it is used."
+            )
 
     def change(self, value: Value, stage: int | None, by: str, lasts: bool) -> None:
         """An operation of the part changes a value in place.

@@ -422,7 +422,11 @@ class Tracer(TorchFunctionMode):
                 value.fake = self.values.fake(value.tensor)
         if self.by_hand and call.name in HOST_READS:
             staged = [value for value in call.inputs if value.stage is not None]
-            self.host_reads.append(HostRead(call.name, len(self.record.operations), bool(staged)))
+            if any(operation.stage is not None for operation in self.record.operations[self.values.parts.begins :]):
+                for value in call.inputs:
+                    self.values.parts.refuse_stale(value, call.by)
+            made = any(not value.origins.isdisjoint(self.glue) for value in call.inputs)
+            self.host_reads.append(HostRead(call.name, len(self.record.operations), bool(staged) or made))
             answer = stand_in(call.name, call.args[0], staged[-1].maker) if staged else None
             if answer is not None:
                 for value in staged:
