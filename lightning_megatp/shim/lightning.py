@@ -313,12 +313,17 @@ def idle_optimizers(trainer: Any) -> Iterator[None]:
 
     if not strategy.optimizers:
         vars(strategy).update({name: _Later(partial(made, name)) for name in names})
+    plugin = strategy.precision_plugin
+    clip = vars(plugin).get("clip_gradients")
+    plugin.clip_gradients = lambda *_, **__: None
     strategy.backward = lambda loss, *_, **__: loss
     strategy.optimizer_step = lambda optimizer, closure, *_, **__: optimizer.step(closure)
     try:
         yield
     finally:
-        del strategy.backward, strategy.optimizer_step
+        del strategy.backward, strategy.optimizer_step, plugin.clip_gradients
+        if clip is not None:
+            plugin.clip_gradients = clip
         vars(strategy).update(before)
 
 

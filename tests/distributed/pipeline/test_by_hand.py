@@ -47,6 +47,7 @@ class Classifier(Logged):
         super().__init__()
         self.way, self.shown = globals()[kind], ""
         self.table, self.head = nn.Embedding(9, WIDTH), nn.Linear(WIDTH, CLASSES)
+        self.scale = nn.Parameter(torch.zeros(()))
         self.blocks = nn.ModuleList(Block() for _ in range(4))
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -223,6 +224,44 @@ def graph_kept(lit: Classifier, index: int, ids: Tensor, y: Tensor) -> None:
     return {"loss": one + two.detach(), "logits": logits.detach()}
 
 
+def rates_by_hand(lit: Classifier, index: int, ids: Tensor, y: Tensor) -> None:
+    """A rate that is multiplied before and behind the step, and a scheduler that Lightning doesn't know."""
+    optimizer = lit.optimizers()
+    optimizer.param_groups[0]["lr"] *= 0.9
+    loss = F.cross_entropy(lit(ids), y)
+    lit.zero_grad()
+    lit.manual_backward(loss)
+    lit.clip_gradients(optimizer, gradient_clip_val=0.05, gradient_clip_algorithm="value")
+    optimizer.step()
+    lit.log("first", optimizer.param_groups[0]["lr"])
+    optimizer.param_groups[0]["lr"] *= 0.5
+    if index == 0:
+        lit.own = torch.optim.lr_scheduler.StepLR(optimizer.optimizer, 1, 1.5)
+    else:
+        lit.own.step()
+    lit.log("second", optimizer.param_groups[0]["lr"])
+
+
+def added_up(lit: Classifier, index: int, ids: Tensor, y: Tensor) -> None:
+    """A loss in the making is changed in place, by stages one after the other, and a parameter that no block holds
+    weighs it: its number is that of before the step."""
+    optimizer = lit.optimizers()
+    total, x = torch.zeros(1, dtype=torch.float64), lit.table(ids)
+    weight = lit.scale.exp()
+    for i, block in enumerate(lit.blocks):
+        x = block(x)
+        total += x.square().mean() / (i + 1)
+    total /= 4
+    loss = F.cross_entropy(lit.head(x).mean(1), y) * weight + total
+    lit.log("weight", weight.item())
+    optimizer.zero_grad()
+    lit.manual_backward(loss)
+    optimizer.step()
+    lit.log("same", weight.item())
+    lit.log("loss", loss)
+    lit.log("total", total)
+
+
 def one_graph(lit: Classifier, index: int, ids: Tensor, y: Tensor) -> None:
     """Two losses go back through the same blocks, one after the other; a third one with what is new beside them."""
     optimizer = lit.optimizers()
@@ -236,6 +275,27 @@ def one_graph(lit: Classifier, index: int, ids: Tensor, y: Tensor) -> None:
     lit.manual_backward(lit.blocks[3](x + hidden).square().mean())
     optimizer.step()
     lit.log("loss", loss)
+
+
+def hooked(lit: Hooked, index: int, ids: Tensor, y: Tensor) -> None:
+    loss = F.cross_entropy(lit(ids), y)
+    lit.zero_grad()
+    lit.manual_backward(loss)
+    lit.optimizers().step()
+    lit.log("found", lit.found)
+
+
+class Hooked(Classifier):
+    """Its hooks, which run in what is done by hand, log and set numbers."""
+
+    found = 0.0
+
+    def on_after_backward(self) -> None:
+        self.found += 1
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.found += 0.5
+        self.log("in_hook", self.found)
 
 
 class Gan(Logged):
@@ -336,7 +396,7 @@ def frozen_by_hand(lit: Gan, noise: Tensor, x: Tensor) -> None:
 
 CLASSIFIERS = (
     "plain", "cleared_first", "accumulated", "in_closure", "by_step", "two_optimizers", "twice", "looked_at",
-    "read_early", "in_turn", "graph_kept", "one_graph",
+    "read_early", "in_turn", "graph_kept", "one_graph", "rates_by_hand", "added_up", "hooked",
 )  # fmt: skip
 GANS = "toggled", "made_once", "toggled_late", "frozen_by_hand"
 
@@ -344,7 +404,7 @@ GANS = "toggled", "made_once", "toggled_late", "frozen_by_hand"
 def train(layout: Layout, kind: str, **strategy: Any) -> tuple[list[dict[str, float]], dict[str, Tensor], int]:
     """What four steps log, the weights after them, and the number of the step."""
     torch.manual_seed(1)
-    lit = Gan(kind) if kind in GANS else Classifier(kind)
+    lit = Gan(kind) if kind in GANS else Hooked(kind) if kind == "hooked" else Classifier(kind)
     draw = torch.Generator().manual_seed(2)
     if kind in GANS:
         data = TensorDataset(*(torch.randn(32, 3, WIDTH, generator=draw, dtype=torch.float64) for _ in range(2)))

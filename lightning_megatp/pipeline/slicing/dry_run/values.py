@@ -209,7 +209,8 @@ class Values:
         Raises:
             SliceError: what every stage does up to here is not the same when it is done once more.
         """
-        self.parts.begin(operation, self._known.values(), parameters)
+        every = {id(value): value for value in (*self._known.values(), *self.by_key.values())}  # also what was changed
+        self.parts.begin(operation, every.values(), parameters)
 
     def early_numbers(self, last_stage: int) -> list[Value]:
         """The tensors of a single number that earlier stages have made: losses, which a step that reads one on the host
