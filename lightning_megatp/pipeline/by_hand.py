@@ -146,7 +146,7 @@ class _Batch:
     def __post_init__(self) -> None:
         self._kept = [Kept() for _ in self.microbatches]
         self._averages: dict[int, Averages] = {}
-        self._answers: list[Answer | None] = []
+        self._answers: dict[int, Answer | None] = {}
         """To what the step reads on the host, of the batch."""
         self._warns = self.pipeline.begin_training()
         self._ended = False
@@ -218,13 +218,14 @@ class _Batch:
         """
         own = None
         if self.pipeline.is_last:
-            new = [kept.answers[len(self._answers) :] for kept in self._kept]
-            own = new, [of_batch(x, self.last_run.weights_of(x)) for x in zip(*new, strict=True)]
+            every = set(self._kept[0].answers).intersection(*(kept.answers for kept in self._kept))
+            read = {i: [kept.answers[i] for kept in self._kept] for i in sorted(every - self._answers.keys())}
+            own = read, {i: of_batch(x, self.last_run.weights_of(x)) for i, x in read.items()}
         of_microbatches, of_all = next(x for x in self.pipeline.mesh.exchange(own, "pp") if x is not None)
-        for kept, answers in zip(self._kept, of_microbatches, strict=True):
-            known = [x if y is None else y for x, y in zip(answers, of_all, strict=True)]
-            kept.answers[len(self._answers) :] = known
-        self._answers = [*self._answers, *of_all]
+        for i, answers in of_microbatches.items():
+            for kept, answer in zip(self._kept, answers, strict=True):
+                kept.answers[i] = answer if of_all[i] is None else of_all[i]
+        self._answers |= of_all
 
 
 @contextlib.contextmanager

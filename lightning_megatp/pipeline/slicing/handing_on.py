@@ -23,8 +23,8 @@ class Kept:
     values: dict[Key, Tensor] = field(default_factory=dict)
     leaves: dict[tuple[int, Key], Tensor] = field(default_factory=dict)
     """By stage, what it has received, as the start of its graph."""
-    answers: list[Answer] = field(default_factory=list)
-    """To what the step reads of stages' values on the host."""
+    answers: dict[int, Answer] = field(default_factory=dict)
+    """To what the step reads of stages' values on the host, by the number of the read."""
 
     def take_leaves(self, stage: int, relays: Sequence[Relay], received: list[Tensor], begins: int) -> None:
         """Let a stage go on from what it has received in an earlier part, so that gradients come back to there.

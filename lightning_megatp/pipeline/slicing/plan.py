@@ -71,6 +71,8 @@ class HostRead(NamedTuple):
     """How many operations came before."""
     of_stage: bool
     """Whether it is a stage's value, or made of a parameter, so that the read is answered by what it was once."""
+    is_fresh: bool
+    """Whether it is made of parameters as they are in this part."""
 
 
 class Key(NamedTuple):
@@ -246,7 +248,9 @@ class SlicePlan:
 
     def recalled_on(self, stage: int) -> set[Key]:
         """The values of earlier parts that a stage has kept."""
-        return {key for key in self.recalled if self.operations[key.operation].stage == stage}
+        every = stage == self.n_stages - 1  # what is replicated, it is that one alone that keeps it
+        homes = {key: self.operations[key.operation].stage for key in self.recalled}
+        return {key for key, home in homes.items() if home == stage or (every and home is None)}
 
     def script(self, stage: int | None) -> Script:
         """What one stage does, operation by operation; without one, what is replicated."""

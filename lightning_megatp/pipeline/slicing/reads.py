@@ -30,14 +30,15 @@ class Reads:
     """Those of one run.
 
     Args:
-        known: the answers so far, of parts that were run.
-        reads: a read that has none is made, and is the next answer.
+        known: the answers so far, by the number of the read.
+        reads: a read that has none is made, and its answer kept.
+        ahead: what the step does by hand before these reads is not done yet.
     """
 
-    known: list[Any]
+    known: dict[int, Any]
     reads: bool = False
+    ahead: bool = False
     _seen: int = 0
-    _answered: int = 0
 
     def answer(self, planned: Sequence[HostRead], name: str, read: Callable[[], Any], of: Any) -> Any:
         """A read of a value.
@@ -51,20 +52,21 @@ class Reads:
         Raises:
             SliceError: it is another one than planned.
         """
-        self._seen += 1
-        if self._seen <= len(planned) and planned[self._seen - 1].name != name:
-            raise _otherwise(name)
-        if self._seen > len(planned) or not planned[self._seen - 1].of_stage:
+        number, self._seen = self._seen, self._seen + 1
+        if number >= len(planned):
             return read()
-        self._answered += 1
-        if self._answered <= len(self.known):
-            return self.known[self._answered - 1]
+        if planned[number].name != name:
+            raise _otherwise(name)
+        if number in self.known:
+            return self.known[number]
+        if not planned[number].of_stage or (self.ahead and planned[number].is_fresh):
+            return read()
         if not self.reads:
             return stand_in(name, of, "") if is_fake(of) else read()
         if is_fake(of):  # of an earlier part, which has not read it
             raise _otherwise(name)
-        self.known.append(read())
-        return self.known[-1]
+        self.known[number] = read()
+        return self.known[number]
 
 
 def _otherwise(name: str) -> SliceError:

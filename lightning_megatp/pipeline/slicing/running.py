@@ -92,7 +92,7 @@ class StageMode(TorchFunctionMode):
         """Values of the stage that later parts of the step take."""
         self.kept: dict[Key, Tensor] = {}
         """These."""
-        self.reads = Reads([]) if plan.host_reads else None
+        self.reads = Reads({}) if plan.host_reads else None
         """Of a step that optimizes by hand: what it is answered."""
         self._learn: Learn | None = None
         self._parts_done = 0
@@ -313,17 +313,25 @@ class StageMode(TorchFunctionMode):
             self._keep(instruction.kept, tensors)
         if instruction.kept_changed:
             self._keep(instruction.kept_changed, tensors_in(self.stood_in((args, kwargs))))
-        if self.keeps and instruction.operation.stage is not None:
-            self._keep_for_later(instruction.operation, out, args, kwargs)
+        if self.keeps or self._plan.recalled:
+            return self._between_parts(instruction.operation, out, args, kwargs)
         return out
 
-    def _keep_for_later(self, operation: Operation, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Remember what later parts of the step take."""
-        values = dict(zip(operation.outputs, tensors_in(out), strict=False))
+    def _between_parts(self, operation: Operation, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Remember what later parts of the step take of a result; or take what an earlier part has made, where this was
+        made anew of what may be other parameters by now."""
+        made = {Key(self._index, position): x for position, x in enumerate(tensors_in(out))}
+        if operation.stage is None:
+            earlier = {id(x): self._received[key] for key, x in made.items() if key in self._received}
+            out = tree_map(lambda x: earlier.get(id(x), x), out) if earlier else out
+            self.kept.update((key, x) for key, x in made.items() if key in self.keeps)
+            return out
+        values = dict(zip(operation.outputs, made.values(), strict=False))
         if operation.changed:
             tensors = tensors_in(self.stood_in((args, kwargs)))
             values.update((key, tensors[position]) for position, key in operation.changed)
         self.kept.update((key, x) for key, x in values.items() if key in self.keeps)
+        return out
 
     def _keep(self, kept: tuple[tuple[int, Key], ...], tensors: list[Tensor]) -> None:
         """Remember what will be sent; what is missing, or is not as planned, is found out then."""

@@ -246,7 +246,7 @@ class Slicer:
         return StageRun((), result)
 
     def act(
-        self, plan: SlicePlan, step: Step, batch: Any, seed: int, answers: list[Answer | None], to_the_end: bool
+        self, plan: SlicePlan, step: Step, batch: Any, seed: int, answers: dict[int, Answer | None], to_the_end: bool
     ) -> bool:
         """Run a step that optimizes by hand for what it does by hand: up to the first operation of stages in a part.
 
@@ -288,7 +288,7 @@ class Slicer:
         """
         known = {key: kept.values[key] for key in plan.recalled_on(plan.n_stages - 1)}
         mode = Ahead(plan, known, seed, self._locator, self._hooks)
-        mode.reads = Reads(kept.answers, reads=True)
+        mode.reads = Reads(kept.answers, reads=True, ahead=True)
         batch = copy.deepcopy(batch) if plan.changes_batch else batch
         with self._without_stages(plan, mode, seed):
             step(batch)

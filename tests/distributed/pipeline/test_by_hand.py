@@ -258,6 +258,9 @@ def added_up(lit: Classifier, index: int, ids: Tensor, y: Tensor) -> None:
     lit.manual_backward(loss)
     optimizer.step()
     lit.log("same", weight.item())
+    lit.log("unchanged", weight * 2)
+    lit.log("updated", lit.scale.exp())
+    lit.log("read", lit.scale.exp().item())
     lit.log("loss", loss)
     lit.log("total", total)
 

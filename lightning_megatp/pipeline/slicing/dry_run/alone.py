@@ -106,7 +106,8 @@ class Alone(StageMode):
         stage_of_unit: Mapping[str, int],
     ) -> None:
         received = {relay.key: _without_data(relay, tracer.fake_mode) for relay in plan.relays[stage]}
-        received.update((key, tracer.values.by_key[key].tensor) for key in plan.recalled_on(stage))
+        values = tracer.values.by_key
+        received.update((key, values[key].tensor) for key in plan.recalled_on(stage) if key in values)
         super().__init__(plan, stage, received, seed, locator, hooks)
         self._tracer, self._at = tracer, stage
         self._opaquely = ""

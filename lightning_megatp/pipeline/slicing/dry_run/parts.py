@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 class Parts:
     """What is known of the part that the dry run is in."""
 
-    def __init__(self) -> None:
+    def __init__(self, last_stage: int) -> None:
+        self._last_stage = last_stage
         self.number = 0
         """How often the step has gone backward before."""
         self.begins = 0
@@ -33,6 +34,8 @@ class Parts:
         """Values of earlier parts that it takes."""
         self._of_parameters: dict[int, Value] = {}
         """id() of what every stage made in earlier parts of parameters, which may be others by now."""
+        self._made_of_these: dict[int, Value] = {}
+        """The same, of what they made of that in this part."""
         self._changed_alike = ""
         """What changed a tensor that outlives the step, on every stage."""
 
@@ -51,6 +54,7 @@ class Parts:
             )
         self.number, self.begins = self.number + 1, operation
         self._recalled.clear()
+        self._made_of_these.clear()
         for value in values:
             value.consumers.clear()
             value.became_before += [(stage, made) for stage, made in value.became if made is not None]
@@ -63,12 +67,16 @@ class Parts:
         self.goes_backward, self.retains_graph, self.learns = True, retains_graph, learns
 
     def take(self, value: Value, stage: int | None, by: str) -> None:
-        """An operation of the part takes a value.
+        """An operation of the part takes a value. What was made of parameters the last stage keeps: it runs a part to
+        its end.
 
         Raises:
-            SliceError: it would find another one, since it was made anew.
+            SliceError: another stage would find another value, since it makes it anew.
         """
-        if stage is not None:
+        if stage in (None, self._last_stage):
+            if value.made_at is not None and self._of_parameters.get(id(value.tensor)) is value:
+                self._recalled.add(value.made_at)
+        else:
             self.refuse_stale(value, by)
         if value.key is not None and value.key.operation < self.begins:
             self._recalled.add(value.key)
@@ -78,12 +86,22 @@ class Parts:
         Raises:
             SliceError: it was made in an earlier part, of a parameter.
         """
-        if self._of_parameters.get(id(value.tensor)) is value:
+        if self.is_stale(value):
             raise SliceError(
                 f"{by} uses what {value.maker} made of a parameter before a `manual_backward`, and each pipeline stage"
                 " would make that anew, of the updated one. Take the number where it is made, before `manual_backward`"
                 " (`.item()`), or compute it again where it is used."
             )
+
+    def follow(self, inputs: Iterable[Value], made: Iterable[Value]) -> None:
+        """Every stage makes something: where it is made of what parameters were, the last stage alone has it right."""
+        if any(map(self.is_stale, inputs)):
+            self._made_of_these.update((id(value.tensor), value) for value in made)
+
+    def is_stale(self, value: Value) -> bool:
+        """Whether a value was made of parameters that may be others by now."""
+        known = self._of_parameters, self._made_of_these
+        return any(values.get(id(value.tensor)) is value for values in known)
 
     def change(self, value: Value, stage: int | None, by: str, lasts: bool) -> None:
         """An operation of the part changes a value in place.

@@ -145,7 +145,8 @@ class Record:
             if value is not None and value.stage == stage and not call.is_unit:
                 return value.tensor
             if stage is None:
-                self._values.add(x, None, call.by, origins=origins, constant=constant)
+                made = self._values.add(x, None, call.by, origins=origins, constant=constant)
+                made.made_at = key
                 return x
             x = self._values.fake(x)
             if call.is_unit or value is not None:

@@ -426,7 +426,10 @@ class Tracer(TorchFunctionMode):
                 for value in call.inputs:
                     self.values.parts.refuse_stale(value, call.by)
             made = any(not value.origins.isdisjoint(self.glue) for value in call.inputs)
-            self.host_reads.append(HostRead(call.name, len(self.record.operations), bool(staged) or made))
+            fresh = not any(map(self.values.parts.is_stale, call.inputs))
+            self.host_reads.append(
+                HostRead(call.name, len(self.record.operations), bool(staged) or made, not staged and made and fresh)
+            )
             answer = stand_in(call.name, call.args[0], staged[-1].maker) if staged else None
             if answer is not None:
                 for value in staged:
@@ -466,6 +469,9 @@ class Tracer(TorchFunctionMode):
             self._passes()
         self._before = self._before if stage is None else stage
         out = self.record.add(call, stage, out, changed, self._doing)
+        if stage is None:
+            values = filter(None, map(self.values.get, tensors_in(out)))
+            self.values.parts.follow(call.inputs, values)
         at = len(self.record.operations) - 1
         if self.manner.tail is None or not self.manner.tail.has_all_samples(at, stage == self.last_stage):
             self.orders.note(call, out)

@@ -40,6 +40,8 @@ class Value:
     """Whether it has a gradient. Known at the end of the step."""
     changed_elsewhere: tuple[int | None, str] | None = None
     """Another tensor in the same memory was changed in place: on which stage, and by what."""
+    made_at: Key | None = None
+    """Where a replicated value was made: the operation, and which of its tensors it is."""
     recipe: str = ""
     """How a replicated value came about: the same on all ranks that computed the same."""
     ghost: Tensor | None = None
@@ -81,7 +83,7 @@ class Values:
         """id(persistent tensor) -> stages that use it, or what replicated operations make of it; None: all."""
         self._lasting_changes = LastingChanges(persistent, n_stages)
         self.clones: set[Key] = set()
-        self.parts = Parts()
+        self.parts = Parts(n_stages - 1)
 
     def get(self, tensor: Tensor) -> Value | None:
         """The value of a tensor, if it was met before."""
