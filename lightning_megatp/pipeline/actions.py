@@ -167,7 +167,7 @@ class Actions:
         return functools.partial(self._part, step, _How.TRIED, number, True)
 
     def part(self, step: Step, number: int, goes_backward: bool) -> Step:
-        """The same, to be run by a stage.
+        """A part of a step, as `tried`, to be run by a stage.
 
         Args:
             goes_backward: as it was planned.

@@ -27,7 +27,7 @@ _TRUTHS = frozenset({"__bool__", "is_nonzero", "equal", "allclose"})
 
 @dataclass
 class Reads:
-    """Those of one run.
+    """What one run of a step is answered.
 
     Args:
         known: the answers so far, by the number of the read.
