@@ -324,7 +324,8 @@ class StageMode(TorchFunctionMode):
         if operation.stage is None:
             earlier = {id(x): self._received[key] for key, x in made.items() if key in self._received}
             out = tree_map(lambda x: earlier.get(id(x), x), out) if earlier else out
-            self.kept.update((key, x) for key, x in made.items() if key in self.keeps)
+            if self._index >= self._plan.begins:  # else it was made anew
+                self.kept.update((key, x) for key, x in made.items() if key in self.keeps)
             return out
         values = dict(zip(operation.outputs, made.values(), strict=False))
         if operation.changed:
