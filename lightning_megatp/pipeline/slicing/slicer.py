@@ -286,7 +286,9 @@ class Slicer:
         Raises:
             SliceError: the step did something else than planned.
         """
-        known = {key: kept.values[key] for key in plan.recalled_on(plan.n_stages - 1)}
+        last = plan.n_stages - 1
+        known = {key: leaf for (stage, key), leaf in kept.leaves.items() if stage == last and key in plan.recalled}
+        known |= {key: kept.values[key] for key in plan.recalled_on(last)}
         mode = Ahead(plan, known, seed, self._locator, self._hooks)
         mode.reads = Reads(kept.answers, reads=True, ahead=True)
         batch = copy.deepcopy(batch) if plan.changes_batch else batch

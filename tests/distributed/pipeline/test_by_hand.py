@@ -283,6 +283,23 @@ def one_graph(lit: Classifier, index: int, ids: Tensor, y: Tensor) -> None:
     lit.log("loss", loss)
 
 
+def read_late(lit: Gan, noise: Tensor, x: Tensor) -> None:
+    """Numbers of both stages are read behind all, one of them used in two parts."""
+    g, d = lit.optimizers()
+    fake = lit.generator(noise)
+    d_loss = real_or_not(lit.discriminator(x), True) + real_or_not(lit.discriminator(fake.detach()), False)
+    d.zero_grad()
+    lit.manual_backward(d_loss)
+    if float(d_loss) > 0.1:
+        d.step()
+    distance = F.l1_loss(fake, x)
+    g_loss = real_or_not(lit.discriminator(fake), True) + distance
+    g.zero_grad()
+    lit.manual_backward(g_loss)
+    g.step()
+    lit.log_dict({"d_loss": d_loss.item(), "g_loss": g_loss.item(), "distance": distance.item() / 2})
+
+
 def hooked(lit: Hooked, index: int, ids: Tensor, y: Tensor) -> None:
     loss = F.cross_entropy(lit(ids), y)
     lit.zero_grad()
@@ -404,7 +421,7 @@ CLASSIFIERS = (
     "plain", "cleared_first", "accumulated", "in_closure", "by_step", "two_optimizers", "twice", "looked_at",
     "read_early", "in_turn", "graph_kept", "one_graph", "rates_by_hand", "added_up", "hooked",
 )  # fmt: skip
-GANS = "toggled", "made_once", "toggled_late", "frozen_by_hand"
+GANS = "toggled", "made_once", "toggled_late", "frozen_by_hand", "read_late"
 
 
 def train(layout: Layout, kind: str, **strategy: Any) -> tuple[list[dict[str, float]], dict[str, Tensor], int]:

@@ -73,10 +73,12 @@ class Parts:
         Raises:
             SliceError: another stage would find another value, since it makes it anew.
         """
-        if stage in (None, self._last_stage):
-            if value.made_at is not None and self._of_parameters.get(id(value.tensor)) is value:
+        if self._of_parameters.get(id(value.tensor)) is value and stage in (None, self._last_stage):
+            if value.made_at is None:  # it was changed in place
+                self.refuse_stale(value, by)
+            else:
                 self._recalled.add(value.made_at)
-        else:
+        elif stage not in (None, self._last_stage):
             self.refuse_stale(value, by)
         if value.key is not None and value.key.operation < self.begins:
             self._recalled.add(value.key)
