@@ -54,8 +54,8 @@ def refuse_setting(call: Call, outlives: Callable[[Tensor], bool]) -> None:
         return
     raise SliceError(
         f"{call.by} sets an attribute of a tensor, between the pipeline's units. Use an operation; what changes"
-        " parameters (an average of weights) belongs into `on_train_batch_start` of a callback; gradients are cleared by"
-        " `zero_grad()` of an optimizer or a module."
+        " parameters (an average of weights) belongs into `on_train_batch_start` of a callback, and gradients are"
+        " cleared by `zero_grad()` of an optimizer or a module."
     )
 
 
