@@ -21,10 +21,11 @@ from lightning_megatp.containers import tensors_in
 from lightning_megatp.detour import Detour, end_all
 from lightning_megatp.messages import with_article
 from lightning_megatp.module import ParallelModule
+from lightning_megatp.pipeline.batch import Step
 from lightning_megatp.pipeline.slicing.dry_run.operations import StepEnded
 from lightning_megatp.pipeline.slicing.plan import SliceError
 from lightning_megatp.pipeline.slicing.slicer import Slicer
-from lightning_megatp.pipeline.told.telling import Options, options_of
+from lightning_megatp.pipeline.told.telling import Options, options_of, set_options
 from lightning_megatp.shim.fakes import is_fake
 from lightning_megatp.shim.lightning import steps_by_hand
 from lightning_megatp.shim.torch import DisableTorchFunction, tree_leaves
@@ -32,7 +33,6 @@ from lightning_megatp.snapshots.leftovers import Path, PlainValues
 from lightning_megatp.tensor.outside import WholeParameter
 from lightning_megatp.user_hooks import is_users
 
-Step = Callable[[Any], Any]
 _HOOKS = ("on_after_backward", "on_before_optimizer_step", "optimizer_step", "optimizer_zero_grad")
 _Learned = dict[str, bool]
 """Name of a parameter -> whether it required a gradient."""
@@ -224,11 +224,11 @@ class Actions:
 
     @contextlib.contextmanager
     def _running(self, run: _Run) -> Iterator[None]:
-        """Steps of optimizers are counted as if each were done where it is called."""
+        """Steps of optimizers are counted, and their options found, as if each were done where it is called."""
         trainer = self._module.trainer
         steps, options = steps_by_hand(trainer), options_of(trainer.optimizers)
         now, steps.completed = steps.completed, self._steps_before
-        self._set_options(self._options[0])
+        set_options(trainer.optimizers, self._options[0])
         self._run = run
         self._slicer.follows.follow_by_hand(self._learn)
         try:
@@ -238,14 +238,9 @@ class Actions:
             self._let_learn(run.learned)
             if run.how is not _How.ACTING:
                 steps.completed = now
-                self._set_options(options)
+                set_options(trainer.optimizers, options)
             if run.how is _How.TRIED:
                 self.told = run.told
-
-    def _set_options(self, options: Options) -> None:
-        for optimizer, groups in zip(self._module.trainer.optimizers, options, strict=False):
-            for group, values in zip(optimizer.param_groups, groups, strict=False):
-                group.update(values)
 
     def _meet(self, way: Callable[[functools.partial[Any]], Any], call: functools.partial[Any]) -> Any:
         """A call of something by hand."""
@@ -263,24 +258,23 @@ class Actions:
             )
         return self._act(call)
 
-    def _act(self, call: Callable[[], Any], aside: bool = True) -> Any:
+    def _act(self, call: Callable[[], Any], learns: bool = False) -> Any:
         """Do something, where it is done.
 
         Args:
-            aside: whoever follows the step sees what is done.
+            learns: it tells one parameter, of many maybe, to learn, or not to: no hook runs in that.
         """
         assert self._run is not None
         self._run.actions += 1
         self._slicer.follows.note_action()
         if self._run.actions <= self._done:
-            self._set_options(self._options[self._run.actions])
+            set_options(self._module.trainer.optimizers, self._options[self._run.actions])
         if self._run.how is not _How.ACTING or self._run.actions <= self._done:
             return None
-        before = PlainValues(self._opened) if self._has_hooks else None
+        before = PlainValues(self._opened) if self._has_hooks and not learns else None
         self._acts = True
         try:
-            watched = self._slicer.follows.acting() if aside else contextlib.nullcontext()
-            with watched, self._parallel.context.running(user_code=False), self._slicer.absent():
+            with contextlib.nullcontext() if learns else self._on_its_own():
                 result = call()
         finally:
             self._acts = False
@@ -289,6 +283,13 @@ class Actions:
         self._done += 1
         self._options.append(options_of(self._module.trainer.optimizers))
         return result
+
+    @contextlib.contextmanager
+    def _on_its_own(self) -> Iterator[None]:
+        """Around what is done: it is neither an operation of the step's nor the user's code, and finds what this rank
+        has."""
+        with self._slicer.follows.acting(), self._parallel.context.running(user_code=False), self._slicer.absent():
+            yield
 
     @functools.cached_property
     def _has_hooks(self) -> bool:
@@ -390,7 +391,7 @@ class Actions:
             with DisableTorchFunction():
                 run.learned.setdefault(name, parameter.requires_grad)
             self._let_learn({name: learns})
-        self._act(functools.partial(self._let_learn, {name: learns}), aside=False)
+        self._act(functools.partial(self._let_learn, {name: learns}), learns=True)
 
     def _name_of(self, parameter: Tensor, run: _Run) -> str:
         if isinstance(parameter, WholeParameter):  # a split layer shows it in place of its own
@@ -409,8 +410,9 @@ class Actions:
             only = learned if optimizer is None else set(self._names_of(optimizer))
             for name, learns in learned.items():
                 self._slicer.parameter(name).requires_grad_(learns and name in only)
-            for divided in self._parallel.divided.values() if learned else ():
-                divided.agree_on_trained()
+            for divided in self._parallel.divided.values():
+                if divided.name in learned:
+                    divided.agree_on_trained()
         self._slicer.forget_fakes()
 
 

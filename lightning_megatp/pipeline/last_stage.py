@@ -34,7 +34,15 @@ from lightning_megatp.pipeline.told.aggregates import Aggregates
 from lightning_megatp.pipeline.told.held_tensors import Buffers, HeldTensors, modules_outside
 from lightning_megatp.pipeline.told.left import given, packed
 from lightning_megatp.pipeline.told.logs import Logs, merge
-from lightning_megatp.pipeline.told.telling import Facts, Options, Telling, dtype_index, options_of, pickled
+from lightning_megatp.pipeline.told.telling import (
+    Facts,
+    Options,
+    Telling,
+    dtype_index,
+    options_of,
+    pickled,
+    set_options,
+)
 from lightning_megatp.plan.units import modules_around, parts_of_one_stage
 from lightning_megatp.random_states import seeded
 from lightning_megatp.shim.torch import DisableTorchFunction
@@ -346,9 +354,7 @@ class LastStage:
             self._trainer.should_stop = True
 
     def _set_options(self, options: Options) -> None:
-        for optimizer, groups in zip(self._trainer.optimizers, options, strict=False):
-            for group, new in zip(optimizer.param_groups, groups, strict=False):
-                group.update(new)
+        set_options(self._trainer.optimizers, options)
 
     @torch.no_grad()
     def _norms(self) -> Tensor:

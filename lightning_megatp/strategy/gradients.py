@@ -252,7 +252,6 @@ class GradientMethods(CopyMethods, InspectionMethods):
 
     def _by_hand(self, pipeline: Pipeline) -> ByHand:
         """What runs the module's steps, if they optimize by hand."""
-
         if self._steps_by_hand is None:
             opened = pipeline.last_stage.opened
             actions = Actions(pipeline.parallel, pipeline.slicer, opened, self._groups.order)
@@ -268,10 +267,9 @@ class GradientMethods(CopyMethods, InspectionMethods):
             self.sharding.give_to(with_inner(self.optimizers))
         if self._buckets is None or not (self._accumulating or self._buckets.began):
             self._refresh_buckets()
-        with self._parallel().context.running(user_code=False):  # a step that optimizes by hand is the user's code
-            with pipeline.executor.recorded("gradients"):
-                self._sum_or_accumulate()
-            closure_loss = self._show_gradients(closure_loss)
+        with pipeline.executor.recorded("gradients"):
+            self._sum_or_accumulate()
+        closure_loss = self._show_gradients(closure_loss)
         self.post_backward(closure_loss)
         return closure_loss
 

@@ -384,7 +384,7 @@ class MegaTPStrategyBase(StepMethods, GradientMethods, BuildingMethods, WorldMet
         """Copies of the unsplit model, for what is compared with it or predicted from it later."""
         module = self.lightning_module
         assert module is not None
-        if not getattr(module, "automatic_optimization", True):
+        if trainer.state.fn == "fit" and not getattr(module, "automatic_optimization", True):
             check_by_hand(self.verify or requested() == "verify", self._trace is not None)
         if requested() == "verify":
             prepare(self, trainer, self._building)

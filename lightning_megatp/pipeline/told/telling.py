@@ -148,6 +148,13 @@ def options_of(optimizers: Iterable[Optimizer]) -> Options:
     ]
 
 
+def set_options(optimizers: Iterable[Optimizer], options: Options) -> None:
+    """Give the optimizers' groups such options."""
+    for optimizer, groups in zip(optimizers, options, strict=False):
+        for group, new in zip(optimizer.param_groups, groups, strict=False):
+            group.update(new)
+
+
 def _is_plain(x: Any) -> bool:
     parts = x if isinstance(x, tuple) else (x,)
     return all(isinstance(part, (bool, int, float, str)) for part in parts)

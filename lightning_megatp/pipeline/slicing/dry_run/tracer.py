@@ -420,22 +420,8 @@ class Tracer(TorchFunctionMode):
         if call.is_unit or call.opaque or any(self.fakes.is_without_data(value.tensor) for value in call.inputs):
             for value in call.inputs:
                 value.fake = self.values.fake(value.tensor)
-        if self.by_hand and call.name in HOST_READS:
-            staged = [value for value in call.inputs if value.stage is not None]
-            if any(operation.stage is not None for operation in self.record.operations[self.values.parts.begins :]):
-                for value in call.inputs:
-                    self.values.parts.refuse_stale(value, call.by)
-            made = any(not value.origins.isdisjoint(self.glue) for value in call.inputs)
-            fresh = not any(map(self.values.parts.is_stale, call.inputs))
-            self.host_reads.append(
-                HostRead(call.name, len(self.record.operations), bool(staged) or made, not staged and made and fresh)
-            )
-            answer = stand_in(call.name, call.args[0], staged[-1].maker) if staged else None
-            if answer is not None:
-                for value in staged:
-                    self.values.use(value, self.last_stage, call.by, [])
-                self.not_operations.add(call.what)
-                return answer
+        if self.by_hand and call.name in HOST_READS and (answer := self._answer(call)) is not None:
+            return answer
         before, random_before = versions(call.inputs), random_states(call.args, call.kwargs)
         moment = Moment.now()
         begin = self._doing.begin if moment == self._doing.begin else moment  # most draw nothing: kept once
@@ -478,6 +464,22 @@ class Tracer(TorchFunctionMode):
             if self.manner.tail is not None:
                 self.interleaving.note(call, out)
         return out
+
+    def _answer(self, call: Call) -> Any:
+        """What stands for a stage's value where a step that optimizes by hand reads it; None where it is read as ever."""
+        parts, staged = self.values.parts, [value for value in call.inputs if value.stage is not None]
+        if any(operation.stage is not None for operation in self.record.operations[parts.begins :]):
+            for value in call.inputs:
+                parts.refuse_stale(value, call.by)
+        made = any(not value.origins.isdisjoint(self.glue) for value in call.inputs)
+        fresh = not staged and made and not any(map(parts.is_stale, call.inputs))
+        self.host_reads.append(HostRead(call.name, len(self.record.operations), bool(staged) or made, fresh))
+        answer = stand_in(call.name, call.args[0], staged[-1].maker) if staged else None
+        if answer is not None:
+            for value in staged:
+                self.values.use(value, self.last_stage, call.by, [])
+            self.not_operations.add(call.what)
+        return answer
 
     def _given(self, value: Value) -> Any:
         """What an operation is to be given where stages depend on it: shape and dtype of a replicated value."""
