@@ -466,7 +466,7 @@ class Tracer(TorchFunctionMode):
         return out
 
     def _answer(self, call: Call) -> Any:
-        """What stands for a stage's value where a step that optimizes by hand reads it; None where that goes as ever."""
+        """What stands for a value that a step by hand reads on the host; None where it is read as ever."""
         parts, staged = self.values.parts, [value for value in call.inputs if value.stage is not None]
         if any(operation.stage is not None for operation in self.record.operations[parts.begins :]):
             for value in call.inputs:
