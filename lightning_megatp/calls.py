@@ -7,6 +7,7 @@ import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
@@ -18,9 +19,19 @@ from lightning_megatp.shim.lightning import around_metrics, trainer_of
 Around = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 """Runs a method with its arguments."""
 
-Learn = Callable[[Tensor, bool], None]
-"""Lets a parameter require a gradient, or not."""
 
+class Told(Enum):
+    """What a step tells a parameter."""
+
+    LEARN = auto()
+    """To require a gradient."""
+    FREEZE = auto()
+    """Not to."""
+    CLEAR = auto()
+    """To have no gradient: `p.grad = None`."""
+
+
+Tell = Callable[[Tensor, Told], None]
 _LOGGING = ("log", "log_dict")
 _METRIC_METHODS = ("forward", "update", "compute", "reset")
 
@@ -51,11 +62,11 @@ class Follows(Protocol):
     done: bool
     """The step is being left."""
 
-    def follow_by_hand(self, learn: Learn) -> None:
+    def follow_by_hand(self, tell: Tell) -> None:
         """A run of it begins.
 
         Args:
-            learn: is called where it lets a parameter require a gradient, or not.
+            tell: is called where it tells a parameter something.
         """
 
     def acting(self) -> contextlib.AbstractContextManager[None]:

@@ -132,6 +132,11 @@ class ParallelModule:
         divided = self.divided.get(id(parameter))
         return parameter if divided is None else divided.local
 
+    def clear_gradient(self, parameter: Tensor) -> None:
+        """As `parameter.grad = None`."""
+        for x in (parameter, self.held(parameter)):
+            x.grad = None
+
     def _leaf(self, x: Any) -> Any:
         """What collects the gradient of a parameter that a step sees; anything else as it is."""
         x = x.parameter if isinstance(x, WholeParameter) else x

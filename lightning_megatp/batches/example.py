@@ -21,6 +21,7 @@ from lightning_megatp.messages import warn_once_per_run
 from lightning_megatp.random_states import random_state_kept
 from lightning_megatp.shim.compiler import uncompiled
 from lightning_megatp.shim.fakes import real_again
+from lightning_megatp.shim.gradients import clipping_by
 from lightning_megatp.shim.lightning import batch_hook, first_loaders, idle_optimizers
 from lightning_megatp.shim.torch import tensor_version, tree_leaves, tree_map
 from lightning_megatp.snapshots.snapshot import FirstValues, Snapshot
@@ -128,6 +129,8 @@ class Example:
         fits = self.trainer.state.fn == "fit"
         with contextlib.ExitStack() as stack:
             stack.enter_context(idle_optimizers(self.trainer) if fits else contextlib.nullcontext())
+            if fits:
+                stack.enter_context(clipping_by(lambda call: None if call.limit is None else torch.ones(())))
             for context in (self.trainer.strategy.counting_copies, self.precision.forward_context, uncompiled):
                 stack.enter_context(context())
             return self._step(batch, *indices(self._step))

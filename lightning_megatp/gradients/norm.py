@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import torch
@@ -14,11 +15,14 @@ from lightning_megatp.module import ParallelModule
 from lightning_megatp.plan.shard import ShardedTensorSpec
 
 
-def global_norm(parameters: Iterable[Tensor], parallel: ParallelModule, mesh: ParallelMesh) -> Tensor:
-    """The 2-norm of the gradients of the unsplit model.
+def global_norm(
+    parameters: Iterable[Tensor], parallel: ParallelModule, mesh: ParallelMesh, order: float = 2.0
+) -> Tensor:
+    """The norm of the gradients of the unsplit model.
 
     Args:
         parameters: whole ones and shards; those without a gradient don't count.
+        order: of the norm, above 0; may be infinite.
 
     Returns:
         A scalar, the same on every rank.
@@ -37,32 +41,42 @@ def global_norm(parameters: Iterable[Tensor], parallel: ParallelModule, mesh: Pa
             continue
         spec, divided = sharded.get(key), all_divided.get(key)
         rows = None if divided is None else divided.rows
-        found[divided is not None, spec is not None] += own_elements(grad, spec, mesh.rank("tp"), rows)
+        found[divided is not None, spec is not None] += own_elements(grad, spec, mesh.rank("tp"), rows, order)
     if mesh.size("tp") == mesh.size("pp") == 1 and not all_divided:
-        return get_total_norm(found[False, False] + found[False, True])
+        return get_total_norm(found[False, False] + found[False, True], order)
     # Of one that is counted elsewhere, too: copies of a tied weight are clipped by the same number on all stages.
     like = next((parameter.grad for parameter in parameters if parameter.grad is not None), torch.zeros(()))
     dtype = torch.promote_types(like.dtype, torch.float32)
+    # Norms are added up by their powers, or the largest is taken.
+    power, add, over_ranks = (
+        (1.0, torch.maximum, dist.ReduceOp.MAX) if math.isinf(order) else (order, torch.add, dist.ReduceOp.SUM)
+    )
     # Sent is float64: a stage may have another dtype than the next, or no gradient at all.
     *rest, last = found.values()
-    squares = torch.stack([_norm(parts, mesh.device) for parts in rest]) ** 2
+    powers = torch.stack([_norm(parts, mesh.device, order) for parts in rest]) ** power
     if parallel.rows_group is not None:
-        dist.all_reduce(squares[:2], group=parallel.rows_group)
-    split, whole = squares[0] + squares[2], squares[1]
-    work = dist.all_reduce(split, group=mesh.group("tp"), async_op=True) if mesh.size("tp") > 1 else None
-    whole = whole + _norm(last, mesh.device) ** 2  # meanwhile
+        dist.all_reduce(powers[:2], over_ranks, group=parallel.rows_group)
+    split, whole = add(powers[0], powers[2]), powers[1]
+    work = None
+    if mesh.size("tp") > 1:
+        work = dist.all_reduce(split, over_ranks, group=mesh.group("tp"), async_op=True)
+    whole = add(whole, _norm(last, mesh.device, order) ** power)  # meanwhile
     if work is not None:
         work.wait()
-    total = split + whole
+    total = add(split, whole)
     if mesh.size("pp") > 1:
-        dist.all_reduce(total, group=mesh.group("pp"))
-    return total.sqrt().to(dtype)
+        dist.all_reduce(total, over_ranks, group=mesh.group("pp"))
+    return (total ** (1 / power)).to(dtype)
 
 
 def own_elements(
-    grad: Tensor, spec: ShardedTensorSpec | None, rank: int, rows: tuple[int, int] | None = None
+    grad: Tensor,
+    spec: ShardedTensorSpec | None,
+    rank: int,
+    rows: tuple[int, int] | None = None,
+    order: float = 2.0,
 ) -> list[Tensor]:
-    """A gradient as pieces whose 2-norms, over the tensor ranks, make the whole one's: elements that n ranks own count
+    """A gradient as pieces whose norms, over the tensor ranks, make the whole one's: elements that n ranks own count
     1 / n on each.
 
     Args:
@@ -70,6 +84,7 @@ def own_elements(
         spec: how the parameter is split, if it is.
         rank: the tensor rank.
         rows: first row and one after the last.
+        order: of the norms.
     """
     if spec is None or not spec.shared:
         return [grad]
@@ -79,18 +94,26 @@ def own_elements(
         if spec.dim == 0:
             start, stop = (min(max(edge, first), last) - first for edge in (start, stop))
         piece = grad.narrow(spec.dim, start, stop - start)
-        parts.append(piece / owners**0.5)
+        parts.append(piece / owners ** (1 / order))
     return parts
 
 
-def clip_by_norm(parameters: Iterable[Tensor], max_norm: float, parallel: ParallelModule, mesh: ParallelMesh) -> None:
-    """Scale all gradients by max_norm / norm where the norm is larger, as torch.nn.utils.clip_grad_norm_ does."""
+def clip_by_norm(
+    parameters: Iterable[Tensor], max_norm: float, parallel: ParallelModule, mesh: ParallelMesh, order: float = 2.0
+) -> Tensor:
+    """Scale all gradients by max_norm / norm where the norm is larger, as torch.nn.utils.clip_grad_norm_ does.
+
+    Returns:
+        The norm, as `global_norm`.
+    """
     parameters = list(parameters)
-    clip_grads_with_norm_(parameters, max_norm, global_norm(parameters, parallel, mesh))
+    norm = global_norm(parameters, parallel, mesh, order)
+    clip_grads_with_norm_(parameters, max_norm, norm)
+    return norm
 
 
-def _norm(tensors: list[Tensor], device: torch.device) -> Tensor:
+def _norm(tensors: list[Tensor], device: torch.device, order: float) -> Tensor:
     """() float64, on a device; rows may be offloaded, and what is not divided is not."""
     if not tensors:
         return torch.zeros((), dtype=torch.float64, device=device)
-    return get_total_norm(tensors).double().to(device, non_blocking=True)
+    return get_total_norm(tensors, order).double().to(device, non_blocking=True)

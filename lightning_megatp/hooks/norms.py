@@ -19,12 +19,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_megatp.gradients.clipping import clip
 from lightning_megatp.gradients.norm import own_elements
 from lightning_megatp.mesh import ParallelMesh
 from lightning_megatp.messages import warn_once_per_run
 from lightning_megatp.module import ParallelModule
 from lightning_megatp.parts.looking import KnownPart, Looking, Version
 from lightning_megatp.parts.rows import address_of, own_part
+from lightning_megatp.shim.gradients import ClipCall, clipping_by
 from lightning_megatp.shim.lightning import within_hooks
 from lightning_megatp.shim.torch import DisableTorchFunction, foreach_norm, tensor_version
 from lightning_megatp.tensor.collectives import from_host
@@ -71,8 +73,12 @@ class WholeNorms:
     def looking(self, method: str) -> Iterator[None]:
         """Around the hooks that a method of the plugin calls."""
         self._hooks = " or ".join(f"`{hook}`" for hook in METHODS[method])
+        complete = self._complete or method == "_after_closure"
         try:
-            with Looking(self, self._parallel.context.rank, self._parts()) as self._now:
+            with (
+                clipping_by(functools.partial(self._clip, complete)),
+                Looking(self, self._parallel.context.rank, self._parts()) as self._now,
+            ):
                 yield
         finally:
             if self._now is not None:
@@ -82,16 +88,35 @@ class WholeNorms:
                 self._unknown.clear()
                 self._reduced.clear()
 
-    def clipping(self, clip: Callable[..., None]) -> Callable[..., None]:
+    def clipping(self, does: Callable[..., Any]) -> Callable[..., Any]:
         """Lightning's clipping, which all ranks call, maybe from within a hook: it changes what was summed."""
 
-        def run(*args: Any, **kwargs: Any) -> None:
+        def run(*args: Any, **kwargs: Any) -> Any:
             with DisableTorchFunction():
-                clip(*args, **kwargs)
+                result = does(*args, **kwargs)
                 if self._now is not None:
                     self._now.show(self._parts())
+                return result
 
         return run
+
+    def _clip(self, complete: bool, call: ClipCall) -> Any:
+        """A hook calls torch's clipping. Without stages the norms that it takes are those of whole gradients anyway,
+        if they are 2-norms, and need no message. With stages ranks only know that all call it if each gives it all
+        that it trains.
+
+        Args:
+            complete: gradients are summed.
+        """
+        held = [self._parallel.held(parameter) for parameter in call.parameters]
+        if self._mesh.size("pp") > 1:
+            trained = {id(x) for x in map(self._parallel.held, self._parallel.names.values()) if x.grad is not None}
+            together = not call.is_of_one and trained <= {id(x) for x in held}
+        else:
+            together = call.order != 2.0
+        if not complete or not together or call.limit is None:
+            return call.of(call.parameters)
+        return self.clipping(clip)(call, held, self._parallel, self._mesh)
 
     def norm_of(self, part: KnownPart, order: Any) -> Tensor | None:
         """A hook asks for the norm of a part: that of the whole, if it is known."""

@@ -13,10 +13,12 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from lightning_megatp.calls import Told
 from lightning_megatp.containers import tensors_in
 from lightning_megatp.detour import Detour, end_all
 from lightning_megatp.messages import with_article
@@ -27,6 +29,7 @@ from lightning_megatp.pipeline.slicing.plan import SliceError
 from lightning_megatp.pipeline.slicing.slicer import Slicer
 from lightning_megatp.pipeline.told.telling import Options, options_of, set_options
 from lightning_megatp.shim.fakes import is_fake
+from lightning_megatp.shim.gradients import ClipCall, clipping_by, zero_grad_by
 from lightning_megatp.shim.lightning import steps_by_hand
 from lightning_megatp.shim.torch import DisableTorchFunction, tree_leaves
 from lightning_megatp.snapshots.leftovers import Path, PlainValues
@@ -88,6 +91,7 @@ class Actions:
         slicer: cuts its steps.
         opened: the modules on which hooks may set Python values, by name.
         names_of: of the parameters that an optimizer has, on all stages.
+        clip: does, on all ranks, what a call of torch's clipping asks for, to what this rank trains.
     """
 
     def __init__(
@@ -96,8 +100,10 @@ class Actions:
         slicer: Slicer,
         opened: Mapping[str, nn.Module],
         names_of: Callable[[Optimizer], Sequence[str]],
+        clip: Callable[[ClipCall, list[Tensor]], Tensor | None],
     ) -> None:
-        self._parallel, self._slicer, self._opened, self._names_of = parallel, slicer, opened, names_of
+        self._parallel, self._slicer, self._opened = parallel, slicer, opened
+        self._names_of, self._clip_held = names_of, clip
         self._module: Any = parallel.module
         self._run: _Run | None = None
         self._done = 0
@@ -108,6 +114,8 @@ class Actions:
         """The Trainer's count of optimizer steps before this batch."""
         self._options: list[Options] = []
         """Of the optimizers, before this batch and after each of those: a run finds them as they were there."""
+        self._results: list[Any] = []
+        """What each of those returned."""
         self.told: list[tuple[str, bool]] = []
         """What the step that was tried last has told parameters: to learn, or not."""
         self.set_by_hooks: dict[Path, bytes] = {}
@@ -124,7 +132,7 @@ class Actions:
         """Around all runs of the step for a batch."""
         module, trainer = self._module, self._module.trainer
         self._done, self._losses, self._steps_before = 0, [], steps_by_hand(trainer).completed
-        self._options = [options_of(trainer.optimizers)]
+        self._options, self._results = [options_of(trainer.optimizers)], []
         detours: list[Detour] = []
 
         def through(owner: Any, name: str, way: Callable[[functools.partial[Any]], Any]) -> None:
@@ -145,7 +153,7 @@ class Actions:
         for scheduler in self._schedulers():
             through(scheduler, "step", self._plain)
         try:
-            with _zero_grad_of_modules(functools.partial(self._meet, self._plain)):
+            with zero_grad_by(functools.partial(self._meet, self._plain)), clipping_by(self._clip):
                 yield
         finally:
             end_all(detours[::-1])
@@ -230,7 +238,7 @@ class Actions:
         now, steps.completed = steps.completed, self._steps_before
         set_options(trainer.optimizers, self._options[0])
         self._run = run
-        self._slicer.follows.follow_by_hand(self._learn)
+        self._slicer.follows.follow_by_hand(self._tell)
         try:
             yield
         finally:
@@ -258,23 +266,28 @@ class Actions:
             )
         return self._act(call)
 
-    def _act(self, call: Callable[[], Any], learns: bool = False) -> Any:
+    def _act(self, call: Callable[[], Any], tells: bool = False) -> Any:
         """Do something, where it is done.
 
         Args:
-            learns: it tells one parameter, of many maybe, to learn, or not to: no hook runs in that.
+            tells: it tells one parameter something, of many maybe: no hook runs in that, and it is an operation that
+                was met.
+
+        Returns:
+            What that returned, once it is done; None before.
         """
         assert self._run is not None
         self._run.actions += 1
         self._slicer.follows.note_action()
         if self._run.actions <= self._done:
             set_options(self._module.trainer.optimizers, self._options[self._run.actions])
-        if self._run.how is not _How.ACTING or self._run.actions <= self._done:
+            return self._results[self._run.actions - 1]
+        if self._run.how is not _How.ACTING:
             return None
-        before = PlainValues(self._opened) if self._has_hooks and not learns else None
+        before = PlainValues(self._opened) if self._has_hooks and not tells else None
         self._acts = True
         try:
-            with contextlib.nullcontext() if learns else self._on_its_own():
+            with contextlib.nullcontext() if tells else self._on_its_own():
                 result = call()
         finally:
             self._acts = False
@@ -282,6 +295,7 @@ class Actions:
             self.set_by_hooks |= PlainValues(self._opened).changes(before)
         self._done += 1
         self._options.append(options_of(self._module.trainer.optimizers))
+        self._results.append(result)
         return result
 
     @contextlib.contextmanager
@@ -295,6 +309,35 @@ class Actions:
     def _has_hooks(self) -> bool:
         """Whether hooks of the user's run in what is done by hand."""
         return any(is_users(x, hook) for x in (self._module, *self._module.trainer.callbacks) for hook in _HOOKS)
+
+    def _clip(self, call: ClipCall) -> Any:
+        """`torch.nn.utils.clip_grad_norm_`, or `clip_grad_value_`."""
+        if self._acts or self._run is None:
+            return call.of(call.parameters)
+        names = [name for name in (self._name_of(x, self._run) for x in call.parameters) if name is not None]
+        if not names:
+            return call.of(call.parameters)
+        call.check_known(len(names))
+        norm = None
+        if not self._slicer.follows.done:
+            norm = self._act(functools.partial(self._clip_own, call, names))
+        return self._stand_in(call.limit) if norm is None and call.limit is not None else norm
+
+    def _clip_own(self, call: ClipCall, names: Sequence[str]) -> Tensor | None:
+        own = [self._parallel.names[name] for name in names if name in self._parallel.names]
+        return self._clip_held(call, list(map(self._parallel.held, own)))
+
+    def _stand_in(self, limit: float) -> Tensor:
+        """For the norm of gradients that are not there yet: one that was within the limit. A part that is run has no
+        use for it before they are clipped.
+
+        Args:
+            limit: the largest norm.
+        """
+        assert self._run is not None
+        with DisableTorchFunction():
+            norm = torch.tensor(min(limit, 1.0))
+            return norm if self._run.how is _How.TRIED else self._slicer.ghost(norm)
 
     def _step(self, call: functools.partial[Any]) -> Any:
         """An optimizer's step. A closure is the step's code."""
@@ -381,24 +424,44 @@ class Actions:
         with DisableTorchFunction():  # no operations of the step's
             return {name: self._slicer.parameter(name).requires_grad for name in every}
 
+    def _tell(self, parameter: Tensor, told: Told) -> None:
+        """The step tells a parameter something."""
+        if told is Told.CLEAR:
+            self._clear(parameter)
+        else:
+            self._learn(parameter, told is Told.LEARN)
+
+    def _clear(self, parameter: Tensor) -> None:
+        """`parameter.grad = None`."""
+        assert self._run is not None
+        name = self._name_of(parameter, self._run)
+
+        def clear() -> None:
+            if name in self._parallel.names:  # and not one of another stage
+                self._parallel.clear_gradient(self._parallel.names[name])
+
+        self._act(clear, tells=True)
+
     def _learn(self, parameter: Tensor, learns: bool) -> None:
         """The step lets a parameter learn, or not, as `toggle_optimizer` does."""
         run = self._run
         assert run is not None
         name = self._name_of(parameter, run)
+        assert name is not None, "of a parameter of the module"
         run.told.append((name, learns))
         if self._toggles_itself(run):
             with DisableTorchFunction():
                 run.learned.setdefault(name, parameter.requires_grad)
             self._let_learn({name: learns})
-        self._act(functools.partial(self._let_learn, {name: learns}), learns=True)
+        self._act(functools.partial(self._let_learn, {name: learns}), tells=True)
 
-    def _name_of(self, parameter: Tensor, run: _Run) -> str:
+    def _name_of(self, parameter: Tensor, run: _Run) -> str | None:
+        """None if it is none of the module's."""
         if isinstance(parameter, WholeParameter):  # a split layer shows it in place of its own
             return parameter.spec.name
         if id(parameter) not in run.known:  # with zero > 0 modules show one form of it, or another
             run.known.update((id(self._slicer.parameter(name)), name) for name in self._parallel.order)
-        return run.known[id(parameter)]
+        return run.known.get(id(parameter))
 
     def _let_learn(self, learned: _Learned, optimizer: Optimizer | None = None) -> None:
         """Let parameters, or what stands for them, learn as they did.
@@ -414,21 +477,6 @@ class Actions:
                 if divided.name in learned:
                     divided.agree_on_trained()
         self._slicer.forget_fakes()
-
-
-@contextlib.contextmanager
-def _zero_grad_of_modules(through: Callable[[functools.partial[Any]], Any]) -> Iterator[None]:
-    """Meanwhile, let the `zero_grad()` of any module go another way."""
-    before = nn.Module.zero_grad
-
-    def zero_grad(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return through(functools.partial(before, self, *args, **kwargs))
-
-    nn.Module.zero_grad = zero_grad  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        nn.Module.zero_grad = before  # type: ignore[method-assign]
 
 
 def _unwrapped(optimizer: Any) -> Optimizer:

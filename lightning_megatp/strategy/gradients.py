@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -15,6 +16,7 @@ from lightning_megatp.commands import Done, requested
 from lightning_megatp.containers import parameters_of
 from lightning_megatp.gradients.accumulated import AccumulatedGradients
 from lightning_megatp.gradients.buckets import GradientBuckets
+from lightning_megatp.gradients.clipping import clip
 from lightning_megatp.gradients.groups import Groups
 from lightning_megatp.gradients.wide import narrow, widen
 from lightning_megatp.hooks.around import explained
@@ -254,7 +256,8 @@ class GradientMethods(CopyMethods, InspectionMethods):
         """What runs the module's steps, if they optimize by hand."""
         if self._steps_by_hand is None:
             opened = pipeline.last_stage.opened
-            actions = Actions(pipeline.parallel, pipeline.slicer, opened, self._groups.order)
+            clipping = functools.partial(clip, parallel=pipeline.parallel, mesh=pipeline.mesh)
+            actions = Actions(pipeline.parallel, pipeline.slicer, opened, self._groups.order, clipping)
             self._steps_by_hand = ByHand(pipeline, actions)
         return self._steps_by_hand
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from lightning_megatp.batches.same import SameBatch, refuse_lengths, warn_of_lengths
+from lightning_megatp.gradients.in_steps import StepGradients
 from lightning_megatp.gradients.wide import widen
 from lightning_megatp.optimizers.nested import with_inner
 from lightning_megatp.parts.rows import finds_rows, used_outside_forward
@@ -104,8 +105,11 @@ class StepMethods(GradientMethods):
             if self.sharding is not None:
                 self._forget_abandoned()
                 self.sharding.begin()
-            outputs = self._watched(StepKind.TRAIN, super().training_step)(*args, **kwargs)
-            if self.sharding is not None and not self.lightning_module.automatic_optimization:
+            by_hand = not self.lightning_module.automatic_optimization
+            gradients = StepGradients(self._parallel(), self._mesh())
+            with gradients.changed_by_hand() if by_hand else contextlib.nullcontext():
+                outputs = self._watched(StepKind.TRAIN, super().training_step)(*args, **kwargs)
+            if self.sharding is not None and by_hand:
                 self.sharding.end()
             if self._steps == 1 and (recomputation := self._parallel().recomputation) is not None:
                 recomputation.warn_if_unused()

@@ -165,6 +165,9 @@ class WholeParameter(LayerWeight):
             made = cls.of(func(first.shard, **kwargs), first.parameter, first.spec, first.context)
             made.apart = first.apart or kept_apart
             return made
+        if first is not None and name == "grad" and func.__name__ == "__set__" and args[1] is None:
+            first.parameter.grad = None  # of a divided one, what hooks and optimizers find follows
+            return None
         if first is not None and sets_data(func):
             first._set_data(args[1])
             return None

@@ -43,6 +43,7 @@ class WriteWatch(TorchFunctionMode):
         self._of_user = of_user
         self._names = {storage_id(p.whole): p.name for p in parameters}
         self._parameters = {id(x): p.name for p in parameters for x in (p.whole, p.sharded)}
+        self._gathered = {id(p.whole): p.name for p in parameters}
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -57,6 +58,11 @@ class WriteWatch(TorchFunctionMode):
             name = self._names.get(storage_id(args[0]))
             if name is not None and operation_name(func) != "requires_grad_":
                 raise RuntimeError(lost_change(name))
+        if func == _SETS_GRADIENT and self._of_user() and (gathered := self._gathered.get(id(args[0]))) is not None:
+            raise RuntimeError(
+                f"MegaTPStrategy: the step sets the gradient of `{gathered}`, and with zero > 0 gradients lie with the"
+                " rows that each rank trains. Clear them by `zero_grad()` of an optimizer or a module."
+            )
         name = self._parameters.get(id(args[0])) if asks_gradient(func, args) and self._of_user() else None
         if name is not None:
             why = "With zero > 0 gradients lie with the rows that each rank trains, where no step finds them."
@@ -71,3 +77,6 @@ def _is_same_memory(x: Tensor, other: Any) -> bool:
     alike = x.shape == other.shape and x.dtype == other.dtype and x.stride() == other.stride()
     x, other = (y.to_local() if isinstance(y, DTensor) else y for y in (x, other))
     return alike and storage_id(x) == storage_id(other) and x.storage_offset() == other.storage_offset()
+
+
+_SETS_GRADIENT = Tensor.grad.__set__  # type: ignore[union-attr]

@@ -83,8 +83,13 @@ def units_of_step(
 def _whole_plan(module: nn.Module, units: Sequence[str], step: Step, batch: Any, *options: Any) -> SlicePlan:
     """The plan of a single stage."""
     slicer = Slicer(module, dict.fromkeys(units, 0), 1, *options)
+
+    def by_hand(batch: Any) -> Any:
+        slicer.follows.follow_by_hand(lambda parameter, told: None)
+        return step(batch)
+
     try:
-        return slicer.plan(step, batch)
+        return slicer.plan(step if getattr(module, "automatic_optimization", True) else by_hand, batch)
     finally:
         slicer.close()
 

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from lightning_megatp.calls import Learn
+from lightning_megatp.calls import Tell
 from lightning_megatp.containers import tensors_in
 from lightning_megatp.pipeline.loss.averages import Averages
 from lightning_megatp.pipeline.slicing.aside import Aside
@@ -28,8 +28,8 @@ from lightning_megatp.pipeline.slicing.dry_run.operations import (
     StepEnded,
     generators_of,
     is_bookkeeping,
-    lets_learn,
     sets_values,
+    told_by,
     with_memory,
 )
 from lightning_megatp.pipeline.slicing.dry_run.refusals import gradient_read
@@ -94,7 +94,7 @@ class StageMode(TorchFunctionMode):
         """These."""
         self.reads = Reads({}) if plan.host_reads else None
         """Of a step that optimizes by hand: what it is answered."""
-        self._learn: Learn | None = None
+        self._tell: Tell | None = None
         self._parts_done = 0
         """How often the step has gone backward by hand."""
         self.taken: Taken | None = None
@@ -105,8 +105,8 @@ class StageMode(TorchFunctionMode):
     ) -> Any:
         if func in REFLECTED:
             func, args = unreflected(func, args)
-        if self._learn is not None and (learns := lets_learn(func, args, kwargs)) is not None:
-            self._learn(args[0], learns)
+        if self._tell is not None and (told := told_by(func, args, kwargs)) is not None:
+            self._tell(args[0], told)
             return args[0]
         if func in self._not_operations:
             if self.reads is not None and operation_name(func) in HOST_READS:
@@ -191,9 +191,9 @@ class StageMode(TorchFunctionMode):
         """Around a module's `to(...)` and its like."""
         return self.reading_metrics()
 
-    def follow_by_hand(self, learn: Learn) -> None:
+    def follow_by_hand(self, tell: Tell) -> None:
         """The step optimizes by hand."""
-        self._learn = learn
+        self._tell = tell
 
     def _read(self, reads: Reads, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A read on the host."""

@@ -339,6 +339,10 @@ class Slicer:
         held = dict.get(self.module.get_submodule(path)._parameters, leaf)  # a split layer would show the whole
         return self.stand_in(name) if held is None else held
 
+    def ghost(self, x: Tensor) -> Tensor:
+        """What stands for a tensor whose values are not known."""
+        return self._fake_mode.from_tensor(x)
+
     def forget_fakes(self) -> None:
         """What stands for parameters, in a dry run that goes on, learns as they do now."""
         forget_fakes(self._fake_mode)

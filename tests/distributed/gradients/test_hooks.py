@@ -53,6 +53,16 @@ class Clipped(GPT):
         clip_grad_norm_(self.parameters(), CLIP)
 
 
+class ClippedByNumber(GPT):
+    """Of its own making."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        grads = [p.grad for p in self.parameters() if p.grad is not None]
+        norm = torch.stack([grad.norm() for grad in grads]).norm()
+        for grad in grads:
+            grad.mul_((CLIP / norm).clamp(max=1.0))
+
+
 class ClippedAsConfigured(GPT):
     """Lightning's own clipping beside a norm of the user's."""
 
@@ -349,9 +359,17 @@ def test_hooks_of_one_rank_wait_for_nobody() -> None:
 def test_norms_of_a_stage_are_said_to_be() -> None:
     said = run_program(PP2, _fit, Logged, CONFIGS["fused"])[0][2]
     assert len(said) == 1 and "With pp=2 a rank has the gradients of its own stages only" in said[0]
+    with pytest.raises(RankError, match="that each pipeline stage computes"):
+        run_program(PP2, _fit, ClippedByNumber, CONFIGS["fused"])
+
+
+def test_clipping_in_hooks_takes_all_stages_together() -> None:
     for kind in (Clipped, ClippedAsConfigured):
-        with pytest.raises(RankError, match="that each pipeline stage computes"):
-            run_program(PP2, _fit, kind, CONFIGS["fused"])
+        [(_, whole, _)] = run_program(PLAIN, _fit, kind, CONFIGS["fused"])
+        for layout in (PP2, Layout(tp=2, pp=2, microbatches=2)):
+            for _, state, _ in run_program(layout, _fit, kind, CONFIGS["fused"]):
+                for name, value in state.items():
+                    torch.testing.assert_close(value, whole[name], rtol=1e-9, atol=1e-9, msg=f"{kind} {layout} {name}")
 
 
 def test_stages_clip_each_parameter_by_its_own_norm() -> None:

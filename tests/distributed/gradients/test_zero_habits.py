@@ -455,11 +455,12 @@ def test_a_step_loads_the_state_of_divided_modules(layout: Layout) -> None:
 
 
 class WeighsUnseen(Toggles):
-    """Weights beside their layers, in a step that can't be looked at before training."""
+    """Weights beside their layers, in a step that can't be looked at before training: it takes numbers."""
 
     alone = False
 
     def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        self(batch).detach().numpy()  # without data it can't be looked at further
         for optimizer in self.optimizers():  # type: ignore[union-attr]
             with self.toggled_optimizer(optimizer):
                 penalty = self.blocks[0].a.weight.square().sum() + self.head.weight.square().sum()  # type: ignore[operator, union-attr]

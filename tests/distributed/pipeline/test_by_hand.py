@@ -482,7 +482,7 @@ REFUSED = {
 
 def gradients_read(lit: Classifier, index: int, ids: Tensor, y: Tensor) -> None:
     lit.manual_backward(F.cross_entropy(lit(ids), y))
-    nn.utils.clip_grad_norm_(lit.parameters(), 0.1)
+    lit.log("norm", lit.head.weight.grad.norm())  # type: ignore[union-attr]
 
 
 def own_backward(lit: Classifier, index: int, ids: Tensor, y: Tensor) -> None:

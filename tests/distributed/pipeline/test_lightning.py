@@ -1119,7 +1119,7 @@ class Refused(GPT):
             self.blocks[0].mlp.down.weight.grad[:2] = 0
             self.blocks[-1].mlp.down.weight.grad[:2] = 0
         if self.what == "clip":
-            torch.nn.utils.clip_grad_norm_(self.parameters(), 1.0)
+            torch.nn.utils.clip_grad_norm_(self.blocks.parameters(), 1.0)
 
     def configure_optimizers(self) -> Any:
         if self.what == "lbfgs":

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_megatp.calls import Told
 from lightning_megatp.containers import tensors_in
 from lightning_megatp.pipeline.slicing.dry_run.values import Value
 from lightning_megatp.shim.autograd import generator_bytes
@@ -67,13 +68,15 @@ class Call:
         return self.unit_stage is not None
 
 
-def lets_learn(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> bool | None:
-    """Whether a parameter is let require a gradient; None for any other operation."""
-    if func is not torch.Tensor.requires_grad_ and func != _SETS_REQUIRES_GRAD:
+def told_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Told | None:
+    """What a parameter is told; None for any other operation."""
+    sets = func is torch.Tensor.requires_grad_ or func == _SETS_REQUIRES_GRAD
+    if not (sets or func == _SETS_GRADIENT) or not isinstance(args[0], nn.Parameter):
         return None
-    if not isinstance(args[0], nn.Parameter):
-        return None
-    return bool(args[1]) if len(args) > 1 else bool((kwargs or {}).get("requires_grad", True))
+    if not sets:
+        return Told.CLEAR if args[1] is None else None
+    learns = args[1] if len(args) > 1 else (kwargs or {}).get("requires_grad", True)
+    return Told.LEARN if learns else Told.FREEZE
 
 
 def sets_requires_grad(call: Call) -> bool:
@@ -226,4 +229,5 @@ SHAPE_ONLY = operation_names(
 
 LIKE_ANOTHER = operation_names("to type_as expand_as view_as reshape_as")
 """They read nothing but that of any tensor after the first: a replicated mask stays so in `mask.to(hidden)`."""
+_SETS_GRADIENT = torch.Tensor.grad.__set__  # type: ignore[union-attr]
 _SETS_REQUIRES_GRAD = torch.Tensor.requires_grad.__set__  # type: ignore[attr-defined]

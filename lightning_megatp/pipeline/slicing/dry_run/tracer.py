@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 from torchmetrics import MetricCollection
 
-from lightning_megatp.calls import Learn
+from lightning_megatp.calls import Tell
 from lightning_megatp.containers import tensors_in
 from lightning_megatp.pipeline.slicing.aside import Aside, WithoutFastPath
 from lightning_megatp.pipeline.slicing.dry_run.deeds import Deeds, Moment, deed_of
@@ -39,11 +39,11 @@ from lightning_megatp.pipeline.slicing.dry_run.operations import (
     changed_statistics,
     cut_by_numbers,
     is_bookkeeping,
-    lets_learn,
     masks_read,
     random_states,
     sets_requires_grad,
     sets_values,
+    told_by,
     with_memory,
 )
 from lightning_megatp.pipeline.slicing.dry_run.orders import Orders
@@ -118,7 +118,7 @@ class Tracer(TorchFunctionMode):
         self.host_reads: list[HostRead] = []
         self.by_hand = False
         """The step optimizes by hand."""
-        self._learn: Learn | None = None
+        self._tell: Tell | None = None
         self.acts_first = False
         """It does something by hand before its first operation of stages."""
         self.uses_functions = False
@@ -163,8 +163,8 @@ class Tracer(TorchFunctionMode):
     ) -> Any:
         check_caller(func)
         func, args = unreflected(func, args)
-        if self._learn is not None and (learns := lets_learn(func, args, kwargs)) is not None:
-            self._learn(args[0], learns)
+        if self._tell is not None and (told := told_by(func, args, kwargs)) is not None:
+            self._tell(args[0], told)
             return args[0]
         if func is torch.Tensor.__iter__:
             return iter(self.__torch_function__(torch.Tensor.unbind, types, args))
@@ -285,9 +285,9 @@ class Tracer(TorchFunctionMode):
         self.converts = True
         return self._aside()
 
-    def follow_by_hand(self, learn: Learn) -> None:
+    def follow_by_hand(self, tell: Tell) -> None:
         """The step optimizes by hand: it is followed behind what it reads."""
-        self.by_hand, self._learn = True, learn
+        self.by_hand, self._tell = True, tell
 
     def acting(self) -> contextlib.AbstractContextManager[None]:
         """Around what the step does by hand: no operations of the step's."""

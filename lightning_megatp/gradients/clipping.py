@@ -1,0 +1,51 @@
+"""Clipping by torch's own functions, which the user's code calls where it may find parts of gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import Tensor
+from torch.nn.utils import clip_grads_with_norm_
+
+from lightning_megatp.gradients.norm import global_norm
+from lightning_megatp.mesh import ParallelMesh
+from lightning_megatp.module import ParallelModule
+from lightning_megatp.shim.gradients import ClipCall
+
+
+def clip(call: ClipCall, held: Iterable[Tensor], parallel: ParallelModule, mesh: ParallelMesh) -> Tensor | None:
+    """Clip what this rank trains, by the norm that all ranks have together.
+
+    Args:
+        call: what is asked for.
+        held: in place of the parameters that it was given.
+        parallel: whose they are.
+        mesh: where it is. All ranks call this.
+
+    Returns:
+        As torch: the norm, (), or None where values are clipped.
+
+    Raises:
+        ValueError: an order that has no sum over ranks.
+        RuntimeError: the norm is not finite, and has to be.
+
+    Communication: that of `global_norm`; none where values are clipped.
+    """
+    trained = [parameter for parameter in held if parameter.grad is not None]
+    if call.limit is None:
+        if trained:  # torch's function fails where a pipeline stage trains nothing
+            call.of(trained)
+        return None
+    if not call.order > 0:
+        raise ValueError(
+            f"MegaTPStrategy: clip_grad_norm_(norm_type={call.order:g}), of gradients of which each rank has parts."
+            " Norms of an order above 0, or infinite, can be put together."
+        )
+    norm = global_norm(trained, parallel, mesh, call.order)
+    if call.has_to_be_finite and not norm.isfinite():
+        raise RuntimeError(
+            f"The norm of order {call.order:g} of the gradients is {norm.item()}, and clip_grad_norm_ was told to raise"
+            " then (error_if_nonfinite=True)."
+        )
+    clip_grads_with_norm_(trained, call.limit, norm)
+    return norm

@@ -1,0 +1,105 @@
+"""Where the user's code clips and clears gradients by functions of torch, which find parts of them.
+
+`torch.nn.utils.clip_grad_norm_` and `clip_grad_value_` are mostly imported by name. Each is a wrapper that calls a
+function in its closure under `no_grad`: a cell without a public name (2.11-2.15).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+
+
+class ClipCall:
+    """A call of one of the two functions.
+
+    Args:
+        function: it, bare.
+        args: its arguments.
+        kwargs: those by name.
+    """
+
+    def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._function = function
+        self._given = inspect.signature(function).bind(*args, **kwargs).arguments
+        self.is_of_one = isinstance(self._given["parameters"], Tensor)
+        """Whether it is given one parameter, and no list."""
+        self.parameters: list[Any] = [self._given["parameters"]] if self.is_of_one else [*self._given["parameters"]]
+
+    @property
+    def limit(self) -> float | None:
+        """The largest norm; None where values are clipped."""
+        return None if "clip_value" in self._given else float(self._given["max_norm"])
+
+    @property
+    def order(self) -> float:
+        """The order of the norm."""
+        return float(self._given.get("norm_type", 2.0))
+
+    @property
+    def has_to_be_finite(self) -> bool:
+        """Whether any other norm is an error."""
+        return bool(self._given.get("error_if_nonfinite"))
+
+    def of(self, parameters: Sequence[Any]) -> Any:
+        """Do it as torch does, to other parameters."""
+        return self._function(**{**self._given, "parameters": parameters})
+
+    def check_known(self, known: int) -> None:
+        """
+        Args:
+            known: how many of its parameters are the module's.
+
+        Raises:
+            RuntimeError: not all, and a rank may have parts of those.
+        """
+        if known < len(self.parameters):
+            raise RuntimeError(
+                "MegaTPStrategy: the step clips gradients of the module's parameters, of which a rank may have parts,"
+                " together with those of other tensors. Clip them in two calls."
+            )
+
+
+@contextlib.contextmanager
+def clipping_by(clip: Callable[[ClipCall], Any]) -> Iterator[None]:
+    """Let calls of `torch.nn.utils.clip_grad_norm_` and `clip_grad_value_` go another way, by whatever name they were
+    imported."""
+    functions: list[Any] = [clip_grad_norm_, clip_grad_value_]
+    cells = [function.__closure__[function.__code__.co_freevars.index("func")] for function in functions]
+    before = [cell.cell_contents for cell in cells]
+
+    def other(bare: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **kwargs: clip(ClipCall(bare, args, kwargs))
+
+    for cell, function in zip(cells, functions, strict=True):
+        cell.cell_contents = other(function.__wrapped__)
+    try:
+        yield
+    finally:
+        for cell, called in zip(cells, before, strict=True):
+            cell.cell_contents = called
+
+
+@contextlib.contextmanager
+def zero_grad_by(zero_grad: Callable[[functools.partial[Any]], Any]) -> Iterator[None]:
+    """Let calls of any module's `zero_grad()` go another way.
+
+    Args:
+        zero_grad: is given a call; its first argument is the module.
+    """
+    before = nn.Module.zero_grad
+
+    def other(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return zero_grad(functools.partial(before, self, *args, **kwargs))
+
+    nn.Module.zero_grad = other  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.zero_grad = before  # type: ignore[method-assign]
