@@ -25,7 +25,7 @@ from lightning_megatp.messages import with_article
 from lightning_megatp.module import ParallelModule
 from lightning_megatp.pipeline.batch import Step
 from lightning_megatp.pipeline.slicing.dry_run.operations import StepEnded
-from lightning_megatp.pipeline.slicing.plan import SliceError
+from lightning_megatp.pipeline.slicing.errors import SliceError
 from lightning_megatp.pipeline.slicing.slicer import Slicer
 from lightning_megatp.pipeline.told.telling import Options, options_of, set_options
 from lightning_megatp.shim.fakes import is_fake

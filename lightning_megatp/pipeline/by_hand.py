@@ -19,8 +19,9 @@ from lightning_megatp.pipeline.batch import Backward, BatchRun, PartRun, Step
 from lightning_megatp.pipeline.loss.averages import Averages
 from lightning_megatp.pipeline.pipeline import Pipeline
 from lightning_megatp.pipeline.seeds import mixed, shared_seed
+from lightning_megatp.pipeline.slicing.errors import SliceError
 from lightning_megatp.pipeline.slicing.handing_on import Kept
-from lightning_megatp.pipeline.slicing.plan import SliceError, SlicePlan
+from lightning_megatp.pipeline.slicing.plan import SlicePlan
 from lightning_megatp.pipeline.slicing.reads import Answer, of_batch
 from lightning_megatp.snapshots.leftovers import PlainValues
 from lightning_megatp.steps import StepKind

@@ -21,7 +21,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from lightning_megatp.pipeline.schedules.recorder import Recorder
 from lightning_megatp.pipeline.schedules.schedule import Action, At, Kind, Schedule
 from lightning_megatp.pipeline.shares import Shares
-from lightning_megatp.pipeline.slicing.plan import Relay, SliceError
+from lightning_megatp.pipeline.slicing.errors import SliceError
+from lightning_megatp.pipeline.slicing.plan import Relay
 from lightning_megatp.tensor.deferred import DeferredWeights
 
 Direction = Literal["up", "down"]

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from lightning_megatp.batches.example import Example
 from lightning_megatp.mesh import alone
 from lightning_megatp.module import ParallelModule
+from lightning_megatp.pipeline.slicing.errors import KindError, SliceError
 from lightning_megatp.pipeline.slicing.order import UnitsOfStep, units_of_step
-from lightning_megatp.pipeline.slicing.plan import KindError, SliceError
 from lightning_megatp.pipeline.slicing.slicer import Slicer
 from lightning_megatp.pipeline.slicing.state.ownership import Sizes
 from lightning_megatp.plan.units import find_units

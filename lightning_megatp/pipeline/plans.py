@@ -15,7 +15,8 @@ from lightning_megatp.pipeline.loans import Loans
 from lightning_megatp.pipeline.remote.calls import warn_of_turns
 from lightning_megatp.pipeline.seeds import mixed
 from lightning_megatp.pipeline.shared import Shared, SharedParameters
-from lightning_megatp.pipeline.slicing.plan import KindError, SliceError, SlicePlan
+from lightning_megatp.pipeline.slicing.errors import KindError, SliceError
+from lightning_megatp.pipeline.slicing.plan import SlicePlan
 from lightning_megatp.pipeline.slicing.slicer import Slicer
 from lightning_megatp.pipeline.slicing.state.lasting import UNNAMED
 from lightning_megatp.pipeline.told.trained import Trained

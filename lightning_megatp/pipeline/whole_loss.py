@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from lightning_megatp.containers import tensors_in
-from lightning_megatp.pipeline.slicing.plan import Relay, SliceError, SlicePlan, last_unit
+from lightning_megatp.pipeline.slicing.errors import SliceError
+from lightning_megatp.pipeline.slicing.plan import Relay, SlicePlan, last_unit
 from lightning_megatp.pipeline.slicing.running import Taken
 
 

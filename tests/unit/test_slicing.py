@@ -20,8 +20,9 @@ from torch.quasirandom import SobolEngine
 
 from lightning_megatp.pipeline.assignment import assign
 from lightning_megatp.pipeline.slicing import locator
+from lightning_megatp.pipeline.slicing.errors import SliceError
 from lightning_megatp.pipeline.slicing.order import units_of_step
-from lightning_megatp.pipeline.slicing.plan import SliceError, SlicePlan
+from lightning_megatp.pipeline.slicing.plan import SlicePlan
 from lightning_megatp.pipeline.slicing.slicer import Slicer, StageRun
 from lightning_megatp.plan.units import find_units
 from lightning_megatp.shim.autograd import unbind_functions

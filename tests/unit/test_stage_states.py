@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_megatp.pipeline.slicing.plan import SliceError
+from lightning_megatp.pipeline.slicing.errors import SliceError
 from tests.crossing import crossed
 from tests.unit.test_slicing import assert_same, backward, forward, loss_of, pipeline
 

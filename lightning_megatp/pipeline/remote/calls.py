@@ -24,7 +24,7 @@ from lightning_megatp.mesh import ParallelMesh
 from lightning_megatp.messages import warn_once_per_run
 from lightning_megatp.pipeline.loss.averages import Averages
 from lightning_megatp.pipeline.remote.messages import Contents, Table
-from lightning_megatp.pipeline.slicing.plan import SliceError
+from lightning_megatp.pipeline.slicing.errors import SliceError
 from lightning_megatp.shim.fakes import is_fake
 from lightning_megatp.shim.torch import WithoutMode, tree_map
 from lightning_megatp.shim.transformers import asked_for, collected_for, collecting

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_megatp.pipeline.slicing.plan import SliceError
+from lightning_megatp.pipeline.slicing.errors import SliceError
 from lightning_megatp.shim.torch import storage_id, tensor_version
 
 _ATOMS = (Tensor, nn.Module, type, FunctionType, MethodType, ModuleType, torch.dtype, torch.device, torch.Generator)

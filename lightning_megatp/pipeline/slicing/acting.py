@@ -12,10 +12,12 @@ from typing import Any
 from torch import Tensor
 
 from lightning_megatp.pipeline.slicing.dry_run.late_hooks import UserHooks
+from lightning_megatp.pipeline.slicing.errors import SliceError
 from lightning_megatp.pipeline.slicing.locator import Locator
-from lightning_megatp.pipeline.slicing.plan import Instruction, Key, SliceError, SlicePlan
+from lightning_megatp.pipeline.slicing.plan import Key, SlicePlan
 from lightning_megatp.pipeline.slicing.reads import Reads
 from lightning_megatp.pipeline.slicing.running import StageMode
+from lightning_megatp.pipeline.slicing.script import Instruction
 from lightning_megatp.tensor.functions import operation_name
 
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from lightning_megatp.pipeline.slicing.plan import Key, Relay, SliceError
+from lightning_megatp.pipeline.slicing.errors import SliceError
+from lightning_megatp.pipeline.slicing.plan import Key, Relay
 from lightning_megatp.pipeline.slicing.reads import Answer
 from lightning_megatp.pipeline.slicing.running import StageMode
 from lightning_megatp.shim.fakes import is_fake

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_megatp.pipeline.slicing.plan import HostRead, SliceError
+from lightning_megatp.pipeline.slicing.errors import SliceError
+from lightning_megatp.pipeline.slicing.plan import HostRead
 from lightning_megatp.shim.fakes import is_fake
 
 Answer = bool | int | float | str

@@ -20,9 +20,11 @@ from lightning_megatp.pipeline.slicing.dry_run.operations import (
     cut_by_numbers,
     masks_read,
 )
+from lightning_megatp.pipeline.slicing.errors import SliceError
 from lightning_megatp.pipeline.slicing.locator import Locator
-from lightning_megatp.pipeline.slicing.plan import Instruction, Operation, Read, SliceError, SlicePlan
+from lightning_megatp.pipeline.slicing.plan import Operation, Read, SlicePlan
 from lightning_megatp.pipeline.slicing.running import StageMode
+from lightning_megatp.pipeline.slicing.script import Instruction
 from lightning_megatp.shim.fakes import fake_beside
 from lightning_megatp.shim.torch import tree_leaves, tree_map
 from lightning_megatp.tensor.functions import operation_name

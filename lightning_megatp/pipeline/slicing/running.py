@@ -33,9 +33,11 @@ from lightning_megatp.pipeline.slicing.dry_run.operations import (
     with_memory,
 )
 from lightning_megatp.pipeline.slicing.dry_run.refusals import gradient_read
+from lightning_megatp.pipeline.slicing.errors import BeyondPlan, SliceError
 from lightning_megatp.pipeline.slicing.locator import Locator
-from lightning_megatp.pipeline.slicing.plan import BeyondPlan, Instruction, Key, Operation, SliceError, SlicePlan
+from lightning_megatp.pipeline.slicing.plan import Key, Operation, SlicePlan
 from lightning_megatp.pipeline.slicing.reads import Reads
+from lightning_megatp.pipeline.slicing.script import Instruction
 from lightning_megatp.pipeline.slicing.state.collected import with_collected
 from lightning_megatp.random_states import seeded
 from lightning_megatp.shim.autograd import functorch_is_active

@@ -27,9 +27,10 @@ from lightning_megatp.pipeline.slicing.acting import Acting, Ahead
 from lightning_megatp.pipeline.slicing.dry_run.dry_runs import DryRuns, Step, state_before
 from lightning_megatp.pipeline.slicing.dry_run.late_hooks import UserHooks
 from lightning_megatp.pipeline.slicing.dry_run.operations import StepEnded
+from lightning_megatp.pipeline.slicing.errors import SliceError
 from lightning_megatp.pipeline.slicing.handing_on import Kept, received_by_key, value_to_send
 from lightning_megatp.pipeline.slicing.locator import Locator
-from lightning_megatp.pipeline.slicing.plan import SliceError, SlicePlan
+from lightning_megatp.pipeline.slicing.plan import SlicePlan
 from lightning_megatp.pipeline.slicing.reads import Answer, Reads
 from lightning_megatp.pipeline.slicing.rehearsal import Rehearsal
 from lightning_megatp.pipeline.slicing.running import StageMode, Taken

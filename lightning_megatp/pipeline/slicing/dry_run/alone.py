@@ -27,9 +27,11 @@ from lightning_megatp.pipeline.slicing.dry_run.operations import (
     masks_read,
 )
 from lightning_megatp.pipeline.slicing.dry_run.tracer import Tracer
+from lightning_megatp.pipeline.slicing.errors import SliceError
 from lightning_megatp.pipeline.slicing.locator import Locator
-from lightning_megatp.pipeline.slicing.plan import Instruction, Relay, SliceError, SlicePlan
+from lightning_megatp.pipeline.slicing.plan import Relay, SlicePlan
 from lightning_megatp.pipeline.slicing.running import StageMode
+from lightning_megatp.pipeline.slicing.script import Instruction
 from lightning_megatp.pipeline.slicing.state.kept import Kept
 from lightning_megatp.shim.fakes import FakeTensorMode
 from lightning_megatp.shim.torch import tensor_version, tree_map

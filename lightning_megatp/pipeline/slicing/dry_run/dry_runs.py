@@ -24,8 +24,9 @@ from lightning_megatp.pipeline.slicing.dry_run.stage_states import shared_parts
 from lightning_megatp.pipeline.slicing.dry_run.tail import Tail
 from lightning_megatp.pipeline.slicing.dry_run.tracer import Tracer
 from lightning_megatp.pipeline.slicing.dry_run.values import Values
+from lightning_megatp.pipeline.slicing.errors import ReadsValues, SideDoor, SliceError
 from lightning_megatp.pipeline.slicing.locator import Locator
-from lightning_megatp.pipeline.slicing.plan import Operation, ReadsValues, SideDoor, SliceError, SlicePlan
+from lightning_megatp.pipeline.slicing.plan import Operation, SlicePlan
 from lightning_megatp.pipeline.slicing.state.kept import KeptByUnits
 from lightning_megatp.pipeline.slicing.state.lasting import UNNAMED
 from lightning_megatp.pipeline.slicing.state.ownership import Ownership

@@ -22,7 +22,7 @@ from lightning_megatp.pipeline.slicing.dry_run.operations import (
 )
 from lightning_megatp.pipeline.slicing.dry_run.stage_states import Known, Lineage, joined
 from lightning_megatp.pipeline.slicing.dry_run.values import Value
-from lightning_megatp.pipeline.slicing.plan import SliceError
+from lightning_megatp.pipeline.slicing.errors import SliceError
 from lightning_megatp.shim.fakes import is_fake
 from lightning_megatp.shim.torch import DisableTorchFunction, tensor_version, tree_map
 from lightning_megatp.tensor.draws import OF_TENSORS

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING
 
-from lightning_megatp.pipeline.slicing.plan import Key, SliceError
+from lightning_megatp.pipeline.slicing.errors import SliceError
+from lightning_megatp.pipeline.slicing.plan import Key
 
 if TYPE_CHECKING:
     from lightning_megatp.pipeline.slicing.dry_run.values import Value

@@ -9,7 +9,8 @@ import torch
 
 from lightning_megatp.pipeline.slicing.dry_run.tracer import Tracer
 from lightning_megatp.pipeline.slicing.dry_run.values import Value
-from lightning_megatp.pipeline.slicing.plan import Key, Operation, Relay, SliceError, SlicePlan
+from lightning_megatp.pipeline.slicing.errors import SliceError
+from lightning_megatp.pipeline.slicing.plan import Key, Operation, Relay, SlicePlan
 from lightning_megatp.pipeline.slicing.state.put_back import Spot
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_megatp.pipeline.slicing.dry_run.operations import Call, sets_requires_grad
-from lightning_megatp.pipeline.slicing.plan import KindError, SliceError
+from lightning_megatp.pipeline.slicing.errors import KindError, SliceError
 from lightning_megatp.shim.autograd import checkpoint_region
 from lightning_megatp.tensor.functions import asks_gradient, gradient_in_step
 

@@ -57,7 +57,8 @@ from lightning_megatp.pipeline.slicing.dry_run.refusals import (
 from lightning_megatp.pipeline.slicing.dry_run.stage_states import Known, StageStates
 from lightning_megatp.pipeline.slicing.dry_run.step_generators import StepGenerators
 from lightning_megatp.pipeline.slicing.dry_run.values import Value, Values, versions
-from lightning_megatp.pipeline.slicing.plan import HostRead, Read, ReadsValues, SideDoor, SliceError
+from lightning_megatp.pipeline.slicing.errors import ReadsValues, SideDoor, SliceError
+from lightning_megatp.pipeline.slicing.plan import HostRead, Read
 from lightning_megatp.pipeline.slicing.reads import stand_in
 from lightning_megatp.pipeline.slicing.state.collected import with_collected
 from lightning_megatp.pipeline.slicing.state.kept import Kept

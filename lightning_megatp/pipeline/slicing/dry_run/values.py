@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from lightning_megatp.pipeline.slicing.dry_run.parts import Parts
-from lightning_megatp.pipeline.slicing.plan import Key, SliceError
+from lightning_megatp.pipeline.slicing.errors import SliceError
+from lightning_megatp.pipeline.slicing.plan import Key
 from lightning_megatp.pipeline.slicing.state.lasting import Changed, LastingChanges
 from lightning_megatp.shim.autograd import is_transformed
 from lightning_megatp.shim.fakes import FakeTensorMode, fake_of, is_fake

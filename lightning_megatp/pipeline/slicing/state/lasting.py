@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
-from lightning_megatp.pipeline.slicing.plan import SliceError
+from lightning_megatp.pipeline.slicing.errors import SliceError
 
 UNNAMED = "a tensor of the module"
 """What is no parameter or buffer."""

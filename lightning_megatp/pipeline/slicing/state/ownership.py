@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_megatp.kept_parameters import kept_parameters, replace_kept
-from lightning_megatp.pipeline.slicing.plan import SliceError
+from lightning_megatp.pipeline.slicing.errors import SliceError
 from lightning_megatp.pipeline.slicing.state.loaded import load_own_stage
 from lightning_megatp.shim.fakes import FakeTensorMode, fake_of, is_fake
 from lightning_megatp.shim.modules import modules_in

@@ -1,0 +1,36 @@
+"""Why a step can't be cut, or left its plan."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class SliceError(RuntimeError):
+    """A step that can't be cut, or that left its plan: the text names the operation, the module and the remedy."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(f"MegaTPStrategy: {text}")
+
+
+class KindError(SliceError):
+    """It does what can't be cut anywhere, however units are dealt out."""
+
+
+class BeyondPlan(SliceError):
+    """The last stage, after all that the plan says, needs another stage again."""
+
+
+class SideDoor(SliceError):
+    """It uses what came out of a unit without being returned.
+
+    Args:
+        hook: code of the hook that was given it, or has made it; None if there is none.
+    """
+
+    def __init__(self, text: str, hook: Any) -> None:
+        super().__init__(text)
+        self.hook = hook
+
+
+class ReadsValues(SliceError):
+    """A unit does, inside, and has parts of which that may be one only."""
