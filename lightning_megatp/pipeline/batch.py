@@ -161,7 +161,7 @@ class BatchRun:
             plan = self.plans[microbatch]
             if not last and plan.is_idle(stage):
                 return []
-            self.part.kept[microbatch].take_leaves(stage, plan.relays[stage], received, plan.begins)
+            self.part.kept[microbatch].take_leaves(stage, plan.relays[stage], received, plan.part.begins)
         seed = mixed(self.seed, microbatch)
         several = len(self.rows) > 1
         rows, compares = self.rows[microbatch] if several else 0, several and self.carried is not None
@@ -259,7 +259,7 @@ class BatchRun:
     @property
     def retains_graph(self) -> bool:
         """Whether backward leaves the graph as it is, for another one."""
-        return bool(self.plans) and self.plans[0].retains_graph
+        return bool(self.plans) and self.plans[0].part.retains_graph
 
     def root_gradients(self, microbatch: int) -> Sequence[Tensor] | None:
         return None if self.whole is None else self.whole.gradients(microbatch)
@@ -346,7 +346,7 @@ class BatchRun:
 
     @contextlib.contextmanager
     def around_backward(self, stage: int, microbatch: int) -> Iterator[None]:
-        learns = {} if self.part is None else self.plans[microbatch].learns
+        learns = {} if self.part is None else self.plans[microbatch].part.learns
         with self.part.learning(learns) if self.part is not None and learns else contextlib.nullcontext():
             self._before_backward(stage, microbatch)
             with self.parallel.user_code():  # activation checkpointing runs the user's forward again

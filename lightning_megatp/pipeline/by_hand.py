@@ -108,11 +108,11 @@ class ByHand:
                 " gradients, which each stage has of its own parameters."
             )
         parts: list[list[SlicePlan]] = []
-        while not parts or parts[-1][0].goes_backward:
+        while not parts or parts[-1][0].part.goes_backward:
             part = self._actions.tried(step, len(parts))
             plans = self._pipeline.plans.of(StepKind.TRAIN, part, microbatches, seed, (number, len(parts)))
             assert plans is not None, "a training step has a plan, or is refused"
-            if len({plan.goes_backward for plan in plans}) > 1:
+            if len({plan.part.goes_backward for plan in plans}) > 1:
                 raise SliceError(
                     "the step calls `manual_backward` for some microbatches of a batch, and for others not."
                     " Call it always, with a loss that is multiplied by zero where there is none."
@@ -125,7 +125,7 @@ class ByHand:
 
     def _goes(self, way: _Way, step: Step, microbatch: Any, seed: int) -> bool:
         """Whether a batch's step goes this way."""
-        tried = self._actions.tried(step, way.last.part)
+        tried = self._actions.tried(step, way.last.part.number)
         with _python_values_kept(self._pipeline), self._pipeline.metrics.apart():
             goes = self._pipeline.slicer.keeps_to(way.last, tried, microbatch, mixed(seed, 0))
         return goes and (bool(way.last.ended) or tuple(self._actions.told) == way.told)
@@ -158,19 +158,19 @@ class _Batch:
     def run(self, number: int) -> None:
         """Do what the step does by hand before a part, and run that."""
         plans, pipeline = self.parts[number], self.pipeline
-        goes_backward = plans[0].goes_backward
+        goes_backward = plans[0].part.goes_backward
         part = self.actions.part(self.step, number, goes_backward)
         if plans[0].reads_first:
             self._read_ahead(part, plans)
-        if plans[0].answered and number:
+        if plans[0].part.answered and number:
             self._tell()
-        if plans[0].acts_first:
+        if plans[0].part.acts_first:
             self._act(plans[0], to_the_end=False)
         self.last_run = run = pipeline.run_of(
             part, self.microbatches, plans, self.seed, self.backward if goes_backward else None
         )
         for i, kept in enumerate(self._kept):
-            kept.wanted = frozenset().union(*(later[i].recalled for later in self.parts[number + 1 :]))
+            kept.wanted = frozenset().union(*(later[i].part.recalled for later in self.parts[number + 1 :]))
         learning = self.actions.learning
         run.part = PartRun(number, self._kept, self._averages, goes_backward, learning)
         run.warns = self._warns
@@ -192,7 +192,7 @@ class _Batch:
         assert concluded is not None, "of training, a batch is run once"
         self.pipeline.kept_values.share()
         if not self._ended:
-            if self.parts[-1][0].answered:
+            if self.parts[-1][0].part.answered:
                 self._tell()
             self._act(self.parts[-1][0], to_the_end=True)
         return concluded[0]

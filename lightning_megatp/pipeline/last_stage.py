@@ -132,7 +132,7 @@ class LastStage:
     def expect(self, plans: Sequence[SlicePlan]) -> None:
         """Before a batch: what its steps will change."""
         self._changes_tensors = self._changes_tensors or any(map(self._changes_outside, plans))
-        for name in dict.fromkeys(name for plan in plans for name in plan.set_late):
+        for name in dict.fromkeys(name for plan in plans for name in plan.effects.set_late):
             self.opened[name] = self.parallel.module.get_submodule(name)
 
     @contextlib.contextmanager

@@ -56,7 +56,7 @@ class WholeLoss:
         for plan in plans:
             early = plan.operations[: last_unit(plan.operations) + 1]
             drawn = next((operation for operation in early if operation.random), None)
-            if drawn is not None or plan.draws_on_host:
+            if drawn is not None or plan.effects.draws_on_host:
                 what = "on the host" if drawn is None else f"by `{drawn.name}` ({drawn.where}), before its last block"
                 raise SliceError(
                     f"with whole_loss=True the step draws random numbers {what}: microbatches draw others than the"

@@ -85,7 +85,7 @@ class Acting(StageMode):
     @property
     def followed(self) -> bool:
         """Whether the step did all that the plan says, and no more."""
-        did = self._index >= len(self._plan.operations) - 1 and self._parts_done == self._plan.part
+        did = self._index >= len(self._plan.operations) - 1 and self._parts_done == self._plan.part.number
         return self._error is None and did and not self._overran
 
     def _next(self, what: Any) -> Instruction | None:

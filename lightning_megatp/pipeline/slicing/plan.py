@@ -115,6 +115,53 @@ def last_unit(operations: Sequence[Operation]) -> int:
 
 
 @dataclass(frozen=True)
+class SideEffects:
+    """What a step does beside its operations: to its batch, its module and the generators of the host."""
+
+    changes_batch: bool
+    """It changes tensors of the batch in place, or its lists, dicts and objects."""
+    leaves_ghosts: bool
+    """It leaves values on the module that stages before the last know as ghosts."""
+    lists_parameters: bool
+    """It goes through the parameters of modules."""
+    put_back: tuple[Spot, ...] = field(compare=False, repr=False)
+    """What it sets, and puts back after stages before the last have left it."""
+    set_late: tuple[str, ...]
+    """The modules in units of stages before the last on which it sets Python values at its end."""
+    changes_module: bool
+    """It changes attributes of the module, of its submodules or of what hangs on them."""
+    draws_on_host: bool
+    """It draws from Python's or NumPy's generators, which then are alike on all stages."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a step that goes backward by hand, between two backwards. Any other step is a single part."""
+
+    number: int = 0
+    """How many backwards come before it."""
+    begins: int = 0
+    """Its first operation. What stages compute before it, an earlier part has done."""
+    acts_first: bool = False
+    """Whether the step does something by hand before the part's first operation of stages."""
+    host_reads: tuple[HostRead, ...] = ()
+    """The step's reads on the host. See `Reads`."""
+    recalled: frozenset[Key] = frozenset()
+    """Values of earlier parts that this one takes: the stages that made them have kept them."""
+    goes_backward: bool = False
+    """Whether it ends with a backward by hand; else it is the last one."""
+    retains_graph: bool = False
+    """Whether that leaves the graph as it is, for another one."""
+    learns: Mapping[str, bool] = field(default_factory=dict)
+    """Whether parameters require a gradient then, of those that the step has told to, or not to."""
+
+    @property
+    def answered(self) -> list[int]:
+        """Before which operations the step reads stages' values."""
+        return [read.before for read in self.host_reads if read.of_stage]
+
+
+@dataclass(frozen=True)
 class SlicePlan:
     """How the steps of one signature are cut.
 
@@ -133,14 +180,9 @@ class SlicePlan:
     does: only that stage's copy is up to date."""
     not_operations: frozenset[Any]
     """Functions that only ask for shapes, dtypes, modes, or values of the batch."""
-    lists_parameters: bool
-    """The step goes through the parameters of modules."""
     touched: Mapping[str, int]
     """The names of the units' parameters and buffers that operations between units take, and which is the first."""
-    changes_batch: bool
-    """The step changes tensors of the batch in place, or its lists, dicts and objects."""
-    leaves_ghosts: bool
-    """The step leaves values on the module that stages before the last know as ghosts."""
+    effects: SideEffects
     uses_functions: bool
     """Some operation between units is an autograd function, which no mode sees."""
     converts: bool
@@ -161,51 +203,24 @@ class SlicePlan:
     """Where, on the last stage, the step could not be followed any more, and why."""
     ended_in: tuple[str, ...] = ()
     """The unit whose call that was; none for an operation between units."""
-    put_back: tuple[Spot, ...] = field(default=(), compare=False, repr=False)
-    """What the step sets, and puts back after stages before the last have left it."""
-    set_late: tuple[str, ...] = ()
-    """Modules in units of stages before the last on which the step sets Python values at its end."""
     late_hooks: frozenset[Any] = field(default=frozenset(), compare=False, repr=False)
     """Code of the hooks on units that are called after them, on all stages."""
     couples: str = ""
     """What makes something of all samples between blocks, where the tail of the step is a stage of its own."""
-    draws_on_host: bool = False
-    """Whether the step draws from Python's or NumPy's generators, which then are alike on all stages."""
-    part: int = 0
-    """Of a step that goes backward by hand: after how many backwards the part begins that this plan is of."""
-    begins: int = 0
-    """The part's first operation. What stages compute before it, an earlier part has done."""
-    acts_first: bool = False
-    """Whether it does something by hand before its first operation of stages."""
-    changes_module: bool = True
-    """Whether the step changes attributes of the module, or of what hangs there."""
-    host_reads: tuple[HostRead, ...] = ()
-    """Its reads on the host. See `Reads`."""
-    recalled: frozenset[Key] = frozenset()
-    """Values of earlier parts that this one takes: the stages that made them have kept them."""
-    goes_backward: bool = False
-    """Whether the part ends with a backward by hand; else it is the last one."""
-    retains_graph: bool = False
-    """Whether that leaves the graph as it is, for another one."""
-    learns: Mapping[str, bool] = field(default_factory=dict)
-    """Whether parameters require a gradient then, of those that the step has told to, or not to."""
+    part: Part = Part()
+    """Which part of the step the plan is of."""
     _scripts: dict[int | None, Script] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def first_of_stages(self) -> int:
         """The first operation of the plan's part that is some stage's; behind the last one if there is none."""
-        own = (i for i in range(self.begins, len(self.operations)) if self.operations[i].stage is not None)
+        own = (i for i in range(self.part.begins, len(self.operations)) if self.operations[i].stage is not None)
         return next(own, len(self.operations) + 1)
-
-    @property
-    def answered(self) -> list[int]:
-        """Before which operations the step reads stages' values."""
-        return [read.before for read in self.host_reads if read.of_stage]
 
     @property
     def reads_first(self) -> bool:
         """Whether the part reads such values before its first operation of stages."""
-        return any(self.begins <= before <= self.first_of_stages for before in self.answered)
+        return any(self.part.begins <= before <= self.first_of_stages for before in self.part.answered)
 
     def is_idle(self, stage: int) -> bool:
         """Whether a stage before the last neither computes anything nor hands something on."""
@@ -213,12 +228,12 @@ class SlicePlan:
 
     def is_earlier(self, operation: int) -> bool:
         """Whether an operation is one that an earlier part has done: not if every stage computes it."""
-        return operation < self.begins and self.operations[operation].stage is not None
+        return operation < self.part.begins and self.operations[operation].stage is not None
 
     def recalled_on(self, stage: int) -> set[Key]:
         """The values of earlier parts that a stage has kept."""
         every = stage == self.n_stages - 1  # what is replicated, it is that one alone that keeps it
-        homes = {key: self.operations[key.operation].stage for key in self.recalled}
+        homes = {key: self.operations[key.operation].stage for key in self.part.recalled}
         return {key for key, home in homes.items() if home == stage or (every and home is None)}
 
     def script(self, stage: int | None) -> Script:

@@ -94,7 +94,7 @@ class StageMode(TorchFunctionMode):
         """Values of the stage that later parts of the step take."""
         self.kept: dict[Key, Tensor] = {}
         """These."""
-        self.reads = Reads({}) if plan.host_reads else None
+        self.reads = Reads({}) if plan.part.host_reads else None
         """Of a step that optimizes by hand: what it is answered."""
         self._tell: Tell | None = None
         self._parts_done = 0
@@ -177,7 +177,7 @@ class StageMode(TorchFunctionMode):
 
     def log(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         """`self.log` and `self.log_dict`: the last stage's. What comes before its part, an earlier one has logged."""
-        if not self._is_last or self._parts_done < self._plan.part:
+        if not self._is_last or self._parts_done < self._plan.part.number:
             return
         with contextlib.nullcontext() if self.inside else self._outside():
             args, kwargs = self.stood_in((args, kwargs))
@@ -201,7 +201,7 @@ class StageMode(TorchFunctionMode):
         """A read on the host."""
         args, kwargs = self.stood_in((args, kwargs))
         read = functools.partial(func, *args, **kwargs)
-        return reads.answer(self._plan.host_reads, operation_name(func), read, args[0])
+        return reads.answer(self._plan.part.host_reads, operation_name(func), read, args[0])
 
     def acting(self) -> contextlib.AbstractContextManager[None]:
         """Around what the step does by hand."""
@@ -315,7 +315,7 @@ class StageMode(TorchFunctionMode):
             self._keep(instruction.kept, tensors)
         if instruction.kept_changed:
             self._keep(instruction.kept_changed, tensors_in(self.stood_in((args, kwargs))))
-        if self.keeps or self._plan.recalled:
+        if self.keeps or self._plan.part.recalled:
             return self._between_parts(instruction.operation, out, args, kwargs)
         return out
 
@@ -326,7 +326,7 @@ class StageMode(TorchFunctionMode):
         if operation.stage is None:
             earlier = {id(x): self._received[key] for key, x in made.items() if key in self._received}
             out = tree_map(lambda x: earlier.get(id(x), x), out) if earlier else out
-            if self._index >= self._plan.begins:  # else it was made anew
+            if self._index >= self._plan.part.begins:  # else it was made anew
                 self.kept.update((key, x) for key, x in made.items() if key in self.keeps)
             return out
         values = dict(zip(operation.outputs, made.values(), strict=False))

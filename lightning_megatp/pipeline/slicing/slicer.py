@@ -220,14 +220,14 @@ class Slicer:
         is_last = stage == self.n_stages - 1
         if kept is not None:
             mode.keeps, mode.reads = kept.wanted, Reads(kept.answers, reads=is_last)
-        batch = copy.deepcopy(batch) if plan.changes_batch else batch
+        batch = copy.deepcopy(batch) if plan.effects.changes_batch else batch
         result, skipped = None, False
         with contextlib.ExitStack() as stack:
-            if plan.draws_on_host:
+            if plan.effects.draws_on_host:
                 stack.enter_context(host_seeded(seed))
-            if plan.put_back and not is_last:
-                stack.enter_context(putting_back(plan.put_back))
-            if plan.leaves_ghosts and not is_last:
+            if plan.effects.put_back and not is_last:
+                stack.enter_context(putting_back(plan.effects.put_back))
+            if plan.effects.leaves_ghosts and not is_last:
                 stack.callback(Snapshot(self.module).drop_fakes)
             stack.enter_context(self._by(mode, plan, listing=is_last))
             with contextlib.suppress(StepEnded), mode:
@@ -267,7 +267,7 @@ class Slicer:
         """
         mode, ended = Acting(plan, seed, self._locator, self._hooks, to_the_end), False
         mode.reads = Reads(answers)
-        batch = copy.deepcopy(batch) if plan.changes_batch else batch
+        batch = copy.deepcopy(batch) if plan.effects.changes_batch else batch
         with self._without_stages(plan, mode, seed):
             step(batch)
             ended = True
@@ -288,11 +288,11 @@ class Slicer:
             SliceError: the step did something else than planned.
         """
         last = plan.n_stages - 1
-        known = {key: leaf for (stage, key), leaf in kept.leaves.items() if stage == last and key in plan.recalled}
+        known = {key: leaf for (stage, key), leaf in kept.leaves.items() if stage == last and key in plan.part.recalled}
         known |= {key: kept.values[key] for key in plan.recalled_on(last)}
         mode = Ahead(plan, known, seed, self._locator, self._hooks)
         mode.reads = Reads(kept.answers, reads=True, ahead=True)
-        batch = copy.deepcopy(batch) if plan.changes_batch else batch
+        batch = copy.deepcopy(batch) if plan.effects.changes_batch else batch
         with self._without_stages(plan, mode, seed):
             step(batch)
         mode.check(skipped=False)
@@ -307,8 +307,8 @@ class Slicer:
             seed: as for `run`.
         """
         mode = Acting(plan, seed, self._locator, self._hooks, to_the_end=True)
-        before = state_before(self.module) if plan.changes_module else None
-        batch = copy.deepcopy(batch) if plan.changes_batch else batch
+        before = state_before(self.module) if plan.effects.changes_module else None
+        batch = copy.deepcopy(batch) if plan.effects.changes_batch else batch
         try:
             with random_state_kept(), checkpoints_ended(), self._without_stages(plan, mode, seed):
                 step(batch)
@@ -325,10 +325,10 @@ class Slicer:
     def _without_stages(self, plan: SlicePlan, mode: StageMode, seed: int) -> Iterator[None]:
         """Around a step of which no stage computes its own: it may be left before its end."""
         with contextlib.ExitStack() as stack:
-            if plan.draws_on_host:
+            if plan.effects.draws_on_host:
                 stack.enter_context(host_seeded(seed))
-            stack.enter_context(putting_back(plan.put_back))
-            if plan.changes_module:
+            stack.enter_context(putting_back(plan.effects.put_back))
+            if plan.effects.changes_module:
                 stack.callback(Snapshot(self.module).drop_fakes)
             stack.enter_context(self._by(mode, plan))
             with contextlib.suppress(StepEnded), mode:
@@ -380,12 +380,12 @@ class Slicer:
 
     def _is_rehearsed_to_the_end(self, plan: SlicePlan) -> bool:
         follows = self._follows or bool(plan.changed_alike and plan.early_reads)
-        return plan.varies or plan.draws_on_host or follows or not self._tables.are_those_of(plan)
+        return plan.varies or plan.effects.draws_on_host or follows or not self._tables.are_those_of(plan)
 
     def _fits(self, plan: SlicePlan, mode: Rehearsal, step: Step, batch: Any, seed: int) -> bool:
         if not (plan.early_reads or self._is_rehearsed_to_the_end(plan)):
             return True
-        batch = copy.deepcopy(batch) if plan.changes_batch else batch
+        batch = copy.deepcopy(batch) if plan.effects.changes_batch else batch
         before = state_before(self.module)
         self._before_rehearsals = self._before_rehearsals or before
         values = FirstValues(before.tensors.values() if plan.changed_alike else ())
@@ -397,8 +397,8 @@ class Slicer:
                 self._by(mode, plan),
                 contextlib.suppress(StepEnded),
                 values if plan.changed_alike else contextlib.nullcontext(),
-                putting_back(plan.put_back),
-                host_seeded(seed) if plan.draws_on_host else contextlib.nullcontext(),
+                putting_back(plan.effects.put_back),
+                host_seeded(seed) if plan.effects.draws_on_host else contextlib.nullcontext(),
                 mode,
             ):
                 step(batch)
@@ -468,7 +468,7 @@ class Slicer:
             if not self._in_batch:
                 stack.enter_context(self.batch())
             stack.enter_context(self._switch.to(mode))
-            if listing or plan.lists_parameters:
+            if listing or plan.effects.lists_parameters:
                 stack.enter_context(self._ownership.present())
             if plan.uses_functions:
                 stack.enter_context(handle_functions(mode.function))

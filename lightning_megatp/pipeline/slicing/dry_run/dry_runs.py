@@ -19,14 +19,14 @@ from lightning_megatp.pipeline.slicing.dry_run.deeds import Deeds
 from lightning_megatp.pipeline.slicing.dry_run.late_hooks import UserHooks
 from lightning_megatp.pipeline.slicing.dry_run.manner import Manner, Setting
 from lightning_megatp.pipeline.slicing.dry_run.operations import StepEnded
-from lightning_megatp.pipeline.slicing.dry_run.planning import SideEffects, make_plan
+from lightning_megatp.pipeline.slicing.dry_run.planning import make_plan
 from lightning_megatp.pipeline.slicing.dry_run.stage_states import shared_parts
 from lightning_megatp.pipeline.slicing.dry_run.tail import Tail
 from lightning_megatp.pipeline.slicing.dry_run.tracer import Tracer
 from lightning_megatp.pipeline.slicing.dry_run.values import Values
 from lightning_megatp.pipeline.slicing.errors import ReadsValues, SideDoor, SliceError
 from lightning_megatp.pipeline.slicing.locator import Locator
-from lightning_megatp.pipeline.slicing.plan import Operation, SlicePlan
+from lightning_megatp.pipeline.slicing.plan import Operation, SideEffects, SlicePlan
 from lightning_megatp.pipeline.slicing.state.kept import KeptByUnits
 from lightning_megatp.pipeline.slicing.state.lasting import UNNAMED
 from lightning_megatp.pipeline.slicing.state.ownership import Ownership
@@ -206,7 +206,7 @@ class DryRuns:
                 with (
                     values,
                     host_seeded(seed),
-                    putting_back(plan.put_back),
+                    putting_back(plan.effects.put_back),
                     self._seen_by(mode),
                     contextlib.suppress(StepEnded),
                     mode,

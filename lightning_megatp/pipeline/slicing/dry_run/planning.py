@@ -3,35 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
 from lightning_megatp.pipeline.slicing.dry_run.tracer import Tracer
 from lightning_megatp.pipeline.slicing.dry_run.values import Value
 from lightning_megatp.pipeline.slicing.errors import SliceError
-from lightning_megatp.pipeline.slicing.plan import Key, Operation, Relay, SlicePlan
-from lightning_megatp.pipeline.slicing.state.put_back import Spot
-
-
-@dataclass(frozen=True)
-class SideEffects:
-    """What a step does beside its operations: to its batch, its module and the generators of the host."""
-
-    changes_batch: bool
-    """It changes tensors of the batch in place, or its lists, dicts and objects."""
-    leaves_ghosts: bool
-    """It leaves values of earlier stages on the module."""
-    lists_parameters: bool
-    """It goes through those of modules."""
-    put_back: tuple[Spot, ...]
-    """What it sets and puts back."""
-    set_late: tuple[str, ...]
-    """The modules in units of stages before the last on which it sets Python values at its end."""
-    changes_module: bool
-    """It changes attributes of the module, of its submodules or of what hangs on them."""
-    draws_on_host: bool
-    """It draws from Python's or NumPy's generators."""
+from lightning_megatp.pipeline.slicing.plan import Key, Operation, Part, Relay, SideEffects, SlicePlan
 
 
 def make_plan(tracer: Tracer, names: Mapping[int, str], effects: SideEffects) -> SlicePlan:
@@ -75,10 +54,8 @@ def make_plan(tracer: Tracer, names: Mapping[int, str], effects: SideEffects) ->
         shared={**shared, **{name: stages for name, stages in glue.items() if len(stages) > 1}},
         glue=glue,
         not_operations=frozenset(tracer.not_operations),
-        lists_parameters=effects.lists_parameters,
         touched={names[i]: first for i, first in tracer.record.touched.items() if i in names},
-        changes_batch=effects.changes_batch,
-        leaves_ghosts=effects.leaves_ghosts,
+        effects=effects,
         uses_functions=tracer.uses_functions,
         converts=tracer.converts,
         changed=changed.by_stage,
@@ -91,19 +68,17 @@ def make_plan(tracer: Tracer, names: Mapping[int, str], effects: SideEffects) ->
         couples=tracer.interleaving.coupled,
         ended=tracer.ended,
         ended_in=tracer.ended_in,
-        put_back=effects.put_back,
-        set_late=effects.set_late,
         late_hooks=tracer.manner.late_hooks,
-        draws_on_host=effects.draws_on_host,
-        part=parts.number,
-        begins=parts.begins,
-        acts_first=tracer.acts_first or bool(parts.begins),
-        changes_module=effects.changes_module,
-        host_reads=tuple(tracer.host_reads),
-        recalled=parts.recalled,
-        goes_backward=parts.goes_backward,
-        retains_graph=parts.retains_graph,
-        learns=parts.learns,
+        part=Part(
+            number=parts.number,
+            begins=parts.begins,
+            acts_first=tracer.acts_first or bool(parts.begins),
+            host_reads=tuple(tracer.host_reads),
+            recalled=parts.recalled,
+            goes_backward=parts.goes_backward,
+            retains_graph=parts.retains_graph,
+            learns=parts.learns,
+        ),
     )
 
 
