@@ -54,7 +54,7 @@ class Groups:
         """Show them as on one device. Groups that are made meanwhile are there on every stage."""
         with contextlib.ExitStack() as stack:
             if self._pipeline is not None:
-                stack.enter_context(self._pipeline.slicer.present())
+                stack.enter_context(self._pipeline.slicer.ownership.present())
             stack.enter_context(_Whole(self.parallel, self._shapes()))
             for optimizer in self._optimizers():
                 self._show(optimizer)
@@ -83,7 +83,7 @@ class Groups:
         if self._pipeline is None:
             return
         for group, names in zip(optimizer.param_groups, self._names.get(id(optimizer), []), strict=False):
-            group["params"] = [self._pipeline.slicer.stand_in(name) for name in names]
+            group["params"] = [self._pipeline.slicer.ownership.stand_in(name) for name in names]
             if "param_names" in group:
                 group["param_names"] = list(names)
 

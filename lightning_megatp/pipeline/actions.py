@@ -28,7 +28,7 @@ from lightning_megatp.pipeline.slicing.dry_run.operations import StepEnded
 from lightning_megatp.pipeline.slicing.errors import SliceError
 from lightning_megatp.pipeline.slicing.slicer import Slicer
 from lightning_megatp.pipeline.told.telling import Options, options_of, set_options
-from lightning_megatp.shim.fakes import is_fake
+from lightning_megatp.shim.fakes import forget_fakes, is_fake
 from lightning_megatp.shim.gradients import ClipCall, clipping_by, zero_grad_by
 from lightning_megatp.shim.lightning import steps_by_hand
 from lightning_megatp.shim.torch import DisableTorchFunction, tree_leaves
@@ -302,7 +302,11 @@ class Actions:
     def _on_its_own(self) -> Iterator[None]:
         """Around what is done: it is neither an operation of the step's nor the user's code, and finds what this rank
         has."""
-        with self._slicer.follows.acting(), self._parallel.context.running(user_code=False), self._slicer.absent():
+        with (
+            self._slicer.follows.acting(),
+            self._parallel.context.running(user_code=False),
+            self._slicer.ownership.absent(),
+        ):
             yield
 
     @functools.cached_property
@@ -476,7 +480,7 @@ class Actions:
             for divided in self._parallel.divided.values():
                 if divided.name in learned:
                     divided.agree_on_trained()
-        self._slicer.forget_fakes()
+        forget_fakes(self._slicer.fake_mode)
 
 
 def _unwrapped(optimizer: Any) -> Optimizer:

@@ -27,7 +27,7 @@ from lightning_megatp.pipeline.own_values import OwnValues
 from lightning_megatp.pipeline.remote.calls import RemoteCalls
 from lightning_megatp.pipeline.seeds import mixed
 from lightning_megatp.pipeline.slicing.errors import BeyondPlan
-from lightning_megatp.pipeline.slicing.handing_on import Kept
+from lightning_megatp.pipeline.slicing.kept import Kept
 from lightning_megatp.pipeline.slicing.plan import Relay, SlicePlan
 from lightning_megatp.pipeline.slicing.slicer import Slicer, StageRun
 from lightning_megatp.pipeline.told.held_tensors import Change

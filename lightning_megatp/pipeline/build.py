@@ -99,7 +99,7 @@ def build_pipeline(
     shared = [Shared.of(names[i], parallel.names[names[i]]) for i, ranks in holders.items() if len(ranks) > 1]
     homes = {names[i]: [links.ranks[r] for r in ranks] for i, ranks in holders.items()}
     parallel.order = tuple(module.state_dict(keep_vars=True))
-    slicer.free(schedule.stages_of(links.rank))
+    slicer.ownership.free(schedule.stages_of(links.rank))
     parallel.forget_freed()
     return Pipeline(
         parallel,

@@ -20,7 +20,7 @@ from lightning_megatp.pipeline.loss.averages import Averages
 from lightning_megatp.pipeline.pipeline import Pipeline
 from lightning_megatp.pipeline.seeds import mixed, shared_seed
 from lightning_megatp.pipeline.slicing.errors import SliceError
-from lightning_megatp.pipeline.slicing.handing_on import Kept
+from lightning_megatp.pipeline.slicing.kept import Kept
 from lightning_megatp.pipeline.slicing.plan import SlicePlan
 from lightning_megatp.pipeline.slicing.reads import Answer, of_batch
 from lightning_megatp.snapshots.leftovers import PlainValues

@@ -82,7 +82,7 @@ class Loans:
             self._lent.setdefault(name, set()).update(ranks)
             value = self._send(name)
             if self._mesh.global_rank in ranks:
-                copy = self._slicer.hold(name, value)
+                copy = self._slicer.ownership.hold(name, value)
                 self._parallel.counted_elsewhere.add(id(copy))
                 self._parallel.forget_freed()
         return list(wanted)
@@ -106,7 +106,7 @@ class Loans:
     def _send(self, name: str) -> Tensor:
         """Broadcast the values from home; copies take them in place."""
         held = self._parallel.names.get(name)
-        like = self._slicer.stand_in(name)
+        like = self._slicer.ownership.stand_in(name)
         value = torch.empty(like.shape, dtype=like.dtype, device=self._mesh.device) if held is None else held.detach()
         sent = value.contiguous()  # gloo would send the memory as it lies
         dist.broadcast(sent, src=self._homes[name][-1], group=self._mesh.group("pp"))

@@ -151,7 +151,7 @@ class Plans:
         sharding = self._parallel.sharding
         held = take_gradients(self._parallel.undivided())
         try:
-            with self._slicer.planned_by(sharding.planning) if sharding else contextlib.nullcontext():
+            with sharding.planning(self._slicer.fake_mode) if sharding else contextlib.nullcontext():
                 plans = self._slicer.plans(step, microbatch, is_first, seed)
                 for plan in plans:
                     self._check_lasting(kind, plan)
@@ -217,7 +217,7 @@ class Plans:
                 " divided by zero > 0 can't be lent. Keep both on one stage by `stages=[[...], ...]`, or use zero=0."
             )
         for name in self._loans.lend(plan.shared):
-            self._shared.add(Shared.of(name, self._slicer.stand_in(name)))
+            self._shared.add(Shared.of(name, self._slicer.ownership.stand_in(name)))
 
     def _check_touched(self, plan: SlicePlan) -> None:
         split = sorted(plan.touched.keys() & self._parallel.plan.parameters.keys()) if self._mesh.size("tp") > 1 else []

@@ -80,7 +80,7 @@ def pipeline(
     slicers = [Slicer(each, stage_of_unit, n) for each in modules]
     plans = [slicer.plan(each.training_step, batch) for slicer, each in zip(slicers, modules, strict=True)]
     for stage, slicer in enumerate(slicers):
-        slicer.free({stage})
+        slicer.ownership.free({stage})
     return Pipeline(module, stage_of_unit, modules, slicers, plans)
 
 
@@ -200,7 +200,7 @@ def test_one_rank_may_hold_several_stages() -> None:
     both = copy.deepcopy(module)
     slicer = Slicer(both, pipe.stages, 4)
     slicer.plan(both.training_step, tokens())
-    slicer.free({0, 3})
+    slicer.ownership.free({0, 3})
     names = {name for name, _ in both.named_parameters()}
     assert {"tokens.weight", "head.weight"} <= names and not any(
         name.startswith(unit) for name in names for unit, stage in pipe.stages.items() if stage in (1, 2)
@@ -1266,8 +1266,10 @@ def test_a_freed_parameter_is_taken_back_where_a_later_plan_uses_it() -> None:
     for slicer, each in zip(pipe.slicers, pipe.modules, strict=True):
         assert slicer.plan(each.training_step, tokens(7)).shared["tokens.weight"] == (0, 1)
     (first, second), slicer = pipe.modules, pipe.slicers[1]
-    assert is_fake(slicer.stand_in("tokens.weight")) and "tokens.weight" not in dict(second.named_parameters())
-    held = slicer.hold("tokens.weight", first.tokens.weight.detach().clone())
+    assert is_fake(slicer.ownership.stand_in("tokens.weight")) and "tokens.weight" not in dict(
+        second.named_parameters()
+    )
+    held = slicer.ownership.hold("tokens.weight", first.tokens.weight.detach().clone())
     assert second.tokens.weight is held and dict(second.named_parameters())["tokens.weight"] is held
     assert torch.equal(held, first.tokens.weight) and held.requires_grad
 

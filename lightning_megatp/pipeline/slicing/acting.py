@@ -9,15 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torch import Tensor
-
-from lightning_megatp.pipeline.slicing.dry_run.late_hooks import UserHooks
 from lightning_megatp.pipeline.slicing.errors import SliceError
-from lightning_megatp.pipeline.slicing.locator import Locator
-from lightning_megatp.pipeline.slicing.plan import Key, SlicePlan
-from lightning_megatp.pipeline.slicing.reads import Reads
+from lightning_megatp.pipeline.slicing.kept import Kept
+from lightning_megatp.pipeline.slicing.plan import SlicePlan
+from lightning_megatp.pipeline.slicing.reads import Answer, Reads
 from lightning_megatp.pipeline.slicing.running import StageMode
 from lightning_megatp.pipeline.slicing.script import Instruction
+from lightning_megatp.pipeline.slicing.surroundings import Surroundings
 from lightning_megatp.tensor.functions import operation_name
 
 
@@ -27,14 +25,16 @@ class Ahead(StageMode):
 
     Args:
         plan: of the part.
-        kept: by key, what the stage has kept of earlier parts.
+        kept: what the microbatch has kept of earlier parts. The answers are added to it.
         seed: of the random numbers that all stages share.
-        locator: names where an operation is.
-        hooks: of the user's on units.
+        around: of the module.
     """
 
-    def __init__(self, plan: SlicePlan, kept: dict[Key, Tensor], seed: int, locator: Locator, hooks: UserHooks) -> None:
-        super().__init__(plan, plan.n_stages - 1, kept, seed, locator, hooks)
+    def __init__(self, plan: SlicePlan, kept: Kept, seed: int, around: Surroundings) -> None:
+        last = plan.n_stages - 1
+        leaves = {key: x for (stage, key), x in kept.leaves.items() if stage == last and key in plan.part.recalled}
+        super().__init__(plan, last, leaves | kept.recalled(plan, last), seed, around)
+        self.reads = Reads(kept.answers, reads=True, ahead=True)
         self._last = plan.first_of_stages - 1
 
     def log(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
@@ -47,13 +47,16 @@ class Acting(StageMode):
     Args:
         plan: of the part.
         seed: of the random numbers that all stages share.
-        locator: names where an operation is.
-        hooks: of the user's on units.
+        around: of the module.
         to_the_end: go on through the part.
+        answers: to what it reads of stages' values, of the whole batch.
     """
 
-    def __init__(self, plan: SlicePlan, seed: int, locator: Locator, hooks: UserHooks, to_the_end: bool) -> None:
-        super().__init__(plan, None, {}, seed, locator, hooks)
+    def __init__(
+        self, plan: SlicePlan, seed: int, around: Surroundings, to_the_end: bool, answers: dict[int, Answer | None]
+    ) -> None:
+        super().__init__(plan, None, {}, seed, around)
+        self.reads = Reads(answers)
         self._overran = False
         self._last = len(plan.operations) if to_the_end else plan.first_of_stages - 1
 

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from lightning_megatp.containers import tensors_in
-from lightning_megatp.pipeline.slicing.dry_run.late_hooks import UserHooks
 from lightning_megatp.pipeline.slicing.dry_run.operations import (
     HOST_READS,
     StepEnded,
@@ -21,10 +20,10 @@ from lightning_megatp.pipeline.slicing.dry_run.operations import (
     masks_read,
 )
 from lightning_megatp.pipeline.slicing.errors import SliceError
-from lightning_megatp.pipeline.slicing.locator import Locator
 from lightning_megatp.pipeline.slicing.plan import Operation, Read, SlicePlan
 from lightning_megatp.pipeline.slicing.running import StageMode
 from lightning_megatp.pipeline.slicing.script import Instruction
+from lightning_megatp.pipeline.slicing.surroundings import Surroundings
 from lightning_megatp.shim.fakes import fake_beside
 from lightning_megatp.shim.torch import tree_leaves, tree_map
 from lightning_megatp.tensor.functions import operation_name
@@ -37,13 +36,12 @@ class Rehearsal(StageMode):
     Args:
         plan: of the batch's signature.
         seed: of the random numbers that all stages share.
-        locator: names where an operation is.
-        hooks: of the user's on units.
+        around: of the module.
         to_the_end: what the step saw is not all that it may branch by.
     """
 
-    def __init__(self, plan: SlicePlan, seed: int, locator: Locator, hooks: UserHooks, to_the_end: bool) -> None:
-        super().__init__(plan, None, {}, seed, locator, hooks)
+    def __init__(self, plan: SlicePlan, seed: int, around: Surroundings, to_the_end: bool) -> None:
+        super().__init__(plan, None, {}, seed, around)
         self._expected = [] if to_the_end else list(reversed(plan.early_reads))
         self.same_answers = False
         self.found: tuple[int, Any] | None = None

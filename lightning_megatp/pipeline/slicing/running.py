@@ -22,7 +22,6 @@ from lightning_megatp.calls import Tell
 from lightning_megatp.containers import tensors_in
 from lightning_megatp.pipeline.loss.averages import Averages
 from lightning_megatp.pipeline.slicing.aside import Aside
-from lightning_megatp.pipeline.slicing.dry_run.late_hooks import UserHooks
 from lightning_megatp.pipeline.slicing.dry_run.operations import (
     HOST_READS,
     StepEnded,
@@ -34,11 +33,12 @@ from lightning_megatp.pipeline.slicing.dry_run.operations import (
 )
 from lightning_megatp.pipeline.slicing.dry_run.refusals import gradient_read
 from lightning_megatp.pipeline.slicing.errors import BeyondPlan, SliceError
-from lightning_megatp.pipeline.slicing.locator import Locator
+from lightning_megatp.pipeline.slicing.kept import Kept
 from lightning_megatp.pipeline.slicing.plan import Key, Operation, SlicePlan
 from lightning_megatp.pipeline.slicing.reads import Reads
 from lightning_megatp.pipeline.slicing.script import Instruction
 from lightning_megatp.pipeline.slicing.state.collected import with_collected
+from lightning_megatp.pipeline.slicing.surroundings import Surroundings
 from lightning_megatp.random_states import seeded
 from lightning_megatp.shim.autograd import functorch_is_active
 from lightning_megatp.shim.fakes import is_fake
@@ -58,9 +58,10 @@ class StageMode(TorchFunctionMode):
         stage: the one that is run; None to do what is replicated alone, as far as stages depend on each other.
         received: the values of `plan.relays[stage]`.
         seed: of the random numbers that all stages share; another one for every step and microbatch.
-        locator: names where an operation is.
-        hooks: of the user's on units.
+        around: of the module.
         counting: sees the same operations, and those inside of units, on the last stage.
+        taken: is filled with what operations of stages take of values that every stage has, where it is there.
+        kept: of this microbatch, for a part of a step: later parts find there what they take.
     """
 
     def __init__(
@@ -69,16 +70,17 @@ class StageMode(TorchFunctionMode):
         stage: int | None,
         received: dict[Key, Tensor],
         seed: int,
-        locator: Locator,
-        hooks: UserHooks,
+        around: Surroundings,
         counting: Averages | None = None,
+        taken: Taken | None = None,
+        kept: Kept | None = None,
     ) -> None:
         super().__init__()
-        self._hooks = hooks
+        self._hooks, self._locator = around.hooks, around.locator
         script = plan.script(stage)
         self._instructions, self._last, self._free_after = script.instructions, script.last, script.free_after
         self._not_operations = plan.not_operations | _PROPERTIES
-        self._stage, self._is_last, self._seed, self._locator = stage, stage == plan.n_stages - 1, seed, locator
+        self._stage, self._is_last, self._seed = stage, stage == plan.n_stages - 1, seed
         self._counting, self._plan = counting, plan
         self._received = {key: x.clone() if key in plan.clones else x for key, x in received.items()}
         self._stand_ins: dict[int, tuple[Tensor, Tensor]] = {}
@@ -90,17 +92,16 @@ class StageMode(TorchFunctionMode):
         """A unit runs: it is not looked into."""
         self.made: dict[Key, tuple[Tensor, int]] = {}
         """What is sent on, with its version when it was made."""
-        self.keeps: frozenset[Key] = frozenset()
-        """Values of the stage that later parts of the step take."""
-        self.kept: dict[Key, Tensor] = {}
-        """These."""
+        self._keeps: dict[Key, Tensor] = {} if kept is None else kept.values
+        self._wanted = frozenset() if kept is None else kept.wanted
         self.reads = Reads({}) if plan.part.host_reads else None
         """Of a step that optimizes by hand: what it is answered."""
+        if kept is not None:
+            self.reads = Reads(kept.answers, reads=self._is_last)
         self._tell: Tell | None = None
         self._parts_done = 0
         """How often the step has gone backward by hand."""
-        self.taken: Taken | None = None
-        """What operations of stages take of values that every stage has; None where nobody asks."""
+        self._taken = taken
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -129,23 +130,23 @@ class StageMode(TorchFunctionMode):
         instruction = self._next(F.linear if deferred else func)
         if instruction is None:
             return self._call_freely(func, args, kwargs or {})
-        if self.taken is not None:
+        if self._taken is not None:
             self._note_taken(instruction, args, kwargs or {})
         if instruction.computed:
             return self._compute(instruction, func, args, kwargs or {})
         return self._skip(instruction, args, kwargs or {})
 
     def _note_taken(self, instruction: Instruction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self.taken is None or instruction.operation.stage is None:
+        if self._taken is None or instruction.operation.stage is None:
             return
         is_unit = isinstance(instruction.operation.what, str)  # others take indices, too, that go by the rows there are
         with DisableTorchFunction():
             for position, x in enumerate(tensors_in(args, kwargs)):
                 if (is_unit or x.is_floating_point()) and not is_fake(x):
-                    self.taken[self._index, position] = x.detach()
+                    self._taken[self._index, position] = x.detach()
             numbers = [x for x in tree_leaves((args, kwargs)) if isinstance(x, float)] if is_unit else []
             for position, number in enumerate(numbers):
-                self.taken[self._index, -1 - position] = torch.tensor(number)
+                self._taken[self._index, -1 - position] = torch.tensor(number)
 
     def unit(
         self, name: str, stage: int, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -245,7 +246,7 @@ class StageMode(TorchFunctionMode):
         self, function: Callable[..., Any], what: Any, is_own: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         instruction = self._next(what)
-        if self.taken is not None and instruction is not None:
+        if self._taken is not None and instruction is not None:
             self._note_taken(instruction, args, kwargs)
         if instruction is not None and instruction.shared and not instruction.became:
             return instruction.ghosts
@@ -315,7 +316,7 @@ class StageMode(TorchFunctionMode):
             self._keep(instruction.kept, tensors)
         if instruction.kept_changed:
             self._keep(instruction.kept_changed, tensors_in(self.stood_in((args, kwargs))))
-        if self.keeps or self._plan.part.recalled:
+        if self._wanted or self._plan.part.recalled:
             return self._between_parts(instruction.operation, out, args, kwargs)
         return out
 
@@ -327,13 +328,13 @@ class StageMode(TorchFunctionMode):
             earlier = {id(x): self._received[key] for key, x in made.items() if key in self._received}
             out = tree_map(lambda x: earlier.get(id(x), x), out) if earlier else out
             if self._index >= self._plan.part.begins:  # else it was made anew
-                self.kept.update((key, x) for key, x in made.items() if key in self.keeps)
+                self._keeps.update((key, x) for key, x in made.items() if key in self._wanted)
             return out
         values = dict(zip(operation.outputs, made.values(), strict=False))
         if operation.changed:
             tensors = tensors_in(self.stood_in((args, kwargs)))
             values.update((key, tensors[position]) for position, key in operation.changed)
-        self.kept.update((key, x) for key, x in values.items() if key in self.keeps)
+        self._keeps.update((key, x) for key, x in values.items() if key is not None and key in self._wanted)
         return out
 
     def _keep(self, kept: tuple[tuple[int, Key], ...], tensors: list[Tensor]) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,19 +28,21 @@ from lightning_megatp.pipeline.slicing.dry_run.dry_runs import DryRuns, Step, st
 from lightning_megatp.pipeline.slicing.dry_run.late_hooks import UserHooks
 from lightning_megatp.pipeline.slicing.dry_run.operations import StepEnded
 from lightning_megatp.pipeline.slicing.errors import SliceError
-from lightning_megatp.pipeline.slicing.handing_on import Kept, received_by_key, value_to_send
+from lightning_megatp.pipeline.slicing.handing_on import received_by_key, value_to_send
+from lightning_megatp.pipeline.slicing.kept import Kept
 from lightning_megatp.pipeline.slicing.locator import Locator
 from lightning_megatp.pipeline.slicing.plan import SlicePlan
-from lightning_megatp.pipeline.slicing.reads import Answer, Reads
+from lightning_megatp.pipeline.slicing.reads import Answer
 from lightning_megatp.pipeline.slicing.rehearsal import Rehearsal
 from lightning_megatp.pipeline.slicing.running import StageMode, Taken
 from lightning_megatp.pipeline.slicing.state.ownership import Ownership, Sizes
 from lightning_megatp.pipeline.slicing.state.put_back import putting_back
 from lightning_megatp.pipeline.slicing.state.tables import Tables
+from lightning_megatp.pipeline.slicing.surroundings import Surroundings
 from lightning_megatp.random_states import host_seeded, random_state_kept
 from lightning_megatp.shim.autograd import checkpoints_ended, handle_functions
 from lightning_megatp.shim.compiler import keep_compiler_out
-from lightning_megatp.shim.fakes import FakeTensorMode, fake_tensor_mode, forget_fakes, is_fake
+from lightning_megatp.shim.fakes import fake_tensor_mode, is_fake
 from lightning_megatp.shim.modules import conversions_around
 from lightning_megatp.shim.torch import distributions_not_validated
 from lightning_megatp.snapshots.snapshot import FirstValues, Snapshot
@@ -79,9 +81,13 @@ class Slicer:
     ) -> None:
         n_stages += tail
         self.module, self.n_stages, self.tail = module, n_stages, tail
-        self._fake_mode = fake_tensor_mode()
-        self._ownership = Ownership(module, stage_of_unit, self._fake_mode, sizes or {}, device)
-        self._locator, self._hooks = Locator(module), UserHooks(module)
+        self.fake_mode = fake_tensor_mode()
+        self.ownership = Ownership(module, stage_of_unit, self.fake_mode, sizes or {}, device)
+        """Of the parameters and buffers of units: frees those that this rank has no use for, takes them back, and lets
+        the user's code find all of them, or its own."""
+        self._around = Surroundings(
+            module, stage_of_unit, self.ownership, self.fake_mode, Locator(module), UserHooks(module)
+        )
         self._loggers = loggers_in(module)
         self._switch = Switch()
         self._interception = Interception(module, dict(stage_of_unit), self._switch)
@@ -90,24 +96,11 @@ class Slicer:
         self._values_before: list[FirstValues] = []
         """Before rehearsals that changed tensors in place, of one batch."""
         self._tables = Tables()
-        self._dry_runs = self._make_dry_runs(stage_of_unit, n_stages - tail, None)
+        self._dry_runs = DryRuns(self._around, n_stages - tail, None, self._deciding)
         if tail:
-            self._dry_runs = self._make_dry_runs(stage_of_unit, n_stages, self._dry_runs)
+            self._dry_runs = DryRuns(self._around, n_stages, self._dry_runs, self._deciding)
         self._follows = False
         """What steps leave on the module has to be followed from microbatch to microbatch."""
-
-    def _make_dry_runs(self, stage_of_unit: Mapping[str, int], n_stages: int, before_tail: DryRuns | None) -> DryRuns:
-        return DryRuns(
-            self.module,
-            stage_of_unit,
-            n_stages,
-            before_tail,
-            self._ownership,
-            self._fake_mode,
-            self._locator,
-            self._hooks,
-            self._deciding,
-        )
 
     def close(self) -> None:
         """Give the module its own methods back."""
@@ -126,7 +119,7 @@ class Slicer:
                 " stages run only those of then. Leave the modules where they are and exchange the values of their"
                 " parameters, as Lightning's WeightAveraging does; or use pp=1."
             )
-        self._ownership.refuse_copies()
+        self.ownership.refuse_copies()
         modes = modes_of(self.module)
         return [(modes, signature_of(batch)) for batch in batches]
 
@@ -214,28 +207,15 @@ class Slicer:
         """
         got = received_by_key(plan.relays[stage], received, stage)
         if kept is not None:
-            got |= {key: kept.values[key] for key in plan.recalled_on(stage)}
-        mode = StageMode(plan, stage, got, seed, self._locator, self._hooks, counting)
-        mode.taken = taken
+            got |= kept.recalled(plan, stage)
+        mode = StageMode(plan, stage, got, seed, self._around, counting, taken, kept)
         is_last = stage == self.n_stages - 1
-        if kept is not None:
-            mode.keeps, mode.reads = kept.wanted, Reads(kept.answers, reads=is_last)
-        batch = copy.deepcopy(batch) if plan.effects.changes_batch else batch
         result, skipped = None, False
-        with contextlib.ExitStack() as stack:
-            if plan.effects.draws_on_host:
-                stack.enter_context(host_seeded(seed))
-            if plan.effects.put_back and not is_last:
-                stack.enter_context(putting_back(plan.effects.put_back))
-            if plan.effects.leaves_ghosts and not is_last:
-                stack.callback(Snapshot(self.module).drop_fakes)
-            stack.enter_context(self._by(mode, plan, listing=is_last))
-            with contextlib.suppress(StepEnded), mode:
-                result = step(batch)
-                skipped = result is None
+        drops = plan.effects.leaves_ghosts and not is_last
+        with self._following(mode, plan, batch, seed, is_left=not is_last, drops=drops, listing=is_last) as microbatch:
+            result = step(microbatch)
+            skipped = result is None
         mode.check(skipped)
-        if kept is not None:
-            kept.values.update(mode.kept)
         if not is_last:
             return StageRun(tuple(value_to_send(relay, mode, got, stage) for relay in plan.relays[stage + 1]))
         result = mode.stood_in(result)
@@ -265,11 +245,9 @@ class Slicer:
         Raises:
             SliceError: it goes by a value of a stage, or left its plan.
         """
-        mode, ended = Acting(plan, seed, self._locator, self._hooks, to_the_end), False
-        mode.reads = Reads(answers)
-        batch = copy.deepcopy(batch) if plan.effects.changes_batch else batch
-        with self._without_stages(plan, mode, seed):
-            step(batch)
+        mode, ended = Acting(plan, seed, self._around, to_the_end, answers), False
+        with self._following(mode, plan, batch, seed, drops=plan.effects.changes_module) as microbatch:
+            step(microbatch)
             ended = True
         mode.check(skipped=False)
         return ended
@@ -287,14 +265,9 @@ class Slicer:
         Raises:
             SliceError: the step did something else than planned.
         """
-        last = plan.n_stages - 1
-        known = {key: leaf for (stage, key), leaf in kept.leaves.items() if stage == last and key in plan.part.recalled}
-        known |= {key: kept.values[key] for key in plan.recalled_on(last)}
-        mode = Ahead(plan, known, seed, self._locator, self._hooks)
-        mode.reads = Reads(kept.answers, reads=True, ahead=True)
-        batch = copy.deepcopy(batch) if plan.effects.changes_batch else batch
-        with self._without_stages(plan, mode, seed):
-            step(batch)
+        mode = Ahead(plan, kept, seed, self._around)
+        with self._following(mode, plan, batch, seed, drops=plan.effects.changes_module) as microbatch:
+            step(microbatch)
         mode.check(skipped=False)
 
     def keeps_to(self, plan: SlicePlan, step: Step, batch: Any, seed: int) -> bool:
@@ -306,12 +279,12 @@ class Slicer:
             batch: a microbatch.
             seed: as for `run`.
         """
-        mode = Acting(plan, seed, self._locator, self._hooks, to_the_end=True)
+        mode = Acting(plan, seed, self._around, to_the_end=True, answers={})
         before = state_before(self.module) if plan.effects.changes_module else None
-        batch = copy.deepcopy(batch) if plan.effects.changes_batch else batch
+        following = self._following(mode, plan, batch, seed, drops=before is not None)
         try:
-            with random_state_kept(), checkpoints_ended(), self._without_stages(plan, mode, seed):
-                step(batch)
+            with random_state_kept(), checkpoints_ended(), following as microbatch:
+                step(microbatch)
             return mode.followed
         except SliceError:
             return False
@@ -321,32 +294,15 @@ class Slicer:
             if before is not None:
                 before.restore()
 
-    @contextlib.contextmanager
-    def _without_stages(self, plan: SlicePlan, mode: StageMode, seed: int) -> Iterator[None]:
-        """Around a step of which no stage computes its own: it may be left before its end."""
-        with contextlib.ExitStack() as stack:
-            if plan.effects.draws_on_host:
-                stack.enter_context(host_seeded(seed))
-            stack.enter_context(putting_back(plan.effects.put_back))
-            if plan.effects.changes_module:
-                stack.callback(Snapshot(self.module).drop_fakes)
-            stack.enter_context(self._by(mode, plan))
-            with contextlib.suppress(StepEnded), mode:
-                yield
-
     def parameter(self, name: str) -> Tensor:
         """A parameter by name, as its module holds it; of a freed one what tells its shape and dtype."""
         path, _, leaf = name.rpartition(".")
         held = dict.get(self.module.get_submodule(path)._parameters, leaf)  # a split layer would show the whole
-        return self.stand_in(name) if held is None else held
+        return self.ownership.stand_in(name) if held is None else held
 
     def ghost(self, x: Tensor) -> Tensor:
         """What stands for a tensor whose values are not known."""
-        return self._fake_mode.from_tensor(x)
-
-    def forget_fakes(self) -> None:
-        """What stands for parameters, in a dry run that goes on, learns as they do now."""
-        forget_fakes(self._fake_mode)
+        return self.fake_mode.from_tensor(x)
 
     @property
     def follows(self) -> Follows:
@@ -372,7 +328,7 @@ class Slicer:
         for plan in plans:
             if any(index >= len(plan.operations) or plan.operations[index].given != given for index, given in found):
                 continue  # up to there the step did what an earlier plan says
-            mode = Rehearsal(plan, seed, self._locator, self._hooks, self._is_rehearsed_to_the_end(plan))
+            mode = Rehearsal(plan, seed, self._around, self._is_rehearsed_to_the_end(plan))
             if self._fits(plan, mode, step, batch, seed):
                 return plan
             found += [mode.found] if mode.found is not None else []
@@ -385,23 +341,19 @@ class Slicer:
     def _fits(self, plan: SlicePlan, mode: Rehearsal, step: Step, batch: Any, seed: int) -> bool:
         if not (plan.early_reads or self._is_rehearsed_to_the_end(plan)):
             return True
-        batch = copy.deepcopy(batch) if plan.effects.changes_batch else batch
         before = state_before(self.module)
         self._before_rehearsals = self._before_rehearsals or before
         values = FirstValues(before.tensors.values() if plan.changed_alike else ())
         self._values_before.append(values)
+        noted = values if plan.changed_alike else contextlib.nullcontext()
         try:
             with (
                 random_state_kept(),
                 checkpoints_ended(),
-                self._by(mode, plan),
-                contextlib.suppress(StepEnded),
-                values if plan.changed_alike else contextlib.nullcontext(),
-                putting_back(plan.effects.put_back),
-                host_seeded(seed) if plan.effects.draws_on_host else contextlib.nullcontext(),
-                mode,
+                noted,
+                self._following(mode, plan, batch, seed, drops=False) as microbatch,
             ):
-                step(batch)
+                step(microbatch)
             mode.check(skipped=False)
         except SliceError:
             before.restore()
@@ -453,55 +405,46 @@ class Slicer:
             if not self._in_batch:
                 stack.enter_context(self.batch())
             stack.enter_context(self._switch.to(mode))
-            stack.enter_context(self._ownership.present())
+            stack.enter_context(self.ownership.present())
             yield
 
     @contextlib.contextmanager
-    def _by(self, mode: StageMode, plan: SlicePlan, listing: bool = False) -> Iterator[None]:
-        """Let a mode decide what happens between units.
+    def _following(
+        self,
+        mode: StageMode,
+        plan: SlicePlan,
+        batch: Any,
+        seed: int,
+        drops: bool,
+        is_left: bool = True,
+        listing: bool = False,
+    ) -> Iterator[Any]:
+        """Around a step that follows a plan: let a mode decide what happens between units. It is given a microbatch
+        that it may change.
 
         Args:
+            seed: of the random numbers that all stages share.
+            drops: at the end the module has no values without data.
+            is_left: before its end, maybe, so that somebody else has to put back what it does.
             listing: `module.parameters()` gives what stands for freed ones, whatever the plan says. The last stage may
                 do what no plan has seen.
         """
+        microbatch = copy.deepcopy(batch) if plan.effects.changes_batch else batch
         with contextlib.ExitStack() as stack:
+            if plan.effects.draws_on_host:
+                stack.enter_context(host_seeded(seed))
+            if plan.effects.put_back and is_left:
+                stack.enter_context(putting_back(plan.effects.put_back))
+            if drops:
+                stack.callback(Snapshot(self.module).drop_fakes)
             if not self._in_batch:
                 stack.enter_context(self.batch())
             stack.enter_context(self._switch.to(mode))
             if listing or plan.effects.lists_parameters:
-                stack.enter_context(self._ownership.present())
+                stack.enter_context(self.ownership.present())
             if plan.uses_functions:
                 stack.enter_context(handle_functions(mode.function))
             if plan.converts:
                 stack.enter_context(conversions_around(mode.converting))
-            yield
-
-    def planned_by(
-        self, planning: Callable[[FakeTensorMode], contextlib.AbstractContextManager[None]]
-    ) -> contextlib.AbstractContextManager[None]:
-        """A context for `plan` that needs the mode in which it runs units."""
-        return planning(self._fake_mode)
-
-    def present(self) -> contextlib.AbstractContextManager[None]:
-        """Meanwhile `module.parameters()` gives freed parameters, too: what stands for them."""
-        return self._ownership.present()
-
-    def absent(self) -> contextlib.AbstractContextManager[None]:
-        """In a step, meanwhile `module.parameters()` gives what this rank has."""
-        return self._ownership.absent()
-
-    def stand_in(self, name: str) -> Tensor:
-        """A parameter by name; of a freed one what tells its shape and dtype."""
-        return self._ownership.stand_in(name)
-
-    def hold(self, name: str, value: Tensor) -> nn.Parameter:
-        """Take a freed parameter back, since the plan uses it on a stage of this rank."""
-        return self._ownership.hold(name, value)
-
-    def free(self, own: Collection[int]) -> None:
-        """Let go of the parameters and buffers that belong to no stage of this rank, nor are used there by a plan that
-        was made. What a later plan uses besides is taken back by `hold`.
-
-        `module.parameters()` gives only what is left; `module.weight` of a freed one still tells shape, dtype, device.
-        """
-        self._ownership.free(own)
+            with contextlib.suppress(StepEnded), mode:
+                yield microbatch

@@ -31,7 +31,7 @@ class Trained:
         own, before = self._own(), self._known
         changes = self._mesh.exchange({name: of for name, of in own.items() if before.get(name, of) != of}, "pp")
         for name, requires_grad in (change for of_stage in changes for change in of_stage.items()):
-            self._slicer.stand_in(name).requires_grad_(requires_grad)
+            self._slicer.ownership.stand_in(name).requires_grad_(requires_grad)
         self._known = self._own()
         return any(changes)
 

@@ -9,7 +9,7 @@ data as well, and compared by its operations, those inside of units among them, 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +18,6 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_megatp.containers import tensors_in
 from lightning_megatp.pipeline.slicing.dry_run.deeds import Deed, Deeds, Moment, deed_of
-from lightning_megatp.pipeline.slicing.dry_run.late_hooks import UserHooks
 from lightning_megatp.pipeline.slicing.dry_run.operations import (
     NeedsValues,
     StepEnded,
@@ -28,11 +27,11 @@ from lightning_megatp.pipeline.slicing.dry_run.operations import (
 )
 from lightning_megatp.pipeline.slicing.dry_run.tracer import Tracer
 from lightning_megatp.pipeline.slicing.errors import SliceError
-from lightning_megatp.pipeline.slicing.locator import Locator
 from lightning_megatp.pipeline.slicing.plan import Relay, SlicePlan
 from lightning_megatp.pipeline.slicing.running import StageMode
 from lightning_megatp.pipeline.slicing.script import Instruction
 from lightning_megatp.pipeline.slicing.state.kept import Kept
+from lightning_megatp.pipeline.slicing.surroundings import Surroundings
 from lightning_megatp.shim.fakes import FakeTensorMode
 from lightning_megatp.shim.torch import tensor_version, tree_map
 from lightning_megatp.tensor.functions import operation_name
@@ -92,9 +91,7 @@ class Alone(StageMode):
         stage: whose part.
         tracer: after the dry run that the plan is of.
         seed: as in that.
-        locator: names where an operation is.
-        hooks: of the user's on units.
-        stage_of_unit: unit name -> stage.
+        around: of the module.
     """
 
     def __init__(
@@ -103,18 +100,16 @@ class Alone(StageMode):
         stage: int,
         tracer: Tracer,
         seed: int,
-        locator: Locator,
-        hooks: UserHooks,
-        stage_of_unit: Mapping[str, int],
+        around: Surroundings,
     ) -> None:
         received = {relay.key: _without_data(relay, tracer.fake_mode) for relay in plan.relays[stage]}
         values = tracer.values.by_key
         received.update((key, values[key].tensor) for key in plan.recalled_on(stage) if key in values)
-        super().__init__(plan, stage, received, seed, locator, hooks)
+        super().__init__(plan, stage, received, seed, around)
         self._tracer, self._at = tracer, stage
         self._opaquely = ""
         """The unit or function that is called."""
-        self._stage_of_unit = stage_of_unit
+        self._stage_of_unit = around.stage_of_unit
         self._set: set[Kept] = set()
         """Python values of units that the step sets."""
         self.difference: Difference | Reading | None = None

@@ -16,26 +16,24 @@ from lightning_megatp.batches.signature import leaves_out, tensors_of
 from lightning_megatp.calls import Decides
 from lightning_megatp.pipeline.slicing.dry_run.alone import Alone, Difference, Reading
 from lightning_megatp.pipeline.slicing.dry_run.deeds import Deeds
-from lightning_megatp.pipeline.slicing.dry_run.late_hooks import UserHooks
-from lightning_megatp.pipeline.slicing.dry_run.manner import Manner, Setting
+from lightning_megatp.pipeline.slicing.dry_run.manner import Manner
 from lightning_megatp.pipeline.slicing.dry_run.operations import StepEnded
 from lightning_megatp.pipeline.slicing.dry_run.planning import make_plan
-from lightning_megatp.pipeline.slicing.dry_run.stage_states import shared_parts
+from lightning_megatp.pipeline.slicing.dry_run.stage_states import StageStates, shared_parts
 from lightning_megatp.pipeline.slicing.dry_run.tail import Tail
 from lightning_megatp.pipeline.slicing.dry_run.tracer import Tracer
 from lightning_megatp.pipeline.slicing.dry_run.values import Values
 from lightning_megatp.pipeline.slicing.errors import ReadsValues, SideDoor, SliceError
-from lightning_megatp.pipeline.slicing.locator import Locator
 from lightning_megatp.pipeline.slicing.plan import Operation, SideEffects, SlicePlan
 from lightning_megatp.pipeline.slicing.state.kept import KeptByUnits
 from lightning_megatp.pipeline.slicing.state.lasting import UNNAMED
-from lightning_megatp.pipeline.slicing.state.ownership import Ownership
 from lightning_megatp.pipeline.slicing.state.put_back import Toggles, modules_with, putting_back
 from lightning_megatp.pipeline.slicing.state.tables import Left
+from lightning_megatp.pipeline.slicing.surroundings import Surroundings
 from lightning_megatp.random_states import host_seeded, random_state_kept
 from lightning_megatp.shim.autograd import checkpoints_ended, handle_functions
 from lightning_megatp.shim.compiler import uncompiled
-from lightning_megatp.shim.fakes import FakeTensorMode, forget_fakes, subclassed_fake
+from lightning_megatp.shim.fakes import forget_fakes, subclassed_fake
 from lightning_megatp.shim.lightning import around_progress, trainer_of
 from lightning_megatp.shim.modules import conversions_around
 from lightning_megatp.shim.torch import tensor_version
@@ -64,42 +62,30 @@ class DryRuns:
     """Finds out what a step does, without computing more than what is replicated, and without leaving a trace.
 
     Args:
-        module: whose steps.
-        stage_of_unit: unit name -> stage.
+        around: of the module whose steps they are.
         n_stages: how many stages.
         before_tail: with it the last of them is the tail of a step, and these find out what that is: dry runs with a
             stage less.
-        ownership: of the tensors of units.
-        fake_mode: makes tensors without data.
-        locator: names where an operation is.
-        hooks: of the user's on units.
         deciding: lets somebody decide about the calls of units and metrics, around a step.
     """
 
     def __init__(
         self,
-        module: nn.Module,
-        stage_of_unit: Mapping[str, int],
+        around: Surroundings,
         n_stages: int,
         before_tail: DryRuns | None,
-        ownership: Ownership,
-        fake_mode: FakeTensorMode,
-        locator: Locator,
-        hooks: UserHooks,
         deciding: Callable[[Decides], contextlib.AbstractContextManager[None]],
     ) -> None:
-        self._module, self._stage_of_unit, self._n_stages = module, stage_of_unit, n_stages
-        self._before_tail = before_tail
-        self._ownership, self._fake_mode, self._locator, self._hooks = ownership, fake_mode, locator, hooks
-        self._deciding = deciding
+        self._around, self._n_stages, self._before_tail, self._deciding = around, n_stages, before_tail, deciding
+        self._module, self._ownership, self._fake_mode = around.module, around.ownership, around.fake_mode
         self._early_modules = {
             f"{name}.{inner}".rstrip("."): part
-            for name, stage in stage_of_unit.items()
+            for name, stage in around.stage_of_unit.items()
             if stage < n_stages - 1
-            for inner, part in module.get_submodule(name).named_modules()
+            for inner, part in around.module.get_submodule(name).named_modules()
         }
-        self._setting = Setting(n_stages, fake_mode, locator, hooks, shared_parts(module, stage_of_unit))
-        self._kept = KeptByUnits(module, stage_of_unit)
+        self._shared = shared_parts(around.module, around.stage_of_unit)
+        self._kept = KeptByUnits(around.module, around.stage_of_unit)
         self._tried_alone: set[Hashable] = set()
         """Kinds of steps of which each stage alone does the same as with the others."""
 
@@ -200,7 +186,7 @@ class DryRuns:
         kind = tuple((op.name, op.stage) for op in plan.operations), torch.is_grad_enabled()
         tried = self._n_stages == 1 or kind in self._tried_alone
         for stage in range(self._n_stages) if not tried else ():
-            mode = Alone(plan, stage, tracer, seed, self._locator, self._hooks, self._stage_of_unit)
+            mode = Alone(plan, stage, tracer, seed, self._around)
             values, microbatch = FirstValues(snapshot.tensors.values()), copy.deepcopy(batch)
             try:
                 with (
@@ -247,7 +233,8 @@ class DryRuns:
         buffers = {id(x): name for name, x in self._module.named_buffers()}
         others = dict.fromkeys(snapshot.tensors, UNNAMED)
         values = Values(self._fake_mode, {**others, **buffers, **names}, self._n_stages)
-        return Tracer(owners, glue, values, self._setting, manner, batch, snapshot.new_tensors, toggles.look)
+        states = StageStates(self._shared)
+        return Tracer(owners, glue, values, self._around, states, manner, batch, snapshot.new_tensors, toggles.look)
 
     def _progress(self, tracer: Tracer) -> contextlib.AbstractContextManager[None]:
         """A step that asks how far the training is may do something else in a later one (a curriculum of lengths)."""

@@ -26,7 +26,7 @@ from lightning_megatp.pipeline.slicing.dry_run.guesses import guess, guessed_whe
 from lightning_megatp.pipeline.slicing.dry_run.inside import Inside
 from lightning_megatp.pipeline.slicing.dry_run.interleaving import Interleaving
 from lightning_megatp.pipeline.slicing.dry_run.late_hooks import Watched
-from lightning_megatp.pipeline.slicing.dry_run.manner import Manner, Setting
+from lightning_megatp.pipeline.slicing.dry_run.manner import Manner
 from lightning_megatp.pipeline.slicing.dry_run.operations import (
     EFFECTS,
     HOST_READS,
@@ -63,6 +63,7 @@ from lightning_megatp.pipeline.slicing.reads import stand_in
 from lightning_megatp.pipeline.slicing.state.collected import with_collected
 from lightning_megatp.pipeline.slicing.state.kept import Kept
 from lightning_megatp.pipeline.slicing.state.lasting import UNNAMED
+from lightning_megatp.pipeline.slicing.surroundings import Surroundings
 from lightning_megatp.shim.autograd import (
     checkpoint_region,
     function_name,
@@ -83,7 +84,8 @@ class Tracer(TorchFunctionMode):
             it are added.
         glue: id -> name of the parameters that belong to no unit.
         values: of this step.
-        setting: the same for all steps of the module.
+        around: of the module.
+        states: of what several stages change.
         manner: how to follow this one.
         batch: its tensors.
         left: gives the tensors that the step has left on the module so far.
@@ -95,7 +97,8 @@ class Tracer(TorchFunctionMode):
         owners: dict[int, set[int]],
         glue: dict[int, str],
         values: Values,
-        setting: Setting,
+        around: Surroundings,
+        states: StageStates,
         manner: Manner,
         batch: Sequence[Tensor],
         left: Callable[[], list[Tensor]],
@@ -103,10 +106,9 @@ class Tracer(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self._left, self._passes = left, passes
-        self._hooks, self._watched = setting.hooks, Watched()
-        self._states = StageStates(setting.shared)
+        self._hooks, self._watched, self._states = around.hooks, Watched(), states
         self.owners, self.glue, self.values, self.manner = owners, glue, values, manner
-        self.fake_mode, self.locator, self.n_stages = setting.fake_mode, setting.locator, setting.n_stages
+        self.fake_mode, self.locator, self.n_stages = around.fake_mode, around.locator, values.n_stages
         self.last_stage = self.n_stages - 1
         self._before = 0
         """The stage of the last operation that has one."""

@@ -74,7 +74,7 @@ class Values:
     """
 
     def __init__(self, fake_mode: FakeTensorMode, persistent: dict[int, str], n_stages: int) -> None:
-        self._fake_mode, self._persistent, self._n_stages = fake_mode, persistent, n_stages
+        self._fake_mode, self._persistent, self.n_stages = fake_mode, persistent, n_stages
         self._known: dict[int, Value] = {}
         self._in_memory: dict[int, list[Value]] = {}
         self._lasting: dict[int, Value] = {}
@@ -248,7 +248,7 @@ class Values:
     def _check_change(self, value: Value, stage: int | None, by: str) -> None:
         assert value.changed_elsewhere is not None
         changed_on, change = value.changed_elsewhere
-        if self._n_stages > 1 and (value.stage != changed_on or stage != changed_on):
+        if self.n_stages > 1 and (value.stage != changed_on or stage != changed_on):
             raise SliceError(
                 f"{by} uses what {value.maker} made, and {change} changed its memory in place under another name (a"
                 " view). Pipeline stages don't share memory, so one of them would see old values. Use the operation"
