@@ -1,7 +1,4 @@
-"""One batch on its way through a pipeline: each stage's part of the user's step, microbatch by microbatch.
-
-On the last stage also what the microbatches made of it: losses and their weights, logs, what the step returned.
-"""
+"""One batch on its way through a pipeline: each stage's part of the user's step, microbatch by microbatch."""
 
 from __future__ import annotations
 
@@ -16,31 +13,25 @@ import torch
 from torch import Tensor, nn
 
 from lightning_megatp.batches.split import batch_size
-from lightning_megatp.messages import with_article
 from lightning_megatp.module import ParallelModule
 from lightning_megatp.parts.on_parameters import warn_of_microbatches
 from lightning_megatp.pipeline.carried import CarriedState
-from lightning_megatp.pipeline.loss.averages import Averages, scalar
-from lightning_megatp.pipeline.loss.weighing import BatchLoss
-from lightning_megatp.pipeline.merge import Merge
+from lightning_megatp.pipeline.loss.averages import Averages
 from lightning_megatp.pipeline.own_values import OwnValues
 from lightning_megatp.pipeline.remote.calls import RemoteCalls
+from lightning_megatp.pipeline.results import Results, Step, loss_of
 from lightning_megatp.pipeline.seeds import mixed
 from lightning_megatp.pipeline.slicing.errors import BeyondPlan
 from lightning_megatp.pipeline.slicing.kept import Kept
 from lightning_megatp.pipeline.slicing.plan import Relay, SlicePlan
 from lightning_megatp.pipeline.slicing.slicer import Slicer, StageRun
-from lightning_megatp.pipeline.told.held_tensors import Change
-from lightning_megatp.pipeline.told.logs import Call, Logs
-from lightning_megatp.pipeline.told.telling import Options
+from lightning_megatp.pipeline.told.logs import Logs
 from lightning_megatp.pipeline.whole_loss import WholeLoss
 from lightning_megatp.random_states import seeded
 from lightning_megatp.shim.compiler import is_compiled
 from lightning_megatp.snapshots.leftovers import Path, PlainValues
-from lightning_megatp.tensor.random import default_generator
+from lightning_megatp.tensor.random import generators_on
 from lightning_megatp.zero.sharding import ZeroSharding
-
-Step = Callable[[Any], Any]
 
 
 @dataclass
@@ -125,30 +116,20 @@ class BatchRun:
     whole: WholeLoss | None = None
     part: PartRun | None = None
     remote: RemoteCalls | None = None
-    results: dict[int, Any] = field(default_factory=dict)
-    logged: list[list[Call]] = field(default_factory=list)
-    """By microbatch, which the last stage runs in order."""
     beyond: BeyondPlan | None = None
     """What kept the last stage from the end of a step of evaluation."""
-    left_state: bool = False
-    """Whether the last stage left something on the module."""
-    set_values: dict[Path, bytes] = field(default_factory=dict)
-    """The Python values that it set."""
-    set_tensors: dict[Path, Change] = field(default_factory=dict)
-    """Tensors that other stages have to be told: buffers that it replaced, those of the user's own objects in which it
-    set such values for the first time."""
-    set_options: Options | None = None
-    """The options of the optimizers, if it changed some."""
-    _with_losses: set[str] | None = None
-    """The units inside of which the first microbatch that averaged losses did; None until one does. In later ones of
-    the batch the others are not looked at: a loss in another unit that only some microbatches compute is missed."""
     _plain_values: dict[int, dict[Path, bytes]] = field(default_factory=dict)
     """By stage, what its part of the step has set so far, but for the highest stage of the rank."""
-    _counts: dict[int, Tensor | float] = field(default_factory=dict)
-    """By the identity of a number in the results, see `Merge`."""
     _factor: Tensor | None = None
     _backwards: Counter[int] = field(default_factory=Counter)
     """By stage, those that have begun."""
+
+    @functools.cached_property
+    def results(self) -> Results:
+        """What the steps come to, on the last stage."""
+        batches = self.microbatches if self.whole is None else [self.whole.batch]
+        weight = getattr(self.parallel.module, "loss_weight", None)
+        return Results(batches, self.device, weight, self.reduces_each, self.loss_units, self.warns)
 
     def relays(self, boundary: int, microbatch: int) -> Sequence[Relay]:
         return self.plans[microbatch].relays[boundary]
@@ -163,8 +144,8 @@ class BatchRun:
                 return []
             self.part.kept[microbatch].take_leaves(stage, plan.relays[stage], received, plan.part.begins)
         seed = mixed(self.seed, microbatch)
-        several = len(self.rows) > 1
-        rows, compares = self.rows[microbatch] if several else 0, several and self.carried is not None
+        several = len(self.results.rows) > 1
+        rows, compares = self.results.rows[microbatch] if several else 0, several and self.carried is not None
         ends = last and self.whole is None  # else the step ends in its tail
         counting = self._counting(microbatch, rows, compares) if ends else None
         with contextlib.ExitStack() as stack:
@@ -195,8 +176,8 @@ class BatchRun:
             self._meet_tail(done, microbatch)
             return needed
         assert counting is not None
-        self._conclude_step(done, microbatch, counting, calls)
-        return [] if self.backward is None else [self._root(_loss_of(done.result), microbatch, received)]
+        self.results.add(microbatch, done.result, counting, calls)
+        return [] if self.backward is None else [self._root(loss_of(done.result), microbatch, received)]
 
     def _seed_of_units(self, seed: int, stage: int) -> int:
         """Of what a stage's units draw: other numbers in each part of a step."""
@@ -206,7 +187,7 @@ class BatchRun:
     def _counting(self, microbatch: int, rows: int, compares: bool) -> Averages:
         """What sees what a step averages. It goes on through all parts of a step."""
         if self.part is None or microbatch not in self.part.averages:
-            counting = Averages(self._with_losses, self._is_closed, rows, compares)
+            counting = Averages(self.results.with_losses, self._is_closed, rows, compares)
         else:
             counting = self.part.averages[microbatch]
             counting.of_targets = []
@@ -223,7 +204,8 @@ class BatchRun:
         averages = {} if self.part is None else self.part.averages
         counts = [averages[i].count_of(x) if i in averages else None for i, x in enumerate(numbers)]
         known = [float(count) for count in counts if count is not None]
-        return known if len(known) == len(numbers) and 0 < sum(known) < float("inf") else [float(x) for x in self.rows]
+        sure = len(known) == len(numbers) and 0 < sum(known) < float("inf")
+        return known if sure else [float(x) for x in self.results.rows]
 
     @property
     def is_training(self) -> bool:
@@ -249,9 +231,9 @@ class BatchRun:
         if ended is None:
             return
         whole.compare_taken()
-        self._conclude_step(ended, 0, Averages(), calls)
+        self.results.add(0, ended.result, Averages(), calls)
         if self.backward is not None:
-            root = self._root(_loss_of(ended.result), 0, leaves)
+            root = self._root(loss_of(ended.result), 0, leaves)
             self._prepare_backward(tail)
             with self.parallel.user_code():
                 root.backward()
@@ -263,22 +245,6 @@ class BatchRun:
 
     def root_gradients(self, microbatch: int) -> Sequence[Tensor] | None:
         return None if self.whole is None else self.whole.gradients(microbatch)
-
-    def _conclude_step(self, done: StageRun, microbatch: int, counting: Averages, calls: list[Call]) -> None:
-        """On the last stage, after the end of a step."""
-        self.results[microbatch] = done.result
-        loss = done.result.get("loss") if isinstance(done.result, Mapping) else done.result
-        averages = counting if len(self.rows) > 1 else None
-        for number in _numbers(done.result) if averages is not None else ():
-            if (count := counting.count_of(number)) is not None:
-                self._counts[id(number)] = count
-        self.logged.append([call.beside(loss if isinstance(loss, Tensor) else None, averages) for call in calls])
-        batch = self.microbatches[microbatch] if self.whole is None else self.whole.batch
-        own = None if self._loss_weight is None else self._loss_weight(batch)
-        self.loss.add(microbatch, loss, counting, own)
-        units = counting.units_of(loss)
-        self._with_losses = self._with_losses or units or None
-        self.loss_units |= units
 
     def run_uncut(self) -> None:
         """Run the steps on the last stage, with `remote`; the others answer its calls."""
@@ -320,7 +286,7 @@ class BatchRun:
 
     def _is_closed(self, unit: str) -> bool:
         """Whether a unit is compiled code, inside of which no step that was watched averaged a loss."""
-        if unit not in self.stage_of_unit or unit in self.loss_units or self.parallel.uncompiled:
+        if unit not in self.stage_of_unit or unit in self.results.loss_units or self.parallel.uncompiled:
             return False
         return is_compiled(self.parallel.module.get_submodule(unit))
 
@@ -359,11 +325,12 @@ class BatchRun:
         if first and self.carried is not None and len(self.microbatches) > 1:
             warn_of_microbatches(self.parallel.module)
         if self.backward is not None and first:
-            loss = _loss_of(self.results[microbatch]) if microbatch in self.results else torch.zeros(())
+            returned = self.results.returned
+            loss = loss_of(returned[microbatch]) if microbatch in returned else torch.zeros(())
             with self.logs.recording() as calls:
                 self.backward.before(loss)
-            if self.logged:
-                self.logged[0] += calls
+            if self.results.logged:
+                self.results.logged[0] += calls
 
     @property
     def last_stage(self) -> int:
@@ -380,7 +347,7 @@ class BatchRun:
         """That: () float64. Known on the last stage when it has run all microbatches, on the others when the gradient
         of the last one has arrived."""
         if self._factor is None:
-            self._factor = self.loss.factor(self.loss.weights())
+            self._factor = self.results.loss.factor(self.results.loss.weights())
         return self._factor
 
     @factor.setter
@@ -396,78 +363,30 @@ class BatchRun:
         if self.backward is not None and self.backward.complete is not None:
             self.backward.complete(stage, self.factor)
 
-    @functools.cached_property
-    def rows(self) -> list[int]:
-        """The samples of each microbatch that a step is made of to its end."""
-        if self.whole is not None:
-            return [batch_size(self.whole.batch) or 1]
-        return [batch_size(microbatch) or 1 for microbatch in self.microbatches]
-
-    @property
-    def _loss_weight(self) -> Callable[[Any], Tensor | float] | None:
-        """What the user says a microbatch weighs."""
-        return getattr(self.parallel.module, "loss_weight", None)
-
-    @functools.cached_property
-    def loss(self) -> BatchLoss:
-        """The loss of the batch, on the last stage."""
-        if self._loss_weight is None or not self.reduces_each:
-            return BatchLoss(self.rows, self.device)
-        batches = self.microbatches if self.whole is None else [self.whole.batch]
-        told = [scalar(self._loss_weight(batch), self.device) for batch in batches]
-        return BatchLoss(self.rows, self.device, torch.stack(told).sum())
-
     def conclude(self) -> tuple[Tensor, Tensor]:
         """On the last stage, after all microbatches.
 
         Returns:
-            The loss of the batch, nan for evaluation; and the weights of its microbatches, (m,) float64.
+            The loss of the batch, nan where there is none; and the weights of its microbatches, (m,) float64.
         """
-        weights = self.loss.weights()
         if not self.has_loss:
-            return torch.full((), torch.nan, device=self.device), weights
-        if self.warns is not None and len(self.rows) > 1:
-            self.loss.warn(weights, self.warns)
-        return self.loss.value(weights), weights
+            return torch.full((), torch.nan, device=self.device), self.results.loss.weights()
+        return self.results.conclude()
 
     @property
     def has_loss(self) -> bool:
         """On the last stage, whether the step returned a loss, or went backward from one by hand."""
         if self.backward is not None or self.part is None:
             return self.backward is not None
-        result = self.results[0]
-        loss = result.get("loss") if isinstance(result, Mapping) else result
-        return isinstance(loss, Tensor) and loss.numel() == 1
-
-    @property
-    def returns_mappings(self) -> bool:
-        """Whether this is the last stage, and the step returns a mapping."""
-        return bool(self.results) and isinstance(self.results[0], Mapping)
+        return self.results.hold_loss
 
     @property
     def returns_more(self) -> bool:
         """Whether the step returns more than a loss."""
-        result = self.results[0]
+        result = self.results.returned[0]
         if not self.is_training:
             return result is not None
         return isinstance(result, Mapping) and len(result) > 1
-
-    def merged_results(self, step: str) -> Any:
-        """What the steps returned, put together.
-
-        Args:
-            step: the name of a step that somebody takes this of; "" if nobody does.
-        """
-        order = [self.results[i] for i in range(len(self.rows))]
-        if order[0] is None:
-            return None
-        counts = dict(self._counts)
-        detached = [_detached(result, counts) for result in order]
-        merge = Merge(self.loss.weights().tolist(), self.rows, counts)
-        merged = merge.of(detached)
-        if step and len(self.rows) > 1:
-            merge.warn(step)
-        return merged
 
     def _root(self, loss: Tensor, microbatch: int, received: Sequence[Tensor]) -> Tensor:
         assert self.backward is not None
@@ -477,67 +396,4 @@ class BatchRun:
                 " `no_grad`, or of frozen parameters alone. Return the loss with its graph."
             )
         self.parallel.partial.trace([loss], received)
-        return self.backward.scale(loss * self.loss.share(microbatch).to(loss))
-
-
-def _loss_of(result: Any) -> Tensor:
-    loss = result.get("loss") if isinstance(result, Mapping) else result
-    if isinstance(loss, Tensor) and loss.numel() == 1:
-        return loss
-    if isinstance(loss, Tensor):
-        found = f"a loss of shape {tuple(loss.shape)}: return one number, such as `loss.mean()`"
-    elif isinstance(result, Mapping) and "loss" not in result:
-        found = f"a dict without `loss` (it has {', '.join(map(str, result)) or 'nothing'})"
-    else:
-        found = f"{'None' if loss is None else with_article(type(loss).__name__)} instead of a loss"
-    skipped = " To skip a batch, leave it out of the data." if result is None else ""
-    raise RuntimeError(
-        f"MegaTPStrategy: training_step returned {found}. Under pipeline parallelism every step needs one: all stages"
-        f" take part in each batch.{skipped}"
-    )
-
-
-def returning_a_loss(step: Step) -> Step:
-    """For the dry run, which all stages make: a step without a loss is refused on all of them."""
-
-    def checked(batch: Any) -> Any:
-        result = step(batch)
-        _loss_of(result)
-        return result
-
-    return checked
-
-
-def _detached(result: Any, counts: dict[int, Tensor | float]) -> Any:
-    """Without a graph.
-
-    Args:
-        counts: by the identity of tensors; what is known of one is known of it without its graph.
-    """
-    if isinstance(result, Tensor):
-        x = result.detach()
-        if id(result) in counts:
-            counts[id(x)] = counts[id(result)]
-        return x
-    if isinstance(result, Mapping):
-        return {key: _detached(value, counts) for key, value in result.items()}
-    if isinstance(result, (list, tuple)) and not hasattr(result, "_fields"):
-        return type(result)(_detached(value, counts) for value in result)
-    return result
-
-
-def _numbers(result: Any) -> Iterator[Tensor | float]:
-    """The floating numbers in what a step returned."""
-    if isinstance(result, Mapping):
-        for value in result.values():
-            yield from _numbers(value)
-    elif isinstance(result, (list, tuple)):
-        for value in result:
-            yield from _numbers(value)
-    elif type(result) is float or (isinstance(result, Tensor) and not result.dim()):
-        yield result
-
-
-def generators_on(device: torch.device) -> list[torch.Generator]:
-    """The generators that a step draws from, each once."""
-    return [torch.default_generator, *([] if device.type == "cpu" else [default_generator(device)])]
+        return self.backward.scale(loss * self.results.loss.share(microbatch).to(loss))

@@ -89,7 +89,7 @@ class ByHand:
         more = pipeline.outputs_of(StepKind.TRAIN, last)
         if not pipeline.last_stage.has_loss:
             return more
-        return {**(more or {}), "loss": loss} if more or last.returns_mappings else loss
+        return {**(more or {}), "loss": loss} if more or last.results.are_mappings else loss
 
     def _parts(self, step: Step, microbatches: Sequence[Any], seed: int) -> list[list[SlicePlan]]:
         """The plans of each part, by microbatch.
@@ -166,16 +166,18 @@ class _Batch:
             self._tell()
         if plans[0].part.acts_first:
             self._act(plans[0], to_the_end=False)
-        self.last_run = run = pipeline.run_of(
-            part, self.microbatches, plans, self.seed, self.backward if goes_backward else None
-        )
         for i, kept in enumerate(self._kept):
             kept.wanted = frozenset().union(*(later[i].part.recalled for later in self.parts[number + 1 :]))
-        learning = self.actions.learning
-        run.part = PartRun(number, self._kept, self._averages, goes_backward, learning)
-        run.warns = self._warns
-        if len(self.microbatches) > 1:
-            run.own_values = pipeline.own_values
+        self.last_run = run = pipeline.run_of(
+            part,
+            self.microbatches,
+            plans,
+            self.seed,
+            self.backward if goes_backward else None,
+            part=PartRun(number, self._kept, self._averages, goes_backward, self.actions.learning),
+            warns=self._warns,
+            own_values=pipeline.own_values if len(self.microbatches) > 1 else None,
+        )
         sharding = pipeline.sharding
         if goes_backward:
             if sharding is not None:

@@ -11,6 +11,7 @@ import contextlib
 import functools
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from lightning_megatp.mesh import ParallelMesh
 from lightning_megatp.metrics import LastStageMetrics
 from lightning_megatp.module import ParallelModule
 from lightning_megatp.parts.rows import own_part
-from lightning_megatp.pipeline.batch import BatchRun, generators_on
+from lightning_megatp.pipeline.batch import BatchRun
 from lightning_megatp.pipeline.carried import counters, lengths, warn_of_counters, warn_of_lists
 from lightning_megatp.pipeline.hooks import Hook, hooks_after_steps
 from lightning_megatp.pipeline.remote.calls import RemoteCalls, Run, Serving
@@ -31,7 +32,7 @@ from lightning_megatp.pipeline.slicing.plan import SlicePlan
 from lightning_megatp.pipeline.slicing.slicer import Slicer
 from lightning_megatp.pipeline.slicing.state.lasting import UNNAMED
 from lightning_megatp.pipeline.told.aggregates import Aggregates
-from lightning_megatp.pipeline.told.held_tensors import Buffers, HeldTensors, modules_outside
+from lightning_megatp.pipeline.told.held_tensors import Buffers, Change, HeldTensors, modules_outside
 from lightning_megatp.pipeline.told.left import given, packed
 from lightning_megatp.pipeline.told.logs import Logs, merge
 from lightning_megatp.pipeline.told.telling import (
@@ -47,7 +48,23 @@ from lightning_megatp.plan.units import modules_around, parts_of_one_stage
 from lightning_megatp.random_states import seeded
 from lightning_megatp.shim.torch import DisableTorchFunction
 from lightning_megatp.snapshots.leftovers import Attributes, Path, PlainValues, is_plain
+from lightning_megatp.tensor.random import generators_on
 from lightning_megatp.user_hooks import codes_of, mentions, stored_in
+
+
+@dataclass
+class Changes:
+    """What the steps on a batch left and set on the last stage, which the others are told."""
+
+    left_state: bool = False
+    """Whether something was left on the module."""
+    values: dict[Path, bytes] = field(default_factory=dict)
+    """Python values."""
+    tensors: dict[Path, Change] = field(default_factory=dict)
+    """Tensors that other stages have to be told: buffers that were replaced, those of the user's own objects in which
+    the step set such values for the first time."""
+    options: Options | None = None
+    """The options of the optimizers, if some were changed."""
 
 
 class LastStage:
@@ -142,31 +159,33 @@ class LastStage:
         if not self.mesh.is_last_stage:
             yield
             return
+        self._changes = changes = Changes()
         before = None if self.stateful else self._attributes()
         plain, buffers = PlainValues(self.opened), Buffers(self.outside)
         held = HeldTensors(self.outside) if run.remote or self._changes_tensors else None
         options = options_of(self._trainer.optimizers) if self._sets_options else None
-        counts = self._counts(buffers) if run.backward and len(run.rows) > 1 else None
+        counts = self._counts(buffers) if run.backward and len(run.results.rows) > 1 else None
         lists = lengths(self.parallel.module)
         yield
-        if len(run.rows) > 1:
+        if len(run.results.rows) > 1:
             warn_of_lists(self.parallel.module, lists, run.microbatches)
-        run.left_state = before is not None and self._attributes().differ_from(before)
-        self._before_left = before if run.left_state else self._before_left
+        changes.left_state = before is not None and self._attributes().differ_from(before)
+        self._before_left = before if changes.left_state else self._before_left
         now = PlainValues(self.opened)
-        run.set_values = now.changes(plain)
-        objects = {path[:-1] for path in run.set_values if len(path) > 2} - self._told_objects
+        changes.values = now.changes(plain)
+        objects = {path[:-1] for path in changes.values if len(path) > 2} - self._told_objects
         if objects:
             self._told_objects |= objects
-            run.set_tensors = HeldTensors(self.outside).of_objects(objects)
+            changes.tensors = HeldTensors(self.outside).of_objects(objects)
         if held is not None:  # other stages did not run the step, or not to its end
-            changes = {path: x for path, x in HeldTensors(self.outside).changes(held).items() if not x.replaced}
-            small = {path: x for path, x in changes.items() if x.value.nbytes <= _SMALL or run.remote is not None}
-            run.set_tensors = small | run.set_tensors
-            self._untold |= changes.keys() - small.keys()
-        run.set_tensors = Buffers(self.outside).replaced(buffers, _SMALL) | run.set_tensors
+            held_now = HeldTensors(self.outside).changes(held)
+            written = {path: x for path, x in held_now.items() if not x.replaced}
+            small = {path: x for path, x in written.items() if x.value.nbytes <= _SMALL or run.remote is not None}
+            changes.tensors = small | changes.tensors
+            self._untold |= written.keys() - small.keys()
+        changes.tensors = Buffers(self.outside).replaced(buffers, _SMALL) | changes.tensors
         if options is not None and (set_now := options_of(self._trainer.optimizers)) != options:
-            run.set_options = set_now
+            changes.options = set_now
         if counts is not None:
             n, later = len(run.microbatches), self._counts(Buffers(self.outside)) or {}
             self._looked_for_counters = True
@@ -185,21 +204,22 @@ class LastStage:
             return None
         if self.mesh.is_last_stage:
             total, weights = run.conclude()
-            divisor = run.loss.total_weight(weights)
-            values = pickled(run.set_values, run.set_tensors, run.set_options)
+            changes, results = self._changes, run.results
+            divisor = results.loss.total_weight(weights)
+            values = pickled(changes.values, changes.tensors, changes.options)
             known = Facts(
                 loss=total.double(),
-                factor=run.loss.factor(weights),
+                factor=results.loss.factor(weights),
                 dtype=dtype_index(total),
-                left_state=run.left_state,
+                left_state=changes.left_state,
                 returns_more=run.returns_more,
                 set_values=len(values),
                 stop=self._trainer.should_stop,
                 goes_on=run.goes_on,
                 has_loss=run.has_loss,
             )
-            merged = merge(run.logged, weights, run.loss.adds_up, divisor)
-            logged = self.aggregates.settle(run.logged, merged)
+            merged = merge(results.logged, weights, results.loss.adds_up, divisor)
+            logged = self.aggregates.settle(results.logged, merged)
             facts = Facts(*self._telling.share(logged, known))
             self._telling.send_values(values)
         else:

@@ -231,7 +231,7 @@ class Pipeline:
         run = self._prepared(StepKind.TRAIN, step, batch, backward)
         loss = self.go_backward(run, set(map(id, cleared_unseen(self.parallel.module.trainer))))
         more = self.outputs_of(StepKind.TRAIN, run)
-        return {**(more or {}), "loss": loss} if more or run.returns_mappings else loss
+        return {**(more or {}), "loss": loss} if more or run.results.are_mappings else loss
 
     def go_backward(self, run: BatchRun, cleared: Collection[int]) -> Tensor:
         """Run forward and backward of a batch, and park its gradients.
@@ -303,7 +303,7 @@ class Pipeline:
         if not self.last_stage.returned:
             return None
         taken = self.outputs.step_taken(kind, self.parallel.module)
-        return self.outputs.sent(kind, run.merged_results(taken) if self.is_last else None)
+        return self.outputs.sent(kind, run.results.merged(taken) if self.is_last else None)
 
     def release(self, except_for: Collection[int] = ()) -> None:
         """Give the gradients of the last batch back to the parameters, in addition to what was accumulated before.
@@ -342,18 +342,26 @@ class Pipeline:
         whole = WholeLoss.of(batch, plans) if plans and self.slicer.tail else None
         if whole is not None and hasattr(self.parallel.module, "split_batch"):
             check_order(batch, microbatches)
-        run = self.run_of(step, microbatches, (plans or [])[: len(microbatches)], seed, backward)
-        run.whole = whole
-        if kind is StepKind.TRAIN:
-            run.warns = self.begin_training()
-            if whole is not None:
-                whole.says = run.warns
+        trains, warns = kind is StepKind.TRAIN, None
+        if trains:
+            warns = self.begin_training()
         elif whole is not None and kind not in self._evaluated:
             self._evaluated.add(kind)
-            whole.says = None if self._compiles else warn_once_per_run
-        if kind is StepKind.TRAIN and len(microbatches) > 1:
-            run.carried, run.own_values = self._carried_state(), self.own_values
-        return run
+            warns = None if self._compiles else warn_once_per_run
+        if whole is not None:
+            whole.says = warns
+        several = trains and len(microbatches) > 1
+        return self.run_of(
+            step,
+            microbatches,
+            (plans or [])[: len(microbatches)],
+            seed,
+            backward,
+            whole=whole,
+            warns=warns,
+            carried=self._carried_state() if several else None,
+            own_values=self.own_values if several else None,
+        )
 
     def begin_training(self) -> Callable[[str], None] | None:
         """Count a batch of training.
@@ -389,32 +397,38 @@ class Pipeline:
             )
 
     def run_of(
-        self, step: Step, microbatches: Sequence[Any], plans: Sequence[SlicePlan], seed: int, backward: Backward | None
+        self,
+        step: Step,
+        microbatches: Sequence[Any],
+        plans: Sequence[SlicePlan],
+        seed: int,
+        backward: Backward | None,
+        **options: Any,
     ) -> BatchRun:
         """The stages of this rank on the microbatches of a batch. See `BatchRun`."""
         return BatchRun(
-            self.parallel,
-            self.slicer,
-            self.logs,
-            self.mesh.device,
-            step,
-            microbatches,
-            plans,
-            seed,
-            backward,
-            self.last_stage.opened,
-            self.own_stages,
-            self.sharding,
-            self.reduces_each,
-            self.stage_of_unit,
-            self._loss_units,
+            parallel=self.parallel,
+            slicer=self.slicer,
+            logs=self.logs,
+            device=self.mesh.device,
+            step=step,
+            microbatches=microbatches,
+            plans=plans,
+            seed=seed,
+            backward=backward,
+            opened=self.last_stage.opened,
+            stages=self.own_stages,
+            sharding=self.sharding,
+            reduces_each=self.reduces_each,
+            stage_of_unit=self.stage_of_unit,
+            loss_units=self._loss_units,
+            **options,
         )
 
     def _uncut(self, run: BatchRun, way: Way, kind: StepKind, batch: Any) -> BatchRun:
         """A run of the same batch in which the last stage runs its steps."""
-        uncut = self.run_of(run.step, [batch] if way is Way.WHOLE else run.microbatches, run.plans, run.seed, None)
-        uncut.remote = self._remote(kind)
-        return uncut
+        microbatches = [batch] if way is Way.WHOLE else run.microbatches
+        return self.run_of(run.step, microbatches, run.plans, run.seed, None, remote=self._remote(kind))
 
     def _remote(self, kind: StepKind | None = None) -> RemoteCalls:
         return RemoteCalls(self.parallel.module, self.mesh, self.loans.rank_of_stage, kind)

@@ -10,9 +10,9 @@ from typing import Any
 from lightning_megatp.mesh import ParallelMesh
 from lightning_megatp.messages import is_explained, warn_once_per_run
 from lightning_megatp.module import ParallelModule, take_gradients
-from lightning_megatp.pipeline.batch import Step, returning_a_loss
 from lightning_megatp.pipeline.loans import Loans
 from lightning_megatp.pipeline.remote.calls import warn_of_turns
+from lightning_megatp.pipeline.results import Step, returning_a_loss
 from lightning_megatp.pipeline.seeds import mixed
 from lightning_megatp.pipeline.shared import Shared, SharedParameters
 from lightning_megatp.pipeline.slicing.errors import KindError, SliceError

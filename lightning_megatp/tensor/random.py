@@ -84,6 +84,11 @@ class RankStream:
             self._outside, self._owner = before
 
 
+def generators_on(device: torch.device) -> list[torch.Generator]:
+    """The generators that a step draws from, each once."""
+    return [torch.default_generator, *([] if device.type == "cpu" else [default_generator(device)])]
+
+
 def default_generator(device: torch.device) -> torch.Generator:
     """The generator random operations on a device use when none is given."""
     if device.type == "cuda":
