@@ -24,8 +24,8 @@ from lightning_megatp.detour import Detour, end_all
 from lightning_megatp.messages import with_article
 from lightning_megatp.module import ParallelModule
 from lightning_megatp.pipeline.batch import Step
-from lightning_megatp.pipeline.slicing.dry_run.operations import StepEnded
 from lightning_megatp.pipeline.slicing.errors import SliceError
+from lightning_megatp.pipeline.slicing.operations import StepEnded
 from lightning_megatp.pipeline.slicing.slicer import Slicer
 from lightning_megatp.pipeline.told.telling import Options, options_of, set_options
 from lightning_megatp.shim.fakes import forget_fakes, is_fake

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from lightning_megatp.tensor.functions import gradient_in_step
+
 
 class SliceError(RuntimeError):
     """A step that can't be cut, or that left its plan: the text names the operation, the module and the remedy."""
@@ -34,3 +36,13 @@ class SideDoor(SliceError):
 
 class ReadsValues(SliceError):
     """A unit does, inside, and has parts of which that may be one only."""
+
+
+def gradient_read(by: str) -> KindError:
+    """A step asks for the gradient of a parameter.
+
+    Args:
+        by: the operation, and where it is.
+    """
+    why = "With pp > 1 a stage has those of its own parameters, and backward of earlier microbatches has begun."
+    return KindError(f"{by}: {gradient_in_step('a parameter', why)}")

@@ -12,14 +12,8 @@ import torch
 from torch import Tensor
 
 from lightning_megatp.containers import tensors_in
-from lightning_megatp.pipeline.slicing.dry_run.operations import (
-    HOST_READS,
-    StepEnded,
-    at_positions,
-    cut_by_numbers,
-    masks_read,
-)
 from lightning_megatp.pipeline.slicing.errors import SliceError
+from lightning_megatp.pipeline.slicing.operations import HOST_READS, StepEnded, at_positions, cut_by_numbers, masks_read
 from lightning_megatp.pipeline.slicing.plan import Operation, Read, SlicePlan
 from lightning_megatp.pipeline.slicing.running import StageMode
 from lightning_megatp.pipeline.slicing.script import Instruction

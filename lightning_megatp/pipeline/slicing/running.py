@@ -22,7 +22,9 @@ from lightning_megatp.calls import Tell
 from lightning_megatp.containers import tensors_in
 from lightning_megatp.pipeline.loss.averages import Averages
 from lightning_megatp.pipeline.slicing.aside import Aside
-from lightning_megatp.pipeline.slicing.dry_run.operations import (
+from lightning_megatp.pipeline.slicing.errors import BeyondPlan, SliceError, gradient_read
+from lightning_megatp.pipeline.slicing.kept import Kept
+from lightning_megatp.pipeline.slicing.operations import (
     HOST_READS,
     StepEnded,
     generators_of,
@@ -31,9 +33,6 @@ from lightning_megatp.pipeline.slicing.dry_run.operations import (
     told_by,
     with_memory,
 )
-from lightning_megatp.pipeline.slicing.dry_run.refusals import gradient_read
-from lightning_megatp.pipeline.slicing.errors import BeyondPlan, SliceError
-from lightning_megatp.pipeline.slicing.kept import Kept
 from lightning_megatp.pipeline.slicing.plan import Key, Operation, SlicePlan
 from lightning_megatp.pipeline.slicing.reads import Reads
 from lightning_megatp.pipeline.slicing.script import Instruction

@@ -25,12 +25,12 @@ from lightning_megatp.containers import tensors_in
 from lightning_megatp.pipeline.loss.averages import Averages
 from lightning_megatp.pipeline.slicing.acting import Acting, Ahead
 from lightning_megatp.pipeline.slicing.dry_run.dry_runs import DryRuns, Step, state_before
-from lightning_megatp.pipeline.slicing.dry_run.late_hooks import UserHooks
-from lightning_megatp.pipeline.slicing.dry_run.operations import StepEnded
 from lightning_megatp.pipeline.slicing.errors import SliceError
 from lightning_megatp.pipeline.slicing.handing_on import received_by_key, value_to_send
 from lightning_megatp.pipeline.slicing.kept import Kept
+from lightning_megatp.pipeline.slicing.late_hooks import UserHooks
 from lightning_megatp.pipeline.slicing.locator import Locator
+from lightning_megatp.pipeline.slicing.operations import StepEnded
 from lightning_megatp.pipeline.slicing.plan import SlicePlan
 from lightning_megatp.pipeline.slicing.reads import Answer
 from lightning_megatp.pipeline.slicing.rehearsal import Rehearsal

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from lightning_megatp.pipeline.slicing.dry_run.late_hooks import UserHooks
+from lightning_megatp.pipeline.slicing.late_hooks import UserHooks
 from lightning_megatp.pipeline.slicing.locator import Locator
 from lightning_megatp.pipeline.slicing.state.ownership import Ownership
 from lightning_megatp.shim.fakes import FakeTensorMode

@@ -18,15 +18,15 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_megatp.containers import tensors_in
 from lightning_megatp.pipeline.slicing.dry_run.deeds import Deed, Deeds, Moment, deed_of
-from lightning_megatp.pipeline.slicing.dry_run.operations import (
+from lightning_megatp.pipeline.slicing.dry_run.tracer import Tracer
+from lightning_megatp.pipeline.slicing.errors import SliceError
+from lightning_megatp.pipeline.slicing.operations import (
     NeedsValues,
     StepEnded,
     by_positions,
     cut_by_numbers,
     masks_read,
 )
-from lightning_megatp.pipeline.slicing.dry_run.tracer import Tracer
-from lightning_megatp.pipeline.slicing.errors import SliceError
 from lightning_megatp.pipeline.slicing.plan import Relay, SlicePlan
 from lightning_megatp.pipeline.slicing.running import StageMode
 from lightning_megatp.pipeline.slicing.script import Instruction

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_megatp.pipeline.slicing.dry_run.operations import generators_given
+from lightning_megatp.pipeline.slicing.operations import generators_given
 from lightning_megatp.random_states import HostState
 from lightning_megatp.shim.autograd import generator_bytes
 from lightning_megatp.shim.torch import tree_leaves

@@ -17,13 +17,13 @@ from lightning_megatp.calls import Decides
 from lightning_megatp.pipeline.slicing.dry_run.alone import Alone, Difference, Reading
 from lightning_megatp.pipeline.slicing.dry_run.deeds import Deeds
 from lightning_megatp.pipeline.slicing.dry_run.manner import Manner
-from lightning_megatp.pipeline.slicing.dry_run.operations import StepEnded
 from lightning_megatp.pipeline.slicing.dry_run.planning import make_plan
 from lightning_megatp.pipeline.slicing.dry_run.stage_states import StageStates, shared_parts
 from lightning_megatp.pipeline.slicing.dry_run.tail import Tail
 from lightning_megatp.pipeline.slicing.dry_run.tracer import Tracer
 from lightning_megatp.pipeline.slicing.dry_run.values import Values
 from lightning_megatp.pipeline.slicing.errors import ReadsValues, SideDoor, SliceError
+from lightning_megatp.pipeline.slicing.operations import StepEnded
 from lightning_megatp.pipeline.slicing.plan import Operation, SideEffects, SlicePlan
 from lightning_megatp.pipeline.slicing.state.kept import KeptByUnits
 from lightning_megatp.pipeline.slicing.state.lasting import UNNAMED

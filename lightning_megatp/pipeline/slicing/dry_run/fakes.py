@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from lightning_megatp.containers import tensors_in
-from lightning_megatp.pipeline.slicing.dry_run.operations import HOST_READS, NeedsValues
 from lightning_megatp.pipeline.slicing.dry_run.values import Values
+from lightning_megatp.pipeline.slicing.operations import HOST_READS, NeedsValues
 from lightning_megatp.shim.autograd import handle_transforms
 from lightning_megatp.shim.fakes import (
     DataDependentOutputException,

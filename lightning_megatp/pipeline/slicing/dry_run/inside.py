@@ -11,18 +11,18 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 
 from lightning_megatp.containers import tensors_in
+from lightning_megatp.pipeline.slicing.dry_run.call import Call
 from lightning_megatp.pipeline.slicing.dry_run.deeds import Deed, deed_of
-from lightning_megatp.pipeline.slicing.dry_run.operations import (
-    HOST_READS,
-    LIKE_ANOTHER,
-    SHAPE_ONLY,
-    Call,
-    NeedsValues,
-    random_states,
-)
 from lightning_megatp.pipeline.slicing.dry_run.stage_states import Known, Lineage, joined
 from lightning_megatp.pipeline.slicing.dry_run.values import Value
 from lightning_megatp.pipeline.slicing.errors import SliceError
+from lightning_megatp.pipeline.slicing.operations import (
+    HOST_READS,
+    LIKE_ANOTHER,
+    SHAPE_ONLY,
+    NeedsValues,
+    random_states,
+)
 from lightning_megatp.shim.fakes import is_fake
 from lightning_megatp.shim.torch import DisableTorchFunction, tensor_version, tree_map
 from lightning_megatp.tensor.draws import OF_TENSORS

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightning_megatp.containers import tensors_in
 from lightning_megatp.pipeline.loss.functions import JOINS
-from lightning_megatp.pipeline.slicing.dry_run.operations import Call
+from lightning_megatp.pipeline.slicing.dry_run.call import Call
 from lightning_megatp.shim.fakes import is_fake
 
 _Order = tuple[int, ...]

@@ -9,10 +9,11 @@ from typing import Any
 from torch import Tensor
 
 from lightning_megatp.containers import tensors_in
+from lightning_megatp.pipeline.slicing.dry_run.call import Call
 from lightning_megatp.pipeline.slicing.dry_run.deeds import Deeds
-from lightning_megatp.pipeline.slicing.dry_run.operations import LIKE_ANOTHER, SHAPE_ONLY, Call
 from lightning_megatp.pipeline.slicing.dry_run.values import Value, Values
 from lightning_megatp.pipeline.slicing.errors import SliceError
+from lightning_megatp.pipeline.slicing.operations import LIKE_ANOTHER, SHAPE_ONLY
 from lightning_megatp.pipeline.slicing.plan import Key, Operation, recipe_of
 from lightning_megatp.shim.fakes import FakeTensorMode
 from lightning_megatp.shim.torch import tree_leaves, tree_map

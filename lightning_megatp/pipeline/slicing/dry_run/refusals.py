@@ -7,10 +7,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from lightning_megatp.pipeline.slicing.dry_run.operations import Call, sets_requires_grad
-from lightning_megatp.pipeline.slicing.errors import KindError, SliceError
+from lightning_megatp.pipeline.slicing.dry_run.call import Call, sets_requires_grad
+from lightning_megatp.pipeline.slicing.errors import KindError, SliceError, gradient_read
 from lightning_megatp.shim.autograd import checkpoint_region
-from lightning_megatp.tensor.functions import asks_gradient, gradient_in_step
+from lightning_megatp.tensor.functions import asks_gradient
 
 
 def refuse_kind(call: Call) -> None:
@@ -27,16 +27,6 @@ def refuse_kind(call: Call) -> None:
         )
     if asks_gradient(call.what, call.args):
         raise gradient_read(call.by)
-
-
-def gradient_read(by: str) -> KindError:
-    """A step asks for the gradient of a parameter.
-
-    Args:
-        by: the operation, and where it is.
-    """
-    why = "With pp > 1 a stage has those of its own parameters, and backward of earlier microbatches has begun."
-    return KindError(f"{by}: {gradient_in_step('a parameter', why)}")
 
 
 def refuse_setting(call: Call, outlives: Callable[[Tensor], bool]) -> None:

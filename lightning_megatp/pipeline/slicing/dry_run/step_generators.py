@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from lightning_megatp.pipeline.slicing.dry_run.operations import Call, generators_given
+from lightning_megatp.pipeline.slicing.dry_run.call import Call
+from lightning_megatp.pipeline.slicing.operations import generators_given
 
 
 @dataclass

@@ -20,32 +20,13 @@ from torchmetrics import MetricCollection
 from lightning_megatp.calls import Tell
 from lightning_megatp.containers import tensors_in
 from lightning_megatp.pipeline.slicing.aside import Aside, WithoutFastPath
+from lightning_megatp.pipeline.slicing.dry_run.call import Call, changed_statistics, sets_requires_grad
 from lightning_megatp.pipeline.slicing.dry_run.deeds import Deeds, Moment, deed_of
 from lightning_megatp.pipeline.slicing.dry_run.fakes import Fakes
 from lightning_megatp.pipeline.slicing.dry_run.guesses import guess, guessed_where_they_fail, parts_of
 from lightning_megatp.pipeline.slicing.dry_run.inside import Inside
 from lightning_megatp.pipeline.slicing.dry_run.interleaving import Interleaving
-from lightning_megatp.pipeline.slicing.dry_run.late_hooks import Watched
 from lightning_megatp.pipeline.slicing.dry_run.manner import Manner
-from lightning_megatp.pipeline.slicing.dry_run.operations import (
-    EFFECTS,
-    HOST_READS,
-    LIKE_ANOTHER,
-    SHAPE_ONLY,
-    Call,
-    NeedsValues,
-    StepEnded,
-    by_positions,
-    changed_statistics,
-    cut_by_numbers,
-    is_bookkeeping,
-    masks_read,
-    random_states,
-    sets_requires_grad,
-    sets_values,
-    told_by,
-    with_memory,
-)
 from lightning_megatp.pipeline.slicing.dry_run.orders import Orders
 from lightning_megatp.pipeline.slicing.dry_run.record import Record
 from lightning_megatp.pipeline.slicing.dry_run.refusals import (
@@ -57,7 +38,24 @@ from lightning_megatp.pipeline.slicing.dry_run.refusals import (
 from lightning_megatp.pipeline.slicing.dry_run.stage_states import Known, StageStates
 from lightning_megatp.pipeline.slicing.dry_run.step_generators import StepGenerators
 from lightning_megatp.pipeline.slicing.dry_run.values import Value, Values, versions
+from lightning_megatp.pipeline.slicing.dry_run.watched import Watched
 from lightning_megatp.pipeline.slicing.errors import ReadsValues, SideDoor, SliceError
+from lightning_megatp.pipeline.slicing.operations import (
+    EFFECTS,
+    HOST_READS,
+    LIKE_ANOTHER,
+    SHAPE_ONLY,
+    NeedsValues,
+    StepEnded,
+    by_positions,
+    cut_by_numbers,
+    is_bookkeeping,
+    masks_read,
+    random_states,
+    sets_values,
+    told_by,
+    with_memory,
+)
 from lightning_megatp.pipeline.slicing.plan import HostRead, Read
 from lightning_megatp.pipeline.slicing.reads import stand_in
 from lightning_megatp.pipeline.slicing.state.collected import with_collected

@@ -7,14 +7,16 @@ pipeline is the next microbatch. A table that depends on shapes alone may as wel
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor, nn
 
 from lightning_megatp.containers import tensors_in
-from lightning_megatp.pipeline.slicing.dry_run.values import Value
-from lightning_megatp.pipeline.slicing.plan import SlicePlan
 from lightning_megatp.snapshots.snapshot import PLAIN, Snapshot
+
+if TYPE_CHECKING:
+    from lightning_megatp.pipeline.slicing.dry_run.values import Value
+    from lightning_megatp.pipeline.slicing.plan import SlicePlan
 
 
 class _Entry(NamedTuple):

@@ -1,18 +1,15 @@
-"""What planning and running have to know about single operations."""
+"""What planning and running have to know about single operations, and what ends a step early."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_megatp.calls import Told
 from lightning_megatp.containers import tensors_in
-from lightning_megatp.pipeline.slicing.dry_run.values import Value
 from lightning_megatp.shim.autograd import generator_bytes
 from lightning_megatp.shim.fakes import is_fake
 from lightning_megatp.shim.torch import tree_leaves, tree_map
@@ -28,46 +25,6 @@ class NeedsValues(Exception):
     """An operation on a ghost that needs its data."""
 
 
-@dataclass(eq=False)
-class Call:
-    """One operation while it is traced."""
-
-    what: Any
-    name: str
-    function: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    unit_stage: int | None = None
-    """The stage of a unit; other operations go where their inputs are."""
-    opaque: bool = False
-    """An autograd function: its forward is seen, but is part of one operation."""
-    gradient: bool = True
-    """Whether gradients may come back through it."""
-    units: list[str] = field(default_factory=list)
-    """The units called: itself, or those inside of an autograd function."""
-    collects: bool = False
-    """A unit that returns what its layers collect, too."""
-    where: str = ""
-    """The user's line."""
-    inputs: list[Value] = field(default_factory=list)
-    given: tuple[Any, ...] = ()
-    """As in the plan."""
-    shape_only: bool = False
-    """It is in SHAPE_ONLY, and its tensors are of stages."""
-    random: bool = False
-    """It is replicated, and draws random numbers."""
-
-    @property
-    def by(self) -> str:
-        """For messages."""
-        return f"`{self.name}` ({self.where})"
-
-    @property
-    def is_unit(self) -> bool:
-        """Whether this is a call of a unit, or of a metric."""
-        return self.unit_stage is not None
-
-
 def told_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Told | None:
     """What a parameter is told; None for any other operation."""
     sets = func is torch.Tensor.requires_grad_ or func == _SETS_REQUIRES_GRAD
@@ -79,11 +36,6 @@ def told_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> 
     return Told.LEARN if learns else Told.FREEZE
 
 
-def sets_requires_grad(call: Call) -> bool:
-    """`x.requires_grad = ...`, which returns no tensor, but does something for good."""
-    return bool(call.what == torch.Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
-
-
 def sets_values(function: Callable[..., Any], args: tuple[Any, ...]) -> bool:
     """`buffer.data = values`, which is done as `buffer.copy_(values)`: so other stages see that there are others."""
     if function != _SET_DATA:
@@ -91,29 +43,6 @@ def sets_values(function: Callable[..., Any], args: tuple[Any, ...]) -> bool:
     x, values = args
     alike = isinstance(values, Tensor) and (x.shape, x.dtype) == (values.shape, values.dtype)
     return alike and not x.requires_grad
-
-
-def changed_statistics(call: Call) -> list[Tensor]:
-    """The running mean and variance that a norm in training changes. Their versions don't tell."""
-    names = _STATISTICS.get(call.what)
-    if names is None:
-        return []
-    given = dict(zip(names.split(), call.args, strict=False)) | call.kwargs
-    if not given.get("training", given.get("use_input_stats", call.what is F.instance_norm)):
-        return []
-    return [x for name in ("running_mean", "running_var") if isinstance(x := given.get(name), Tensor)]
-
-
-_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
-_BUILT_IN = "input weight bias running_mean running_var"
-_STATISTICS: dict[Any, str] = {
-    F.batch_norm: "input running_mean running_var weight bias training",
-    F.instance_norm: "input running_mean running_var weight bias use_input_stats",
-    torch.batch_norm: f"{_BUILT_IN} training",
-    torch.native_batch_norm: f"{_BUILT_IN} training",
-    torch.instance_norm: f"{_BUILT_IN} use_input_stats",
-}
-"""Norms that keep statistics, and how their arguments are called in turn."""
 
 
 def is_bookkeeping(function: Any) -> bool:
@@ -231,3 +160,4 @@ LIKE_ANOTHER = operation_names("to type_as expand_as view_as reshape_as")
 """They read nothing but that of any tensor after the first: a replicated mask stays so in `mask.to(hidden)`."""
 _SETS_GRADIENT = torch.Tensor.grad.__set__  # type: ignore[union-attr]
 _SETS_REQUIRES_GRAD = torch.Tensor.requires_grad.__set__  # type: ignore[attr-defined]
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
