@@ -14,7 +14,7 @@ from lightning_megatp.batches.example import Example
 from lightning_megatp.mesh import alone
 from lightning_megatp.module import ParallelModule
 from lightning_megatp.pipeline.slicing.errors import KindError, SliceError
-from lightning_megatp.pipeline.slicing.order import UnitsOfStep, units_of_step
+from lightning_megatp.pipeline.slicing.order import UnitsOfStep, followed, units_of_step
 from lightning_megatp.pipeline.slicing.slicer import Slicer
 from lightning_megatp.pipeline.slicing.state.ownership import Sizes
 from lightning_megatp.plan.units import find_units
@@ -62,7 +62,7 @@ def flows_forward(
     batch = apply_to_collection(example.batch, Tensor, lambda x: x.to(device))
     slicer = Slicer(parallel.module, stage_of_unit, n_stages, parallel.sizes, device)
     try:
-        plan = slicer.plan(example.bare_step, batch)
+        plan = slicer.plan(followed(slicer, parallel.module, example.bare_step), batch)
     except SliceError:
         return False
     except Exception:

@@ -150,13 +150,15 @@ class Pipeline:
     def kept_values(self) -> KeptValues:
         """Tells the other stages what units set on themselves."""
         module, parts = self.parallel.module, parts_of_one_stage(self.parallel.module, self.stage_of_unit)
-        own = [name for name, unit in parts.items() if self.stage_of_unit[unit] in self.own_stages]
+        modules = {name: module.get_submodule(name) for name in parts}
+        modules = {name: part for name, part in modules.items() if not isinstance(part, Metric)}  # they count
+        own = [name for name in modules if self.stage_of_unit[parts[name]] in self.own_stages]
         owners = (module, *self._trainer.callbacks)
 
         def is_named(attribute: str) -> bool:
             return any(mentions(x, {attribute}, hook) for x in owners for hook in HOOKS if is_users(x, hook))
 
-        return KeptValues(self.mesh, {name: module.get_submodule(name) for name in parts}, own, is_named)
+        return KeptValues(self.mesh, modules, own, is_named)
 
     @property
     def own_units(self) -> list[str]:

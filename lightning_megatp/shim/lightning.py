@@ -300,9 +300,9 @@ class _Later(list[Any]):
 @contextmanager
 def idle_optimizers(trainer: Any) -> Iterator[None]:
     """While a step is tried out before a fit has its optimizers: it finds those that `configure_optimizers` makes, if
-    it asks for any, and `manual_backward` makes no gradients for them. `Strategy` keeps wrapped ones for
-    `self.optimizers()` under a private name."""
-    strategy = trainer.strategy
+    it asks for any, `manual_backward` makes no gradients for them, and to toggle them freezes nothing. `Strategy` keeps
+    wrapped ones for `self.optimizers()` under a private name."""
+    strategy, module = trainer.strategy, trainer.lightning_module
     names = ("_optimizers", "_lightning_optimizers", "lr_scheduler_configs")
     before = {name: getattr(strategy, name) for name in names}
 
@@ -318,9 +318,16 @@ def idle_optimizers(trainer: Any) -> Iterator[None]:
     plugin.clip_gradients = lambda *_, **__: None
     strategy.backward = lambda loss, *_, **__: loss
     strategy.optimizer_step = lambda optimizer, closure, *_, **__: optimizer.step(closure)
+    toggles = {name: vars(module).get(name) for name in ("toggle_optimizer", "untoggle_optimizer")}
+    vars(module).update(dict.fromkeys(toggles, lambda *_: None))
     try:
         yield
     finally:
+        for name, own in toggles.items():
+            if own is None:
+                vars(module).pop(name, None)
+            else:
+                vars(module)[name] = own
         del strategy.backward, strategy.optimizer_step, plugin.clip_gradients
         if clip is not None:
             plugin.clip_gradients = clip

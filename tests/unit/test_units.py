@@ -239,6 +239,27 @@ def test_a_unit_that_reads_a_number_is_opened_and_those_after_it_are_not() -> No
     assert order == ["tokens", "items.0.features", *(f"blocks.{i}" for i in range(4)), "norm", "head"]
 
 
+def test_stems_of_several_inputs_come_before_what_they_share() -> None:
+    """One trunk takes what each stem makes, one after the other; and a critic sees samples before they are made up."""
+
+    class Towers(GPT):
+        def __init__(self) -> None:
+            super().__init__()
+            self.images, self.critic = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)]), nn.Linear(8, 8)
+
+        def training_step(self, batch: Any, *_: object) -> torch.Tensor:
+            ids, _ = batch
+            real = self.critic(self.tokens(ids)).mean()
+            x = self.images[1](self.images[0](ids[..., None].expand(-1, -1, 8).float()))
+            return self.head(self.middle(self.tokens(ids))).mean() + self.critic(self.middle(x)).mean() - real
+
+    module = Towers()
+    found = units_of_step(module, find_units(module), module.training_step, tokens())
+    called = [unit for unit in found.order if unit not in found.idle]
+    assert called == ["tokens", "images.0", "images.1", *(f"blocks.{i}" for i in range(4)), "critic", "head"]
+    assert not found.together
+
+
 def test_lists_in_a_level_of_a_network_are_opened() -> None:
     """A bare nn.Module that holds the parts of one resolution, in a list of them, and one in the middle: the encoders
     of VQGAN and of latent diffusion."""

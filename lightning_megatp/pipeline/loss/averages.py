@@ -42,7 +42,7 @@ from lightning_megatp.pipeline.loss.functions import (
 )
 from lightning_megatp.pipeline.loss.made import Average, Made
 from lightning_megatp.pipeline.loss.pairs import Pairs
-from lightning_megatp.pipeline.loss.samples import SLICES, Samples, is_parameter
+from lightning_megatp.pipeline.loss.samples import SLICES, Samples
 from lightning_megatp.shim.autograd import functorch_is_active
 from lightning_megatp.shim.fakes import is_fake
 from lightning_megatp.shim.torch import WithoutMode
@@ -189,11 +189,9 @@ class Averages(TorchFunctionMode):
         return result
 
     def _comparison(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """An operation that may compare samples: a table of as many rows and columns as there are of them, or two views
-        of each."""
-        result, rows = func(*args, **kwargs), self._samples.rows
-        square = isinstance(result, Tensor) and result.shape in [(n, n) for n in (rows, 2 * rows)]
-        if square and not any(isinstance(x, Tensor) and is_parameter(x) for x in _operands(args, kwargs)):
+        """An operation that may compare samples."""
+        result = func(*args, **kwargs)
+        if self._pairs.tabulates(args, kwargs, result):
             self.compared = self.compared or func.__name__
         return result
 

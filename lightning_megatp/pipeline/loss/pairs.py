@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from lightning_megatp.pipeline.loss.functions import JOINS
-from lightning_megatp.pipeline.loss.samples import Samples
+from lightning_megatp.pipeline.loss.samples import Samples, is_parameter
+from lightning_megatp.tensor.einsum import labels_of, operands_of
 
 _CUTS = {"chunk": 2, "split": 2, "split_with_sizes": 2, "tensor_split": 2, "narrow": 1, "__getitem__": -1}
 """By name, which argument is the dim."""
@@ -62,6 +63,23 @@ class Pairs:
         if len(found) == 1 and result.dim() and any(len(result) == len(x) for x, _ in parts):
             self._of[id(result)] = result, next(iter(found))
         return name not in _BESIDE and len(found) > 1
+
+    def tabulates(self, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> bool:
+        """Whether a product made a table of as many rows and columns as there are samples, or two views of each; or
+        an einsum let the rows of two tables meet."""
+        operands, rows = [*_tensors(args, kwargs)], self._samples.rows
+        if not isinstance(result, Tensor) or any(map(is_parameter, operands)):
+            return False
+        if args and isinstance(args[0], str):
+            labels = labels_of(args[0], [x.dim() for x in operands_of(args)])
+            given, out = labels if labels is not None else ([], [])
+            of_rows = {own[0] for x, own in zip(operands, given, strict=bool(given)) if self._is_table(x)}
+            if len(of_rows.intersection(out)) > 1:
+                return True
+        learn = all(x.requires_grad for x in operands)
+        return result.shape in [(rows, rows), (2 * rows, 2 * rows)] or (
+            learn and result.shape in [(rows, 2 * rows), (2 * rows, rows)]
+        )
 
     def _is_table(self, x: Any) -> bool:
         return self._samples.holds(x) and bool(x.requires_grad)

@@ -23,8 +23,9 @@ class UnitsOfStep:
     """How a step uses the units of a module."""
 
     order: list[str]
-    """In which they are first called; one that never is where a parameter of it is first used beside it, or after the
-    one defined before."""
+    """In which they are first called, but for those that make what earlier ones take in a later call: these come
+    before them. One that never is called is where a parameter of it is first used beside it, or after the one defined
+    before."""
     idle: set[str] = field(default_factory=set)
     """Units that are never called."""
     touched: set[str] = field(default_factory=set)
@@ -70,28 +71,34 @@ def units_of_step(
         with_keepers = [unit for unit in with_keepers if unit in units or unit in kept]
         return units_of_step(module, with_keepers, step, batch, sizes, device)
     used = called | _uses_beside(plan, [unit for unit in units if unit not in called])
-    order = sorted(used, key=used.__getitem__)
+    order = _by_need(sorted(used, key=used.__getitem__), plan)
+    together = _together(plan, [unit for unit in order if unit in called])
     for before, unit in zip(["", *units], units, strict=False):
         if unit not in used:
             order.insert(order.index(before) + 1 if before in order else 0, unit)
     idle, untrained = set(order) - set(called), _untrained(plan)
     if not plan.ended:  # or it may call them later
         untrained |= idle - used.keys()
-    return UnitsOfStep(order, idle, set(plan.touched), untrained, _together(plan, list(called)))
+    return UnitsOfStep(order, idle, set(plan.touched), untrained, together)
 
 
 def _whole_plan(module: nn.Module, units: Sequence[str], step: Step, batch: Any, *options: Any) -> SlicePlan:
     """The plan of a single stage."""
     slicer = Slicer(module, dict.fromkeys(units, 0), 1, *options)
-
-    def by_hand(batch: Any) -> Any:
-        slicer.follows.follow_by_hand(lambda parameter, told: None)
-        return step(batch)
-
     try:
-        return slicer.plan(step if getattr(module, "automatic_optimization", True) else by_hand, batch)
+        return slicer.plan(followed(slicer, module, step), batch)
     finally:
         slicer.close()
+
+
+def followed(slicer: Slicer, module: nn.Module, step: Step) -> Step:
+    """A step, to be looked at before training: what it does by hand is left out."""
+
+    def follow(batch: Any) -> Any:
+        slicer.follows.follow_by_hand(lambda *_: None)
+        return step(batch)
+
+    return step if getattr(module, "automatic_optimization", True) else follow
 
 
 def _calls(plan: SlicePlan) -> dict[str, int]:
@@ -112,6 +119,23 @@ def _uses_beside(plan: SlicePlan, units: Sequence[str]) -> dict[str, int]:
     """Unit that is not called -> the first operation that uses a parameter of it, if the step has one."""
     uses = {unit: [i for name, i in plan.touched.items() if name.startswith(f"{unit}.")] for unit in units}
     return {unit: min(operations) for unit, operations in uses.items() if operations}
+
+
+def _by_need(units: Sequence[str], plan: SlicePlan) -> list[str]:
+    """Units such that each comes behind all whose results any of its calls takes: the stems of several inputs, which
+    one trunk takes in turn, before that. Those that take each other's results stay in the order that is given."""
+    behind: list[set[str]] = []  # the units that each operation depends on
+    needs: dict[str, set[str]] = {unit: set() for unit in units}
+    for operation in plan.operations:
+        needed = set[str]().union(*(behind[key.operation] for key in operation.inputs))
+        behind.append(needed.union(operation.units))
+        for unit in operation.units:
+            needs[unit] |= needed
+    ordered: dict[str, None] = {}
+    for unit in units:
+        before = [other for other in units if other in needs[unit] and unit not in needs[other]]
+        ordered |= dict.fromkeys([*sorted(before, key=lambda other: len(needs[other])), unit])
+    return list(ordered)
 
 
 def _together(plan: SlicePlan, called: Sequence[str]) -> list[tuple[str, str]]:

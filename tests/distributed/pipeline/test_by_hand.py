@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import warnings
 from functools import partial
@@ -338,6 +339,20 @@ class Gan(Logged):
         return [torch.optim.Adam(part.parameters(), lr=0.01, betas=(0.5, 0.9)) for part in parts]
 
 
+class Reversed(Gan):
+    """Its discriminator is defined before its generator, of which it keeps an average."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(kind)
+        self.average = copy.deepcopy(self.generator).requires_grad_(False)
+        self.generator = self._modules.pop("generator")
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        with torch.no_grad():
+            for mean, now in zip(self.average.parameters(), self.generator.parameters(), strict=True):
+                mean.lerp_(now, 0.1)
+
+
 def real_or_not(logits: Tensor, real: bool) -> Tensor:
     return F.binary_cross_entropy_with_logits(logits, torch.full_like(logits, float(real)))
 
@@ -424,10 +439,13 @@ CLASSIFIERS = (
 GANS = "toggled", "made_once", "toggled_late", "frozen_by_hand", "read_late"
 
 
-def train(layout: Layout, kind: str, **strategy: Any) -> tuple[list[dict[str, float]], dict[str, Tensor], int]:
+def train(
+    layout: Layout, kind: str, reverse: bool = False, **strategy: Any
+) -> tuple[list[dict[str, float]], dict[str, Tensor], int]:
     """What four steps log, the weights after them, and the number of the step."""
     torch.manual_seed(1)
-    lit = Gan(kind) if kind in GANS else Hooked(kind) if kind == "hooked" else Classifier(kind)
+    gan = Reversed if reverse else Gan
+    lit = gan(kind) if kind in GANS else Hooked(kind) if kind == "hooked" else Classifier(kind)
     draw = torch.Generator().manual_seed(2)
     if kind in GANS:
         data = TensorDataset(*(torch.randn(32, 3, WIDTH, generator=draw, dtype=torch.float64) for _ in range(2)))
@@ -459,6 +477,14 @@ def test_trains_as_on_one_device(kind: str, layout: Layout) -> None:
         assert held.keys() == (weights.keys() if rank == 0 else set())
         for name, x in held.items():
             torch.testing.assert_close(x, weights[name], rtol=1e-8, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("kind", ["toggled", "frozen_by_hand", "read_late"])
+def test_units_are_in_the_order_of_the_step(kind: str) -> None:
+    (_, weights, _), *_ = run_program(PLAIN, train, kind, True)
+    _, held, _ = run_program(PP2, train, kind, True)[0]
+    for name, x in held.items():
+        torch.testing.assert_close(x, weights[name], rtol=1e-8, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}")
 
 
 @pytest.mark.parametrize("zero", [1, 3])

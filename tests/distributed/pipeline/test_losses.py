@@ -146,6 +146,7 @@ SAME: dict[str, Loss] = {
     "first and last tokens": lambda y, t, m: (
         (y[:, 0] - y[:, -1] - t[:, 0]).square().mean() + (y[:, 1:] - y[:, :-1]).abs().mean()
     ),
+    "products of each": lambda y, t, m: torch.einsum("bid,bjd->bij", y, 2 * y).log_softmax(2).diagonal(0, 1, 2).mean(),
     "divergence": lambda y, t, m: F.kl_div(y[m].log_softmax(-1), t[m].softmax(-1), reduction="batchmean"),
 }
 OTHERS: dict[str, tuple[Loss, str]] = {
@@ -166,6 +167,14 @@ OTHERS: dict[str, tuple[Loss, str]] = {
     ),
     "a sum": (lambda y, t, m: (_squares(y, t) / (m * 1.0 + 1)).sum(), "loss is a sum over its samples"),
     "of pairs": (lambda y, t, m: (y.flatten(1) @ t.flatten(1).T).log_softmax(1).diagonal().mean(), "`matmul`"),
+    "of pairs at each token": (
+        lambda y, t, m: torch.einsum("btd,ntd->tbn", y, 2 * y).log_softmax(2).diagonal(0, 1, 2).mean(),
+        "(by `einsum`)",
+    ),
+    "two views of others": (
+        lambda y, t, m: torch.cdist(y.flatten(1), torch.cat([2 * y, 3 * y]).flatten(1)).amax(1).mean(),
+        "(by `cdist`)",
+    ),
     "a function": (lambda y, t, m: torch.einsum("bti,bti->", y - t, y - t) / y.numel(), "can't be followed"),
     "a statistic": (lambda y, t, m: ((y - t) / t.std()).square().mean(), "`std`"),
     "a clamped statistic": (lambda y, t, m: F.mse_loss(y, t) / t.std().clamp(min=0.1), "`std`"),

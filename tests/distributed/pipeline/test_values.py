@@ -352,6 +352,55 @@ def test_metrics_that_share_states_count_batches_of_any_size() -> None:
         assert found == pytest.approx(expected, rel=1e-6)
 
 
+class Counting(nn.Module):
+    """Counts in its forward what it has been right about."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block, self.right = block, torchmetrics.MeanMetric()
+
+    def forward(self, x_BLD: Tensor, targets_BL: Tensor) -> Tensor:
+        out_BLD: Tensor = self.block(x_BLD)
+        self.right((out_BLD.argmax(-1) == targets_BL).double())
+        return out_BLD
+
+
+class CountsInABlock(GPT):
+    """A metric is a part of its last block, or of its first."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__()
+        self.at = at % len(self.blocks)
+        self.blocks[at] = Counting(self.blocks[at])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x_BLD = self.tok(batch[0])
+        for i, block in enumerate(self.blocks):
+            x_BLD = block(x_BLD, batch[1]) if i == self.at else block(x_BLD)
+        loss: Tensor = nn.functional.cross_entropy(self.head(x_BLD).transpose(1, 2), batch[1])
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        self.log("right", self.get_submodule(f"blocks.{self.at}.right").compute())
+
+
+def _counting_in_a_block(layout: Layout, at: int) -> tuple[float, list[str]]:
+    torch.manual_seed(3)
+    trainer = make_trainer(layout, strategy={"plan": None})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(CountsInABlock(at), DataLoader(tokens(8), batch_size=4))
+    return float(trainer.callback_metrics["right"]), [str(w.message) for w in caught if "counts" in str(w.message)]
+
+
+def test_a_metric_may_be_a_part_of_the_last_block() -> None:
+    ((expected, _),) = run_program(PLAIN, _counting_in_a_block, -1)
+    for found, said in run_program(Layout(pp=2, microbatches=2), _counting_in_a_block, -1):
+        assert found == pytest.approx(expected, rel=1e-6) and not said
+    with pytest.raises(RankError, match=r"`blocks.0.right.forward`.*is called inside a module of pipeline stage 0"):
+        run_program(Layout(pp=2, microbatches=2), _counting_in_a_block, 0)
+
+
 def _learning_by_a_metric(layout: Layout) -> tuple[list[float], dict[str, Tensor], dict[str, float]]:
     torch.manual_seed(3)
     losses, module = Losses(), LearnsByMetric()

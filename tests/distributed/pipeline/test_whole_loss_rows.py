@@ -95,6 +95,13 @@ def repeated(lit: Lit, ids: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(lit.head(x).mean(1), y.repeat(3)).sqrt()
 
 
+def each_sample_twice(lit: Lit, ids: Tensor, y: Tensor) -> Tensor:
+    """As R-Drop does: both rows of a sample lie beside each other."""
+    _, x = lit.run(ids.repeat_interleave(2, 0))
+    logits = lit.head(x).mean(1).log_softmax(1)
+    return F.nll_loss(logits, y.repeat_interleave(2)) + F.mse_loss(logits[::2], logits[1::2].flip(0))
+
+
 def tokens_first(lit: Lit, ids: Tensor, y: Tensor) -> Tensor:
     """Hidden states as (tokens x samples, width)."""
     x = lit.table(ids).transpose(0, 1)
@@ -176,8 +183,8 @@ def _fit(layout: Layout, kind: str, rows: int = 6, whole: bool = True) -> dict[s
 
 PP2_IN_TWO = Layout(pp=2, microbatches=2)
 RIGHT = [
-    "of_an_early_stage", "views", "repeated", "tokens_first", "by_a_function", "behind_a_mask", "transposed",
-    "of_weights", "positions_like",
+    "of_an_early_stage", "views", "repeated", "each_sample_twice", "tokens_first", "by_a_function", "behind_a_mask",
+    "transposed", "of_weights", "positions_like",
 ]  # fmt: skip
 
 

@@ -85,16 +85,16 @@ class Interleaving:
         if not isinstance(x, Tensor) or id(x) not in self._of or call.name.endswith("_"):
             return None
         rows = self._of[id(x)][1]
+        stands_in = torch.empty(x.shape, dtype=x.dtype, device="meta")
+        tried = self._tried(call, stands_in)
         if call.name in _RESHAPES:
-            return [self._reshaped(x, rows, y) for y in self._tried(call, x) or []] or None
-        tried = self._tried(call, x)
-        if tried is None or not all(y._base is not None for y in tried):
+            return [self._reshaped(x, rows, y) for y in tried or []] or None
+        if tried is None or not all(y._base is stands_in for y in tried):  # or of what the operation made itself
             return None
         return [_strided(x.shape, rows, y) for y in tried]
 
-    def _tried(self, call: Call, x: Tensor) -> list[Tensor] | None:
+    def _tried(self, call: Call, stands_in: Tensor) -> list[Tensor] | None:
         """The result for a tensor without data that lies in rows; None if there is none."""
-        stands_in = torch.empty(x.shape, dtype=x.dtype, device="meta")
         try:
             return tensors_in(call.function(stands_in, *call.args[1:], **call.kwargs))
         except Exception:

@@ -230,7 +230,11 @@ class Tracer(TorchFunctionMode):
 
     def metric(self, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call of a metric, or of one of its methods: it happens on the last stage, and is not tried here. It may be
-        the loss; torchmetrics' `update` and `compute`, which it wraps, give no gradient."""
+        the loss; torchmetrics' `update` and `compute`, which it wraps, give no gradient.
+
+        Raises:
+            SliceError: a module of another stage calls it.
+        """
         metric = getattr(function, "__self__", None)
         if isinstance(metric, MetricCollection):
             parts = metric.values(copy_state=False)  # copies of states would look like what a step leaves
@@ -245,6 +249,15 @@ class Tracer(TorchFunctionMode):
             return sum((0 * x.sum() for x in tensors if x.requires_grad), start=made) if learns else made
 
         self.guessed = True
+        if self._inside is not None:
+            stage = self._inside.find_stage(None)
+            if stage != self.last_stage:
+                raise SliceError(
+                    f"`{name}` ({self.locator.here()}) is called inside a module of pipeline stage {stage}; metrics are"
+                    f" on the last stage ({self.last_stage}). Return what it is given from the module's forward, and"
+                    " call it in the step."
+                )
+            return guess(*args, **kwargs)
         with WithoutMode(self):
             return self._trace(Call(name, name, guess, args, kwargs, unit_stage=self.last_stage, gradient=learns))
 
