@@ -373,7 +373,7 @@ class ParallelModule:
         """
         watching: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         if watch and self.has_regions:
-            watching = RegionWatch(self.context, self.plan.couplings, self.plan.operations)
+            watching = RegionWatch(self.context, self.plan.couplings, self.plan.operations, self.module)
         try:
             with self.user_code(), watching:
                 yield

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import itertools
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -253,8 +254,9 @@ def unlooked(block: nn.Module) -> str | None:
     return None
 
 
-def _hooks_on(module: nn.Module) -> list[Any]:
-    return [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+def _hooks_on(module: nn.Module) -> Iterator[Any]:
+    held = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return itertools.chain.from_iterable(hooks.values() for hooks in held)
 
 
 def _weight(module: nn.Module) -> int:

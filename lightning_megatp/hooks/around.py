@@ -217,7 +217,15 @@ def watching_weights(trainer: Any, parallel: ParallelModule) -> Iterator[Detour]
                 " self.trainer.strategy.whole_parameters():`."
             )
 
-        return WeightWatch(_split(trainer, parallel), positions, say, written, explain, briefly)
+        def refuse(operation: str, weight: str) -> RuntimeError:
+            return RuntimeError(
+                f"MegaTPStrategy: `{hook}` puts into `{weight}`, of which each tensor rank holds a part, what it has"
+                f" made by `{operation}` of several elements of a part (a norm, a mean, a threshold): the model would"
+                " be trained differently than on one device. Do it inside of"
+                " `with self.trainer.strategy.whole_parameters():`, on all ranks, or leave the layer out of the plan."
+            )
+
+        return WeightWatch(_split(trainer, parallel), positions, say, written, explain, refuse, briefly)
 
     def run(hook: str, left: Iterator[int], call: Callable[[], Any]) -> Any:
         with watch(hook, briefly=next(left, None) is None) as watching, contextlib.ExitStack() as ends:

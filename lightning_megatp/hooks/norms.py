@@ -66,8 +66,6 @@ class WholeNorms:
         self._now: Looking | None = None
         self._unknown: set[str] = set()
         """Gradients of which a norm was taken, since the last step, that is known of a part only."""
-        self._reduced: set[str] = set()
-        """What norms or sums were taken of, since the last step, over a dim that tensor ranks divide."""
 
     @contextlib.contextmanager
     def looking(self, method: str) -> Iterator[None]:
@@ -86,7 +84,6 @@ class WholeNorms:
             self._now = None
             if method == "_after_closure":
                 self._unknown.clear()
-                self._reduced.clear()
 
     def clipping(self, does: Callable[..., Any]) -> Callable[..., Any]:
         """Lightning's clipping, which all ranks call, maybe from within a hook: it changes what was summed."""
@@ -143,23 +140,20 @@ class WholeNorms:
                 " is about that part. For whole gradients take `self.trainer.strategy.full_gradients()`.",
             )
 
-    def reduced(self, name: str, part: KnownPart) -> None:
-        """A hook takes norms, sums, ... of rows or columns that tensor ranks divide."""
-        self.computed(name, part)
-        self._reduced.add(part.what)
-
-    def check_change(self, part: KnownPart) -> None:
-        """A hook is about to change a part by values in a tensor.
+    def check_made(self, part: KnownPart, by: str) -> None:
+        """A hook is about to put into a part what it made of this rank's elements of one.
 
         Raises:
-            RuntimeError: it took norms of the same that are this rank's.
+            RuntimeError: if the model would be trained differently.
         """
-        if part.what in self._reduced:
+        if part.parted:
             raise RuntimeError(
-                f"MegaTPStrategy: {self._hooks} changes {part.what} after it took norms or sums of it over a dim that"
-                " tensor ranks divide (unit-wise adaptive clipping?): they are known of this rank's part only, and the"
-                " model would be trained differently. Norms of whole tensors (`p.norm()`, `p.grad.norm()`) are those of"
-                " one device; or leave its layer out of the plan."
+                f"MegaTPStrategy: {self._hooks} puts into {part.what}, of which a rank holds a part, what it has made"
+                f" by `{by}` of several elements of a part (unit-wise adaptive clipping?): the model would be trained"
+                " differently than on one device."
+                " Hooks on parameters are given whole gradients: `p.register_hook(lambda g: g - g.mean(0))`. Norms of"
+                " whole tensors (`p.norm()`, `p.grad.norm()`) are those of one device; or leave its layer out of the"
+                " plan."
             )
 
     def check_scaling(self, part: KnownPart, made_of: frozenset[str]) -> None:

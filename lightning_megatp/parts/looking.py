@@ -12,11 +12,12 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
+from lightning_megatp.parts.coupled import Coupled
 from lightning_megatp.parts.positions import Positions
 from lightning_megatp.parts.rows import address_of, own_part
 from lightning_megatp.plan.shard import ShardedTensorSpec
 from lightning_megatp.shim.torch import foreach_norm, tensor_version
-from lightning_megatp.tensor.functions import is_in_place, operation_name, operation_names
+from lightning_megatp.tensor.functions import is_assignment, is_in_place, operation_name, operation_names
 
 _NORMS: dict[Any, tuple[str, Any]] = {
     Tensor.norm: ("p", "fro"),
@@ -85,9 +86,6 @@ class Judge(Protocol):
     def computed(self, name: str, part: KnownPart) -> None:
         """A hook has made a number of a part, by the operation `name`."""
 
-    def reduced(self, name: str, part: KnownPart) -> None:
-        """A hook is about to reduce a part over the dim that tensor ranks divide, to several numbers."""
-
     def check_scaling(self, part: KnownPart, made_of: frozenset[str]) -> None:
         """A hook is about to multiply a part by a number in a tensor.
 
@@ -99,11 +97,12 @@ class Judge(Protocol):
             RuntimeError: each stage, or each rank, would take its own.
         """
 
-    def check_change(self, part: KnownPart) -> None:
-        """A hook is about to change a part by values in a tensor.
+    def check_made(self, part: KnownPart, by: str) -> None:
+        """A hook is about to put into a part what it made of several elements of one, by an operation that has looked
+        at those of this rank.
 
         Raises:
-            RuntimeError: it may have made them of what it reduced.
+            RuntimeError: each rank would put something else there.
         """
 
 
@@ -123,6 +122,7 @@ class Looking(TorchFunctionMode):
         """Tensor -> the part of which it was made, element by element; also what has no address, since it is empty."""
         self._numbers: Any = WeakIdKeyDictionary()
         """Number in a tensor -> the parameters of which it was made, if this rank has all that it was made of."""
+        self._coupled = Coupled()
         self.show(parts)
 
     def show(self, parts: Callable[[], Iterable[tuple[Tensor, KnownPart]]]) -> None:
@@ -151,20 +151,25 @@ class Looking(TorchFunctionMode):
         if self._not_asked is not None and any(isinstance(x, Tensor) and x.dim() for x in given):  # not just a loss
             self._ask(self._not_asked)
         parts = [part for x in given if (part := self._part(x)) is not None]
+        name, coupled = operation_name(func), self._coupled.of(given)
         if not parts:
-            return self._of_numbers(given, func(*args, **kwargs))
+            result = self._of_numbers(given, func(*args, **kwargs))
+            if coupled is not None:
+                self._coupled.note(name, result, coupled)
+            return result
         part = next((part for part in parts if part.parted), parts[0])
-        name = operation_name(func)
         how = self._by_position(name, args, kwargs)
         if how == "done":
             return args[0]
-        if (name in _SCALES or name == "copy_") and len(args) > 1 and isinstance(args[1], Tensor):
-            if name in _SCALES and args[1].numel() == 1:
-                self._judge.check_scaling(part, self._numbers.get(args[1], frozenset()))
-            else:
-                self._judge.check_change(part)
+        if name in _SCALES and len(args) > 1 and isinstance(args[1], Tensor) and args[1].numel() == 1:
+            self._judge.check_scaling(part, self._numbers.get(args[1], frozenset()))
+        if (is_in_place(name) or is_assignment(func)) and (by := self._coupled.of((*args[1:], kwargs))) is not None:
+            changed_parts = [self._parts.get(address_of(x)) for first in args[:1] for x in _each(first)]
+            for written in filter(None, changed_parts):
+                self._judge.check_made(written, by)
         if name in _REDUCTIONS and _divides(part, name, args, kwargs):
-            self._judge.reduced(name, part)
+            self._judge.computed(name, part)
+            coupled = name
         if (order := _order(func, args, kwargs)) is not None:
             return self._norms(func, order, args, kwargs)
         first = args[0] if args else None
@@ -185,6 +190,8 @@ class Looking(TorchFunctionMode):
             self._note(name, part, first, result)
         else:
             self._changed(changed)
+        if coupled is not None:
+            self._coupled.note(name, result, coupled)
         return result
 
     def _by_position(self, name: str, args: Any, kwargs: dict[str, Any]) -> str:
@@ -211,6 +218,8 @@ class Looking(TorchFunctionMode):
         for x, part, norm, own in zip(of, parts, known, found if several or found is known else [found], strict=True):
             if norm is None and part is not None:
                 self._judge.computed("norm", part)
+                if part.parted:
+                    self._coupled.note("norm", own, "norm")
             results.append(own if norm is None else norm.to(own_part(x).device, x.dtype, copy=True))
             if part is not None and (norm is not None or not part.parted):
                 self._numbers[results[-1]] = frozenset([part.parameter])
@@ -258,7 +267,9 @@ class Looking(TorchFunctionMode):
             pass  # it knows of the other ranks' rows
         elif numel == 1 < part.numel:
             self._judge.computed(name, part)
-            if not part.parted:
+            if part.parted:
+                self._coupled.note(name, result, name)
+            else:
                 self._numbers[result] = frozenset([part.parameter])
         elif numel <= part.numel or part.split or isinstance(first, list | tuple):  # else gathered from other ranks
             self._made[result] = replace(part, numel=numel, norm=None)

@@ -76,7 +76,7 @@ class _AfterAccumulation(_Completing):
             self.call(leaf)
         elif (spec := account.spec_of(leaf)) is not None:
             both = [(spec.name, leaf, spec), (f"{spec.name}.grad", leaf.grad, spec)]
-            watching = WeightWatch(both, Positions(account.rank), _say, _say_written, _explained)
+            watching = WeightWatch(both, Positions(account.rank), _say, _say_written, _explained, _refused)
             with watching, WholeValues(lambda: [(x, spec.spec(account.rank)) for _, x, spec in both]):
                 self.call(leaf)
         else:
@@ -102,4 +102,12 @@ def _explained(operation: str, what: str, part: Tensor) -> RuntimeError:
     return RuntimeError(
         f"MegaTPStrategy: in a hook of `register_post_accumulate_grad_hook`, `{operation}` fails on `{what}`, of which"
         f" each tensor rank holds a part, here {tuple(part.shape)}. Hooks of `register_hook` are given whole gradients."
+    )
+
+
+def _refused(operation: str, what: str) -> RuntimeError:
+    return RuntimeError(
+        f"MegaTPStrategy: a hook of `register_post_accumulate_grad_hook` puts into `{what}`, of which each tensor rank"
+        f" holds a part, what it has made by `{operation}` of several elements of that part: the model would be trained"
+        " differently than on one device. Hooks of `register_hook` are given whole gradients."
     )

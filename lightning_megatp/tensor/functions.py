@@ -84,9 +84,14 @@ def multiplies(operation: str) -> bool:
     return bare_name(operation) in _PRODUCTS
 
 
+def is_assignment(func: Callable[..., Any]) -> bool:
+    """Whether it is an assignment to an attribute of a tensor: `tensor.grad = values`."""
+    return getattr(func, "__name__", "") == "__set__"
+
+
 def sets_data(func: Callable[..., Any]) -> bool:
     """Whether it is the assignment `tensor.data = values`."""
-    return getattr(func, "__name__", "") == "__set__" and operation_name(func) == "data"
+    return is_assignment(func) and operation_name(func) == "data"
 
 
 def asks_gradient(func: Callable[..., Any], args: Sequence[Any]) -> bool:

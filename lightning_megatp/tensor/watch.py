@@ -3,7 +3,7 @@
 There every tensor rank has other features, so its random numbers need a stream of their own. The operations may be
 functional (`F.dropout`, the dropout of scaled_dot_product_attention), so no look at the modules finds them. And what
 looks at several features there (a norm) was not proven if the block did not do it when its plan was made. Nor was what
-a stack of experts did not do then.
+a stack of experts did not do then, or what hooks do in backward that a module got later.
 """
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from lightning_megatp.messages import with_article
+from lightning_megatp.origins import is_frameworks, module_of
 from lightning_megatp.plan.layer import UserOperation
 from lightning_megatp.shim.fakes import is_fake
 from lightning_megatp.shim.torch import tree_leaves
@@ -27,7 +29,9 @@ from lightning_megatp.tensor.functions import (
     done_by_user,
     operation_name,
     operation_names,
+    without_arguments,
 )
+from lightning_megatp.tensor.layers import ParallelLayer
 from lightning_megatp.tensor.lineage import computed_with, enters_region
 from lightning_megatp.tensor.shards import NO_VALUES, VIEWS
 
@@ -39,6 +43,7 @@ class RegionWatch(TorchFunctionMode):
         context: of the parallel layers.
         known: block -> what was seen in it, when its plan was proven, that looks at several elements at once.
         stacks: stack of experts -> all operations that were seen in it then.
+        module: the model.
     """
 
     def __init__(
@@ -46,9 +51,24 @@ class RegionWatch(TorchFunctionMode):
         context: TensorContext,
         known: Mapping[str, Collection[UserOperation]],
         stacks: Mapping[str, Collection[UserOperation]],
+        module: nn.Module,
     ) -> None:
         super().__init__()
-        self.context, self._known, self._stacks = context, known, stacks
+        self.context, self._known, self._stacks, self._module = context, known, stacks, module
+        self._handles: list[Any] = []
+
+    def __enter__(self) -> RegionWatch:
+        for child in self._module.modules() if self._known else ():
+            if child._backward_hooks or child._backward_pre_hooks:
+                after = child.register_forward_hook(lambda child, args, output: self._check_hooks(child, output))
+                self._handles += [child.register_forward_pre_hook(self._check_hooks), after]
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        for handle in self._handles:
+            handle.remove()
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -92,7 +112,34 @@ class RegionWatch(TorchFunctionMode):
                 f"MegaTPStrategy: `{name}` looks at several features in the tensor-parallel region `{region.name}`,"
                 f" where this rank holds {x.shape[-1]} of them. The batch that was looked at before training did not"
                 " take this path, so the automatic plan did not know of it. Give these layers a plan with"
-                " `global_sizes: true`, or leave them whole (`plan` names what `auto` may split)."
+                " `global_sizes: true`, or leave them whole (`plan` names what `auto` may split). If it is a hook of"
+                " `register_forward_hook` that does so, register it in `__init__` or `setup`: the plan then has whole"
+                " values there."
+            )
+
+    def _check_hooks(self, module: nn.Module, values: Any) -> None:
+        """Before a module's forward, with its arguments, and after it, with what it returns.
+
+        Raises:
+            RuntimeError: hooks of the user's would be given the gradients of a part of these in backward, as none was
+                when the plan was proven.
+        """
+        region = self.context.open_region
+        if region is None or region.tracked or self._seen(region.name) is None:
+            return
+        held = (module._backward_hooks, module._backward_pre_hooks)
+        hooks = [without_arguments(hook) for of_kind in held for hook in of_kind.values()]
+        own = [hook for hook in hooks if not (is_frameworks(type(hook)) or is_frameworks(hook))]
+        parts = (x for x in tree_leaves(values) if isinstance(x, Tensor) and enters_region(x))
+        if own and (part := next(parts, None)) is not None:
+            split = isinstance(module, ParallelLayer)
+            what = f"`{module.label}`" if split else with_article(type(module).__name__)
+            raise RuntimeError(
+                f"MegaTPStrategy: {what}, in the tensor-parallel region `{region.name}`, has a hook of"
+                f" `register_full_backward_hook` ({module_of(own[0])}), which would be given the gradient of a part of"
+                f" the features, {tuple(part.shape)}: it was registered after the plan was made. Register it in"
+                " `__init__` or `setup`, and the plan has whole values there; or give these layers a plan with"
+                " `global_sizes: true`."
             )
 
     def _check_stack(self, stack: OpenStack, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -496,9 +496,10 @@ def test_compiled_blocks_are_planned_under_their_plain_names(in_place: bool) -> 
     assert set(found.parameters) >= {f"blocks.0.{'' if in_place else '_orig_mod.'}body.up.weight"}
 
 
-def test_hooks_of_the_users_own_are_called_by_real_steps_only() -> None:
+@pytest.mark.parametrize("when", ["forward", "forward_pre", "full_backward", "full_backward_pre"])
+def test_hooks_of_the_users_own_are_called_by_real_steps_only(when: str) -> None:
     block, calls = Block(Gated()), []
-    block.body.register_forward_hook(lambda *x: calls.append(x))
+    getattr(block.body, f"register_{when}_hook")(lambda *x: calls.append(x))
     result = plan_block(Kind(block, ["block"], [Call((X,), {})]), 2)
     assert not calls and "has a hook of" in (result.problem or "")
     assert set(styles(result).values()) == {"column_gather"}

@@ -112,6 +112,38 @@ class UnitWise(GPT):
             grad.copy_(grad * factor.clamp(max=1.0))
 
 
+class Centred(GPT):
+    """Takes from gradients what is common to rows, or to all of them.
+
+    Args:
+        how: it finds that.
+    """
+
+    def __init__(self, config: GPTConfig, how: str) -> None:
+        super().__init__(config)
+        self.how = how
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for block in self.blocks:
+            weight, grad = block.mlp.down.weight, block.mlp.down.weight.grad
+            if self.how == "mean of rows":
+                grad.sub_(grad.mean(dim=1, keepdim=True))
+            if self.how == "projection":
+                grad.sub_((grad * weight).sum(1, keepdim=True) * weight)
+            if self.how == "mean":
+                grad.add_(grad.mean(), alpha=-1)
+            if self.how == "assigned":
+                weight.grad = grad - grad.mean(1, keepdim=True)
+            if self.how == "kept":
+                self.rows = grad.clone()
+                self.rows.sub_(grad.mean(1, keepdim=True))
+                torch.zeros(len(grad), dtype=grad.dtype).copy_(grad.mean(1))
+            if self.how == "spread":
+                grad.div_(grad.std())
+            if self.how == "mean of columns":
+                grad.sub_(grad.mean(dim=0, keepdim=True))
+
+
 class ByClosure(Logged):
     """The optimizer calls the step's closure, and hooks after it."""
 
@@ -312,8 +344,28 @@ def test_norms_of_changed_parts_are_not_taken_for_the_whole(change: str) -> None
 
 
 def test_norms_of_rows_that_are_divided() -> None:
-    with pytest.raises(RankError, match=r"changes the gradient of `blocks.0.\S+` after it took norms or sums"):
+    with pytest.raises(RankError, match=r"puts into the gradient of `blocks.0.\S+`, .* by `norm` of"):
         run_program(TP2, _fit, UnitWise, CONFIGS["fused"])
+
+
+WAYS = {"mean of rows": "mean", "projection": "sum", "mean": "mean", "assigned": "mean", "spread": "std"}
+
+
+@pytest.mark.parametrize("how", WAYS)
+def test_what_is_made_of_parts_is_not_put_into_gradients(how: str) -> None:
+    with pytest.raises(RankError, match=f"puts into .*`blocks.0.mlp.down.weight`.* by `{WAYS[how]}` of"):
+        run_program(TP2, _fit, functools.partial(Centred, how=how), CONFIGS["fused"])
+
+
+def test_what_is_made_of_parts_may_be_kept() -> None:
+    run_program(TP2, _fit, functools.partial(Centred, how="kept"), CONFIGS["fused"])
+
+
+def test_what_each_rank_has_is_put_into_gradients() -> None:
+    kind = functools.partial(Centred, how="mean of columns")
+    ((_, whole, _),) = run_program(PLAIN, _fit, kind, CONFIGS["fused"])
+    held = {k: x for _, state, _ in run_program(TP2, _fit, kind, CONFIGS["fused"]) for k, x in state.items()}
+    torch.testing.assert_close(held, whole, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("zero", [1, pytest.param(3, marks=pytest.mark.extended)])

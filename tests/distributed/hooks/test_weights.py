@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
+import re
 import warnings
 from typing import Any
 
@@ -83,6 +84,19 @@ class Lit(LightningModule):
                 if self.habit == "norms of rows":  # of what each rank has all of
                     dim = int(any(layer is block[0] for block in self.blocks))
                     layer.weight.div_(layer.weight.norm(dim=dim, keepdim=True))
+                if self.habit == "squares of rows":
+                    dim = int(any(layer is block[0] for block in self.blocks))
+                    layer.weight.data = layer.weight / layer.weight.data.square().sum(dim, keepdim=True).sqrt()
+                if self.habit == "max norm in place":
+                    layer.weight.renorm_(2, 0, 0.5)
+                if self.habit == "centred":
+                    layer.weight.data = layer.weight.data - layer.weight.data.mean(0)
+                if self.habit == "several at once":
+                    weights = [x.weight for x in self.blocks.modules() if isinstance(x, nn.Linear)]
+                    torch._foreach_mul_(weights, torch._foreach_reciprocal(torch._foreach_norm(weights)))
+                if self.habit == "averaged norms":
+                    self.kept.append(torch.zeros_like(layer.weight.norm()).lerp_(layer.weight.norm(), 0.1))
+                    layer.weight.mul_(torch.full_like(self.kept[-1], 0.99))
                 if self.habit == "product":
                     self.kept.append(layer.weight @ layer.weight.t())
                 if self.habit == "writing":
@@ -151,9 +165,10 @@ def test_whole_parameters_are_those_of_one_device(habit: str, layout: dict[str, 
         assert not said
 
 
-def test_norms_of_what_each_rank_has_are_those_of_one_device() -> None:
-    losses, _, _ = run_reference(fit_one, "norms of rows")
-    for found, _, said in run_ranks(2, fit, "norms of rows", False, {"tp": 2}):
+@pytest.mark.parametrize("habit", ["norms of rows", "squares of rows"])
+def test_norms_of_what_each_rank_has_are_those_of_one_device(habit: str) -> None:
+    losses, _, _ = run_reference(fit_one, habit)
+    for found, _, said in run_ranks(2, fit, habit, False, {"tp": 2}):
         assert found == pytest.approx(losses, rel=1e-9)
         assert not said
 
@@ -180,11 +195,9 @@ def test_a_hook_of_the_last_stage_that_leaves_weights_alone() -> None:
 @pytest.mark.parametrize(
     ("habit", "text"),
     [
-        ("max norm", "`on_train_batch_end` uses `renorm` on `blocks.0.0.weight`"),
-        ("max norm of a step", "`optimizer_step` uses `norm` on `blocks.0.2.weight`"),
-        ("pruning", "`on_train_batch_end` uses `kthvalue` on `blocks.0.0.weight`"),
         ("new values", ""),
         ("norms", "`on_train_epoch_end` uses `norm` on `blocks.0.0.weight`"),
+        ("averaged norms", "`on_train_batch_end` uses `norm` on `blocks.0.0.weight`"),
         ("product", "`on_train_batch_end` uses `matmul` on `blocks.0.0.weight`"),
         ("writing", "`on_train_batch_end` writes `blocks.0.0.weight`, of which each rank holds a part"),
         ("values", ""),
@@ -194,6 +207,23 @@ def test_a_hook_of_the_last_stage_that_leaves_weights_alone() -> None:
 def test_what_is_about_parts_is_said(habit: str, text: str) -> None:
     said = run_ranks(2, fit, habit, False, {"tp": 2})[0][2]
     assert text in said if text else not said
+
+
+@pytest.mark.parametrize(
+    ("habit", "text"),
+    [
+        ("max norm", "`on_train_batch_end` puts into `blocks.0.0.weight`, .* by `renorm` of"),
+        ("max norm in place", "`on_train_batch_end` puts into `blocks.0.0.weight`, .* by `renorm_` of"),
+        ("max norm of a step", "`optimizer_step` puts into `blocks.0.2.weight`, .* by `norm` of"),
+        ("pruning", "`on_train_batch_end` puts into `blocks.0.0.weight`, .* by `kthvalue` of"),
+        ("centred", "`on_train_batch_end` puts into `blocks.0.0.weight`, .* by `mean` of"),
+        ("several at once", "`on_train_batch_end` puts into `blocks.0.0.weight`, .* by `norm` of"),
+    ],
+)
+def test_what_is_made_of_parts_is_not_put_into_weights(habit: str, text: str) -> None:
+    with pytest.raises(RankError) as raised:
+        run_ranks(2, fit, habit, False, {"tp": 2})
+    assert [re.search(text, failure.message) is not None for failure in raised.value.failures] == [True, True]
 
 
 @pytest.mark.parametrize("layout", [{"tp": 2}, {"tp": 2, "pp": 2, "microbatches": 2}], ids=["tp2", "tp2-pp2"])

@@ -573,7 +573,7 @@ def _random(rank: int, world_size: int) -> tuple[Tensor, Tensor, bool, Tensor, b
     repeated = F.dropout(shared, 0.25)
     after = torch.rand(3)
     context.open_region = Region("attention")
-    with context.running(True), RegionWatch(context, {}, {}):
+    with context.running(True), RegionWatch(context, {}, {}, nn.Module()):
         scores = FeatureShard.wrap(context.exchange.copy(x[:, : 7 if rank == 0 else 1].requires_grad_()), own.features)
         F.dropout(scores, 0.5)
         active = context.stream.active

@@ -230,3 +230,59 @@ def test_what_a_hook_turns_on_later(what: str, text: str) -> None:
     assert len(raised.value.failures) == 2
     for failure in raised.value.failures:
         assert re.search(text, failure.message)
+
+
+class Backward(Model):
+    """Limits gradients inside of its blocks by their norms, in hooks of modules."""
+
+    def __init__(self, when: str, at: str) -> None:
+        super().__init__("plain")
+        self.when, self.at = when, at
+        if when == "init":
+            self.limit()
+
+    def limit(self) -> None:
+        for block in self.blocks:
+            hooked = block.get_submodule(self.at)
+            hooked.register_full_backward_hook(lambda _, given, __: [x / (1 + 9 * x.norm()) for x in given])
+            hooked.register_full_backward_pre_hook(lambda _, given: [x / (1 + 9 * x.norm()) for x in given])
+
+    def setup(self, stage: str) -> None:
+        if self.when == "setup":
+            self.limit()
+
+    def on_train_start(self) -> None:
+        if self.when == "start":
+            self.limit()
+
+
+def _limited(layout: Layout, when: str, at: str) -> tuple[list[float], dict[str, Tensor]]:
+    torch.manual_seed(0)
+    ids: Any = torch.randint(0, 16, (16, 7), generator=torch.Generator().manual_seed(1))
+    losses = Losses()
+    trainer = make_trainer(layout, strategy={"plan": "auto"}, callbacks=[losses])
+    trainer.fit(Backward(when, at), DataLoader(ids, batch_size=4))
+    return losses.seen, trainer.strategy.lightning_module_state_dict()
+
+
+@pytest.mark.parametrize("when", ["init", "setup"])
+@pytest.mark.parametrize("at", ["up", "down"])
+def test_backward_hooks_of_modules_are_given_whole_gradients(when: str, at: str) -> None:
+    ((losses, weights),) = run_program(PLAIN, _limited, when, at)
+    ranks = run_program(TP2, _limited, when, at)
+    assert all(found == pytest.approx(losses, rel=1e-9) for found, _ in ranks)
+    held = {name: x for _, state in ranks for name, x in state.items()}
+    torch.testing.assert_close(held, weights, rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("at", ["up", "down"])
+def test_backward_hooks_that_would_be_given_parts_are_refused(at: str) -> None:
+    with pytest.raises(RankError) as raised:
+        run_program(TP2, _limited, "start", at)
+    text = rf"`blocks.0.{at}`, in the .*region `blocks.0`, has a hook of `register_full_backward_hook`"
+    assert all(re.search(text, failure.message) for failure in raised.value.failures)
+
+
+def test_backward_hooks_beside_regions_may_come_late() -> None:
+    ((losses, _),) = run_program(PLAIN, _limited, "start", "norm")
+    assert run_program(Layout(tp=2, sequence=False), _limited, "start", "norm")[0][0] == pytest.approx(losses, rel=1e-9)
