@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lightning_megatp.batches.split import batch_size
 from lightning_megatp.module import ParallelModule
 from lightning_megatp.parts.on_parameters import warn_of_microbatches
-from lightning_megatp.pipeline.carried import CarriedState
+from lightning_megatp.pipeline.carried import CarriedState, OwnNumbers
 from lightning_megatp.pipeline.loss.averages import Averages
 from lightning_megatp.pipeline.own_values import OwnValues
 from lightning_megatp.pipeline.remote.calls import RemoteCalls
@@ -87,6 +87,7 @@ class BatchRun:
         stage_of_unit: unit name -> stage.
         loss_units: the units inside of which steps were seen to average losses, in any batch; kept up.
         carried: looks at what one microbatch leaves for the next; None after the first batch.
+        numbers: notes those that steps set, on the last stage; None where nobody looks.
         warns: says what in the loss is not that of one device; None where nobody looks.
         own_values: gives microbatches their own of what units change; None where there is one, or no backward.
         whole: what makes the tail of the step once, for all microbatches; None where each has its own.
@@ -111,6 +112,7 @@ class BatchRun:
     stage_of_unit: Mapping[str, int]
     loss_units: set[str]
     carried: CarriedState | None = None
+    numbers: OwnNumbers | None = None
     warns: Callable[[str], None] | None = None
     own_values: OwnValues | None = None
     whole: WholeLoss | None = None
@@ -159,10 +161,11 @@ class BatchRun:
                 samples = batch_size(self.microbatches[microbatch]) or 1
                 stack.enter_context(self.carried.watching(microbatch, samples))
             calls = stack.enter_context(self.logs.recording()) if ends else []
-            goes_on = self.part is not None and self.part.goes_backward
-            if stage != max(self.stages) or (last and not ends) or goes_on:
+            if stage != max(self.stages) or (last and not ends) or not self.is_last_part:
                 stack.enter_context(self._plain_values_of(stage))
             done = self._done(functools.partial(self._run, stage, microbatch, received, seed, counting))
+            if ends and self.numbers is not None:
+                self.numbers.note()
         if done is None:
             return []
         if not ends:
@@ -211,6 +214,11 @@ class BatchRun:
     def is_training(self) -> bool:
         """Whether the step is one of training, which may have parts without a backward."""
         return self.backward is not None or self.part is not None
+
+    @property
+    def is_last_part(self) -> bool:
+        """Whether what the step sets in Python stays: no other part runs the step from its beginning."""
+        return self.part is None or not self.part.goes_backward
 
     def _meet_tail(self, done: StageRun, microbatch: int) -> None:
         """With `whole`: keep what a microbatch makes for the tail of the step; behind the last one run that, forward

@@ -166,6 +166,7 @@ class _Batch:
             self._tell()
         if plans[0].part.acts_first:
             self._act(plans[0], to_the_end=False)
+        several = len(self.microbatches) > 1
         for i, kept in enumerate(self._kept):
             kept.wanted = frozenset().union(*(later[i].part.recalled for later in self.parts[number + 1 :]))
         self.last_run = run = pipeline.run_of(
@@ -176,7 +177,8 @@ class _Batch:
             self.backward if goes_backward else None,
             part=PartRun(number, self._kept, self._averages, goes_backward, self.actions.learning),
             warns=self._warns,
-            own_values=pipeline.own_values if len(self.microbatches) > 1 else None,
+            numbers=pipeline.own_numbers() if several and not goes_backward else None,
+            own_values=pipeline.own_values if several else None,
         )
         sharding = pipeline.sharding
         if goes_backward:

@@ -103,6 +103,36 @@ def warn_of_counters(names: Sequence[str], n: int) -> None:
         )
 
 
+class OwnNumbers:
+    """Real numbers that a step sets on modules, another one in each microbatch of a batch: a sum of losses, the last
+    one, a temperature that it multiplies.
+
+    Args:
+        opened: the modules, by name.
+    """
+
+    def __init__(self, opened: Mapping[str, nn.Module]) -> None:
+        self._opened = opened
+        self._before: PlainValues | None = None
+        self._names: dict[str, None] = {}
+
+    def note(self) -> None:
+        """A step has ended."""
+        now = PlainValues(self._opened)
+        if self._before is not None:
+            self._names.update(dict.fromkeys(now.reals_set(self._before)))
+        self._before = now
+
+    def warn(self) -> None:
+        """After the batch."""
+        for name in list(self._names)[:1]:
+            warn_once_per_run(
+                f"the step sets `{name}` to another number in each microbatch. With pp > 1 it runs once for each: what"
+                " it adds up or multiplies counts microbatches, and what it keeps of a loss is the last one's. Do that"
+                " in `on_train_batch_end`, whose `outputs` are the batch's, or log the number."
+            )
+
+
 def lengths(module: nn.Module) -> dict[str, int]:
     """Lengths of the module's own lists, by the attributes that hold them."""
     return {name: len(x) for name, x in vars(module).items() if type(x) is list}

@@ -164,9 +164,12 @@ class LastStage:
         plain, buffers = PlainValues(self.opened), Buffers(self.outside)
         held = HeldTensors(self.outside) if run.remote or self._changes_tensors else None
         options = options_of(self._trainer.optimizers) if self._sets_options else None
-        counts = self._counts(buffers) if run.backward and len(run.results.rows) > 1 else None
+        counting = run.is_training and run.is_last_part and len(run.results.rows) > 1
+        counts = self._counts(buffers) if counting else None
         lists = lengths(self.parallel.module)
         yield
+        if run.numbers is not None:
+            run.numbers.warn()
         if len(run.results.rows) > 1:
             warn_of_lists(self.parallel.module, lists, run.microbatches)
         changes.left_state = before is not None and self._attributes().differ_from(before)

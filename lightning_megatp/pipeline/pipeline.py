@@ -23,7 +23,7 @@ from lightning_megatp.messages import warn_once_per_run
 from lightning_megatp.metrics import LastStageMetrics
 from lightning_megatp.module import ParallelModule, take_gradients
 from lightning_megatp.pipeline.batch import Backward, BatchRun, Step
-from lightning_megatp.pipeline.carried import CarriedState
+from lightning_megatp.pipeline.carried import CarriedState, OwnNumbers
 from lightning_megatp.pipeline.executor import Executor
 from lightning_megatp.pipeline.hooks import cleared_unseen
 from lightning_megatp.pipeline.last_stage import LastStage
@@ -97,7 +97,7 @@ class Pipeline:
         self.stage_parameters, self.touched = stage_parameters, touched
         self.factor = 1.0
         """By what the gradients of the last batch have to be multiplied, since its weights add up to something else."""
-        self._looks_for_carried = True
+        self._looks_for_carried = self._looks_for_numbers = True
         self._trained = 0
         """Batches of training so far."""
         self._found: list[str] = []
@@ -362,6 +362,7 @@ class Pipeline:
             whole=whole,
             warns=warns,
             carried=self._carried_state() if several else None,
+            numbers=self.own_numbers() if several else None,
             own_values=self.own_values if several else None,
         )
 
@@ -456,6 +457,11 @@ class Pipeline:
         if run.beyond is not None:
             before.restore()
             values.restore()
+
+    def own_numbers(self) -> OwnNumbers | None:
+        """What notes the numbers that steps set, on the last stage in the first batch."""
+        looks, self._looks_for_numbers = self._looks_for_numbers, False
+        return OwnNumbers(self.last_stage.opened) if looks and self.is_last else None
 
     def _carried_state(self) -> CarriedState | None:
         """What looks for it in the first batch. Compiled code would be compiled twice, with it and without."""

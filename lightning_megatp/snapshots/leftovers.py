@@ -83,6 +83,15 @@ Path = tuple[str, ...]
 """A module's name, then names of attributes: ("", "schedule", "stretch") is `module.schedule.stretch`."""
 
 
+def _name(path: Path) -> str:
+    """For messages."""
+    return ".".join(part for part in path if part)
+
+
+def _holds_reals(x: Any) -> bool:
+    return type(x) is dict and any(type(value) is float for value in x.values())
+
+
 class PlainValues:
     """The Python values on some modules at one moment: numbers, strings, None, and containers of nothing else.
 
@@ -109,11 +118,17 @@ class PlainValues:
         changes = self.changes(earlier).items()
         pairs = [(path, earlier._values.get(path), now) for path, now in changes if len(now) < _MOST_OF_A_NUMBER]
         values = [(path, pickle.loads(was), pickle.loads(now)) for path, was, now in pairs if was is not None]
-        return [
-            ".".join(part for part in path if part)
-            for path, was, now in values
-            if type(was) is type(now) is int and now - was == steps
-        ]
+        return [_name(path) for path, was, now in values if type(was) is type(now) is int and now - was == steps]
+
+    def reals_set(self, earlier: PlainValues) -> list[str]:
+        """The names of real numbers, and of dicts of such, that were others earlier."""
+        found = []
+        for path, now in self.changes(earlier).items():
+            was = earlier._values.get(path)
+            both = [] if was is None else [pickle.loads(was), pickle.loads(now)]
+            if both and (all(type(x) is float for x in both) or all(map(_holds_reals, both))):
+                found.append(_name(path))
+        return found
 
     def adopt(self, changes: Mapping[Path, bytes]) -> list[str]:
         """Set what was changed elsewhere.
@@ -128,7 +143,7 @@ class PlainValues:
                 continue
             value = pickle.loads(pickled)
             if mine is not None and not isinstance(value, CONTAINERS):
-                differed.append(".".join(part for part in path if part))
+                differed.append(_name(path))
             _set(self._modules[path[0]], path[1:], value)
         return differed
 

@@ -92,6 +92,58 @@ def test_a_step_that_counts_its_calls_is_told_that_these_are_microbatches() -> N
     assert all(left[0] == 12 for _, left, *_ in found)
 
 
+class KeepsNumbers(GPT):
+    """Args:
+    how: its step keeps a number.
+    by_hand: it optimizes by hand.
+    """
+
+    def __init__(self, how: str, by_hand: bool) -> None:
+        super().__init__()
+        self.how, self.automatic_optimization = how, not by_hand
+        self.number, self.numbers, self.calls = 1.0, {"loss": 0.0}, 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
+        loss = super().training_step(batch, batch_idx)
+        if self.how == "sum":
+            self.number += loss.item()
+        elif self.how == "dict":
+            self.numbers["loss"] = loss.item()
+        elif self.how == "factor":
+            self.number *= 0.9
+        elif self.how == "calls":
+            self.calls += 1
+        else:
+            self.number = 1.0 - 0.1 * self.global_step
+        if self.automatic_optimization:
+            return loss
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        return None
+
+
+def _keeping(layout: Layout, how: str, by_hand: bool) -> list[str]:
+    torch.manual_seed(3)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        make_trainer(layout).fit(KeepsNumbers(how, by_hand), DataLoader(tokens(8), batch_size=4))
+    return [str(x.message) for x in said if "the step" in str(x.message)]
+
+
+@pytest.mark.parametrize("by_hand", [False, True], ids=["automatic", "by hand"])
+@pytest.mark.parametrize("how", ["sum", "dict", "factor", "calls", "schedule"])
+def test_numbers_that_a_step_keeps_of_microbatches_are_warned_of(how: str, by_hand: bool) -> None:
+    told = run_program(Layout(pp=2, microbatches=2), _keeping, how, by_hand)[0]
+    if how == "schedule" or (how == "dict" and by_hand):  # behind its part, what is read of a loss is the batch's
+        assert told == []
+    else:
+        name = {"dict": "numbers", "calls": "calls"}.get(how, "number")
+        wanted = "counts its calls in `calls`" if how == "calls" else f"sets `{name}` to another number in each micro"
+        assert len(told) == 1 and wanted in told[0]
+
+
 class Memory(nn.Module):
     """Adds what it kept of the step before: its samples' states, their mean, or a table made once."""
 
