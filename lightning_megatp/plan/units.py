@@ -15,7 +15,7 @@ PARAMETER_CONTAINERS = (nn.ParameterList, nn.ParameterDict)
 """Modules that nobody calls: code takes parameters out of them."""
 
 
-def find_units(module: nn.Module, names: Sequence[str] | None = None) -> list[str]:
+def find_units(module: nn.Module) -> list[str]:
     """The units of a module, in the order of definition.
 
     What a ModuleList, Sequential or ModuleDict holds are units; lists in lists are opened, and so is what has no
@@ -24,16 +24,7 @@ def find_units(module: nn.Module, names: Sequence[str] | None = None) -> list[st
     opened down to its layers; one with a parametrization (weight_norm) is a layer. Only modules with parameters count,
     and no layer is in two units: outside of lists, what holds another unit beside its own parts (a head that is given
     the embedding) is opened.
-
-    Args:
-        module: the whole, a LightningModule.
-        names: the user's own choice instead, checked.
-
-    Raises:
-        ValueError: a name that is no module of it, or a module inside of another chosen one.
     """
-    if names is not None:
-        return _checked(module, names)
     found = list(_units("", module, open_all=not _has_lists(module), in_list=False))
     while (opened := _without_holders(module, found)) != found:
         found = opened
@@ -157,18 +148,3 @@ def _is_callable(module: nn.Module) -> bool:
 
 def _own_parameters(module: nn.Module) -> bool:
     return next(module.parameters(recurse=False), None) is not None
-
-
-def _checked(module: nn.Module, names: Sequence[str]) -> list[str]:
-    known = {name for name, _ in module.named_modules(remove_duplicate=False) if name}
-    for name in names:
-        if name not in known:
-            raise ValueError(
-                f"MegaTPStrategy: `{name}` is chosen as a pipeline unit, but the model has no such module."
-            )
-        outer = next((other for other in names if name.startswith(f"{other}.")), None)
-        if outer is not None:
-            raise ValueError(
-                f"MegaTPStrategy: `{name}` is inside of `{outer}`, and both are chosen as pipeline units. Drop one."
-            )
-    return list(dict.fromkeys(names))
