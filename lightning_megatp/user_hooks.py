@@ -58,7 +58,7 @@ def mentions(owner: Any, names: Collection[str], hook: str | None = None) -> boo
     return any(not words_of(code).isdisjoint(names) for code in codes_of(owner, hook))
 
 
-def codes_of(owner: Any, hook: str | None = None) -> Iterator[CodeType]:
+def codes_of(owner: Any, hook: str | None) -> Iterator[CodeType]:
     """The user's code on an object, with that of the functions and own methods that it calls; without what lies inside
     of functions, which `words_of` looks into.
 

@@ -42,7 +42,7 @@ def check_precision(plugin: Any, pp: int) -> None:
 
 
 def agree_on_precision(
-    plugin: Any, parallel: ParallelModule, mesh: ParallelMesh, optimizers: Iterable[Optimizer] = ()
+    plugin: Any, parallel: ParallelModule, mesh: ParallelMesh, optimizers: Iterable[Optimizer]
 ) -> None:
     """Clip by the norm of the unsplit model, and let all ranks skip a step when one found inf or nan.
 

@@ -56,9 +56,7 @@ def usual_parameters(name: str, module: nn.Module) -> tuple[ExpertParameter, ...
     return tuple(found)
 
 
-def check_parameters(
-    name: str, module: nn.Module, parameters: tuple[ExpertParameter, ...], proven: bool = False
-) -> None:
+def check_parameters(name: str, module: nn.Module, parameters: tuple[ExpertParameter, ...], proven: bool) -> None:
     """Args:
         proven: whether what the parts compute is known to add up.
 

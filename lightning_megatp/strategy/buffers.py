@@ -55,7 +55,7 @@ class SentBuffers:
             rank's part.
     """
 
-    def __init__(self, module: nn.Module, mesh: ParallelMesh, averages: Collection[int] = ()) -> None:
+    def __init__(self, module: nn.Module, mesh: ParallelMesh, averages: Collection[int]) -> None:
         self._module, self._mesh, self._averages = module, mesh, averages
         self._steps, self._next = 0, 1
         self._places = self._find()

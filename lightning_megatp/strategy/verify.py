@@ -40,7 +40,7 @@ class FirstBatch:
         building: makes the copy's parameters, where the module's have no values yet.
     """
 
-    def __init__(self, module: Any, keep: bool, building: Building | None = None) -> None:
+    def __init__(self, module: Any, keep: bool, building: Building | None) -> None:
         self.module = _copy(module) if keep else None
         if self.module is not None and building is not None:
             building.fill(self.module, module)

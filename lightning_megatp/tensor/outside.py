@@ -41,9 +41,7 @@ class LayerParameters(dict[str, Any]):
         is_layer: whether it is a parallel layer.
     """
 
-    def __init__(
-        self, parameters: dict[str, Any], context: TensorContext, owner: Any = None, is_layer: bool = False
-    ) -> None:
+    def __init__(self, parameters: dict[str, Any], context: TensorContext, owner: Any, is_layer: bool = False) -> None:
         super().__init__(parameters)
         self.context = context
         self._owner = _nobody if owner is None else weakref.ref(owner)

@@ -73,8 +73,8 @@ class ZeroSharding:
         mesh: ParallelMesh,
         options: ZeroOptions,
         units: Sequence[str],
-        together: Collection[str] = (),
-        make: Callable[[nn.Module], None] = lambda module: None,
+        together: Collection[str],
+        make: Callable[[nn.Module], None],
     ) -> None:
         self.parallel, self.mesh, self.options = parallel, mesh, options
         module, roles = parallel.module, parallel.roles()
