@@ -10,7 +10,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from lightning_megatp.shim.compiler import wraps_compiled
 
-_LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 PARAMETER_CONTAINERS = (nn.ParameterList, nn.ParameterDict)
 """Modules that nobody calls: code takes parameters out of them."""
 
@@ -89,23 +89,23 @@ def in_definition_order(module: nn.Module, units: Collection[str]) -> list[str]:
 
 def is_in_list(module: nn.Module, unit: str) -> bool:
     """Whether a unit is one of many, such as a block, and no embedding, norm or head beside them."""
-    return _is_list(module.get_submodule(unit.rpartition(".")[0]))
+    return is_list(module.get_submodule(unit.rpartition(".")[0]))
 
 
 def _units(name: str, module: nn.Module, open_all: bool, in_list: bool) -> Iterator[str]:
     inner = [(f"{name}.{child}".lstrip("."), part) for child, part in module.named_children()]
     inner = [(child, part) for child, part in inner if _is_callable(part)]
-    is_list = _is_list(module)
+    opens = is_list(module)
     is_root = name == ""
     bare = not _has_forward(module)
-    opened = is_list or is_root or bare or (not in_list and _has_lists(module))
+    opened = opens or is_root or bare or (not in_list and _has_lists(module))
     opened |= open_all and not _own_parameters(module)
     if wraps_compiled(module) or _is_parametrized_layer(module) or not opened or not inner:
         if _is_callable(module) and not is_root:
             yield name
         return
     for child, part in inner:
-        yield from _units(child, part, open_all, in_list=is_list or (bare and in_list))
+        yield from _units(child, part, open_all, in_list=opens or (bare and in_list))
 
 
 def modules_around(units: Iterable[str]) -> list[str]:
@@ -117,8 +117,9 @@ def modules_around(units: Iterable[str]) -> list[str]:
     return sorted(names)
 
 
-def _is_list(module: nn.Module) -> bool:
-    return isinstance(module, _LISTS) and type(module).forward in {kind.forward for kind in _LISTS}
+def is_list(module: nn.Module) -> bool:
+    """Whether a module holds others, each for its index or name, and computes nothing but them in turn."""
+    return isinstance(module, LISTS) and type(module).forward in {kind.forward for kind in LISTS}
 
 
 def _has_forward(module: nn.Module) -> bool:
@@ -133,7 +134,7 @@ def _blocks(container: nn.Module) -> list[nn.Module]:
 def _has_lists(module: nn.Module) -> bool:
     modules = list(module.modules())
     parametrizations = {id(child.parametrizations) for child in modules if is_parametrized(child)}
-    lists = (child for child in modules if _is_list(child) and id(child) not in parametrizations)
+    lists = (child for child in modules if is_list(child) and id(child) not in parametrizations)
     return not wraps_compiled(module) and any(map(_blocks, lists))
 
 
