@@ -21,6 +21,7 @@ from lightning_megatp.plan.shard import ShardedTensorSpec
 from lightning_megatp.shim.torch import WithoutMode, tree_leaves
 from lightning_megatp.tensor.features.rules.table import POINTWISE
 from lightning_megatp.tensor.functions import (
+    argument,
     bare_name,
     called_by_this_package,
     couples,
@@ -141,7 +142,7 @@ class WeightWatch(TorchFunctionMode):
         at = _DIM_AT.get(operation)
         if spec is None or at is None or args[0].dim() != len(spec.shape):
             return False
-        given = kwargs.get("dim", args[at] if len(args) > at else 1 if operation == "normalize" else None)
+        given = argument(args, kwargs, at, "dim", default=1 if operation == "normalize" else None)
         dims = given if isinstance(given, (tuple, list)) else [given]
         return all(isinstance(dim, int) and dim % len(spec.shape) != spec.dim for dim in dims)
 

@@ -21,6 +21,7 @@ from lightning_megatp.shim.torch import tree_leaves
 from lightning_megatp.tensor.context import OpenStack, TensorContext
 from lightning_megatp.tensor.draws import draws_random
 from lightning_megatp.tensor.functions import (
+    argument,
     bare_name,
     check_caller,
     couples,
@@ -150,8 +151,7 @@ _DIM_AT = {"norm": 2, "vector_norm": 2, "topk": 2, "kthvalue": 2, "quantile": 2,
 
 def _over_last(name: str, dims: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether an operation looks at several elements along the last dim."""
-    at = _DIM_AT.get(bare_name(name), 1)
-    given = kwargs.get("dim", kwargs.get("axis", kwargs.get("dims", args[at] if len(args) > at else None)))
+    given = argument(args, kwargs, _DIM_AT.get(bare_name(name), 1), "dim", "axis", "dims")
     if given is None or name in ("layer_norm", "rms_norm"):
         return True
     chosen = given if isinstance(given, (list, tuple)) else (given,)
