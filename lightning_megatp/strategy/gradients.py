@@ -153,13 +153,11 @@ class GradientMethods(CopyMethods, InspectionMethods):
 
     def _begins_window(self) -> bool:
         """Whether this batch is the first of those whose gradients are accumulated."""
-        assert self.lightning_module is not None
-        trainer = self.lightning_module.trainer
+        trainer = self._trainer()
         return trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        parallel, module = self._parallel(), self.lightning_module
-        assert module is not None
+        parallel, module = self._parallel(), self._module()
         self._went_backward = True
         if self._alone:
             return super().backward(closure_loss, optimizer, *args, **kwargs)
@@ -198,13 +196,12 @@ class GradientMethods(CopyMethods, InspectionMethods):
 
     def _show_gradients(self, closure_loss: Tensor) -> Tensor:
         """Gradients are what they will be after this batch: to whoever looks at them."""
-        assert self.lightning_module is not None
         self._window_open = self._accumulating
         if self.sharding is not None:
             self.sharding.shown.show()
         self._verify_gradients()
         self._parallel().keep_whole_where_used_outside(with_inner(self.optimizers))
-        shown: Tensor = self.precision_plugin.post_backward(closure_loss, self.lightning_module)
+        shown: Tensor = self.precision_plugin.post_backward(closure_loss, self._module())
         return shown
 
     def _change_gradients(self, to: Callable[[Iterator[Tensor]], None]) -> None:
@@ -224,8 +221,7 @@ class GradientMethods(CopyMethods, InspectionMethods):
 
     def _pipeline_backward(self) -> Backward:
         """How a pipeline's last stage scales its losses, and the hook before the first backward."""
-        module, plugin = self.lightning_module, self.precision_plugin
-        assert module is not None
+        module, plugin = self._module(), self.precision_plugin
         accumulated, scaler = module.trainer.accumulate_grad_batches, getattr(plugin, "scaler", None)
         # else gradients of earlier backwards may be there
         in_batch = accumulated == 1 and module.automatic_optimization
@@ -302,8 +298,7 @@ class GradientMethods(CopyMethods, InspectionMethods):
     @property
     def _sets_aside(self) -> bool:
         """Whether gradients that were summed may meet others that were not."""
-        assert self.lightning_module is not None
-        return not (self.lightning_module.automatic_optimization and self.tp == self.pp == 1)
+        return not (self._module().automatic_optimization and self.tp == self.pp == 1)
 
     def _held_parameters(self) -> list[Tensor]:
         parallel = self._parallel()
@@ -319,8 +314,7 @@ class GradientMethods(CopyMethods, InspectionMethods):
             )
         if self._alone:
             return super().optimizer_step(optimizer, closure, model, **kwargs)
-        module, context = self.lightning_module, self._parallel().context
-        assert module is not None
+        module, context = self._module(), self._parallel().context
         self._try_optimizers([optimizer])  # hooks may have given it more parameters
         by_hand = None if module.automatic_optimization else self.sharding
         of_step = context.user_code  # in manual optimization: a closure is the step's code, and hooks are not
@@ -356,8 +350,7 @@ class GradientMethods(CopyMethods, InspectionMethods):
 
     def _refresh_buckets(self) -> None:
         """Make the gradient buckets for the parameters that now require a gradient (a callback may unfreeze some)."""
-        mesh, module = self._mesh(), self.lightning_module
-        assert module is not None
+        mesh, module = self._mesh(), self._module()
         if mesh.size("dp") == 1:
             return
         every = self._all_parameters(module)
@@ -387,10 +380,8 @@ class GradientMethods(CopyMethods, InspectionMethods):
 
     def _forget_abandoned(self) -> None:
         """A batch begins to accumulate while the one before waited for another: their epoch was ended."""
-        assert self.lightning_module is not None
-        trainer = self.lightning_module.trainer
-        first = trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0
-        if self._window_open and first and self.lightning_module.automatic_optimization and self.sharding is not None:
+        automatic = self._module().automatic_optimization
+        if self._window_open and self._begins_window() and automatic and self.sharding is not None:
             self.sharding.forget_unreduced()
 
     def _leave_gradients(self) -> None:

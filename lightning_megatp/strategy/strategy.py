@@ -364,10 +364,9 @@ class MegaTPStrategyBase(StepMethods, GradientMethods, BuildingMethods, WorldMet
 
     def _convert(self, trainer: Any) -> None:
         """What every strategy of Lightning does with a module first; here it is the last that is recorded of it."""
-        assert self.accelerator is not None and self.lightning_module is not None
+        assert self.accelerator is not None
         self.accelerator.setup(trainer)
-        module = self.lightning_module
-        building = self._building
+        module, building = self._module(), self._building
         with nullcontext() if building is None else building.record():
             if trainer.state.fn == "fit" and self._layer_sync is not None and self._mesh().size("dp") > 1:
                 self._layer_sync.apply(module)  # Trainer(sync_batchnorm=True)
@@ -382,8 +381,7 @@ class MegaTPStrategyBase(StepMethods, GradientMethods, BuildingMethods, WorldMet
 
     def _keep_unsplit(self, trainer: Any) -> None:
         """Copies of the unsplit model, for what is compared with it or predicted from it later."""
-        module = self.lightning_module
-        assert module is not None
+        module = self._module()
         if trainer.state.fn == "fit" and not getattr(module, "automatic_optimization", True):
             check_by_hand(self.verify or requested() == "verify", self._trace is not None)
         if requested() == "verify":
@@ -396,16 +394,14 @@ class MegaTPStrategyBase(StepMethods, GradientMethods, BuildingMethods, WorldMet
 
     def _outlines(self) -> Outlines | None:
         """Outlines of modules among the hyperparameters, before they are split; None where there are none."""
-        module = self.lightning_module
-        assert module is not None
+        module = self._module()
         split = self.parallelism.split_form(module)
         outlines = Outlines(module) if split is None else split.outlines
         return outlines if outlines else None
 
     def _split(self, mesh: ParallelMesh, example: Example) -> ParallelModule:
         """Over tp, pp and dp, in this order; and give this rank's part its values."""
-        module, building = self.lightning_module, self._building
-        assert module is not None
+        module, building = self._module(), self._building
         if building is None and self.parallelism.split_form(module) is None:
             self._remember_parameters(module)
             self._hold_back(module)
