@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dis
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from functools import partial, partialmethod
 from types import CodeType, FunctionType, MethodType
 from typing import Any
@@ -39,6 +39,11 @@ _DEEP = 8
 def is_users(x: Any, name: str) -> bool:
     """Whether a hook of a module or callback is the user's own, or one of Lightning's that runs the user's code."""
     return any(_is_own(x, hook) for hook in (name, *_BEHIND.get(name, ())))
+
+
+def users_hooks(owners: Iterable[Any], hooks: Collection[str] = HOOKS) -> Iterator[tuple[Any, str]]:
+    """Which hooks of modules and callbacks are the user's own: whose, and which."""
+    return ((owner, hook) for owner in owners for hook in hooks if is_users(owner, hook))
 
 
 def _is_own(x: Any, name: str) -> bool:

@@ -11,14 +11,14 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_megatp.origins import THIS_PACKAGE, callers_frame, module_of_frame
+from lightning_megatp.parts.mode import HookMode
 from lightning_megatp.parts.positions import Positions
 from lightning_megatp.parts.rows import address_of
 from lightning_megatp.plan.shard import ShardedTensorSpec
-from lightning_megatp.shim.torch import WithoutMode, tree_leaves
+from lightning_megatp.shim.torch import tree_leaves
 from lightning_megatp.tensor.features.rules.table import POINTWISE
 from lightning_megatp.tensor.functions import (
     argument,
@@ -70,7 +70,7 @@ def part_written(hook: str, weight: str) -> str:
     )
 
 
-class WeightWatch(TorchFunctionMode):
+class WeightWatch(HookMode):
     """While a hook runs.
 
     Args:
@@ -145,11 +145,6 @@ class WeightWatch(TorchFunctionMode):
         given = argument(args, kwargs, at, "dim", default=1 if operation == "normalize" else None)
         dims = given if isinstance(given, (tuple, list)) else [given]
         return all(isinstance(dim, int) and dim % len(spec.shape) != spec.dim for dim in dims)
-
-    def pause(self, call: Callable[[], Any]) -> Any:
-        """Call something that is not watched."""
-        with WithoutMode(self):
-            return call()
 
     def _name(self, x: Any) -> str | None:
         """The name of the parameter that a tensor is, or was made of."""

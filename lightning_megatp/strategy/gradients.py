@@ -32,7 +32,7 @@ from lightning_megatp.pipeline.pipeline import Pipeline
 from lightning_megatp.pipeline.schedules.trace import StepTrace
 from lightning_megatp.strategy.copies import CopyMethods
 from lightning_megatp.strategy.inspection import InspectionMethods
-from lightning_megatp.user_hooks import is_users
+from lightning_megatp.user_hooks import users_hooks
 
 _BETWEEN_BATCHES = ("on_train_batch_end", "on_train_batch_start", "on_validation_start", "on_validation_epoch_start")
 """Hooks that run after a batch that only accumulates."""
@@ -105,8 +105,7 @@ class GradientMethods(CopyMethods, InspectionMethods):
         self.setup_optimizers(trainer)
         if self.sharding is not None:
             self.sharding.check_known(self.optimizers)
-        watched = (parallel.module, *trainer.callbacks)
-        self._looked_at_between = any(is_users(x, hook) for x in watched for hook in _BETWEEN_BATCHES)
+        self._looked_at_between = any(users_hooks((parallel.module, *trainer.callbacks), _BETWEEN_BATCHES))
         self._whole_steps = WholeSteps(parallel)
         if self.sharding is not None:
             refuse_shared_out(self.optimizers)
