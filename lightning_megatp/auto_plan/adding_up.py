@@ -16,6 +16,7 @@ from lightning_megatp.auto_plan.blocks import PLAIN, Call, is_linear, tensors_an
 from lightning_megatp.auto_plan.exact import exact
 from lightning_megatp.auto_plan.runs import Ran, crowded, large, run
 from lightning_megatp.auto_plan.thin import block_copy, concrete_call, thin_copy
+from lightning_megatp.detour import entries_replaced
 from lightning_megatp.plan.layer import StackLayout, UserOperation
 from lightning_megatp.plan.layer_styles import pieces
 from lightning_megatp.plan.ranges import Ranges
@@ -397,28 +398,22 @@ def thinned(module: nn.Module, layout: StackLayout) -> Iterator[int]:
         How many.
     """
     inside = _few_inside(module, layout.parameters)
-    before: list[tuple[dict[str, Any], str, Any]] = []
 
-    def put(held: dict[str, Any], key: str, value: object) -> None:
-        before.append((held, key, held[key]))
-        held[key] = value
+    def entries() -> Iterator[tuple[dict[str, Any], str, Any]]:
+        for entry in layout.parameters:
+            if entry.dim is not None:
+                holder, leaf = holder_of(module, entry.name)
+                parameter = holder._parameters[leaf]
+                assert parameter is not None
+                dim, shape = entry.dim, list(parameter.shape)
+                shape[dim] = inside * entry.unit * len(pieces(shape[dim], entry.parts))
+                yield holder._parameters, leaf, nn.Parameter(parameter.new_empty(shape, device="meta"))
+        for count in layout.counts or ():
+            holder, key = holder_of(module, count)
+            yield vars(holder), key, inside
 
-    for entry in layout.parameters:
-        if entry.dim is not None:
-            holder, leaf = holder_of(module, entry.name)
-            parameter = holder._parameters[leaf]
-            assert parameter is not None
-            dim, shape = entry.dim, list(parameter.shape)
-            shape[dim] = inside * entry.unit * len(pieces(shape[dim], entry.parts))
-            put(holder._parameters, leaf, nn.Parameter(parameter.new_empty(shape, device="meta")))
-    for count in layout.counts or ():
-        holder, key = holder_of(module, count)
-        put(vars(holder), key, inside)
-    try:
+    with entries_replaced(entries()):
         yield inside
-    finally:
-        for held, key, value in reversed(before):
-            held[key] = value
 
 
 def _few_inside(module: nn.Module, parameters: Sequence[ExpertParameter]) -> int:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_megatp.detour import entries_replaced
 from lightning_megatp.origins import is_frameworks, is_torchs, module_of
 from lightning_megatp.plan.units import LISTS, PARAMETER_CONTAINERS, is_list
 from lightning_megatp.shim.torch import tree_leaves
@@ -363,17 +364,9 @@ def _content(value: Any, depth: int) -> str:
     return f"{type(value)} {id(value) if inside is None else _content(inside, depth + 1)}"
 
 
-@contextlib.contextmanager
-def without_logging(module: nn.Module) -> Iterator[None]:
+def without_logging(module: nn.Module) -> contextlib.AbstractContextManager[None]:
     """Let `self.log` do nothing meanwhile."""
-    before: dict[str, Any] = {name: module.__dict__[name] for name in ("log", "log_dict") if name in module.__dict__}
-    module.__dict__.update(log=_nothing, log_dict=_nothing)
-    try:
-        yield
-    finally:
-        for name in ("log", "log_dict"):
-            module.__dict__.pop(name, None)
-        module.__dict__.update(before)
+    return entries_replaced((vars(module), name, _nothing) for name in ("log", "log_dict"))
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
