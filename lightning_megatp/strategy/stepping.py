@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from lightning_megatp.batches.same import SameBatch, refuse_lengths, warn_of_lengths
+from lightning_megatp.batches.lengths import refuse_lengths, warn_of_lengths
+from lightning_megatp.batches.same import SameBatch
 from lightning_megatp.gradients.in_steps import StepGradients
 from lightning_megatp.gradients.wide import widen
 from lightning_megatp.optimizers.nested import with_inner
