@@ -140,8 +140,10 @@ class _Trial:
         self._single = False
 
     def compare(self, train: bool, call: Callable[[], Call]) -> None:
-        """Args:
-        call: makes it, anew for each.
+        """Compare what the whole makes of a call with the sum of what its parts make of it.
+
+        Args:
+            call: makes it, anew for each.
 
         Raises:
             NotAdditive: the parts do something else than the whole.
@@ -192,8 +194,10 @@ class _Trial:
         )
 
     def check_used(self) -> None:
-        """Raises:
-        NotAdditive: nothing that was returned depends on what is split.
+        """See whether what the calls returned depends on what is split.
+
+        Raises:
+            NotAdditive: it doesn't.
         """
         split = [entry.name for entry in self._layout.parameters if entry.split]
         if not self._used and any(self._whole.get_parameter(name).requires_grad for name in split):
@@ -267,8 +271,10 @@ def _close(found: Any, wanted: Tensor, parts: Sequence[Tensor]) -> bool:
 
 
 def _check_whole(ran: Ran) -> None:
-    """Raises:
-    NotAdditive: it does what its parts can't do for it.
+    """See whether the whole does what its parts can't do for it.
+
+    Raises:
+        NotAdditive: it does.
     """
     if ran.checkpoints:
         raise NotAdditive(

@@ -280,7 +280,8 @@ class _Places:
 
     @classmethod
     def of(cls, leaves: Iterable[tuple[int, bool]], description: int) -> _Places:
-        """
+        """Lay leaves out one behind the other.
+
         Args:
             leaves: bytes of each, and whether it is on the CPU.
         """

@@ -24,8 +24,10 @@ _OTHERS = {"FSDPPrecision", "DeepSpeedPrecision", "XLAPrecision"}
 
 
 def check_precision(plugin: Any, pp: int) -> None:
-    """Raises:
-    ValueError: a precision plugin that would do a part of what it says, or nothing.
+    """Refuse precision plugins that don't do all of what they say with this strategy.
+
+    Raises:
+        ValueError: a precision plugin that would do a part of what it says, or nothing.
     """
     if _OTHERS & {kind.__name__ for kind in type(plugin).__mro__}:
         raise ValueError(

@@ -99,8 +99,10 @@ class Positions:
                 self._views[x] = what
 
     def check_view(self, x: Any) -> None:
-        """Raises:
-        RuntimeError: an operation is about to change what was read by position.
+        """Refuse to change what was read by position.
+
+        Raises:
+            RuntimeError: an operation is about to.
         """
         what = self._views.get(x) if isinstance(x, Tensor) else None
         if what is not None:

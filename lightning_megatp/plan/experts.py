@@ -57,7 +57,9 @@ def usual_parameters(name: str, module: nn.Module) -> tuple[ExpertParameter, ...
 
 
 def check_parameters(name: str, module: nn.Module, parameters: tuple[ExpertParameter, ...], proven: bool) -> None:
-    """Args:
+    """Compare a plan's entries for the parameters of experts with those of the module.
+
+    Args:
         proven: whether what the parts compute is known to add up.
 
     Raises:

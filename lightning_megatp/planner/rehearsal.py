@@ -180,8 +180,10 @@ def _swapped(
 
 @contextlib.contextmanager
 def _recorded(module: nn.Module, held: set[int]) -> Iterator[SavedForBackward]:
-    """Args:
-    held: storages that don't count: parameters, buffers, the batch.
+    """Record what is saved for backward, by unit.
+
+    Args:
+        held: storages that don't count: parameters, buffers, the batch.
     """
     found = SavedForBackward()
     where, current = "", found.saved.setdefault("", {})

@@ -45,8 +45,10 @@ class Namespace:
 
     @classmethod
     def load(cls, name: str) -> Namespace:
-        """Args:
-        name: "lightning.pytorch" or "pytorch_lightning".
+        """Import one copy of Lightning.
+
+        Args:
+            name: "lightning.pytorch" or "pytorch_lightning".
         """
         strategies = importlib.import_module(f"{name}.strategies")
         launchers = importlib.import_module(f"{name}.strategies.launchers.subprocess_script")

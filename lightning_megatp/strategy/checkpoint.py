@@ -43,8 +43,10 @@ class CheckpointMethods(LoadingMethods):
     """What Lightning calls to save and to load, in one file or in a folder."""
 
     def _set_up_checkpoints(self, checkpoint: str, async_save: bool) -> None:
-        """Raises:
-        ValueError: a format that there isn't, or one that can't be saved in the background.
+        """Take the arguments that are about checkpoints.
+
+        Raises:
+            ValueError: a format that there isn't, or one that can't be saved in the background.
         """
         if checkpoint not in ("file", "folder"):
             raise ValueError(
@@ -250,8 +252,10 @@ class CheckpointMethods(LoadingMethods):
     # ---------------------------------------------------------------- after an exception
 
     def _check_places(self, trainer: Any) -> None:
-        """Raises:
-        ValueError: a callback shall save folders where only files can be written, or by a plugin for files.
+        """See whether checkpoints can be written where plugins and callbacks want them.
+
+        Raises:
+            ValueError: a callback shall save folders where only files can be written, or by a plugin for files.
         """
         if self.checkpoint == "folder" and self._checkpoint_io is not None:
             raise ValueError(

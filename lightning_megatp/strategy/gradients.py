@@ -45,8 +45,10 @@ class GradientMethods(CopyMethods, InspectionMethods):
     _whole_steps: WholeSteps
 
     def _set_up_gradients(self, bucket_mb: float) -> None:
-        """Raises:
-        ValueError: a size below 0.
+        """Take the argument that is about gradients.
+
+        Raises:
+            ValueError: a size below 0.
         """
         if bucket_mb < 0:
             raise ValueError(f"MegaTPStrategy: bucket_mb={bucket_mb}, but a size is 0 or more MiB.")

@@ -94,7 +94,9 @@ class FirstBatch:
             )
 
     def compare_gradients(self, gradients: Mapping[str, Tensor]) -> None:
-        """Args:
+        """Compare the gradients of the first batch with those of the unsplit model.
+
+        Args:
             gradients: of the whole model, by name.
 
         Raises:

@@ -77,8 +77,10 @@ class RegionWatch(TorchFunctionMode):
         return next((self._known[block] for block in blocks if block in self._known), None)
 
     def _check_known(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Raises:
-        RuntimeError: an operation looks at all features of a rank, as none did when the plan was proven.
+        """Refuse what nobody saw the step do with all features of a layer.
+
+        Raises:
+            RuntimeError: an operation looks at all features of a rank, as none did when the plan was proven.
         """
         x, region = args[0] if args else None, self.context.open_region
         if not isinstance(x, Tensor) or not x.is_floating_point() or not x.dim() or region is None:
@@ -97,8 +99,10 @@ class RegionWatch(TorchFunctionMode):
             )
 
     def _check_stack(self, stack: OpenStack, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Raises:
-        RuntimeError: an operation on what experts computed, as none was when their parts were found to add up.
+        """Refuse what nobody saw the step do with the outputs of experts.
+
+        Raises:
+            RuntimeError: an operation on what experts computed, as none was when their parts were found to add up.
         """
         seen = self._stacks.get(stack.name)
         if seen is None or name in _ADDS_UP or any(map(is_fake, stack.parts)):  # in a dry run nothing is computed

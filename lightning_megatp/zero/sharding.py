@@ -428,16 +428,20 @@ class ZeroSharding:
             parameter.whole.requires_grad_(parameter.local.requires_grad)
 
     def _check_unchanged(self) -> None:
-        """Raises:
-        RuntimeError: a value was written to what is gathered, and would be lost.
+        """See whether what is gathered still has the values of the rows.
+
+        Raises:
+            RuntimeError: a value was written to what is gathered, and would be lost.
         """
         for parameter in self.parameters:
             if tensor_version(parameter.whole) != self._versions[parameter.name]:
                 raise RuntimeError(lost_change(parameter.name))
 
     def check_known(self, optimizers: Iterable[Optimizer]) -> None:
-        """Raises:
-        ValueError: an optimizer was given a parameter that isn't the module's any more.
+        """See whether optimizers were given parameters of the module alone.
+
+        Raises:
+            ValueError: an optimizer was given a parameter that isn't the module's any more.
         """
         known = {id(p) for p in self.parallel.module.parameters()} | self.parallel.divided.keys()
         for optimizer in optimizers:

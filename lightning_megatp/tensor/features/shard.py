@@ -75,7 +75,7 @@ class FeatureShard(Shard):
         return value
 
     def take_part(self, whole: Tensor) -> None:
-        """Communication: `GroupExchange.scatter`."""
+        """Take this rank's features of a whole tensor. Communication: `GroupExchange.scatter`."""
         layout = self.features
         self.plain.copy_(layout.context.exchange.scatter(whole, layout.dim, layout.by_rank))
 
