@@ -12,6 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
+from lightning_megatp.detour import entries_replaced
 from lightning_megatp.messages import OfOneRank
 from lightning_megatp.origins import package_of
 from lightning_megatp.shim.lightning import around_metrics, trainer_of
@@ -266,16 +267,15 @@ def loggers_in(module: nn.Module) -> list[nn.Module]:
 def logging_by(switch: Switch, loggers: Sequence[nn.Module]) -> Iterator[None]:
     """Let a switch decide about `self.log(...)` and `self.log_dict(...)` of modules, and about the metrics that a step
     reads of their Trainer."""
-    before = [(child, name, child.__dict__.get(name)) for child in loggers for name in _LOGGING]
     trainer = next(filter(None, map(trainer_of, loggers)), None)
-    for child, name, _ in before:
-        child.__dict__[name] = functools.partial(switch.log, getattr(child, name))
-    try:
-        with contextlib.nullcontext() if trainer is None else around_metrics(trainer, switch.reading_metrics):
-            yield
-    finally:
-        for child, name, value in before:
-            _put(child, name, value)
+    methods = (
+        (vars(child), name, functools.partial(switch.log, getattr(child, name)))
+        for child in loggers
+        for name in _LOGGING
+    )
+    reading = contextlib.nullcontext() if trainer is None else around_metrics(trainer, switch.reading_metrics)
+    with entries_replaced(methods), reading:
+        yield
 
 
 def _entries(unit: nn.Module) -> dict[str, Callable[..., Any]]:

@@ -1,11 +1,14 @@
-"""A method of one object, replaced on that object alone."""
+"""What is replaced for a while: a method of one object, on that object alone; entries of dicts."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
+
+_ABSENT = object()
 
 
 class Detour:
@@ -64,3 +67,25 @@ def end_all(detours: list[Detour]) -> None:
     for detour in detours:
         detour.end()
     detours.clear()
+
+
+@contextlib.contextmanager
+def entries_replaced(entries: Iterable[tuple[dict[Any, Any], Any, Any]]) -> Iterator[None]:
+    """Let dicts hold other values meanwhile. What was absent is absent again afterwards.
+
+    Args:
+        entries: dict, key and value. Each is asked for when those before it are in place. The dicts' own methods are
+            passed by: `LayerParameters` hands out other objects than it holds.
+    """
+    before: list[tuple[dict[Any, Any], Any, Any]] = []
+    try:
+        for held, key, value in entries:
+            before.append((held, key, dict.get(held, key, _ABSENT)))
+            dict.__setitem__(held, key, value)
+        yield
+    finally:
+        for held, key, value in reversed(before):
+            if value is _ABSENT:
+                dict.pop(held, key, None)
+            else:
+                dict.__setitem__(held, key, value)

@@ -40,8 +40,10 @@ class OfOneRank:
     itself, which no other run could do anything with."""
 
     def __reduce__(self) -> Any:
-        """Raises:
-        RuntimeError: always.
+        """Refuse to be pickled.
+
+        Raises:
+            RuntimeError: always.
         """
         raise RuntimeError(
             "MegaTPStrategy: a module is pickled whole (`torch.save(module, file)`), of which this rank holds a part."

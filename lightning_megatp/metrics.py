@@ -33,16 +33,15 @@ def gather_metrics_over(owners: Iterable[Any], group: dist.ProcessGroup) -> None
     """
     sync = _GatherOver(group)
     for metric in (x for owner in owners for x in modules_on(owner)):
-        ours = getattr(metric, "dist_sync_fn", None)
-        if isinstance(metric, Metric) and metric.process_group is None and (ours is None or hasattr(ours, "megatp")):
+        chosen = getattr(metric, "dist_sync_fn", None)
+        is_ours = chosen is None or isinstance(chosen, _GatherOver)
+        if isinstance(metric, Metric) and metric.process_group is None and is_ours:
             metric.dist_sync_fn = sync
 
 
 class _GatherOver:
     """Gathers over a group. Copies of a metric have the same one; a pickled metric, as among the hyperparameters of a
     checkpoint, has none: there `dist_sync_fn` is None, as it was."""
-
-    megatp = True
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dis
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from functools import partial, partialmethod
 from types import CodeType, FunctionType, MethodType
 from typing import Any
@@ -41,6 +41,11 @@ def is_users(x: Any, name: str) -> bool:
     return any(_is_own(x, hook) for hook in (name, *_BEHIND.get(name, ())))
 
 
+def users_hooks(owners: Iterable[Any], hooks: Collection[str] = HOOKS) -> Iterator[tuple[Any, str]]:
+    """Which hooks of modules and callbacks are the user's own: whose, and which."""
+    return ((owner, hook) for owner in owners for hook in hooks if is_users(owner, hook))
+
+
 def _is_own(x: Any, name: str) -> bool:
     hook = vars(x).get(name, getattr(type(x), name, None))
     return hook is not None and not (is_lightnings(hook) or package_of(hook) == THIS_PACKAGE)
@@ -58,7 +63,7 @@ def mentions(owner: Any, names: Collection[str], hook: str | None = None) -> boo
     return any(not words_of(code).isdisjoint(names) for code in codes_of(owner, hook))
 
 
-def codes_of(owner: Any, hook: str | None = None) -> Iterator[CodeType]:
+def codes_of(owner: Any, hook: str | None) -> Iterator[CodeType]:
     """The user's code on an object, with that of the functions and own methods that it calls; without what lies inside
     of functions, which `words_of` looks into.
 

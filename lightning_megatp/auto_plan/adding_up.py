@@ -16,6 +16,7 @@ from lightning_megatp.auto_plan.blocks import PLAIN, Call, is_linear, tensors_an
 from lightning_megatp.auto_plan.exact import exact
 from lightning_megatp.auto_plan.runs import Ran, crowded, large, run
 from lightning_megatp.auto_plan.thin import block_copy, concrete_call, thin_copy
+from lightning_megatp.detour import entries_replaced
 from lightning_megatp.plan.layer import StackLayout, UserOperation
 from lightning_megatp.plan.layer_styles import pieces
 from lightning_megatp.plan.ranges import Ranges
@@ -139,8 +140,10 @@ class _Trial:
         self._single = False
 
     def compare(self, train: bool, call: Callable[[], Call]) -> None:
-        """Args:
-        call: makes it, anew for each.
+        """Compare what the whole makes of a call with the sum of what its parts make of it.
+
+        Args:
+            call: makes it, anew for each.
 
         Raises:
             NotAdditive: the parts do something else than the whole.
@@ -191,8 +194,10 @@ class _Trial:
         )
 
     def check_used(self) -> None:
-        """Raises:
-        NotAdditive: nothing that was returned depends on what is split.
+        """See whether what the calls returned depends on what is split.
+
+        Raises:
+            NotAdditive: it doesn't.
         """
         split = [entry.name for entry in self._layout.parameters if entry.split]
         if not self._used and any(self._whole.get_parameter(name).requires_grad for name in split):
@@ -266,8 +271,10 @@ def _close(found: Any, wanted: Tensor, parts: Sequence[Tensor]) -> bool:
 
 
 def _check_whole(ran: Ran) -> None:
-    """Raises:
-    NotAdditive: it does what its parts can't do for it.
+    """See whether the whole does what its parts can't do for it.
+
+    Raises:
+        NotAdditive: it does.
     """
     if ran.checkpoints:
         raise NotAdditive(
@@ -397,28 +404,22 @@ def thinned(module: nn.Module, layout: StackLayout) -> Iterator[int]:
         How many.
     """
     inside = _few_inside(module, layout.parameters)
-    before: list[tuple[dict[str, Any], str, Any]] = []
 
-    def put(held: dict[str, Any], key: str, value: object) -> None:
-        before.append((held, key, held[key]))
-        held[key] = value
+    def entries() -> Iterator[tuple[dict[str, Any], str, Any]]:
+        for entry in layout.parameters:
+            if entry.dim is not None:
+                holder, leaf = holder_of(module, entry.name)
+                parameter = holder._parameters[leaf]
+                assert parameter is not None
+                dim, shape = entry.dim, list(parameter.shape)
+                shape[dim] = inside * entry.unit * len(pieces(shape[dim], entry.parts))
+                yield holder._parameters, leaf, nn.Parameter(parameter.new_empty(shape, device="meta"))
+        for count in layout.counts or ():
+            holder, key = holder_of(module, count)
+            yield vars(holder), key, inside
 
-    for entry in layout.parameters:
-        if entry.dim is not None:
-            holder, leaf = holder_of(module, entry.name)
-            parameter = holder._parameters[leaf]
-            assert parameter is not None
-            dim, shape = entry.dim, list(parameter.shape)
-            shape[dim] = inside * entry.unit * len(pieces(shape[dim], entry.parts))
-            put(holder._parameters, leaf, nn.Parameter(parameter.new_empty(shape, device="meta")))
-    for count in layout.counts or ():
-        holder, key = holder_of(module, count)
-        put(vars(holder), key, inside)
-    try:
+    with entries_replaced(entries()):
         yield inside
-    finally:
-        for held, key, value in reversed(before):
-            held[key] = value
 
 
 def _few_inside(module: nn.Module, parameters: Sequence[ExpertParameter]) -> int:

@@ -31,7 +31,7 @@ class BareWeights:
     """Of these others what is multiplied with."""
 
 
-def bare_weights(block: Block, stacks: Collection[str] = ()) -> BareWeights:
+def bare_weights(block: Block, stacks: Collection[str]) -> BareWeights:
     """What a block's code does with the weights that belong to no layer; nothing is found where it can't be run.
 
     Args:

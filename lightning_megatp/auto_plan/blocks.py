@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_megatp.detour import entries_replaced
 from lightning_megatp.origins import is_frameworks, is_torchs, module_of
-from lightning_megatp.plan.units import PARAMETER_CONTAINERS
+from lightning_megatp.plan.units import LISTS, PARAMETER_CONTAINERS, is_list
 from lightning_megatp.shim.torch import tree_leaves
 from lightning_megatp.shim.transformers import is_conv1d
 from lightning_megatp.tensor.functions import without_arguments
 
-_LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 _FEW, _DEEP = 4096, 6
 _LIBRARIES = ("transformers", "torchmetrics", "peft")
 """Whose hooks, beside those of frameworks, are part of what a module computes."""
@@ -228,9 +228,9 @@ def _blocks(name: str, module: nn.Module, in_list: bool) -> Iterator[str]:
     if _weight(module) < 2 or isinstance(module, PARAMETER_CONTAINERS):
         return
     children = [(f"{name}.{child}".lstrip("."), part) for child, part in module.named_children()]
-    is_list = isinstance(module, _LISTS) and type(module).forward in {kind.forward for kind in _LISTS}
-    if name == "" or is_list or (not in_list and _has_block_list(module)) or (in_list and _is_mostly_lists(module)):
-        found = [block for child, part in children for block in _blocks(child, part, in_list=is_list or in_list)]
+    opens = is_list(module)
+    if name == "" or opens or (not in_list and _has_block_list(module)) or (in_list and _is_mostly_lists(module)):
+        found = [block for child, part in children for block in _blocks(child, part, in_list=opens or in_list)]
         if found or name == "" or isinstance(module, nn.ModuleList | nn.ModuleDict):
             yield from found
             return
@@ -289,7 +289,7 @@ def holders_of_parameters(module: nn.Module) -> Counter[int]:
 
 def _inner_lists(module: nn.Module) -> Iterator[nn.Module]:
     for child in module.children():
-        if isinstance(child, _LISTS):
+        if isinstance(child, LISTS):
             yield child
         else:
             yield from _inner_lists(child)
@@ -366,17 +366,9 @@ def _content(value: Any, depth: int) -> str:
     return f"{type(value)} {id(value) if inside is None else _content(inside, depth + 1)}"
 
 
-@contextlib.contextmanager
-def without_logging(module: nn.Module) -> Iterator[None]:
+def without_logging(module: nn.Module) -> contextlib.AbstractContextManager[None]:
     """Let `self.log` do nothing meanwhile."""
-    before: dict[str, Any] = {name: module.__dict__[name] for name in ("log", "log_dict") if name in module.__dict__}
-    module.__dict__.update(log=_nothing, log_dict=_nothing)
-    try:
-        yield
-    finally:
-        for name in ("log", "log_dict"):
-            module.__dict__.pop(name, None)
-        module.__dict__.update(before)
+    return entries_replaced((vars(module), name, _nothing) for name in ("log", "log_dict"))
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_megatp.auto_plan.blocks import PLAIN, Block, Call, copied, describe, uncompiled_part
+from lightning_megatp.detour import entries_replaced
 from lightning_megatp.shim.fakes import CopiesFakes, GroupedProductsOnMeta, failures_of_fakes_unlogged, fake_tensor_mode
 from lightning_megatp.shim.torch import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
@@ -69,23 +70,13 @@ class _Capture:
         """Whether blocks of all kinds were called."""
         return self._awaited <= self._known.keys()
 
-    @contextlib.contextmanager
-    def in_place_of_blocks(self, module: nn.Module) -> Iterator[None]:
-        """Meanwhile blocks are recorded."""
-        before = []
-        for kind in self._kinds:
-            for name in kind.names:
-                target = module.get_submodule(name)
-                before.append((target, target.__dict__.get("forward")))
-                target.__dict__["forward"] = self._recorded(kind, name, uncompiled_part(target).forward)
-        try:
-            yield
-        finally:
-            for target, own in reversed(before):  # a module may be a block and a stack of experts
-                if own is None:
-                    target.__dict__.pop("forward", None)
-                else:
-                    target.__dict__["forward"] = own
+    def in_place_of_blocks(self, module: nn.Module) -> contextlib.AbstractContextManager[None]:
+        """Meanwhile blocks are recorded. A module may be a block and a stack of experts, and is recorded as both."""
+        blocks = ((kind, name, module.get_submodule(name)) for kind in self._kinds for name in kind.names)
+        return entries_replaced(
+            (vars(block), "forward", self._recorded(kind, name, uncompiled_part(block).forward))
+            for kind, name, block in blocks
+        )
 
     def _recorded(self, kind: Block, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:

@@ -399,8 +399,10 @@ def _tied_style(module: nn.Module) -> str | None:
 
 
 def _add(plan: ParallelPlan, name: str, style: str, by_rank: tuple[Ranges, ...], how: str, head: bool = False) -> None:
-    """Args:
-    head: whether a linear layer's outputs are a vocabulary, which a cross-entropy takes split.
+    """Put a layer into a plan.
+
+    Args:
+        head: whether a linear layer's outputs are a vocabulary, which a cross-entropy takes split.
     """
     lazy = style == "column_gather" and head and not plan.compiled
     plan.layers[name] = LayerPlan(name, Style(name, style), by_rank, lazy=lazy)

@@ -31,7 +31,7 @@ class _Exact(TorchFunctionMode):
         draw: is told the first operand of every operation that would draw.
     """
 
-    def __init__(self, draw: Callable[[Any], None] | None = None) -> None:
+    def __init__(self, draw: Callable[[Any], None] | None) -> None:
         super().__init__()
         self._draw = draw
 

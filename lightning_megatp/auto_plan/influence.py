@@ -294,9 +294,11 @@ def _probe(
 def _reach(
     row: ThinLinear, inputs: list[Tensor], others: list[tuple[str, Tensor]], tp: int, twin: nn.Module
 ) -> Iterator[tuple[Dealing, dict[str, list[Tensor]]]]:
-    """Args:
-    row: a layer.
-    inputs: of all its calls.
+    """Which features of other layers' outputs each rank's part of a row layer's inputs is made of.
+
+    Args:
+        row: a layer.
+        inputs: of all its calls.
     """
     for dealing in _dealings(inputs[0].shape[-1], tp, twin):
         if row.matrix_dims.split(1, dealing.by_rank(tp), row.shape) is None:

@@ -21,7 +21,7 @@ from lightning_megatp.auto_plan.thin import ThinLinear, concrete_call
 from lightning_megatp.plan.layer import LayerPlan
 from lightning_megatp.shim.autograd import accumulated_parameter
 from lightning_megatp.shim.torch import tree_leaves, viewed
-from lightning_megatp.tensor.functions import is_in_place, operation_name
+from lightning_megatp.tensor.functions import argument, is_in_place, operation_name
 
 
 def sequence_dim(twin: nn.Module, call: Call, layers: Mapping[str, LayerPlan]) -> int | None:
@@ -82,7 +82,7 @@ class _Watch(TorchFunctionMode):
         if name in ("register_hook", "retain_grad"):
             self.asked = True
         elif name == "requires_grad_" or (name == "requires_grad" and len(args) > 1):  # set
-            wanted = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
+            wanted = argument(args, kwargs, 1, "requires_grad", default=True)
             self.asked = self.asked or bool(wanted and not args[0].requires_grad)
         elif is_in_place(name) and args and isinstance(args[0], Tensor):
             base = viewed(args[0])

@@ -81,8 +81,10 @@ class Uses(TorchFunctionMode):
             self._note("linear", weight, bias)
 
     def _multiplied(self, operation: str, weight: Any, bias: str | None, transposed: bool) -> None:
-        """Args:
-        transposed: whether it was taken as (in, out).
+        """Count a product with a weight.
+
+        Args:
+            transposed: whether it was taken as (in, out).
         """
         matrix = self._matrix(weight)
         assert matrix is not None

@@ -32,13 +32,11 @@ class Building:
     def __init__(self) -> None:
         self._recorder = Recorder()
         self._pending: dict[int, tuple[nn.Parameter, View]] = {}
-        self.bytes_read = 0
-        """From safetensors files, on this rank."""
 
     @contextlib.contextmanager
     def record(self) -> Iterator[None]:
         """Around code that creates layers, or changes them before `finish`."""
-        with self._recorder, _NumpyValues(self._recorder), lazy_safetensors(self._recorder, self._count):
+        with self._recorder, _NumpyValues(self._recorder), lazy_safetensors(self._recorder):
             yield
 
     def check(self) -> None:
@@ -146,9 +144,6 @@ class Building:
             for parameter, twin in list(zip(module.parameters(), copied.parameters(), strict=True)):
                 if parameter in self:
                     _become(twin, nn.Parameter(self.value(parameter), parameter.requires_grad))
-
-    def _count(self, read: int) -> None:
-        self.bytes_read += read
 
 
 class _OnDemand(dict[str, Any]):

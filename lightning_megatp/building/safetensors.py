@@ -24,12 +24,11 @@ from lightning_megatp.shim.transformers import loading_in_this_thread, replaced_
 
 
 @contextlib.contextmanager
-def lazy_safetensors(recorder: Recorder, count: Callable[[int], None]) -> Iterator[None]:
+def lazy_safetensors(recorder: Recorder) -> Iterator[None]:
     """Let transformers read safetensors files lazily, if it is there.
 
     Args:
         recorder: takes the tensors.
-        count: is told of bytes that were read.
     """
     if importlib.util.find_spec("safetensors") is None:
         yield
@@ -38,7 +37,7 @@ def lazy_safetensors(recorder: Recorder, count: Callable[[int], None]) -> Iterat
 
     def open_lazily(file: Any, *args: Any, **kwargs: Any) -> Any:
         reopen = functools.partial(safe_open, os.path.abspath(file), framework="pt")
-        return _LazyFile(safe_open(file, *args, **kwargs), reopen, recorder, count)
+        return _LazyFile(safe_open(file, *args, **kwargs), reopen, recorder)
 
     with replaced_safe_open(open_lazily), loading_in_this_thread():
         yield
@@ -47,8 +46,8 @@ def lazy_safetensors(recorder: Recorder, count: Callable[[int], None]) -> Iterat
 class _LazyFile:
     """What `safe_open` returns, with slices that are read later."""
 
-    def __init__(self, file: Any, reopen: Callable[[], Any], recorder: Recorder, count: Callable[[int], None]) -> None:
-        self._file, self._reopen, self._recorder, self._count = file, reopen, recorder, count
+    def __init__(self, file: Any, reopen: Callable[[], Any], recorder: Recorder) -> None:
+        self._file, self._reopen, self._recorder = file, reopen, recorder
 
     def __enter__(self) -> _LazyFile:
         self._file.__enter__()
@@ -61,7 +60,7 @@ class _LazyFile:
         return getattr(self._file, name)
 
     def get_slice(self, key: str) -> _LazySlice:
-        return _LazySlice(self._file.get_slice(key), Stored(self._reopen, key, self._count), self._recorder)
+        return _LazySlice(self._file.get_slice(key), Stored(self._reopen, key), self._recorder)
 
     def get_tensor(self, key: str) -> Tensor:
         return self.get_slice(key)[...]
@@ -85,15 +84,13 @@ class _LazySlice:
 class Stored:
     """A tensor in a safetensors file."""
 
-    def __init__(self, reopen: Callable[[], Any], key: str, count: Callable[[int], None]) -> None:
-        self._reopen, self._key, self._count = reopen, key, count
+    def __init__(self, reopen: Callable[[], Any], key: str) -> None:
+        self._reopen, self._key = reopen, key
 
     def read(self, spec: ShardSpec | None) -> Tensor:
         """All of it, or a rank's part: of the dims that are split, its ranges alone are read."""
         with self._reopen() as file:
-            value = file.get_tensor(self._key) if spec is None else _read_part(file.get_slice(self._key), spec)
-        self._count(value.numel() * value.element_size())
-        return value
+            return file.get_tensor(self._key) if spec is None else _read_part(file.get_slice(self._key), spec)
 
 
 def _read_part(stored: Any, spec: ShardSpec) -> Tensor:

@@ -14,6 +14,7 @@ from lightning_megatp.shim.collectives import collectives_begun
 
 _TOGETHER = "together"
 _POLL_S = 0.05
+_PATIENCE_S = 10.0
 
 
 class AfterException:
@@ -26,11 +27,10 @@ class AfterException:
         store: that all ranks share; the keys of one run, of which there is a new one every time.
         rank: of this process.
         world_size: how many ranks have to come.
-        patience_s: how long to wait for the others.
     """
 
-    def __init__(self, store: Store, rank: int, world_size: int, patience_s: float = 10.0) -> None:
-        self._store, self._rank, self._world_size, self._patience_s = store, rank, world_size, patience_s
+    def __init__(self, store: Store, rank: int, world_size: int) -> None:
+        self._store, self._rank, self._world_size = store, rank, world_size
         self._decision: str | None = None
 
     @property
@@ -64,12 +64,12 @@ class AfterException:
         if self._store.add("arrived", 1) == self._world_size:
             notes = [json.loads(self._store.get(f"note/{rank}")) for rank in range(self._world_size)]
             return self._settle(_difference(notes))
-        limit = time.monotonic() + self._patience_s
+        limit = time.monotonic() + _PATIENCE_S
         while time.monotonic() < limit:
             if self._store.check(["decision"]):
                 return self._store.get("decision").decode()
             time.sleep(_POLL_S)
-        return self._settle(f"not all ranks have raised within {self._patience_s:.0f} s")
+        return self._settle(f"not all ranks have raised within {_PATIENCE_S:.0f} s")
 
     def _settle(self, decision: str) -> str:
         """Decide for all ranks, unless one has before."""

@@ -62,7 +62,7 @@ class GradientBuckets:
     """
 
     def __init__(
-        self, parameters: Sequence[Sequence[Tensor]], group: dist.ProcessGroup, bucket_mb: float, hooks: bool = True
+        self, parameters: Sequence[Sequence[Tensor]], group: dist.ProcessGroup, bucket_mb: float, hooks: bool
     ) -> None:
         self.group = group
         self.parameters = [parameter for part in parameters for parameter in part]

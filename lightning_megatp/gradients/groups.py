@@ -26,11 +26,13 @@ from lightning_megatp.zero.sharding import ZeroSharding
 
 
 class Groups:
-    """Args:
-    parallel: the module.
-    pipeline: None at pp=1.
-    sharding: None at zero=0.
-    optimizers: those that there are now.
+    """Shows the optimizers' groups as on one device, for a while, and knows the order of their parameters.
+
+    Args:
+        parallel: the module.
+        pipeline: None at pp=1.
+        sharding: None at zero=0.
+        optimizers: those that there are now.
     """
 
     def __init__(

@@ -73,7 +73,7 @@ def own_elements(
     grad: Tensor,
     spec: ShardedTensorSpec | None,
     rank: int,
-    rows: tuple[int, int] | None = None,
+    rows: tuple[int, int] | None,
     order: float = 2.0,
 ) -> list[Tensor]:
     """A gradient as pieces whose norms, over the tensor ranks, make the whole one's: elements that n ranks own count

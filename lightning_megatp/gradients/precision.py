@@ -24,8 +24,10 @@ _OTHERS = {"FSDPPrecision", "DeepSpeedPrecision", "XLAPrecision"}
 
 
 def check_precision(plugin: Any, pp: int) -> None:
-    """Raises:
-    ValueError: a precision plugin that would do a part of what it says, or nothing.
+    """Refuse precision plugins that don't do all of what they say with this strategy.
+
+    Raises:
+        ValueError: a precision plugin that would do a part of what it says, or nothing.
     """
     if _OTHERS & {kind.__name__ for kind in type(plugin).__mro__}:
         raise ValueError(
@@ -42,7 +44,7 @@ def check_precision(plugin: Any, pp: int) -> None:
 
 
 def agree_on_precision(
-    plugin: Any, parallel: ParallelModule, mesh: ParallelMesh, optimizers: Iterable[Optimizer] = ()
+    plugin: Any, parallel: ParallelModule, mesh: ParallelMesh, optimizers: Iterable[Optimizer]
 ) -> None:
     """Clip by the norm of the unsplit model, and let all ranks skip a step when one found inf or nan.
 

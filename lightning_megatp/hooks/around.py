@@ -26,7 +26,7 @@ from lightning_megatp.shim.lightning import finetuning_callbacks
 from lightning_megatp.shim.torch import FOREACH_IN_PLACE, DisableTorchFunction, storage_id, tree_map
 from lightning_megatp.tensor.functions import is_in_place, one_by_one, operation_name, operation_names
 from lightning_megatp.tensor.user_functions import functions_take_whole
-from lightning_megatp.user_hooks import HOOKS, is_users, mentions
+from lightning_megatp.user_hooks import mentions, users_hooks
 
 _HOOKS = (
     *("on_fit_start", "on_train_start", "on_train_epoch_start", "on_train_batch_start", "on_before_zero_grad"),
@@ -53,13 +53,9 @@ def with_whole_groups(trainer: Any, whole: Callable[[], contextlib.AbstractConte
         trainer: about to fit.
         whole: a context in which the optimizers have the module's parameters, of all stages.
     """
-
-    def run(call: Callable[[], Any]) -> Any:
-        with whole():
-            return call()
-
     for callback in finetuning_callbacks(trainer):
-        yield from (Detour(callback, hook, run) for hook in ("on_fit_start", "on_train_epoch_start"))
+        for hook in ("on_fit_start", "on_train_epoch_start"):
+            yield Detour(callback, hook, functools.partial(_within, whole))
 
 
 def finding_divided(trainer: Any, divided: Callable[[], contextlib.AbstractContextManager[None]]) -> Iterator[Detour]:
@@ -70,14 +66,7 @@ def finding_divided(trainer: Any, divided: Callable[[], contextlib.AbstractConte
         trainer: about to fit.
         divided: a context in which all are.
     """
-
-    def run(call: Callable[[], Any]) -> Any:
-        with divided():
-            return call()
-
-    for owner in (trainer.lightning_module, *trainer.callbacks):
-        if is_users(owner, "on_before_zero_grad"):
-            yield Detour(owner, "on_before_zero_grad", run)
+    return _around_hooks(trainer, lambda hook: divided(), lambda owner, hook: hook == "on_before_zero_grad")
 
 
 def keeping_data(trainer: Any, parameters: Sequence[DividedParameter]) -> Iterator[Detour]:
@@ -88,24 +77,22 @@ def keeping_data(trainer: Any, parameters: Sequence[DividedParameter]) -> Iterat
         parameters: those.
     """
 
-    def run(hook: str, call: Callable[[], Any]) -> Any:
-        with DataWatch(parameters) as watching, contextlib.ExitStack() as ends:
-            if hook == "optimizer_step":  # what `super()` does has the step in it
-                ends.callback(Detour(trainer.strategy, hook, watching.pause).end)
-            try:
-                with explaining_written_rows(hook):
-                    return call()
-            except RuntimeError as error:
-                if not finds_rows(error):
-                    raise
-                raise RuntimeError(
-                    f"MegaTPStrategy: `{hook}` computes with parameters that are divided outside of steps"
-                    f" (zero={trainer.strategy.zero.level}). In hooks between steps, calls of a block, of what is in no"
-                    " block and of the whole model gather them; so do training, validation, test and predict steps."
-                    " Take one of these, `.full_tensor()` of a parameter, on all ranks, or zero=0."
-                ) from error
+    @contextlib.contextmanager
+    def watched(hook: str) -> Iterator[None]:
+        try:
+            with DataWatch(parameters).around(*_step_in(hook, trainer)), explaining_written_rows(hook):
+                yield
+        except RuntimeError as error:
+            if not finds_rows(error):
+                raise
+            raise RuntimeError(
+                f"MegaTPStrategy: `{hook}` computes with parameters that are divided outside of steps"
+                f" (zero={trainer.strategy.zero.level}). In hooks between steps, calls of a block, of what is in no"
+                " block and of the whole model gather them; so do training, validation, test and predict steps."
+                " Take one of these, `.full_tensor()` of a parameter, on all ranks, or zero=0."
+            ) from error
 
-    yield from _around_hooks(trainer, run)
+    return _around_hooks(trainer, watched)
 
 
 def with_whole_functions(trainer: Any, parallel: ParallelModule) -> Iterator[Detour]:
@@ -116,12 +103,7 @@ def with_whole_functions(trainer: Any, parallel: ParallelModule) -> Iterator[Det
         trainer: about to run.
         parallel: the split module.
     """
-
-    def run(hook: str, call: Callable[[], Any]) -> Any:
-        with functions_take_whole(parallel.context):
-            return call()
-
-    yield from _around_hooks(trainer, run)
+    return _around_hooks(trainer, lambda hook: functions_take_whole(parallel.context))
 
 
 def among_copies(trainer: Any, counted: Callable[[], contextlib.AbstractContextManager[None]]) -> Iterator[Detour]:
@@ -133,12 +115,7 @@ def among_copies(trainer: Any, counted: Callable[[], contextlib.AbstractContextM
         trainer: about to run.
         counted: a context in which copies are counted, and talk.
     """
-
-    def run(hook: str, call: Callable[[], Any]) -> Any:
-        with counted():
-            return call()
-
-    yield from _around_hooks(trainer, run, lambda owner, hook: mentions(owner, _AMONG_RANKS, hook))
+    return _around_hooks(trainer, lambda hook: counted(), lambda owner, hook: mentions(owner, _AMONG_RANKS, hook))
 
 
 def set_up_among_copies(trainer: Any, counted: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
@@ -159,10 +136,10 @@ def set_up_among_copies(trainer: Any, counted: Callable[[], contextlib.AbstractC
 
         detour = Detour(owner, hook, run)
 
-    for owner in (trainer.lightning_module, trainer.datamodule, *trainer.callbacks):
-        for hook in ("setup", "configure_model"):
-            if owner is not None and is_users(owner, hook) and mentions(owner, _AMONG_RANKS, hook):
-                once(owner, hook)
+    owners = (trainer.lightning_module, trainer.datamodule, *trainer.callbacks)
+    for owner, hook in users_hooks((x for x in owners if x is not None), ("setup", "configure_model")):
+        if mentions(owner, _AMONG_RANKS, hook):
+            once(owner, hook)
 
 
 def with_whole_values(trainer: Any, parallel: ParallelModule) -> Iterator[Detour]:
@@ -172,14 +149,7 @@ def with_whole_values(trainer: Any, parallel: ParallelModule) -> Iterator[Detour
         trainer: about to fit.
         parallel: the split, divided module.
     """
-
-    def run(hook: str, call: Callable[[], Any]) -> Any:
-        with WholeValues(parallel.parts) as cutting, contextlib.ExitStack() as ends:
-            if hook == "optimizer_step":  # what `super()` does has the step in it
-                ends.callback(Detour(trainer.strategy, hook, cutting.pause).end)
-            return call()
-
-    yield from _around_hooks(trainer, run)
+    return _around_hooks(trainer, lambda hook: WholeValues(parallel.parts).around(*_step_in(hook, trainer)))
 
 
 def watching_weights(trainer: Any, parallel: ParallelModule) -> Iterator[Detour]:
@@ -228,15 +198,12 @@ def watching_weights(trainer: Any, parallel: ParallelModule) -> Iterator[Detour]
         return WeightWatch(_split(trainer, parallel), positions, say, written, explain, refuse, briefly)
 
     def run(hook: str, left: Iterator[int], call: Callable[[], Any]) -> Any:
-        with watch(hook, briefly=next(left, None) is None) as watching, contextlib.ExitStack() as ends:
-            ends.callback(Detour(trainer, "save_checkpoint", watching.pause).end)
-            if hook == "optimizer_step":  # what `super()` does is the step, its backward and the optimizer's own work
-                ends.callback(Detour(trainer.strategy, hook, watching.pause).end)
+        watching = watch(hook, briefly=next(left, None) is None)
+        with watching.around((trainer, "save_checkpoint"), *_step_in(hook, trainer)):
             return call()
 
-    for watched in (parallel.module, *trainer.callbacks):
-        for hook in filter(functools.partial(is_users, watched), _HOOKS):
-            yield Detour(watched, hook, functools.partial(run, hook, iter(range(_CALLS))))
+    for owner, hook in users_hooks((parallel.module, *trainer.callbacks), _HOOKS):
+        yield Detour(owner, hook, functools.partial(run, hook, iter(range(_CALLS))))
 
 
 def _split(trainer: Any, parallel: ParallelModule) -> Iterator[tuple[str, Tensor, ShardedTensorSpec]]:
@@ -261,12 +228,7 @@ def explaining_stages(trainer: Any) -> Iterator[Detour]:
     Args:
         trainer: about to run a module that is cut into stages.
     """
-
-    def run(hook: str, call: Callable[[], Any]) -> Any:
-        with explained(hook):
-            return call()
-
-    yield from _around_hooks(trainer, run)
+    return _around_hooks(trainer, explained)
 
 
 @contextlib.contextmanager
@@ -311,16 +273,13 @@ def leaving_out_others(trainer: Any) -> Iterator[Detour]:
         trainer: about to fit a module that is cut into stages.
     """
     owners = (trainer.lightning_module, *trainer.callbacks)
-    listing = {x for x in _HOOKS for owner in owners if is_users(owner, x) and mentions(owner, _LISTS, x)}
+    listing = {hook for owner, hook in users_hooks(owners, _HOOKS) if mentions(owner, _LISTS, hook)}
     numbers = _Numbers(trainer.lightning_module)
 
-    def run(hook: str, call: Callable[[], Any]) -> Any:
-        if hook == "optimizer_step":
-            return call()
-        with _WithoutOthers(hook, numbers if hook in listing else None):
-            return call()
+    def without_others(hook: str) -> contextlib.AbstractContextManager[Any]:
+        return _WithoutOthers(hook, numbers if hook in listing else None)
 
-    yield from _around_hooks(trainer, run)
+    return _around_hooks(trainer, without_others, lambda owner, hook: hook != "optimizer_step")
 
 
 _LISTS = frozenset(["parameters", "named_parameters"])
@@ -406,15 +365,25 @@ class _WithoutOthers(TorchFunctionMode):
 
 def _around_hooks(
     trainer: Any,
-    run: Callable[[str, Callable[[], Any]], Any],
+    context: Callable[[str], contextlib.AbstractContextManager[Any]],
     where: Callable[[Any, str], bool] = lambda owner, hook: True,
 ) -> Iterator[Detour]:
-    """Let `run(hook, call)` call the hooks that users have written, of the module and of callbacks.
+    """Run the hooks that users have written, of the module and of callbacks, in contexts.
 
     Args:
-        where: which of these, by owner and name.
+        context: makes one for a hook, by its name.
+        where: which hooks, by owner and name.
     """
-    for owner in (trainer.lightning_module, *trainer.callbacks):
-        for hook in HOOKS:
-            if is_users(owner, hook) and where(owner, hook):
-                yield Detour(owner, hook, functools.partial(run, hook))
+    for owner, hook in users_hooks((trainer.lightning_module, *trainer.callbacks)):
+        if where(owner, hook):
+            yield Detour(owner, hook, functools.partial(_within, functools.partial(context, hook)))
+
+
+def _within(context: Callable[[], contextlib.AbstractContextManager[Any]], call: Callable[[], Any]) -> Any:
+    with context():
+        return call()
+
+
+def _step_in(hook: str, trainer: Any) -> list[tuple[Any, str]]:
+    """What has the step in it: its backward and the optimizer's own work, of which a hook calls `super()`."""
+    return [(trainer.strategy, hook)] if hook == "optimizer_step" else []

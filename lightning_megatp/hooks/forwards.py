@@ -12,7 +12,7 @@ import torch
 from lightning_megatp.calls import calls_surrounded
 from lightning_megatp.detour import Detour
 from lightning_megatp.module import ParallelModule
-from lightning_megatp.user_hooks import HOOKS, is_users
+from lightning_megatp.user_hooks import users_hooks
 from lightning_megatp.zero.sharding import ZeroSharding
 
 _AROUND_A_STEP = ("backward", "optimizer_step", "zero_grad", "gradient_clipping", "scheduler_step")
@@ -35,10 +35,9 @@ class Forwards:
         Args:
             trainer: about to run.
         """
-        for owner in (trainer.lightning_module, *trainer.callbacks):
-            for hook in HOOKS:
-                if is_users(owner, hook) and not hook.endswith(_AROUND_A_STEP):
-                    yield Detour(owner, hook, functools.partial(self._run, hook))
+        for owner, hook in users_hooks((trainer.lightning_module, *trainer.callbacks)):
+            if not hook.endswith(_AROUND_A_STEP):
+                yield Detour(owner, hook, functools.partial(self._run, hook))
 
     def _run(self, hook: str, call: Callable[[], Any]) -> Any:
         try:

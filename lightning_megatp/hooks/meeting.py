@@ -34,7 +34,7 @@ class Meetings:
     questions for the other ranks until these have come.
     """
 
-    def __init__(self, context: TensorContext, mesh: ParallelMesh, store: Store, divided: bool = False) -> None:
+    def __init__(self, context: TensorContext, mesh: ParallelMesh, store: Store, divided: bool) -> None:
         self._context, self._mesh = context, mesh
         axes = ("pp", "dp", "tp") if divided else ("pp", "tp")
         self._ranks = next(ranks for ranks in mesh.shape.groups(*axes) if mesh.global_rank in ranks)

@@ -386,8 +386,10 @@ def _copy(optimizer: Optimizer, groups: list[_Group]) -> Optimizer:
 
 
 def _step(twin: Optimizer, backward: Callable[[], None] | None = None) -> None:
-    """Args:
-    backward: for a closure, as Lightning gives one to each step.
+    """Let a twin step, with a closure where it needs one.
+
+    Args:
+        backward: for a closure, as Lightning gives one to each step.
     """
 
     def closure() -> Tensor:

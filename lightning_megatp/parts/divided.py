@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_megatp.messages import warn_once_per_run
+from lightning_megatp.parts.mode import HookMode
 from lightning_megatp.parts.rows import DividedParameter
-from lightning_megatp.shim.torch import DisableTorchFunction, WithoutMode, storage_id
+from lightning_megatp.shim.torch import DisableTorchFunction, storage_id
 from lightning_megatp.tensor.functions import is_in_place, operation_name, operation_names, sets_data
 
 _VIEWS = operation_names(
@@ -28,7 +28,7 @@ _NUMBERS = operation_names("item __float__ __int__ __bool__ tolist __index__ __c
 _ARRAYS = operation_names("numpy __array__")
 
 
-class DataWatch(TorchFunctionMode):
+class DataWatch(HookMode):
     """Active around hooks of the user, which find rows as DTensors: of these, `p.data = values` sets the shell alone,
     without an error (torch 2.11 to 2.13). Here the rows take the values. What is written to some of the rows
     (`p[:5].zero_()`) is written to a copy, and raises.
@@ -84,11 +84,6 @@ class DataWatch(TorchFunctionMode):
         for x in result if isinstance(result, (list, tuple)) else (result,):
             if isinstance(x, DTensor) and storage_id(x.to_local()) != storage_id(of.to_local()):
                 self._copies[x] = name
-
-    def pause(self, call: Callable[[], Any]) -> Any:
-        """Call something that is no hook."""
-        with WithoutMode(self):
-            return call()
 
 
 @contextlib.contextmanager

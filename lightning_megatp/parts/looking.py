@@ -17,7 +17,7 @@ from lightning_megatp.parts.positions import Positions
 from lightning_megatp.parts.rows import address_of, own_part
 from lightning_megatp.plan.shard import ShardedTensorSpec
 from lightning_megatp.shim.torch import foreach_norm, tensor_version
-from lightning_megatp.tensor.functions import is_assignment, is_in_place, operation_name, operation_names
+from lightning_megatp.tensor.functions import argument, is_assignment, is_in_place, operation_name, operation_names
 
 _NORMS: dict[Any, tuple[str, Any]] = {
     Tensor.norm: ("p", "fro"),
@@ -286,7 +286,7 @@ def _failed(name: str, part: KnownPart, spec: ShardedTensorSpec) -> RuntimeError
 def _divides(part: KnownPart, name: str, args: Any, kwargs: dict[str, Any]) -> bool:
     """Whether a reduction goes over the dim of a part that tensor ranks divide, and leaves others."""
     at = _REDUCTIONS[name]
-    over = kwargs.get("dim", args[at] if len(args) > at else None)
+    over = argument(args, kwargs, at, "dim")
     if part.spec is None or not args or tuple(own_part(args[0]).shape) != part.shape:
         return False
     return part.spec.dim in {dim % len(part.shape) for dim in _each(over) if type(dim) is int}
@@ -303,7 +303,7 @@ def _order(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
     keyword, default = _NORMS[func]
     if any(value is not None and value is not False for key, value in kwargs.items() if key != keyword):
         return None
-    order = args[1] if len(args) > 1 else kwargs.get(keyword, default)
+    order = argument(args, kwargs, 1, keyword, default=default)
     if func is torch.linalg.norm and order not in (None, "fro") and args[0].dim() > 1:
         return None  # of a matrix
     return 2 if order in (None, "fro") else order

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
+from lightning_megatp.detour import Detour
 from lightning_megatp.parts.rows import address_of, own_part
 from lightning_megatp.plan.shard import ShardSpec
 from lightning_megatp.shim.torch import DisableTorchFunction, WithoutMode
@@ -68,7 +70,28 @@ class Part:
         return x
 
 
-class PartsMode(TorchFunctionMode):
+class HookMode(TorchFunctionMode):
+    """A mode for the time that a hook runs."""
+
+    @contextlib.contextmanager
+    def around(self, *others: tuple[Any, str]) -> Iterator[None]:
+        """Around a hook.
+
+        Args:
+            others: methods, by owner and name, that the hook may call and that are no part of it, such as the
+                `optimizer_step` of the strategy, which has the step in it.
+        """
+        with self, contextlib.ExitStack() as ends:
+            for owner, name in others:
+                ends.callback(Detour(owner, name, self._pause).end)
+            yield
+
+    def _pause(self, call: Callable[[], Any]) -> Any:
+        with WithoutMode(self):
+            return call()
+
+
+class PartsMode(HookMode):
     """While a hook runs: finds parts, and what was made of them element by element.
 
     Args:
@@ -81,11 +104,6 @@ class PartsMode(TorchFunctionMode):
         self._by_address: dict[int, ShardSpec] | None = None
         self._made: Any = WeakIdKeyDictionary()
         """Tensor -> whose elements it has; parts without elements, which lie nowhere, too."""
-
-    def pause(self, call: Callable[[], Any]) -> Any:
-        """Call something that is no hook."""
-        with WithoutMode(self):
-            return call()
 
     def first(self, tensors: Iterable[Tensor]) -> Part | None:
         return next((part for x in tensors if (part := self.part(x)) is not None), None)

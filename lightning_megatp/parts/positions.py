@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_megatp.plan.shard import ShardedTensorSpec
-from lightning_megatp.tensor.functions import is_in_place, operation_names
+from lightning_megatp.tensor.functions import argument, is_in_place, operation_names
 
 _DIM_FIRST = operation_names(
     """
@@ -99,8 +99,10 @@ class Positions:
                 self._views[x] = what
 
     def check_view(self, x: Any) -> None:
-        """Raises:
-        RuntimeError: an operation is about to change what was read by position.
+        """Refuse to change what was read by position.
+
+        Raises:
+            RuntimeError: an operation is about to.
         """
         what = self._views.get(x) if isinstance(x, Tensor) else None
         if what is not None:
@@ -137,8 +139,7 @@ def _is_all(x: Any) -> bool:
 
 
 def _dim(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    at = 2 if name in _DIM_SECOND else 1
-    found = kwargs.get("dim", args[at] if len(args) > at else 0)
+    found = argument(args, kwargs, 2 if name in _DIM_SECOND else 1, "dim", default=0)
     return found if isinstance(found, int) else 0
 
 

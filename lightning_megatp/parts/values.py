@@ -102,8 +102,10 @@ class WholeValues(PartsMode):
         return self.noted(part, func(*wide[0], **wide[1]))
 
     def _check_meeting(self, name: str, tensors: Sequence[Tensor]) -> None:
-        """Raises:
-        RuntimeError: numbers that were drawn by themselves are about to meet a part, element by element.
+        """Refuse to let random numbers that weren't drawn for a whole parameter meet a part of one.
+
+        Raises:
+            RuntimeError: numbers that were drawn by themselves are about to meet a part, element by element.
         """
         part = self.first(tensors)
         if part is None or not (is_elementwise(name) or name == "data"):

@@ -12,17 +12,18 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_megatp.origins import THIS_PACKAGE, callers_frame, module_of_frame
 from lightning_megatp.parts.coupled import Coupled
+from lightning_megatp.parts.mode import HookMode
 from lightning_megatp.parts.positions import Positions
 from lightning_megatp.parts.rows import address_of
 from lightning_megatp.plan.shard import ShardedTensorSpec
-from lightning_megatp.shim.torch import WithoutMode, tree_leaves
+from lightning_megatp.shim.torch import tree_leaves
 from lightning_megatp.tensor.features.rules.table import POINTWISE
 from lightning_megatp.tensor.functions import (
+    argument,
     bare_name,
     called_by_this_package,
     couples,
@@ -84,7 +85,7 @@ class _Part(NamedTuple):
     strides: tuple[int, ...]
 
 
-class WeightWatch(TorchFunctionMode):
+class WeightWatch(HookMode):
     """While a hook runs.
 
     Args:
@@ -188,14 +189,9 @@ class WeightWatch(TorchFunctionMode):
         at = _DIM_AT.get(operation)
         if spec is None or at is None or args[0].dim() != len(spec.shape):
             return False
-        given = kwargs.get("dim", args[at] if len(args) > at else 1 if operation == "normalize" else None)
+        given = argument(args, kwargs, at, "dim", default=1 if operation == "normalize" else None)
         dims = given if isinstance(given, (tuple, list)) else [given]
         return all(isinstance(dim, int) and dim % len(spec.shape) != spec.dim for dim in dims)
-
-    def pause(self, call: Callable[[], Any]) -> Any:
-        """Call something that is not watched."""
-        with WithoutMode(self):
-            return call()
 
     def _name(self, x: Any) -> str | None:
         """The name of the parameter that a tensor is, or was made of."""

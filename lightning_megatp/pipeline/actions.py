@@ -34,7 +34,7 @@ from lightning_megatp.shim.lightning import steps_by_hand
 from lightning_megatp.shim.torch import DisableTorchFunction, tree_leaves
 from lightning_megatp.snapshots.leftovers import Path, PlainValues
 from lightning_megatp.tensor.outside import WholeParameter
-from lightning_megatp.user_hooks import is_users
+from lightning_megatp.user_hooks import users_hooks
 
 _HOOKS = ("on_after_backward", "on_before_optimizer_step", "optimizer_step", "optimizer_zero_grad")
 _Learned = dict[str, bool]
@@ -312,7 +312,7 @@ class Actions:
     @functools.cached_property
     def _has_hooks(self) -> bool:
         """Whether hooks of the user's run in what is done by hand."""
-        return any(is_users(x, hook) for x in (self._module, *self._module.trainer.callbacks) for hook in _HOOKS)
+        return any(users_hooks((self._module, *self._module.trainer.callbacks), _HOOKS))
 
     def _clip(self, call: ClipCall) -> Any:
         """`torch.nn.utils.clip_grad_norm_`, or `clip_grad_value_`."""

@@ -48,7 +48,7 @@ from lightning_megatp.shim.compiler import is_compiled
 from lightning_megatp.shim.transformers import is_pretrained
 from lightning_megatp.snapshots.snapshot import FirstValues, Snapshot
 from lightning_megatp.steps import StepKind
-from lightning_megatp.user_hooks import HOOKS, is_users, mentions
+from lightning_megatp.user_hooks import mentions, users_hooks
 from lightning_megatp.zero.sharding import ZeroSharding
 
 
@@ -156,7 +156,7 @@ class Pipeline:
         owners = (module, *self._trainer.callbacks)
 
         def is_named(attribute: str) -> bool:
-            return any(mentions(x, {attribute}, hook) for x in owners for hook in HOOKS if is_users(x, hook))
+            return any(mentions(owner, {attribute}, hook) for owner, hook in users_hooks(owners))
 
         return KeptValues(self.mesh, modules, own, is_named)
 

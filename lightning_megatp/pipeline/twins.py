@@ -15,7 +15,7 @@ from lightning_megatp.pipeline.observed import flows_forward
 from lightning_megatp.pipeline.slicing.order import UnitsOfStep
 from lightning_megatp.plan.units import common_end
 from lightning_megatp.shim.lightning import trainer_of
-from lightning_megatp.user_hooks import HOOKS, is_users, mentions
+from lightning_megatp.user_hooks import mentions, users_hooks
 
 
 def with_twins(
@@ -46,7 +46,7 @@ def warn_of_pairs(parallel: ParallelModule, step: UnitsOfStep, stage_of_unit: Ma
     apart = [unit for unit, twin in twins.items() if stage_of_unit[unit] != stage_of_unit[twin]]
     trainer = trainer_of(parallel.module)
     owners = (parallel.module, *getattr(trainer, "callbacks", ()))
-    pairing = [hook for x in owners for hook in HOOKS if is_users(x, hook) and mentions(x, _PAIRING, hook)]
+    pairing = [hook for owner, hook in users_hooks(owners) if mentions(owner, _PAIRING, hook)]
     if apart and pairing:
         warn_once_per_run(
             f"`{apart[0]}` is like `{twins[apart[0]]}` and on another pipeline stage. If `{pairing[0]}` goes over the"

@@ -56,10 +56,10 @@ def usual_parameters(name: str, module: nn.Module) -> tuple[ExpertParameter, ...
     return tuple(found)
 
 
-def check_parameters(
-    name: str, module: nn.Module, parameters: tuple[ExpertParameter, ...], proven: bool = False
-) -> None:
-    """Args:
+def check_parameters(name: str, module: nn.Module, parameters: tuple[ExpertParameter, ...], proven: bool) -> None:
+    """Compare a plan's entries for the parameters of experts with those of the module.
+
+    Args:
         proven: whether what the parts compute is known to add up.
 
     Raises:

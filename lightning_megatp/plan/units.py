@@ -10,12 +10,12 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from lightning_megatp.shim.compiler import wraps_compiled
 
-_LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 PARAMETER_CONTAINERS = (nn.ParameterList, nn.ParameterDict)
 """Modules that nobody calls: code takes parameters out of them."""
 
 
-def find_units(module: nn.Module, names: Sequence[str] | None = None) -> list[str]:
+def find_units(module: nn.Module) -> list[str]:
     """The units of a module, in the order of definition.
 
     What a ModuleList, Sequential or ModuleDict holds are units; lists in lists are opened, and so is what has no
@@ -24,16 +24,7 @@ def find_units(module: nn.Module, names: Sequence[str] | None = None) -> list[st
     opened down to its layers; one with a parametrization (weight_norm) is a layer. Only modules with parameters count,
     and no layer is in two units: outside of lists, what holds another unit beside its own parts (a head that is given
     the embedding) is opened.
-
-    Args:
-        module: the whole, a LightningModule.
-        names: the user's own choice instead, checked.
-
-    Raises:
-        ValueError: a name that is no module of it, or a module inside of another chosen one.
     """
-    if names is not None:
-        return _checked(module, names)
     found = list(_units("", module, open_all=not _has_lists(module), in_list=False))
     while (opened := _without_holders(module, found)) != found:
         found = opened
@@ -98,23 +89,23 @@ def in_definition_order(module: nn.Module, units: Collection[str]) -> list[str]:
 
 def is_in_list(module: nn.Module, unit: str) -> bool:
     """Whether a unit is one of many, such as a block, and no embedding, norm or head beside them."""
-    return _is_list(module.get_submodule(unit.rpartition(".")[0]))
+    return is_list(module.get_submodule(unit.rpartition(".")[0]))
 
 
 def _units(name: str, module: nn.Module, open_all: bool, in_list: bool) -> Iterator[str]:
     inner = [(f"{name}.{child}".lstrip("."), part) for child, part in module.named_children()]
     inner = [(child, part) for child, part in inner if _is_callable(part)]
-    is_list = _is_list(module)
+    opens = is_list(module)
     is_root = name == ""
     bare = not _has_forward(module)
-    opened = is_list or is_root or bare or (not in_list and _has_lists(module))
+    opened = opens or is_root or bare or (not in_list and _has_lists(module))
     opened |= open_all and not _own_parameters(module)
     if wraps_compiled(module) or _is_parametrized_layer(module) or not opened or not inner:
         if _is_callable(module) and not is_root:
             yield name
         return
     for child, part in inner:
-        yield from _units(child, part, open_all, in_list=is_list or (bare and in_list))
+        yield from _units(child, part, open_all, in_list=opens or (bare and in_list))
 
 
 def modules_around(units: Iterable[str]) -> list[str]:
@@ -126,8 +117,9 @@ def modules_around(units: Iterable[str]) -> list[str]:
     return sorted(names)
 
 
-def _is_list(module: nn.Module) -> bool:
-    return isinstance(module, _LISTS) and type(module).forward in {kind.forward for kind in _LISTS}
+def is_list(module: nn.Module) -> bool:
+    """Whether a module holds others, each for its index or name, and computes nothing but them in turn."""
+    return isinstance(module, LISTS) and type(module).forward in {kind.forward for kind in LISTS}
 
 
 def _has_forward(module: nn.Module) -> bool:
@@ -142,7 +134,7 @@ def _blocks(container: nn.Module) -> list[nn.Module]:
 def _has_lists(module: nn.Module) -> bool:
     modules = list(module.modules())
     parametrizations = {id(child.parametrizations) for child in modules if is_parametrized(child)}
-    lists = (child for child in modules if _is_list(child) and id(child) not in parametrizations)
+    lists = (child for child in modules if is_list(child) and id(child) not in parametrizations)
     return not wraps_compiled(module) and any(map(_blocks, lists))
 
 
@@ -157,18 +149,3 @@ def _is_callable(module: nn.Module) -> bool:
 
 def _own_parameters(module: nn.Module) -> bool:
     return next(module.parameters(recurse=False), None) is not None
-
-
-def _checked(module: nn.Module, names: Sequence[str]) -> list[str]:
-    known = {name for name, _ in module.named_modules(remove_duplicate=False) if name}
-    for name in names:
-        if name not in known:
-            raise ValueError(
-                f"MegaTPStrategy: `{name}` is chosen as a pipeline unit, but the model has no such module."
-            )
-        outer = next((other for other in names if name.startswith(f"{other}.")), None)
-        if outer is not None:
-            raise ValueError(
-                f"MegaTPStrategy: `{name}` is inside of `{outer}`, and both are chosen as pipeline units. Drop one."
-            )
-    return list(dict.fromkeys(names))

@@ -48,7 +48,7 @@ def by_formula(
     module: nn.Module,
     plan: ParallelPlan,
     batch: Any,
-    recompute: RecomputeOptions | None = None,
+    recompute: RecomputeOptions | None,
     stage_of_unit: Mapping[str, int] | None = None,
 ) -> SavedForBackward:
     """In place of a rehearsal, whose arguments it takes.

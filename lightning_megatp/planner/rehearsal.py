@@ -135,7 +135,7 @@ def rehearse(
     return found
 
 
-def interception_seconds(times: int = 300) -> float:
+def interception_seconds() -> float:
     """What looking at one operation on a feature shard costs on this machine: a small sum, less that of plain tensors;
     the least of five measurements."""
     context = TensorContext(cast(dist.ProcessGroup, _Alone(0, 2)), rehearsal=True)
@@ -143,7 +143,7 @@ def interception_seconds(times: int = 300) -> float:
     shard = FeatureShard.wrap(plain, FeatureLayout(-1, (((0, 8),), ((8, 16),)), 16, context))
 
     def least(x: Tensor) -> float:
-        return min(timeit.repeat(lambda: x + x, number=times)) / times
+        return min(timeit.repeat(lambda: x + x, number=300)) / 300
 
     return max(least(shard) - least(plain), 0.0)
 
@@ -180,8 +180,10 @@ def _swapped(
 
 @contextlib.contextmanager
 def _recorded(module: nn.Module, held: set[int]) -> Iterator[SavedForBackward]:
-    """Args:
-    held: storages that don't count: parameters, buffers, the batch.
+    """Record what is saved for backward, by unit.
+
+    Args:
+        held: storages that don't count: parameters, buffers, the batch.
     """
     found = SavedForBackward()
     where, current = "", found.saved.setdefault("", {})

@@ -37,10 +37,6 @@ class MemoryReport:
     problem: str = ""
     """Why something could not be predicted."""
 
-    def of_rank(self, rank: int) -> RankMemory:
-        """One rank, by its global number."""
-        return self.ranks[rank]
-
     def table(self) -> Table:
         """The largest rank of each pipeline stage: a row of what was predicted, and one of what was measured."""
         table = Titled(title="Memory per rank (largest of each stage)")
@@ -64,7 +60,7 @@ class MemoryReport:
         Console().print(self.table())
 
 
-def estimate_table(stages: Sequence[Bytes], title: str, notes: Iterable[str] = ()) -> Table:
+def estimate_table(stages: Sequence[Bytes], title: str, notes: Iterable[str]) -> Table:
     """The prediction alone, a row per pipeline rank."""
     table = Titled(title=title)
     for column in ("pipeline rank", *_PARTS):

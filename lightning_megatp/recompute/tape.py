@@ -163,8 +163,10 @@ class _Filling(saved_tensors_hooks):
             raise _Enough
 
     def check(self) -> None:
-        """Raises:
-        RuntimeError: the operation saved more or less than the first time.
+        """See whether the operation has saved as much as the first time.
+
+        Raises:
+            RuntimeError: it has saved more, or less.
         """
         if self._count != len(self._slots):
             raise RuntimeError(

@@ -52,7 +52,8 @@ class Found:
 
 
 def find_shadows(owners: Mapping[str, Any], weights: Weights) -> tuple[list[Found], list[str]]:
-    """
+    """Find the lists and dicts of tensors that go with the weights of a module, one by one.
+
     Args:
         owners: by name, what is looked into: the module, and callbacks.
         weights: of the module.

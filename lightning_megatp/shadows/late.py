@@ -19,7 +19,7 @@ from lightning_megatp.shadows.finding import Found, Weights, find_shadows
 from lightning_megatp.shadows.shadow import Shadow
 from lightning_megatp.shim.torch import DisableTorchFunction
 from lightning_megatp.snapshots.leftovers import is_own_object
-from lightning_megatp.user_hooks import HOOKS, codes_of, is_users, stored_in, words_of
+from lightning_megatp.user_hooks import codes_of, stored_in, users_hooks, words_of
 
 if TYPE_CHECKING:
     from lightning_megatp.shadows.shadows import Shadows
@@ -48,9 +48,8 @@ class LateCopies:
         self._shadows, self._parallel, self._mesh = shadows, parallel, mesh
         module = parallel.module
         in_steps = set[str]().union(*map(words_of, codes_of(module, "training_step")))
-        hooks = [hook for hook in HOOKS if is_users(module, hook)]
         self.names: Mapping[str, Sequence[str]] = {
-            hook: names for hook in hooks if (names := sorted(_set_by(module, hook) & in_steps))
+            hook: names for _, hook in users_hooks([module]) if (names := sorted(_set_by(module, hook) & in_steps))
         }
         """Hook -> the attributes that it sets, or fills, and training steps read."""
         self._whole: dict[str, int] = {}

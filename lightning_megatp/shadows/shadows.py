@@ -26,7 +26,7 @@ from lightning_megatp.shadows.entries import Entry, merge_stages
 from lightning_megatp.shadows.finding import Found, Weights, find_shadows
 from lightning_megatp.shadows.late import LateCopies
 from lightning_megatp.shadows.shadow import Shadow
-from lightning_megatp.user_hooks import HOOKS, is_users
+from lightning_megatp.user_hooks import users_hooks
 
 Gathered = dict[str, list[Entry]]
 """By path."""
@@ -79,10 +79,8 @@ class Shadows:
                 self._late.after(hook)
             return result
 
-        for owner in (module, *trainer.callbacks) if self._kept or self._late.names else ():
-            for hook in HOOKS:
-                if is_users(owner, hook):
-                    yield Detour(owner, hook, functools.partial(run, owner, hook))
+        for owner, hook in users_hooks((module, *trainer.callbacks) if self._kept or self._late.names else ()):
+            yield Detour(owner, hook, functools.partial(run, owner, hook))
 
     @contextlib.contextmanager
     def as_held(self) -> Iterator[None]:

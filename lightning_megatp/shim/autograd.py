@@ -55,7 +55,7 @@ def backward_id() -> int:
     return int(torch._C._current_graph_task_id())
 
 
-def gradient_hooks(leaf: Tensor, but: type | tuple[()] = ()) -> bool:
+def gradient_hooks(leaf: Tensor, but: type) -> bool:
     """Whether somebody registered a hook on the gradient of a leaf; no public name (2.11-2.13). Both kinds are called,
     with None, where a backward leaves the gradient undefined.
 

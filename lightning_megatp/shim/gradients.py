@@ -52,7 +52,8 @@ class ClipCall:
         return self._function(**{**self._given, "parameters": parameters})
 
     def check_known(self, known: int) -> None:
-        """
+        """See whether all parameters that the call is about are the module's.
+
         Args:
             known: how many of its parameters are the module's.
 

@@ -27,7 +27,6 @@ from lightning_megatp.shim.launcher import subprocess_launcher
 class Namespace:
     """The classes of one copy of Lightning."""
 
-    name: str
     parallel_strategy: type
     launcher: type
     """`_SubprocessScriptLauncher`: what DDPStrategy starts its ranks with; there is no public name for it."""
@@ -46,13 +45,14 @@ class Namespace:
 
     @classmethod
     def load(cls, name: str) -> Namespace:
-        """Args:
-        name: "lightning.pytorch" or "pytorch_lightning".
+        """Import one copy of Lightning.
+
+        Args:
+            name: "lightning.pytorch" or "pytorch_lightning".
         """
         strategies = importlib.import_module(f"{name}.strategies")
         launchers = importlib.import_module(f"{name}.strategies.launchers.subprocess_script")
         return cls(
-            name=name,
             parallel_strategy=strategies.ParallelStrategy,
             launcher=subprocess_launcher(launchers._SubprocessScriptLauncher),
             precision=importlib.import_module(f"{name}.plugins.precision").Precision,

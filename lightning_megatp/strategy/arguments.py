@@ -88,8 +88,10 @@ def warn_of_unused(pp: int, **options: Any) -> None:
 
 
 def check_types(**arguments: Any) -> None:
-    """Raises:
-    ValueError: a value that is not None, and of another type than the argument has to be.
+    """See whether arguments have the types that they need.
+
+    Raises:
+        ValueError: a value that is not None, and of another type than the argument has to be.
     """
     for name, value in arguments.items():
         kind, words = _WANTED[name]
@@ -130,7 +132,8 @@ def check_schedule(
 
 
 def check_by_hand(verify: bool, trace: bool) -> None:
-    """
+    """Refuse options that a module can't have which optimizes by hand.
+
     Raises:
         ValueError: an option that goes together with steps of automatic optimization alone.
     """
@@ -144,8 +147,10 @@ def check_by_hand(verify: bool, trace: bool) -> None:
 
 
 def check_backend(backend: str | None) -> None:
-    """Raises:
-    ValueError: torch doesn't know it, or was built without it.
+    """See whether torch has a backend for process groups.
+
+    Raises:
+        ValueError: torch doesn't know it, or was built without it.
     """
     for entry in (backend or "").lower().split(","):
         name = entry.rpartition(":")[-1]
@@ -159,8 +164,10 @@ def check_backend(backend: str | None) -> None:
 
 
 def check_stages(stages: Sequence[Sequence[str]] | None) -> None:
-    """Raises:
-    ValueError: a plain list of names, or something else.
+    """See whether `stages` is a list of lists.
+
+    Raises:
+        ValueError: a plain list of names, or something else.
     """
     if stages is not None and (isinstance(stages, str) or not isinstance(stages, Sequence)):
         raise ValueError(

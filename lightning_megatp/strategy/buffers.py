@@ -55,7 +55,7 @@ class SentBuffers:
             rank's part.
     """
 
-    def __init__(self, module: nn.Module, mesh: ParallelMesh, averages: Collection[int] = ()) -> None:
+    def __init__(self, module: nn.Module, mesh: ParallelMesh, averages: Collection[int]) -> None:
         self._module, self._mesh, self._averages = module, mesh, averages
         self._steps, self._next = 0, 1
         self._places = self._find()
@@ -70,7 +70,8 @@ class SentBuffers:
         self._stale = self._accumulated = False
 
     def before_training_step(self) -> None:
-        """
+        """Send buffers, and note what they are before the step.
+
         Raises:
             RuntimeError: a buffer that is sent has another shape or dtype than before.
 
@@ -87,7 +88,8 @@ class SentBuffers:
             ]
 
     def after_training_step(self, accumulated: bool) -> None:
-        """
+        """Note which buffers the step has changed.
+
         Args:
             accumulated: whether no optimizer steps after it; the next step then goes on with this rank's own buffers.
 
@@ -115,7 +117,8 @@ class SentBuffers:
             self._agree()
 
     def before_evaluation(self) -> None:
-        """
+        """Send buffers, as training has left them.
+
         Raises:
             RuntimeError: as before a training step.
 

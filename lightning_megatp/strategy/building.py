@@ -12,6 +12,7 @@ from torch import nn
 
 from lightning_megatp.batches.example import Example
 from lightning_megatp.building.building import Building
+from lightning_megatp.detour import entries_replaced
 from lightning_megatp.messages import warn_once_per_run
 from lightning_megatp.module import ParallelModule
 from lightning_megatp.plan.units import find_units
@@ -75,19 +76,14 @@ class BuildingMethods(StrategyState):
         """Everything but parameters that have no values yet, or wait."""
         assert self.model is not None
         later = [
-            (part._parameters, name, p)
+            (part._parameters, name, None)
             for part in self.model.modules()
             for name, p in dict.items(part._parameters)
             if p is not None and (p.is_meta or id(p) in self._waiting)
         ]
-        with weights_of_recurrent_layers_renewed(self.model) if later else contextlib.nullcontext():
-            for held, name, _ in later:
-                dict.__setitem__(held, name, None)
-            try:
-                self.model.to(self.root_device)
-            finally:
-                for held, name, p in later:
-                    dict.__setitem__(held, name, p)
+        renewed = weights_of_recurrent_layers_renewed(self.model) if later else contextlib.nullcontext()
+        with renewed, entries_replaced(later):
+            self.model.to(self.root_device)
 
     def _example(self, trainer: Any) -> Example:
         example = Example(trainer, self.precision_plugin)

@@ -13,8 +13,10 @@ from lightning_megatp.shim.lightning import draws_graph, summaries, throughputs
 
 
 def check_callbacks(trainer: Any, mesh: ParallelMesh, zero: int) -> None:
-    """Raises:
-    ValueError: a callback that needs whole parameters, or those of all stages.
+    """Refuse callbacks that can't work on a part of a model.
+
+    Raises:
+        ValueError: a callback that needs whole parameters, or those of all stages.
     """
     pp, tp = mesh.size("pp"), mesh.size("tp")
     pruning = [type(x).__name__ for x in trainer.callbacks if hasattr(x, "make_pruning_permanent")]

@@ -43,8 +43,10 @@ class CheckpointMethods(LoadingMethods):
     """What Lightning calls to save and to load, in one file or in a folder."""
 
     def _set_up_checkpoints(self, checkpoint: str, async_save: bool) -> None:
-        """Raises:
-        ValueError: a format that there isn't, or one that can't be saved in the background.
+        """Take the arguments that are about checkpoints.
+
+        Raises:
+            ValueError: a format that there isn't, or one that can't be saved in the background.
         """
         if checkpoint not in ("file", "folder"):
             raise ValueError(
@@ -91,7 +93,6 @@ class CheckpointMethods(LoadingMethods):
 
         Communication: with such a hook one object broadcast over the world, of names and shapes.
         """
-        assert self.lightning_module is not None
         if self.pipeline is not None and self.pipeline.metrics.are_apart:
             raise RuntimeError(
                 "MegaTPStrategy: a checkpoint needs all ranks, and is saved where the last pipeline stage is alone: in"
@@ -182,19 +183,17 @@ class CheckpointMethods(LoadingMethods):
 
     def _put_modules(self, checkpoint: dict[str, Any]) -> None:
         """In place of split ones, among the hyperparameters, what one device saves."""
-        module, outlines = self.lightning_module, self._parallel().outlines
-        assert module is not None
+        module, outlines = self._module(), self._parallel().outlines
         key = module.CHECKPOINT_HYPER_PARAMS_KEY
         if self.is_global_zero and outlines is not None and key in checkpoint:
             checkpoint[key] = outlines.put_into(checkpoint[key], module, checkpoint.get("state_dict", {}))
 
     def _state_dict(self) -> dict[str, Any]:
         """What this rank has of the model; of what is divided its rows, also where an exception left it gathered."""
-        assert self.lightning_module is not None
         parallel = self._parallel()
         rows = contextlib.nullcontext() if parallel.sharding is None else parallel.sharding.as_rows()
         with parallel.parts_expected(), rows:
-            state: dict[str, Any] = self.lightning_module.state_dict()
+            state: dict[str, Any] = self._module().state_dict()
         if self.pipeline is None:
             return state
         others = tuple(f"{unit}." for unit in self.pipeline.stage_of_unit.keys() - set(self.pipeline.own_units))
@@ -231,8 +230,7 @@ class CheckpointMethods(LoadingMethods):
 
     def _saves_in_background(self) -> bool:
         """Only within fit, whose end waits for it."""
-        assert self.lightning_module is not None
-        trainer = self.lightning_module.trainer
+        trainer = self._trainer()
         return self.async_save and trainer.state.fn == "fit" and trainer.state.status == "running"
 
     def wait_for_checkpoints(self) -> None:
@@ -254,8 +252,10 @@ class CheckpointMethods(LoadingMethods):
     # ---------------------------------------------------------------- after an exception
 
     def _check_places(self, trainer: Any) -> None:
-        """Raises:
-        ValueError: a callback shall save folders where only files can be written, or by a plugin for files.
+        """See whether checkpoints can be written where plugins and callbacks want them.
+
+        Raises:
+            ValueError: a callback shall save folders where only files can be written, or by a plugin for files.
         """
         if self.checkpoint == "folder" and self._checkpoint_io is not None:
             raise ValueError(
@@ -299,9 +299,8 @@ class CheckpointMethods(LoadingMethods):
     def _save_after_exception(self, save: functools.partial[Any]) -> None:
         """In place of a callback's `on_exception`. Lightning's own does more than to save: it links and removes."""
         exception, mesh = save.args[-1], self._mesh()
-        assert self._after_exception is not None and self.lightning_module is not None
-        step = self.lightning_module.trainer.global_step
-        why = self._after_exception.agree(exception, step, self._groups_for_saving())
+        assert self._after_exception is not None
+        why = self._after_exception.agree(exception, self._trainer().global_step, self._groups_for_saving())
         if not why or not self._cannot_gather():
             save()
             return

@@ -31,14 +31,13 @@ class CopyMethods(StrategyState):
 
     def _set_up_copies(self) -> None:
         """When the mesh is made, and before loaders are."""
-        assert self.lightning_module is not None
         copies = self._mesh().group("dp")
         self._default_group = None if copies is dist.group.WORLD else DefaultGroup(copies)
-        around_loader_hooks(self.lightning_module.trainer, self.among_copies)
+        around_loader_hooks(self._trainer(), self.among_copies)
         counting = None if self._default_group is None else self.counting_copies
-        around_training_step(self.lightning_module.trainer, counting)
+        around_training_step(self._trainer(), counting)
         if self._default_group is not None:
-            set_up_among_copies(self.lightning_module.trainer, self.among_copies)
+            set_up_among_copies(self._trainer(), self.among_copies)
 
     def process_dataloader(self, dataloader: Any) -> Any:
         """The user's loader. Data sets and samplers that ask for a rank when they are read are told the copy's."""

@@ -32,7 +32,7 @@ from lightning_megatp.pipeline.pipeline import Pipeline
 from lightning_megatp.pipeline.schedules.trace import StepTrace
 from lightning_megatp.strategy.copies import CopyMethods
 from lightning_megatp.strategy.inspection import InspectionMethods
-from lightning_megatp.user_hooks import is_users
+from lightning_megatp.user_hooks import users_hooks
 
 _BETWEEN_BATCHES = ("on_train_batch_end", "on_train_batch_start", "on_validation_start", "on_validation_epoch_start")
 """Hooks that run after a batch that only accumulates."""
@@ -45,8 +45,10 @@ class GradientMethods(CopyMethods, InspectionMethods):
     _whole_steps: WholeSteps
 
     def _set_up_gradients(self, bucket_mb: float) -> None:
-        """Raises:
-        ValueError: a size below 0.
+        """Take the argument that is about gradients.
+
+        Raises:
+            ValueError: a size below 0.
         """
         if bucket_mb < 0:
             raise ValueError(f"MegaTPStrategy: bucket_mb={bucket_mb}, but a size is 0 or more MiB.")
@@ -105,8 +107,7 @@ class GradientMethods(CopyMethods, InspectionMethods):
         self.setup_optimizers(trainer)
         if self.sharding is not None:
             self.sharding.check_known(self.optimizers)
-        watched = (parallel.module, *trainer.callbacks)
-        self._looked_at_between = any(is_users(x, hook) for x in watched for hook in _BETWEEN_BATCHES)
+        self._looked_at_between = any(users_hooks((parallel.module, *trainer.callbacks), _BETWEEN_BATCHES))
         self._whole_steps = WholeSteps(parallel)
         if self.sharding is not None:
             refuse_shared_out(self.optimizers)
@@ -153,13 +154,11 @@ class GradientMethods(CopyMethods, InspectionMethods):
 
     def _begins_window(self) -> bool:
         """Whether this batch is the first of those whose gradients are accumulated."""
-        assert self.lightning_module is not None
-        trainer = self.lightning_module.trainer
+        trainer = self._trainer()
         return trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        parallel, module = self._parallel(), self.lightning_module
-        assert module is not None
+        parallel, module = self._parallel(), self._module()
         self._went_backward = True
         if self._alone:
             return super().backward(closure_loss, optimizer, *args, **kwargs)
@@ -198,13 +197,12 @@ class GradientMethods(CopyMethods, InspectionMethods):
 
     def _show_gradients(self, closure_loss: Tensor) -> Tensor:
         """Gradients are what they will be after this batch: to whoever looks at them."""
-        assert self.lightning_module is not None
         self._window_open = self._accumulating
         if self.sharding is not None:
             self.sharding.shown.show()
         self._verify_gradients()
         self._parallel().keep_whole_where_used_outside(with_inner(self.optimizers))
-        shown: Tensor = self.precision_plugin.post_backward(closure_loss, self.lightning_module)
+        shown: Tensor = self.precision_plugin.post_backward(closure_loss, self._module())
         return shown
 
     def _change_gradients(self, to: Callable[[Iterator[Tensor]], None]) -> None:
@@ -224,8 +222,7 @@ class GradientMethods(CopyMethods, InspectionMethods):
 
     def _pipeline_backward(self) -> Backward:
         """How a pipeline's last stage scales its losses, and the hook before the first backward."""
-        module, plugin = self.lightning_module, self.precision_plugin
-        assert module is not None
+        module, plugin = self._module(), self.precision_plugin
         accumulated, scaler = module.trainer.accumulate_grad_batches, getattr(plugin, "scaler", None)
         # else gradients of earlier backwards may be there
         in_batch = accumulated == 1 and module.automatic_optimization
@@ -302,8 +299,7 @@ class GradientMethods(CopyMethods, InspectionMethods):
     @property
     def _sets_aside(self) -> bool:
         """Whether gradients that were summed may meet others that were not."""
-        assert self.lightning_module is not None
-        return not (self.lightning_module.automatic_optimization and self.tp == self.pp == 1)
+        return not (self._module().automatic_optimization and self.tp == self.pp == 1)
 
     def _held_parameters(self) -> list[Tensor]:
         parallel = self._parallel()
@@ -319,8 +315,7 @@ class GradientMethods(CopyMethods, InspectionMethods):
             )
         if self._alone:
             return super().optimizer_step(optimizer, closure, model, **kwargs)
-        module, context = self.lightning_module, self._parallel().context
-        assert module is not None
+        module, context = self._module(), self._parallel().context
         self._try_optimizers([optimizer])  # hooks may have given it more parameters
         by_hand = None if module.automatic_optimization else self.sharding
         of_step = context.user_code  # in manual optimization: a closure is the step's code, and hooks are not
@@ -356,8 +351,7 @@ class GradientMethods(CopyMethods, InspectionMethods):
 
     def _refresh_buckets(self) -> None:
         """Make the gradient buckets for the parameters that now require a gradient (a callback may unfreeze some)."""
-        mesh, module = self._mesh(), self.lightning_module
-        assert module is not None
+        mesh, module = self._mesh(), self._module()
         if mesh.size("dp") == 1:
             return
         every = self._all_parameters(module)
@@ -387,10 +381,8 @@ class GradientMethods(CopyMethods, InspectionMethods):
 
     def _forget_abandoned(self) -> None:
         """A batch begins to accumulate while the one before waited for another: their epoch was ended."""
-        assert self.lightning_module is not None
-        trainer = self.lightning_module.trainer
-        first = trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0
-        if self._window_open and first and self.lightning_module.automatic_optimization and self.sharding is not None:
+        automatic = self._module().automatic_optimization
+        if self._window_open and self._begins_window() and automatic and self.sharding is not None:
             self.sharding.forget_unreduced()
 
     def _leave_gradients(self) -> None:

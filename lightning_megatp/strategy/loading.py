@@ -84,22 +84,18 @@ class LoadingMethods(StrategyState):
 
     def _has_hook(self, name: str) -> bool:
         """Whether the module or a callback has something of its own instead of Lightning's empty hook."""
-        module = self.lightning_module
-        assert module is not None
-        trainer: Any = module.trainer
-        return any(has_own(x, name) for x in (module, *trainer.callbacks))
+        return any(has_own(x, name) for x in (self._module(), *self._trainer().callbacks))
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Lightning restores the model before `setup` splits it. From a file it gets all, or its shards if an earlier
         run has split it; from a folder, later, what is left of it after the split. In the middle of a run
         (LearningRateFinder) both load at once."""
-        assert self.lightning_module is not None
         if self._folder is not None and not self._whole_model:
             if self._is_split:
                 self._load_split_model()
             return
-        split: ParallelModule | None = self.parallelism.split_form(self.lightning_module)
-        load = functools.partial(self.lightning_module.load_state_dict, strict=strict)
+        split: ParallelModule | None = self.parallelism.split_form(self._module())
+        load = functools.partial(self._module().load_state_dict, strict=strict)
         with contextlib.nullcontext() if self._building is None else self._building.record():
             if split is None:
                 load(checkpoint["state_dict"])
@@ -110,9 +106,8 @@ class LoadingMethods(StrategyState):
 
     def _cut_averages(self, parallel: ParallelModule) -> None:
         """Let averaged copies hold what the split module does; once in a run."""
-        assert self.lightning_module is not None
         if self._averages is None:
-            self._averages = AveragedCopies(averages(self.lightning_module.trainer), parallel, self._mesh())
+            self._averages = AveragedCopies(averages(self._trainer()), parallel, self._mesh())
 
     def _leave_averages(self) -> None:
         if self._averages is not None:
@@ -124,8 +119,7 @@ class LoadingMethods(StrategyState):
         self._is_split = True
         if self._folder is None or self._whole_model:
             return
-        module = self.lightning_module
-        assert module is not None
+        module = self._module()
         load_sharded_model(self._folder, module, self._parallel(), self._not_tensors, module.strict_loading)
         if module.trainer.state.fn != "fit":
             self._folder = None
@@ -149,8 +143,7 @@ class LoadingMethods(StrategyState):
         self._folder = None
         if self._resumes:
             self._resume_random()  # the last thing restored before the first batch
-            assert self.lightning_module is not None
-            restart_loaders(self.lightning_module.trainer)
+            restart_loaders(self._trainer())
 
     def _own_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
         """What this rank has of an optimizer's whole state."""

@@ -22,9 +22,7 @@ SHOWN_FROM = 0.1
 """The share of whole parameters from which the largest of them are listed."""
 
 
-def print_layout(
-    parallel: ParallelModule, mesh: ParallelMesh, pipeline: Pipeline | None = None, summarised: bool = False
-) -> None:
+def print_layout(parallel: ParallelModule, mesh: ParallelMesh, pipeline: Pipeline | None, summarised: bool) -> None:
     """Print the tables to the terminal.
 
     Args:
@@ -85,7 +83,7 @@ def _stages_along(pipeline: Pipeline) -> list[list[int]]:
     return [schedule.stages_of(order.index(at)) for at in range(schedule.ranks)]
 
 
-def memory_table(parallel: ParallelModule, mesh: ParallelMesh, pipeline: Pipeline | None = None) -> Table:
+def memory_table(parallel: ParallelModule, mesh: ParallelMesh, pipeline: Pipeline | None) -> Table:
     """Parameters in all and on this rank, split and whole."""
     split_full, split_own, whole, nbytes = _counts(parallel)
     rank = f"rank {mesh.global_rank}"

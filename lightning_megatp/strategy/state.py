@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lightning_megatp.building.building import Building
 from lightning_megatp.gradients.groups import Groups
@@ -44,6 +44,13 @@ class StrategyState(_Base):
     """Whether the model is on each rank as it is on one device."""
     _alone: bool
     """Whether there is one rank, and nothing to add."""
+
+    def _module(self) -> Any:
+        assert self.lightning_module is not None
+        return self.lightning_module
+
+    def _trainer(self) -> Any:
+        return self._module().trainer
 
     def _mesh(self) -> ParallelMesh:
         if self.mesh is None:

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from lightning_megatp.batches.same import SameBatch, refuse_lengths, warn_of_lengths
+from lightning_megatp.batches.lengths import refuse_lengths, warn_of_lengths
+from lightning_megatp.batches.same import SameBatch
 from lightning_megatp.gradients.in_steps import StepGradients
 from lightning_megatp.gradients.wide import widen
 from lightning_megatp.optimizers.nested import with_inner
@@ -47,8 +48,7 @@ class StepMethods(GradientMethods):
 
     def on_train_start(self) -> None:
         super().on_train_start()
-        assert self.lightning_module is not None
-        warn_of_lengths(self.lightning_module.trainer, self._mesh())
+        warn_of_lengths(self._trainer(), self._mesh())
 
     def on_validation_start(self) -> None:
         super().on_validation_start()
@@ -65,16 +65,13 @@ class StepMethods(GradientMethods):
     def _before_evaluation(self, kind: StepKind) -> None:
         self._refuse_lengths(kind)
         if self._sent_buffers is not None:
-            assert self.lightning_module is not None
-            trainer: Any = self.lightning_module.trainer
             self._sent_buffers.before_evaluation()
-            self._exchanges_averages = any(map(saves_averages_as_model, trainer.callbacks))
+            self._exchanges_averages = any(map(saves_averages_as_model, self._trainer().callbacks))
 
     def _refuse_lengths(self, kind: StepKind) -> None:
         if self.sharding is None:
             return
-        assert self.lightning_module is not None
-        trainer = self.lightning_module.trainer
+        trainer = self._trainer()
         validation = trainer.num_sanity_val_batches if trainer.sanity_checking else trainer.num_val_batches
         batches = {
             StepKind.VALIDATE: validation,
@@ -84,9 +81,8 @@ class StepMethods(GradientMethods):
         refuse_lengths(kind, batches[kind], self.zero.level, self._mesh())
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        assert self.lightning_module is not None
         if self._random_states is not None:
-            if self.lightning_module.trainer.fit_loop.batch_idx > 0:
+            if self._trainer().fit_loop.batch_idx > 0:
                 self._resume_random()  # in the middle of an epoch: starting the loader again has drawn numbers
             self._random_states = None
         if self._alone:
@@ -105,7 +101,7 @@ class StepMethods(GradientMethods):
             if self.sharding is not None:
                 self._forget_abandoned()
                 self.sharding.begin()
-            by_hand = not self.lightning_module.automatic_optimization
+            by_hand = not self._module().automatic_optimization
             gradients = StepGradients(self._parallel(), self._mesh())
             with gradients.changed_by_hand() if by_hand else contextlib.nullcontext():
                 outputs = self._watched(StepKind.TRAIN, super().training_step)(*args, **kwargs)
@@ -116,7 +112,7 @@ class StepMethods(GradientMethods):
         else:
             step, batch = self._on_microbatch(StepKind.TRAIN, super().training_step, args)
             self._change_gradients(widen)
-            if self.lightning_module.automatic_optimization:
+            if self._module().automatic_optimization:
                 outputs = self.pipeline.train(step, batch, self._pipeline_backward())
             else:
                 outputs = self._by_hand(self.pipeline).train(step, batch, self._pipeline_backward())
@@ -215,6 +211,5 @@ class StepMethods(GradientMethods):
         return self._steps_of_epoch[moment].bit_count() == 1
 
     def _moment(self, kind: StepKind) -> tuple[Any, ...]:
-        assert self.lightning_module is not None
-        trainer = self.lightning_module.trainer
+        trainer = self._trainer()
         return kind, trainer.current_epoch, kind is StepKind.VALIDATE and trainer.sanity_checking

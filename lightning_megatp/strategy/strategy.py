@@ -18,21 +18,7 @@ from lightning_megatp.commands.answer import answer
 from lightning_megatp.commands.proof import prepare
 from lightning_megatp.failure import FailureWatch
 from lightning_megatp.gradients.precision import agree_on_precision, check_precision
-from lightning_megatp.hooks.around import (
-    among_copies,
-    explaining_stages,
-    finding_divided,
-    keeping_data,
-    leaving_out_others,
-    watching_weights,
-    with_whole_functions,
-    with_whole_groups,
-    with_whole_values,
-)
-from lightning_megatp.hooks.forwards import Forwards, GatheredCalls
-from lightning_megatp.hooks.meeting import Meetings
 from lightning_megatp.hooks.norms import watch_hooks
-from lightning_megatp.hooks.stops import stopping_together
 from lightning_megatp.mesh import AXES, MeshShape, ParallelMesh, check_sizes
 from lightning_megatp.metrics import gather_metrics_over
 from lightning_megatp.module import ParallelModule
@@ -45,7 +31,7 @@ from lightning_megatp.planner.measure import MemoryAccount
 from lightning_megatp.plugin import ParallelismPlugin
 from lightning_megatp.recompute.blocks import recompute_blocks
 from lightning_megatp.recompute.options import RecomputeOptions
-from lightning_megatp.shim.lightning import Namespace, default_store, summaries, without_sync_advice
+from lightning_megatp.shim.lightning import Namespace, summaries, without_sync_advice
 from lightning_megatp.shim.sigterm import stop_together, tell_to_stop
 from lightning_megatp.stopping import Stopping
 from lightning_megatp.strategy.arguments import (
@@ -58,20 +44,18 @@ from lightning_megatp.strategy.arguments import (
     warn_of_unused,
     with_known_names,
 )
+from lightning_megatp.strategy.around_hooks import HookMethods
 from lightning_megatp.strategy.batch_norm import BatchNormGroups
 from lightning_megatp.strategy.buffers import SentBuffers
 from lightning_megatp.strategy.building import BuildingMethods
 from lightning_megatp.strategy.callbacks import (
     check_callbacks,
     count_replicas,
-    without_examples,
     without_inference_mode,
-    without_predictions,
 )
 from lightning_megatp.strategy.checkpoint import CheckpointMethods
 from lightning_megatp.strategy.dividing import divide
 from lightning_megatp.strategy.exports import refuse_exports
-from lightning_megatp.strategy.gradients import GradientMethods
 from lightning_megatp.strategy.randomness import share_drawn, synchronize_random_state
 from lightning_megatp.strategy.report import print_layout
 from lightning_megatp.strategy.shadows import ShadowMethods
@@ -82,7 +66,7 @@ from lightning_megatp.zero.options import ZeroOptions
 from lightning_megatp.zero.sharding import ZeroSharding
 
 
-class MegaTPStrategyBase(StepMethods, GradientMethods, BuildingMethods, WorldMethods, ShadowMethods, CheckpointMethods):
+class MegaTPStrategyBase(StepMethods, HookMethods, BuildingMethods, WorldMethods, ShadowMethods, CheckpointMethods):
     """Megatron's tensor, sequence, pipeline and data parallelism for an unmodified LightningModule.
 
     Layers that the module creates in `configure_model` are never whole on any rank; see the documentation on large
@@ -204,7 +188,9 @@ class MegaTPStrategyBase(StepMethods, GradientMethods, BuildingMethods, WorldMet
         self._set_up_steps(offload_activations)
         self.tp, self.pp, self.dp = tp, pp, dp
         order = schedule_for(schedule, whole_loss)
-        self.pipeline_options = PipelineOptions(microbatches, order, virtual_stages, stages, zero < 2, whole_loss)
+        self.pipeline_options = PipelineOptions(
+            microbatches, order, virtual_stages, stages, splits_end=zero < 2, whole_loss=whole_loss
+        )
         self.parallelism = parallelism or ParallelismPlugin(plan, strict)
         self.recompute = RecomputeOptions.of(recompute)
         self.sequence_parallel, self.summary = sequence_parallel, summary
@@ -364,10 +350,9 @@ class MegaTPStrategyBase(StepMethods, GradientMethods, BuildingMethods, WorldMet
 
     def _convert(self, trainer: Any) -> None:
         """What every strategy of Lightning does with a module first; here it is the last that is recorded of it."""
-        assert self.accelerator is not None and self.lightning_module is not None
+        assert self.accelerator is not None
         self.accelerator.setup(trainer)
-        module = self.lightning_module
-        building = self._building
+        module, building = self._module(), self._building
         with nullcontext() if building is None else building.record():
             if trainer.state.fn == "fit" and self._layer_sync is not None and self._mesh().size("dp") > 1:
                 self._layer_sync.apply(module)  # Trainer(sync_batchnorm=True)
@@ -382,8 +367,7 @@ class MegaTPStrategyBase(StepMethods, GradientMethods, BuildingMethods, WorldMet
 
     def _keep_unsplit(self, trainer: Any) -> None:
         """Copies of the unsplit model, for what is compared with it or predicted from it later."""
-        module = self.lightning_module
-        assert module is not None
+        module = self._module()
         if trainer.state.fn == "fit" and not getattr(module, "automatic_optimization", True):
             check_by_hand(self.verify or requested() == "verify", self._trace is not None)
         if requested() == "verify":
@@ -396,16 +380,14 @@ class MegaTPStrategyBase(StepMethods, GradientMethods, BuildingMethods, WorldMet
 
     def _outlines(self) -> Outlines | None:
         """Outlines of modules among the hyperparameters, before they are split; None where there are none."""
-        module = self.lightning_module
-        assert module is not None
+        module = self._module()
         split = self.parallelism.split_form(module)
         outlines = Outlines(module) if split is None else split.outlines
         return outlines if outlines else None
 
     def _split(self, mesh: ParallelMesh, example: Example) -> ParallelModule:
         """Over tp, pp and dp, in this order; and give this rank's part its values."""
-        module, building = self.lightning_module, self._building
-        assert module is not None
+        module, building = self._module(), self._building
         if building is None and self.parallelism.split_form(module) is None:
             self._remember_parameters(module)
             self._hold_back(module)
@@ -431,40 +413,6 @@ class MegaTPStrategyBase(StepMethods, GradientMethods, BuildingMethods, WorldMet
         extras = self.offload_activations, self.verify, self.memory, self.zero.reduce_dtype, own_end
         self._alone = self._undivided and self.world_size == 1 and not any(extras)
         return parallel
-
-    def _stand_in_for_hooks(self, trainer: Any, parallel: ParallelModule, mesh: ParallelMesh) -> None:
-        """Around the user's hooks in runs of every kind. What comes later is outside of what comes earlier."""
-        if not self._undivided:
-            self._detours += without_examples(trainer, whole_forward=self.pipeline is None and self.sharding is None)
-        if self._default_group is not None:
-            self._detours += among_copies(trainer, self.among_copies)
-        if mesh.size("tp") > 1:
-            self._detours += with_whole_functions(trainer, parallel)
-        if mesh.size("tp") > 1 or self.sharding is not None or self.pipeline is not None:
-            meetings = Meetings(parallel.context, mesh, default_store(), divided=self.sharding is not None)
-            self._detours += meetings.around_hooks(trainer)
-        if self.pipeline is not None:
-            self._detours += Forwards(self.pipeline.running_units).around_hooks(trainer)
-            self._detours += explaining_stages(trainer)
-        elif self.sharding is not None:
-            self._detours += Forwards(GatheredCalls(parallel, self.sharding).running).around_hooks(trainer)
-        if self.pipeline is not None and not self.pipeline.is_last:
-            self._detours += without_predictions(trainer)
-
-    def _stand_in_for_fit_hooks(self, trainer: Any, parallel: ParallelModule, mesh: ParallelMesh) -> None:
-        """Around those that meet weights, gradients and optimizers, outside of the others."""
-        self._detours += with_whole_groups(trainer, self._as_on_one_device)
-        if self.world_size > 1:
-            self._detours += stopping_together(trainer, mesh.hosts(*AXES))
-        if mesh.size("tp") > 1 or self.sharding is not None:
-            self._detours += with_whole_values(trainer, parallel)  # inside of the next ones
-        if mesh.size("tp") > 1:
-            self._detours += watching_weights(trainer, parallel)
-        if self.pipeline is not None:
-            self._detours += leaving_out_others(trainer)
-        if self.sharding is not None:
-            self._detours += keeping_data(trainer, self.sharding.parameters)
-            self._detours += finding_divided(trainer, self.sharding.as_divided)
 
     def _watch_sigterm(self, trainer: Any, example: Example) -> None:
         """Let all ranks stop after the same batch when one gets SIGTERM."""

@@ -40,7 +40,7 @@ class FirstBatch:
         building: makes the copy's parameters, where the module's have no values yet.
     """
 
-    def __init__(self, module: Any, keep: bool, building: Building | None = None) -> None:
+    def __init__(self, module: Any, keep: bool, building: Building | None) -> None:
         self.module = _copy(module) if keep else None
         if self.module is not None and building is not None:
             building.fill(self.module, module)
@@ -94,7 +94,9 @@ class FirstBatch:
             )
 
     def compare_gradients(self, gradients: Mapping[str, Tensor]) -> None:
-        """Args:
+        """Compare the gradients of the first batch with those of the unsplit model.
+
+        Args:
             gradients: of the whole model, by name.
 
         Raises:

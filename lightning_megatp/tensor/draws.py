@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning_megatp.tensor.functions import operation_names
+from lightning_megatp.tensor.functions import argument, operation_names
 
 DROPOUTS = operation_names(
     """
@@ -35,7 +35,7 @@ OF_ELEMENTS = (DROPOUTS - _BY_CHANNEL) | LIKE_TENSORS
 def draws_random(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether an operation draws from the default generator."""
     if name == "scaled_dot_product_attention":
-        return bool(args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0))
+        return bool(argument(args, kwargs, 4, "dropout_p", default=0.0))
     if name in DROPOUTS:
         return drops(args, kwargs)
     return (name in OF_TENSORS or name in LIKE_SHAPES) and kwargs.get("generator") is None
@@ -43,5 +43,5 @@ def draws_random(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bo
 
 def drops(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether a dropout is to do anything."""
-    p = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
-    return bool(p) and bool(args[2] if len(args) > 2 else kwargs.get("training", kwargs.get("train", True)))
+    training = argument(args, kwargs, 2, "training", "train", default=True)
+    return bool(argument(args, kwargs, 1, "p", default=0.5)) and bool(training)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,12 @@ def operation_name(func: Callable[..., Any]) -> str:
     """`add`, `layer_norm`, or the property's name for a getter (`shape`)."""
     name = getattr(func, "__name__", "")
     return getattr(getattr(func, "__self__", None), "__name__", name) if name in ("__get__", "__set__") else name
+
+
+def argument(args: Sequence[Any], kwargs: Mapping[str, Any], position: int, *names: str, default: Any = None) -> Any:
+    """What a function is given for a parameter, by one of its names or by position."""
+    given = (kwargs[name] for name in names if name in kwargs)
+    return next(given, args[position] if len(args) > position else default)
 
 
 def unreflected(func: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Callable[..., Any], tuple[Any, ...]]:

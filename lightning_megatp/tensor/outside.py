@@ -41,9 +41,7 @@ class LayerParameters(dict[str, Any]):
         is_layer: whether it is a parallel layer.
     """
 
-    def __init__(
-        self, parameters: dict[str, Any], context: TensorContext, owner: Any = None, is_layer: bool = False
-    ) -> None:
+    def __init__(self, parameters: dict[str, Any], context: TensorContext, owner: Any, is_layer: bool = False) -> None:
         super().__init__(parameters)
         self.context = context
         self._owner = _nobody if owner is None else weakref.ref(owner)
@@ -117,9 +115,11 @@ class WholeParameter(LayerWeight):
 
     @staticmethod
     def of(shard: Tensor, parameter: Tensor, spec: ShardedTensorSpec, context: TensorContext) -> WholeParameter:
-        """Args:
-        shard: the parameter itself, or its `.data`.
-        parameter: the parameter.
+        """Let a shard stand for the whole parameter.
+
+        Args:
+            shard: the parameter itself, or its `.data`.
+            parameter: the parameter.
         """
         with DisableTorchFunction():  # a pipeline's mode would take it for something the step does
             plain = shard.to_local() if isinstance(shard, DTensor) else shard
@@ -315,8 +315,10 @@ def used_whole(x: Any, operation: str) -> Any:
 
 
 def check_undivided(x: WholeParameter, operation: str) -> None:
-    """Raises:
-    RuntimeError: what tensor ranks hold of a parameter, zero > 0 has divided further.
+    """Refuse to put a weight together of which this rank has some rows alone.
+
+    Raises:
+        RuntimeError: what tensor ranks hold of a parameter, zero > 0 has divided further.
     """
     if isinstance(x.shard, DTensor):
         raise RuntimeError(

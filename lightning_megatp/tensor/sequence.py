@@ -21,7 +21,7 @@ from lightning_megatp.shim.torch import DisableTorchFunctionSubclass, tree_flatt
 from lightning_megatp.tensor.collectives import copy_to_region, gather_sequence, scatter_sequence, use_on_tokens
 from lightning_megatp.tensor.context import TensorContext
 from lightning_megatp.tensor.draws import drops
-from lightning_megatp.tensor.functions import is_in_place, operation_name, operation_names
+from lightning_megatp.tensor.functions import argument, is_in_place, operation_name, operation_names
 from lightning_megatp.tensor.shards import (
     METADATA,
     GatheredView,
@@ -247,7 +247,7 @@ def _maps_features(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 def _reduces_features(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """mean, sum, ... over dims behind the sequence, which are kept with size 1."""
     x = args[0]
-    dims = args[1] if len(args) > 1 else kwargs.get("dim")
+    dims = argument(args, kwargs, 1, "dim")
     keep = kwargs.get("keepdim", False)
     if not isinstance(x, SequenceShard) or len(args) > 2 or keep is not True or dims is None:
         return False

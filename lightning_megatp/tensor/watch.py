@@ -23,6 +23,7 @@ from lightning_megatp.shim.torch import tree_leaves
 from lightning_megatp.tensor.context import OpenStack, TensorContext
 from lightning_megatp.tensor.draws import draws_random
 from lightning_megatp.tensor.functions import (
+    argument,
     bare_name,
     check_caller,
     couples,
@@ -96,8 +97,10 @@ class RegionWatch(TorchFunctionMode):
         return next((self._known[block] for block in blocks if block in self._known), None)
 
     def _check_known(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Raises:
-        RuntimeError: an operation looks at all features of a rank, as none did when the plan was proven.
+        """Refuse what nobody saw the step do with all features of a layer.
+
+        Raises:
+            RuntimeError: an operation looks at all features of a rank, as none did when the plan was proven.
         """
         x, region = args[0] if args else None, self.context.open_region
         if not isinstance(x, Tensor) or not x.is_floating_point() or not x.dim() or region is None:
@@ -143,8 +146,10 @@ class RegionWatch(TorchFunctionMode):
             )
 
     def _check_stack(self, stack: OpenStack, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Raises:
-        RuntimeError: an operation on what experts computed, as none was when their parts were found to add up.
+        """Refuse what nobody saw the step do with the outputs of experts.
+
+        Raises:
+            RuntimeError: an operation on what experts computed, as none was when their parts were found to add up.
         """
         seen = self._stacks.get(stack.name)
         if seen is None or name in _ADDS_UP or any(map(is_fake, stack.parts)):  # in a dry run nothing is computed
@@ -197,8 +202,7 @@ _DIM_AT = {"norm": 2, "vector_norm": 2, "topk": 2, "kthvalue": 2, "quantile": 2,
 
 def _over_last(name: str, dims: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether an operation looks at several elements along the last dim."""
-    at = _DIM_AT.get(bare_name(name), 1)
-    given = kwargs.get("dim", kwargs.get("axis", kwargs.get("dims", args[at] if len(args) > at else None)))
+    given = argument(args, kwargs, _DIM_AT.get(bare_name(name), 1), "dim", "axis", "dims")
     if given is None or name in ("layer_norm", "rms_norm"):
         return True
     chosen = given if isinstance(given, (list, tuple)) else (given,)

@@ -94,8 +94,10 @@ def _bound_to(function: Any) -> Iterator[Any]:
 
 
 def refuse_sparse(module: nn.Module) -> None:
-    """Raises:
-    ValueError: an embedding gives sparse gradients.
+    """Refuse embeddings with sparse gradients.
+
+    Raises:
+        ValueError: an embedding gives sparse gradients.
     """
     for name, layer in module.named_modules():
         if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.sparse and layer.weight.requires_grad:

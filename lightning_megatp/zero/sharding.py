@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 
 from lightning_megatp.calls import around_calls
 from lightning_megatp.containers import parameters_of
-from lightning_megatp.detour import Detour
+from lightning_megatp.detour import Detour, entries_replaced
 from lightning_megatp.kept_parameters import kept_parameters, replace_kept
 from lightning_megatp.mesh import ParallelMesh
 from lightning_megatp.module import ParallelModule
@@ -73,8 +73,8 @@ class ZeroSharding:
         mesh: ParallelMesh,
         options: ZeroOptions,
         units: Sequence[str],
-        together: Collection[str] = (),
-        make: Callable[[nn.Module], None] = lambda module: None,
+        together: Collection[str],
+        make: Callable[[nn.Module], None],
     ) -> None:
         self.parallel, self.mesh, self.options = parallel, mesh, options
         module, roles = parallel.module, parallel.roles()
@@ -260,36 +260,25 @@ class ZeroSharding:
         """Meanwhile they are what they are between steps."""
         return self._showing(lambda p: p.sharded)
 
-    @contextlib.contextmanager
-    def _showing(self, form: Callable[[DividedParameter], Any]) -> Iterator[None]:
-        places = [(owner._parameters, leaf, form(p)) for p in self.parameters for owner, leaf in p.owners]
-        before = [(held, leaf, held[leaf]) for held, leaf, _ in places]
-        for held, leaf, parameter in places:
-            held[leaf] = parameter
-        try:
-            yield
-        finally:
-            for held, leaf, value in before:
-                held[leaf] = value
+    def _showing(self, form: Callable[[DividedParameter], Any]) -> contextlib.AbstractContextManager[None]:
+        return entries_replaced((owner._parameters, leaf, form(p)) for p in self.parameters for owner, leaf in p.owners)
 
     @contextlib.contextmanager
     def planning(self, fake_mode: FakeTensorMode) -> Iterator[None]:
         """Meanwhile units run as they are, on parameters without data: for a pipeline's dry run."""
-        before: list[tuple[dict[str, Any], str, Any]] = []
-        for parameter in (p for p in self.parameters if not p.together):
+
+        def without_data(parameter: DividedParameter) -> nn.Parameter:
             with fake_mode:
                 empty = torch.empty(parameter.shape, dtype=parameter.local.dtype, device=self.mesh.device)
-            fake = nn.Parameter(empty, requires_grad=parameter.sharded.requires_grad)
-            for owner, leaf in parameter.owners:
-                before.append((owner._parameters, leaf, owner._parameters[leaf]))
-                owner._parameters[leaf] = fake
-        self._switch(on=False)
-        try:
-            yield
-        finally:
-            self._switch(on=True)
-            for held, leaf, value in before:
-                held[leaf] = value
+            return nn.Parameter(empty, requires_grad=parameter.sharded.requires_grad)
+
+        fakes = [(p, without_data(p)) for p in self.parameters if not p.together]
+        with entries_replaced((owner._parameters, leaf, fake) for p, fake in fakes for owner, leaf in p.owners):
+            self._switch(on=False)
+            try:
+                yield
+            finally:
+                self._switch(on=True)
 
     def _switch(self, on: bool) -> None:
         for holder in self._holders.values():
@@ -439,16 +428,20 @@ class ZeroSharding:
             parameter.whole.requires_grad_(parameter.local.requires_grad)
 
     def _check_unchanged(self) -> None:
-        """Raises:
-        RuntimeError: a value was written to what is gathered, and would be lost.
+        """See whether what is gathered still has the values of the rows.
+
+        Raises:
+            RuntimeError: a value was written to what is gathered, and would be lost.
         """
         for parameter in self.parameters:
             if tensor_version(parameter.whole) != self._versions[parameter.name]:
                 raise RuntimeError(lost_change(parameter.name))
 
     def check_known(self, optimizers: Iterable[Optimizer]) -> None:
-        """Raises:
-        ValueError: an optimizer was given a parameter that isn't the module's any more.
+        """See whether optimizers were given parameters of the module alone.
+
+        Raises:
+            ValueError: an optimizer was given a parameter that isn't the module's any more.
         """
         known = {id(p) for p in self.parallel.module.parameters()} | self.parallel.divided.keys()
         for optimizer in optimizers:

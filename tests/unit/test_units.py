@@ -130,15 +130,6 @@ def test_a_compiled_model_is_one_unit() -> None:
     assert find_units(module) == ["model"]
 
 
-def test_chosen_units() -> None:
-    module = GPT()
-    assert find_units(module, ["tokens", "blocks.1"]) == ["tokens", "blocks.1"]
-    with pytest.raises(ValueError, match=r"`token` is chosen as a pipeline unit, but the model has no such module"):
-        find_units(module, ["token"])
-    with pytest.raises(ValueError, match=r"`blocks.0.up` is inside of `blocks.0`, and both are chosen"):
-        find_units(module, ["blocks.0", "blocks.0.up"])
-
-
 def test_execution_order() -> None:
     class Reversed(GPT):
         def __init__(self) -> None:

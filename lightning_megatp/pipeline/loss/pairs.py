@@ -14,6 +14,7 @@ from torch import Tensor
 from lightning_megatp.pipeline.loss.functions import JOINS
 from lightning_megatp.pipeline.loss.samples import Samples, is_parameter
 from lightning_megatp.tensor.einsum import labels_of, operands_of
+from lightning_megatp.tensor.functions import argument
 
 _CUTS = {"chunk": 2, "split": 2, "split_with_sizes": 2, "tensor_split": 2, "narrow": 1, "__getitem__": -1}
 """By name, which argument is the dim."""
@@ -94,7 +95,7 @@ def _cut(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any)
             yield result, range(len(whole))[index]
         elif isinstance(index, Tensor) and index.dim() == 1 and index.dtype != torch.bool:
             yield result, id(index)
-    elif kwargs.get("dim", args[at] if len(args) > at else 0) == 0:
+    elif argument(args, kwargs, at, "dim", default=0) == 0:
         start = args[2] if name == "narrow" else 0
         for part in result if isinstance(result, (tuple, list)) else [result]:
             yield part, range(start, start + len(part))

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_megatp.shim.torch import viewed
+from lightning_megatp.tensor.functions import argument
 
 SLICES = frozenset([Tensor.__iter__, Tensor.__getitem__, torch.unbind, Tensor.unbind])
 STATISTICS: dict[str, tuple[int, Any]] = {
@@ -98,7 +99,7 @@ class Samples:
             result = func(*args)
             self.note(result, index % self.rows)
             return result
-        if kwargs.get("dim", args[1] if len(args) > 1 else 0) != 0:
+        if argument(args, kwargs, 1, "dim", default=0) != 0:
             return NotImplemented
         parts = args[0].unbind(0)
         for i, part in enumerate(parts):
@@ -121,7 +122,7 @@ class Samples:
         x = args[0] if args else kwargs.get("input")
         if not isinstance(x, Tensor) or not x.is_floating_point() or not x.dim():
             return False
-        dim = kwargs.get("dim", kwargs.get("axis", args[position] if len(args) > position else default))
+        dim = argument(args, kwargs, position, "dim", "axis", default=default)
         if isinstance(dim, Tensor):
             return False  # the larger of two
         dims = [dim] if type(dim) is int else dim

@@ -10,6 +10,7 @@ import torch
 
 from lightning_megatp.tensor.features.decision import Decision
 from lightning_megatp.tensor.features.layout import FeatureLayout
+from lightning_megatp.tensor.functions import argument
 
 
 @dataclass(frozen=True)
@@ -51,10 +52,8 @@ class Call:
         return self.layout.context.rank
 
     def argument(self, position: int, *names: str, default: Any = None) -> Any:
-        """An argument by position or by one of its names."""
-        if len(self.args) > position:
-            return self.args[position]
-        return next((self.kwargs[name] for name in names if name in self.kwargs), default)
+        """See `functions.argument`."""
+        return argument(self.args, self.kwargs, position, *names, default=default)
 
 
 Rule = Callable[[Call], Decision | None]

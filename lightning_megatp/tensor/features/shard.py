@@ -9,16 +9,15 @@ the whole tensor first: what is not local is merely not faster.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_megatp.plan.ranges import ByRank, Ranges, merge, positions
+from lightning_megatp.plan.ranges import ByRank, positions
 from lightning_megatp.shim.fakes import as_subclass
 from lightning_megatp.shim.torch import tensor_version, tree_map
-from lightning_megatp.tensor.context import TensorContext
 from lightning_megatp.tensor.draws import OF_TENSORS, draws_random
 from lightning_megatp.tensor.features.call import Call, Operand
 from lightning_megatp.tensor.features.decision import Decision, Enter, take_local
@@ -55,13 +54,6 @@ class FeatureShard(Shard):
         shard.plain, shard.features = local, layout
         return shard
 
-    @staticmethod
-    def shard(x: Tensor, dim: int, by_rank: Sequence[Ranges], context: TensorContext) -> FeatureShard:
-        """Take this rank's ranges of a dim of a whole tensor. Communication: `GroupExchange.scatter`."""
-        owned = tuple(merge(ranges) for ranges in by_rank)
-        layout = FeatureLayout(dim % x.dim() - x.dim(), owned, x.shape[dim], context)
-        return FeatureShard.wrap(context.exchange.scatter(x, layout.dim, owned), layout)
-
     def whole(self, operation: str = "whole") -> Tensor:
         """All features as a plain tensor, the same on every rank. Whoever asks again, of this object, gets the same.
 
@@ -83,7 +75,7 @@ class FeatureShard(Shard):
         return value
 
     def take_part(self, whole: Tensor) -> None:
-        """Communication: `GroupExchange.scatter`."""
+        """Take this rank's features of a whole tensor. Communication: `GroupExchange.scatter`."""
         layout = self.features
         self.plain.copy_(layout.context.exchange.scatter(whole, layout.dim, layout.by_rank))
 

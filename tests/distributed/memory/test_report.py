@@ -23,7 +23,7 @@ def _train(layout: Layout, strategy: dict[str, Any], options: dict[str, Any]) ->
     trainer.fit(module, train_loader(layout, 2))
     report = trainer.strategy.memory_report()
     assert report.table().row_count == 2 * layout.pp, "predicted and measured"
-    return report.of_rank(trainer.global_rank), report.problem
+    return report.ranks[trainer.global_rank], report.problem
 
 
 LAYOUTS = [
@@ -87,7 +87,7 @@ def _train_literal(layout: Layout) -> RankMemory:
     trainer = make_trainer(layout, strategy={"memory": True, "plan": "auto"}, limit_train_batches=2)
     trainer.fit(module, train_loader(layout, 2))
     assert trainer.strategy.parallel.plan.layers["blocks.0.qkv"].global_sizes
-    own: RankMemory = trainer.strategy.memory_report().of_rank(trainer.global_rank)
+    own: RankMemory = trainer.strategy.memory_report().ranks[trainer.global_rank]
     return own
 
 
@@ -102,7 +102,7 @@ def _train_without(layout: Layout) -> tuple[RankMemory, str]:
     trainer = make_trainer(layout, limit_train_batches=1)
     trainer.fit(GPT(GPTConfig(tied=False)), train_loader(layout, 1))
     report = trainer.strategy.memory_report()
-    return report.of_rank(trainer.global_rank), report.problem
+    return report.ranks[trainer.global_rank], report.problem
 
 
 def test_without_memory_parameters_gradients_and_optimizer_are_measured() -> None:

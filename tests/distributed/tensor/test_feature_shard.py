@@ -45,6 +45,12 @@ from tests.ranks import RankError, run_ranks
 Specs = dict[str, ShardedTensorSpec]
 
 
+def shard_of(x: Tensor, dim: int, owned: tuple[Ranges, ...], context: TensorContext) -> FeatureShard:
+    """This rank's ranges of a dim of a whole tensor."""
+    layout = FeatureLayout(dim % x.dim() - x.dim(), owned, x.shape[dim], context)
+    return FeatureShard.wrap(context.exchange.scatter(x, layout.dim, owned), layout)
+
+
 def _ranges(split: Split, size: int, ways: int) -> tuple[Ranges, ...]:
     return split(ways) if callable(split) else shard_ranges(size, ways, *split)
 
@@ -169,7 +175,7 @@ def _workshop(context: TensorContext | None, owned: tuple[Ranges, ...]) -> tuple
     parameters = {name: nn.Parameter(normal(*shape)) for name, shape in shapes.items()}
     x, z = leaves["x"] * 1.0, leaves["z"] * 1.0
     if context is not None:
-        x, z = (FeatureShard.shard(v, 1, owned, context) for v in (x, z))
+        x, z = (shard_of(v, 1, owned, context) for v in (x, z))
     workshop = Workshop(z, leaves["y"] * 1.0, leaves["row"] * 1.0, normal(2, HEADS, T, D) > 0, **parameters)
     return x, workshop, leaves | parameters
 
@@ -243,7 +249,7 @@ def _sixteen_bits(rank: int, world_size: int, autocast: bool) -> None:
     exact = torch.randn(3, 5, 64, generator=torch.Generator().manual_seed(1), dtype=torch.float64) + 4
     x = exact.bfloat16()
     weight = weight if autocast else weight.bfloat16()
-    shard = FeatureShard.shard(x, -1, [((0, 24),), ((24, 64),)], context)
+    shard = shard_of(x, -1, (((0, 24),), ((24, 64),)), context)
     for operation in (
         lambda x: x.mean(-1),
         lambda x: x.sum(-1),
@@ -287,7 +293,7 @@ def _wrong_range(rank: int, world_size: int) -> list[str]:
     """A layout that says that the ranks own other heads than they have."""
     context = TensorContext(dist.group.WORLD)
     x, workshop, _ = _workshop(None, OWNED["uneven"])
-    shard = FeatureShard.shard(x, 1, (((0, 4),), ((4, 8),)), context)
+    shard = shard_of(x, 1, (((0, 4),), ((4, 8),)), context)
     lying = FeatureShard.wrap(shard.plain, FeatureLayout(-3, (((4, 8),), ((0, 4),)), HEADS, context))
     return [
         name for name, op in {"as it is": shard, "wrong": lying}.items() if not _same(op + workshop.y, x + workshop.y)
@@ -567,7 +573,7 @@ def test_functions_of_the_user_get_whole_tensors() -> None:
 def _random(rank: int, world_size: int) -> tuple[Tensor, Tensor, bool, Tensor, bool]:
     context = TensorContext(dist.group.WORLD)
     x = torch.ones(4, HEADS, 8, 8)
-    own, shared = (FeatureShard.shard(x, 1, OWNED[name], context) for name in ("uneven", "overlapping"))
+    own, shared = (shard_of(x, 1, OWNED[name], context) for name in ("uneven", "overlapping"))
     torch.manual_seed(5)
     dropped = F.dropout(own, 0.25)
     repeated = F.dropout(shared, 0.25)
@@ -619,7 +625,7 @@ def _double_backward(rank: int, world_size: int) -> None:
         for context in (None, TensorContext(dist.group.WORLD)):
             x = torch.randn(2, HEADS, T, D, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
             x.requires_grad_()
-            y = x * 1.0 if context is None else FeatureShard.shard(x * 1.0, 1, owned, context)
+            y = x * 1.0 if context is None else shard_of(x * 1.0, 1, owned, context)
             (grad,) = torch.autograd.grad((gathered(y * y * y) ** 2).sum(), x, create_graph=True)
             (second,) = torch.autograd.grad((grad**2).sum(), x)
             penalties.append((grad.detach(), second))
@@ -640,7 +646,7 @@ def _rows(rank: int, world_size: int) -> None:
     shard_(row.weight, ShardedTensorSpec("weight", (3, HEADS), 1, owned), rank)
     layer = RowParallelLinear.adopt(row, context, owned, "row", global_sizes=True)
     for other in (owned, *OWNED.values()):
-        torch.testing.assert_close(layer(FeatureShard.shard(x, 1, other, context)), expected)
+        torch.testing.assert_close(layer(shard_of(x, 1, other, context)), expected)
     torch.testing.assert_close(layer(x), expected)
     with pytest.raises(ValueError, match="style `row`"):
         layer(x[:, :4])

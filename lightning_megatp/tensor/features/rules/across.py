@@ -59,9 +59,9 @@ class _Features:
         """Without the mean."""
         return x - self.use(self.sum(x, keepdim=True) / self.size)
 
-    def length(self, x: Tensor, keepdim: bool | None = None) -> Tensor:
+    def length(self, x: Tensor) -> Tensor:
         """The Euclidean norm."""
-        return _root(self.sum(x.square(), keepdim))
+        return _root(self.sum(x.square()))
 
 
 def total(call: Call) -> Decision | None:

@@ -1,0 +1,66 @@
+"""The strategy's part in the user's hooks: what stands around which of them, and in which order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning_megatp.detour import Detour
+from lightning_megatp.hooks.around import (
+    among_copies,
+    explaining_stages,
+    finding_divided,
+    keeping_data,
+    leaving_out_others,
+    watching_weights,
+    with_whole_functions,
+    with_whole_groups,
+    with_whole_values,
+)
+from lightning_megatp.hooks.forwards import Forwards, GatheredCalls
+from lightning_megatp.hooks.meeting import Meetings
+from lightning_megatp.hooks.stops import stopping_together
+from lightning_megatp.mesh import AXES, ParallelMesh
+from lightning_megatp.module import ParallelModule
+from lightning_megatp.shim.lightning import default_store
+from lightning_megatp.strategy.callbacks import without_examples, without_predictions
+from lightning_megatp.strategy.gradients import GradientMethods
+
+
+class HookMethods(GradientMethods):
+    """Detours around hooks. What comes later is outside of what comes earlier."""
+
+    _detours: list[Detour]
+
+    def _stand_in_for_hooks(self, trainer: Any, parallel: ParallelModule, mesh: ParallelMesh) -> None:
+        """In runs of every kind."""
+        if not self._undivided:
+            self._detours += without_examples(trainer, whole_forward=self.pipeline is None and self.sharding is None)
+        if self._default_group is not None:
+            self._detours += among_copies(trainer, self.among_copies)
+        if mesh.size("tp") > 1:
+            self._detours += with_whole_functions(trainer, parallel)
+        if mesh.size("tp") > 1 or self.sharding is not None or self.pipeline is not None:
+            meetings = Meetings(parallel.context, mesh, default_store(), divided=self.sharding is not None)
+            self._detours += meetings.around_hooks(trainer)
+        if self.pipeline is not None:
+            self._detours += Forwards(self.pipeline.running_units).around_hooks(trainer)
+            self._detours += explaining_stages(trainer)
+        elif self.sharding is not None:
+            self._detours += Forwards(GatheredCalls(parallel, self.sharding).running).around_hooks(trainer)
+        if self.pipeline is not None and not self.pipeline.is_last:
+            self._detours += without_predictions(trainer)
+
+    def _stand_in_for_fit_hooks(self, trainer: Any, parallel: ParallelModule, mesh: ParallelMesh) -> None:
+        """Around those that meet weights, gradients and optimizers."""
+        self._detours += with_whole_groups(trainer, self._as_on_one_device)
+        if self.world_size > 1:
+            self._detours += stopping_together(trainer, mesh.hosts(*AXES))
+        if mesh.size("tp") > 1 or self.sharding is not None:
+            self._detours += with_whole_values(trainer, parallel)  # inside of the next ones
+        if mesh.size("tp") > 1:
+            self._detours += watching_weights(trainer, parallel)
+        if self.pipeline is not None:
+            self._detours += leaving_out_others(trainer)
+        if self.sharding is not None:
+            self._detours += keeping_data(trainer, self.sharding.parameters)
+            self._detours += finding_divided(trainer, self.sharding.as_divided)
