@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_
@@ -11,6 +12,7 @@ from lightning_megatp.gradients.norm import global_norm
 from lightning_megatp.mesh import ParallelMesh
 from lightning_megatp.module import ParallelModule
 from lightning_megatp.shim.gradients import ClipCall
+from lightning_megatp.shim.torch import DisableTorchFunction
 
 
 def clip(call: ClipCall, held: Iterable[Tensor], parallel: ParallelModule, mesh: ParallelMesh) -> Tensor | None:
@@ -49,3 +51,36 @@ def clip(call: ClipCall, held: Iterable[Tensor], parallel: ParallelModule, mesh:
         )
     clip_grads_with_norm_(trained, call.limit, norm)
     return norm
+
+
+def clip_in_hook(
+    call: ClipCall, parallel: ParallelModule, mesh: ParallelMesh, does: Callable[..., Any] | None = None
+) -> Any:
+    """Do what a hook asks for that all ranks run, between a backward and the optimizer's step.
+
+    With stages ranks only know that all of them ask if each gives all that it trains: `self.parameters()` has none of
+    other stages.
+
+    Args:
+        does: clips, in place of `clip`, where the hook finds the 2-norms of whole gradients by itself.
+
+    Raises:
+        RuntimeError: gradients of some parameters, in a pipeline, by a norm that ranks don't have.
+    """
+    finds_norms = does is not None
+    held = [parallel.held(parameter) for parameter in call.parameters]
+    trained = {id(x) for x in map(parallel.held, parallel.names.values()) if x.grad is not None}
+    if held and trained.isdisjoint(map(id, held)):
+        return call.of(call.parameters)
+    if mesh.size("pp") > 1 and call.limit is not None and (call.is_of_one or not trained <= {id(x) for x in held}):
+        parted = any(id(x) in parallel.sharded or id(x) in parallel.divided for x in held)
+        if not finds_norms and (parted or not call.is_of_one):
+            raise RuntimeError(
+                "MegaTPStrategy: a hook clips the gradients of some parameters by their norm, of which each pipeline"
+                " stage has its own. Clip those of `self.parameters()`, or give Trainer(gradient_clip_val=...)."
+            )
+        return call.of(call.parameters)
+    if mesh.size("pp") == 1 and finds_norms and call.order == 2.0:
+        return call.of(call.parameters)
+    with DisableTorchFunction():
+        return (does or clip)(call, held, parallel, mesh)

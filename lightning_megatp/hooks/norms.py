@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_megatp.gradients.clipping import clip
+from lightning_megatp.detour import Detour
+from lightning_megatp.gradients.clipping import clip, clip_in_hook
 from lightning_megatp.gradients.norm import own_elements
 from lightning_megatp.mesh import ParallelMesh
 from lightning_megatp.messages import warn_once_per_run
@@ -30,7 +31,7 @@ from lightning_megatp.shim.gradients import ClipCall, clipping_by
 from lightning_megatp.shim.lightning import within_hooks
 from lightning_megatp.shim.torch import DisableTorchFunction, foreach_norm, tensor_version
 from lightning_megatp.tensor.collectives import from_host
-from lightning_megatp.user_hooks import is_users
+from lightning_megatp.user_hooks import is_users, users_hooks
 
 METHODS = {
     "post_backward": ("on_after_backward",),
@@ -72,10 +73,12 @@ class WholeNorms:
         """Around the hooks that a method of the plugin calls."""
         self._hooks = " or ".join(f"`{hook}`" for hook in METHODS[method])
         complete = self._complete or method == "_after_closure"
+        with DisableTorchFunction():  # an `optimizer_step` that is watched may have called the closure
+            parts = self._parts()
         try:
             with (
                 clipping_by(functools.partial(self._clip, complete)),
-                Looking(self, self._parallel.context.rank, self._parts()) as self._now,
+                Looking(self, self._parallel.context.rank, parts) as self._now,
             ):
                 yield
         finally:
@@ -98,22 +101,14 @@ class WholeNorms:
         return run
 
     def _clip(self, complete: bool, call: ClipCall) -> Any:
-        """A hook calls torch's clipping. Without stages the norms that it takes are those of whole gradients anyway,
-        if they are 2-norms, and need no message. With stages ranks only know that all call it if each gives it all
-        that it trains.
+        """A hook calls torch's clipping.
 
         Args:
             complete: gradients are summed.
         """
-        held = [self._parallel.held(parameter) for parameter in call.parameters]
-        if self._mesh.size("pp") > 1:
-            trained = {id(x) for x in map(self._parallel.held, self._parallel.names.values()) if x.grad is not None}
-            together = not call.is_of_one and trained <= {id(x) for x in held}
-        else:
-            together = call.order != 2.0
-        if not complete or not together or call.limit is None:
+        if not complete:
             return call.of(call.parameters)
-        return self.clipping(clip)(call, held, self._parallel, self._mesh)
+        return clip_in_hook(call, self._parallel, self._mesh, self.clipping(clip))
 
     def norm_of(self, part: KnownPart, order: Any) -> Tensor | None:
         """A hook asks for the norm of a part: that of the whole, if it is known."""
@@ -293,3 +288,25 @@ def watch_hooks(plugin: Any, trainer: Any, parallel: ParallelModule, mesh: Paral
     for method, count in zip(METHODS, counts.tolist(), strict=True):
         looks = count and not whole
         within_hooks(plugin, method, functools.partial(norms.looking, method) if looks else None)
+
+
+def clipping_around_steps(trainer: Any, parallel: ParallelModule, mesh: ParallelMesh) -> Iterator[Detour]:
+    """Let an `optimizer_step` of the user's clip, by torch's functions, the gradients that its closure has made.
+
+    Args:
+        trainer: about to fit.
+        parallel: the module, split and divided.
+        mesh: where it is.
+    """
+
+    def in_hook(call: ClipCall) -> Any:
+        if parallel.context.user_code:  # the step, in the closure
+            return call.of(call.parameters)
+        return clip_in_hook(call, parallel, mesh)
+
+    def run(call: Callable[[], Any]) -> Any:
+        with clipping_by(in_hook):
+            return call()
+
+    for owner, hook in users_hooks([trainer.lightning_module], ["optimizer_step"]):
+        yield Detour(owner, hook, run)

@@ -18,6 +18,7 @@ from lightning_megatp.hooks.around import (
 )
 from lightning_megatp.hooks.forwards import Forwards, GatheredCalls
 from lightning_megatp.hooks.meeting import Meetings
+from lightning_megatp.hooks.norms import clipping_around_steps
 from lightning_megatp.hooks.stops import stopping_together
 from lightning_megatp.mesh import AXES, ParallelMesh
 from lightning_megatp.module import ParallelModule
@@ -59,6 +60,8 @@ class HookMethods(GradientMethods):
             self._detours += with_whole_values(trainer, parallel)  # inside of the next ones
         if mesh.size("tp") > 1:
             self._detours += watching_weights(trainer, parallel)
+        if not self._undivided:
+            self._detours += clipping_around_steps(trainer, parallel, mesh)
         if self.pipeline is not None:
             self._detours += leaving_out_others(trainer)
         if self.sharding is not None:

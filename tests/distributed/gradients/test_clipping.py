@@ -79,6 +79,24 @@ class Model(LightningModule):
             held = [p for group in optimizer.param_groups for p in group["params"]]
             self.log("norm", clip_grad_norm_(held, LIMIT))
 
+    def optimizer_step(self, epoch: int, index: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        """A closure that is called by the hook, or by the optimizer."""
+        kept = self.norm.parameters() if self.kind == "hook_step_some" else self.parameters()
+        if self.kind == "hook_step_called":
+            optimizer_closure()
+            clip_grad_norm_(kept, LIMIT)
+            optimizer.step()
+        elif self.kind.startswith("hook_step"):
+
+            def clipped() -> Any:
+                loss = optimizer_closure()
+                clip_grad_norm_(kept, LIMIT)
+                return loss
+
+            optimizer.step(closure=clipped)
+        else:
+            super().optimizer_step(epoch, index, optimizer, optimizer_closure)
+
     def on_train_batch_end(self, *args: Any) -> None:
         self.seen.append({name: float(x) for name, x in self.trainer.logged_metrics.items()})
 
@@ -188,6 +206,18 @@ def test_gradients_of_other_tensors_are_clipped_as_ever() -> None:
 @pytest.mark.parametrize("layout", [TP2, PP2, TP2_PP2, DP2_PP2, Layout(dp=2, pp=2, microbatches=2, zero=3)], ids=str)
 def test_hooks_clip_as_on_one_device(layout: Layout, kind: str) -> None:
     check(layout, kind)
+
+
+@pytest.mark.parametrize("kind", ["hook_step_called", "hook_step_within"])
+@pytest.mark.parametrize("layout", [TP2, PP2, DP2, Layout(dp=2, zero=3), Layout(dp=2, tp=2, zero=1)], ids=str)
+def test_steps_of_optimizers_clip_as_on_one_device(layout: Layout, kind: str) -> None:
+    check(layout, kind)
+
+
+def test_steps_of_optimizers_clip_some_parameters() -> None:
+    check(TP2, "hook_step_some")
+    with pytest.raises(RankError, match="clips the gradients of some parameters by their norm, of which each pipeline"):
+        run_program(PP2, train, "hook_step_some")
 
 
 def test_hooks_clip_a_part_of_the_stages_with_an_error() -> None:
