@@ -17,7 +17,7 @@ from lightning_megatp.auto_plan.exact import exact
 from lightning_megatp.auto_plan.thin import block_copy, concrete_call, thin_copy
 from lightning_megatp.plan.layer import UserOperation
 from lightning_megatp.shim.torch import tree_leaves
-from lightning_megatp.tensor.functions import couples, done_by_user, operation_name
+from lightning_megatp.tensor.functions import LOOKS_AT_GRADIENT, couples, done_by_user, operation_name
 
 _HIDDEN = -1e3
 """Added to the score of a hidden token."""
@@ -79,7 +79,7 @@ def _other_ways(twin: nn.Module, block: Block, first_reference: Reference) -> It
 
 
 def couplings(references: Sequence[Reference]) -> Iterator[UserOperation]:
-    """What a block does by these that looks at several elements at once."""
+    """What a block does by these that looks at several elements at once, or lets code see a gradient."""
     for reference in references:
         for train in (True, False):
             with contextlib.suppress(Exception):  # it may not be what it takes in this mode
@@ -153,6 +153,6 @@ class _Operations(TorchFunctionMode):
     ) -> Any:
         result, name = func(*args, **(kwargs or {})), operation_name(func)
         self.found.append((name, [tuple(x.shape) for x in tree_leaves(result) if isinstance(x, Tensor)]))
-        if couples(name):
+        if couples(name) or name in LOOKS_AT_GRADIENT:
             self.done.add(done_by_user(name))
         return result
