@@ -131,8 +131,8 @@ class RegionWatch(TorchFunctionMode):
         raise RuntimeError(
             f"MegaTPStrategy: `{name}` in the tensor-parallel region `{region.name}` would see the gradient of a part"
             f" of the features, {tuple(x.shape)}, and the batch that was looked at before training did not show it. If"
-            " a hook of `register_forward_hook` does so, register that in `__init__` or `setup`: the plan then has whole"
-            " values there. Or leave these layers whole (`plan` names what `auto` may split)."
+            " a hook of `register_forward_hook` does so, register that in `__init__` or `setup`: the plan then has"
+            " whole values there. Or leave these layers whole (`plan` names what `auto` may split)."
         )
 
     def _check_hooks(self, module: nn.Module, values: Any) -> None:

@@ -20,6 +20,9 @@ from tests.ranks import RankError
 class Block(nn.Module):
     """Some ways couple the features of the hidden layer."""
 
+    most = 1e9
+    """The norm of a gradient."""
+
     def __init__(self, index: int) -> None:
         super().__init__()
         self.index = index
@@ -39,6 +42,8 @@ class Block(nn.Module):
             h = torch.where(mask[:, None, None], F.layer_norm(h, h.shape[-1:]), h)
         if how == "hook" and h.requires_grad:
             h.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+        if how == "limit of gradients" and h.requires_grad:
+            h.register_hook(lambda gradient: gradient * (self.most / gradient.norm()).clamp(max=1))
         if how == "state":
             self.top = h.detach().amax()
         if depth == 2 or couple or how == "norm" or (own and self.index == 1):
@@ -53,13 +58,17 @@ class Model(LightningModule):
         self.tok, self.head = nn.Embedding(16, 8), nn.Linear(8, 16)
         self.blocks = nn.ModuleList(map(Block, range(3)))
 
+    def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
+        for block in self.blocks:
+            block.most = 1e-4
+
     def body(self, x: Tensor) -> Tensor:
         for i, block in enumerate(self.blocks):
             if self.way == "depth":
                 x = block(x, i)
             elif self.way == "keyword":
                 x = block(x, couple=i > 0)
-            elif self.way in ("limit", "branch", "state", "hook"):
+            elif self.way in ("limit", "branch", "state", "hook", "limit of gradients"):
                 x = block(x, how=self.way)
             elif self.way == "mask":
                 x = block(x, mask=torch.arange(len(x)) > 1)
@@ -98,7 +107,7 @@ def _fit(layout: Layout, way: str) -> tuple[list[float], int]:
 
 
 PATHS = ["plain", "depth", "keyword", "text", "own number", "twice"]
-NUMBERS = ["limit", "branch", "mask", "state", "tuple", "hook"]
+NUMBERS = ["limit", "branch", "mask", "state", "tuple", "hook", "limit of gradients"]
 
 
 @pytest.mark.parametrize("way", PATHS + NUMBERS)
