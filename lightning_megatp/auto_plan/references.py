@@ -17,7 +17,7 @@ from lightning_megatp.auto_plan.exact import exact
 from lightning_megatp.auto_plan.thin import block_copy, concrete_call, thin_copy
 from lightning_megatp.plan.layer import UserOperation
 from lightning_megatp.shim.torch import tree_leaves
-from lightning_megatp.tensor.functions import couples, done_by_user, operation_name
+from lightning_megatp.tensor.functions import LOOKS_AT_GRADIENT, couples, done_by_user, operation_name
 
 _HIDDEN = -1e3
 """Added to the score of a hidden token."""
@@ -79,11 +79,30 @@ def _other_ways(twin: nn.Module, block: Block, first_reference: Reference) -> It
 
 
 def couplings(references: Sequence[Reference]) -> Iterator[UserOperation]:
-    """What a block does by these that looks at several elements at once."""
+    """What a block does by these that looks at several elements at once, or lets code see a gradient."""
     for reference in references:
         for train in (True, False):
             with contextlib.suppress(Exception):  # it may not be what it takes in this mode
                 yield from _done_in(reference.twin, reference.call, train)
+
+
+def looks_at_gradients(references: Sequence[Reference]) -> bool:
+    """Whether code of a block keeps gradients of tensors (`retain_grad`), or has hooks on them that look at several of
+    their elements. By the numbers with which a block is tried these may come to nothing: a limit, a log."""
+    return any(_looks_at_gradients(reference) for reference in references)
+
+
+def _looks_at_gradients(reference: Reference) -> bool:
+    own = concrete_call(reference.call, seed=0, noise=0.1)
+    with contextlib.suppress(Exception), exact(), _Operations() as seen:  # it may be any code
+        outputs = block_copy(reference.twin)(*own.args, **own.kwargs)
+        if not LOOKS_AT_GRADIENT.isdisjoint(name for name, _, _ in seen.done):
+            sums = [x.sum() for x in tree_leaves(outputs) if isinstance(x, Tensor) and x.requires_grad]
+            kept = any(name == "retain_grad" for name, _, _ in seen.done)
+            seen.done.clear()
+            torch.autograd.backward(sums)
+            return kept or any(couples(name) for name, _, _ in seen.done)
+    return False
 
 
 def attentions_in(module: nn.Module) -> set[str]:
@@ -151,8 +170,20 @@ class _Operations(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        result, name = func(*args, **(kwargs or {})), operation_name(func)
+        name = operation_name(func)
+        if name == "register_hook" and len(args) > 1:
+            args = (args[0], self._seen(args[1]), *args[2:])
+        result = func(*args, **(kwargs or {}))
         self.found.append((name, [tuple(x.shape) for x in tree_leaves(result) if isinstance(x, Tensor)]))
-        if couples(name):
+        if couples(name) or name in LOOKS_AT_GRADIENT:
             self.done.add(done_by_user(name))
         return result
+
+    def _seen(self, hook: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+        """A hook whose operations are noted, too: backward runs it outside of modes."""
+
+        def run(gradient: Tensor) -> Any:
+            with self:
+                return hook(gradient)
+
+        return run

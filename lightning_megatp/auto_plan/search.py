@@ -14,7 +14,7 @@ from lightning_megatp.auto_plan.blocks import Block, is_linear, unlooked
 from lightning_megatp.auto_plan.compare import NotFinite, Reference
 from lightning_megatp.auto_plan.dropping import inside
 from lightning_megatp.auto_plan.influence import probe
-from lightning_megatp.auto_plan.references import couplings, references_of
+from lightning_megatp.auto_plan.references import couplings, looks_at_gradients, references_of
 from lightning_megatp.auto_plan.results import BlockResult
 from lightning_megatp.auto_plan.simulate import BlockPlan
 from lightning_megatp.auto_plan.thin import ThinLinear, block_copy, name_in_copy, thin_copy
@@ -116,6 +116,8 @@ def _probed(
     block = result.block
     twin, references = _thin_references(block, result, global_sizes, bare, others)
     result.couplings = frozenset(couplings(references))
+    if looks_at_gradients(references):
+        raise _NotTheSame("its code looks at gradients inside of it, by `register_hook` or `retain_grad`")
     influence = probe(block_copy(twin), block.calls[0], tp)
     trials = Trials(twin, references, tp, result, global_sizes, undivided, influence.outputs)
     if trusted is not None:

@@ -54,6 +54,21 @@ class DividedParameter:
         assert shown is not None
         return shown.requires_grad
 
+    @property
+    def replaced(self) -> list[tuple[dict[str, Any], str, Tensor]]:
+        """Where the module has another tensor in its place, for a call (`torch.func.functional_call`): the dict and the
+        name that hold it, and that tensor."""
+        own = (self.sharded, self.whole, self.local)
+        places: list[tuple[dict[str, Any], str]] = [(owner._parameters, leaf) for owner, leaf in self.owners]
+        held = [(at, leaf, dict.__getitem__(at, leaf)) for at, leaf in places]
+        return [(at, leaf, x) for at, leaf, x in held if all(x is not form for form in own)]
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether the module shows the whole."""
+        owner, leaf = self.owners[0]
+        return dict.__getitem__(owner._parameters, leaf) is self.whole
+
     def agree_on_trained(self) -> None:
         """Let all its forms be trained, or frozen, as the module's is. FSDP2 goes by `sharded`, and what a step freezes
         or thaws while `whole` is shown would be forgotten."""

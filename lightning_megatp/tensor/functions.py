@@ -72,6 +72,8 @@ _COUPLING = operation_names(
     eigvalsh cholesky inv pinv det slogdet matrix_power matrix_rank
     """
 )
+LOOKS_AT_GRADIENT = operation_names("register_hook retain_grad")
+"""What lets code see the gradient of a tensor, in backward."""
 _PRODUCTS = operation_names("matmul __matmul__ __rmatmul__ mm mv bmm dot inner outer einsum tensordot")
 
 

@@ -23,6 +23,7 @@ from lightning_megatp.shim.torch import tree_leaves
 from lightning_megatp.tensor.context import OpenStack, TensorContext
 from lightning_megatp.tensor.draws import draws_random
 from lightning_megatp.tensor.functions import (
+    LOOKS_AT_GRADIENT,
     argument,
     bare_name,
     check_caller,
@@ -86,6 +87,8 @@ class RegionWatch(TorchFunctionMode):
                 context.draw_inside(_device(args, kwargs), dry)
             elif couples(name):
                 self._check_known(name, args, kwargs)
+            elif name in LOOKS_AT_GRADIENT:
+                self._check_gradient(name, args)
         if context.open_stack is not None and context.user_code:
             self._check_stack(context.open_stack, operation_name(func), args, kwargs)
         return func(*args, **kwargs)
@@ -119,6 +122,21 @@ class RegionWatch(TorchFunctionMode):
                 " `register_forward_hook` that does so, register it in `__init__` or `setup`: the plan then has whole"
                 " values there."
             )
+
+    def _check_gradient(self, name: str, args: tuple[Any, ...]) -> None:
+        """Raises:
+        RuntimeError: code would see the gradient of a part of the features, and none did when the plan was proven.
+        """
+        x, region = args[0], self.context.open_region
+        seen = None if region is None else self._seen(region.name)
+        if region is None or seen is None or done_by_user(name) in seen or not enters_region(x):
+            return
+        raise RuntimeError(
+            f"MegaTPStrategy: `{name}` in the tensor-parallel region `{region.name}` would see the gradient of a part"
+            f" of the features, {tuple(x.shape)}, and the batch that was looked at before training did not show it. If"
+            " a hook of `register_forward_hook` does so, register that in `__init__` or `setup`: the plan then has"
+            " whole values there. Or leave these layers whole (`plan` names what `auto` may split)."
+        )
 
     def _check_hooks(self, module: nn.Module, values: Any) -> None:
         """Before a module's forward, with its arguments, and after it, with what it returns.

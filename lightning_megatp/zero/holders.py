@@ -104,13 +104,31 @@ class Holder(Group):
         self.called = False
         """With gradients, since somebody has set this to False."""
         self._inside = False
+        self._replaced: list[tuple[dict[str, Any], str, Tensor]] = []
+        """What the unit is called with in the place of its parameters; see `DividedParameter.replaced`."""
 
     def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a method of the unit, its parameters gathered meanwhile."""
+        """Call a method of the unit, its parameters gathered meanwhile, but for those that have others in their places,
+        which FSDP2 would put them back into."""
         if self._inside or not self.on:
             return function(*args, **kwargs)
-        for parameter in self.divided:
+        own = [parameter for parameter in self.divided if not parameter.replaced]
+        if self.divided and not own:
+            return function(*args, **kwargs)
+        for parameter in own:
             parameter.agree_on_trained()
+        if len(own) == len(self.divided):
+            return self._run(function, args, kwargs)
+        self._replaced = [place for parameter in self.divided for place in parameter.replaced]
+        gathered = own[0].is_gathered
+        try:
+            return self._run(function, args, kwargs)
+        finally:
+            self.gather() if gathered else self.free()  # for then the module's own are put back as they were
+            self._replace()
+            self._replaced = []
+
+    def _run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         bare, wraps = _bare((args, kwargs))
         if _in_containers((args, kwargs)):  # which FSDP2 would take apart, and what the unit does to them would be lost
             result = self(function, _Boxed(args, kwargs), None)
@@ -120,6 +138,7 @@ class Holder(Group):
 
     def forward(self, function: Callable[..., Any], bare: Any, wraps: Wraps | None) -> Any:
         args, kwargs = (bare.args, bare.kwargs) if wraps is None else _dressed(bare, wraps)
+        self._replace()
         self._inside = True
         self.called = self.called or torch.is_grad_enabled()
         try:
@@ -127,6 +146,10 @@ class Holder(Group):
             return tree_map(_no_view, outputs), wraps
         finally:
             self._inside = False
+
+    def _replace(self) -> None:
+        for held, leaf, value in self._replaced:
+            held[leaf] = value
 
 
 class Root(Group):

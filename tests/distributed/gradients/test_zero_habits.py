@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.func import functional_call
 from torch.utils.data import DataLoader
 
 from tests.distributed.training import PLAIN, Layout, Losses, make_trainer, run_program, train_loader
@@ -378,13 +379,54 @@ class StepsBySetting(Plain):
         return Sharp(self.parameters())
 
 
+class CallsWithOthers(Plain):
+    """Compares a block with what it makes with other weights, before its own call and after it."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        others = {name: torch.full_like(x, 0.1 + batch_idx / 9) for name, x in Unit().double().state_dict().items()}
+        wanted: list[Any] = []
+
+        def note() -> None:
+            with torch.no_grad():
+                wanted.append(functional_call(self.blocks[0], others, (batch,)))
+
+        if batch_idx != 1:
+            note()
+        loss = self(batch).square().mean()
+        if batch_idx != 2:
+            note()
+        return loss + sum((self.blocks[0](batch) - y).square().mean() for y in wanted)
+
+
+class CallsWithSomeOthers(Plain):
+    """The rest of a block's weights are its own, and are trained."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        others = {"a.weight": torch.full((8, 8), 0.1 + batch_idx / 9, dtype=torch.float64)}
+        first = functional_call(self.blocks[0], others, (batch,)) if batch_idx != 1 else batch
+        loss = (self(batch) - first).square().mean()
+        return loss + functional_call(self.blocks[0], others, (batch,)).mean() if batch_idx != 2 else loss
+
+
+class CallsWithTrained(Plain):
+    """Weights that a block is called with are parameters of the model's, and a hypernetwork's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Linear(8, 64)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        made = {"a.weight": self.scale(batch.mean(0)).view(8, 8), "b.bias": self.head.bias * 2}
+        return (self(batch) - functional_call(self.blocks[1], made, (batch,))).square().mean()
+
+
 HABITS: list[type[Plain]] = [
     Plain, ChangesAList, *([BranchesByData] if REDUCES_UNUSED else []), ClearsByModule, ClearsInManual, ScalesInManual,
     ReplacesGradients, ProbesBeforeTheStep, PenalisesGradients, PenalisesBesideUnused, FollowsGradients,
     FollowsInManual, NamesGroups, Thaws, EndsEpochsEarly, AveragesInEveryBatch, AveragesByAssigning,
     TrainsTheHeadAlone, ChangesUnderVmap, StepsBySetting, SetsGradients, SetsWhatIsThere,
     AveragesBeforeClearing, Toggles, TogglesWithOldGradients, BackwardInTheStep, ClearedBackwardInTheStep, Attacks,
-    FreezesInTheStep,
+    FreezesInTheStep, CallsWithOthers, CallsWithSomeOthers, CallsWithTrained,
 ]  # fmt: skip
 
 

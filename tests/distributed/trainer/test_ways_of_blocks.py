@@ -20,6 +20,9 @@ from tests.ranks import RankError
 class Block(nn.Module):
     """Some ways couple the features of the hidden layer."""
 
+    most = 1e9
+    """The norm of a gradient."""
+
     def __init__(self, index: int) -> None:
         super().__init__()
         self.index = index
@@ -37,6 +40,10 @@ class Block(nn.Module):
             h = h.tanh()
         if mask is not None:
             h = torch.where(mask[:, None, None], F.layer_norm(h, h.shape[-1:]), h)
+        if how == "hook" and h.requires_grad:
+            h.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+        if how == "limit of gradients" and h.requires_grad:
+            h.register_hook(lambda gradient: gradient * (self.most / gradient.norm()).clamp(max=1))
         if how == "state":
             self.top = h.detach().amax()
         if depth == 2 or couple or how == "norm" or (own and self.index == 1):
@@ -51,13 +58,17 @@ class Model(LightningModule):
         self.tok, self.head = nn.Embedding(16, 8), nn.Linear(8, 16)
         self.blocks = nn.ModuleList(map(Block, range(3)))
 
+    def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
+        for block in self.blocks:
+            block.most = 1e-4
+
     def body(self, x: Tensor) -> Tensor:
         for i, block in enumerate(self.blocks):
             if self.way == "depth":
                 x = block(x, i)
             elif self.way == "keyword":
                 x = block(x, couple=i > 0)
-            elif self.way in ("limit", "branch", "state"):
+            elif self.way in ("limit", "branch", "state", "hook", "limit of gradients"):
                 x = block(x, how=self.way)
             elif self.way == "mask":
                 x = block(x, mask=torch.arange(len(x)) > 1)
@@ -96,7 +107,7 @@ def _fit(layout: Layout, way: str) -> tuple[list[float], int]:
 
 
 PATHS = ["plain", "depth", "keyword", "text", "own number", "twice"]
-NUMBERS = ["limit", "branch", "mask", "state", "tuple"]
+NUMBERS = ["limit", "branch", "mask", "state", "tuple", "hook", "limit of gradients"]
 
 
 @pytest.mark.parametrize("way", PATHS + NUMBERS)
@@ -286,3 +297,54 @@ def test_backward_hooks_that_would_be_given_parts_are_refused(at: str) -> None:
 def test_backward_hooks_beside_regions_may_come_late() -> None:
     ((losses, _),) = run_program(PLAIN, _limited, "start", "norm")
     assert run_program(Layout(tp=2, sequence=False), _limited, "start", "norm")[0][0] == pytest.approx(losses, rel=1e-9)
+
+
+class OfTensors(Model):
+    """Sees gradients inside of its blocks, by hooks of their layers."""
+
+    def __init__(self, when: str, how: str) -> None:
+        super().__init__("plain")
+        self.when, self.how, self.kept = when, how, list[Tensor]()
+        if when == "init":
+            self.look()
+
+    def look(self) -> None:
+        for block in self.blocks:
+            block.up.register_forward_hook(lambda _, __, y: self.note(y))  # type: ignore[union-attr]
+
+    def note(self, y: Tensor) -> None:
+        if y.requires_grad and self.how == "register_hook":
+            y.register_hook(lambda gradient: gradient / (1 + 9 * gradient.norm()))
+        if y.requires_grad and self.how == "retain_grad":
+            y.retain_grad()
+            self.kept.append(y)
+
+    def on_train_start(self) -> None:
+        if self.when == "start":
+            self.look()
+
+    def on_after_backward(self) -> None:
+        for y in self.kept:
+            assert y.grad is not None
+            self.log("norm", y.grad.norm())
+        self.kept.clear()
+
+
+def _of_tensors(layout: Layout, when: str, how: str) -> tuple[list[float], float]:
+    torch.manual_seed(0)
+    ids: Any = torch.randint(0, 16, (16, 7), generator=torch.Generator().manual_seed(1))
+    losses = Losses()
+    trainer = make_trainer(layout, strategy={"plan": "auto"}, callbacks=[losses])
+    trainer.fit(OfTensors(when, how), DataLoader(ids, batch_size=4))
+    return losses.seen, float(trainer.callback_metrics.get("norm", 0.0))
+
+
+@pytest.mark.parametrize("how", ["register_hook", "retain_grad"])
+def test_gradients_inside_of_blocks_are_whole_or_refused(how: str) -> None:
+    ((losses, norm),) = run_program(PLAIN, _of_tensors, "init", how)
+    for found, found_norm in run_program(TP2, _of_tensors, "init", how):
+        assert found == pytest.approx(losses, rel=1e-9) and found_norm == pytest.approx(norm, rel=1e-9)
+    with pytest.raises(RankError) as raised:
+        run_program(TP2, _of_tensors, "start", how)
+    text = rf"`{how}` in the tensor-parallel region `blocks.0` would see the gradient"
+    assert all(re.search(text, failure.message) for failure in raised.value.failures)
