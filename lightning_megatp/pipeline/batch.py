@@ -163,7 +163,7 @@ class BatchRun:
             self.part.kept[microbatch].take_leaves(stage, plan.relays[stage], received, plan.begins)
         seed = mixed(self.seed, microbatch)
         several = len(self.rows) > 1
-        rows, compares = self.rows[microbatch] if several else 0, several and self.carried is not None
+        rows, compares = self.rows[microbatch] if several else 0, several and self.warns is not None
         ends = last and self.whole is None  # else the step ends in its tail
         counting = self._counting(microbatch, rows, compares) if ends else None
         with contextlib.ExitStack() as stack:
