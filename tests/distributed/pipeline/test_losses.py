@@ -203,7 +203,7 @@ OTHERS: dict[str, tuple[Loss, str]] = {
     "others": (lambda y, t, m: (y * y[torch.arange(len(y)).flip(0)]).square().mean(), "(by `mul`)"),
     "each with each": (lambda y, t, m: (y[:, None] - y).abs().add(1).log().mean(), "(by `sub`)"),
     "times a share": (lambda y, t, m: F.l1_loss(y[m], t[m]) * (m.sum().item() / m.numel()), "multiplies"),
-    "times a tensor": (lambda y, t, m: F.l1_loss(y[m], t[m]) * m.to(y).std() / 2, "multiplies"),
+    "times a tensor": (lambda y, t, m: F.l1_loss(y[m], t[m]) * m.to(y).std() / 2, "makes something else"),
     "counted classes": (
         lambda y, t, m: F.cross_entropy(y.transpose(1, 2), c := _classes(t), 1 / (1.0 + c.flatten().bincount(None, 3))),
         "weighs classes by what is counted",
