@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torchmetrics import MaxMetric, MeanMetric, Metric, MinMetric, SumMetric
 
@@ -77,14 +78,17 @@ class Aggregates:
         self, name: str, metric: Metric, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """A call of another metric, on the last stage."""
+        if self._logs.is_recording and name not in self._beside:
+            self._beside[name] = copy.deepcopy(metric)  # before its states have a graph
+            self._beside[name].sync_on_compute = False  # as what a metric gives for its batch
+            self._beside[name].reset()
+        made = forward(*args, **kwargs)
         if self._logs.is_recording:
-            if name not in self._beside:
-                self._beside[name] = copy.deepcopy(metric)
-                self._beside[name].sync_on_compute = False  # as what a metric gives for its batch
-                self._beside[name].reset()
-            self._beside[name].update(*args, **kwargs)
+            with DisableTorchFunction(), torch.no_grad():
+                args, kwargs = apply_to_collection((args, kwargs), Tensor, Tensor.detach)
+                self._beside[name].update(*args, **kwargs)
             self._met[name] += 1
-        return forward(*args, **kwargs)
+        return made
 
     def _of_batch(self, call: Call, microbatches: int) -> Call:
         """What is logged of a metric that each microbatch has called once is what it gives for all of them."""
