@@ -203,6 +203,11 @@ class _Surrounded(OfOneRank):
         self._around, self._function = around, function
         functools.update_wrapper(self, function, updated=())
 
+    @property
+    def __self__(self) -> Any:
+        """Whose method it is."""
+        return getattr(self._function, "__self__", None)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._around(self._function, args, kwargs)
 

@@ -147,7 +147,7 @@ class BatchRun:
             self.part.kept[microbatch].take_leaves(stage, plan.relays[stage], received, plan.part.begins)
         seed = mixed(self.seed, microbatch)
         several = len(self.results.rows) > 1
-        rows, compares = self.results.rows[microbatch] if several else 0, several and self.carried is not None
+        rows, compares = self.results.rows[microbatch] if several else 0, several and self.warns is not None
         ends = last and self.whole is None  # else the step ends in its tail
         counting = self._counting(microbatch, rows, compares) if ends else None
         with contextlib.ExitStack() as stack:

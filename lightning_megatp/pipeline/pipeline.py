@@ -322,9 +322,32 @@ class Pipeline:
         self._parked = []
 
     def microbatches(self, batch: Any) -> Sequence[Any]:
-        """The parts of a batch, by the user's `split_batch` or by the rule."""
+        """The parts of a batch, by the user's `split_batch` or by the rule. Where each gathers parameters over the
+        data-parallel ranks, all of them have as many parts as the one with the fewest rows.
+
+        Raises:
+            ValueError: `split_batch` returns no list, or more parts than there may be.
+
+        Communication: one object all-gather over dp at zero=3, and at zero=2 where each part is reduced by itself.
+        """
+        microbatches = self._split(batch, self.settings.microbatches)
+        if not (self.sharding is not None and (self.sharding.options.level == 3 or self.reduces_each)):
+            return microbatches
+        most = min(self.mesh.exchange(len(microbatches), "dp"))
+        if most < len(microbatches):
+            microbatches = self._split(batch, most)
+        if len(microbatches) != most:
+            raise ValueError(
+                f"MegaTPStrategy: another data-parallel rank has a batch of {most} microbatches, and with"
+                f" zero={self.sharding.options.level} all need as many; `split_batch(batch, {most})` returns"
+                f" {len(microbatches)}. Let it return at most as many as it is asked for, use batches of the same size"
+                " on all ranks, or zero=1."
+            )
+        return microbatches
+
+    def _split(self, batch: Any, most: int) -> Sequence[Any]:
         own_split = getattr(self.parallel.module, "split_batch", None)
-        microbatches = (own_split or split_batch)(batch, self.settings.microbatches)
+        microbatches = (own_split or split_batch)(batch, most)
         if not isinstance(microbatches, Sequence) or not len(microbatches):
             raise ValueError("MegaTPStrategy: `split_batch` has to return a list of at least one microbatch.")
         return microbatches

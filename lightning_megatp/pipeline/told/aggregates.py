@@ -1,16 +1,22 @@
 """Metrics that average what they are given (`torchmetrics.MeanMetric`), updated with a step's loss: with one number per
-microbatch on the last stage, and in the end with what one batch would have given them."""
+microbatch on the last stage, and in the end with what one batch would have given them. What other metrics give for a
+batch, where they are logged themselves, is that of the batch, too."""
 
 from __future__ import annotations
 
+import copy
 import functools
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torchmetrics import MaxMetric, MeanMetric, Metric, MinMetric, SumMetric
 
+from lightning_megatp.calls import Intercepted
 from lightning_megatp.detour import Detour, end_all
 from lightning_megatp.pipeline.told.logs import Call, Logs
 from lightning_megatp.shim.fakes import is_fake
@@ -37,6 +43,14 @@ class Aggregates:
         self._others: set[str] = set()
         """Those that were given anything else, too."""
         self._is_updating = False
+        self._beside: dict[str, Metric] = {}
+        """Name -> a copy of another metric, which counts this batch alone."""
+        self._met: Counter[str] = Counter()
+        """How often each of these was called in this batch."""
+        for name, metric in module.named_modules():
+            forward = metric.__dict__.get("forward")
+            if type(metric).forward is Metric.forward and type(metric) not in _KINDS and type(forward) is Intercepted:
+                forward.put_around(functools.partial(self._call, name, metric))
 
     def open(self) -> None:
         """Stand in from now on."""
@@ -60,6 +74,30 @@ class Aggregates:
                 self._others.add(name)
         return self._updating(call)
 
+    def _call(
+        self, name: str, metric: Metric, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """A call of another metric, on the last stage."""
+        if self._logs.is_recording and name not in self._beside:
+            self._beside[name] = copy.deepcopy(metric)  # before its states have a graph
+            self._beside[name].sync_on_compute = False  # as what a metric gives for its batch
+            self._beside[name].reset()
+        made = forward(*args, **kwargs)
+        if self._logs.is_recording:
+            with DisableTorchFunction(), torch.no_grad():
+                args, kwargs = apply_to_collection((args, kwargs), Tensor, Tensor.detach)
+                self._beside[name].update(*args, **kwargs)
+            self._met[name] += 1
+        return made
+
+    def _of_batch(self, call: Call, microbatches: int) -> Call:
+        """What is logged of a metric that each microbatch has called once is what it gives for all of them."""
+        name = call.entry.metric
+        if name is None or not call.entry.has_value or self._met[name] != microbatches:
+            return call
+        value = self._beside[name].compute()
+        return replace(call, value=value.detach().to(call.value)) if isinstance(value, Tensor) else call
+
     def _updating(self, call: functools.partial[Any]) -> Any:
         self._is_updating = True
         try:
@@ -80,7 +118,7 @@ class Aggregates:
         logged, given = list[Call](), dict[str, list[Call]]()
         for call in merged:
             if call.entry.updates is None:
-                logged.append(call)
+                logged.append(self._of_batch(call, len(microbatches)))
             else:
                 given.setdefault(call.entry.updates, []).append(call)
         for name, calls in given.items():
@@ -92,6 +130,9 @@ class Aggregates:
                     self._updating(functools.partial(self._metrics[name].update, value))
         self._before.clear()
         self._others.clear()
+        for name in self._met:
+            self._beside[name].reset()
+        self._met.clear()
         return logged
 
     def _averages(self, name: str, each: Sequence[Sequence[Call]]) -> bool:

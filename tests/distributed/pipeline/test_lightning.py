@@ -15,13 +15,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 import torchmetrics
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset
 
 from tests.crossing import crossed, fewer
 from tests.distributed.failure.test_trainer import LIMIT_S
@@ -462,6 +463,32 @@ def test_hooks_that_read_what_steps_have_kept_beside_zero(zero: int) -> None:
             assert {name: found[name] for name in ("trained", "validated")} == approx(
                 {name: expected[name] for name in ("trained", "validated")}
             )
+
+
+class OfOtherSizes(Sampler[list[int]]):
+    """A batch of four rows for the first copy of the model, and of one for the second; then of three each."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter([[0, 1, 2, 3], [4, 5, 6]] if dist.get_rank() == 0 else [[7], [8, 9, 10]])
+
+    def __len__(self) -> int:
+        return 2
+
+
+def _of_other_sizes(layout: Layout) -> list[list[int]]:
+    """Lightning shares eleven rows out as six and five to predict: in batches of four the last has two, or one."""
+    losses = Losses()
+    trainer = make_trainer(layout, callbacks=[losses], use_distributed_sampler=False)
+    module = GPT()
+    trainer.fit(module, DataLoader(tokens(11), batch_sampler=OfOtherSizes()))
+    trainer = make_trainer(layout)
+    predicted = trainer.predict(module, DataLoader(tokens(11), batch_size=4))
+    return [[len(losses.seen)], [len(x) for x in predicted or () if x is not None]]
+
+
+def test_copies_of_the_model_may_have_other_numbers_of_rows_beside_zero() -> None:
+    found = run_program(dataclasses.replace(DP2_PP2, zero=3), _of_other_sizes)
+    assert found == [[[2], [4, 2]], [[2], [4, 1]], [[2], []], [[2], []]]
 
 
 class Schedule(nn.Module):

@@ -171,6 +171,12 @@ OTHERS: dict[str, tuple[Loss, str]] = {
         lambda y, t, m: torch.einsum("btd,ntd->tbn", y, 2 * y).log_softmax(2).diagonal(0, 1, 2).mean(),
         "(by `einsum`)",
     ),
+    "of pairs, some": (
+        lambda y, t, m: (
+            F.mse_loss(y, t) if m.all() else (y.flatten(1) @ t.flatten(1).T).log_softmax(1).diagonal().mean()
+        ),
+        "`matmul`",
+    ),
     "two views of others": (
         lambda y, t, m: torch.cdist(y.flatten(1), torch.cat([2 * y, 3 * y]).flatten(1)).amax(1).mean(),
         "(by `cdist`)",
@@ -197,7 +203,7 @@ OTHERS: dict[str, tuple[Loss, str]] = {
     "others": (lambda y, t, m: (y * y[torch.arange(len(y)).flip(0)]).square().mean(), "(by `mul`)"),
     "each with each": (lambda y, t, m: (y[:, None] - y).abs().add(1).log().mean(), "(by `sub`)"),
     "times a share": (lambda y, t, m: F.l1_loss(y[m], t[m]) * (m.sum().item() / m.numel()), "multiplies"),
-    "times a tensor": (lambda y, t, m: F.l1_loss(y[m], t[m]) * m.to(y).std() / 2, "multiplies"),
+    "times a tensor": (lambda y, t, m: F.l1_loss(y[m], t[m]) * m.to(y).std() / 2, "makes something else"),
     "counted classes": (
         lambda y, t, m: F.cross_entropy(y.transpose(1, 2), c := _classes(t), 1 / (1.0 + c.flatten().bincount(None, 3))),
         "weighs classes by what is counted",
@@ -323,6 +329,8 @@ def test_what_only_later_batches_show_is_said() -> None:
     for found in run_program(PP2, _fit, names, False, 8):
         for name in names:
             assert not found[name][2] or OTHERS[name][1] in found[name][2][0]
+    (_, _, said) = run_program(PP2, _fit, ["of pairs, some"], False, 8)[0]["of pairs, some"]
+    assert any("(by `matmul`)" in text for text in said), said
     assert any(found[name][2] for found in run_program(PP2, _fit, names, False, 8) for name in names)
 
 

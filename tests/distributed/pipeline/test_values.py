@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torchmetrics
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -402,6 +402,47 @@ def test_metrics_that_share_states_count_batches_of_any_size() -> None:
     assert "f1" in expected
     for found in run_program(Layout(pp=2, microbatches=2), _grouped):
         assert found == pytest.approx(expected, rel=1e-6)
+
+
+class OnSteps(GPT):
+    """Metrics that are no mean over samples, logged for each batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        options: dict[str, Any] = {"task": "multiclass", "num_classes": 32}
+        f1, recall = torchmetrics.F1Score(average="macro", **options), torchmetrics.Recall(average="macro", **options)
+        self.both = torchmetrics.MetricCollection([f1, recall])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        logits_BLV: Tensor = self(batch[0])
+        self.both(logits_BLV.transpose(1, 2), batch[1])
+        self.log_dict(self.both, on_step=True, on_epoch=True)
+        loss: Tensor = nn.functional.cross_entropy(logits_BLV.transpose(1, 2), batch[1])
+        return loss
+
+
+class Logged(Callback):
+    def __init__(self) -> None:
+        self.seen: list[dict[str, float]] = []
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        self.seen.append({name: float(x) for name, x in trainer.callback_metrics.items()})
+
+
+def _on_steps(layout: Layout) -> list[dict[str, float]]:
+    torch.manual_seed(3)
+    logged = Logged()
+    trainer = make_trainer(layout, callbacks=[logged], max_epochs=2)
+    trainer.fit(OnSteps(), DataLoader(tokens(13), batch_size=5))
+    return logged.seen
+
+
+def test_metrics_that_are_logged_on_steps_are_those_of_the_batch() -> None:
+    (expected,) = run_program(PLAIN, _on_steps)
+    assert len(expected) == 6 and "MulticlassF1Score_step" in expected[0]
+    for found in run_program(Layout(pp=2, microbatches=2), _on_steps):
+        for batch, of_one in zip(found, expected, strict=True):
+            assert batch == pytest.approx(of_one, rel=1e-6)
 
 
 class Counting(nn.Module):
