@@ -66,9 +66,9 @@ class _Run:
     actions: int = 0
     """How often something was, or would have been, done by hand so far."""
     learned: _Learned = field(default_factory=dict)
-    """Before a try toggled some."""
+    """`requires_grad` of parameters before the run changed it, which is restored behind it."""
     toggled: _Learned = field(default_factory=dict)
-    """Before the last `toggle_optimizer` of a try."""
+    """Likewise before its last `toggle_optimizer`: what `untoggle_optimizer` restores."""
     told: list[tuple[str, bool]] = field(default_factory=list)
     """What it has told parameters: to learn, or not."""
     known: dict[int, str] = field(default_factory=dict)
@@ -490,9 +490,10 @@ def _unwrapped(optimizer: Any) -> Optimizer:
 
 
 def _check(loss: Any, options: dict[str, Any], positional: Sequence[Any]) -> None:
-    """
+    """See whether a loss and the options that come with it are such as a pipeline can go backward from.
+
     Raises:
-        RuntimeError: not what a pipeline can go backward from.
+        RuntimeError: they are not.
     """
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else None

@@ -88,7 +88,7 @@ class BatchRun:
         loss_units: the units inside of which steps were seen to average losses, in any batch; kept up.
         carried: looks at what one microbatch leaves for the next; None after the first batch.
         numbers: notes those that steps set, on the last stage; None where nobody looks.
-        warns: says what in the loss is not that of one device; None where nobody looks.
+        warns: reports where the loss differs from the one on a single device; None where nobody looks.
         own_values: gives microbatches their own of what units change; None where there is one, or no backward.
         whole: what makes the tail of the step once, for all microbatches; None where each has its own.
         part: of a step that goes backward by hand, which is run part after part; None for others.

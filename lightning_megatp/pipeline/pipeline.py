@@ -289,7 +289,8 @@ class Pipeline:
         return self.outputs_of(kind, run)
 
     def _check_told(self) -> None:
-        """
+        """After a batch, see whether its microbatches weighed what was said before.
+
         Raises:
             RuntimeError: gradients were summed over data-parallel ranks by weights that were others in the end.
         """
@@ -522,4 +523,4 @@ class Pipeline:
 
 
 _ROUNDING = 1e-6
-"""More than sums of weights in another order differ."""
+"""Larger than the rounding errors of sums of weights."""

@@ -29,12 +29,14 @@ class _Uncut(SliceError):
 
 
 class Plans:
-    """Args:
-    parallel: the module.
-    slicer: cuts its steps.
-    mesh: who is where.
-    loans: lends the parameters that a plan uses on other stages than their own.
-    shared: learns of them.
+    """Makes the plans of steps, and keeps them.
+
+    Args:
+        parallel: the module.
+        slicer: cuts its steps.
+        mesh: who is where.
+        loans: lends the parameters that a plan uses on other stages than their own.
+        shared: learns of them.
     """
 
     def __init__(

@@ -17,7 +17,7 @@ from lightning_megatp.replicas import differing
 
 @dataclass(frozen=True)
 class Shared:
-    """One of them."""
+    """A parameter that several stages hold."""
 
     name: str
     shape: torch.Size

@@ -44,7 +44,8 @@ class WholeLoss:
 
     @classmethod
     def of(cls, batch: Any, plans: Sequence[SlicePlan]) -> WholeLoss:
-        """
+        """Find out which tensors of the microbatches the tail takes, and how they are put together.
+
         Args:
             plans: of its microbatches, and last of itself.
 
@@ -158,8 +159,10 @@ class WholeLoss:
 
 
 def check_order(batch: Any, microbatches: Sequence[Any]) -> None:
-    """Raises:
-    SliceError: the user's `split_batch` brings samples into another order.
+    """See whether microbatches, one behind the other, are the batch.
+
+    Raises:
+        SliceError: the user's `split_batch` brings samples into another order.
     """
     whole, parts = tensors_in(batch), [tensors_in(microbatch) for microbatch in microbatches]
     if any(len(part) != len(whole) for part in parts):

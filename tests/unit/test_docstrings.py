@@ -1,4 +1,5 @@
-"""Docstrings of classes and of public functions can be read alone: none continues the one before."""
+"""Docstrings of classes and of public functions can be read alone: none continues the one before, and each begins with
+a summary, under which its sections are indented."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "lightning_megatp"
+NO_SUMMARY = re.compile(r"(Args|Raises|Returns|Yields|Warns):|$")
 CONTINUES = re.compile(r"(Of|The same|Those|Their|The opposite|Likewise)\b")
 
 
@@ -15,6 +17,7 @@ def test_docstrings_can_be_read_alone() -> None:
     found = [(path, name, text) for path in sorted(PACKAGE.rglob("*.py")) for name, text in _docstrings(path)]
     assert len(found) > 1000
     assert [f"{path.name} {name}: {text}" for path, name, text in found if CONTINUES.match(text)] == []
+    assert [f"{path.name} {name}" for path, name, text in found if NO_SUMMARY.match(text)] == []
 
 
 def _docstrings(path: Path) -> Iterator[tuple[str, str]]:

@@ -80,9 +80,11 @@ def _title(schedule: str, microbatches: int, ranks: int) -> str:
 
 
 def _draw(pictures: Sequence[tuple[str, Sequence[Row]]], path: Path, unit: str, scale: float) -> None:
-    """Args:
-    pictures: a title and the ranks of each.
-    scale: from the spans' time to the axis'.
+    """Draw timelines, one below the other.
+
+    Args:
+        pictures: a title and the ranks of each.
+        scale: from the spans' time to the axis'.
     """
     try:
         from matplotlib.figure import Figure  # without pyplot: no window, no state

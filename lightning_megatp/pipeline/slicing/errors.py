@@ -15,7 +15,7 @@ class SliceError(RuntimeError):
 
 
 class KindError(SliceError):
-    """It does what can't be cut anywhere, however units are dealt out."""
+    """The step does something that no assignment of units to stages can support."""
 
 
 class BeyondPlan(SliceError):
@@ -23,7 +23,7 @@ class BeyondPlan(SliceError):
 
 
 class SideDoor(SliceError):
-    """It uses what came out of a unit without being returned.
+    """The step uses a tensor that a unit made and did not return (an attribute, a cache, what a hook keeps).
 
     Args:
         hook: code of the hook that was given it, or has made it; None if there is none.
@@ -35,7 +35,8 @@ class SideDoor(SliceError):
 
 
 class ReadsValues(SliceError):
-    """A unit does, inside, and has parts of which that may be one only."""
+    """A unit reads values in its forward. Maybe only one of its parts does: it is tried again with the results of such
+    parts made up."""
 
 
 def gradient_read(by: str) -> KindError:

@@ -39,8 +39,10 @@ class Hook:
 
 
 class UserHooks:
-    """Args:
-    module: the whole.
+    """Finds the hooks that users have put on units.
+
+    Args:
+        module: the whole.
     """
 
     def __init__(self, module: nn.Module) -> None:

@@ -103,7 +103,7 @@ class Operation:
     recipe: str = ""
     """What it does to what: its plain arguments, and where its tensors come from. See `recipe_of`."""
     given: tuple[Any, ...] = ()
-    """Shape and dtype of the tensors among its arguments; None for those that are no replicated values."""
+    """Shape and dtype of the tensors among its arguments; None for those that not every stage has."""
     copied: tuple[int, ...] = ()
     """Which tensors among its arguments it is given copies of: its backward may need what they hold now, and the next
     microbatch changes it in place."""
@@ -153,7 +153,7 @@ class Part:
     retains_graph: bool = False
     """Whether that leaves the graph as it is, for another one."""
     learns: Mapping[str, bool] = field(default_factory=dict)
-    """Whether parameters require a gradient then, of those that the step has told to, or not to."""
+    """`requires_grad` at that backward of the parameters that the step has toggled so far, by name."""
 
     @property
     def answered(self) -> list[int]:

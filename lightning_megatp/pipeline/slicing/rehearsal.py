@@ -24,8 +24,8 @@ from lightning_megatp.tensor.functions import operation_name
 
 
 class Rehearsal(StageMode):
-    """What is replicated, as far as stages depend on each other; less far where the step sees on the host, to the last
-    time, what it saw when it was planned.
+    """Runs what is replicated, as far as stages depend on each other. It stops earlier where all reads on the host have
+    given the answers that they gave when the step was planned.
 
     Args:
         plan: of the batch's signature.

@@ -379,7 +379,7 @@ class Slicer:
 
     @contextlib.contextmanager
     def batch(self) -> Iterator[None]:
-        """Around the steps on the microbatches of a batch: what else each of them would put in place for itself.
+        """Around the microbatches of a batch: does once what each of their runs would do again (`self.log` replaced).
         Between them it does nothing."""
         keep_compiler_out(StageMode.__module__, Averages.__module__)
         self._in_batch = True

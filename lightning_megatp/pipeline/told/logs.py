@@ -206,8 +206,10 @@ class Logs:
         return str(found)
 
     def _replay(self, entries: Sequence[Entry], values: Iterable[Tensor], sizes: Sequence[float]) -> None:
-        """Args:
-        sizes: of those entries that have one.
+        """Log on this stage what the last one has logged.
+
+        Args:
+            sizes: of those entries that have one.
         """
         remaining = iter(sizes)
         for entry, value in zip(entries, values, strict=True):

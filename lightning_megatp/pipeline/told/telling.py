@@ -41,7 +41,7 @@ class Facts(NamedTuple):
     goes_on: float = 0
     """Whether its step needed the others after all that its plan says."""
     again: float = 0
-    """Whether it did, and they are gone."""
+    """Whether it needed them when they had finished: the batch has to be run again."""
     has_loss: float = 0
     """Whether it returned a loss."""
 

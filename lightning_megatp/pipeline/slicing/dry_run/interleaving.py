@@ -33,8 +33,10 @@ class Rows(NamedTuple):
 
 
 class Interleaving:
-    """Args:
-    batch: tensors of the microbatch. The first one's rows are its samples.
+    """Follows where samples lie in the tensors of a step.
+
+    Args:
+        batch: tensors of the microbatch. The first one's rows are its samples.
     """
 
     def __init__(self, batch: Sequence[Tensor]) -> None:

@@ -15,7 +15,7 @@ class Manner:
     late_hooks: frozenset[Any] = frozenset()
     """Code of hooks that are called after their units."""
     past_masks: bool = False
-    """Go past a mask of what the last stage has, too."""
+    """Follow the step also behind an index by a mask of values that the last stage has."""
     guesses_parts: bool = False
     """What parts of units return is made up, where these read values inside."""
     tail: Tail | None = None

@@ -25,8 +25,10 @@ _UNKNOWN: _Order = ()
 
 
 class Orders:
-    """Args:
-    batch: tensors of the microbatch. The first one's rows are its samples.
+    """Follows in which order the rows of a step's tensors hold samples.
+
+    Args:
+        batch: tensors of the microbatch. The first one's rows are its samples.
     """
 
     def __init__(self, batch: Sequence[Tensor]) -> None:

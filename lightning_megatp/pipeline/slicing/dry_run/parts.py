@@ -30,7 +30,7 @@ class Parts:
         self.retains_graph = False
         """Whether that leaves the graph as it is."""
         self.learns: Mapping[str, bool] = {}
-        """Whether parameters require a gradient then, of those that the step has told to, or not to."""
+        """`requires_grad` at that backward of the parameters that the step has toggled so far, by name."""
         self._recalled: set[Key] = set()
         """Values of earlier parts that it takes."""
         self._of_parameters: dict[int, Value] = {}
@@ -85,7 +85,8 @@ class Parts:
             self._recalled.add(value.key)
 
     def refuse_stale(self, value: Value, by: str) -> None:
-        """
+        """Refuse to use again what was made before a backward.
+
         Raises:
             SliceError: it was made in an earlier part, of a parameter.
         """

@@ -31,10 +31,12 @@ class StepGenerators:
         self._drawn: list[_Drawn] = []
 
     def note(self, call: Call, stage: int | None, operation: int) -> None:
-        """Args:
-        call: an operation that may draw.
-        stage: of which it is; None if it is replicated.
-        operation: its index.
+        """Note which generators an operation was given.
+
+        Args:
+            call: an operation that may draw.
+            stage: of which it is; None if it is replicated.
+            operation: its index.
         """
         for generator in generators_given(call.args, call.kwargs):
             drawn = next((drawn for drawn in self._drawn if drawn.generator is generator), None)

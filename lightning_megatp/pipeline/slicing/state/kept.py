@@ -19,7 +19,7 @@ _ABSENT = object()
 
 
 class Kept(NamedTuple):
-    """One of them."""
+    """A Python value that a unit sets on itself."""
 
     module: str
     """Its name in the whole."""

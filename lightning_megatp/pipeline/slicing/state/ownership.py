@@ -265,8 +265,10 @@ class Ownership:
         foreign: dict[str, Tensor],
         freed: dict[int, tuple[Tensor, Tensor]],
     ) -> None:
-        """Args:
-        freed: id(tensor) -> one that is let go of, and what stands for it, in all modules; added to.
+        """Let go of tensors that a module holds, and put what stands for them in their places.
+
+        Args:
+            freed: id(tensor) -> one that is let go of, and what stands for it, in all modules; added to.
         """
         held = child.__dict__[kind]
         for name, x in foreign.items():
