@@ -71,20 +71,31 @@ class ClipCall:
 def clipping_by(clip: Callable[[ClipCall], Any]) -> Iterator[None]:
     """Let calls of `torch.nn.utils.clip_grad_norm_` and `clip_grad_value_` go another way, by whatever name they were
     imported."""
-    functions: list[Any] = [clip_grad_norm_, clip_grad_value_]
-    cells = [function.__closure__[function.__code__.co_freevars.index("func")] for function in functions]
-    before = [cell.cell_contents for cell in cells]
+    before = [(cell, cell.cell_contents) for cell, _ in _CLIPPING]
 
     def other(bare: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *args, **kwargs: clip(ClipCall(bare, args, kwargs))
 
-    for cell, function in zip(cells, functions, strict=True):
-        cell.cell_contents = other(function.__wrapped__)
+    for cell, bare in _CLIPPING:
+        cell.cell_contents = other(bare)
     try:
         yield
     finally:
-        for cell, called in zip(cells, before, strict=True):
+        for cell, called in before:
             cell.cell_contents = called
+
+
+def _cell(function: Any) -> Any:
+    """Where a wrapper finds what it wraps."""
+    return dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)).get("func")
+
+
+_FUNCTIONS: tuple[Any, ...] = clip_grad_norm_, clip_grad_value_
+_CLIPPING = [
+    (cell, function.__wrapped__)
+    for function in _FUNCTIONS
+    if (cell := _cell(function)) is not None  # else they do what they do, and are refused where that is wrong
+]
 
 
 @contextlib.contextmanager
