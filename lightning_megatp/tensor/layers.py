@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nested import nested_tensor_from_jagged
 
 from lightning_megatp.plan.layer import MatrixDims
 from lightning_megatp.plan.ranges import Ranges, length
@@ -34,7 +35,7 @@ from lightning_megatp.tensor.features.shard import FeatureShard, own_features
 from lightning_megatp.tensor.outside import LayerParameters, WholeParameter, used_whole
 from lightning_megatp.tensor.parameters import slice_whole
 from lightning_megatp.tensor.sequence import SequenceLayout, SequenceShard
-from lightning_megatp.tensor.shards import gathered
+from lightning_megatp.tensor.shards import Shard, gathered
 
 L = TypeVar("L", bound="ParallelLayer")
 
@@ -106,8 +107,10 @@ class ParallelLayer(nn.Module):
         weight: it is then gathered."""
         return NotImplemented
 
-    def _run(self, compute: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """Run the layer's own work, `compute`, on what it is given."""
+    def _run(self, compute: Callable[[Tensor], Tensor], x: Any) -> Tensor:
+        """Run the layer's own work, `compute`, on what it is given; of jagged sequences on all their tokens."""
+        if type(x) is not Tensor and _is_jagged(x):
+            return nested_tensor_from_jagged(self._run(compute, x.values()), x.offsets(), x.lengths())
         context = self.context
         context.meet(self.label)
         before, context.user_code = context.user_code, False
@@ -398,3 +401,8 @@ class HiddenParallelEmbedding(ParallelLayer, nn.Embedding):
     def _compute(self, x: Tensor) -> Tensor:
         y = F.embedding(x, self._own("weight", 1), self.padding_idx, None, 2.0, self.scale_grad_by_freq)
         return gather_from_region(y, self.group, self.sizes)
+
+
+def _is_jagged(x: Any) -> bool:
+    """Whether it holds sequences of several lengths (`torch.nested`)."""
+    return bool(not isinstance(x, Shard) and x.is_nested and x.layout is torch.jagged)
