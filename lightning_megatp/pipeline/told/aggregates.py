@@ -15,9 +15,11 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torchmetrics import MaxMetric, MeanMetric, Metric, MinMetric, SumMetric
+from torchmetrics.wrappers import Running
 
 from lightning_megatp.calls import Intercepted
 from lightning_megatp.detour import Detour, end_all
+from lightning_megatp.messages import warn_once_per_run
 from lightning_megatp.pipeline.told.logs import Call, Logs
 from lightning_megatp.shim.fakes import is_fake
 from lightning_megatp.shim.torch import DisableTorchFunction
@@ -47,6 +49,8 @@ class Aggregates:
         """Name -> a copy of another metric, which counts this batch alone."""
         self._met: Counter[str] = Counter()
         """How often each of these was called in this batch."""
+        self._running = [name for name, x in module.named_modules() if isinstance(x, Running)]
+        """Windows of so many updates, as long as nobody was told."""
         for name, metric in module.named_modules():
             forward = metric.__dict__.get("forward")
             if type(metric).forward is Metric.forward and type(metric) not in _KINDS and type(forward) is Intercepted:
@@ -115,6 +119,13 @@ class Aggregates:
         Returns:
             Of these, what is to be logged.
         """
+        if self._running and len(microbatches) > 1:
+            warn_once_per_run(
+                f"`{self._running[0]}` has a window of updates, and with pp > 1 a step updates it for each microbatch"
+                f" ({len(microbatches)} of a batch). Update it in `on_train_batch_end`, by its `outputs`, or make its"
+                " window that many times as long."
+            )
+            self._running = []
         logged, given = list[Call](), dict[str, list[Call]]()
         for call in merged:
             if call.entry.updates is None:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from lightning.pytorch import Callback, LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
-from torchmetrics import MaxMetric, MeanMetric, MinMetric, SumMetric
+from torchmetrics import MaxMetric, MeanMetric, MinMetric, RunningMean, SumMetric
 
 from tests.distributed.training import PLAIN, Layout, make_trainer, run_program
 
@@ -144,3 +144,29 @@ def test_returned_numbers_are_the_batchs() -> None:
     for found in run_program(Layout(pp=2, microbatches=3), returned):
         for batch, wanted in zip(found, expected, strict=True):
             assert batch == pytest.approx(wanted, rel=1e-9, nan_ok=True)
+
+
+class Windowed(Masked):
+    def __init__(self) -> None:
+        super().__init__()
+        self.recent = RunningMean(window=2)
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        loss = self.loss(batch)
+        self.recent.update(loss.detach())
+        return loss
+
+
+def _windowed(layout: Layout) -> list[str]:
+    torch.manual_seed(1)
+    data = TensorDataset(*torch.randint(0, 20, (2, 8, 6), generator=torch.Generator().manual_seed(2)))
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        make_trainer(layout, strategy={"plan": None}).fit(Windowed(), DataLoader(data, batch_size=4))
+    return [str(x.message) for x in said if "window of updates" in str(x.message)]
+
+
+def test_windows_of_updates_are_told_what_they_count() -> None:
+    found = run_program(Layout(pp=2, microbatches=2), _windowed)
+    assert len(found[0]) == 1 and "`recent`" in found[0][0] and "(2 of a batch)" in found[0][0]
+    assert run_program(Layout(pp=2, microbatches=1), _windowed) == [[], []]
