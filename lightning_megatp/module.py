@@ -26,6 +26,7 @@ from lightning_megatp.shim.compiler import uncompiled
 from lightning_megatp.shim.torch import tree_map
 from lightning_megatp.tensor.bare import parallel_layers
 from lightning_megatp.tensor.context import Region, TensorContext
+from lightning_megatp.tensor.late_hooks import LateHooks
 from lightning_megatp.tensor.layers import ParallelLayer
 from lightning_megatp.tensor.parameters import gather_shards, replace_data
 from lightning_megatp.tensor.saving import unwrapped
@@ -84,6 +85,8 @@ class ParallelModule(ParallelParameters):
         """What users keep beside the weights, a tensor for each."""
         self.outlines: Any = None
         """Outlines of modules among the hyperparameters, for checkpoints."""
+        self.late_hooks = LateHooks(module)
+        """The user's on modules that were split before."""
         self.uncompiled = False
         """Whether compiled code runs as it was written: so it does in steps whose operations are looked at."""
 

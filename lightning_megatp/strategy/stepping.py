@@ -205,10 +205,10 @@ class StepMethods(GradientMethods):
 
     def _is_watched(self, kind: StepKind) -> bool:
         """Whether the step that begins is one of those of its kind in this epoch that are watched, since a step may
-        change: the first, second, fourth, eighth, ..."""
-        moment = self._moment(kind)
+        change: the first, second, fourth, eighth, ...; and those in which there are hooks that no plan knows of."""
+        moment, parallel = self._moment(kind), self._parallel()
         self._steps_of_epoch[moment] += 1
-        return self._steps_of_epoch[moment].bit_count() == 1
+        return self._steps_of_epoch[moment].bit_count() == 1 or (parallel.has_regions and parallel.late_hooks.any())
 
     def _moment(self, kind: StepKind) -> tuple[Any, ...]:
         trainer = self._trainer()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -348,3 +348,44 @@ def test_gradients_inside_of_blocks_are_whole_or_refused(how: str) -> None:
         run_program(TP2, _of_tensors, "start", how)
     text = rf"`{how}` in the tensor-parallel region `blocks.0` would see the gradient"
     assert all(re.search(text, failure.message) for failure in raised.value.failures)
+
+
+class LooksNow(Callback):
+    """Looks at activations of the third batch, by hooks that it takes away.
+
+    Args:
+        at: what it looks at: values, or shapes alone.
+    """
+
+    def __init__(self, at: str) -> None:
+        self.at, self.handles = at, list[Any]()
+        self.seen: list[Any] = []
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, index: int) -> None:
+        if index == 2:
+            self.handles = [block.up.register_forward_hook(self.look) for block in module.blocks]
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        for handle in self.handles:
+            handle.remove()
+        self.handles = []
+
+    def look(self, layer: nn.Module, args: Any, out: Tensor) -> None:
+        self.seen.append(float(out.norm()) if self.at == "values" else out.dim())
+
+
+def _looking(layout: Layout, at: str) -> list[Any]:
+    torch.manual_seed(3)
+    looks = LooksNow(at)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*does not have many workers")
+        trainer = make_trainer(layout, strategy={"plan": "auto"}, callbacks=[looks])
+        trainer.fit(Model(""), DataLoader(torch.randint(0, 16, (16, 6)), batch_size=2))
+    return looks.seen
+
+
+@pytest.mark.parametrize("layout", [TP2, Layout(tp=2, sequence=False)], ids=str)
+def test_hooks_of_single_steps_are_watched(layout: Layout) -> None:
+    with pytest.raises(RankError, match=r"`norm` looks at several features in the tensor-parallel region `blocks\.0`"):
+        run_program(layout, _looking, "values")
+    assert run_program(layout, _looking, "shapes") == run_program(PLAIN, _looking, "shapes") * 2 == [[3, 3, 3]] * 2
