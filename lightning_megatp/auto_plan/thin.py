@@ -190,14 +190,16 @@ def thin_copy(
     for name, child in linears.items():
         layer = twin.get_submodule(name)
         layer.__class__ = ThinLinear
-        layer._parameters.clear()
+        for own in ("weight", "bias"):
+            layer._parameters.pop(own, None)
         dims = TRANSPOSED if is_conv1d(child) else MatrixDims()
         _make_thin(layer, child.get_parameter("weight"), dims, child.bias is not None, generator)
     for name, leaves in bare.items():
         _hide(twin.get_submodule(name.rpartition(".")[0]), leaves, block.get_parameter(name), generator)
     for child in twin.modules():
         for key, parameter in child._parameters.items():
-            if parameter is not None and not isinstance(child, ThinLinear):
+            made = isinstance(child, ThinLinear) and key in _OWN
+            if parameter is not None and not made:
                 child._parameters[key] = _random_parameter(parameter, generator)
         for key, buffer in child._buffers.items():
             if buffer is not None:
@@ -206,6 +208,8 @@ def thin_copy(
     return twin
 
 
+_OWN = "left", "right", "bias"
+"""The parameters of a thin layer; it may have others, which users gave to the layer that it is made of."""
 LARGE = 2**20
 """Elements of parameters whose values copies share."""
 

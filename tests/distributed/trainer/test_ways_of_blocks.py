@@ -389,3 +389,39 @@ def test_hooks_of_single_steps_are_watched(layout: Layout) -> None:
     with pytest.raises(RankError, match=r"`norm` looks at several features in the tensor-parallel region `blocks\.0`"):
         run_program(layout, _looking, "values")
     assert run_program(layout, _looking, "shapes") == run_program(PLAIN, _looking, "shapes") * 2 == [[3, 3, 3]] * 2
+
+
+class Attached(nn.Module):
+    """Parameters, layers and buffers on layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 32), nn.Linear(32, 8)
+        self.up.gain, self.down.gain = nn.Parameter(torch.full((32,), 1.2)), nn.Parameter(torch.full((8,), 0.8))
+        self.up.beside = nn.Linear(8, 32, bias=False)
+        self.down.register_buffer("shift", torch.linspace(-1, 1, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x)
+        h = F.gelu(self.up(x) * self.up.gain + self.up.beside(x))  # type: ignore[operator]
+        return x + self.down(h) * self.down.gain + self.down.shift
+
+
+def _attached(layout: Layout) -> tuple[list[float], dict[str, tuple[int, ...]]]:
+    torch.manual_seed(3)
+    module, losses = Model("depth"), Losses()
+    module.blocks = nn.ModuleList(Attached() for _ in range(2))
+    module.way = "attached"
+    module.body = lambda x: module.blocks[1](module.blocks[0](x))  # type: ignore[method-assign]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*does not have many workers")
+        trainer = make_trainer(layout, strategy={"plan": "auto"}, callbacks=[losses])
+        trainer.fit(module, DataLoader(torch.randint(0, 16, (16, 6)), batch_size=2))
+    return losses.seen, {name: tuple(x.shape) for name, x in module.blocks[0].named_parameters()}
+
+
+def test_parameters_on_layers() -> None:
+    [(expected, _)] = run_program(PLAIN, _attached)
+    for losses, shapes in run_program(TP2, _attached):
+        assert losses == pytest.approx(expected, abs=1e-9)
+        assert shapes["up.weight"] == shapes["up.beside.weight"] == (16, 8) and shapes["down.weight"] == (8, 16)
