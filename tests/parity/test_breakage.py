@@ -66,7 +66,8 @@ def drop_norm_reduction() -> Any:
     """Each rank clips by the norm of its own shards."""
     from lightning_megatp.gradients import norm
 
-    return patch.object(norm, "dist", SimpleNamespace(all_reduce=lambda *args, **kwargs: None))
+    nothing = SimpleNamespace(all_reduce=lambda *args, **kwargs: None, ReduceOp=norm.dist.ReduceOp)
+    return patch.object(norm, "dist", nothing)
 
 
 def shift_a_range() -> Any:
