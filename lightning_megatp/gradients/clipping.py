@@ -33,6 +33,7 @@ def clip(call: ClipCall, held: Iterable[Tensor], parallel: ParallelModule, mesh:
 
     Communication: that of `global_norm`; none where values are clipped.
     """
+    held = list(held)
     trained = [parameter for parameter in held if parameter.grad is not None]
     if call.limit is None:
         if trained:  # torch's function fails where a pipeline stage trains nothing
@@ -43,7 +44,7 @@ def clip(call: ClipCall, held: Iterable[Tensor], parallel: ParallelModule, mesh:
             f"MegaTPStrategy: clip_grad_norm_(norm_type={call.order:g}), of gradients of which each rank has parts."
             " Norms of an order above 0, or infinite, can be put together."
         )
-    norm = global_norm(trained, parallel, mesh, call.order)
+    norm = global_norm(held, parallel, mesh, call.order)
     if call.has_to_be_finite and not norm.isfinite():
         raise RuntimeError(
             f"The norm of order {call.order:g} of the gradients is {norm.item()}, and clip_grad_norm_ was told to raise"
@@ -69,9 +70,10 @@ def clip_in_hook(
     """
     finds_norms = does is not None
     held = [parallel.held(parameter) for parameter in call.parameters]
-    trained = {id(x) for x in map(parallel.held, parallel.names.values()) if x.grad is not None}
-    if held and trained.isdisjoint(map(id, held)):
+    own = {id(x): x for x in map(parallel.held, parallel.names.values())}
+    if held and own.keys().isdisjoint(map(id, held)):
         return call.of(call.parameters)
+    trained = {key for key, x in own.items() if x.grad is not None}  # of a frozen stage none
     if mesh.size("pp") > 1 and call.limit is not None and (call.is_of_one or not trained <= {id(x) for x in held}):
         parted = any(id(x) in parallel.sharded or id(x) in parallel.divided for x in held)
         if not finds_norms and (parted or not call.is_of_one):

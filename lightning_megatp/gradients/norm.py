@@ -45,7 +45,7 @@ def global_norm(
     if mesh.size("tp") == mesh.size("pp") == 1 and not all_divided:
         return get_total_norm(found[False, False] + found[False, True], order)
     # Of one that is counted elsewhere, too: copies of a tied weight are clipped by the same number on all stages.
-    like = next((parameter.grad for parameter in parameters if parameter.grad is not None), torch.zeros(()))
+    like = next((p.grad for p in parameters if p.grad is not None), next(iter(parameters), torch.zeros(())))
     dtype = torch.promote_types(like.dtype, torch.float32)
     # Norms are added up by their powers, or the largest is taken.
     power, add, over_ranks = (
@@ -98,18 +98,10 @@ def own_elements(
     return parts
 
 
-def clip_by_norm(
-    parameters: Iterable[Tensor], max_norm: float, parallel: ParallelModule, mesh: ParallelMesh, order: float = 2.0
-) -> Tensor:
-    """Scale all gradients by max_norm / norm where the norm is larger, as torch.nn.utils.clip_grad_norm_ does.
-
-    Returns:
-        The norm, as `global_norm`.
-    """
+def clip_by_norm(parameters: Iterable[Tensor], max_norm: float, parallel: ParallelModule, mesh: ParallelMesh) -> None:
+    """Scale all gradients by max_norm / norm where the norm is larger, as torch.nn.utils.clip_grad_norm_ does."""
     parameters = list(parameters)
-    norm = global_norm(parameters, parallel, mesh, order)
-    clip_grads_with_norm_(parameters, max_norm, norm)
-    return norm
+    clip_grads_with_norm_(parameters, max_norm, global_norm(parameters, parallel, mesh))
 
 
 def _norm(tensors: list[Tensor], device: torch.device, order: float) -> Tensor:

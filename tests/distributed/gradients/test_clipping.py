@@ -45,6 +45,9 @@ class Model(LightningModule):
         self.blocks = nn.ModuleList(Block() for _ in range(4))
         self.norm = nn.LayerNorm(WIDTH)
         self.seen: list[dict[str, float]] = []
+        if kind.endswith("frozen"):
+            self.table.requires_grad_(False)
+            self.blocks[:2].requires_grad_(False)
 
     def loss(self, ids: Tensor) -> Tensor:
         x = self.table(ids)
@@ -69,7 +72,7 @@ class Model(LightningModule):
             self.log("norm", clip_grad_norm_(self.parameters(), LIMIT))
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
-        if self.kind == "hook_inf":
+        if self.kind in ("hook_inf", "hook_frozen"):
             self.log("norm", clip_grad_norm_(self.parameters(), LIMIT, norm_type=math.inf))
         if self.kind == "hook_head":
             clip_grad_norm_(self.norm.parameters(), LIMIT)
@@ -212,6 +215,11 @@ def test_hooks_clip_as_on_one_device(layout: Layout, kind: str) -> None:
 @pytest.mark.parametrize("layout", [TP2, PP2, DP2, Layout(dp=2, zero=3), Layout(dp=2, tp=2, zero=1)], ids=str)
 def test_steps_of_optimizers_clip_as_on_one_device(layout: Layout, kind: str) -> None:
     check(layout, kind)
+
+
+@pytest.mark.parametrize("kind", ["hook_frozen", "hook_step_frozen"])
+def test_a_stage_that_trains_nothing_clips_with_the_others(kind: str) -> None:
+    check(PP2, kind)
 
 
 def test_steps_of_optimizers_clip_some_parameters() -> None:
