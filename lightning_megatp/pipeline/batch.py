@@ -25,6 +25,7 @@ from lightning_megatp.pipeline.slicing.errors import BeyondPlan
 from lightning_megatp.pipeline.slicing.kept import Kept
 from lightning_megatp.pipeline.slicing.plan import Relay, SlicePlan
 from lightning_megatp.pipeline.slicing.slicer import Slicer, StageRun
+from lightning_megatp.pipeline.tail_check import TailCheck
 from lightning_megatp.pipeline.told.logs import Logs
 from lightning_megatp.pipeline.whole_loss import WholeLoss
 from lightning_megatp.random_states import seeded
@@ -91,6 +92,7 @@ class BatchRun:
         warns: reports where the loss differs from the one on a single device; None where nobody looks.
         own_values: gives microbatches their own of what units change; None where there is one, or no backward.
         whole: what makes the tail of the step once, for all microbatches; None where each has its own.
+        check: compares the batch's loss with one device's, on the last stage; None where nobody looks.
         part: of a step that goes backward by hand, which is run part after part; None for others.
         remote: with it the last stage runs the steps, and calls the other stages' units; there are no plans then, or
             those that the steps may leave.
@@ -116,6 +118,7 @@ class BatchRun:
     warns: Callable[[str], None] | None = None
     own_values: OwnValues | None = None
     whole: WholeLoss | None = None
+    check: TailCheck | None = None
     part: PartRun | None = None
     remote: RemoteCalls | None = None
     beyond: BeyondPlan | None = None
@@ -274,8 +277,13 @@ class BatchRun:
         batch = self.microbatches[microbatch]
         if self.remote is None:
             taken = None if self.whole is None or stage != self.last_stage else self.whole.taken_by(microbatch)
-            plan, kept = self.plans[microbatch], None if self.part is None else self.part.kept[microbatch]
-            return self.slicer.run(plan, stage, self.step, batch, received, seed, counting, taken, kept)
+            plan, check = self.plans[microbatch], self.check if stage == self.last_stage else None
+            keeps = self.part or check
+            kept = None if keeps is None else keeps.kept[microbatch]
+            done = self.slicer.run(plan, stage, self.step, batch, received, seed, counting, taken, kept)
+            if check is not None:
+                check.note(microbatch, {r.key: x for r, x in zip(plan.relays[stage], received, strict=True)})
+            return done
         step = functools.partial(self.step, batch)
         if counting is not None:
             return StageRun((), self.remote.drive(self.slicer.decided_by, step, counting))

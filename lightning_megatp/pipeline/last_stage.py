@@ -222,7 +222,7 @@ class LastStage:
                 has_loss=run.has_loss,
             )
             merged = merge(results.logged, weights, results.loss.adds_up, divisor)
-            logged = self.aggregates.settle(results.logged, merged)
+            results.of_batch = logged = self.aggregates.settle(results.logged, merged)
             facts = Facts(*self._telling.share(logged, known))
             self._telling.send_values(values)
         else:

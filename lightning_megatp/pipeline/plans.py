@@ -4,7 +4,7 @@ another way; the same on all stages."""
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
 from lightning_megatp.mesh import ParallelMesh
@@ -50,6 +50,8 @@ class Plans:
         self._parallel, self._slicer, self._mesh = parallel, slicer, mesh
         self._loans, self._shared = loans, shared
         self._made: dict[tuple[StepKind, Hashable], list[SlicePlan]] = {}
+        self._whole: dict[Hashable, tuple[SlicePlan, SlicePlan | None]] = {}
+        """By the identity of a microbatch's plan, and the batch's signature: that plan, and the one `of_whole`."""
         self.generation = 0
         """How often all were forgotten."""
         self._trained = Trained(parallel, slicer, mesh)
@@ -118,9 +120,25 @@ class Plans:
             " Mix the whole batch in `on_after_batch_transfer` or in the loader's collate_fn, or use microbatches=1."
         )
 
+    def of_whole(self, step: Step, batch: Any, plans: Sequence[SlicePlan], seed: int) -> SlicePlan | None:
+        """The plan of a batch's step whose tail is one more stage, for this rank alone; None if it can't be made.
+
+        Args:
+            plans: of its microbatches.
+        """
+        (signature,) = self._slicer.signatures([batch])
+        key = id(plans[0]), signature
+        if key not in self._whole:
+            made = None
+            with contextlib.suppress(Exception), self._planning():  # nobody asked for it
+                made = self._slicer.plan_with_tail(plans[0], step, batch, seed)
+            self._whole[key] = plans[0], made
+        return self._whole[key][1]
+
     def forget(self) -> None:
         """On all stages: what steps do from now on may be something else."""
         self._made.clear()
+        self._whole.clear()
         self.generation += 1
 
     def agree_on_trained(self) -> None:
@@ -147,13 +165,9 @@ class Plans:
     def _new(
         self, key: tuple[StepKind, Hashable], step: Step, microbatch: Any, seed: int, is_first: bool
     ) -> list[SlicePlan]:
-        """Made without gradients on the parameters, which differ from stage to stage, and whose dtype may not be
-        theirs."""
         kind, _ = key
-        sharding = self._parallel.sharding
-        held = take_gradients(self._parallel.undivided())
         try:
-            with sharding.planning(self._slicer.fake_mode) if sharding else contextlib.nullcontext():
+            with self._planning():
                 plans = self._slicer.plans(step, microbatch, is_first, seed)
                 for plan in plans:
                     self._check_lasting(kind, plan)
@@ -172,14 +186,23 @@ class Plans:
                 " of its tensors. If that is not what its rows are (graphs in one long tensor), define"
                 " `split_batch(self, batch, microbatches)` on the LightningModule, or use microbatches=1."
             ) from error
-        finally:
-            for parameter, gradient in held:
-                parameter.grad = gradient
         for plan in plans:
             self._check_touched(plan)
             self._agree(plan)
             self._lend(plan)
         return plans
+
+    @contextlib.contextmanager
+    def _planning(self) -> Iterator[None]:
+        """Around a dry run: without gradients on the parameters, which differ from stage to stage, and whose dtype may
+        not be theirs."""
+        sharding, held = self._parallel.sharding, take_gradients(self._parallel.undivided())
+        try:
+            with sharding.planning(self._slicer.fake_mode) if sharding else contextlib.nullcontext():
+                yield
+        finally:
+            for parameter, gradient in held:
+                parameter.grad = gradient
 
     def _check_lasting(self, kind: StepKind, plan: SlicePlan) -> None:
         """What a step changes on one stage, steps of other kinds and shapes may use there alone. A step of evaluation

@@ -43,6 +43,8 @@ class Results:
     """By microbatch, which the last stage runs in order."""
     logged: list[list[Call]] = field(default_factory=list)
     """What each microbatch logs."""
+    of_batch: Sequence[Call] = ()
+    """What is logged of the batch, after it."""
     with_losses: set[str] | None = None
     """The units inside of which the first microbatch that averaged losses did; None until one does. In later ones of
     the batch the others are not looked at: a loss in another unit that only some microbatches compute is missed."""

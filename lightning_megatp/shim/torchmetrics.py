@@ -20,6 +20,15 @@ def set_batch_value(metric: Metric, value: Tensor | None) -> None:
     metric._forward_cache = value  # type: ignore[assignment]
 
 
+def copy_of_batch(metric: Metric) -> Metric:
+    """A copy without updates. What it computes is what `metric(...)` gives for a batch: that of all ranks only where
+    the user says so by `dist_sync_on_step`."""
+    made = copy.deepcopy(metric)
+    made._to_sync = metric.dist_sync_on_step  # from `sync_on_compute`, when it was made
+    made.reset()
+    return made
+
+
 def states_of(metric: Metric) -> dict[str, Any]:
     """What an update changes; copies."""
     names = [*metric._defaults, "_update_count", "_computed"]

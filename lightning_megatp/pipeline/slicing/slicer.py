@@ -160,6 +160,17 @@ class Slicer:
             self._follows = after is None or after.digest() != first.digest()
         return [first]
 
+    def plan_with_tail(self, like: SlicePlan, step: Step, batch: Any, seed: int = 0) -> SlicePlan:
+        """The plan of a batch in which the tail of the step, what no unit takes any more, is one more stage.
+
+        Args:
+            like: the plan of a microbatch of it.
+
+        Raises:
+            SliceError: the step can't be followed so.
+        """
+        return DryRuns(self._around, like.n_stages + 1, None, self._deciding).with_tail(like, step, batch, seed)
+
     def _planned_from_here(
         self, step: Step, batch: Any, before: Snapshot, seed: int, makes_nothing: bool = False
     ) -> SlicePlan | None:
@@ -209,7 +220,7 @@ class Slicer:
         if kept is not None:
             got |= kept.recalled(plan, stage)
         mode = StageMode(plan, stage, got, seed, self._around, counting, taken, kept)
-        is_last = stage == self.n_stages - 1
+        is_last = stage == plan.n_stages - 1
         result, skipped = None, False
         drops = plan.effects.leaves_ghosts and not is_last
         with self._following(mode, plan, batch, seed, is_left=not is_last, drops=drops, listing=is_last) as microbatch:
@@ -376,6 +387,18 @@ class Slicer:
                 self._before_rehearsals = None
             while self._values_before:
                 self._values_before.pop().restore()
+
+    @contextlib.contextmanager
+    def undone(self) -> Iterator[None]:
+        """Around a run of a step that nobody asked for: what it does to the module, and to generators, is undone."""
+        before = state_before(self.module)
+        values = FirstValues(before.tensors.values())
+        try:
+            with random_state_kept(), values:
+                yield
+        finally:
+            before.restore()
+            values.restore()
 
     @contextlib.contextmanager
     def batch(self) -> Iterator[None]:

@@ -4,10 +4,10 @@ batch, where they are logged themselves, is that of the batch, too."""
 
 from __future__ import annotations
 
-import copy
+import contextlib
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +23,7 @@ from lightning_megatp.messages import warn_once_per_run
 from lightning_megatp.pipeline.told.logs import Call, Logs
 from lightning_megatp.shim.fakes import is_fake
 from lightning_megatp.shim.torch import DisableTorchFunction
-from lightning_megatp.shim.torchmetrics import put_states, states_of
+from lightning_megatp.shim.torchmetrics import copy_of_batch, put_states, states_of
 
 _KINDS = (MeanMetric, SumMetric, MaxMetric, MinMetric)
 
@@ -37,6 +37,7 @@ class Aggregates:
     """
 
     def __init__(self, module: nn.Module, logs: Logs) -> None:
+        self._module: Any = module
         self._metrics: dict[str, Metric] = {n: x for n, x in module.named_modules() if type(x) in _KINDS}
         self._logs = logs
         self._detours: list[Detour] = []
@@ -44,7 +45,7 @@ class Aggregates:
         """Name -> the states that it had before the batch."""
         self._others: set[str] = set()
         """Those that were given anything else, too."""
-        self._is_updating = False
+        self._is_updating = self._is_paused = False
         self._beside: dict[str, Metric] = {}
         """Name -> a copy of another metric, which counts this batch alone."""
         self._met: Counter[str] = Counter()
@@ -66,8 +67,21 @@ class Aggregates:
         """Give them their own methods back."""
         end_all(self._detours)
 
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Around a step that is none of the batch's."""
+        self._is_paused = True
+        try:
+            yield
+        finally:
+            self._is_paused = False
+
+    @property
+    def _sees(self) -> bool:
+        return self._logs.is_recording and not self._is_paused
+
     def _update(self, name: str, call: functools.partial[Any]) -> Any:
-        if self._is_updating or not self._logs.is_recording:
+        if self._is_updating or not self._sees:
             return call()
         with DisableTorchFunction():  # these are no operations of the step
             if len(call.args) == 1 and not call.keywords and _is_number(call.args[0]):
@@ -82,24 +96,26 @@ class Aggregates:
         self, name: str, metric: Metric, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """A call of another metric, on the last stage."""
-        if self._logs.is_recording and name not in self._beside:
-            self._beside[name] = copy.deepcopy(metric)  # before its states have a graph
-            self._beside[name].sync_on_compute = False  # as what a metric gives for its batch
-            self._beside[name].reset()
+        if self._sees and name not in self._beside:
+            self._beside[name] = copy_of_batch(metric)  # before its states have a graph
         made = forward(*args, **kwargs)
-        if self._logs.is_recording:
+        if self._sees:
             with DisableTorchFunction(), torch.no_grad():
                 args, kwargs = apply_to_collection((args, kwargs), Tensor, Tensor.detach)
                 self._beside[name].update(*args, **kwargs)
             self._met[name] += 1
+            if isinstance(made, Tensor):
+                self._logs.made_by[id(made)] = made, name
         return made
 
     def _of_batch(self, call: Call, microbatches: int) -> Call:
-        """What is logged of a metric that each microbatch has called once is what it gives for all of them."""
-        name = call.entry.metric
+        """What is logged of a metric that each microbatch has called once, itself or the number that it gave, is what
+        it gives for all of them."""
+        name = call.made_by
         if name is None or not call.entry.has_value or self._met[name] != microbatches:
             return call
-        value = self._beside[name].compute()
+        with self._module.trainer.precision_plugin.forward_context():  # as in a step
+            value = self._beside[name].compute()
         return replace(call, value=value.detach().to(call.value)) if isinstance(value, Tensor) else call
 
     def _updating(self, call: functools.partial[Any]) -> Any:
@@ -144,6 +160,7 @@ class Aggregates:
         for name in self._met:
             self._beside[name].reset()
         self._met.clear()
+        self._logs.made_by.clear()
         return logged
 
     def _averages(self, name: str, each: Sequence[Sequence[Call]]) -> bool:

@@ -60,6 +60,8 @@ class Call:
     """What was logged, until it is compared."""
     size: Tensor | float | None = None
     """The batch size that was logged with it."""
+    made_by: str | None = None
+    """The module's name of a torchmetrics object that gave this number for its batch."""
 
     def beside(self, loss: Tensor | None, averages: Averages | None) -> Call:
         """This call, compared with what its microbatch made.
@@ -95,6 +97,8 @@ class Logs:
     _known: dict[bytes, int] = field(default_factory=dict)
     """Lists of entries that the other stages know, by their number."""
     _lists: list[list[Entry]] = field(default_factory=list)
+    made_by: dict[int, tuple[Tensor, str]] = field(default_factory=dict)
+    """By the identity of a number that a metric gave for a microbatch: that, and the metric's name."""
     _leaving: list[dist.Work] = field(default_factory=list)
     """What was sent last: the other stages may still compute, and this one need not wait for them."""
 
@@ -192,7 +196,9 @@ class Logs:
         dtype = given.dtype if isinstance(given, Tensor) and given.is_floating_point() else torch.get_default_dtype()
         size = options.pop("batch_size", None)
         entry = Entry(name, _portable(options), dtype, metric, given is not None, size is not None)
-        return Call(entry, scalar(torch.nan if given is None else given, self.device), size=size, given=given)
+        made_by = metric or self.made_by.get(id(given), (None, None))[1]
+        number = scalar(torch.nan if given is None else given, self.device)
+        return Call(entry, number, size=size, given=given, made_by=made_by)
 
     def _metric_name(self, metric: Metric, options: dict[str, Any]) -> str:
         found = options.get("metric_attribute") or next(
@@ -260,6 +266,8 @@ def _merged(calls: list[Call], weights: Tensor, adds_up: bool, total_weight: Ten
     sized = len(sizes) == len(calls)
     total = sum(sizes) if sized else None
     how = entry.options.get("reduce_fx", "mean")
+    (made_by, *others) = {call.made_by for call in calls}
+    made_by = None if others else made_by
     if how in ("sum", "max", "min"):
         return Call(replace(entry, sized=sized), getattr(values, how)(), size=total)
     given = torch.stack([scalar(size, values.device) for size in sizes]) if sized else weights
@@ -278,7 +286,7 @@ def _merged(calls: list[Call], weights: Tensor, adds_up: bool, total_weight: Ten
         mean = (values * weights).sum() / torch.where(total_weight > 0, total_weight, weights.sum())
         loss = values.sum() if adds_up else mean
         value = torch.where(torch.stack(losses).all(), loss, value)
-    return Call(replace(entry, sized=sized), value, size=total)
+    return Call(replace(entry, sized=sized), value, size=total, made_by=made_by)
 
 
 def _mean(values: Tensor, weights: Tensor) -> Tensor:

@@ -108,6 +108,16 @@ class DryRuns:
         self._check_alone(manner, step, batch, seed, seen)
         return seen.plan, seen.left
 
+    def with_tail(self, like: SlicePlan, step: Step, batch: Any, seed: int) -> SlicePlan:
+        """The plan of a step of which the tail is known, by one of fewer samples. No stage is tried alone, and nobody
+        learns who uses what: it is no plan of a pipeline.
+
+        Args:
+            like: the plan of that, in which the tail is a part of the last stage.
+        """
+        manner = Manner(like.late_hooks, tail=Tail(like.operations))
+        return self._seen(manner, step, batch, seed, is_run=False).plan
+
     def operations(self, step: Step, batch: Any, seed: int) -> Sequence[Operation]:
         """What the step does, behind masks of the last stage's values, too, where it can be followed there: a head may
         come behind one."""
@@ -142,7 +152,7 @@ class DryRuns:
                 raise again.difference.error()
             seen = again
 
-    def _seen(self, manner: Manner, step: Step, batch: Any, seed: int) -> _Seen:
+    def _seen(self, manner: Manner, step: Step, batch: Any, seed: int, is_run: bool = True) -> _Seen:
         varies, original, batch = leaves_out(batch), batch, copy.deepcopy(batch)
         in_batch, containers = tensors_of(batch), Snapshot(SimpleNamespace(batch=batch), submodules=False)
         before = [(tensor_version(x), x.requires_grad) for x in in_batch]
@@ -174,8 +184,10 @@ class DryRuns:
                 changes_batch, left_early, lists.any, put_back, tuple(set_late), changes_module, draws_on_host
             )
             plan = make_plan(tracer, owned.names, effects)
-            owned.learn(tracer.owners)
-            difference = self._difference(tracer, plan, step, original, seed, snapshot)
+            difference = None
+            if is_run:
+                owned.learn(tracer.owners)
+                difference = self._difference(tracer, plan, step, original, seed, snapshot)
         return _Seen(plan, left, tracer.record.deeds, difference, stops_at_mask=bool(tracer.ended) and tracer.met_mask)
 
     def _difference(

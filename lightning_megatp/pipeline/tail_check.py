@@ -1,0 +1,162 @@
+"""What microbatches come to, beside what one device makes of the batch: the tail of the step, again for all samples.
+
+Which losses are averages is seen by what they are made with, and nobody knows all the ways in which samples may meet.
+So in some batches what the units made of all microbatches is kept, and the step's tail runs on it as with `whole_loss`,
+without a backward: its loss, and what it logs, are one device's, whatever they are made with.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_megatp.pipeline.slicing.kept import Kept
+from lightning_megatp.pipeline.slicing.plan import Key, SlicePlan
+from lightning_megatp.pipeline.told.logs import Call
+from lightning_megatp.pipeline.whole_loss import WholeLoss
+
+
+class Finding(NamedTuple):
+    """Something to be said once."""
+
+    known: str
+    """What it is known by: texts with numbers differ."""
+    text: str
+
+    @classmethod
+    def of(cls, text: str) -> Finding:
+        """One that is always the same."""
+        return cls(text, text)
+
+
+class TailCheck:
+    """Compares a batch's loss and logs with those that its tail makes of all samples.
+
+    Args:
+        batch: all of it.
+        plan: of the step on it, in which the tail is a stage more.
+        microbatches: how many it is divided into.
+    """
+
+    def __init__(self, batch: Any, plan: SlicePlan, microbatches: int) -> None:
+        self.batch, self.plan, self.stage = batch, plan, plan.n_stages - 1
+        wanted = frozenset(relay.key for relay in plan.relays[-1])
+        self.kept = [Kept(wanted) for _ in range(microbatches)]
+        """By microbatch, what the last stage makes for the tail."""
+        self._whole = WholeLoss(batch, plan)
+
+    @classmethod
+    def of(cls, batch: Any, plan: SlicePlan | None, plans: Sequence[SlicePlan]) -> TailCheck | None:
+        """None where the tail of the batch would be that of another step, or too large to be held.
+
+        Args:
+            plans: of its microbatches.
+        """
+        if plan is None or plan.clones or plan.mixes or plan.effects.draws_on_host:
+            return None
+        if any(operation.random for operation in plan.operations) or any(x.changed for x in (plan, *plans)):
+            return None
+        if any(_early(x, plan) != _early(plan, plan) for x in plans):
+            return None
+        crossing = sum(torch.Size(relay.shape).numel() * relay.dtype.itemsize for relay in plan.relays[-1])
+        return cls(batch, plan, len(plans)) if crossing <= _MOST_BYTES else None
+
+    def note(self, microbatch: int, received: Mapping[Key, Tensor]) -> None:
+        """After a microbatch's forward on the last stage.
+
+        Args:
+            received: what that stage got for it.
+        """
+        values = {**received, **self.kept[microbatch].values}
+        self._whole.parts.append([values[r.key].detach() for r in self.plan.relays[-1] if r.key in values])
+        self.kept[microbatch].values.clear()
+
+    def join(self) -> list[Tensor]:
+        """What the tail takes of all microbatches.
+
+        Raises:
+            SliceError: that can't be put together.
+            ValueError: some of it was not made.
+        """
+        return self._whole.join()
+
+    def of_loss(
+        self, whole: Any, loss: Tensor, losses: Sequence[Tensor], reasons: Sequence[Finding]
+    ) -> Sequence[Finding]:
+        """What is to be said of the batch's loss.
+
+        Args:
+            whole: the loss of the tail.
+            loss: that of the microbatches together.
+            losses: theirs.
+            reasons: why it may be another one, as far as that was seen. The first of them is given the numbers.
+        """
+        if not isinstance(whole, Tensor):
+            return reasons
+        differs = _differ(whole, loss, losses)
+        if not reasons:
+            return [Finding("loss", _LOSS.format(_text(whole), _text(loss), len(self.kept)))] if differs else []
+        numbers = f"This batch's is {_text(loss)}, and on one device {_text(whole)}."
+        (known, text), *others = reasons
+        return [Finding(known, f"{text} {numbers if differs else 'For this batch it makes no difference.'}"), *others]
+
+    def of_logs(self, calls: Sequence[Call], logged: Sequence[Call]) -> Iterator[Finding]:
+        """What is to be said of what is logged for the batch.
+
+        Args:
+            calls: of `self.log` in the tail.
+            logged: by the microbatches together.
+        """
+        names = Counter(call.entry.name for call in calls)
+        by_name = {call.entry.name: call for call in logged}
+        for call in calls:
+            name, found = call.entry.name, by_name.get(call.entry.name)
+            is_number = isinstance(call.given, Tensor) and call.entry.has_value  # others may be times
+            if found is None or not is_number or names[name] > 1:
+                continue
+            if _differ(call.value, found.value, dtype=call.entry.dtype):
+                text = _LOGGED.format(name, _text(call.value), _text(found.value), len(self.kept))
+                yield Finding(f"log {name}", text)
+
+
+def _early(plan: SlicePlan, with_tail: SlicePlan) -> list[Any]:
+    """What a plan does before the tail of another one."""
+    tail = with_tail.n_stages - 1
+    before = [i for i, x in enumerate(with_tail.operations) if x.stage is not None and x.stage < tail]
+    return [(x.name, x.stage, x.outputs) for i in before for x in plan.operations[i : i + 1]]
+
+
+def _differ(one: Tensor, other: Tensor, parts: Sequence[Tensor] = (), dtype: torch.dtype | None = None) -> bool:
+    """Whether two numbers are apart by more than rounding.
+
+    Args:
+        parts: what the other one was made of, which may be much larger.
+        dtype: in which they were computed.
+    """
+    eps = torch.finfo(dtype or (one.dtype if one.is_floating_point() else torch.float32)).eps
+    a, b = float(one), float(other)
+    scale = max([abs(a), abs(b), *(abs(float(x)) for x in parts)])
+    return not (abs(a - b) <= max(_ROUNDING, 8 * eps) * scale or a == b or (a != a and b != b))
+
+
+def _text(x: Tensor) -> str:
+    return f"{float(x):.4g}"
+
+
+_LOSS = (
+    "the loss of a batch is {} on one device, and {} by its {} microbatches: what the step does after its last block"
+    " depends on which samples are together. It compares them with each other, takes a statistic of them, or makes"
+    " something else than sums and averages. `MegaTPStrategy(whole_loss=True)` does that once, on all samples."
+)
+_LOGGED = (
+    "`self.log({!r}, ...)` is given {} for a batch on one device, and logs {} by its {} microbatches: it is no average"
+    " over samples. Log a torchmetrics object, which counts over microbatches, or use `whole_loss=True`."
+)
+_ROUNDING = 1e-3
+"""Relative; what numbers of 32 bits and less lose in a long sum."""
+_MOST_BYTES = 2**28
+"""What the units made of all microbatches: tables of classes by tokens are larger, and their losses are averages."""

@@ -1,0 +1,276 @@
+"""The tail of a step, once more for all samples: it says where a batch's loss or logs are not those of one device, and
+leaves no trace."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import MeanMetric
+from torchmetrics.classification import MulticlassF1Score
+
+from tests.distributed.training import DP2_PP2, PLAIN, PP2, TP2_PP2, Layout, Losses, make_trainer, run_program
+
+# y: (B, 6) of the model, t: (B, 6), both float64
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+def _eye(n: int) -> Tensor:
+    return torch.eye(n, dtype=torch.float64)
+
+
+def _order(t: Tensor) -> Tensor:
+    return t[:, 0].argsort().argsort().double()
+
+
+COUPLED: dict[str, Loss] = {
+    "covariance": lambda y, t: torch.cov(y.T).square().mean(),
+    "correlation": lambda y, t: torch.corrcoef(y.T).square().mean(),
+    "spectrum": lambda y, t: torch.fft.rfft(y, dim=0).abs().mean(),
+    "singular values": lambda y, t: torch.linalg.svdvals(y).mean(),
+    "inverse": lambda y, t: torch.linalg.inv(y.T @ y + _eye(6)).diagonal().mean(),
+    "differences": lambda y, t: torch.diff(y, dim=0).square().mean(),
+    "trapezoids": lambda y, t: torch.trapezoid(y.square(), dim=0).mean(),
+    "distances": lambda y, t: F.pdist(y).mean(),
+    "ranks": lambda y, t: (_order(t) * y[:, 0]).mean(),
+    "batch norm": lambda y, t: (F.batch_norm(y, None, None, training=True) * t).mean(),
+    "layer norm over samples": lambda y, t: (F.layer_norm(y.T, (len(y),)) * t.T).mean(),
+    "the largest sample": lambda y, t: F.mse_loss(y[t[:, 0].argmax()], t[0]),
+    "running maximum": lambda y, t: y.cummax(0).values.mean(),
+    "products of samples": lambda y, t: torch.bmm(y.T[:, :, None], t.T[:, None]).square().mean(),
+}
+"""What no list of functions names: all of these were silent."""
+KNOWN: dict[str, Loss] = {
+    "cross-correlation": lambda y, t: (y.T @ t / len(y) - _eye(6)).square().sum(),
+    "root": lambda y, t: F.mse_loss(y, t).sqrt(),
+    "a root of ones": lambda y, t: (F.mse_loss(y, t) * 0 + 1).sqrt() + F.mse_loss(y, t),
+}
+"""What is seen to be no average, whether or not that matters."""
+OWN: dict[str, Loss] = {
+    "mse": lambda y, t: F.mse_loss(y, t),
+    "sum": lambda y, t: F.mse_loss(y, t, reduction="sum"),
+    "of each": lambda y, t: torch.einsum("bi,ij,bj->b", y, _eye(6), t).mean(),
+    "norms": lambda y, t: torch.renorm(y, 2, 0, 1.0).square().mean(),
+    "in place": lambda y, t: y.clone().mul_(2).sub_(t).square_().mean(),
+    "drawn": lambda y, t: F.mse_loss(F.dropout(y, 0.5), t),
+}
+
+
+class Lit(LightningModule):
+    """Blocks, a loss, and what is logged and kept of it."""
+
+    def __init__(self, loss: Loss) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.loss = loss
+        self.net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 6))
+        self.f1, self.seen = MulticlassF1Score(6, average="macro"), MeanMetric()
+        self.kept: list[Tensor] = []
+        self.calls = 0
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        x, t = batch
+        y = self.net(x)
+        self.calls += 1
+        loss = self.loss(y, t)
+        self.kept.append(loss.detach())
+        self.seen.update((y - t).square().mean())
+        self.log("f1", self.f1(y, t.argmax(1)))
+        return loss
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        x, t = batch
+        y = self.net(x)
+        self.log("val_mse", F.mse_loss(y, t))
+        self.log("val_largest", y.max())
+        self.log("val_time", time.perf_counter())  # no tensor: nobody knows what it is of
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.05)
+
+
+def _data() -> DataLoader:
+    generator = torch.Generator().manual_seed(1)
+    x, t = torch.randn(2, 32, 6, dtype=torch.float64, generator=generator)
+    return DataLoader(TensorDataset(x, t), batch_size=8)
+
+
+def _said(caught: list[warnings.WarningMessage]) -> list[str]:
+    words = "on one device, and", "and on one device", "no difference"
+    return [str(w.message) for w in caught if any(x in str(w.message) for x in words)]
+
+
+def _fit(layout: Layout, losses: dict[str, Loss], names: list[str]) -> dict[str, Any]:
+    found = {}
+    for name in names:
+        module, seen = Lit(losses[name]), Losses()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainer = make_trainer(layout, strategy={"plan": None}, callbacks=[seen])
+            trainer.fit(module, _data(), _data())
+        last = dist.is_initialized() and module.trainer.strategy.mesh.is_last_stage
+        counts = len(module.kept), module.calls, float(module.seen.compute()) if last or layout.plain else None
+        found[name] = seen.seen, _said(caught), counts, float(trainer.callback_metrics["f1"])
+    return found
+
+
+def _coupled(layout: Layout, names: list[str]) -> dict[str, Any]:
+    return _fit(layout, COUPLED, names)
+
+
+def _known(layout: Layout, names: list[str]) -> dict[str, Any]:
+    return _fit(layout, KNOWN, names)
+
+
+def _own(layout: Layout, names: list[str]) -> dict[str, Any]:
+    return _fit(layout, OWN, names)
+
+
+@pytest.mark.parametrize("some", [slice(0, None, 2), slice(1, None, 2)], ids=["even", "odd"])
+def test_losses_that_couple_samples_are_said_with_the_numbers(some: slice) -> None:
+    names = list(COUPLED)[some]
+    (expected,) = run_program(PLAIN, _coupled, names)
+    found = run_program(PP2, _coupled, names)
+    for name in names:
+        texts = [text for of_rank in found for text in of_rank[name][1] if "val_" not in text]
+        assert len(texts) == 1, (name, texts)
+        losses = expected[name][0][0], found[0][name][0][0]
+        assert losses[0] != pytest.approx(losses[1], rel=1e-3)
+        assert all(f"{loss:.4g}" in texts[0] for loss in losses), (name, losses, texts)
+
+
+def test_reasons_that_are_known_are_given_the_numbers() -> None:
+    names = list(KNOWN)
+    (expected,) = run_program(PLAIN, _known, names)
+    found = run_program(PP2, _known, names)
+    for name in names:
+        texts = [text for of_rank in found for text in of_rank[name][1] if "val_" not in text]
+        first, of_microbatches = expected[name][0][0], found[0][name][0][0]
+        assert len(texts) == 1, (name, texts)
+        if first == pytest.approx(of_microbatches):
+            assert texts[0].endswith("For this batch it makes no difference.")
+        else:
+            assert texts[0].endswith(f"This batch's is {of_microbatches:.4g}, and on one device {first:.4g}.")
+    assert expected["a root of ones"][0] == pytest.approx(found[0]["a root of ones"][0])
+
+
+def test_others_are_not_and_nothing_is_left() -> None:
+    names = list(OWN)
+    (expected,) = run_program(PLAIN, _own, names)
+    for layout in (PP2, TP2_PP2):
+        found = run_program(layout, _own, names)
+        for name in names:
+            texts = [text for of_rank in found for text in of_rank[name][1]]
+            assert len(texts) == 1 and "'val_largest'" in texts[0], (name, texts)  # which is no mean
+            assert "0." in texts[0] and "by its 4 microbatches" in texts[0]
+            kept = [of_rank[name][2] for of_rank in found if of_rank[name][2][2] is not None]
+            for n, calls, mean in kept:
+                assert (n, calls) == (16, 16)  # 4 batches of 4 microbatches
+                assert name == "drawn" or mean == pytest.approx(expected[name][2][2], rel=1e-6)
+            for losses, _, _, f1 in (of_rank[name] for of_rank in found):
+                assert name == "drawn" or losses == pytest.approx(expected[name][0], rel=1e-9)
+                assert name == "drawn" or f1 == pytest.approx(expected[name][3], rel=1e-6)  # a number that it gave
+
+
+class Pairs(LightningModule):
+    """Two networks, and samples of all copies of the model told apart."""
+
+    def __init__(self, gathers: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.gathers = gathers
+        self.net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 6))
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        x, t = batch
+        y, others = self.net(x), t
+        if self.gathers:
+            parts = [torch.empty_like(t) for _ in range(dist.get_world_size())]
+            dist.all_gather(parts, t)
+            others = torch.cat([t, *parts])
+        near = torch.linalg.vecdot(y[:, None], others) * self.scale
+        return F.cross_entropy(near, torch.arange(len(y), device=y.device))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.05)
+
+
+def _fit_pairs(layout: Layout, gathers: bool) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        make_trainer(layout, strategy={"plan": None}).fit(Pairs(gathers), _data())
+    return _said(caught)
+
+
+@pytest.mark.parametrize("zero", [0, 1, 3])
+@pytest.mark.parametrize("gathers", [False, True], ids=["own", "gathered"])
+def test_copies_of_the_model_compare_together(zero: int, gathers: bool) -> None:
+    layout = Layout(dp=2, pp=2, microbatches=2, zero=zero)
+    texts = [text for of_rank in run_program(layout, _fit_pairs, gathers) for text in of_rank]
+    assert len(texts) == 1 and "on one device" in texts[0], texts
+
+
+def _fit_shuffled(layout: Layout) -> list[str]:
+    from lightning_megatp.pipeline.whole_loss import WholeLoss
+
+    join = WholeLoss.join
+
+    def shuffled(whole: Any) -> list[Tensor]:
+        return [x.flip(0) for x in join(whole)]
+
+    WholeLoss.join = shuffled  # type: ignore[method-assign]
+    try:
+        return _own(layout, ["mse"])["mse"][1]  # type: ignore[no-any-return]
+    finally:
+        WholeLoss.join = join  # type: ignore[method-assign]
+
+
+def test_the_test_sees_samples_in_another_order() -> None:
+    texts = [text for of_rank in run_program(PP2, _fit_shuffled) for text in of_rank]
+    assert any(text.count("the loss of a batch is") for text in texts)
+
+
+class OfEach(LightningModule):
+    """Logs a metric itself, on steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 6))
+        self.f1 = MulticlassF1Score(6, average="macro")
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        x, t = batch
+        y = self.net(x)
+        given = self.f1(y, t.argmax(1))
+        self.log("itself", self.f1, on_step=True, on_epoch=False)
+        self.log("number", given, on_step=True, on_epoch=False)
+        return F.mse_loss(y, t)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.0)
+
+
+def _fit_of_each(layout: Layout) -> tuple[float, float]:
+    trainer = make_trainer(layout, strategy={"plan": None}, max_steps=1)
+    trainer.fit(OfEach(), _data())
+    return float(trainer.callback_metrics["itself"]), float(trainer.callback_metrics["number"])
+
+
+def test_metrics_on_steps_are_of_the_copys_own_batch() -> None:
+    """As without stages: nothing is gathered over the copies unless the user asks for it."""
+    expected = run_program(Layout(dp=2), _fit_of_each)
+    assert expected[0] != expected[1]
+    found = run_program(DP2_PP2, _fit_of_each)
+    for of_ranks, of_copies in zip(zip(*found, strict=True), zip(*expected, strict=True), strict=True):
+        assert sorted(of_ranks) == pytest.approx(sorted([*of_copies, *of_copies]))
