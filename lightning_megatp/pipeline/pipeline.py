@@ -44,7 +44,7 @@ from lightning_megatp.pipeline.tail_check import Finding, TailCheck
 from lightning_megatp.pipeline.told.kept_values import KeptValues
 from lightning_megatp.pipeline.told.logs import Logs
 from lightning_megatp.pipeline.told.outputs import Outputs
-from lightning_megatp.pipeline.whole_loss import WholeLoss, check_order
+from lightning_megatp.pipeline.whole_loss import WholeLoss, check_order, has_order
 from lightning_megatp.plan.units import parts_of_one_stage
 from lightning_megatp.random_states import is_random_state, random_state
 from lightning_megatp.shim.compiler import is_compiled
@@ -395,7 +395,7 @@ class Pipeline:
             carried=self._carried_state() if several else None,
             numbers=self.own_numbers() if several else None,
             own_values=self.own_values if several else None,
-            check=None if warns is None else self._check(step, batch, plans or [], seed),
+            check=None if warns is None else self._check(step, batch, microbatches, plans or [], seed),
         )
 
     def begin_training(self) -> Callable[[str], None] | None:
@@ -409,7 +409,9 @@ class Pipeline:
         looks = self._trained.bit_count() == 1 and not self._compiles
         return (lambda text: self._found.append(Finding.of(text))) if looks else None
 
-    def _check(self, step: Step, batch: Any, plans: Sequence[SlicePlan], seed: int) -> TailCheck | None:
+    def _check(
+        self, step: Step, batch: Any, microbatches: Sequence[Any], plans: Sequence[SlicePlan], seed: int
+    ) -> TailCheck | None:
         """On the last stage what compares a batch with one device; none unless all copies of the model have one, of as
         many samples, since their tails may communicate.
 
@@ -418,7 +420,7 @@ class Pipeline:
         if not self.is_last or self.slicer.tail:
             return None
         check = None
-        if len(plans) > 1:
+        if len(plans) > 1 and has_order(batch, microbatches):
             check = TailCheck.of(batch, self.plans.of_whole(step, batch, plans, seed), plans)
         samples = (len(plans), batch_size(batch)) if check is not None else None
         copies = self.mesh.exchange(samples, "dp") if self.mesh.size("dp") > 1 else [samples]

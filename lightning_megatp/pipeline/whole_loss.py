@@ -164,17 +164,23 @@ def check_order(batch: Any, microbatches: Sequence[Any]) -> None:
     Raises:
         SliceError: the user's `split_batch` brings samples into another order.
     """
+    if not has_order(batch, microbatches):
+        raise SliceError(
+            "with whole_loss=True what `split_batch` returns has to have the samples in the order of the batch, all"
+            " of which its loss is computed on. Sort them in the DataLoader, or leave whole_loss out."
+        )
+
+
+def has_order(batch: Any, microbatches: Sequence[Any]) -> bool:
+    """Whether microbatches have the samples in the order of the batch, as far as their tensors add up to its."""
     whole, parts = tensors_in(batch), [tensors_in(microbatch) for microbatch in microbatches]
     if any(len(part) != len(whole) for part in parts):
-        return
+        return True
     for x, *each in zip(whole, *parts, strict=True):
-        shapes = [tuple(part.shape) for part in each]
-        dims = _dims_of_rows(tuple(x.shape), shapes)
+        dims = _dims_of_rows(tuple(x.shape), [tuple(part.shape) for part in each])
         if len(dims) == 1 and not torch.cat(each, dims[0]).equal(x):
-            raise SliceError(
-                "with whole_loss=True what `split_batch` returns has to have the samples in the order of the batch, all"
-                " of which its loss is computed on. Sort them in the DataLoader, or leave whole_loss out."
-            )
+            return False
+    return True
 
 
 def _shape(plan: SlicePlan) -> Any:

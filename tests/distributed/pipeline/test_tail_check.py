@@ -220,6 +220,24 @@ def test_copies_of_the_model_compare_together(zero: int, gathers: bool) -> None:
     assert len(texts) == 1 and "on one device" in texts[0], texts
 
 
+class Sorted(Lit):
+    """Has a rule of its own for microbatches, by which samples come in another order than in the batch."""
+
+    def split_batch(self, batch: list[Tensor], microbatches: int) -> list[list[Tensor]]:
+        return [[x[i::microbatches] for x in batch] for i in range(microbatches)]
+
+
+def _fit_sorted(layout: Layout) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        make_trainer(layout, strategy={"plan": None}).fit(Sorted(OWN["mse"]), _data())
+    return _said(caught)
+
+
+def test_samples_in_an_order_of_the_users_are_not_compared() -> None:
+    assert run_program(PP2, _fit_sorted) == [[], []]
+
+
 def _fit_shuffled(layout: Layout) -> list[str]:
     from lightning_megatp.pipeline.whole_loss import WholeLoss
 
