@@ -109,13 +109,13 @@ def _said(caught: list[warnings.WarningMessage]) -> list[str]:
     return [str(w.message) for w in caught if any(x in str(w.message) for x in words)]
 
 
-def _fit(layout: Layout, losses: dict[str, Loss], names: list[str]) -> dict[str, Any]:
+def _fit(layout: Layout, losses: dict[str, Loss], names: list[str], **options: Any) -> dict[str, Any]:
     found = {}
     for name in names:
         module, seen = Lit(losses[name]), Losses()
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            trainer = make_trainer(layout, strategy={"plan": None}, callbacks=[seen])
+            trainer = make_trainer(layout, strategy={"plan": None, **options}, callbacks=[seen])
             trainer.fit(module, _data(), _data())
         last = dist.is_initialized() and module.trainer.strategy.mesh.is_last_stage
         counts = len(module.kept), module.calls, float(module.seen.compute()) if last or layout.plain else None
@@ -125,6 +125,10 @@ def _fit(layout: Layout, losses: dict[str, Loss], names: list[str]) -> dict[str,
 
 def _coupled(layout: Layout, names: list[str]) -> dict[str, Any]:
     return _fit(layout, COUPLED, names)
+
+
+def _whole(layout: Layout, names: list[str]) -> dict[str, Any]:
+    return _fit(layout, COUPLED, names, whole_loss=True)
 
 
 def _known(layout: Layout, names: list[str]) -> dict[str, Any]:
@@ -146,6 +150,9 @@ def test_losses_that_couple_samples_are_said_with_the_numbers(some: slice) -> No
         losses = expected[name][0][0], found[0][name][0][0]
         assert losses[0] != pytest.approx(losses[1], rel=1e-3)
         assert all(f"{loss:.4g}" in texts[0] for loss in losses), (name, losses, texts)
+    for name, (losses, said, *_) in run_program(PP2, _whole, names)[0].items():  # as the texts advise
+        assert losses == pytest.approx(expected[name][0], rel=1e-9), name
+        assert not said
 
 
 def test_reasons_that_are_known_are_given_the_numbers() -> None:
