@@ -47,7 +47,7 @@ class TailCheck:
         wanted = frozenset(relay.key for relay in plan.relays[-1])
         self.kept = [Kept(wanted) for _ in range(microbatches)]
         """By microbatch, what the last stage makes for the tail."""
-        self._whole = WholeLoss(batch, plan)
+        self._whole = WholeLoss(batch, plan, averages=False)
 
     @classmethod
     def of(cls, batch: Any, plan: SlicePlan | None, plans: Sequence[SlicePlan]) -> TailCheck | None:

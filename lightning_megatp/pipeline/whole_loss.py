@@ -26,10 +26,12 @@ class WholeLoss:
     Args:
         batch: all of it.
         plan: of the step on it.
+        averages: take the mean of numbers that blocks make of a microbatch, which are no longer one device's.
     """
 
     batch: Any
     plan: SlicePlan
+    averages: bool = True
     parts: list[list[Tensor]] = field(default_factory=list)
     """By microbatch, what crosses from the units to the tail, without a graph."""
     leaves: list[Tensor] = field(default_factory=list)
@@ -82,7 +84,7 @@ class WholeLoss:
         """What the tail takes: leaves.
 
         Raises:
-            SliceError: something has other sizes than rows that add up.
+            SliceError: something has other sizes than rows that add up, or can't be averaged.
         """
         self.leaves, self._dims = [], []
         for relay, parts in zip(self.plan.relays[-1], zip(*self.parts, strict=True), strict=True):
@@ -132,7 +134,10 @@ class WholeLoss:
     def _mean(self, parts: Sequence[Tensor]) -> Tensor:
         """The mean of numbers that each microbatch has: the same in all of them, where they are made of weights
         alone."""
-        if self.says is not None and not all(map(parts[0].equal, parts[1:])):
+        looks = self.says is not None or not self.averages
+        if looks and not all(map(parts[0].equal, parts[1:])):
+            if self.says is None:
+                raise SliceError(f"a value of shape {tuple(parts[0].shape)} is no part of the batch's.")
             self.says(
                 f"with whole_loss=True a value of shape {tuple(parts[0].shape)}, which blocks make of a microbatch and"
                 " not of each sample (an auxiliary loss of experts, a criterion that is a module with parameters), is"
