@@ -467,8 +467,8 @@ class Pipeline:
         found, self._found = self._found, []
         copies = self.mesh.exchange(found, "dp") if self.mesh.size("dp") > 1 else [found]
         for known, text in itertools.chain(*copies):
-            if known not in self._said:
-                self._said.add(known)
+            if not self._said.issuperset(known):
+                self._said.update(known)
                 warn_once_per_run(text)
 
     def warn_of_one(self, microbatches: int) -> None:

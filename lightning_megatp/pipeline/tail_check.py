@@ -8,7 +8,7 @@ without a backward: its loss, and what it logs, are one device's, whatever they 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -23,14 +23,14 @@ from lightning_megatp.pipeline.whole_loss import WholeLoss
 class Finding(NamedTuple):
     """Something to be said once."""
 
-    known: str
+    known: tuple[str, ...]
     """What it is known by: texts with numbers differ."""
     text: str
 
     @classmethod
     def of(cls, text: str) -> Finding:
         """One that is always the same."""
-        return cls(text, text)
+        return cls((text,), text)
 
 
 class TailCheck:
@@ -99,28 +99,30 @@ class TailCheck:
             return reasons
         differs = _differ(whole, loss, losses)
         if not reasons:
-            return [Finding("loss", _LOSS.format(_text(whole), _text(loss), len(self.kept)))] if differs else []
+            return [Finding(("loss",), _LOSS.format(_text(whole), _text(loss), len(self.kept)))] if differs else []
         numbers = f"This batch's is {_text(loss)}, and on one device {_text(whole)}."
         (known, text), *others = reasons
         return [Finding(known, f"{text} {numbers if differs else 'For this batch it makes no difference.'}"), *others]
 
-    def of_logs(self, calls: Sequence[Call], logged: Sequence[Call]) -> Iterator[Finding]:
+    def of_logs(self, calls: Sequence[Call], logged: Sequence[Call]) -> Sequence[Finding]:
         """What is to be said of what is logged for the batch.
 
         Args:
             calls: of `self.log` in the tail.
             logged: by the microbatches together.
         """
-        names = Counter(call.entry.name for call in calls)
+        times = Counter(call.entry.name for call in calls)
         by_name = {call.entry.name: call for call in logged}
-        for call in calls:
-            name, found = call.entry.name, by_name.get(call.entry.name)
-            is_number = isinstance(call.given, Tensor) and call.entry.has_value  # others may be times
-            if found is None or not is_number or names[name] > 1:
-                continue
-            if _differ(call.value, found.value, dtype=call.entry.dtype):
-                text = _LOGGED.format(name, _text(call.value), _text(found.value), len(self.kept))
-                yield Finding(f"log {name}", text)
+        numbers = [x for x in calls if isinstance(x.given, Tensor) and x.entry.has_value]  # others may be times
+        pairs = [(x, by_name[x.entry.name]) for x in numbers if x.entry.name in by_name and times[x.entry.name] == 1]
+        found = [(x, other) for x, other in pairs if _differ(x.value, other.value, dtype=x.entry.dtype)]
+        if not found:
+            return []
+        texts = [f"`{x.entry.name}` {_text(x.value)} and {_text(other.value)}" for x, other in found]
+        some = ", ".join(texts[:_MOST_NAMES]) + (
+            f", and {len(texts) - _MOST_NAMES} more" if texts[_MOST_NAMES:] else ""
+        )
+        return [Finding(tuple(f"log {x.entry.name}" for x, _ in found), _LOGGED.format(len(self.kept), some))]
 
 
 def _early(plan: SlicePlan, with_tail: SlicePlan) -> list[Any]:
@@ -153,9 +155,11 @@ _LOSS = (
     " something else than sums and averages. `MegaTPStrategy(whole_loss=True)` does that once, on all samples."
 )
 _LOGGED = (
-    "`self.log({!r}, ...)` is given {} for a batch on one device, and logs {} by its {} microbatches: it is no average"
-    " over samples. Log a torchmetrics object, which counts over microbatches, or use `whole_loss=True`."
+    "`self.log` is given other numbers for a batch on one device than its {} microbatches come to, which are no"
+    " averages over samples: {}. Log a torchmetrics object, which counts over microbatches, or use"
+    " `MegaTPStrategy(whole_loss=True)`."
 )
+_MOST_NAMES = 4
 _ROUNDING = 1e-3
 """Relative; what numbers of 32 bits and less lose in a long sum."""
 _MOST_BYTES = 2**28
