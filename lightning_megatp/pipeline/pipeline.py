@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_megatp.averaged_buffers import versions_of
-from lightning_megatp.batches.split import batch_size, split_batch
+from lightning_megatp.batches.split import split_batch
 from lightning_megatp.mesh import ParallelMesh
 from lightning_megatp.messages import warn_once_per_run
 from lightning_megatp.metrics import LastStageMetrics
@@ -25,6 +24,7 @@ from lightning_megatp.module import ParallelModule, take_gradients
 from lightning_megatp.pipeline.batch import Backward, BatchRun, Step
 from lightning_megatp.pipeline.carried import CarriedState, OwnNumbers
 from lightning_megatp.pipeline.executor import Executor
+from lightning_megatp.pipeline.findings import Findings
 from lightning_megatp.pipeline.hooks import cleared_unseen
 from lightning_megatp.pipeline.last_stage import LastStage
 from lightning_megatp.pipeline.loans import Loans
@@ -33,20 +33,17 @@ from lightning_megatp.pipeline.plans import Plans
 from lightning_megatp.pipeline.remote.calls import RemoteCalls, warn_of_turns
 from lightning_megatp.pipeline.remote.in_hooks import Together
 from lightning_megatp.pipeline.remote.ways import Way, Ways
-from lightning_megatp.pipeline.results import loss_in
 from lightning_megatp.pipeline.schedules.schedule import Schedule
 from lightning_megatp.pipeline.seeds import shared_seed
 from lightning_megatp.pipeline.settings import Settings
 from lightning_megatp.pipeline.shared import Shared, SharedParameters
 from lightning_megatp.pipeline.slicing.plan import SlicePlan
 from lightning_megatp.pipeline.slicing.slicer import Slicer
-from lightning_megatp.pipeline.tail_check import Finding, TailCheck
 from lightning_megatp.pipeline.told.kept_values import KeptValues
 from lightning_megatp.pipeline.told.logs import Logs
 from lightning_megatp.pipeline.told.outputs import Outputs
-from lightning_megatp.pipeline.whole_loss import WholeLoss, check_order, has_order
+from lightning_megatp.pipeline.whole_loss import WholeLoss, check_order
 from lightning_megatp.plan.units import parts_of_one_stage
-from lightning_megatp.random_states import is_random_state, random_state
 from lightning_megatp.shim.compiler import is_compiled
 from lightning_megatp.shim.transformers import is_pretrained
 from lightning_megatp.snapshots.snapshot import FirstValues, Snapshot
@@ -103,9 +100,6 @@ class Pipeline:
         self._looks_for_carried = self._looks_for_numbers = True
         self._trained = 0
         """Batches of training so far."""
-        self._found: list[Finding] = []
-        """What is to be said of the last batch's loss, and of what it logs."""
-        self._said: set[str] = set()
         self._evaluated: set[StepKind] = set()
         """The kinds of evaluation of which a batch was looked at."""
         self._is_first = True
@@ -114,6 +108,8 @@ class Pipeline:
         self._schedules: dict[tuple[bool, int], Schedule] = {}
         self._parked: list[tuple[Tensor, Tensor]] = []
         self.last_stage = LastStage(parallel, slicer, mesh, logs, metrics, stage_of_unit, self._remote, self._run_unit)
+        aggregates = self.last_stage.aggregates
+        self.findings = Findings(parallel, slicer, self.plans, mesh, logs, metrics, aggregates)
         beside = [*self.last_stage.outside.values(), *(x for x in parallel.module.modules() if isinstance(x, Metric))]
         self._beside = [x for x in beside if not is_pretrained(x)]
         """What evaluation may change beside the units, metrics included."""
@@ -265,9 +261,10 @@ class Pipeline:
             self._check_told()
             self.sharding.reduce_rest(run.factor)
             self.sharding.shown.park()
-        self._compare(run, loss)
+        if run.check is not None:
+            self.findings.compare(run.check, run.step, run.seed, loss, run.results)
         if run.warns is not None and self.is_last:
-            self._say_found()
+            self.findings.say()
         return loss
 
     def evaluate(self, kind: StepKind, step: Step, batch: Any) -> Any:
@@ -275,6 +272,7 @@ class Pipeline:
         asks for it."""
         with contextlib.nullcontext() if self.sharding is None else self.sharding.evaluating():
             run = self._prepared(kind, step, batch, None)
+            check = run.check
             ways = self._ways.setdefault(kind, Ways(self.slicer.tail))
             ways.enter((self._trainer.current_epoch, self._trainer.global_step, self._trainer.sanity_checking))
             way = ways.of_batch(bool(run.plans))
@@ -288,9 +286,9 @@ class Pipeline:
                 run = self._uncut(run, way, kind, batch)
                 self.execute(kind, run)
                 self.last_stage.conclude(run)
-        if run.check is not None:
-            self._compare(run, None)
-            self._say_found()
+        if check is not None and self.findings.all_are(run.check is check and run.beyond is None):
+            self.findings.compare(check, step, run.seed, None, run.results)
+            self.findings.say()
         self.kept_values.share()
         ways.ran(way, self.last_stage.went_on)
         return self.outputs_of(kind, run)
@@ -395,7 +393,7 @@ class Pipeline:
             carried=self._carried_state() if several else None,
             numbers=self.own_numbers() if several else None,
             own_values=self.own_values if several else None,
-            check=None if warns is None else self._check(step, batch, microbatches, plans or [], seed),
+            check=None if warns is None else self.findings.check(step, batch, microbatches, plans or [], seed),
         )
 
     def begin_training(self) -> Callable[[str], None] | None:
@@ -406,70 +404,7 @@ class Pipeline:
             numbers of targets in one batch, and others in the next.
         """
         self._trained += 1
-        looks = self._trained.bit_count() == 1 and not self._compiles
-        return (lambda text: self._found.append(Finding.of(text))) if looks else None
-
-    def _check(
-        self, step: Step, batch: Any, microbatches: Sequence[Any], plans: Sequence[SlicePlan], seed: int
-    ) -> TailCheck | None:
-        """On the last stage what compares a batch with one device; none unless all copies of the model have one, of as
-        many samples, since their tails may communicate.
-
-        Communication: an object all-gather over dp.
-        """
-        if not self.is_last or self.slicer.tail:
-            return None
-        check = None
-        if len(plans) > 1 and has_order(batch, microbatches):
-            check = TailCheck.of(batch, self.plans.of_whole(step, batch, plans, seed), plans)
-        samples = (len(plans), batch_size(batch)) if check is not None else None
-        copies = self.mesh.exchange(samples, "dp") if self.mesh.size("dp") > 1 else [samples]
-        return check if len(set(copies)) == 1 else None
-
-    def _compare(self, run: BatchRun, loss: Tensor | None) -> None:
-        """After a batch, on the last stage: find what is another number on one device. The step's tail leaves no trace.
-
-        Args:
-            loss: of the batch, in training.
-        """
-        check, group, sharding = run.check, self.parallel.default_group, self.sharding
-        if check is None or run.beyond is not None:
-            return
-        before = random_state()
-        try:
-            leaves = check.join()
-            tail = functools.partial(self.slicer.run, check.plan, check.stage, run.step, check.batch, leaves, run.seed)
-            with (
-                self.metrics.apart(),
-                self.last_stage.aggregates.paused(),
-                self.slicer.undone(),
-                self.logs.recording() as calls,
-                contextlib.nullcontext() if group is None else group.used(),
-                torch.set_grad_enabled(loss is not None and sharding is None),
-            ):
-                done = tail() if sharding is None else sharding.between_steps(tail)
-                draws = not is_random_state(before)
-        except Exception:  # of what nobody asked for
-            return
-        if draws:
-            return
-        if loss is not None:
-            losses = list(run.results.loss.losses.values())
-            self._found[:] = check.of_loss(loss_in(done.result), loss, losses, self._found)
-        self._found += check.of_logs(calls, run.results.of_batch)
-
-    def _say_found(self) -> None:
-        """On the last stage say what the copies of the model have found in their parts of this batch: each once, though
-        it may be so in several batches.
-
-        Communication: an object all-gather over dp, in batches 1, 2, 4, 8, ...
-        """
-        found, self._found = self._found, []
-        copies = self.mesh.exchange(found, "dp") if self.mesh.size("dp") > 1 else [found]
-        for known, text in itertools.chain(*copies):
-            if not self._said.issuperset(known):
-                self._said.update(known)
-                warn_once_per_run(text)
+        return self.findings.add if self._trained.bit_count() == 1 and not self._compiles else None
 
     def warn_of_one(self, microbatches: int) -> None:
         """Look at the first batch: later ones may be what is left of a data set."""

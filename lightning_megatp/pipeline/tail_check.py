@@ -119,10 +119,9 @@ class TailCheck:
         if not found:
             return []
         texts = [f"`{x.entry.name}` {_text(x.value)} and {_text(other.value)}" for x, other in found]
-        some = ", ".join(texts[:_MOST_NAMES]) + (
-            f", and {len(texts) - _MOST_NAMES} more" if texts[_MOST_NAMES:] else ""
-        )
-        return [Finding(tuple(f"log {x.entry.name}" for x, _ in found), _LOGGED.format(len(self.kept), some))]
+        more = [f"and {len(texts) - _MOST_NAMES} more"] if len(texts) > _MOST_NAMES else []
+        named = ", ".join(texts[:_MOST_NAMES] + more)
+        return [Finding(tuple(f"log {x.entry.name}" for x, _ in found), _LOGGED.format(len(self.kept), named))]
 
 
 def _early(plan: SlicePlan, with_tail: SlicePlan) -> list[Any]:

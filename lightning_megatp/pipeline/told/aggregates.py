@@ -116,7 +116,8 @@ class Aggregates:
             return call
         with self._module.trainer.precision_plugin.forward_context():  # as in a step
             value = self._beside[name].compute()
-        return replace(call, value=value.detach().to(call.value)) if isinstance(value, Tensor) else call
+        is_number = isinstance(value, Tensor) and value.numel() == 1
+        return replace(call, value=value.detach().to(call.value).reshape(())) if is_number else call
 
     def _updating(self, call: functools.partial[Any]) -> Any:
         self._is_updating = True

@@ -1,0 +1,138 @@
+"""What is found where a batch is not that of one device: looked for in some batches, and said once."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_megatp.batches.split import batch_size
+from lightning_megatp.mesh import ParallelMesh
+from lightning_megatp.messages import warn_once_per_run
+from lightning_megatp.metrics import LastStageMetrics
+from lightning_megatp.module import ParallelModule
+from lightning_megatp.pipeline.plans import Plans
+from lightning_megatp.pipeline.results import Results, Step, loss_in
+from lightning_megatp.pipeline.slicing.plan import SlicePlan
+from lightning_megatp.pipeline.slicing.slicer import Slicer
+from lightning_megatp.pipeline.tail_check import Finding, TailCheck
+from lightning_megatp.pipeline.told.aggregates import Aggregates
+from lightning_megatp.pipeline.told.logs import Logs
+from lightning_megatp.pipeline.whole_loss import has_order
+from lightning_megatp.random_states import is_random_state, random_state
+
+
+class Findings:
+    """Looks, on the last stage, for what a batch's loss and logs would be on one device, and says what differs.
+
+    Args:
+        parallel: the module.
+        slicer: cuts its steps.
+        plans: of these.
+        mesh: who is where.
+        logs: stands in for the module's `log`.
+        metrics: stands in for what its metrics compute.
+        aggregates: stands in for their updates.
+    """
+
+    def __init__(
+        self,
+        parallel: ParallelModule,
+        slicer: Slicer,
+        plans: Plans,
+        mesh: ParallelMesh,
+        logs: Logs,
+        metrics: LastStageMetrics,
+        aggregates: Aggregates,
+    ) -> None:
+        self._parallel, self._slicer, self._plans, self._mesh = parallel, slicer, plans, mesh
+        self._logs, self._metrics, self._aggregates = logs, metrics, aggregates
+        self._found: list[Finding] = []
+        """Of this batch, in this copy of the model."""
+        self._said: set[str] = set()
+
+    def add(self, text: str) -> None:
+        """Note a reason for which the batch's loss may be another one."""
+        self._found.append(Finding.of(text))
+
+    def check(
+        self, step: Step, batch: Any, microbatches: Sequence[Any], plans: Sequence[SlicePlan], seed: int
+    ) -> TailCheck | None:
+        """What compares a batch with one device; None unless all copies of the model can do it, with as many samples,
+        since the tails of their steps may communicate.
+
+        Args:
+            step: the user's, in its contexts.
+            plans: one per microbatch.
+            seed: of the batch.
+
+        Communication: an object all-gather over dp.
+        """
+        if not self._mesh.is_last_stage or self._slicer.tail:
+            return None
+        check = None
+        if len(plans) > 1 and has_order(batch, microbatches):
+            check = TailCheck.of(batch, self._plans.of_whole(step, batch, plans, seed), plans)
+        samples = None if check is None else (len(plans), batch_size(batch))
+        return check if len(set(self._of_copies(samples))) == 1 else None
+
+    def all_are(self, so: bool) -> bool:
+        """Whether something is so in all copies of the model.
+
+        Communication: an object all-gather over dp.
+        """
+        return all(self._of_copies(so))
+
+    def compare(self, check: TailCheck, step: Step, seed: int, loss: Tensor | None, results: Results) -> None:
+        """After a batch run its step's tail on all samples, which leaves no trace, and compare.
+
+        Args:
+            step: in its contexts.
+            seed: of the batch.
+            loss: the batch's, by its microbatches; None in evaluation.
+            results: of these.
+        """
+        group, sharding = self._parallel.default_group, self._parallel.sharding
+        before = random_state()
+        try:
+            leaves = check.join()
+            tail = functools.partial(self._slicer.run, check.plan, check.stage, step, check.batch, leaves, seed)
+            with (
+                self._metrics.apart(),
+                self._aggregates.paused(),
+                self._slicer.undone(),
+                self._logs.recording() as calls,
+                contextlib.nullcontext() if group is None else group.used(),
+                torch.set_grad_enabled(loss is not None and sharding is None),
+            ):
+                done = tail() if sharding is None else sharding.between_steps(tail)
+                draws = not is_random_state(before)
+        except Exception:  # of what nobody asked for
+            return
+        if draws:
+            return
+        if loss is not None:
+            losses = list(results.loss.losses.values())
+            self._found[:] = check.of_loss(loss_in(done.result), loss, losses, self._found)
+        self._found += check.of_logs(calls, results.of_batch)
+
+    def say(self) -> None:
+        """Say what the copies of the model have found in their parts of this batch: each once, though it may be so in
+        several batches.
+
+        Communication: an object all-gather over dp.
+        """
+        found, self._found = self._found, []
+        for known, text in itertools.chain(*self._of_copies(found)):
+            if not self._said.issuperset(known):
+                self._said.update(known)
+                warn_once_per_run(text)
+
+    def _of_copies(self, x: Any) -> Sequence[Any]:
+        """What each copy of the model has, on this stage."""
+        return self._mesh.exchange(x, "dp") if self._mesh.size("dp") > 1 else [x]
