@@ -149,7 +149,7 @@ class _Batch:
         self._averages: dict[int, Averages] = {}
         self._answers: dict[int, Answer | None] = {}
         """To what the step reads on the host, of the batch."""
-        self._warns = self.pipeline.begin_training()
+        self._warns = self.pipeline.reasons if self.pipeline.begin_training() else None
         self._ended = False
         """Whether all is done that the step does by hand."""
         self.last_run: BatchRun

@@ -25,6 +25,7 @@ from lightning_megatp.pipeline.told.aggregates import Aggregates
 from lightning_megatp.pipeline.told.logs import Logs
 from lightning_megatp.pipeline.whole_loss import has_order
 from lightning_megatp.random_states import is_random_state, random_state
+from lightning_megatp.shim.compiler import uncompiled
 
 
 class Findings:
@@ -106,6 +107,7 @@ class Findings:
                 self._metrics.apart(),
                 self._aggregates.paused(),
                 self._slicer.undone(),
+                uncompiled(),  # for a shape that is met once
                 self._logs.recording() as calls,
                 contextlib.nullcontext() if group is None else group.used(),
                 torch.set_grad_enabled(loss is not None and sharding is None),

@@ -263,7 +263,7 @@ class Pipeline:
             self.sharding.shown.park()
         if run.check is not None:
             self.findings.compare(run.check, run.step, run.seed, loss, run.results)
-        if run.warns is not None and self.is_last:
+        if self.is_last and (run.warns is not None or run.check is not None):
             self.findings.say()
         return loss
 
@@ -288,6 +288,7 @@ class Pipeline:
                 self.last_stage.conclude(run)
         if check is not None and self.findings.all_are(run.check is check and run.beyond is None):
             self.findings.compare(check, step, run.seed, None, run.results)
+        if self.is_last and (run.warns is not None or check is not None):
             self.findings.say()
         self.kept_values.share()
         ways.ran(way, self.last_stage.went_on)
@@ -373,12 +374,10 @@ class Pipeline:
         whole = WholeLoss.of(batch, plans) if plans and self.slicer.tail else None
         if whole is not None and hasattr(self.parallel.module, "split_batch"):
             check_order(batch, microbatches)
-        trains, warns = kind is StepKind.TRAIN, None
-        if trains:
-            warns = self.begin_training()
-        elif kind not in self._evaluated and not self._compiles:
-            warns = warn_once_per_run
+        trains = kind is StepKind.TRAIN
+        looks = self.begin_training() if trains else kind not in self._evaluated
         self._evaluated.add(kind)
+        warns = self.reasons if looks and (trains or whole is not None) else None
         if whole is not None:
             whole.says = warns
         several = trains and len(microbatches) > 1
@@ -389,22 +388,27 @@ class Pipeline:
             seed,
             backward,
             whole=whole,
-            warns=warns if trains or whole is not None else None,
+            warns=warns,
             carried=self._carried_state() if several else None,
             numbers=self.own_numbers() if several else None,
             own_values=self.own_values if several else None,
-            check=None if warns is None else self.findings.check(step, batch, microbatches, plans or [], seed),
+            check=self.findings.check(step, batch, microbatches, plans or [], seed) if looks else None,
         )
 
-    def begin_training(self) -> Callable[[str], None] | None:
+    def begin_training(self) -> bool:
         """Count a batch of training.
 
         Returns:
-            Who says what is not that of one device in its loss; None where nobody looks. Microbatches may hold equal
-            numbers of targets in one batch, and others in the next.
+            Whether it is looked at, for what is not one device's in its loss: microbatches may hold equal numbers of
+            targets in one batch, and others in the next.
         """
         self._trained += 1
-        return self.findings.add if self._trained.bit_count() == 1 and not self._compiles else None
+        return self._trained.bit_count() == 1
+
+    @functools.cached_property
+    def reasons(self) -> Callable[[str], None] | None:
+        """Who is told why a loss may be another one; None for compiled code, which would be compiled anew for that."""
+        return None if self._compiles else self.findings.add
 
     def warn_of_one(self, microbatches: int) -> None:
         """Look at the first batch: later ones may be what is left of a data set."""
