@@ -20,7 +20,7 @@ _HOOKS = ("on_after_backward", "on_before_optimizer_step", "optimizer_step", "op
 
 
 class DoneByHand:
-    """The actions of one batch after another.
+    """Does by hand what steps ask for, and each thing once in a batch.
 
     Args:
         parallel: the module.

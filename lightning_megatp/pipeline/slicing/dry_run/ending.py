@@ -17,7 +17,7 @@ from lightning_megatp.snapshots.snapshot import Snapshot
 
 
 class Ending:
-    """What is known of it in a dry run.
+    """What a dry run knows of the end of a step.
 
     Args:
         values: the tensors of the step.

@@ -37,12 +37,12 @@ class Interleaving:
     """Follows where samples lie in the tensors of a step.
 
     Args:
-        batch: tensors of the microbatch. The first one's rows are its samples.
+        count: how many samples there are.
+        tables: tensors of the microbatch that have a row for each.
     """
 
-    def __init__(self, batch: Sequence[Tensor]) -> None:
-        self._samples = next((len(x) for x in batch if x.dim()), 0)
-        tables = (x for x in batch if self._samples > 1 and x.dim() and len(x) == self._samples)
+    def __init__(self, count: int, tables: Sequence[Tensor]) -> None:
+        self._samples = count
         self._of = ByTensor((x, Rows(0, 1)) for x in tables)
         self.coupled = ""
         """The first operation between blocks that makes something of all samples: a number, a row, a table."""

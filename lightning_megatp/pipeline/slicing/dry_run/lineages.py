@@ -17,7 +17,7 @@ from lightning_megatp.tensor.functions import is_in_place, operation_names
 
 
 class Lineage(NamedTuple):
-    """What such a tensor is made of."""
+    """What a tensor is made of that every stage would make alike."""
 
     origins: frozenset[int] = frozenset()
     """id of the module's tensors among that; none is trained."""
@@ -30,7 +30,7 @@ class Lineage(NamedTuple):
 
 
 class Lineages:
-    """Follows such tensors through one call.
+    """Finds out which tensors every stage would make alike in one call of a unit.
 
     Args:
         values: the tensors of the step.

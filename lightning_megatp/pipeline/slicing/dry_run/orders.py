@@ -29,13 +29,14 @@ class Orders:
     """Follows in which order the rows of a step's tensors hold samples.
 
     Args:
-        batch: tensors of the microbatch. The first one's rows are its samples.
+        count: how many samples there are.
+        tables: tensors of the microbatch that have a row for each.
     """
 
-    def __init__(self, batch: Sequence[Tensor]) -> None:
-        self._rows = next((len(x) for x in batch if x.dim()), 0)
-        self._own: _Order = tuple(range(self._rows))
-        self._of = ByTensor((x, self._own) for x in batch if self._is_table(x))
+    def __init__(self, count: int, tables: Sequence[Tensor]) -> None:
+        self._rows = count
+        self._own: _Order = tuple(range(count))
+        self._of = ByTensor((x, self._own) for x in tables)
         """Tensors that depend on the batch."""
         self.mixed = ""
         """The first operation that took samples in different orders."""

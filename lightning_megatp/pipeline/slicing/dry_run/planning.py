@@ -64,8 +64,8 @@ def make_plan(tracer: Tracer, names: Mapping[int, str], effects: SideEffects) ->
         clones=frozenset(values.clones),
         reads=tuple(tracer.host_reads.replicated),
         varies=tracer.traits.varies,
-        mixes=tracer.orders.mixed,
-        couples=tracer.interleaving.coupled,
+        mixes=tracer.samples.orders.mixed,
+        couples=tracer.samples.interleaving.coupled,
         ended=tracer.ending.early,
         ended_in=tracer.ending.early_in,
         late_hooks=tracer.manner.late_hooks,
@@ -102,7 +102,7 @@ def _relays(tracer: Tracer, stage: int) -> tuple[Relay, ...]:
     values = tracer.values.by_key.values()
     crossing = [value for value in values if (value.stage or 0) < stage <= max(value.consumers, default=-1)]
     in_order = sorted(crossing, key=lambda value: value.key or Key(0, 0))
-    return tuple(_relay(value, stage, tracer.interleaving.rounds_of(value.tensor)) for value in in_order)
+    return tuple(_relay(value, stage, tracer.samples.interleaving.rounds_of(value.tensor)) for value in in_order)
 
 
 def _relay(value: Value, stage: int, rounds: int) -> Relay:

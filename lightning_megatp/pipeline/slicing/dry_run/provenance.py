@@ -15,7 +15,7 @@ from lightning_megatp.shim.fakes import is_fake
 
 
 class Provenance:
-    """Tells it of each tensor that an operation takes.
+    """Tells where each tensor comes from that an operation takes.
 
     Args:
         values: those that operations have made, or taken before.

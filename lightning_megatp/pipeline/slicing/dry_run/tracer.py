@@ -25,9 +25,7 @@ from lightning_megatp.pipeline.slicing.dry_run.evaluator import Evaluator
 from lightning_megatp.pipeline.slicing.dry_run.fakes import Fakes
 from lightning_megatp.pipeline.slicing.dry_run.guesses import Guesses, guess_metric, learns
 from lightning_megatp.pipeline.slicing.dry_run.host_reads import HostReads
-from lightning_megatp.pipeline.slicing.dry_run.interleaving import Interleaving
 from lightning_megatp.pipeline.slicing.dry_run.manner import Manner
-from lightning_megatp.pipeline.slicing.dry_run.orders import Orders
 from lightning_megatp.pipeline.slicing.dry_run.provenance import Provenance
 from lightning_megatp.pipeline.slicing.dry_run.record import Record
 from lightning_megatp.pipeline.slicing.dry_run.refusals import (
@@ -36,6 +34,7 @@ from lightning_megatp.pipeline.slicing.dry_run.refusals import (
     refuse_kind,
     refuse_setting,
 )
+from lightning_megatp.pipeline.slicing.dry_run.samples import Samples
 from lightning_megatp.pipeline.slicing.dry_run.stage_states import StageStates
 from lightning_megatp.pipeline.slicing.dry_run.step_generators import StepGenerators
 from lightning_megatp.pipeline.slicing.dry_run.traits import Traits
@@ -99,8 +98,7 @@ class Tracer(TorchFunctionMode):
             self.ending,
             manner,
         )
-        self.orders, self.interleaving = Orders(batch), Interleaving(batch)
-        self.generators = StepGenerators()
+        self.samples, self.generators = Samples(batch, manner.tail), StepGenerators()
         self._regions = CheckpointRegions()
         self._tell: Tell | None = None
         self.traits = Traits()
@@ -327,9 +325,5 @@ class Tracer(TorchFunctionMode):
         out = self.record.add(call, out)
         if call.stage is None:
             self.values.parts.follow(call.inputs, filter(None, map(self.values.get, tensors_in(out))))
-        at, tail = self.record.next - 1, self.manner.tail
-        if tail is None or not tail.has_all_samples(at, call.stage == self.values.last_stage):
-            self.orders.note(call, out)
-            if tail is not None:
-                self.interleaving.note(call, out)
+        self.samples.note(call, out, self.record.next - 1, in_tail=call.stage == self.values.last_stage)
         return out
