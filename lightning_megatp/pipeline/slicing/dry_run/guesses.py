@@ -97,7 +97,7 @@ def guess_unit(call: Call) -> Any:
     return guess(call.function, hidden)
 
 
-def learns(metric: Any) -> bool:
+def metric_learns(metric: Any) -> bool:
     """Whether gradients may come back through a call of a metric."""
     if isinstance(metric, MetricCollection):
         parts = metric.values(copy_state=False)  # copies of states would look like what a step leaves
@@ -107,7 +107,7 @@ def learns(metric: Any) -> bool:
     return differentiable and torch.is_grad_enabled()
 
 
-def guess_metric(learning: bool, *args: Any, **kwargs: Any) -> Tensor:
+def guess_metric(learning: bool, /, *args: Any, **kwargs: Any) -> Tensor:
     """The result of a call of a metric: one number.
 
     Args:

@@ -23,7 +23,7 @@ from lightning_megatp.pipeline.slicing.dry_run.call import Call, changed_statist
 from lightning_megatp.pipeline.slicing.dry_run.ending import Ending
 from lightning_megatp.pipeline.slicing.dry_run.evaluator import Evaluator
 from lightning_megatp.pipeline.slicing.dry_run.fakes import Fakes
-from lightning_megatp.pipeline.slicing.dry_run.guesses import Guesses, guess_metric, learns
+from lightning_megatp.pipeline.slicing.dry_run.guesses import Guesses, guess_metric, metric_learns
 from lightning_megatp.pipeline.slicing.dry_run.host_reads import HostReads
 from lightning_megatp.pipeline.slicing.dry_run.manner import Manner
 from lightning_megatp.pipeline.slicing.dry_run.provenance import Provenance
@@ -187,7 +187,7 @@ class Tracer(TorchFunctionMode):
         Raises:
             SliceError: a module of another stage calls it.
         """
-        learning = learns(getattr(function, "__self__", None))
+        learning = metric_learns(getattr(function, "__self__", None))
         guess = functools.partial(guess_metric, learning)
         self.guesses.any = True
         last, inside = self.values.last_stage, self._evaluator.inside
