@@ -5,32 +5,24 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_megatp.auto_plan.blocks import PLAIN, Call, is_linear, tensors_anywhere_in
+from lightning_megatp.auto_plan.blocks import PLAIN, Call, tensors_anywhere_in
 from lightning_megatp.auto_plan.exact import exact
 from lightning_megatp.auto_plan.runs import Ran, crowded, large, run
-from lightning_megatp.auto_plan.thin import block_copy, concrete_call, thin_copy
-from lightning_megatp.detour import entries_replaced
+from lightning_megatp.auto_plan.thin import block_copy, concrete_call
+from lightning_megatp.auto_plan.thin_stacks import ThinStack, holder_of
 from lightning_megatp.plan.layer import StackLayout, UserOperation
-from lightning_megatp.plan.layer_styles import pieces
-from lightning_megatp.plan.ranges import Ranges
-from lightning_megatp.plan.styles import ExpertParameter
 from lightning_megatp.shim.torch import tree_flatten, tree_leaves, tree_unflatten
-from lightning_megatp.tensor.collectives import take_ranges
 
 _CLOSE = 1e-8
 _LARGE = 30.0
 """How many times larger weights and inputs are than usual, for limits to be reached."""
-_THIN, _THINNEST = 24, 3
-"""Features inside of the experts of a thin copy, of which a third makes a part (some kernels want multiples of 8), and
-if these have more than `_FEW` elements."""
-_FEW = 2**23
 
 NOT_A_SUM = (
     "what its parts compute does not add up, in no way in which it could be split. Parameters of three dims are taken"
@@ -52,13 +44,13 @@ def proven(module: nn.Module, layout: StackLayout, calls: Sequence[Call]) -> Sta
         NotAdditive: it isn't.
         Exception: whatever the module raises.
     """
-    whole, inside = _thin(module, layout)
-    trial = _Trial(whole, layout, inside)
+    thin = ThinStack.of(module, layout)
+    trial = _Trial(thin, layout)
     for train, call in itertools.product((True, False), calls):
         trial.compare(train, lambda call=call: concrete_call(call, 0, noise=0.1))  # type: ignore[misc]
     found = trial.found()
     trial.check_used()
-    stressed = _Trial(_enlarged(whole), found, inside)
+    stressed = _Trial(thin.enlarged(_LARGE), found)
     with contextlib.suppress(_Unfit):  # the whole itself may take no such numbers
         trial.compare(True, lambda: crowded(concrete_call(calls[0], 0, noise=0.1)))
     for by in (_LARGE, _LARGE**2):
@@ -84,35 +76,16 @@ def check_numbered(
     Raises:
         NotAdditive: then its parts don't add up.
     """
-    whole, inside = _thin(module, layout)
+    thin = ThinStack.of(module, layout)
     for name, number in numbers.items():
-        holder, key = holder_of(whole, name)
+        holder, key = holder_of(thin.whole, name)
         vars(holder)[key] = number
-    trial = _Trial(whole, layout, inside)
+    trial = _Trial(thin, layout)
     with contextlib.suppress(_Unfit):
         trial.compare(True, lambda: concrete_call(call, 0, noise=0.1))
         if trial.found() != layout:
             raise NotAdditive("modules of its kind do something else, by the numbers that they have")
     return trial.done
-
-
-def _thin(module: nn.Module, layout: StackLayout) -> tuple[nn.Module, int]:
-    """A copy with few features inside, and how many."""
-    linears = [name for name, child in module.named_modules() if is_linear(child)]
-    with thinned(module, layout) as inside:
-        return thin_copy(module, seed=0, dense=linears), inside
-
-
-def _enlarged(whole: nn.Module) -> nn.Module:
-    larger = block_copy(whole)
-    for name, parameter in list(larger.named_parameters()):
-        _replace(larger, name, parameter.detach() * _LARGE)
-    return larger
-
-
-def _replace(module: nn.Module, name: str, values: Tensor) -> None:
-    holder, leaf = holder_of(module, name)
-    holder._parameters[leaf] = nn.Parameter(values, requires_grad=module.get_parameter(name).requires_grad)
 
 
 class _Unfit(Exception):
@@ -123,15 +96,14 @@ class _Trial:
     """A way of splitting, compared on several calls.
 
     Args:
-        whole: the thin copy.
+        thin: the whole.
         layout: what is split.
-        inside: its features inside.
     """
 
-    def __init__(self, whole: nn.Module, layout: StackLayout, inside: int) -> None:
-        self._whole, self._layout, self._inside = whole, layout, inside
-        self._owns = (0, inside // 3), (inside // 3, inside)
-        self._shares = [_share(whole, layout, inside, own) for own in self._owns]
+    def __init__(self, thin: ThinStack, layout: StackLayout) -> None:
+        self._thin, self._layout = thin, layout
+        self._owns = (0, thin.inside // 3), (thin.inside // 3, thin.inside)
+        self._shares = [thin.share(layout, own) for own in self._owns]
         self.verdicts: list[tuple[list[bool | None], set[str]]] = []
         self.done = frozenset[UserOperation]()
         self._draws: set[bool] = set()
@@ -149,7 +121,7 @@ class _Trial:
             NotAdditive: the parts do something else than the whole.
         """
         try:
-            wanted = run(block_copy(self._whole, train), call())
+            wanted = run(block_copy(self._thin.whole, train), call())
         except Exception as error:
             raise _Unfit from error
         if not all(x.isfinite().all() for x in _tensors(wanted.result) if x.is_floating_point()):
@@ -200,7 +172,7 @@ class _Trial:
             NotAdditive: it doesn't.
         """
         split = [entry.name for entry in self._layout.parameters if entry.split]
-        if not self._used and any(self._whole.get_parameter(name).requires_grad for name in split):
+        if not self._used and any(self._thin.whole.get_parameter(name).requires_grad for name in split):
             raise NotAdditive(NOT_USED)
 
     def _compare_gradients(
@@ -230,8 +202,7 @@ class _Trial:
                 _check_sum(gradient, each[:1] if entry is not None and entry.once else each)
                 continue
             for own, part in zip(self._owns, each, strict=True):
-                ranges = _ranges(gradient, entry, self._inside, own)
-                _check_sum(take_ranges(gradient, entry.dim, ranges), [part])
+                _check_sum(self._thin.part_of(gradient, entry, own), [part])
 
 
 def _gradients(ran: Ran, same: Sequence[bool | None], kept: set[str], shares: int) -> Any:
@@ -286,30 +257,6 @@ def _check_whole(ran: Ran) -> None:
         raise NotAdditive("it changes what it is given")
     if any("alpha" in name for name, _ in ran.drew):
         raise NotAdditive("alpha dropout adds to what it leaves out")
-
-
-def _share(whole: nn.Module, layout: StackLayout, inside: int, own: tuple[int, int]) -> nn.Module:
-    """What a rank has that computes with some of the features inside."""
-    start, stop = own
-    share = block_copy(whole)
-    for entry in layout.parameters:
-        parameter = share.get_parameter(entry.name)
-        if entry.dim is not None:
-            ranges = _ranges(parameter, entry, inside, own)
-            _replace(share, entry.name, take_ranges(parameter.detach(), entry.dim, ranges))
-        elif entry.once and start:
-            _replace(share, entry.name, torch.zeros_like(parameter))
-    for count in layout.counts or ():
-        holder, key = holder_of(share, count)
-        vars(holder)[key] = stop - start
-    return share
-
-
-def _ranges(x: Tensor, entry: ExpertParameter, inside: int, own: tuple[int, int]) -> Ranges:
-    """The ranges of a parameter that belong to some features inside."""
-    assert entry.dim is not None
-    parts = range(0, x.shape[entry.dim], inside * entry.unit)
-    return tuple((part + own[0] * entry.unit, part + own[1] * entry.unit) for part in parts)
 
 
 def _adds(wanted: Ran, parts: Sequence[Ran]) -> int | str | None:
@@ -394,47 +341,3 @@ def _alike(x: Any, parts: Sequence[Any]) -> bool:
         return all(type(x) is type(y) and x == y for y in parts)
     tensors = [tensors_anywhere_in(value) for value in (x, *parts)]
     return len(set(map(len, tensors))) == 1 and all(_alike(y, z) for y, *z in zip(*tensors, strict=True))
-
-
-@contextlib.contextmanager
-def thinned(module: nn.Module, layout: StackLayout) -> Iterator[int]:
-    """Meanwhile a stack's experts have few features inside, and split parameters without values.
-
-    Returns:
-        How many.
-    """
-    inside = _few_inside(module, layout.parameters)
-
-    def entries() -> Iterator[tuple[dict[str, Any], str, Any]]:
-        for entry in layout.parameters:
-            if entry.dim is not None:
-                holder, leaf = holder_of(module, entry.name)
-                parameter = holder._parameters[leaf]
-                assert parameter is not None
-                dim, shape = entry.dim, list(parameter.shape)
-                shape[dim] = inside * entry.unit * len(pieces(shape[dim], entry.parts))
-                yield holder._parameters, leaf, nn.Parameter(parameter.new_empty(shape, device="meta"))
-        for count in layout.counts or ():
-            holder, key = holder_of(module, count)
-            yield vars(holder), key, inside
-
-    with entries_replaced(entries()):
-        yield inside
-
-
-def _few_inside(module: nn.Module, parameters: Sequence[ExpertParameter]) -> int:
-    size = sum(module.get_parameter(entry.name).numel() for entry in parameters if entry.split)
-    return _THIN if size // features_inside(module, parameters) * _THIN <= _FEW else _THINNEST
-
-
-def features_inside(module: nn.Module, parameters: Sequence[ExpertParameter]) -> int:
-    """Features inside of each expert."""
-    entry = next(entry for entry in parameters if entry.split)
-    size = module.get_parameter(entry.name).shape[entry.dim or 0]
-    return pieces(size, entry.parts)[0] // entry.unit
-
-
-def holder_of(module: nn.Module, name: str) -> tuple[nn.Module, str]:
-    """The module that has a parameter or an attribute, and its name there."""
-    path, _, leaf = name.rpartition(".")
-    return module.get_submodule(path), leaf

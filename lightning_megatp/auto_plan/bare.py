@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lightning_megatp.auto_plan.blocks import Block, holders_of_parameters, own_weights
-from lightning_megatp.auto_plan.dropping import inside
+from lightning_megatp.auto_plan.changes import inside
 from lightning_megatp.auto_plan.exact import exact
 from lightning_megatp.auto_plan.thin import block_copy, concrete_call, thin_copy
 from lightning_megatp.auto_plan.uses import Uses

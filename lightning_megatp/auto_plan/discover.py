@@ -11,37 +11,27 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from lightning_megatp.auto_plan.blocks import (
-    Block,
-    find_blocks,
-    holders_of_parameters,
-    is_linear,
-    kinds_of_blocks,
-    own_weights,
-)
+from lightning_megatp.auto_plan.blocks import Block, find_blocks, is_linear, kinds_of_blocks
 from lightning_megatp.auto_plan.capture import capture_calls
-from lightning_megatp.auto_plan.dropping import drop_region, inside, related
+from lightning_megatp.auto_plan.changes import add_layer, drop_region, inside, related
 from lightning_megatp.auto_plan.experts import LARGE, keep_whole_in_stacks, plan_stacks, say_refused, thin_stacks
 from lightning_megatp.auto_plan.huggingface import own_plan, plan_of_block
+from lightning_megatp.auto_plan.outside import OutsideBlocks, is_open, tables_of
 from lightning_megatp.auto_plan.references import attentions_called, attentions_in
 from lightning_megatp.auto_plan.results import BlockResult
 from lightning_megatp.auto_plan.search import plan_block
 from lightning_megatp.auto_plan.stacks import find_stacks, holds_stacks
+from lightning_megatp.auto_plan.ties import agree_on_ties
 from lightning_megatp.auto_plan.uses import weights_of_heads
-from lightning_megatp.plan.convolutions import convolution_plan, fits, least_size, weights
-from lightning_megatp.plan.embeddings import looks_up
-from lightning_megatp.plan.layer import LayerPlan, Split
-from lightning_megatp.plan.layer_styles import attention_plan, runs_as, split_parameters
+from lightning_megatp.plan.convolutions import least_size
+from lightning_megatp.plan.layer import LayerPlan
+from lightning_megatp.plan.layer_styles import attention_plan
 from lightning_megatp.plan.parallel_plan import ParallelPlan, plain_name
-from lightning_megatp.plan.ranges import Ranges, split_evenly
 from lightning_megatp.plan.specs import parameter_specs
-from lightning_megatp.plan.styles import Style, matches
+from lightning_megatp.plan.styles import Style
 from lightning_megatp.shim.autograd import functorch_is_active, unbind_functions
 from lightning_megatp.shim.compiler import is_compiled
 from lightning_megatp.shim.transformers import is_conv1d
-
-_SMALL_TABLE = 0.005
-"""Embeddings and heads with a smaller share of the model's parameters stay whole."""
 
 
 @dataclass
@@ -71,17 +61,17 @@ def look(
         The kinds, and in words what went wrong.
     """
     unbind_functions()
-    names = [name for name in find_blocks(model) if _is_open(name, plan) and not _touched(name, plan)]
+    names = [name for name in find_blocks(model) if is_open(name, plan) and not _touched(name, plan)]
     said = [*plan.layers, *(attribute.module for attribute in plan.attributes)]
     stacks = [
         name
         for name in find_stacks(model)
-        if _is_open(name, plan) and not any(related(plain_name(name), other) for other in said)
+        if is_open(name, plan) and not any(related(plain_name(name), other) for other in said)
     ]
     kinds = kinds_of_blocks(model, names) + kinds_of_blocks(model, stacks, stacks=True)
     if not steps:
         return kinds, []
-    tables = {} if any(map(is_compiled, model.modules())) else _tables(model)
+    tables = {} if any(map(is_compiled, model.modules())) else tables_of(model)
     with called_in_transforms(model) as plan.transformed, weights_of_heads(model, tables) as plan.heads:
         errors = [capture_calls(model, kinds, step) for step in steps]
     if errors[0] is not None and not all(kind.calls or kind.stack for kind in kinds):
@@ -149,9 +139,10 @@ def discover(model: nn.Module, tp: int, kinds: Sequence[Block], plan: ParallelPl
             plan.couplings |= dict.fromkeys(map(plain_name, kind.names), result.couplings)
     found.problems += _plan_attentions(plan, model, tp, kinds)
     keep_whole_in_stacks(plan, layouts, model)
-    _plan_tables(plan, model, tp)
-    _plan_convolutions(plan, model, tp, least)
-    _agree_on_ties(plan, model, tp)
+    outside = OutsideBlocks(plan, model)
+    outside.add_tables()
+    outside.add_convolutions(least)
+    agree_on_ties(plan, model)
     _keep_transformed_whole(plan, model, blocks)
     plan.parameters = parameter_specs(plan, model)
     found.problems += say_refused(plan, model, refused)
@@ -221,20 +212,13 @@ def suit_stages(plan: ParallelPlan, model: nn.Module, units: Iterable[str]) -> N
                 continue  # a weight that belongs to no layer
             outputs = modules[cut].get_parameter("weight").shape[1 if is_conv1d(modules[cut]) else 0]
             if is_linear(modules[cut]) and outputs >= plan.tp:
-                _add(plan, cut, "column_gather", _even(outputs, plan.tp), "gathered: its region is cut")
+                add_layer(plan, cut, "column_gather", outputs, "gathered: its region is cut")
     for block in [block for block in plan.sequences if not inside(block, units)]:
         del plan.sequences[block]
         for name, layer in plan.layers.items():
             if inside(name, [block]):
                 plan.layers[name] = replace(layer, sequence_dim=None)
     plan.parameters = parameter_specs(plan, model)
-
-
-def _is_open(name: str, plan: ParallelPlan) -> bool:
-    """Whether a module, or one that holds it, matches a pattern of the style `auto`."""
-    parts = name.split(".")
-    above = [".".join(parts[: i + 1]) for i in range(len(parts))]
-    return any(matches(pattern, module) for pattern in plan.open for module in above)
 
 
 def _touched(block: str, plan: ParallelPlan) -> bool:
@@ -293,7 +277,7 @@ def _plan_attentions(plan: ParallelPlan, model: nn.Module, tp: int, kinds: Seque
     modules = dict(model.named_modules())
     for raw, module in modules.items():
         name = plain_name(raw)
-        if type(module) is not nn.MultiheadAttention or name in plan.layers or not _is_open(name, plan):
+        if type(module) is not nn.MultiheadAttention or name in plan.layers or not is_open(name, plan):
             continue
         try:
             layer = attention_plan(raw, Style(raw, "attention"), module, tp)
@@ -311,107 +295,6 @@ def _plan_attentions(plan: ParallelPlan, model: nn.Module, tp: int, kinds: Seque
         plan.layers[name] = replace(layer, name=name, sequence_dim=dim)
         plan.how[name] = "by its heads"
     return problems
-
-
-def _plan_tables(plan: ParallelPlan, model: nn.Module, tp: int) -> None:
-    """Outside of blocks: large embeddings by their rows, and large linear layers by their outputs. What lies inside of
-    a block may be part of a region."""
-    total = sum(p.numel() for p in model.parameters())
-    inside = tuple(f"{plain_name(name)}." for name in find_blocks(model))
-    vocabularies = {child.num_embeddings for child in model.modules() if isinstance(child, nn.Embedding)}
-    for raw, child in model.named_modules():
-        name = plain_name(raw)
-        for weight_name in (f"{raw}.{leaf}".lstrip(".") for leaf in own_weights(child)):
-            if _is_open(plain_name(weight_name), plan) and not f"{name}.".startswith(inside):
-                plan.whole.setdefault(weight_name, "it belongs to no layer, and to no block")
-        if name in plan.layers or not _is_open(name, plan) or f"{name}.".startswith(inside):
-            continue
-        weight = child._parameters.get("weight")
-        if weight is None or weight.numel() < _SMALL_TABLE * total or weight.shape[0] < tp:
-            continue
-        if isinstance(child, nn.Embedding) and _can_split(child):
-            _add(plan, name, "vocab", _even(child.num_embeddings, tp), "by its rows")
-        elif is_linear(child):
-            outputs = weight.shape[1 if is_conv1d(child) else 0]
-            _add(plan, name, "column_gather", _even(outputs, tp), "outside of blocks", head=outputs in vocabularies)
-
-
-def _plan_convolutions(plan: ParallelPlan, model: nn.Module, tp: int, least: float) -> None:
-    """Outside of blocks: large convolutions by their output channels."""
-    inside = tuple(f"{plain_name(name)}." for name in find_blocks(model))
-    for raw, child in model.named_modules():
-        name = plain_name(raw)
-        if weights(child) < max(least, 1) or name in plan.layers or not _is_open(name, plan):
-            continue
-        if f"{name}.".startswith(inside) or not fits(child, tp):
-            continue
-        plan.layers[name] = convolution_plan(name, Style(name, "column_gather"), child, tp)
-        plan.how[name] = "gathered: a convolution"
-
-
-def _tables(model: nn.Module) -> dict[str, nn.Embedding]:
-    """The embeddings that can be split by their rows, by the names of their weights."""
-    return {f"{name}.weight": x for name, x in model.named_modules() if isinstance(x, nn.Embedding) and _can_split(x)}
-
-
-def _can_split(table: nn.Embedding) -> bool:
-    whole = table.sparse or table.max_norm or table.scale_grad_by_freq
-    return not whole and (runs_as(table, nn.Embedding) or looks_up(table))
-
-
-def _agree_on_ties(plan: ParallelPlan, model: nn.Module, tp: int) -> None:
-    """Layers that share a weight are split alike, or all stay whole."""
-    modules = {plain_name(name): child for name, child in model.named_modules()}
-    holders: dict[int, list[str]] = {}
-    for name, child in modules.items():
-        weight = child._parameters.get("weight")
-        if weight is not None:
-            holders.setdefault(id(weight), []).append(name)
-    held = holders_of_parameters(model)
-    for name, layer in list(plan.layers.items()):
-        bare = layer.bare if name in plan.layers else None
-        if bare is not None and held[id(modules[layer.owner]._parameters[bare.weight])] > 1:
-            drop_region(plan, name, "another module has its weight, too")
-    for names in holders.values():
-        split = [name for name in names if name in plan.layers]
-        if not split or len(names) == 1:
-            continue
-        styles = {name: _tied_style(modules[name]) for name in names}
-        if all(styles.values()) and all(plan.layers[name].style.style in ("vocab", "column_gather") for name in split):
-            rows = _even(modules[names[0]].weight.shape[0], tp)
-            for name in names:
-                if name not in split:  # the block that holds it was run with it whole
-                    plan.proven = [block for block in plan.proven if not name.startswith(f"{block}.")]
-                _add(plan, name, str(styles[name]), rows, "tied", head=True)
-        elif len(split) < len(names) or len({_of_weight(plan.layers[n], modules[n]) for n in split}) > 1:
-            for name in split:
-                drop_region(plan, name, f"it shares its weight with {', '.join(n for n in names if n != name)}")
-
-
-def _of_weight(layer: LayerPlan, module: nn.Module) -> Split | None:
-    return next((split for split in split_parameters(layer, module) if split.leaf == "weight"), None)
-
-
-def _tied_style(module: nn.Module) -> str | None:
-    if isinstance(module, nn.Embedding) and _can_split(module):
-        return "vocab"
-    return "column_gather" if runs_as(module, nn.Linear) else None
-
-
-def _add(plan: ParallelPlan, name: str, style: str, by_rank: tuple[Ranges, ...], how: str, head: bool = False) -> None:
-    """Put a layer into a plan.
-
-    Args:
-        head: whether a linear layer's outputs are a vocabulary, which a cross-entropy takes split.
-    """
-    lazy = style == "column_gather" and head and not plan.compiled
-    plan.layers[name] = LayerPlan(name, Style(name, style), by_rank, lazy=lazy)
-    plan.how[name] = how + (", gathered on demand" if lazy else "")
-    plan.whole.pop(name, None)
-
-
-def _even(size: int, tp: int) -> tuple[Ranges, ...]:
-    return tuple((piece,) for piece in split_evenly(size, tp))
 
 
 def _what_stays_whole(results: Iterable[BlockResult]) -> list[str]:

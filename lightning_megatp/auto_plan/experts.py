@@ -8,10 +8,11 @@ from dataclasses import replace
 
 from torch import nn
 
-from lightning_megatp.auto_plan.adding_up import NotAdditive, thinned
+from lightning_megatp.auto_plan.adding_up import NotAdditive
 from lightning_megatp.auto_plan.blocks import Block
-from lightning_megatp.auto_plan.dropping import drop_region, inside, related
+from lightning_megatp.auto_plan.changes import drop_region, inside, related
 from lightning_megatp.auto_plan.stacks import holds_stacks, layout_of
+from lightning_megatp.auto_plan.thin_stacks import thinned
 from lightning_megatp.plan.layer import LayerPlan, StackLayout
 from lightning_megatp.plan.layer_styles import counts_of, experts_plan
 from lightning_megatp.plan.parallel_plan import ParallelPlan, plain_name

@@ -11,8 +11,8 @@ from torch import nn
 
 from lightning_megatp.auto_plan.bare import bare_weights, ways_to_take, weights_of_no_layer
 from lightning_megatp.auto_plan.blocks import Block, is_linear, unlooked
+from lightning_megatp.auto_plan.changes import inside
 from lightning_megatp.auto_plan.compare import NotFinite, Reference
-from lightning_megatp.auto_plan.dropping import inside
 from lightning_megatp.auto_plan.influence import probe
 from lightning_megatp.auto_plan.references import couplings, looks_at_gradients, references_of
 from lightning_megatp.auto_plan.results import BlockResult

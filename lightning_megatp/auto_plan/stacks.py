@@ -18,16 +18,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_megatp.auto_plan.adding_up import (
-    NOT_A_SUM,
-    NOT_USED,
-    NotAdditive,
-    check_numbered,
-    features_inside,
-    holder_of,
-    proven,
-)
+from lightning_megatp.auto_plan.adding_up import NOT_A_SUM, NOT_USED, NotAdditive, check_numbered, proven
 from lightning_megatp.auto_plan.blocks import Block, find_blocks, is_linear, own_attributes
+from lightning_megatp.auto_plan.thin_stacks import features_inside, holder_of
 from lightning_megatp.origins import is_torchs, package_of
 from lightning_megatp.plan.experts import looks_like_experts, usual_parameters
 from lightning_megatp.plan.layer import StackLayout

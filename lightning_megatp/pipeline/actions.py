@@ -24,21 +24,16 @@ from lightning_megatp.detour import Detour, end_all
 from lightning_megatp.messages import with_article
 from lightning_megatp.module import ParallelModule
 from lightning_megatp.pipeline.batch import Step
+from lightning_megatp.pipeline.done_by_hand import DoneByHand
+from lightning_megatp.pipeline.learning import Learning, RunLearning
 from lightning_megatp.pipeline.slicing.errors import SliceError
 from lightning_megatp.pipeline.slicing.operations import StepEnded
 from lightning_megatp.pipeline.slicing.slicer import Slicer
-from lightning_megatp.pipeline.told.telling import Options, options_of, set_options
-from lightning_megatp.shim.fakes import forget_fakes, is_fake
+from lightning_megatp.shim.fakes import is_fake
 from lightning_megatp.shim.gradients import ClipCall, clipping_by, zero_grad_by
 from lightning_megatp.shim.lightning import steps_by_hand
 from lightning_megatp.shim.torch import DisableTorchFunction, tree_leaves
-from lightning_megatp.snapshots.leftovers import Path, PlainValues
 from lightning_megatp.tensor.outside import WholeParameter
-from lightning_megatp.user_hooks import users_hooks
-
-_HOOKS = ("on_after_backward", "on_before_optimizer_step", "optimizer_step", "optimizer_zero_grad")
-_Learned = dict[str, bool]
-"""Name of a parameter -> whether it required a gradient."""
 
 
 class _How(Enum):
@@ -57,6 +52,7 @@ class _Run:
     """One run of a step."""
 
     how: _How
+    learning: RunLearning
     part: int = 0
     """Which is run, or tried: the step is left at the backward behind it."""
     goes_backward: bool = True
@@ -65,12 +61,6 @@ class _Run:
     """How many there were so far."""
     actions: int = 0
     """How often something was, or would have been, done by hand so far."""
-    learned: _Learned = field(default_factory=dict)
-    """`requires_grad` of parameters before the run changed it, which is restored behind it."""
-    toggled: _Learned = field(default_factory=dict)
-    """Likewise before its last `toggle_optimizer`: what `untoggle_optimizer` restores."""
-    told: list[tuple[str, bool]] = field(default_factory=list)
-    """What it has told parameters: to learn, or not."""
     known: dict[int, str] = field(default_factory=dict)
     """id(parameter) -> its name."""
 
@@ -102,40 +92,20 @@ class Actions:
         names_of: Callable[[Optimizer], Sequence[str]],
         clip: Callable[[ClipCall, list[Tensor]], Tensor | None],
     ) -> None:
-        self._parallel, self._slicer, self._opened = parallel, slicer, opened
-        self._names_of, self._clip_held = names_of, clip
+        self._parallel, self._slicer, self._clip_held = parallel, slicer, clip
         self._module: Any = parallel.module
+        self.learning = Learning(parallel, slicer, names_of)
+        self.done = DoneByHand(parallel, slicer, opened)
         self._run: _Run | None = None
-        self._done = 0
-        """How often something was done by hand in this batch."""
-        self._losses: list[Tensor] = []
-        """Of the parts that were run in this batch."""
-        self._steps_before = 0
-        """The Trainer's count of optimizer steps before this batch."""
-        self._options: list[Options] = []
-        """Of the optimizers, before this batch and after each of those: a run finds them as they were there."""
-        self._results: list[Any] = []
-        """What each of those returned."""
-        self.told: list[tuple[str, bool]] = []
-        """What the step that was tried last has told parameters: to learn, or not."""
-        self.set_by_hooks: dict[Path, bytes] = {}
-        """The Python values that hooks have set which ran in what was done by hand."""
-        self._toggled: _Learned = {}
-        """Before the last `toggle_optimizer`."""
-        self._tells = False
-        """Whether a step has told parameters to learn, or not to."""
-        self._acts = False
-        """Something is being done: what it calls is its own affair."""
 
     @contextlib.contextmanager
     def batch(self) -> Iterator[None]:
         """Around all runs of the step for a batch."""
         module, trainer = self._module, self._module.trainer
-        self._done, self._losses, self._steps_before = 0, [], steps_by_hand(trainer).completed
-        self._options, self._results = [options_of(trainer.optimizers)], []
+        self.done.begin()
         detours: list[Detour] = []
 
-        def through(owner: Any, name: str, way: Callable[[functools.partial[Any]], Any]) -> None:
+        def through(owner: Any, name: str, way: _Way) -> None:
             detours.append(Detour(owner, name, functools.partial(self._meet, way)))
 
         through(module, "manual_backward", self._go_backward)
@@ -184,7 +154,7 @@ class Actions:
 
     def _part(self, step: Step, how: _How, number: int, goes_backward: bool, microbatch: Any) -> Any:
         try:
-            with self._running(_Run(how, number, goes_backward)):
+            with self._running(_Run(how, RunLearning(self.learning), number, goes_backward)):
                 return step(microbatch)
         except _Backward as backward:
             return backward.loss
@@ -193,185 +163,109 @@ class Actions:
         """A step on a microbatch, for what it does by hand and was not done before."""
 
         def acting(microbatch: Any) -> Any:
-            with self._running(_Run(_How.ACTING)):
+            with self._running(_Run(_How.ACTING, RunLearning(self.learning))):
                 return step(microbatch)
 
         return acting
 
     @contextlib.contextmanager
-    def learning(self, learns: Mapping[str, bool]) -> Iterator[None]:
-        """Around a backward of a part: parameters require gradients as at the line that goes backward, though stages
-        have left the step before it.
-
-        Args:
-            learns: as planned.
-        """
-        with DisableTorchFunction():
-            now = {name: self._slicer.parameter(name).requires_grad for name in learns}
-        before = {name: learned for name, learned in now.items() if learned != learns[name]}
-        if before:
-            self._let_learn({name: learns[name] for name in before})
-        try:
-            yield
-        finally:
-            if before:
-                self._let_learn(before)
-
-    def learning_now(self) -> tuple[bool, ...]:
-        """Which parameters of optimizers learn, once a step has told some to, or not to."""
-        self._tells = self._tells or bool(self.told)
-        return tuple(self._learned().values()) if self._tells else ()
-
-    def went_backward(self, loss: Tensor) -> None:
-        """A part was run.
-
-        Args:
-            loss: the batch's, ().
-        """
-        self._losses.append(loss)
-
-    @contextlib.contextmanager
     def _running(self, run: _Run) -> Iterator[None]:
-        """Steps of optimizers are counted, and their options found, as if each were done where it is called."""
-        trainer = self._module.trainer
-        steps, options = steps_by_hand(trainer), options_of(trainer.optimizers)
-        now, steps.completed = steps.completed, self._steps_before
-        set_options(trainer.optimizers, self._options[0])
-        self._run = run
-        self._slicer.follows.follow_by_hand(self._tell)
-        try:
-            yield
-        finally:
-            self._run = None
-            self._let_learn(run.learned)
-            if run.how is not _How.ACTING:
-                steps.completed = now
-                set_options(trainer.optimizers, options)
-            if run.how is _How.TRIED:
-                self.told = run.told
+        with self.done.from_the_beginning(acts=run.how is _How.ACTING):
+            self._run = run
+            self._slicer.follows.follow_by_hand(self._tell)
+            try:
+                yield
+            finally:
+                self._run = None
+                run.learning.end()
+                if run.how is _How.TRIED:
+                    self.learning.told = run.learning.told
 
-    def _meet(self, way: Callable[[functools.partial[Any]], Any], call: functools.partial[Any]) -> Any:
+    def _meet(self, way: _Way, call: functools.partial[Any]) -> Any:
         """A call of something by hand."""
-        if self._acts or self._run is None:
+        if self.done.acts or self._run is None:
             return call()
-        return None if self._slicer.follows.done else way(call)
+        return None if self._slicer.follows.done else way(self._run, call)
 
-    def _plain(self, call: functools.partial[Any]) -> Any:
+    def _plain(self, run: _Run, call: functools.partial[Any]) -> Any:
         """Something that is done as it is called."""
-        assert self._run is not None
-        if self._run.how is _How.ACTING and any(map(is_fake, tensors_in(call.args, call.keywords))):
+        if run.how is _How.ACTING and any(map(is_fake, tensors_in(call.args, call.keywords))):
             raise SliceError(
                 f"`{call.func.__name__}` is given a tensor that one pipeline stage has, and all do this by hand. Give"
                 " it the number, which all are told: `loss.item()`."
             )
-        return self._act(call)
+        return self._act(run, call)
 
-    def _act(self, call: Callable[[], Any], tells: bool = False) -> Any:
+    def _act(self, run: _Run, call: Callable[[], Any], tells: bool = False) -> Any:
         """Do something, where it is done.
 
         Args:
-            tells: it tells one parameter something, of many maybe: no hook runs in that, and it is an operation that
-                was met.
+            tells: see `DoneByHand.act`.
 
         Returns:
             What that returned, once it is done; None before.
         """
-        assert self._run is not None
-        self._run.actions += 1
+        number, run.actions = run.actions, run.actions + 1
         self._slicer.follows.note_action()
-        if self._run.actions <= self._done:
-            set_options(self._module.trainer.optimizers, self._options[self._run.actions])
-            return self._results[self._run.actions - 1]
-        if self._run.how is not _How.ACTING:
-            return None
-        before = PlainValues(self._opened) if self._has_hooks and not tells else None
-        self._acts = True
-        try:
-            with contextlib.nullcontext() if tells else self._on_its_own():
-                result = call()
-        finally:
-            self._acts = False
-        if before is not None:
-            self.set_by_hooks |= PlainValues(self._opened).changes(before)
-        self._done += 1
-        self._options.append(options_of(self._module.trainer.optimizers))
-        self._results.append(result)
-        return result
-
-    @contextlib.contextmanager
-    def _on_its_own(self) -> Iterator[None]:
-        """Around what is done: it is neither an operation of the step's nor the user's code, and finds what this rank
-        has."""
-        with (
-            self._slicer.follows.acting(),
-            self._parallel.context.running(user_code=False),
-            self._slicer.ownership.absent(),
-        ):
-            yield
-
-    @functools.cached_property
-    def _has_hooks(self) -> bool:
-        """Whether hooks of the user's run in what is done by hand."""
-        return any(users_hooks((self._module, *self._module.trainer.callbacks), _HOOKS))
+        done = number < len(self.done) or run.how is _How.ACTING
+        return self.done.act(number, call, tells) if done else None
 
     def _clip(self, call: ClipCall) -> Any:
         """`torch.nn.utils.clip_grad_norm_`, or `clip_grad_value_`."""
-        if self._acts or self._run is None:
+        run = self._run
+        if self.done.acts or run is None:
             return call.of(call.parameters)
-        names = [name for name in (self._name_of(x, self._run) for x in call.parameters) if name is not None]
+        names = [name for name in (self._name_of(run, x) for x in call.parameters) if name is not None]
         if not names:
             return call.of(call.parameters)
         call.check_known(len(names))
         norm = None
         if not self._slicer.follows.done:
-            norm = self._act(functools.partial(self._clip_own, call, names))
-        return self._stand_in(call.limit) if norm is None and call.limit is not None else norm
+            norm = self._act(run, functools.partial(self._clip_own, call, names))
+        return self._stand_in(run, call.limit) if norm is None and call.limit is not None else norm
 
     def _clip_own(self, call: ClipCall, names: Sequence[str]) -> Tensor | None:
         own = [self._parallel.names[name] for name in names if name in self._parallel.names]
         return self._clip_held(call, list(map(self._parallel.held, own)))
 
-    def _stand_in(self, limit: float) -> Tensor:
+    def _stand_in(self, run: _Run, limit: float) -> Tensor:
         """For the norm of gradients that are not there yet: one that was within the limit. A part that is run has no
         use for it before they are clipped.
 
         Args:
             limit: the largest norm.
         """
-        assert self._run is not None
         with DisableTorchFunction():
             norm = torch.tensor(min(limit, 1.0))
-            return norm if self._run.how is _How.TRIED else self._slicer.ghost(norm)
+            return norm if run.how is _How.TRIED else self._slicer.ghost(norm)
 
-    def _step(self, call: functools.partial[Any]) -> Any:
+    def _step(self, run: _Run, call: functools.partial[Any]) -> Any:
         """An optimizer's step. A closure is the step's code."""
         closure, *rest = call.args or (call.keywords.get("closure"),)
         options = {name: x for name, x in call.keywords.items() if name != "closure"}
         result = None if closure is None else closure()
-        done = self._act(functools.partial(call.func, *([None, *rest] if rest else []), **options))
+        done = self._act(run, functools.partial(call.func, *([None, *rest] if rest else []), **options))
         return done if closure is None else result
 
-    def _step_counted(self, call: functools.partial[Any]) -> Any:
+    def _step_counted(self, run: _Run, call: functools.partial[Any]) -> Any:
         """That of one that Lightning counts."""
-        done = self._done
-        result = self._step(call)
-        if done == self._done:
+        done = len(self.done)
+        result = self._step(run, call)
+        if done == len(self.done):
             steps_by_hand(self._module.trainer).completed += 1
         return result
 
-    def _go_backward(self, call: functools.partial[Any]) -> Any:
-        run = self._run
-        assert run is not None
+    def _go_backward(self, run: _Run, call: functools.partial[Any]) -> Any:
         loss = call.args[0] if call.args else call.keywords["loss"]
         options = {name: x for name, x in call.keywords.items() if name != "loss"}
         reached, run.backwards = run.backwards, run.backwards + 1
         follows = self._slicer.follows
         if run.how is _How.ACTING:
-            if reached == len(self._losses):  # that part comes next
+            if reached == len(self.done.losses):  # that part comes next
                 follows.end_part(False, {})
                 raise StepEnded
             follows.begin_part()
-            return self._act(functools.partial(call.func, self._losses[reached], *call.args[1:], **options))
+            return self._act(run, functools.partial(call.func, self.done.losses[reached], *call.args[1:], **options))
         if reached == run.part:
             if not run.goes_backward:
                 raise SliceError(
@@ -380,86 +274,52 @@ class Actions:
                     " the last `manual_backward`, or in a hook."
                 )
             _check(loss, options, call.args[1:])
-            with DisableTorchFunction():
-                learns = {name: self._slicer.parameter(name).requires_grad for name in run.learned}
-            follows.end_part(bool(options.get("retain_graph")), learns)
+            follows.end_part(bool(options.get("retain_graph")), run.learning.now())
             raise _Backward(loss)
         follows.begin_part()
-        return self._act(call)
+        return self._act(run, call)
 
-    def _toggle(self, call: functools.partial[Any]) -> Any:
+    def _toggle(self, run: _Run, call: functools.partial[Any]) -> Any:
         """`toggle_optimizer`: its parameters learn, and those of others don't. Where it is tried, on all stages."""
-        run = self._run
-        assert run is not None
         optimizer = _unwrapped(call.args[0] if call.args else call.keywords["optimizer"])
-        run.told.append((f"optimizer {self._module.trainer.optimizers.index(optimizer)}", True))
+        run.learning.told.append((f"optimizer {self._module.trainer.optimizers.index(optimizer)}", True))
         if self._toggles_itself(run):
-            run.toggled = self._learned()
-            run.learned = run.toggled | run.learned
-            self._let_learn(run.toggled, optimizer)
-        return self._act(functools.partial(self._toggle_own, optimizer))
+            run.learning.toggle(optimizer)
+        return self._act(run, functools.partial(self.learning.toggle, optimizer))
 
-    def _toggle_own(self, optimizer: Optimizer) -> None:
-        self._toggled = self._learned()
-        self._let_learn(self._toggled, optimizer)
+    def _untoggle(self, run: _Run, call: functools.partial[Any]) -> Any:
+        if self._toggles_itself(run):
+            run.learning.untoggle()
+        return self._act(run, self.learning.untoggle)
 
     def _toggles_itself(self, run: _Run) -> bool:
         """Whether a run toggles parameters until it is over: a try, and a part, where it comes behind what it computed,
         and so was not done before it."""
-        return run.how is _How.TRIED or (run.how is _How.IN_PARTS and run.actions >= self._done)
-
-    def _untoggle(self, call: functools.partial[Any]) -> Any:
-        run = self._run
-        assert run is not None
-        if self._toggles_itself(run):
-            toggled = run.toggled or self._toggled
-            run.learned = self._learned() | run.learned
-            self._let_learn(toggled)
-            run.toggled = {}
-        return self._act(self._untoggle_own)
-
-    def _untoggle_own(self) -> None:
-        self._let_learn(self._toggled)
-        self._toggled = {}
-
-    def _learned(self) -> _Learned:
-        """Which parameters of optimizers learn now, on all stages."""
-        every = [name for optimizer in self._module.trainer.optimizers for name in self._names_of(optimizer)]
-        with DisableTorchFunction():  # no operations of the step's
-            return {name: self._slicer.parameter(name).requires_grad for name in every}
+        return run.how is _How.TRIED or (run.how is _How.IN_PARTS and run.actions >= len(self.done))
 
     def _tell(self, parameter: Tensor, told: Told) -> None:
         """The step tells a parameter something."""
-        if told is Told.CLEAR:
-            self._clear(parameter)
-        else:
-            self._learn(parameter, told is Told.LEARN)
-
-    def _clear(self, parameter: Tensor) -> None:
-        """`parameter.grad = None`."""
-        assert self._run is not None
-        name = self._name_of(parameter, self._run)
-
-        def clear() -> None:
-            if name in self._parallel.names:  # and not one of another stage
-                self._parallel.clear_gradient(self._parallel.names[name])
-
-        self._act(clear, tells=True)
-
-    def _learn(self, parameter: Tensor, learns: bool) -> None:
-        """The step lets a parameter learn, or not, as `toggle_optimizer` does."""
         run = self._run
         assert run is not None
-        name = self._name_of(parameter, run)
+        name = self._name_of(run, parameter)
+        if told is Told.CLEAR:
+            self._act(run, functools.partial(self._clear, name), tells=True)
+            return
         assert name is not None, "of a parameter of the module"
-        run.told.append((name, learns))
+        learns = told is Told.LEARN
+        run.learning.told.append((name, learns))
         if self._toggles_itself(run):
             with DisableTorchFunction():
-                run.learned.setdefault(name, parameter.requires_grad)
-            self._let_learn({name: learns})
-        self._act(functools.partial(self._let_learn, {name: learns}), tells=True)
+                before = parameter.requires_grad
+            run.learning.let(name, learns, before)
+        self._act(run, functools.partial(self.learning.let, {name: learns}), tells=True)
 
-    def _name_of(self, parameter: Tensor, run: _Run) -> str | None:
+    def _clear(self, name: str | None) -> None:
+        """`parameter.grad = None`."""
+        if name in self._parallel.names:  # and not one of another stage
+            self._parallel.clear_gradient(self._parallel.names[name])
+
+    def _name_of(self, run: _Run, parameter: Tensor) -> str | None:
         """None if it is none of the module's."""
         if isinstance(parameter, WholeParameter):  # a split layer shows it in place of its own
             return parameter.spec.name
@@ -467,20 +327,9 @@ class Actions:
             run.known.update((id(self._slicer.parameter(name)), name) for name in self._parallel.order)
         return run.known.get(id(parameter))
 
-    def _let_learn(self, learned: _Learned, optimizer: Optimizer | None = None) -> None:
-        """Let parameters, or what stands for them, learn as they did.
 
-        Args:
-            optimizer: those alone that it has; None for all.
-        """
-        with DisableTorchFunction():
-            only = learned if optimizer is None else set(self._names_of(optimizer))
-            for name, learns in learned.items():
-                self._slicer.parameter(name).requires_grad_(learns and name in only)
-            for divided in self._parallel.divided.values():
-                if divided.name in learned:
-                    divided.agree_on_trained()
-        forget_fakes(self._slicer.fake_mode)
+_Way = Callable[[_Run, "functools.partial[Any]"], Any]
+"""How a run meets a call of something by hand."""
 
 
 def _unwrapped(optimizer: Any) -> Optimizer:

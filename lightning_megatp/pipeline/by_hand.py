@@ -35,7 +35,7 @@ class _Way:
     last: SlicePlan
     """Of its last part, on a batch's first microbatch."""
     told: tuple[tuple[str, bool], ...]
-    """`Actions.told`."""
+    """`Learning.told`."""
     made: int
     """`Plans.generation` when it was planned."""
 
@@ -96,7 +96,7 @@ class ByHand:
 
         Communication: an object all-gather over pp, of a number; see `Plans.of`.
         """
-        signatures = (*self._pipeline.slicer.signatures(microbatches), self._actions.learning_now())
+        signatures = (*self._pipeline.slicer.signatures(microbatches), self._actions.learning.kind())
         ways = self._ways.setdefault(signatures, [])
         ways[:] = [way for way in ways if way.made == self._pipeline.plans.generation]
         way = next((way for way in ways if self._goes(way, step, microbatches[0], seed)), None)
@@ -119,7 +119,7 @@ class ByHand:
                 )
             parts.append(plans)
         if way is None:
-            ways.append(_Way(number, parts[-1][0], tuple(self._actions.told), self._pipeline.plans.generation))
+            ways.append(_Way(number, parts[-1][0], tuple(self._actions.learning.told), self._pipeline.plans.generation))
             self._planned += 1
         return parts
 
@@ -128,7 +128,7 @@ class ByHand:
         tried = self._actions.tried(step, way.last.part.number)
         with _python_values_kept(self._pipeline), self._pipeline.metrics.apart():
             goes = self._pipeline.slicer.keeps_to(way.last, tried, microbatch, mixed(seed, 0))
-        return goes and (bool(way.last.ended) or tuple(self._actions.told) == way.told)
+        return goes and (bool(way.last.ended) or tuple(self._actions.learning.told) == way.told)
 
 
 @dataclass
@@ -175,7 +175,7 @@ class _Batch:
             plans,
             self.seed,
             self.backward if goes_backward else None,
-            part=PartRun(number, self._kept, self._averages, goes_backward, self.actions.learning),
+            part=PartRun(number, self._kept, self._averages, goes_backward, self.actions.learning.meanwhile),
             warns=self._warns,
             numbers=pipeline.own_numbers() if several and not goes_backward else None,
             own_values=pipeline.own_values if several else None,
@@ -185,7 +185,7 @@ class _Batch:
             if sharding is not None:
                 sharding.begin()
                 sharding.drop_old()
-            self.actions.went_backward(pipeline.go_backward(run, ()))
+            self.actions.done.losses.append(pipeline.go_backward(run, ()))
         else:
             with contextlib.nullcontext() if sharding is None else sharding.evaluating():
                 pipeline.execute(StepKind.TRAIN, run)
@@ -205,9 +205,10 @@ class _Batch:
         acting, slicer = self.actions.acting(self.step), self.pipeline.slicer
         with _python_values_kept(self.pipeline):
             self._ended = slicer.act(plan, acting, self.microbatches[0], mixed(self.seed, 0), self._answers, to_the_end)
-        if self.actions.set_by_hooks:
-            PlainValues(self.pipeline.last_stage.opened).adopt(self.actions.set_by_hooks)
-            self.actions.set_by_hooks = {}
+        done = self.actions.done
+        if done.set_by_hooks:
+            PlainValues(self.pipeline.last_stage.opened).adopt(done.set_by_hooks)
+            done.set_by_hooks = {}
 
     def _read_ahead(self, part: Step, plans: Sequence[SlicePlan]) -> None:
         """On the last stage: see `Slicer.read_ahead`."""

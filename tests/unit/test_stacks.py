@@ -12,10 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_megatp.auto_plan.adding_up import NotAdditive, thinned
+from lightning_megatp.auto_plan.adding_up import NotAdditive
 from lightning_megatp.auto_plan.blocks import Block, Call
 from lightning_megatp.auto_plan.discover import discover, look
 from lightning_megatp.auto_plan.stacks import find_stacks, layout_of
+from lightning_megatp.auto_plan.thin_stacks import thinned
 from lightning_megatp.plan.layer import StackLayout
 from lightning_megatp.plan.resolve import resolve
 from lightning_megatp.plan.styles import ExpertParameter

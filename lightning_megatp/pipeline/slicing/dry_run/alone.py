@@ -102,7 +102,7 @@ class Alone(StageMode):
         seed: int,
         around: Surroundings,
     ) -> None:
-        received = {relay.key: _without_data(relay, tracer.fake_mode) for relay in plan.relays[stage]}
+        received = {relay.key: _without_data(relay, around.fake_mode) for relay in plan.relays[stage]}
         values = tracer.values.by_key
         received.update((key, values[key].tensor) for key in plan.recalled_on(stage) if key in values)
         super().__init__(plan, stage, received, seed, around)
@@ -136,7 +136,7 @@ class Alone(StageMode):
 
     def reading(self, unit: str, kept: Kept) -> None:
         """A Python value of a unit's module is read."""
-        of, set_inside = self._stage_of_unit[unit], kept in self._tracer.kept or unit in self._tracer.unseen
+        of, set_inside = self._stage_of_unit[unit], kept in self._tracer.kept or unit in self._tracer.guesses.unseen
         if of != self._at and set_inside and kept not in self._set and not self.done:
             self.difference = Reading(self._at, of, unit, kept, self._locator.here())
             raise StepEnded
@@ -157,7 +157,7 @@ class Alone(StageMode):
         if self._opaquely:
             witnessed = self._witnessed(function, planned, self._opaquely, instruction.ghosts)
             return super()._compute(instruction, witnessed, args, kwargs)
-        self.compare("", planned.inside[0], deed_of(name, args, kwargs, self._tracer.lasting))
+        self.compare("", planned.inside[0], deed_of(name, args, kwargs, self._tracer.values.name))
 
         def evaluate(*args: Any, **kwargs: Any) -> Any:
             follow = by_positions(function, args) if masks_read(function, args, int) else function
@@ -165,10 +165,10 @@ class Alone(StageMode):
             out = self._tracer.fakes.evaluate(name, follow, args, kwargs)
             given = {}
             for x, fake, version in fakes:
-                if id(x) not in self._tracer.owners or tensor_version(fake) != version:
+                if not self._tracer.values.is_of_unit(x) or tensor_version(fake) != version:
                     given[id(fake)] = x  # changed in place, maybe
                 elif any(y is x or y is fake for y in tensors_in(out)):
-                    with self._tracer.fake_mode:  # what comes out as it is (`weight.to(dtype)`) is not the unit's then
+                    with self._tracer.fakes.mode:  # what comes out as it is (`weight.to(dtype)`) is not the unit's then
                         given[id(x)] = given[id(fake)] = fake.view_as(fake)
             return tree_map(lambda x: given.get(id(x), x), out)
 
@@ -233,7 +233,7 @@ class Witness(TorchFunctionMode):
     ) -> Any:
         name, kwargs = operation_name(func), kwargs or {}
         if not self._lost:
-            self._compare(deed_of(name, args, kwargs, self._tracer.lasting, drawing=True))
+            self._compare(deed_of(name, args, kwargs, self._tracer.values.name, drawing=True))
         self._done += 1
         try:
             return self._tracer.fakes.evaluate(name, func, args, kwargs)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_megatp.pipeline.slicing.dry_run.deeds import Deeds
 from lightning_megatp.pipeline.slicing.dry_run.values import Value
+from lightning_megatp.pipeline.slicing.late_hooks import Hook
 
 
 @dataclass(eq=False)
@@ -24,6 +26,8 @@ class Call:
     kwargs: dict[str, Any]
     unit_stage: int | None = None
     """The stage of a unit; other operations go where their inputs are."""
+    stage: int | None = None
+    """Where it is carried out, once that is found; None: on every stage."""
     opaque: bool = False
     """An autograd function: its forward is seen, but is part of one operation."""
     gradient: bool = True
@@ -32,6 +36,8 @@ class Call:
     """The units called: itself, or those inside of an autograd function."""
     collects: bool = False
     """A unit that returns what its layers collect, too."""
+    hooks: Sequence[Hook] = ()
+    """The user's on a unit."""
     where: str = ""
     """The user's line."""
     inputs: list[Value] = field(default_factory=list)
@@ -41,6 +47,10 @@ class Call:
     """It is in SHAPE_ONLY, and its tensors are of stages."""
     random: bool = False
     """It is replicated, and draws random numbers."""
+    changed: list[int] = field(default_factory=list)
+    """Positions of the inputs that it has changed in place."""
+    deeds: Deeds = field(init=False, repr=False)
+    """What it does."""
 
     @property
     def by(self) -> str:

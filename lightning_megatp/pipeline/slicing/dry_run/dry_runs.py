@@ -161,18 +161,18 @@ class DryRuns:
             snapshot = state_before(self._module)
             toggles = Toggles(snapshot)
             tracer = self._tracer(snapshot, in_batch, toggles, manner)
-            tracer.varies = varies
+            tracer.traits.varies = varies
             values_before = FirstValues(snapshot.tensors.values())
             try:
                 with owned.lists_noted() as lists, values_before, host_seeded(seed) as drawn, self._progress(tracer):
                     self._trace(tracer, step, batch, toggles)
                     draws_on_host = drawn()
-                values = tracer.consume_left(snapshot)
-                left = Left(self._module, snapshot, values, tracer.asks_batch)
+                values = tracer.ending.consume_left(snapshot)
+                left = Left(self._module, snapshot, values, tracer.host_reads.of_batch)
                 put_back = toggles.put_back_by_now()
                 set_late = [*self._early_modules]  # of a step that was not seen to its end
-                changes_module = bool(tracer.ended) or any(True for _ in snapshot.changed_entries())
-                if not tracer.ended:
+                changes_module = bool(tracer.ending.early) or any(True for _ in snapshot.changed_entries())
+                if not tracer.ending.early:
                     set_late = modules_with(toggles.set_late(), self._early_modules)
             finally:
                 snapshot.restore()
@@ -186,9 +186,10 @@ class DryRuns:
             plan = make_plan(tracer, owned.names, effects)
             difference = None
             if is_run:
-                owned.learn(tracer.owners)
+                owned.learn(tracer.values.owners)
                 difference = self._difference(tracer, plan, step, original, seed, snapshot)
-        return _Seen(plan, left, tracer.record.deeds, difference, stops_at_mask=bool(tracer.ended) and tracer.met_mask)
+        stops_at_mask = bool(tracer.ending.early) and tracer.traits.met_mask
+        return _Seen(plan, left, tracer.record.deeds, difference, stops_at_mask)
 
     def _difference(
         self, tracer: Tracer, plan: SlicePlan, step: Step, batch: Any, seed: int, snapshot: Snapshot
@@ -244,9 +245,9 @@ class DryRuns:
         glue = {tensor_id: name for tensor_id, name in names.items() if tensor_id not in owners}
         buffers = {id(x): name for name, x in self._module.named_buffers()}
         others = dict.fromkeys(snapshot.tensors, UNNAMED)
-        values = Values(self._fake_mode, {**others, **buffers, **names}, self._n_stages)
+        values = Values(self._fake_mode, {**others, **buffers, **names}, owners, glue, self._n_stages)
         states = StageStates(self._shared)
-        return Tracer(owners, glue, values, self._around, states, manner, batch, snapshot.new_tensors, toggles.look)
+        return Tracer(values, self._around, states, manner, batch, snapshot.new_tensors, toggles.look)
 
     def _progress(self, tracer: Tracer) -> contextlib.AbstractContextManager[None]:
         """A step that asks how far the training is may do something else in a later one (a curriculum of lengths)."""
@@ -277,17 +278,14 @@ class DryRuns:
                 raise
             except Exception as error:
                 if kind := subclassed_fake(error):
-                    tracer.end(f"a value made into a `{kind}` (a class of tensors)")
-                elif not tracer.guessed:
+                    tracer.ending.end_unseen(f"a value made into a `{kind}` (a class of tensors)")
+                elif not tracer.guesses.explain(error):
                     raise
-                elif tracer.misled:
-                    tracer.failed = True
-                    tracer.misled += f", and then the step failed ({type(error).__name__}: {error})"
         if tracer.error is not None:
             raise tracer.error
         loss = result.get("loss") if isinstance(result, Mapping) else result
-        tracer.consume(loss, gradient=True, by="the result of the step")
-        tracer.consume(result, gradient=False, by="the result of the step")
+        tracer.ending.consume(loss, gradient=True, by="the result of the step")
+        tracer.ending.consume(result, gradient=False, by="the result of the step")
 
 
 def state_before(module: nn.Module) -> Snapshot:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_megatp.containers import tensors_in
+from lightning_megatp.pipeline.slicing.dry_run.by_tensor import ByTensor
 from lightning_megatp.pipeline.slicing.dry_run.values import Values
 from lightning_megatp.pipeline.slicing.operations import HOST_READS, NeedsValues
 from lightning_megatp.shim.autograd import handle_transforms
@@ -30,13 +31,12 @@ class Fakes:
 
     Args:
         values: the tensors of the step.
-        fake_mode: makes those without data.
-        units_tensors: id() of the parameters and buffers of units, which count as such.
+        mode: makes those without data.
     """
 
-    def __init__(self, values: Values, fake_mode: FakeTensorMode, units_tensors: Mapping[int, Any]) -> None:
-        self._values, self._mode, self._units_tensors = values, fake_mode, units_tensors
-        self._filled: dict[int, tuple[Tensor, Tensor]] = {}
+    def __init__(self, values: Values, mode: FakeTensorMode) -> None:
+        self._values, self.mode = values, mode
+        self._filled = ByTensor[Tensor]()
         """Tensors that a unit made, and put values without data into; with what stands for them."""
 
     def evaluate(self, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -55,12 +55,12 @@ class Fakes:
         out = self._compute(name, function, args, kwargs)
         for x, version in zip(real, before, strict=True):
             if tensor_version(self._values.fake(x)) != version and self._values.get(x) is None:
-                self._filled[id(x)] = x, self._values.fake(x)
+                self._filled[x] = self._values.fake(x)
         return out
 
     def _compute(self, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
-            with self._mode:
+            with self.mode:
                 return function(*args, **kwargs)
         except DataDependentOutputException as error:
             raise NeedsValues(f"`{name}` reads a value on the host") from error
@@ -77,12 +77,12 @@ class Fakes:
         """Whether nobody knows its values in a dry run."""
         known = self._values.get(x)
         known_to_be = known is not None and known.stage is not None
-        return is_fake(x) or id(x) in self._units_tensors or known_to_be or id(x) in self._filled
+        return is_fake(x) or self._values.is_of_unit(x) or known_to_be or x in self._filled
 
     def needs_values(self, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> bool:
         """Whether an operation that was done on values can't be done without."""
         try:
-            with self._mode, torch.no_grad():
+            with self.mode, torch.no_grad():
                 args, kwargs = tree_map(lambda x: _empty(x) if isinstance(x, Tensor) else x, (args, kwargs))
             with torch.no_grad():
                 self._compute(name, function, args, kwargs)

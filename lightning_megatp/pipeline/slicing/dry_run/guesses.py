@@ -11,10 +11,40 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+from torchmetrics import MetricCollection
 
 from lightning_megatp.containers import tensors_in
 from lightning_megatp.origins import is_torchs
+from lightning_megatp.pipeline.slicing.dry_run.call import Call
 from lightning_megatp.shim.torch import tree_map
+
+
+class Guesses:
+    """What of a step was guessed, and what came of that."""
+
+    def __init__(self) -> None:
+        self.any = False
+        """From there on the step may fail for that."""
+        self.unseen: set[str] = set()
+        """Units that were not followed to their end: they may set others of their Python values than was seen."""
+        self.misled = ""
+        """Which unit's result was guessed, and how the step failed after that."""
+        self.failed = False
+        """Whether it did fail."""
+
+    def note_unit(self, call: Call) -> None:
+        """A unit's result was guessed, or a part of it."""
+        self.unseen.update(call.units)
+        self.any = True
+        self.misled = self.misled or f"{call.by} has shapes that depend on values, so its result was guessed"
+
+    def explain(self, error: Exception) -> bool:
+        """Whether the step may have failed by a guess."""
+        if self.misled:
+            self.failed = True
+            self.misled += f", and then the step failed ({type(error).__name__}: {error})"
+        return self.any
 
 
 def parts_of(call: Callable[..., Any]) -> list[nn.Module]:
@@ -56,6 +86,38 @@ def guessed_where_they_fail(parts: list[nn.Module], needs_values: Callable[[Exce
                 held.pop("forward", None)
             else:
                 held["forward"] = forward
+
+
+def guess_unit(call: Call) -> Any:
+    """The result of a unit inside of which values are read; None if there is nothing to go by."""
+    hidden = next((value.fake for value in call.inputs if value.tensor.is_floating_point()), None)
+    packed = any(isinstance(x, PackedSequence) for x in call.args)
+    if call.collects or packed or hidden is None or hidden.dim() < 2:
+        return None
+    return guess(call.function, hidden)
+
+
+def metric_learns(metric: Any) -> bool:
+    """Whether gradients may come back through a call of a metric."""
+    if isinstance(metric, MetricCollection):
+        parts = metric.values(copy_state=False)  # copies of states would look like what a step leaves
+        differentiable = any(part.is_differentiable is not False for part in parts)
+    else:
+        differentiable = metric is not None and metric.is_differentiable is not False
+    return differentiable and torch.is_grad_enabled()
+
+
+def guess_metric(learning: bool, /, *args: Any, **kwargs: Any) -> Tensor:
+    """The result of a call of a metric: one number.
+
+    Args:
+        learning: gradients may come back through it.
+        args: those of the call.
+        kwargs: the same.
+    """
+    tensors = tensors_in(args, kwargs)
+    made = torch.zeros((), device=tensors[0].device if tensors else "cpu")
+    return sum((0 * x.sum() for x in tensors if x.requires_grad), start=made) if learning else made
 
 
 def guess(call: Callable[..., Any], hidden: Tensor) -> Any:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lightning_megatp.containers import tensors_in
 from lightning_megatp.pipeline.loss.functions import JOINS
+from lightning_megatp.pipeline.slicing.dry_run.by_tensor import ByTensor
 from lightning_megatp.pipeline.slicing.dry_run.call import Call
 from lightning_megatp.shim.torch import DisableTorchFunction
 from lightning_megatp.tensor.functions import operation_names
@@ -36,22 +37,19 @@ class Interleaving:
     """Follows where samples lie in the tensors of a step.
 
     Args:
-        batch: tensors of the microbatch. The first one's rows are its samples.
+        count: how many samples there are.
+        tables: tensors of the microbatch that have a row for each.
     """
 
-    def __init__(self, batch: Sequence[Tensor]) -> None:
-        self._samples = next((len(x) for x in batch if x.dim()), 0)
-        self._of: dict[int, tuple[Tensor, Rows]] = {}
-        """By the identity of a tensor, which is kept alive for it."""
+    def __init__(self, count: int, tables: Sequence[Tensor]) -> None:
+        self._samples = count
+        self._of = ByTensor((x, Rows(0, 1)) for x in tables)
         self.coupled = ""
         """The first operation between blocks that makes something of all samples: a number, a row, a table."""
-        for x in batch:
-            if self._samples > 1 and x.dim() and len(x) == self._samples:
-                self._of[id(x)] = x, Rows(0, 1)
 
     def rounds_of(self, x: Tensor) -> int:
         """In how many rounds it holds the samples, as far as is known; SCRAMBLED if it doesn't hold all."""
-        return self._of[id(x)][1].rounds if id(x) in self._of else 1
+        return self._of[x].rounds if x in self._of else 1
 
     def note(self, call: Call, out: Any) -> None:
         """After an operation.
@@ -59,14 +57,14 @@ class Interleaving:
         Args:
             out: what it returned.
         """
-        given = [self._of[id(x)] for x in tensors_in(call.args, call.kwargs) if id(x) in self._of]
+        given = [(x, self._of[x]) for x in tensors_in(call.args, call.kwargs) if x in self._of]
         made = tensors_in(out)
         if not given or not made:
             return
         with DisableTorchFunction():
             views = None if call.is_unit or call.opaque else self._viewed(call)
         for i, x in enumerate(made):
-            if id(x) in self._of:
+            if x in self._of:
                 continue  # changed in place
             if views is not None and len(views) == len(made):
                 rows = views[i]
@@ -77,16 +75,16 @@ class Interleaving:
             else:
                 rows = _followed(given, x)
             if rows is not None:
-                self._of[id(x)] = x, rows
+                self._of[x] = rows
             if _couples(call, given, x, rows, self._samples):
                 self.coupled = self.coupled or call.by
 
     def _viewed(self, call: Call) -> list[Rows | None] | None:
         """Where the samples are in views of the first argument; None if the operation makes other tensors."""
         x = call.args[0] if call.args else None
-        if not isinstance(x, Tensor) or id(x) not in self._of or call.name.endswith("_"):
+        if not isinstance(x, Tensor) or x not in self._of or call.name.endswith("_"):
             return None
-        rows = self._of[id(x)][1]
+        rows = self._of[x]
         stands_in = torch.empty(x.shape, dtype=x.dtype, device="meta")
         tried = self._tried(call, stands_in)
         if call.name in _RESHAPES:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lightning_megatp.containers import tensors_in
 from lightning_megatp.pipeline.loss.functions import JOINS
+from lightning_megatp.pipeline.slicing.dry_run.by_tensor import ByTensor
 from lightning_megatp.pipeline.slicing.dry_run.call import Call
 from lightning_megatp.shim.fakes import is_fake
 
@@ -28,14 +29,15 @@ class Orders:
     """Follows in which order the rows of a step's tensors hold samples.
 
     Args:
-        batch: tensors of the microbatch. The first one's rows are its samples.
+        count: how many samples there are.
+        tables: tensors of the microbatch that have a row for each.
     """
 
-    def __init__(self, batch: Sequence[Tensor]) -> None:
-        self._rows = next((len(x) for x in batch if x.dim()), 0)
-        self._own: _Order = tuple(range(self._rows))
-        self._of: dict[int, tuple[Tensor, _Order]] = {id(x): (x, self._own) for x in batch if self._is_table(x)}
-        """By the identity of a tensor that depends on the batch, which is kept alive for it."""
+    def __init__(self, count: int, tables: Sequence[Tensor]) -> None:
+        self._rows = count
+        self._own: _Order = tuple(range(count))
+        self._of = ByTensor((x, self._own) for x in tables)
+        """Tensors that depend on the batch."""
         self.mixed = ""
         """The first operation that took samples in different orders."""
 
@@ -45,29 +47,30 @@ class Orders:
         Args:
             out: what it returned.
         """
-        given = [x for x in tensors_in(call.args, call.kwargs) if id(x) in self._of]
+        given = [x for x in tensors_in(call.args, call.kwargs) if x in self._of]
         made = tensors_in(out)
         if not given:
             return
         if (moved := self._moved(call)) is not None:
-            before = self._of[id(call.args[0])][1]
+            before = self._of[call.args[0]]
             known = before and len(moved) == self._rows
             after = tuple(before[i] for i in moved) if known else _UNKNOWN
-            self._of.update((id(x), (x, after)) for x in made)
+            for x in made:
+                self._of[x] = after
             return
-        orders = {self._of[id(x)][1] for x in given}
-        met = {self._of[id(x)][1] for x in given if self._is_table(x)}
+        orders = {self._of[x] for x in given}
+        met = {self._of[x] for x in given if self._is_table(x)}
         together = call.name not in JOINS or any(map(self._is_table, made))
         if together and len(met) > 1 and _UNKNOWN not in orders:
             self.mixed = self.mixed or call.by
         order = orders.pop() if len(orders) == 1 else _UNKNOWN
         for x in made or given[:1]:  # `x[...] = y` returns nothing
-            self._of[id(x)] = x, order if self._is_table(x) or order == self._own else _UNKNOWN
+            self._of[x] = order if self._is_table(x) or order == self._own else _UNKNOWN
 
     def _moved(self, call: Call) -> _Order | None:
         """The rows that an operation takes of its first argument, or brings into another order; None if it does not."""
         x = call.args[0] if call.args else None
-        if not isinstance(x, Tensor) or id(x) not in self._of or not self._is_table(x):
+        if not isinstance(x, Tensor) or x not in self._of or not self._is_table(x):
             return None
         given = dict(zip(_ARGUMENTS.get(call.name, ()), call.args[1:], strict=False)) | call.kwargs
         if call.name == "__getitem__":

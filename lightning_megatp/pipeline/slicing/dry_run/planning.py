@@ -24,20 +24,20 @@ def make_plan(tracer: Tracer, names: Mapping[int, str], effects: SideEffects) ->
     Raises:
         SliceError: a stage has nothing to do where gradients are wanted, or a stage changes what others use.
     """
-    n_stages = tracer.n_stages
+    values, n_stages = tracer.values, tracer.values.n_stages
     last_of = {operation.stage: i for i, operation in enumerate(tracer.record.operations)}
     ends = [last_of.get(stage, -1) for stage in range(n_stages - 1)]
-    changed = tracer.values.changed_for_good(tracer.owners, ends)
-    tracer.values.find_gradients(n_stages - 1)
-    parts = tracer.values.parts
+    changed = values.changed_for_good(ends)
+    values.find_gradients()
+    parts = values.parts
     for stage in range(n_stages):
         is_tail = tracer.manner.tail is not None and stage == n_stages - 1
         idles = not any(operation.stage == stage for operation in tracer.record.operations)
-        if idles and not is_tail and not tracer.by_hand:
-            if tracer.failed:
+        if idles and not is_tail and not tracer.traits.by_hand:
+            if tracer.guesses.failed:
                 raise SliceError(
-                    f"{tracer.misled}. What comes after it can't be planned. Let that module return one tensor like the"
-                    " hidden states it takes, or keep it on the last stage by `stages=[[...], ...]`."
+                    f"{tracer.guesses.misled}. What comes after it can't be planned. Let that module return one tensor"
+                    " like the hidden states it takes, or keep it on the last stage by `stages=[[...], ...]`."
                 )
             if not torch.is_grad_enabled():  # of a model that is trained whole, predictions may need an encoder alone
                 continue
@@ -45,35 +45,35 @@ def make_plan(tracer: Tracer, names: Mapping[int, str], effects: SideEffects) ->
                 f"pipeline stage {stage} of {n_stages} has nothing to do in this step: none of its modules is called."
                 " Use fewer stages, or spread the modules that are by `stages=[[...], ...]`."
             )
-    shared = {names[i]: tuple(sorted(at)) for i, at in tracer.owners.items() if len(at) > 1 and i in names}
-    glue = {name: _stages(tracer.values.uses.get(i, set()), n_stages) for i, name in tracer.glue.items()}
+    shared = {names[i]: tuple(sorted(at)) for i, at in values.owners.items() if len(at) > 1 and i in names}
+    glue = {name: _stages(values.uses.get(i, set()), n_stages) for i, name in values.glue.items()}
     return SlicePlan(
         n_stages=n_stages,
         operations=_operations(tracer, changed.ids),
         relays=tuple(_relays(tracer, stage) for stage in range(n_stages)),
         shared={**shared, **{name: stages for name, stages in glue.items() if len(stages) > 1}},
         glue=glue,
-        not_operations=frozenset(tracer.not_operations),
+        not_operations=frozenset(tracer.record.not_operations),
         touched={names[i]: first for i, first in tracer.record.touched.items() if i in names},
         effects=effects,
-        uses_functions=tracer.uses_functions,
-        converts=tracer.converts,
+        uses_functions=tracer.traits.uses_functions,
+        converts=tracer.traits.converts,
         changed=changed.by_stage,
         changed_alike=changed.alike,
         used=changed.used,
-        clones=frozenset(tracer.values.clones),
-        reads=tuple(tracer.reads),
-        varies=tracer.varies,
-        mixes=tracer.orders.mixed,
-        couples=tracer.interleaving.coupled,
-        ended=tracer.ended,
-        ended_in=tracer.ended_in,
+        clones=frozenset(values.clones),
+        reads=tuple(tracer.host_reads.replicated),
+        varies=tracer.traits.varies,
+        mixes=tracer.samples.orders.mixed,
+        couples=tracer.samples.interleaving.coupled,
+        ended=tracer.ending.early,
+        ended_in=tracer.ending.early_in,
         late_hooks=tracer.manner.late_hooks,
         part=Part(
             number=parts.number,
             begins=parts.begins,
-            acts_first=tracer.acts_first or bool(parts.begins),
-            host_reads=tuple(tracer.host_reads),
+            acts_first=tracer.traits.acts_first or bool(parts.begins),
+            host_reads=tuple(tracer.host_reads.by_hand),
             recalled=parts.recalled,
             goes_backward=parts.goes_backward,
             retains_graph=parts.retains_graph,
@@ -102,7 +102,7 @@ def _relays(tracer: Tracer, stage: int) -> tuple[Relay, ...]:
     values = tracer.values.by_key.values()
     crossing = [value for value in values if (value.stage or 0) < stage <= max(value.consumers, default=-1)]
     in_order = sorted(crossing, key=lambda value: value.key or Key(0, 0))
-    return tuple(_relay(value, stage, tracer.interleaving.rounds_of(value.tensor)) for value in in_order)
+    return tuple(_relay(value, stage, tracer.samples.interleaving.rounds_of(value.tensor)) for value in in_order)
 
 
 def _relay(value: Value, stage: int, rounds: int) -> Relay:

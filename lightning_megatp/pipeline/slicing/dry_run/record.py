@@ -10,9 +10,8 @@ from torch import Tensor
 
 from lightning_megatp.containers import tensors_in
 from lightning_megatp.pipeline.slicing.dry_run.call import Call
-from lightning_megatp.pipeline.slicing.dry_run.deeds import Deeds
+from lightning_megatp.pipeline.slicing.dry_run.deeds import Deeds, Moment, deed_of
 from lightning_megatp.pipeline.slicing.dry_run.values import Value, Values
-from lightning_megatp.pipeline.slicing.errors import SliceError
 from lightning_megatp.pipeline.slicing.operations import LIKE_ANOTHER, SHAPE_ONLY
 from lightning_megatp.pipeline.slicing.plan import Key, Operation, recipe_of
 from lightning_megatp.shim.fakes import FakeTensorMode
@@ -24,14 +23,16 @@ class Record:
 
     Args:
         values: the tensors of the step.
-        owners: id(parameter or buffer of a unit) -> the stages of its units. Those of operations between units that use
-            it are added.
         fake_mode: makes new objects of what units return.
     """
 
-    def __init__(self, values: Values, owners: dict[int, set[int]], fake_mode: FakeTensorMode) -> None:
-        self._values, self._owners, self._fake_mode = values, owners, fake_mode
+    def __init__(self, values: Values, fake_mode: FakeTensorMode) -> None:
+        self._values, self._fake_mode = values, fake_mode
+        self._moment = Moment.now()
+        """Where generators were before the last operation."""
         self.operations: list[Operation] = []
+        self.not_operations: set[Any] = set()
+        """Functions that are none."""
         self.deeds: list[Deeds] = []
         """What each of them did."""
         self.touched: dict[int, int] = {}
@@ -39,58 +40,52 @@ class Record:
         self.lasting_inputs: list[tuple[int, int, set[int]]] = []
         """Operations that gradients come back from, which tensor of their arguments, and id() of those that outlive the
         step and lie there."""
-        self._changed: set[Key] = set()
-        """Values that came about by a change in place."""
+        self.stage = 0
+        """Of the last operation that has one."""
 
-    def refuse_stand_in(self, value: Value, stage: int | None, what: str) -> None:
-        """Raise where a stage would find the tensor that another stage changed in place, and not what it became.
-
-        Raises:
-            SliceError: it would.
-        """
-        if value.key is not None and value.stage != stage and value.key in self._changed:
-            raise SliceError(
-                f"{what} was changed in place by {value.maker} on pipeline stage {value.stage}; stage {stage} does not"
-                " see that. Use the operation that returns a new tensor."
-            )
+    @property
+    def next(self) -> int:
+        """The index of the operation that comes next."""
+        return len(self.operations)
 
     def use(self, value: Value, stage: int | None, by: str, made: Sequence[Value | None] = ()) -> None:
         """As `Values.use`; parameters and buffers of units are noted."""
         self._values.use(value, stage, by, made)
-        if stage is not None and id(value.tensor) in self._owners and value.key is None:
-            self._owners[id(value.tensor)].add(stage)
-            self.touched.setdefault(id(value.tensor), len(self.operations))
+        if stage is not None and self._values.is_of_unit(value.tensor) and value.key is None:
+            self._values.owners[id(value.tensor)].add(stage)
+            self.touched.setdefault(id(value.tensor), self.next)
 
-    def add(self, call: Call, stage: int | None, out: Any, changed: list[int], deeds: Deeds) -> Any:
+    def begin(self, call: Call) -> None:
+        """Before an operation is carried out: what it does will be compared."""
+        now = Moment.now()
+        if now != self._moment:  # most draw nothing: kept once
+            self._moment = now
+        call.deeds = Deeds(self._moment, [deed_of(call.name, call.args, call.kwargs, self._values.name)])
+
+    def add(self, call: Call, out: Any) -> Any:
         """Add an operation to the plan.
 
         Args:
-            call: what was done, whose inputs are known.
-            stage: where; None: everywhere.
+            call: what was done.
             out: what it made.
-            changed: positions of the inputs that it changed in place.
-            deeds: what it did.
 
         Returns:
             Its result as the step gets it.
         """
-        n_outputs = len(tensors_in(out))
+        stage, n_outputs = call.stage, len(tensors_in(out))
         origins = frozenset[int]().union(*(value.origins for value in call.inputs))
         became = {}
-        for n, position in enumerate(changed):
-            key = None if stage is None else Key(len(self.operations), n_outputs + n)
-            became[position] = self._values.change(
-                call.inputs[position], stage, key, origins, call.by, len(self.operations)
-            )
-            self._changed.update([key] if key is not None else [])
+        for n, position in enumerate(call.changed):
+            key = None if stage is None else Key(self.next, n_outputs + n)
+            became[position] = self._values.change(call.inputs[position], stage, key, origins, call.by, self.next)
         known = [*call.inputs, *became.values()]
-        out = self._name_outputs(out, call, stage, known, origins)
+        out = self._name_outputs(out, call, known, origins)
         outputs = [value for value in map(self._values.get, tensors_in(out)) if value is not None]
         made = [v for v in [*outputs, *became.values()] if call.gradient and self._values.fake(v.tensor).requires_grad]
         given = call.inputs[: len(tensors_in(call.args, call.kwargs))]  # without what is found inside
         for position, value in enumerate(given if made else ()):
-            if position not in changed and (lasting := self._values.lasting_in(value)):
-                self.lasting_inputs.append((len(self.operations), position, lasting))
+            if position not in became and (lasting := self._values.lasting_in(value)):
+                self.lasting_inputs.append((self.next, position, lasting))
         for value in call.inputs:
             if value.stage is None or not call.shape_only:
                 self.use(value, stage, call.by, made)
@@ -100,7 +95,8 @@ class Record:
         if stage is None:
             for i, value in enumerate([*outputs, *became.values()]):
                 value.recipe = f"{recipe}.{i}" if value not in call.inputs else value.recipe
-        self.deeds.append(deeds)
+        self.stage = self.stage if stage is None else stage
+        self.deeds.append(call.deeds)
         self.operations.append(
             Operation(
                 what=call.what,
@@ -120,9 +116,7 @@ class Record:
         )
         return out
 
-    def _name_outputs(
-        self, out: Any, call: Call, stage: int | None, known: list[Value], origins: frozenset[int]
-    ) -> Any:
+    def _name_outputs(self, out: Any, call: Call, known: list[Value], origins: frozenset[int]) -> Any:
         """Learn of the tensors of a result, and give those of a stage keys.
 
         What is an input of the same stage, unchanged or changed in place, stays what it is, and what is returned twice
@@ -137,16 +131,16 @@ class Record:
         def name(x: Any) -> Any:
             if not isinstance(x, Tensor):
                 return x
-            key = Key(len(self.operations), next(position))
+            key = Key(self.next, next(position))
             if id(x) not in named:
                 named[id(x)] = name_once(x, key)
             return named[id(x)]
 
         def name_once(x: Tensor, key: Key) -> Tensor:
             value = given.get(id(x))
-            if value is not None and value.stage == stage and not call.is_unit:
+            if value is not None and value.stage == call.stage and not call.is_unit:
                 return value.tensor
-            if stage is None:
+            if call.stage is None:
                 made = self._values.add(x, None, call.by, origins=origins, constant=constant)
                 made.made_at = key
                 return x
@@ -154,7 +148,7 @@ class Record:
             if call.is_unit or value is not None:
                 with self._fake_mode:
                     x = x.view_as(x)
-            self._values.add(x, stage, call.by, key)
+            self._values.add(x, call.stage, call.by, key)
             return x
 
         return tree_map(name, out)

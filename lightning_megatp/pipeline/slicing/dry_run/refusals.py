@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_megatp.pipeline.slicing.dry_run.call import Call, sets_requires_grad
+from lightning_megatp.pipeline.slicing.dry_run.values import Value
 from lightning_megatp.pipeline.slicing.errors import KindError, SliceError, gradient_read
 from lightning_megatp.shim.autograd import checkpoint_region
 from lightning_megatp.tensor.functions import asks_gradient
@@ -49,17 +50,30 @@ def refuse_setting(call: Call, outlives: Callable[[Tensor], bool]) -> None:
     )
 
 
-def refuse_backwards(call: Call, stage: int | None) -> None:
+def refuse_stand_in(value: Value, stage: int | None, what: str) -> None:
+    """Raise where a stage would find the tensor that another stage changed in place, and not what it became.
+
+    Raises:
+        SliceError: it would.
+    """
+    if value.key is not None and value.stage != stage and value.by_change:
+        raise SliceError(
+            f"{what} was changed in place by {value.maker} on pipeline stage {value.stage}; stage {stage} does not"
+            " see that. Use the operation that returns a new tensor."
+        )
+
+
+def refuse_backwards(call: Call) -> None:
     """When an operation's stage is known.
 
     Raises:
         SliceError: it takes what a later stage makes.
     """
     late = [value for value in call.inputs if value.stage is not None and not call.shape_only]
-    late = [value for value in late if stage is None or (value.stage or 0) > stage]
+    late = [value for value in late if call.stage is None or (value.stage or 0) > call.stage]
     if late:
         raise SliceError(
-            f"{call.by} is on pipeline stage {stage}, and takes what {late[0].maker} made on the later stage"
+            f"{call.by} is on pipeline stage {call.stage}, and takes what {late[0].maker} made on the later stage"
             f" {late[0].stage}. Data flows forward only: keep the modules in between on one stage, by"
             " `stages=[[...], ...]`. A loop over the whole model (generating token by token) has no such place: do it"
             " in `validation_step` or `predict_step`, which the last stage can run alone."
@@ -73,7 +87,7 @@ class CheckpointRegions:
     def __init__(self) -> None:
         self._stages: dict[int, tuple[object, set[int]]] = {}
 
-    def add(self, call: Call, stage: int | None) -> None:
+    def add(self, call: Call) -> None:
         """An operation of a stage, perhaps in a region.
 
         Raises:
@@ -83,7 +97,7 @@ class CheckpointRegions:
         if region is None:
             return
         _, stages = self._stages.setdefault(id(region), (region, set()))
-        stages.update(() if stage is None else [stage])
+        stages.update(() if call.stage is None else [call.stage])
         if len(stages) > 1:
             raise SliceError(
                 f"{call.by} is part of an activation checkpoint that reaches over pipeline stages {sorted(stages)}."
@@ -94,3 +108,5 @@ class CheckpointRegions:
                 f"{call.by} draws random numbers that all pipeline stages share, inside an activation checkpoint, which"
                 " would draw others when it recomputes. Draw them before the checkpoint, or inside a module."
             )
+        for value in call.inputs:
+            refuse_stand_in(value, call.stage, f"a tensor that {call.by} takes in an activation checkpoint")

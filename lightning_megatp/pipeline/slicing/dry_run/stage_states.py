@@ -9,45 +9,19 @@ own stage.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from torch import Tensor, nn
 
+from lightning_megatp.pipeline.slicing.dry_run.by_tensor import ByTensor
+from lightning_megatp.pipeline.slicing.dry_run.lineages import Lineage
 from lightning_megatp.shim.torch import tree_leaves
 from lightning_megatp.snapshots.leftovers import is_own_object
 from lightning_megatp.snapshots.snapshot import PLAIN, Snapshot
 
 SharedParts = Mapping[str, Sequence[Any]]
 """Unit -> the modules in it, and the user's own objects on them, that are in units of other stages, too."""
-
-
-class Lineage(NamedTuple):
-    """What a tensor is made of that every stage would make alike inside of a unit: shapes, numbers, and tensors that
-    all have."""
-
-    origins: frozenset[int] = frozenset()
-    """id of the module's tensors among those; none is trained."""
-    of_batch: bool = False
-    """Whether values of the batch are among them."""
-
-    def with_batch(self) -> Lineage:
-        """This lineage, but of the batch, too."""
-        return Lineage(self.origins, True)
-
-
-class Known(NamedTuple):
-    """A tensor that every stage would make alike."""
-
-    tensor: Tensor
-    """Kept, so that no other one gets its id."""
-    lineage: Lineage
-
-
-def joined(lineages: Iterable[Lineage]) -> Lineage:
-    """The lineage of what is made of several."""
-    all_of_them = list(lineages)
-    return Lineage(frozenset().union(*(x.origins for x in all_of_them)), any(x.of_batch for x in all_of_them))
 
 
 def shared_parts(module: nn.Module, stage_of_unit: Mapping[str, int]) -> SharedParts:
@@ -83,13 +57,13 @@ class StageStates:
         self._at: dict[int, int] = {}
         """The stage whose units it was last used in."""
 
-    def enter(self, unit: str, stage: int, arguments: Any, known: Mapping[int, Known]) -> None:
+    def enter(self, unit: str, stage: int, arguments: Any, alike: ByTensor[Lineage]) -> None:
         """A unit is about to run.
 
         Args:
             arguments: which it is given; objects of the user's among them are those of this step.
-            known: by id of the tensor, what units have made that every stage would make alike; also tensors of the
-                module that were overwritten by such.
+            alike: what units have made that every stage would make alike; also tensors of the module that were
+                overwritten by such.
         """
         leaves = tree_leaves(arguments, is_leaf=is_own_object)  # dataclasses are opened else
         given = [x for x in leaves if is_own_object(x) and not isinstance(x, nn.Module)]
@@ -99,20 +73,20 @@ class StageStates:
             _, before = self._before[id(owner)]
             last = self._at.get(id(owner), stage)
             if last != stage:
-                if not _has_tables_alone(owner, before, known, lasts=id(owner) in self._lasting):
+                if not _has_tables_alone(owner, before, alike, lasts=id(owner) in self._lasting):
                     continue  # what the unit uses of it is refused
                 self._left[id(owner), last] = Snapshot(owner, submodules=False)
                 self._left.get((id(owner), stage), before).restore()
             self._at[id(owner)] = stage
 
 
-def _has_tables_alone(owner: Any, before: Snapshot, known: Mapping[int, Known], lasts: bool) -> bool:
+def _has_tables_alone(owner: Any, before: Snapshot, alike: ByTensor[Lineage], lasts: bool) -> bool:
     """Whether tensors were left on it, and they and plain values are all that was. What goes on from its own value
     before (a count of calls) is none: it would have been called less often."""
     new = [value for _, entries in before.changes() for value in tree_leaves(entries)]
-    if not all(id(x) in known if isinstance(x, Tensor) else type(x) in PLAIN for x in new):
+    if not all(x in alike if isinstance(x, Tensor) else type(x) in PLAIN for x in new):
         return False
     own = owner.buffers(recurse=False) if isinstance(owner, nn.Module) else ()
-    left = [known[id(x)].lineage for x in (*new, *own) if id(x) in known]
+    left = [alike[x] for x in (*new, *own) if x in alike]
     replaced = {id(x) for _, x in before.replaced_tensors()}
     return bool(left) and not any(replaced & lineage.origins or (lasts and lineage.of_batch) for lineage in left)

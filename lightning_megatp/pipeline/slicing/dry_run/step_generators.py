@@ -30,12 +30,11 @@ class StepGenerators:
     def __init__(self) -> None:
         self._drawn: list[_Drawn] = []
 
-    def note(self, call: Call, stage: int | None, operation: int) -> None:
+    def note(self, call: Call, operation: int) -> None:
         """Note which generators an operation was given.
 
         Args:
             call: an operation that may draw.
-            stage: of which it is; None if it is replicated.
             operation: its index.
         """
         for generator in generators_given(call.args, call.kwargs):
@@ -44,7 +43,7 @@ class StepGenerators:
                 drawn = _Drawn(generator, generator.initial_seed())
                 self._drawn.append(drawn)
             drawn.operations.append(operation)
-            drawn.replicated &= stage is None
+            drawn.replicated &= call.stage is None
 
     def seeds(self) -> Iterator[tuple[int, int]]:
         """After the dry run: the operations that drew from generators which are gone since, as the step that made them

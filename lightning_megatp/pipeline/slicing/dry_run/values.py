@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -10,7 +10,7 @@ from torch import Tensor
 from lightning_megatp.pipeline.slicing.dry_run.parts import Parts
 from lightning_megatp.pipeline.slicing.errors import SliceError
 from lightning_megatp.pipeline.slicing.plan import Key
-from lightning_megatp.pipeline.slicing.state.lasting import Changed, LastingChanges
+from lightning_megatp.pipeline.slicing.state.lasting import UNNAMED, Changed, LastingChanges
 from lightning_megatp.shim.autograd import is_transformed
 from lightning_megatp.shim.fakes import FakeTensorMode, fake_of, is_fake
 from lightning_megatp.shim.torch import storage_id, tensor_version
@@ -33,6 +33,8 @@ class Value:
     """It depends neither on the batch nor on chance."""
     consumers: set[int] = field(default_factory=set)
     """Later stages that use it."""
+    by_change: bool = False
+    """It came about by a change in place."""
     became: list[tuple[int, Value | None]] = field(default_factory=list)
     """What differentiable operations made of it, with their stages; None: it is the loss."""
     became_before: list[tuple[int, Value]] = field(default_factory=list)
@@ -70,11 +72,22 @@ class Values:
     Args:
         fake_mode: makes stand-ins.
         persistent: id() -> name of the tensors that outlive the step: parameters, buffers.
+        owners: id(parameter or buffer of a unit) -> the stages of its units. Those of operations between units that use
+            it are added.
+        glue: id() -> name of the parameters that belong to no unit.
         n_stages: how many stages run the step.
     """
 
-    def __init__(self, fake_mode: FakeTensorMode, persistent: dict[int, str], n_stages: int) -> None:
-        self._fake_mode, self._persistent, self.n_stages = fake_mode, persistent, n_stages
+    def __init__(
+        self,
+        fake_mode: FakeTensorMode,
+        persistent: Mapping[int, str],
+        owners: dict[int, set[int]],
+        glue: Mapping[int, str],
+        n_stages: int,
+    ) -> None:
+        self._fake_mode, self._persistent, self.owners, self.glue = fake_mode, persistent, owners, glue
+        self.n_stages, self.last_stage = n_stages, n_stages - 1
         self._known: dict[int, Value] = {}
         self._in_memory: dict[int, list[Value]] = {}
         self._lasting: dict[int, Value] = {}
@@ -84,7 +97,7 @@ class Values:
         """id(persistent tensor) -> stages that use it, or what replicated operations make of it; None: all."""
         self._lasting_changes = LastingChanges(persistent, n_stages)
         self.clones: set[Key] = set()
-        self.parts = Parts(n_stages - 1)
+        self.parts = Parts(self.last_stage)
 
     def get(self, tensor: Tensor) -> Value | None:
         """The value of a tensor, if it was met before."""
@@ -166,9 +179,19 @@ class Values:
         """Whether it was there before the step, and will be after."""
         return id(tensor) in self._persistent
 
+    def is_of_unit(self, tensor: Tensor) -> bool:
+        """Whether it is a parameter or a buffer of a unit, or stands for one of another stage."""
+        return id(tensor) in self.owners
+
+    def is_of_module(self, tensor: Tensor) -> bool:
+        """Whether it is one of the module's tensors, in a unit or not."""
+        return self.is_persistent(tensor) or self.is_of_unit(tensor)
+
     def name(self, tensor: Tensor) -> str:
-        """The name of a tensor that was there before the step, and will be after; "" of another."""
-        return self._persistent.get(id(tensor), "")
+        """The name of a tensor of the module, or a number for one of a unit without name; "" for others."""
+        name = self._persistent.get(id(tensor), "")
+        has_none = name == UNNAMED or (not name and self.is_of_unit(tensor))
+        return f"tensor {id(tensor)}" if has_none else name
 
     def change(
         self, value: Value, stage: int | None, key: Key | None, origins: frozenset[int], by: str, index: int
@@ -200,36 +223,38 @@ class Values:
                 )
             if other.tensor is not value.tensor and (stage is not None or other.stage is not None):
                 other.changed_elsewhere = (stage, by)
-        return self.add(value.tensor, stage, by, key, origins)
+        changed = self.add(value.tensor, stage, by, key, origins)
+        changed.by_change = True
+        return changed
 
-    def begin_part(self, operation: int, parameters: Collection[int]) -> None:
+    def begin_part(self, operation: int) -> None:
         """The step has gone backward by hand: what was made so far takes part in what comes if that takes it anew.
 
         Args:
             operation: which comes next.
-            parameters: id() of those that are in no unit.
 
         Raises:
             SliceError: what every stage does up to here is not the same when it is done once more.
         """
         every = {id(value): value for value in (*self._known.values(), *self.by_key.values())}  # also what was changed
-        self.parts.begin(operation, every.values(), parameters)
+        self.parts.begin(operation, every.values(), self.glue)
 
-    def early_numbers(self, last_stage: int) -> list[Value]:
+    def early_numbers(self) -> list[Value]:
         """The tensors of a single number that earlier stages have made: losses, which a step that reads one on the host
         often reads all, to log them."""
-        early = [v for v in self.by_key.values() if v.stage not in (None, last_stage) and v.changed_elsewhere is None]
-        return [v for v in early if self.get(v.tensor) is v and v.tensor.dim() == 0]
+        of_stages = [v for v in self.by_key.values() if v.stage not in (None, self.last_stage)]
+        early = [v for v in of_stages if v.changed_elsewhere is None and self.get(v.tensor) is v]
+        return [v for v in early if v.tensor.dim() == 0]
 
-    def find_gradients(self, last_stage: int) -> None:
+    def find_gradients(self) -> None:
         """At the end of the step: which values reach the loss. All that could, where the dry run did not: what the last
         stage has may go on into it."""
         values = list(self.by_key.values())[::-1]
         seen = any(x is None for value in values for _, x in value.became)
         for value in values:
             value.reaches_loss = not seen
-            if not seen and last_stage in value.consumers:
-                value.became.append((last_stage, None))
+            if not seen and self.last_stage in value.consumers:
+                value.became.append((self.last_stage, None))
         found = seen
         while found:
             found = False
@@ -238,9 +263,9 @@ class Values:
                 if not value.reaches_loss and value.has_gradient():
                     value.reaches_loss = found = True
 
-    def changed_for_good(self, owners: Mapping[int, set[int]], ends: Sequence[int]) -> Changed:
+    def changed_for_good(self, ends: Sequence[int]) -> Changed:
         """At the end of the step: what outlives it and was changed in place. See `LastingChanges.decide`."""
-        return self._lasting_changes.decide(self.uses, owners, ends)
+        return self._lasting_changes.decide(self.uses, self.owners, ends)
 
     def _storages(self, value: Value) -> set[int]:
         return {storage_id(x) for x in (value.tensor, value.fake) if x is not None}

@@ -1,10 +1,28 @@
-"""Taking layers out of a plan again."""
+"""Putting layers into a plan, and taking them out again."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
+from lightning_megatp.plan.layer import LayerPlan
 from lightning_megatp.plan.parallel_plan import ParallelPlan
+from lightning_megatp.plan.ranges import split_evenly
+from lightning_megatp.plan.styles import Style
+
+
+def add_layer(plan: ParallelPlan, name: str, style: str, size: int, how: str, head: bool = False) -> None:
+    """Put a layer into a plan, of which each rank has as many features or rows as any other.
+
+    Args:
+        size: of all.
+        how: it was planned, in words.
+        head: whether a linear layer's outputs are a vocabulary, which a cross-entropy takes split.
+    """
+    lazy = style == "column_gather" and head and not plan.compiled
+    by_rank = tuple((piece,) for piece in split_evenly(size, plan.tp))
+    plan.layers[name] = LayerPlan(name, Style(name, style), by_rank, lazy=lazy)
+    plan.how[name] = how + (", gathered on demand" if lazy else "")
+    plan.whole.pop(name, None)
 
 
 def drop_region(plan: ParallelPlan, name: str, why: str) -> list[str]:
