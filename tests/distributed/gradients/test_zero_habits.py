@@ -185,6 +185,39 @@ class FollowsInManual(FollowsGradients):
             optimizer.zero_grad()  # type: ignore[union-attr]
 
 
+class PenalisesACritic(Plain):
+    """WGAN-GP: called once more after the penalty, which doesn't depend on what the last unit returned for it, but on
+    its weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks.append(nn.Linear(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        x = batch.clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(self(x).sum(), x, create_graph=True)
+        return gradient.norm(2, dim=1).sub(1).square().mean() + self(batch).mean()
+
+
+class PenalisesInManual(PenalisesACritic):
+    automatic_optimization = False
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:  # type: ignore[override]
+        optimizer = self.optimizers()
+        optimizer.zero_grad()  # type: ignore[union-attr]
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.step()  # type: ignore[union-attr]
+
+
+class PenalisesAndAccumulates(PenalisesACritic):
+    accumulate = 2
+
+
 class PenalisesBesideUnused(PenalisesGradients):
     """The step's own gradients are none of a parameter that nothing uses: it doesn't decay."""
 
@@ -426,7 +459,8 @@ HABITS: list[type[Plain]] = [
     FollowsInManual, NamesGroups, Thaws, EndsEpochsEarly, AveragesInEveryBatch, AveragesByAssigning,
     TrainsTheHeadAlone, ChangesUnderVmap, StepsBySetting, SetsGradients, SetsWhatIsThere,
     AveragesBeforeClearing, Toggles, TogglesWithOldGradients, BackwardInTheStep, ClearedBackwardInTheStep, Attacks,
-    FreezesInTheStep, CallsWithOthers, CallsWithSomeOthers, CallsWithTrained,
+    FreezesInTheStep, CallsWithOthers, CallsWithSomeOthers, CallsWithTrained, PenalisesACritic, PenalisesInManual,
+    PenalisesAndAccumulates,
 ]  # fmt: skip
 
 
