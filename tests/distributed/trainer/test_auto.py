@@ -366,6 +366,20 @@ class Tangents(Perceptron):
         return nn.functional.cross_entropy(y, ids[:, 0] % 8) + speed.square().mean()
 
 
+class Ensemble(Tangents):
+    """Its step maps one block over the weights of several, which is given what learns."""
+
+    def training_step(self, ids: Tensor, batch_idx: int) -> Tensor:
+        x = self.start(ids / 40)
+        for block in self.usual:
+            x = block(x)
+        members = [dict(block.named_parameters()) for block in self.inside]
+        stacked = {name: torch.stack([member[name] for member in members]) for name in members[0]}
+        first = self.inside[0]
+        y = torch.func.vmap(lambda weights: torch.func.functional_call(first, weights, (x,)))(stacked)
+        return nn.functional.cross_entropy(self.end(y.mean(0)), ids[:, 0] % 8) + y.var(0).mean()
+
+
 class Conditioning(Perceptron):
     """Layers that could be a row of what stands before them, and are a column of what stands behind."""
 
@@ -641,6 +655,26 @@ def test_what_torch_func_runs_stays_whole() -> None:
         assert losses == pytest.approx(expected, rel=1e-12)
     with pytest.raises(RankError, match=r"MegaTPStrategy: a layer that the plan splits, .* under torch\.func"):
         run_ranks(2, fit_losses, Tangents, True, {"inside.*.0": "column", "inside.*.2": "row"})
+
+
+def fit_ensemble(rank: int, world_size: int) -> tuple[list[float], int, int]:
+    """The losses, and what a rank has of a mapped block and of a usual one."""
+    found: list[Ensemble] = []
+
+    def kind() -> Any:
+        found.append(Ensemble())
+        return found[0]
+
+    losses = fit_losses(rank, world_size, kind)  # type: ignore[arg-type]
+    mapped, usual = (sum(p.numel() for p in blocks.parameters()) for blocks in (found[0].inside, found[0].usual))
+    return losses, mapped, usual
+
+
+def test_a_step_that_maps_a_block_over_weights_is_looked_at() -> None:
+    expected, whole, _ = run_reference(fit_ensemble, 0, 1)
+    for losses, mapped, usual in run_ranks(2, fit_ensemble):
+        assert losses == pytest.approx(expected, rel=1e-9)
+        assert (mapped, usual) == (whole, 2 * (16 * 16 + 16 + 16 * 16 + 16)), "the usual ones are split in the middle"
 
 
 def test_blocks_that_ask_for_gradients_keep_their_tokens_whole() -> None:
