@@ -137,6 +137,21 @@ def check_by_tensor(optimizer: Any, pp: int) -> None:
             )
 
 
+def reads_losses(optimizer: Any) -> bool:
+    """Whether an optimizer's steps depend on what the closure returns: it searches along a line, or is done early where
+    the loss hardly changes. What can't be tried does not. Costs some milliseconds."""
+    optimizer = unwrap(optimizer)
+
+    def differ(case: _Case) -> bool:
+        make_gradient, told = _dense_or_sparse(lambda make: _trajectory(optimizer, case, None, make))
+        return not torch.equal(told, _trajectory(optimizer, case, None, make_gradient, tells_losses=False))
+
+    for case in _cases(optimizer, None)[:1]:  # of all its options alike
+        with contextlib.suppress(_NoVerdict), _apart():
+            return _by_a_twin(differ, case)
+    return False
+
+
 @contextlib.contextmanager
 def _apart() -> Iterator[None]:
     with torch.random.fork_rng(devices=[]), torch.enable_grad(), torch.device("cpu"), warnings.catch_warnings():
@@ -253,6 +268,7 @@ def _trajectory(
     dim: int | None,
     make_gradient: GradientMaker,
     seed: int = 0,
+    tells_losses: bool = True,
 ) -> Tensor:
     """(steps + 1, *shape): a parameter as it is stepped whole (`dim` None), or as two halves along `dim`."""
     start, gradients = _drawn(case.shape, 20)
@@ -265,7 +281,7 @@ def _trajectory(
         for twin, parameter, piece in zip(
             twins, parameters, [gradient] if dim is None else gradient.chunk(2, dim), strict=True
         ):
-            _step(twin, _backward([parameter], [piece], make_gradient))
+            _step(twin, _backward([parameter], [piece], make_gradient), tells_losses)
         values = [parameter.detach() for parameter in parameters]
         states.append(values[0].clone() if dim is None else torch.cat(values, dim))
     return torch.stack(states)
@@ -385,17 +401,17 @@ def _copy(optimizer: Optimizer, groups: list[_Group]) -> Optimizer:
     return twin
 
 
-def _step(twin: Optimizer, backward: Callable[[], None] | None = None) -> None:
+def _step(twin: Optimizer, backward: Callable[[], Tensor] | None = None, tells_losses: bool = True) -> None:
     """Let a twin step, with a closure where it needs one.
 
     Args:
         backward: for a closure, as Lightning gives one to each step.
+        tells_losses: else the closure returns the same number each time.
     """
 
     def closure() -> Tensor:
-        if backward is not None:
-            backward()
-        return torch.zeros(())
+        loss = torch.zeros(()) if backward is None else backward()
+        return loss if tells_losses else torch.zeros(())
 
     try:
         argument = inspect.signature(type(twin).step).parameters.get("closure")
@@ -411,17 +427,21 @@ def _step(twin: Optimizer, backward: Callable[[], None] | None = None) -> None:
 
 def _backward(
     parameters: Sequence[Tensor], drawn: Sequence[Tensor], make_gradient: GradientMaker
-) -> Callable[[], None]:
+) -> Callable[[], Tensor]:
     """Gives parameters their gradients. Called again, as by a closure, it does so where the optimizer has cleared them
-    or gone elsewhere, where gradients are others. What it has clipped it may find again: a closure may do nothing."""
+    or gone elsewhere, where gradients are others. What it has clipped it may find again: a closure may do nothing. It
+    returns a loss that has these gradients, which a search along a line looks at."""
     before = [parameter.detach().clone() for parameter in parameters]
 
-    def again() -> None:
+    def again() -> Tensor:
+        loss = torch.ones((), dtype=torch.float64)
         for parameter, gradient, start in zip(parameters, drawn, before, strict=True):
             moved = parameter.detach() - start
             cleared = parameter.grad is None or not (parameter.grad.is_sparse or parameter.grad.any())
             if cleared or moved.any():
                 parameter.grad = make_gradient(gradient + moved)
+            loss += ((gradient + moved / 2) * moved).sum()
+        return loss
 
     for parameter in parameters:
         parameter.grad = None
