@@ -218,6 +218,17 @@ class PenalisesAndAccumulates(PenalisesACritic):
     accumulate = 2
 
 
+class WeighsByGradients(Plain):
+    """Of a unit's weight, which it asks for between the unit's calls (VQGAN, GradNorm)."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        y = self(batch)
+        losses = [y.square().mean(), y.abs().mean()]
+        weight = self.blocks[-1].a.weight
+        norms = [torch.autograd.grad(loss, weight, retain_graph=True)[0].norm() for loss in losses]  # type: ignore[arg-type]
+        return losses[0] + losses[1] * (norms[0] / (norms[1] + 1e-4)).detach()
+
+
 class PenalisesBesideUnused(PenalisesGradients):
     """The step's own gradients are none of a parameter that nothing uses: it doesn't decay."""
 
@@ -460,7 +471,7 @@ HABITS: list[type[Plain]] = [
     TrainsTheHeadAlone, ChangesUnderVmap, StepsBySetting, SetsGradients, SetsWhatIsThere,
     AveragesBeforeClearing, Toggles, TogglesWithOldGradients, BackwardInTheStep, ClearedBackwardInTheStep, Attacks,
     FreezesInTheStep, CallsWithOthers, CallsWithSomeOthers, CallsWithTrained, PenalisesACritic, PenalisesInManual,
-    PenalisesAndAccumulates,
+    PenalisesAndAccumulates, WeighsByGradients,
 ]  # fmt: skip
 
 
@@ -643,6 +654,35 @@ def test_edited_gradients_are_stepped(layout: Layout, accumulate: int) -> None:
     expected, found = (run_program(where, _edited, accumulate)[0] for where in (PLAIN, layout))
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, atol=1e-9, rtol=0, msg=lambda text, n=name: f"{n}: {text}")
+
+
+class WeighsInRegions(GPT):
+    """By gradients of what each tensor rank uses on its own tokens, and of what it has a part of."""
+
+    def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        tokens, targets = batch
+        logits = self(tokens)
+        losses = [torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()), logits.square().mean()]
+        shared = [self.norm.weight, self.blocks[0].mlp.down.bias]
+        first, second = (torch.autograd.grad(loss, shared, retain_graph=True) for loss in losses)
+        rate = sum(a.norm() / (b.norm() + 1e-3) for a, b in zip(first, second, strict=True))
+        return losses[0] + 0.1 * losses[1] * rate.detach()
+
+
+def _weighed_in_regions(layout: Layout) -> dict[str, Tensor]:
+    torch.manual_seed(5)
+    module, trainer = WeighsInRegions(GPTConfig()), make_trainer(layout, "tied")
+    trainer.fit(module, train_loader(layout, 3))
+    state: dict[str, Tensor] = trainer.strategy.lightning_module_state_dict()
+    return state
+
+
+def test_gradients_in_a_step_of_divided_parameters_are_those_of_all_tensor_ranks() -> None:
+    expected = run_program(Layout(dp=2), _weighed_in_regions)[0]
+    for zero in (1, 3):
+        found = run_program(Layout(tp=2, dp=2, zero=zero), _weighed_in_regions)[0]
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, atol=1e-9, rtol=0, msg=f"zero={zero} {name}")
 
 
 class WritesWhileGathered(Plain):
