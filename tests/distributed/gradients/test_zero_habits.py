@@ -712,6 +712,14 @@ class Hooked(Plain):
         self.head.weight.register_post_accumulate_grad_hook(lambda p: None)
 
 
+class ReplacesGradientsInTheStep(ClearsInManual):
+    """Projected ones, say."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.manual_backward(self(batch).square().mean())
+        self.blocks[0].a.weight.grad = torch.zeros(8, 8)  # type: ignore[union-attr]
+
+
 class HookedWithWeight(Plain):
     def __init__(self) -> None:
         super().__init__()
@@ -754,6 +762,12 @@ def _refused(layout: Layout, kind: type[Plain]) -> None:
 def test_what_would_be_lost_is_refused(kind: type[Plain], text: str) -> None:
     with pytest.raises(RankError, match=text):
         run_program(Layout(dp=2, zero=1), _refused, kind)
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_gradients_that_a_step_sets_are_refused(zero: int) -> None:
+    with pytest.raises(RankError, match=r"the step sets the gradient of `blocks\.0\.a\.weight`"):
+        run_program(Layout(dp=2, zero=zero), _refused, ReplacesGradientsInTheStep)
 
 
 class Unfreezes(Plain):
