@@ -541,6 +541,32 @@ def test_a_step_loads_the_state_of_divided_modules(layout: Layout) -> None:
         torch.testing.assert_close(found[name], value, atol=1e-9, rtol=0, msg=lambda text, n=name: f"{n}: {text}")
 
 
+class UnitsInARegion(Plain):
+    """Each layer is gathered by itself, some of them between a column and its row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 14), nn.ReLU(), nn.Linear(14, 13), nn.ReLU(), nn.Linear(13, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + self.net(x))
+
+
+def _units_in_a_region(layout: Layout) -> tuple[dict[str, Tensor], int]:
+    module, trainer = UnitsInARegion(), make_trainer(layout, "untied", {"plan": "auto"})
+    trainer.fit(module, DataLoader(_data(), batch_size=2))  # type: ignore[arg-type]
+    return trainer.strategy.lightning_module_state_dict(), module.net[0].weight.shape[0]
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_layers_of_a_region_that_are_gathered_one_by_one(zero: int) -> None:
+    expected, _ = run_program(Layout(dp=2), _units_in_a_region)[0]
+    found, rows = run_program(Layout(tp=2, dp=2, zero=zero), _units_in_a_region)[0]
+    assert rows == 7, "a tensor rank's"
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, atol=1e-9, rtol=0, msg=lambda text, n=name: f"{n}: {text}")
+
+
 class WeighsUnseen(Toggles):
     """Weights beside their layers, in a step that can't be looked at before training: it takes numbers."""
 
