@@ -731,6 +731,23 @@ def test_an_adapter_around_a_layer_that_stays_whole_stays_whole_too() -> None:
     assert set(result.whole) == {"down", "up"} and "narrow" in result.whole["up"]
 
 
+class Counting(nn.Module):
+    """Counts its calls, up to a number of features that might stay together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.calls = nn.Linear(HIDDEN, 14), nn.Linear(14, HIDDEN), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x + self.down(torch.relu(self.up(x)))
+
+
+def test_numbers_that_count_on_while_a_block_is_probed() -> None:
+    result = plan(Counting(), 2)
+    assert result.problem is None and owned(result, "down") == [[*range(7)], [*range(7, 14)]]
+
+
 def test_numbers_that_the_code_does_not_read_are_not_tried() -> None:
     body = Fused()
     others = dict.fromkeys("abcdefghijkl", HIDDEN)
