@@ -23,19 +23,20 @@ from lightning_megatp.auto_plan.capture import capture_calls
 from lightning_megatp.auto_plan.dropping import drop_region, inside, related
 from lightning_megatp.auto_plan.experts import LARGE, keep_whole_in_stacks, plan_stacks, say_refused, thin_stacks
 from lightning_megatp.auto_plan.huggingface import own_plan, plan_of_block
+from lightning_megatp.auto_plan.lookups import can_split
 from lightning_megatp.auto_plan.references import attentions_called, attentions_in
 from lightning_megatp.auto_plan.results import BlockResult
 from lightning_megatp.auto_plan.search import plan_block
 from lightning_megatp.auto_plan.stacks import find_stacks, holds_stacks
 from lightning_megatp.auto_plan.uses import weights_of_heads
 from lightning_megatp.plan.convolutions import convolution_plan, fits, least_size, weights
-from lightning_megatp.plan.embeddings import looks_up
 from lightning_megatp.plan.layer import LayerPlan, Split
 from lightning_megatp.plan.layer_styles import attention_plan, runs_as, split_parameters
 from lightning_megatp.plan.parallel_plan import ParallelPlan, plain_name
 from lightning_megatp.plan.ranges import Ranges, split_evenly
 from lightning_megatp.plan.specs import parameter_specs
 from lightning_megatp.plan.styles import Style, matches
+from lightning_megatp.plan.units import is_in_list
 from lightning_megatp.shim.autograd import functorch_is_active, unbind_functions
 from lightning_megatp.shim.compiler import is_compiled
 from lightning_megatp.shim.transformers import is_conv1d
@@ -129,6 +130,7 @@ def discover(model: nn.Module, tp: int, kinds: Sequence[Block], plan: ParallelPl
     own, problem = own_plan(model)
     # Each would break a compiled graph, and torch fails at in-place code behind some of these breaks.
     least = math.inf if plan.compiled else least_size(model)
+    total = sum(p.numel() for p in model.parameters())
     found.problems += [problem] if problem else []
     blocks = [kind for kind in kinds if not kind.stack]
     layouts, refused = plan_stacks(plan, model, tp, kinds)
@@ -140,8 +142,10 @@ def discover(model: nn.Module, tp: int, kinds: Sequence[Block], plan: ParallelPl
         read = {
             n.removeprefix(f"{name}.") for n in plan.read_outside for name in kind.names if n.startswith(f"{name}.")
         }
+        # In a list a block is one of many, and its tables are small beside it: biases by position, say.
+        tables = math.inf if is_in_list(model, kind.names[0]) else _SMALL_TABLE * total
         with thin_stacks(kind, layouts) as inside:
-            result = plan_block(kind, tp, trusted, least, not plan.compiled, read, inside)
+            result = plan_block(kind, tp, trusted, least, not plan.compiled, read, inside, tables)
         found.results.append(result)
         found.problems += _spread(plan, result, model)
         plan.proven += [] if result.problem else map(plain_name, kind.names)
@@ -329,7 +333,7 @@ def _plan_tables(plan: ParallelPlan, model: nn.Module, tp: int) -> None:
         weight = child._parameters.get("weight")
         if weight is None or weight.numel() < _SMALL_TABLE * total or weight.shape[0] < tp:
             continue
-        if isinstance(child, nn.Embedding) and _can_split(child):
+        if isinstance(child, nn.Embedding) and can_split(child):
             _add(plan, name, "vocab", _even(child.num_embeddings, tp), "by its rows")
         elif is_linear(child):
             outputs = weight.shape[1 if is_conv1d(child) else 0]
@@ -351,12 +355,7 @@ def _plan_convolutions(plan: ParallelPlan, model: nn.Module, tp: int, least: flo
 
 def _tables(model: nn.Module) -> dict[str, nn.Embedding]:
     """The embeddings that can be split by their rows, by the names of their weights."""
-    return {f"{name}.weight": x for name, x in model.named_modules() if isinstance(x, nn.Embedding) and _can_split(x)}
-
-
-def _can_split(table: nn.Embedding) -> bool:
-    whole = table.sparse or table.max_norm or table.scale_grad_by_freq
-    return not whole and (runs_as(table, nn.Embedding) or looks_up(table))
+    return {f"{name}.weight": x for name, x in model.named_modules() if isinstance(x, nn.Embedding) and can_split(x)}
 
 
 def _agree_on_ties(plan: ParallelPlan, model: nn.Module, tp: int) -> None:
@@ -393,7 +392,7 @@ def _of_weight(layer: LayerPlan, module: nn.Module) -> Split | None:
 
 
 def _tied_style(module: nn.Module) -> str | None:
-    if isinstance(module, nn.Embedding) and _can_split(module):
+    if isinstance(module, nn.Embedding) and can_split(module):
         return "vocab"
     return "column_gather" if runs_as(module, nn.Linear) else None
 

@@ -257,6 +257,10 @@ class Trials:
         """Convolutions by their output channels, gathered: where values are whole."""
         self._accept_most({name: (layer, "gathered: a convolution") for name, layer in layers.items()})
 
+    def tables(self, layers: dict[str, LayerPlan]) -> None:
+        """Embeddings by their rows, where values are whole."""
+        self._accept_most({name: (layer, "by its rows") for name, layer in layers.items()})
+
     def _accept_most(self, layers: dict[str, tuple[LayerPlan, str]]) -> None:
         """Add layers, and how they are split, that each stand alone: all of them, or those that are proven to hold."""
         plan = BlockPlan({name: layer for name, (layer, _) in layers.items()})

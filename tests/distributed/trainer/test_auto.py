@@ -380,6 +380,28 @@ class Ensemble(Tangents):
         return nn.functional.cross_entropy(self.end(y.mean(0)), ids[:, 0] % 8) + y.var(0).mean()
 
 
+class Factors(nn.Module):
+    """A recommender in one module: tables of which one row has no gradient, factors beside a perceptron."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Embedding(40, 6, padding_idx=3), nn.Embedding(41, 6)
+        self.bias, self.net = nn.Embedding(41, 8), nn.Sequential(nn.Linear(12, 22), nn.ReLU(), nn.Linear(22, 8))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x, y = self.first(ids[:, :3]), self.second(ids[:, 3:] + 1)
+        return self.net(torch.cat([x, x * y], -1)).mean(1) + self.bias(ids).sum(1)
+
+
+class Recommender(Perceptron):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Factors()
+
+    def training_step(self, ids: Tensor, batch_idx: int) -> Tensor:
+        return nn.functional.cross_entropy(self.net(ids), ids[:, 0] % 8)
+
+
 class Conditioning(Perceptron):
     """Layers that could be a row of what stands before them, and are a column of what stands behind."""
 
@@ -603,6 +625,13 @@ def test_features_gathered_on_demand_enter_sequence_regions() -> None:
     expected = run_reference(fit_losses_alone, Factorized)
     for losses in run_ranks(2, fit_losses, Factorized):
         assert losses == pytest.approx(expected, rel=1e-9)
+
+
+def test_tables_of_a_model_in_one_module() -> None:
+    expected = run_reference(fit_losses_alone, Recommender)
+    for tp in (2, 3):
+        for losses in run_ranks(tp, fit_losses, Recommender):
+            assert losses == pytest.approx(expected, rel=1e-9)
 
 
 def test_projections_that_are_added_to_what_a_region_reads() -> None:
