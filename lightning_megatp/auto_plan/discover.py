@@ -23,7 +23,7 @@ from lightning_megatp.auto_plan.capture import capture_calls
 from lightning_megatp.auto_plan.dropping import drop_region, inside, related
 from lightning_megatp.auto_plan.experts import LARGE, keep_whole_in_stacks, plan_stacks, say_refused, thin_stacks
 from lightning_megatp.auto_plan.huggingface import own_plan, plan_of_block
-from lightning_megatp.auto_plan.lookups import can_split
+from lightning_megatp.auto_plan.lookups import HOW, can_split
 from lightning_megatp.auto_plan.references import attentions_called, attentions_in
 from lightning_megatp.auto_plan.results import BlockResult
 from lightning_megatp.auto_plan.search import plan_block
@@ -334,7 +334,9 @@ def _plan_tables(plan: ParallelPlan, model: nn.Module, tp: int) -> None:
         if weight is None or weight.numel() < _SMALL_TABLE * total or weight.shape[0] < tp:
             continue
         if isinstance(child, nn.Embedding) and can_split(child):
-            _add(plan, name, "vocab", _even(child.num_embeddings, tp), "by its rows")
+            _add(plan, name, "vocab", _even(child.num_embeddings, tp), HOW["vocab"])
+        elif isinstance(child, nn.EmbeddingBag) and can_split(child) and child.embedding_dim >= tp:
+            _add(plan, name, "hidden", _even(child.embedding_dim, tp), HOW["hidden"])
         elif is_linear(child):
             outputs = weight.shape[1 if is_conv1d(child) else 0]
             _add(plan, name, "column_gather", _even(outputs, tp), "outside of blocks", head=outputs in vocabularies)

@@ -1,4 +1,4 @@
-"""Embeddings that can be split by their rows."""
+"""Embeddings that can be split by their rows, and bags of them, by their columns."""
 
 from __future__ import annotations
 
@@ -11,21 +11,32 @@ from lightning_megatp.plan.ranges import split_evenly
 from lightning_megatp.plan.styles import Style
 
 
-def can_split(table: nn.Embedding) -> bool:
-    """Whether ranks can have some of its rows each."""
+def can_split(table: nn.Embedding | nn.EmbeddingBag) -> bool:
+    """Whether ranks can have some of its rows, or columns, each."""
     whole = table.sparse or table.max_norm or table.scale_grad_by_freq
+    if isinstance(table, nn.EmbeddingBag):
+        return not whole and runs_as(table, nn.EmbeddingBag)
     return not whole and (runs_as(table, nn.Embedding) or looks_up(table))
 
 
 def tables_in(block: nn.Module, tp: int, least: float) -> dict[str, LayerPlan]:
-    """The plans of the tables inside of a block, by rows.
+    """The plans of the tables inside of a block.
 
     Args:
         least: tables with fewer weights stay whole.
     """
-    tables = {name: x for name, x in block.named_modules() if isinstance(x, nn.Embedding) and "weight" in x._parameters}
-    return {
-        name: LayerPlan(name, Style(name, "vocab"), tuple((rows,) for rows in split_evenly(x.num_embeddings, tp)))
-        for name, x in tables.items()
-        if x.weight.numel() >= max(least, 1) and x.num_embeddings >= tp and runs_as(x, nn.Embedding) and can_split(x)
-    }
+    found = {}
+    for name, x in block.named_modules():
+        exact = isinstance(x, nn.EmbeddingBag) or runs_as(x, nn.Embedding)
+        if not isinstance(x, nn.Embedding | nn.EmbeddingBag) or x._parameters.get("weight") is None or not exact:
+            continue
+        bags = isinstance(x, nn.EmbeddingBag)
+        size = x.embedding_dim if bags else x.num_embeddings
+        if x.weight.numel() >= max(least, 1) and size >= tp and can_split(x):
+            by_rank = tuple((piece,) for piece in split_evenly(size, tp))
+            found[name] = LayerPlan(name, Style(name, "hidden" if bags else "vocab"), by_rank)
+    return found
+
+
+HOW = {"vocab": "by its rows", "hidden": "by its columns, gathered"}
+"""Style of a table -> in words."""

@@ -14,7 +14,7 @@ from lightning_megatp.auto_plan.blocks import Block, is_linear, unlooked
 from lightning_megatp.auto_plan.compare import NotFinite, Reference
 from lightning_megatp.auto_plan.dropping import inside
 from lightning_megatp.auto_plan.influence import probe
-from lightning_megatp.auto_plan.lookups import tables_in
+from lightning_megatp.auto_plan.lookups import HOW, tables_in
 from lightning_megatp.auto_plan.references import couplings, looks_at_gradients, references_of
 from lightning_megatp.auto_plan.results import BlockResult
 from lightning_megatp.auto_plan.simulate import BlockPlan
@@ -185,11 +185,11 @@ def _one_by_one(
     names: Collection[str],
     why: str,
 ) -> BlockResult:
-    """Split these layers of a block by their outputs, and gather them; and tables by their rows."""
+    """Split these layers of a block by their outputs, and gather them; and tables."""
     result.problem = why
     result.whole |= dict.fromkeys(weights_of_no_layer(result.block.module), why)
     result.plan.layers |= convolutions | tables
-    result.how |= dict.fromkeys(convolutions, f"gathered: {why}") | dict.fromkeys(tables, "by its rows")
+    result.how |= dict.fromkeys(convolutions, f"gathered: {why}") | {n: HOW[x.style.style] for n, x in tables.items()}
     layers = {name: child for name, child in result.block.module.named_modules() if name in names}
     sizes = {name: child.weight.numel() for name, child in layers.items()}
     for name, child in layers.items():

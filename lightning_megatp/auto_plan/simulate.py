@@ -182,7 +182,7 @@ class SimulatedRank:
             child = self.module.get_submodule(name)
             if isinstance(child, ThinLinear):
                 self._cut(name, child, layer)
-            elif isinstance(child, nn.Embedding):
+            elif isinstance(child, nn.Embedding | nn.EmbeddingBag):
                 self._cut_table(name, child, layer)
             else:
                 self._cut_convolution(name, child, layer)
@@ -219,11 +219,15 @@ class SimulatedRank:
                 self.cuts[f"{name}.{leaf}"] = 0, ranges
         child.split = _SPLITS[style](layer, self.context)
 
-    def _cut_table(self, name: str, child: nn.Embedding, layer: LayerPlan) -> None:
-        ranges = layer.by_rank[self.rank]
-        forward = _Table(child, ranges, self.context.exchange)  # knows the number of all rows
-        child._parameters["weight"] = nn.Parameter(take_ranges(child.weight.detach(), 0, ranges).clone())
-        self.cuts[f"{name}.weight"] = 0, ranges
+    def _cut_table(self, name: str, child: nn.Embedding | nn.EmbeddingBag, layer: LayerPlan) -> None:
+        ranges, dim = layer.by_rank[self.rank], 0
+        forward: Any
+        if isinstance(child, nn.EmbeddingBag):
+            dim, forward = 1, _Bags(child, layer, self.context.exchange)
+        else:
+            forward = _Table(child, ranges, self.context.exchange)
+        child._parameters["weight"] = nn.Parameter(take_ranges(child.weight.detach(), dim, ranges).clone())
+        self.cuts[f"{name}.weight"] = dim, ranges
         child.__dict__["forward"] = forward
 
     def _cut_convolution(self, name: str, child: Any, layer: LayerPlan) -> None:
@@ -289,6 +293,16 @@ class _Table:
         padding = padding - self.first if padding is not None and self.first <= padding < self.stop else None
         found = nn.functional.embedding((ids - self.first).masked_fill(elsewhere, 0), self.module.weight, padding)
         return self.exchange.reduce(found.masked_fill(elsewhere.unsqueeze(-1), 0.0))
+
+
+class _Bags:
+    def __init__(self, module: nn.EmbeddingBag, layer: LayerPlan, exchange: SimulatedExchange) -> None:
+        self.module, self.layer, self.exchange = module, layer, exchange
+
+    def __call__(self, ids: Tensor, offsets: Any = None, per_sample_weights: Any = None) -> Tensor:
+        weights = None if per_sample_weights is None else self.exchange.copy(gathered(per_sample_weights))
+        y = nn.EmbeddingBag.forward(self.module, ids, offsets, weights)
+        return self.exchange.gather(y, 1, self.layer.by_rank)
 
 
 class _Convolution:

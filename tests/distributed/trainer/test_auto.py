@@ -381,16 +381,21 @@ class Ensemble(Tangents):
 
 
 class Factors(nn.Module):
-    """A recommender in one module: tables of which one row has no gradient, factors beside a perceptron."""
+    """A recommender in one module: tables of which one row has no gradient, bags with weights that learn, or in which a
+    row doesn't count, and factors beside a perceptron."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = nn.Embedding(40, 6, padding_idx=3), nn.Embedding(41, 6)
         self.bias, self.net = nn.Embedding(41, 8), nn.Sequential(nn.Linear(12, 22), nn.ReLU(), nn.Linear(22, 8))
+        self.sums, self.most = nn.EmbeddingBag(40, 8, mode="sum"), nn.EmbeddingBag(40, 8, mode="max", padding_idx=5)
+        self.means, self.weigh = nn.EmbeddingBag(40, 8, include_last_offset=True), nn.Linear(6, 6)
 
     def forward(self, ids: Tensor) -> Tensor:
         x, y = self.first(ids[:, :3]), self.second(ids[:, 3:] + 1)
-        return self.net(torch.cat([x, x * y], -1)).mean(1) + self.bias(ids).sum(1)
+        bags = self.sums(ids, per_sample_weights=self.weigh(ids / 40)) + self.most(ids)
+        bags = bags + self.means(ids.flatten(), torch.arange(len(ids) + 1) * 6)
+        return self.net(torch.cat([x, x * y], -1)).mean(1) + self.bias(ids).sum(1) + bags
 
 
 class Recommender(Perceptron):
