@@ -407,6 +407,38 @@ class Recommender(Perceptron):
         return nn.functional.cross_entropy(self.net(ids), ids[:, 0] % 8)
 
 
+class AdagradByHand(Perceptron):
+    """Asks in its step for an optimizer that makes its states of the weights when it is made."""
+
+    automatic_optimization = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.net = nn.Embedding(40, 6), nn.Sequential(nn.Linear(6, 22), nn.ReLU(), nn.Linear(22, 8))
+
+    def training_step(self, ids: Tensor, batch_idx: int) -> Tensor:
+        optimizer: Any = self.optimizers()
+        loss = nn.functional.cross_entropy(self.net(self.table(ids)).mean(1), ids[:, 0] % 8)
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adagrad(self.parameters(), lr=0.1)
+
+
+def fit_adagrad(rank: int, world_size: int) -> tuple[list[float], int]:
+    """The losses, and the rows of the table here."""
+    found: list[AdagradByHand] = []
+
+    def kind() -> Any:
+        found.append(AdagradByHand())
+        return found[0]
+
+    return fit_losses(rank, world_size, kind), found[0].table.weight.shape[0]  # type: ignore[arg-type]
+
+
 class Conditioning(Perceptron):
     """Layers that could be a row of what stands before them, and are a column of what stands behind."""
 
@@ -637,6 +669,12 @@ def test_tables_of_a_model_in_one_module() -> None:
     for tp in (2, 3):
         for losses in run_ranks(tp, fit_losses, Recommender):
             assert losses == pytest.approx(expected, rel=1e-9)
+
+
+def test_states_that_an_optimizer_makes_at_once_are_no_use_of_weights() -> None:
+    expected, _ = run_reference(fit_adagrad, 0, 1)
+    for losses, rows in run_ranks(2, fit_adagrad):
+        assert losses == pytest.approx(expected, rel=1e-9) and rows == 20
 
 
 def test_projections_that_are_added_to_what_a_region_reads() -> None:
