@@ -168,7 +168,7 @@ class ParallelModule(ParallelParameters):
             if self.uncompiled:
                 stack.enter_context(uncompiled())
             if self.has_regions or self.divided:
-                stack.enter_context(handle_grad(self.partial.differentiate, self._leaf, self.partial.trace_nested))
+                stack.enter_context(handle_grad(self.partial.differentiate, self.leaf, self.partial.trace_nested))
             if self.has_regions:
                 stack.enter_context(functions_take_whole(self.context))
             if self._has_shards:

@@ -78,7 +78,7 @@ class ParallelParameters:
         for x in (parameter, self.held(parameter)):
             x.grad = None
 
-    def _leaf(self, x: Any) -> Any:
+    def leaf(self, x: Any) -> Any:
         """What collects the gradient of a parameter that a step sees; anything else as it is."""
         x = x.parameter if isinstance(x, WholeParameter) else x
         divided = self.divided.get(id(x))

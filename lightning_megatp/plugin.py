@@ -37,6 +37,7 @@ from lightning_megatp.tensor.convolution import convolution_kind
 from lightning_megatp.tensor.experts import expert_kind
 from lightning_megatp.tensor.layers import (
     HiddenParallelEmbedding,
+    HiddenParallelEmbeddingBag,
     ParallelLayer,
     VocabParallelEmbedding,
     of_subclass,
@@ -235,7 +236,9 @@ class ParallelismPlugin:
             return expert_kind(layer).adopt(
                 layer, context, plan.by_rank, splits=splits, stack_layout=plan.stack, **common
             )
-        kind = VocabParallelEmbedding if style == "vocab" else HiddenParallelEmbedding
+        kind: type[nn.Module] = VocabParallelEmbedding if style == "vocab" else HiddenParallelEmbedding
+        if isinstance(layer, nn.EmbeddingBag):
+            kind = HiddenParallelEmbeddingBag
         return of_subclass(kind, layer).adopt(layer, context, plan.by_rank, **common)
 
     def finalize_gradients(self, parallel: ParallelModule) -> None:
@@ -302,7 +305,7 @@ class ParallelismPlugin:
         for name in plan.parameters:
             owner = module.get_submodule(name.rpartition(".")[0])
             if (
-                not isinstance(owner, (nn.Linear, nn.Embedding))
+                not isinstance(owner, (nn.Linear, nn.Embedding, nn.EmbeddingBag))
                 and plain_name(name.rpartition(".")[0]) not in plan.layers
             ):
                 owner.__dict__["_parameters"] = LayerParameters(owner._parameters, context, owner)

@@ -16,7 +16,7 @@ from lightning_megatp.auto_plan.capture import capture_calls
 from lightning_megatp.auto_plan.changes import add_layer, drop_region, inside, related
 from lightning_megatp.auto_plan.experts import LARGE, keep_whole_in_stacks, plan_stacks, say_refused, thin_stacks
 from lightning_megatp.auto_plan.huggingface import own_plan, plan_of_block
-from lightning_megatp.auto_plan.outside import OutsideBlocks, is_open, tables_of
+from lightning_megatp.auto_plan.outside import SMALL_TABLE, OutsideBlocks, is_open, tables_of
 from lightning_megatp.auto_plan.references import attentions_called, attentions_in
 from lightning_megatp.auto_plan.results import BlockResult
 from lightning_megatp.auto_plan.search import plan_block
@@ -29,6 +29,7 @@ from lightning_megatp.plan.layer_styles import attention_plan
 from lightning_megatp.plan.parallel_plan import ParallelPlan, plain_name
 from lightning_megatp.plan.specs import parameter_specs
 from lightning_megatp.plan.styles import Style
+from lightning_megatp.plan.units import is_in_list
 from lightning_megatp.shim.autograd import functorch_is_active, unbind_functions
 from lightning_megatp.shim.compiler import is_compiled
 from lightning_megatp.shim.transformers import is_conv1d
@@ -119,6 +120,7 @@ def discover(model: nn.Module, tp: int, kinds: Sequence[Block], plan: ParallelPl
     own, problem = own_plan(model)
     # Each would break a compiled graph, and torch fails at in-place code behind some of these breaks.
     least = math.inf if plan.compiled else least_size(model)
+    total = sum(p.numel() for p in model.parameters())
     found.problems += [problem] if problem else []
     blocks = [kind for kind in kinds if not kind.stack]
     layouts, refused = plan_stacks(plan, model, tp, kinds)
@@ -130,8 +132,10 @@ def discover(model: nn.Module, tp: int, kinds: Sequence[Block], plan: ParallelPl
         read = {
             n.removeprefix(f"{name}.") for n in plan.read_outside for name in kind.names if n.startswith(f"{name}.")
         }
+        # In a list a block is one of many, and its tables are small beside it: biases by position, say.
+        tables = math.inf if is_in_list(model, kind.names[0]) else SMALL_TABLE * total
         with thin_stacks(kind, layouts) as inside:
-            result = plan_block(kind, tp, trusted, least, not plan.compiled, read, inside)
+            result = plan_block(kind, tp, trusted, least, not plan.compiled, read, inside, tables)
         found.results.append(result)
         found.problems += _spread(plan, result, model)
         plan.proven += [] if result.problem else map(plain_name, kind.names)

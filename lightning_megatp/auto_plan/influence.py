@@ -189,11 +189,12 @@ def probe(twin: nn.Module, call: Call, tp: int, apart: StatisticsApart | None = 
         rows = [name for name in rows if layers[name].in_features >= layers[name].out_features]
     sums: dict[str, _Row] = {}
     outputs: dict[str, int] = {}
+    numbers = _numbers(twin)  # before a forward counts something on
     for seed in range(_ROUNDS[1]):
         if seed >= _ROUNDS[0] and not any(row.has_gaps for row in sums.values()):
             break
         hopeful = [name for name in rows if name not in sums or sums[name].divides]
-        outputs, found = _probe(twin, layers, hopeful if seed else rows, call, tp, seed, apart)
+        outputs, found = _probe(twin, layers, hopeful if seed else rows, call, tp, seed, apart, numbers)
         for name, row in found.items():
             if name in sums:
                 sums[name].add(row)
@@ -261,6 +262,7 @@ def _probe(
     tp: int,
     seed: int,
     apart: StatisticsApart | None,
+    numbers: Collection[int],
 ) -> tuple[dict[str, int], dict[str, _Row]]:
     """How many features each layer put out, and what the rows' inputs are made of."""
     call = concrete_call(call, seed // 2, noise=seed // 2)
@@ -285,22 +287,29 @@ def _probe(
             others = [(other, y) for other, ys in outputs.items() if other != name for y in ys if y.numel()]
             if not others:
                 continue
-            reached = dict(_reach(layers[name], inputs[name], others, tp, twin))
+            reached = dict(_reach(layers[name], inputs[name], others, tp, layers.values(), numbers))
             if any(reached.values()):
                 found[name] = _Row(reached)
     return made, found
 
 
 def _reach(
-    row: ThinLinear, inputs: list[Tensor], others: list[tuple[str, Tensor]], tp: int, twin: nn.Module
+    row: ThinLinear,
+    inputs: list[Tensor],
+    others: list[tuple[str, Tensor]],
+    tp: int,
+    layers: Collection[ThinLinear],
+    numbers: Collection[int],
 ) -> Iterator[tuple[Dealing, dict[str, list[Tensor]]]]:
     """Which features of other layers' outputs each rank's part of a row layer's inputs is made of.
 
     Args:
         row: a layer.
         inputs: of all its calls.
+        layers: of the block.
+        numbers: see `_numbers`.
     """
-    for dealing in _dealings(inputs[0].shape[-1], tp, twin):
+    for dealing in _dealings(inputs[0].shape[-1], tp, layers, numbers):
         if row.matrix_dims.split(1, dealing.by_rank(tp), row.shape) is None:
             continue
         masks: dict[str, list[Tensor]] = {}
@@ -321,11 +330,14 @@ def _reach(
         yield dealing, {name: held for name, held in masks.items() if any(bool(mask.any()) for mask in held)}
 
 
-def _dealings(features: int, tp: int, twin: nn.Module) -> Iterator[Dealing]:
+def _numbers(twin: nn.Module) -> set[int]:
+    """What modules hold as numbers, such as a count of heads."""
+    return {value for child in twin.modules() for value in vars(child).values() if type(value) is int}
+
+
+def _dealings(features: int, tp: int, layers: Collection[ThinLinear], numbers: Collection[int]) -> Iterator[Dealing]:
     """As a whole, and, where no other layer has so many features, in two parts of sizes that layers have."""
-    held = {value for child in twin.modules() for value in vars(child).values() if type(value) is int}
-    layers = [child for child in twin.modules() if isinstance(child, ThinLinear)]
-    held = held.union(*(layer.units for layer in layers))
+    held = {*numbers}.union(*(layer.units for layer in layers))
     readers = sum(layer.in_features == features for layer in layers)
     divisions: list[tuple[int, ...]] = [(features,)]
     if readers == 1 and all(layer.out_features % features for layer in layers):

@@ -8,14 +8,13 @@ from torch import nn
 
 from lightning_megatp.auto_plan.blocks import find_blocks, is_linear, own_weights
 from lightning_megatp.auto_plan.changes import add_layer
+from lightning_megatp.auto_plan.lookups import HOW, can_split
 from lightning_megatp.plan.convolutions import convolution_plan, fits, weights
-from lightning_megatp.plan.embeddings import looks_up
-from lightning_megatp.plan.layer_styles import runs_as
 from lightning_megatp.plan.parallel_plan import ParallelPlan, plain_name
 from lightning_megatp.plan.styles import Style, matches
 from lightning_megatp.shim.transformers import is_conv1d
 
-_SMALL_TABLE = 0.005
+SMALL_TABLE = 0.005
 """Embeddings and heads with a smaller share of the model's parameters stay whole."""
 
 
@@ -41,10 +40,12 @@ class OutsideBlocks:
                     self._plan.whole.setdefault(weight_name, "it belongs to no layer, and to no block")
         for name, child in self._open():
             weight = child._parameters.get("weight")
-            if weight is None or weight.numel() < _SMALL_TABLE * total or weight.shape[0] < self._plan.tp:
+            if weight is None or weight.numel() < SMALL_TABLE * total or weight.shape[0] < self._plan.tp:
                 continue
-            if isinstance(child, nn.Embedding) and is_table(child):
-                add_layer(self._plan, name, "vocab", child.num_embeddings, "by its rows")
+            if isinstance(child, nn.Embedding) and can_split(child):
+                add_layer(self._plan, name, "vocab", child.num_embeddings, HOW["vocab"])
+            elif isinstance(child, nn.EmbeddingBag) and can_split(child) and child.embedding_dim >= self._plan.tp:
+                add_layer(self._plan, name, "hidden", child.embedding_dim, HOW["hidden"])
             elif is_linear(child):
                 outputs = weight.shape[1 if is_conv1d(child) else 0]
                 add_layer(self._plan, name, "column_gather", outputs, "outside of blocks", outputs in vocabularies)
@@ -80,12 +81,6 @@ def is_open(name: str, plan: ParallelPlan) -> bool:
     return any(matches(pattern, module) for pattern in plan.open for module in above)
 
 
-def is_table(embedding: nn.Embedding) -> bool:
-    """Whether an embedding can be split by its rows."""
-    whole = embedding.sparse or embedding.max_norm or embedding.scale_grad_by_freq
-    return not whole and (runs_as(embedding, nn.Embedding) or looks_up(embedding))
-
-
 def tables_of(model: nn.Module) -> dict[str, nn.Embedding]:
     """The embeddings that can be split by their rows, by the names of their weights."""
-    return {f"{name}.weight": x for name, x in model.named_modules() if isinstance(x, nn.Embedding) and is_table(x)}
+    return {f"{name}.weight": x for name, x in model.named_modules() if isinstance(x, nn.Embedding) and can_split(x)}

@@ -14,6 +14,7 @@ from lightning_megatp.auto_plan.blocks import Block, is_linear, unlooked
 from lightning_megatp.auto_plan.changes import inside
 from lightning_megatp.auto_plan.compare import NotFinite, Reference
 from lightning_megatp.auto_plan.influence import probe
+from lightning_megatp.auto_plan.lookups import HOW, tables_in
 from lightning_megatp.auto_plan.references import couplings, looks_at_gradients, references_of
 from lightning_megatp.auto_plan.results import BlockResult
 from lightning_megatp.auto_plan.simulate import BlockPlan
@@ -41,6 +42,7 @@ def plan_block(
     global_sizes: bool = True,
     undivided: Collection[str] = (),
     stacks: Collection[str] = (),
+    least_table: float = math.inf,
 ) -> BlockResult:
     """Find and prove a plan for one kind of block.
 
@@ -52,6 +54,7 @@ def plan_block(
         global_sizes: whether layers may hand out shards that report whole sizes, which compiled code can't take.
         undivided: names of attributes that stay those of the whole.
         stacks: names of modules in it that are split as one, with the linear layers that are in there.
+        least_table: embeddings with fewer weights stay whole.
 
     Returns:
         What was found. Where a block can't be probed, its layers are split one by one and gathered, which computes the
@@ -62,10 +65,11 @@ def plan_block(
         for name, child in block.module.named_modules()
         if weights(child) >= max(least_convolution, 1) and fits(child, tp)
     }
+    tables = tables_in(block.module, tp, least_table)
     result = BlockResult(block)
     layers = {name for name, child in block.module.named_modules() if is_linear(child)}
     others = {name for name in layers if inside(name, stacks)}
-    one_by_one = functools.partial(_one_by_one, result, tp, convolutions, layers - others)
+    one_by_one = functools.partial(_one_by_one, result, tp, convolutions, tables, layers - others)
     if not block.calls:
         return one_by_one("the step that was tried out does not call it")
     if why := unlooked(block.module) or _too_large(block.module, tp):
@@ -74,7 +78,9 @@ def plan_block(
     bare = bare_weights(block, stacks)
     for linears in ways_to_take(block, bare.linears if global_sizes else {}):
         try:
-            result = _probed(BlockResult(block), tp, trusted, convolutions, global_sizes, undivided, linears, others)
+            result = _probed(
+                BlockResult(block), tp, trusted, convolutions, tables, global_sizes, undivided, linears, others
+            )
             left = bare.linears.keys() - linears.keys()
             result.whole |= dict.fromkeys(left, _NO_PLACE if global_sizes else _COMPILED) | bare.whole
             result.multiplied = bare.multiplied | left | {n for n in linears if result.whole.get(n) == OTHERWISE}
@@ -108,6 +114,7 @@ def _probed(
     tp: int,
     trusted: BlockPlan | None,
     convolutions: dict[str, LayerPlan],
+    tables: dict[str, LayerPlan],
     global_sizes: bool,
     undivided: Collection[str],
     bare: Mapping[str, BareLinear],
@@ -126,8 +133,9 @@ def _probed(
     trials.regions_across_norms(block.calls[0])
     trials.gather_the_rest()
     trials.convolutions(convolutions)
+    trials.tables(tables)
     outcome = trials.prove_together()
-    if not outcome.holds and (added := [name for name in convolutions if name in result.plan.layers]):
+    if not outcome.holds and (added := [n for n in (*convolutions, *tables) if n in result.plan.layers]):
         # one may be called on what ranks hold of a region (a pool of each head's keys)
         others = {name: layer for name, layer in result.plan.layers.items() if name not in added}
         result.plan = BlockPlan(others, result.plan.attributes)
@@ -147,6 +155,9 @@ def _probed(
         result.used_twice = used_twice(twin, block.calls[0])
         whole = trials.layers.keys() - result.plan.layers.keys() - result.used_twice
         result.token_local = sorted(n for n in whole if trials.layers[n].in_features < trials.layers[n].out_features)
+        for name in tables:  # what they return is of all tokens, and small beside these
+            result.plan.layers.pop(name, None)
+            result.how.pop(name, None)
     for name, leaves in bare.items():
         _name_after_weight(result, name, leaves)
     return result
@@ -167,13 +178,18 @@ def _name_after_weight(result: BlockResult, name: str, leaves: BareLinear) -> No
 
 
 def _one_by_one(
-    result: BlockResult, tp: int, convolutions: dict[str, LayerPlan], names: Collection[str], why: str
+    result: BlockResult,
+    tp: int,
+    convolutions: dict[str, LayerPlan],
+    tables: dict[str, LayerPlan],
+    names: Collection[str],
+    why: str,
 ) -> BlockResult:
-    """Split these layers of a block by their outputs, and gather them."""
+    """Split these layers of a block by their outputs, and gather them; and tables."""
     result.problem = why
     result.whole |= dict.fromkeys(weights_of_no_layer(result.block.module), why)
-    result.plan.layers |= convolutions
-    result.how |= dict.fromkeys(convolutions, f"gathered: {why}")
+    result.plan.layers |= convolutions | tables
+    result.how |= dict.fromkeys(convolutions, f"gathered: {why}") | {n: HOW[x.style.style] for n, x in tables.items()}
     layers = {name: child for name, child in result.block.module.named_modules() if name in names}
     sizes = {name: child.weight.numel() for name, child in layers.items()}
     for name, child in layers.items():

@@ -182,6 +182,8 @@ class SimulatedRank:
             child = self.module.get_submodule(name)
             if isinstance(child, ThinLinear):
                 self._cut(name, child, layer)
+            elif isinstance(child, nn.Embedding | nn.EmbeddingBag):
+                self._cut_table(name, child, layer)
             else:
                 self._cut_convolution(name, child, layer)
         for attribute in plan.attributes:
@@ -216,6 +218,17 @@ class SimulatedRank:
                 child._parameters[leaf] = nn.Parameter(take_ranges(parameter.detach(), 0, ranges).clone())
                 self.cuts[f"{name}.{leaf}"] = 0, ranges
         child.split = _SPLITS[style](layer, self.context)
+
+    def _cut_table(self, name: str, child: nn.Embedding | nn.EmbeddingBag, layer: LayerPlan) -> None:
+        ranges, dim = layer.by_rank[self.rank], 0
+        forward: Any
+        if isinstance(child, nn.EmbeddingBag):
+            dim, forward = 1, _Bags(child, layer, self.context.exchange)
+        else:
+            forward = _Table(child, ranges, self.context.exchange)
+        child._parameters["weight"] = nn.Parameter(take_ranges(child.weight.detach(), dim, ranges).clone())
+        self.cuts[f"{name}.weight"] = dim, ranges
+        child.__dict__["forward"] = forward
 
     def _cut_convolution(self, name: str, child: Any, layer: LayerPlan) -> None:
         forward = _Convolution(child, layer, self.context.exchange)  # knows the numbers of the whole
@@ -268,6 +281,28 @@ class _Row:
                 return found
             x = x.whole("linear")
         return self.exchange.scatter(x, x.dim() - 1, self.layer.by_rank) if x.shape[-1] == self.size else x
+
+
+class _Table:
+    def __init__(self, module: nn.Embedding, ranges: Ranges, exchange: SimulatedExchange) -> None:
+        self.module, self.exchange = module, exchange
+        ((self.first, self.stop),) = ranges
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        elsewhere, padding = (ids < self.first) | (ids >= self.stop), self.module.padding_idx
+        padding = padding - self.first if padding is not None and self.first <= padding < self.stop else None
+        found = nn.functional.embedding((ids - self.first).masked_fill(elsewhere, 0), self.module.weight, padding)
+        return self.exchange.reduce(found.masked_fill(elsewhere.unsqueeze(-1), 0.0))
+
+
+class _Bags:
+    def __init__(self, module: nn.EmbeddingBag, layer: LayerPlan, exchange: SimulatedExchange) -> None:
+        self.module, self.layer, self.exchange = module, layer, exchange
+
+    def __call__(self, ids: Tensor, offsets: Any = None, per_sample_weights: Any = None) -> Tensor:
+        weights = None if per_sample_weights is None else self.exchange.copy(gathered(per_sample_weights))
+        y = nn.EmbeddingBag.forward(self.module, ids, offsets, weights)
+        return self.exchange.gather(y, 1, self.layer.by_rank)
 
 
 class _Convolution:

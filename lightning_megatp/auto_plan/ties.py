@@ -6,7 +6,7 @@ from torch import nn
 
 from lightning_megatp.auto_plan.blocks import holders_of_parameters
 from lightning_megatp.auto_plan.changes import add_layer, drop_region
-from lightning_megatp.auto_plan.outside import is_table
+from lightning_megatp.auto_plan.lookups import can_split
 from lightning_megatp.plan.layer import LayerPlan, Split
 from lightning_megatp.plan.layer_styles import runs_as, split_parameters
 from lightning_megatp.plan.parallel_plan import ParallelPlan, plain_name
@@ -46,6 +46,6 @@ def _of_weight(layer: LayerPlan, module: nn.Module) -> Split | None:
 
 
 def _tied_style(module: nn.Module) -> str | None:
-    if isinstance(module, nn.Embedding) and is_table(module):
+    if isinstance(module, nn.Embedding) and can_split(module):
         return "vocab"
     return "column_gather" if runs_as(module, nn.Linear) else None

@@ -14,6 +14,7 @@ from lightning_megatp.auto_plan.apart import StatisticsApart
 from lightning_megatp.auto_plan.blocks import Call
 from lightning_megatp.auto_plan.compare import Outcome, Reference
 from lightning_megatp.auto_plan.influence import Candidate, Influence, probe
+from lightning_megatp.auto_plan.lookups import HOW
 from lightning_megatp.auto_plan.results import BlockResult
 from lightning_megatp.auto_plan.simulate import BlockPlan
 from lightning_megatp.auto_plan.thin import ThinLinear, block_copy
@@ -256,6 +257,10 @@ class Trials:
     def convolutions(self, layers: dict[str, LayerPlan]) -> None:
         """Convolutions by their output channels, gathered: where values are whole."""
         self._accept_most({name: (layer, "gathered: a convolution") for name, layer in layers.items()})
+
+    def tables(self, layers: dict[str, LayerPlan]) -> None:
+        """Embeddings by their rows, bags of them by their columns, where values are whole."""
+        self._accept_most({name: (layer, HOW[layer.style.style]) for name, layer in layers.items()})
 
     def _accept_most(self, layers: dict[str, tuple[LayerPlan, str]]) -> None:
         """Add layers, and how they are split, that each stand alone: all of them, or those that are proven to hold."""

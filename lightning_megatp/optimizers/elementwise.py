@@ -132,6 +132,21 @@ def check_by_tensor(optimizer: Any, pp: int) -> None:
             )
 
 
+def reads_losses(optimizer: Any) -> bool:
+    """Whether an optimizer's steps depend on what the closure returns: it searches along a line, or is done early where
+    the loss hardly changes. What can't be tried does not. Costs some milliseconds."""
+    optimizer = unwrap(optimizer)
+
+    def differ(case: Case) -> bool:
+        make_gradient, told = _dense_or_sparse(lambda make: _trajectory(optimizer, case, None, make))
+        return not torch.equal(told, _trajectory(optimizer, case, None, make_gradient, tells_losses=False))
+
+    for case in cases_of(optimizer, None)[:1]:  # of all its options alike
+        with contextlib.suppress(NoVerdict), _apart():
+            return _by_a_twin(differ, case)
+    return False
+
+
 @contextlib.contextmanager
 def _apart() -> Iterator[None]:
     with torch.random.fork_rng(devices=[]), torch.enable_grad(), torch.device("cpu"), warnings.catch_warnings():
@@ -212,6 +227,7 @@ def _trajectory(
     dim: int | None,
     make_gradient: GradientMaker,
     seed: int = 0,
+    tells_losses: bool = True,
 ) -> Tensor:
     """(steps + 1, *shape): a parameter as it is stepped whole (`dim` None), or as two halves along `dim`."""
 
@@ -223,7 +239,8 @@ def _trajectory(
     twins = [Twin(optimizer, case, [piece]) for piece in pieces(start)]
     states = [start]
     for gradient in gradients:
-        stepped = [twin.step([x], make_gradient)[0] for twin, x in zip(twins, pieces(gradient), strict=True)]
+        steps = functools.partial(Twin.step, make_gradient=make_gradient, tells_losses=tells_losses)
+        stepped = [steps(twin, [x])[0] for twin, x in zip(twins, pieces(gradient), strict=True)]
         states.append(torch.cat(stepped, dim or 0))
     return torch.stack(states)
 

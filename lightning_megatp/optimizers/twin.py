@@ -85,8 +85,17 @@ class Twin:
                 errors.append(f"{type(error).__name__}: {error}")
         raise NoVerdict(f"no small twin of it could be built ({'; '.join(errors)})")
 
-    def step(self, gradients: Sequence[Tensor], make_gradient: GradientMaker, in_turns: bool = False) -> list[Tensor]:
+    def step(
+        self,
+        gradients: Sequence[Tensor],
+        make_gradient: GradientMaker,
+        in_turns: bool = False,
+        tells_losses: bool = True,
+    ) -> list[Tensor]:
         """Let the parameters take a step. Returns their values after it.
+
+        Args:
+            tells_losses: else a closure returns the same number each time.
 
         Raises:
             NoVerdict: it fails.
@@ -97,10 +106,10 @@ class Twin:
             turns = [([parameter], contextlib.nullcontext) for parameter in self._parameters]
             step_in_turns(self._optimizer, functools.partial(self._step, None), turns)
         else:
-            self._step(backward)
+            self._step(backward, tells_losses)
         return [parameter.detach().clone() for parameter in self._parameters]
 
-    def _step(self, backward: Callable[[], None] | None) -> None:
+    def _step(self, backward: Callable[[], Tensor] | None, tells_losses: bool = True) -> None:
         """A call of the optimizer, with a closure where it needs one.
 
         Args:
@@ -108,9 +117,8 @@ class Twin:
         """
 
         def closure() -> Tensor:
-            if backward is not None:
-                backward()
-            return torch.zeros(())
+            loss = torch.zeros(()) if backward is None else backward()
+            return loss if tells_losses else torch.zeros(())
 
         try:
             argument = inspect.signature(type(self._optimizer).step).parameters.get("closure")
@@ -167,17 +175,21 @@ def _copy(optimizer: Optimizer, groups: list[_Group]) -> Optimizer:
 
 def _backward(
     parameters: Sequence[Tensor], drawn: Sequence[Tensor], make_gradient: GradientMaker
-) -> Callable[[], None]:
+) -> Callable[[], Tensor]:
     """Gives parameters their gradients. Called again, as by a closure, it does so where the optimizer has cleared them
-    or gone elsewhere, where gradients are others. What it has clipped it may find again: a closure may do nothing."""
+    or gone elsewhere, where gradients are others. What it has clipped it may find again: a closure may do nothing. It
+    returns a loss that has these gradients, which a search along a line looks at."""
     before = [parameter.detach().clone() for parameter in parameters]
 
-    def again() -> None:
+    def again() -> Tensor:
+        loss = torch.ones((), dtype=torch.float64)
         for parameter, gradient, start in zip(parameters, drawn, before, strict=True):
             moved = parameter.detach() - start
             cleared = parameter.grad is None or not (parameter.grad.is_sparse or parameter.grad.any())
             if cleared or moved.any():
                 parameter.grad = make_gradient(gradient + moved)
+            loss += ((gradient + moved / 2) * moved).sum()
+        return loss
 
     for parameter in parameters:
         parameter.grad = None

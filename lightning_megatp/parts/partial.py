@@ -191,7 +191,7 @@ class PartialGradients:
 
         Args:
             outputs: of which, where values are whole.
-            inputs: with respect to what; split parameters as the step sees them.
+            inputs: with respect to what; split and divided parameters as the step sees them.
             create_graph: whether the gradients will be differentiated.
             engine: torch's, on inputs.
 
@@ -201,13 +201,13 @@ class PartialGradients:
         Communication: an all-gather or all-reduce for each parameter of which tensor ranks have a part of the gradient.
         """
         self.differentiable |= create_graph
+        own = tuple(map(self._parallel.leaf, inputs))
         if not self._parallel.has_regions:
-            return engine(inputs)
+            return engine(own)
         for x in inputs:
             if isinstance(x, WholeParameter):
                 check_undivided(x, "grad")
-        own = tuple(x.parameter if isinstance(x, WholeParameter) else x for x in inputs)
-        known = {id(p) for p in self._parallel.names.values()}
+        known = {id(p) for p in self._parallel.names.values()} | self._parallel.divided.keys()
         used = trace_regions(outputs).regions if any(id(x) in known for x in own) else {}
         regions = [used.get(id(x), set()) if id(x) in known else set() for x in own]
         for x, at in zip(own, regions, strict=True):

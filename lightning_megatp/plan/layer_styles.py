@@ -221,7 +221,9 @@ def _other_kind(module: nn.Module, wanted: type[nn.Module]) -> str:
 
 
 def _check_type(name: str, style: Style, module: nn.Module) -> None:
-    wanted = nn.Linear if style.style in _LINEAR else nn.Embedding
+    wanted: type[nn.Module] = nn.Linear if style.style in _LINEAR else nn.Embedding
+    if style.style == "hidden" and isinstance(module, nn.EmbeddingBag):
+        wanted = nn.EmbeddingBag
     kind = type(module).__name__
     why = None
     if not runs_as(module, wanted) and not (is_conv1d(module) if wanted is nn.Linear else looks_up(module)):
@@ -236,8 +238,9 @@ def _check_type(name: str, style: Style, module: nn.Module) -> None:
             )
     elif module._parameters.get("weight") is None:
         why = "has no parameter `weight` of its own (weight_norm, a parametrization or pruning replaces it)"
-    elif isinstance(module, nn.Embedding):
-        for option in ("sparse", "max_norm") + (("scale_grad_by_freq",) if style.style == "vocab" else ()):
+    elif isinstance(module, nn.Embedding | nn.EmbeddingBag):
+        by_rows = style.style == "vocab" or isinstance(module, nn.EmbeddingBag)
+        for option in ("sparse", "max_norm") + (("scale_grad_by_freq",) if by_rows else ()):
             if getattr(module, option):
                 why = f"has {option}={getattr(module, option)!r}, which needs the whole table on one rank"
     if why is not None:

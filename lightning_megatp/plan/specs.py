@@ -40,7 +40,7 @@ def parameter_specs(plan: ParallelPlan, model: nn.Module) -> dict[str, ShardedTe
         sharded = [name for name in parameter_names if name in specs]
         for name in parameter_names:
             owner = model.get_submodule(name.rpartition(".")[0])
-            is_layer = isinstance(owner, (nn.Linear, nn.Embedding)) or is_convolution(owner)
+            is_layer = isinstance(owner, (nn.Linear, nn.Embedding, nn.EmbeddingBag)) or is_convolution(owner)
             if sharded and name not in planned and is_layer:
                 source = next(n for n in sharded if n in planned)
                 raise ValueError(_tied(name, source, "split by the plan only at one of them"))

@@ -87,7 +87,7 @@ STYLES = {
     "attention": "nn.MultiheadAttention: heads split; outputs summed",
     "experts": "a mixture of experts with stacked parameters: every expert's features split; outputs summed",
     "vocab": "nn.Embedding: rows split; outputs summed",
-    "hidden": "nn.Embedding: hidden dim split, then gathered",
+    "hidden": "nn.Embedding, nn.EmbeddingBag: hidden dim split, then gathered",
     "divide": "an int attribute (of heads or features): becomes this rank's share",
     "sequence": "a block: its hidden states are split along the sequence between the layers above",
     "token_local": "a module that treats every token alike (your own RMSNorm): runs on the sequence shard",

@@ -21,6 +21,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from lightning_megatp.random_states import is_random_state, random_state, set_random_state
 from lightning_megatp.shim.launcher import subprocess_launcher
+from lightning_megatp.shim.torch import DisableTorchFunction
 
 
 @dataclass(frozen=True)
@@ -308,7 +309,8 @@ def idle_optimizers(trainer: Any) -> Iterator[None]:
 
     def made(name: str) -> list[Any]:
         if isinstance(getattr(strategy, name), _Later):
-            strategy.namespace.parallel_strategy.setup_optimizers(strategy, trainer)
+            with DisableTorchFunction():  # states that some make at once (Adagrad) are no use of weights by the step
+                strategy.namespace.parallel_strategy.setup_optimizers(strategy, trainer)
         return list(getattr(strategy, name))
 
     if not strategy.optimizers:

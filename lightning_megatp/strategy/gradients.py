@@ -20,7 +20,7 @@ from lightning_megatp.gradients.clipping import clip
 from lightning_megatp.gradients.groups import Groups
 from lightning_megatp.gradients.wide import narrow, widen
 from lightning_megatp.hooks.around import explained
-from lightning_megatp.optimizers.elementwise import check_by_tensor, check_one_step
+from lightning_megatp.optimizers.elementwise import check_by_tensor, check_one_step, reads_losses
 from lightning_megatp.optimizers.nested import inner_optimizers, with_inner
 from lightning_megatp.optimizers.shared_out import refuse_shared_out, shares_out
 from lightning_megatp.optimizers.whole_steps import WholeSteps
@@ -68,6 +68,8 @@ class GradientMethods(CopyMethods, InspectionMethods):
         self._steps_by_hand: ByHand | None = None
         self._shares_out: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
         """Whether optimizers talk to other ranks."""
+        self._reads_losses: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
+        """Whether they go by what closures return."""
         self._looked_at_between = False
         """Whether hooks of the user's run between two batches, which may read and change parameters."""
 
@@ -133,6 +135,18 @@ class GradientMethods(CopyMethods, InspectionMethods):
         if optimizer not in self._shares_out:
             self._shares_out[optimizer] = shares_out(optimizer)
         return self._default_group.used() if self._shares_out[optimizer] else contextlib.nullcontext()
+
+    def _closure_loss(self, optimizer: Optimizer, loss: Any) -> Any:
+        """What an optimizer is told that a closure returned. One that decides by it has to decide the same on all
+        data-parallel ranks, as by the gradients: it is told the mean of their losses.
+
+        Communication: where it does, one all-reduce of a number over dp.
+        """
+        if self._mesh().size("dp") == 1 or not isinstance(loss, Tensor):
+            return loss
+        if optimizer not in self._reads_losses:
+            self._reads_losses[optimizer] = not shares_out(optimizer) and reads_losses(optimizer)
+        return self.reduce(loss.detach()) if self._reads_losses[optimizer] else loss
 
     @contextlib.contextmanager
     def _as_on_one_device(self) -> Iterator[None]:
@@ -331,7 +345,7 @@ class GradientMethods(CopyMethods, InspectionMethods):
                 self._sum_gradients()
             if by_hand is not None:
                 by_hand.end()  # hooks find rows and their gradients
-            return result
+            return self._closure_loss(optimizer, result)
 
         traced: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if self._trace is not None and self.pipeline is not None:

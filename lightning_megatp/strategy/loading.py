@@ -127,12 +127,12 @@ class LoadingMethods(StrategyState):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         parallel, mesh = self._parallel(), self._mesh()
         states = checkpoint["optimizer_states"]
-        if len(states) != len(self.optimizers):
+        if states and len(states) != len(self.optimizers):  # without any, which a hook may empty, they begin anew
             raise RuntimeError(
                 f"MegaTPStrategy: the checkpoint has {len(states)} optimizers, and the module configures"
                 f" {len(self.optimizers)}. Configure them as they were when it was saved."
             )
-        for index, (optimizer, state) in enumerate(zip(self.optimizers, states, strict=True)):
+        for index, (optimizer, state) in enumerate(zip(self.optimizers, states, strict=bool(states))):
             if not optimizer.param_groups:
                 continue  # Lightning's stand-in, as in `optimizer_state`
             if self._folder is not None:

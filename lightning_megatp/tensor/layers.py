@@ -22,6 +22,7 @@ from lightning_megatp.plan.ranges import Ranges, length
 from lightning_megatp.shim.fakes import is_fake
 from lightning_megatp.tensor.collectives import (
     canonical_order,
+    copy_to_region,
     from_host,
     gather_from_region,
     reduce_from_region,
@@ -124,8 +125,8 @@ class ParallelLayer(nn.Module):
             context.user_code = before
 
     @torch.compiler.disable(reason="MegaTPStrategy: split layers run outside of compiled code")
-    def _outside_of_compiled_code(self, x: Tensor) -> Tensor:
-        return self.forward(x)
+    def _outside_of_compiled_code(self, *args: Any) -> Tensor:
+        return self.forward(*args)
 
     def _compute(self, x: Tensor) -> Tensor:
         raise NotImplementedError
@@ -191,7 +192,7 @@ def of_subclass(kind: Any, layer: nn.Module) -> Any:
     """A parallel class that also has what the layer's own class adds to torch's: methods that the user's code calls,
     and what an embedding does around `super().forward`, which then is the parallel one."""
     original: Any = type(layer)
-    return kind if original in (nn.Linear, nn.Embedding) else _combined(kind, original)
+    return kind if original in (nn.Linear, nn.Embedding, nn.EmbeddingBag) else _combined(kind, original)
 
 
 @functools.cache
@@ -400,6 +401,33 @@ class HiddenParallelEmbedding(ParallelLayer, nn.Embedding):
 
     def _compute(self, x: Tensor) -> Tensor:
         y = F.embedding(x, self._own("weight", 1), self.padding_idx, None, 2.0, self.scale_grad_by_freq)
+        return gather_from_region(y, self.group, self.sizes)
+
+
+class HiddenParallelEmbeddingBag(ParallelLayer, nn.EmbeddingBag):
+    """Bags of the rows of a table that is split on its hidden dim.
+
+    Input as `nn.EmbeddingBag` takes it; output (bags, h) whole.
+
+    Communication: `gather_from_region` of the output; `copy_to_region` of the weights of samples.
+    """
+
+    def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
+        if torch.compiler.is_compiling():
+            return self._outside_of_compiled_code(input, offsets, per_sample_weights)
+        return self._run(lambda ids: self._look_up(ids, offsets, per_sample_weights), input)
+
+    def _look_up(self, ids: Tensor, offsets: Tensor | None, weights: Tensor | None) -> Tensor:
+        weights = None if weights is None else copy_to_region(gathered(weights), self.group)
+        y = F.embedding_bag(
+            ids,
+            self._own("weight", 1),
+            offsets,
+            mode=self.mode,
+            per_sample_weights=weights,
+            include_last_offset=self.include_last_offset,
+            padding_idx=self.padding_idx,
+        )
         return gather_from_region(y, self.group, self.sizes)
 
 

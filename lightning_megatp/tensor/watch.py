@@ -131,6 +131,8 @@ class RegionWatch(TorchFunctionMode):
         seen = None if region is None else self._seen(region.name)
         if region is None or seen is None or done_by_user(name) in seen or not enters_region(x):
             return
+        if len(args) > 1 and is_frameworks(without_arguments(args[1])):  # FSDP2's, of a layer that is a unit
+            return
         raise RuntimeError(
             f"MegaTPStrategy: `{name}` in the tensor-parallel region `{region.name}` would see the gradient of a part"
             f" of the features, {tuple(x.shape)}, and the batch that was looked at before training did not show it. If"

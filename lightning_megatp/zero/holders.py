@@ -54,10 +54,11 @@ class Group(nn.Module):
         return accumulated_gradients(self) if isinstance(self, FSDPModule) else []
 
     @torch.no_grad()
-    def reduce(self, factor: Tensor, frees: bool) -> None:
-        """Reduce what backwards have added up, times a factor, and let go of the parameters, or not."""
+    def reduce(self, factor: Tensor | None, frees: bool) -> None:
+        """Reduce what backwards have added up, times a factor if there is one, and let go of the parameters, or not."""
         if isinstance(self, FSDPModule):
-            if gradients := self.accumulated():
+            gradients = self.accumulated()
+            if gradients and factor is not None:
                 wide = gradients[0].dtype.itemsize > 2  # one kernel for all; of 16 bits it would be another number
                 torch._foreach_mul_(gradients, factor.to(gradients[0]) if wide else factor)
             self.prepare(True, frees)

@@ -311,9 +311,10 @@ class ZeroSharding:
         if self._reduces and self.options.reduce_dtype is not None:
             for group in self._groups:
                 group.accumulated()
+        reduces = self._reduces and not self._keeps  # these `collect` reduces
         for holder in self._holders.values():
-            holder.prepare(self._reduces, frees=not self._keeps and (last or self.options.level == 3))
-        self._root.prepare(self._reduces, frees=last)
+            holder.prepare(reduces, frees=not self._keeps and (last or self.options.level == 3))
+        self._root.prepare(reduces, frees=last)
         self._root.tell_last(True)
 
     def before_backward_of(self, units: Collection[str], reduces: bool) -> None:
@@ -358,8 +359,8 @@ class ZeroSharding:
         for parameter in self.parameters:
             parameter.agree_on_trained()
         self._refuse_frozen()
-        # The graph of a gradient uses weights when FSDP2 takes the unit's backward for over: one that was called again
-        # on the gradient.
+        # The graph of a gradient uses weights, and leads to them, when FSDP2 takes the unit's backward for over: one
+        # that was called again on the gradient, or whose own result the gradient doesn't depend on.
         self._keeps = self.parallel.partial.differentiable
 
     def _refuse_frozen(self) -> None:
@@ -383,6 +384,10 @@ class ZeroSharding:
         Communication: that of `Uses.reduced`. A parameter that no rank has used keeps having no gradient.
         """
         self._check_unchanged()
+        if self._keeps and self._reduces:
+            for group in self._groups:
+                group.reduce(None, frees=True)
+            self._root.end_backward()
         for parameter, shell in zip(self.parameters, self._shells, strict=True):
             if storage_id(parameter.sharded) != shell:
                 raise RuntimeError(lost_change(parameter.name))

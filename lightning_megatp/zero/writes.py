@@ -58,9 +58,10 @@ class WriteWatch(TorchFunctionMode):
             name = self._names.get(storage_id(args[0]))
             if name is not None and operation_name(func) != "requires_grad_":
                 raise RuntimeError(lost_change(name))
-        if func == _SETS_GRADIENT and self._of_user() and (gathered := self._gathered.get(id(args[0]))) is not None:
+        lost = self._gathered if func == _SETS_GRADIENT and args[1] is None else self._parameters
+        if func == _SETS_GRADIENT and self._of_user() and (name := lost.get(id(args[0]))) is not None:
             raise RuntimeError(
-                f"MegaTPStrategy: the step sets the gradient of `{gathered}`, and with zero > 0 gradients lie with the"
+                f"MegaTPStrategy: the step sets the gradient of `{name}`, and with zero > 0 gradients lie with the"
                 " rows that each rank trains. Clear them by `zero_grad()` of an optimizer or a module."
             )
         name = self._parameters.get(id(args[0])) if asks_gradient(func, args) and self._of_user() else None

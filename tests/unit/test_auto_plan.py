@@ -731,6 +731,23 @@ def test_an_adapter_around_a_layer_that_stays_whole_stays_whole_too() -> None:
     assert set(result.whole) == {"down", "up"} and "narrow" in result.whole["up"]
 
 
+class Counting(nn.Module):
+    """Counts its calls, up to a number of features that might stay together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.calls = nn.Linear(HIDDEN, 14), nn.Linear(14, HIDDEN), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x + self.down(torch.relu(self.up(x)))
+
+
+def test_numbers_that_count_on_while_a_block_is_probed() -> None:
+    result = plan(Counting(), 2)
+    assert result.problem is None and owned(result, "down") == [[*range(7)], [*range(7, 14)]]
+
+
 def test_numbers_that_the_code_does_not_read_are_not_tried() -> None:
     body = Fused()
     others = dict.fromkeys("abcdefghijkl", HIDDEN)
@@ -917,6 +934,46 @@ def test_convolutions_outside_of_blocks_and_subclasses_of_another_constructor() 
     found = resolve({"**": "auto"}, model, 3)
     discover(model, 3, [], found)
     assert set(found.layers) == {"padded"} and set(found.parameters) == {"padded.weight", "padded.bias"}
+
+
+class Towers(nn.Module):
+    """A recommender: nothing of it is in a list, and most of it is tables."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.users, self.items = nn.Embedding(31, 6, padding_idx=2), nn.Embedding(50, 6)
+        self.counted, self.few = nn.Embedding(40, 6, scale_grad_by_freq=True), nn.Embedding(1, 6)
+        self.read, self.up, self.down = nn.Embedding(31, 6), nn.Linear(6, 24), nn.Linear(24, 6)
+
+    def forward(self, users: Tensor, items: Tensor) -> Tensor:
+        x = self.users(users) + self.counted(users) + self.few(torch.zeros_like(users))
+        x = x + self.read.weight[users] + self.read(users)
+        return (self.down(torch.relu(self.up(x))) * self.items(items)).sum(-1)
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_tables_inside_of_a_block_that_is_in_no_list(hooked: bool) -> None:
+    model = nn.Module()
+    model.net, model.other = Towers().double(), nn.Linear(6, 6)
+    if hooked:  # it can't be run by itself
+        model.net.up.register_forward_hook(lambda *args: None)
+    ids = torch.tensor([[0, 2, 30, 15, 2], [1, 16, 29, 0, 7]])
+    found = resolve({"**": "auto"}, model, 3)
+    kinds, _ = look(model, found, [lambda: model.net(ids, ids)])  # type: ignore[operator]
+    discover(model, 3, kinds, found)
+    tables = {name: layer.by_rank for name, layer in found.layers.items() if layer.style.style == "vocab"}
+    assert tables.keys() - {"net.read"} == {"net.users", "net.items"}
+    assert hooked or "net.read" not in tables, "its code looks at the weight"
+    assert tables["net.users"] == (((0, 11),), ((11, 21),), ((21, 31),))
+
+
+def test_tables_of_blocks_in_lists_stay_whole() -> None:
+    model = nn.ModuleList(Towers().double() for _ in range(2))
+    ids = torch.tensor([[0, 2, 30, 15, 2]])
+    found = resolve({"**": "auto"}, model, 2)
+    kinds, _ = look(model, found, [lambda: [tower(ids, ids) for tower in model]])
+    discover(model, 2, kinds, found)
+    assert not any(layer.style.style == "vocab" for layer in found.layers.values())
 
 
 def test_tied_convolutions_that_would_be_split_differently_stay_whole() -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_megatp.optimizers.elementwise import check_by_tensor, check_tensorwise, coupled_parameters
+from lightning_megatp.optimizers.elementwise import check_by_tensor, check_tensorwise, coupled_parameters, reads_losses
 
 COUPLED = {"Adafactor", "LBFGS", "Muon"}
 OPTIMIZERS = sorted(
@@ -245,6 +245,13 @@ def test_the_error_names_optimizer_reason_and_fix() -> None:
         assert part in str(error.value)
 
 
+class Searching(torch.optim.LBFGS):
+    """Along a line, by the losses that its closure returns."""
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, **options | {"line_search_fn": "strong_wolfe"})
+
+
 class Shared(Lamb):
     """One rate for all parameters, from the norm of all."""
 
@@ -335,12 +342,40 @@ def test_tensors_can_be_stepped_in_turns(make: Callable[..., Optimizer]) -> None
         (Shared, "it does not step each tensor by itself"),
         (Estimating, "depends on all"),
         (torch.optim.LBFGS, "it does not step each tensor by itself"),
+        (Searching, "it does not step each tensor by itself"),
     ],
 )
 def test_tensors_that_depend_on_each_other(make: Callable[..., Optimizer], why: str) -> None:
     optimizer = make([_weight(), _weight(4, 6)], lr=0.1)
     with pytest.raises(ValueError, match=rf"{make.__name__} is not element-wise.*whole tensors in turn: .*{why}"):
         check_tensorwise(optimizer, coupled_parameters(optimizer).values())
+
+
+class Polyak(Optimizer):
+    """A rate from the loss and the norm of the gradient (Polyak 1987)."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 1.0})
+
+    @torch.no_grad()
+    def step(self, closure: Any) -> Tensor:  # type: ignore[override]
+        with torch.enable_grad():
+            loss: Tensor = closure()
+        parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        square = sum(p.grad.square().sum() for p in parameters)
+        for parameter in parameters:
+            parameter -= loss / square * parameter.grad
+        return loss
+
+
+@pytest.mark.parametrize("make", [torch.optim.LBFGS, Searching, Polyak])
+def test_what_closures_return_is_read(make: Callable[..., Optimizer]) -> None:
+    assert reads_losses(make([_weight()]))
+
+
+@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Muon, Lamb, Shared])
+def test_what_closures_return_is_not_read(make: Callable[..., Optimizer]) -> None:
+    assert not reads_losses(make([_weight()], lr=0.1))
 
 
 class Ascending(Optimizer):
@@ -384,7 +419,7 @@ def test_stages_can_step_what_looks_at_one_tensor(make: Callable[..., Optimizer]
     check_by_tensor(make([_weight(), _weight(6)], lr=0.1), 2)
 
 
-@pytest.mark.parametrize("make", [Shared, ByWholeNorm, Ascending, torch.optim.LBFGS])
+@pytest.mark.parametrize("make", [Shared, ByWholeNorm, Ascending, torch.optim.LBFGS, Searching])
 def test_stages_cannot_step_what_looks_at_all_tensors(make: Callable[..., Optimizer]) -> None:
     optimizer = make([_weight(), _weight()], **({} if make is Ascending else {"lr": 0.1}))
     with pytest.raises(ValueError, match=f"{make.__name__} does not step each tensor by itself.*pp=2 stages"):

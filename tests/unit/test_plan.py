@@ -597,6 +597,28 @@ def test_embedding_options_that_need_the_whole_table(style: str, options: dict[s
     _check(_error({"tok": style}, model), f"gives `tok` the style `{style}`", text)
 
 
+@pytest.mark.parametrize(
+    ("style", "options", "text"),
+    [
+        ("vocab", {}, "is an EmbeddingBag; that style is for nn.Embedding"),
+        ("hidden", {"sparse": True}, "has sparse=True"),
+        ("hidden", {"max_norm": 1.0}, "has max_norm=1.0"),
+        ("hidden", {"scale_grad_by_freq": True}, "has scale_grad_by_freq=True"),
+    ],
+)
+def test_bags_that_cannot_be_split(style: str, options: dict[str, Any], text: str) -> None:
+    model = Model()
+    model.tok = nn.EmbeddingBag(10, 8, **options)
+    _check(_error({"tok": style}, model), f"gives `tok` the style `{style}`", text)
+
+
+def test_bags_are_split_by_their_columns() -> None:
+    model = Model()
+    model.tok = nn.EmbeddingBag(10, 7)
+    parameters = resolve({"tok": "hidden"}, model, 2).parameters
+    assert [parameters["tok.weight"].spec(rank).local_shape for rank in range(2)] == [(10, 4), (10, 3)]
+
+
 def test_a_hidden_split_may_scale_by_frequency() -> None:
     model = Model()
     model.tok = nn.Embedding(10, 8, scale_grad_by_freq=True)

@@ -84,6 +84,13 @@ class WithoutHead(Late):
         checkpoint["state_dict"] = {name: x.zero_() if ".head." in name else x for name, x in state.items()}
 
 
+class WithoutStates(Late):
+    """Its optimizer begins anew."""
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["optimizer_states"], checkpoint["lr_schedulers"] = [], []
+
+
 def _resumed(layout: Layout, kind: type[Late], verify: bool, root: str) -> list[float]:
     """The losses after a folder was loaded."""
     path = Path(root) / str(layout)
@@ -101,6 +108,13 @@ def test_a_hook_changes_what_is_loaded_from_a_folder(tmp_path: Path) -> None:
     expected = run_program(PLAIN, _resumed, WithoutHead, False, str(tmp_path))[0]
     assert expected[0] == pytest.approx(math.log(CONFIG.vocab)), "a head of zeros prefers nothing"
     for found in run_program(TP2, _resumed, WithoutHead, False, str(tmp_path)):
+        assert found == pytest.approx(expected, abs=1e-9)
+
+
+def test_a_hook_leaves_the_states_of_optimizers_out(tmp_path: Path) -> None:
+    expected, going_on = (run_program(PLAIN, _resumed, kind, False, str(tmp_path))[0] for kind in (WithoutStates, Late))
+    assert expected[1] != pytest.approx(going_on[1], abs=1e-6)
+    for found in run_program(TP2, _resumed, WithoutStates, False, str(tmp_path)):
         assert found == pytest.approx(expected, abs=1e-9)
 
 

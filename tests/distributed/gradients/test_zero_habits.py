@@ -185,6 +185,50 @@ class FollowsInManual(FollowsGradients):
             optimizer.zero_grad()  # type: ignore[union-attr]
 
 
+class PenalisesACritic(Plain):
+    """WGAN-GP: called once more after the penalty, which doesn't depend on what the last unit returned for it, but on
+    its weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks.append(nn.Linear(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        x = batch.clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(self(x).sum(), x, create_graph=True)
+        return gradient.norm(2, dim=1).sub(1).square().mean() + self(batch).mean()
+
+
+class PenalisesInManual(PenalisesACritic):
+    automatic_optimization = False
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:  # type: ignore[override]
+        optimizer = self.optimizers()
+        optimizer.zero_grad()  # type: ignore[union-attr]
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.step()  # type: ignore[union-attr]
+
+
+class PenalisesAndAccumulates(PenalisesACritic):
+    accumulate = 2
+
+
+class WeighsByGradients(Plain):
+    """Of a unit's weight, which it asks for between the unit's calls (VQGAN, GradNorm)."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        y = self(batch)
+        losses = [y.square().mean(), y.abs().mean()]
+        weight = self.blocks[-1].a.weight
+        norms = [torch.autograd.grad(loss, weight, retain_graph=True)[0].norm() for loss in losses]  # type: ignore[arg-type]
+        return losses[0] + losses[1] * (norms[0] / (norms[1] + 1e-4)).detach()
+
+
 class PenalisesBesideUnused(PenalisesGradients):
     """The step's own gradients are none of a parameter that nothing uses: it doesn't decay."""
 
@@ -426,7 +470,8 @@ HABITS: list[type[Plain]] = [
     FollowsInManual, NamesGroups, Thaws, EndsEpochsEarly, AveragesInEveryBatch, AveragesByAssigning,
     TrainsTheHeadAlone, ChangesUnderVmap, StepsBySetting, SetsGradients, SetsWhatIsThere,
     AveragesBeforeClearing, Toggles, TogglesWithOldGradients, BackwardInTheStep, ClearedBackwardInTheStep, Attacks,
-    FreezesInTheStep, CallsWithOthers, CallsWithSomeOthers, CallsWithTrained,
+    FreezesInTheStep, CallsWithOthers, CallsWithSomeOthers, CallsWithTrained, PenalisesACritic, PenalisesInManual,
+    PenalisesAndAccumulates, WeighsByGradients,
 ]  # fmt: skip
 
 
@@ -492,6 +537,32 @@ LOADED = [
 @pytest.mark.parametrize("layout", LOADED, ids=str)
 def test_a_step_loads_the_state_of_divided_modules(layout: Layout) -> None:
     expected, found = (run_program(where, _loaded)[0] for where in (Layout(dp=2), layout))
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, atol=1e-9, rtol=0, msg=lambda text, n=name: f"{n}: {text}")
+
+
+class UnitsInARegion(Plain):
+    """Each layer is gathered by itself, some of them between a column and its row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 14), nn.ReLU(), nn.Linear(14, 13), nn.ReLU(), nn.Linear(13, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + self.net(x))
+
+
+def _units_in_a_region(layout: Layout) -> tuple[dict[str, Tensor], int]:
+    module, trainer = UnitsInARegion(), make_trainer(layout, "untied", {"plan": "auto"})
+    trainer.fit(module, DataLoader(_data(), batch_size=2))  # type: ignore[arg-type]
+    return trainer.strategy.lightning_module_state_dict(), module.net[0].weight.shape[0]
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_layers_of_a_region_that_are_gathered_one_by_one(zero: int) -> None:
+    expected, _ = run_program(Layout(dp=2), _units_in_a_region)[0]
+    found, rows = run_program(Layout(tp=2, dp=2, zero=zero), _units_in_a_region)[0]
+    assert rows == 7, "a tensor rank's"
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, atol=1e-9, rtol=0, msg=lambda text, n=name: f"{n}: {text}")
 
@@ -611,6 +682,35 @@ def test_edited_gradients_are_stepped(layout: Layout, accumulate: int) -> None:
         torch.testing.assert_close(found[name], value, atol=1e-9, rtol=0, msg=lambda text, n=name: f"{n}: {text}")
 
 
+class WeighsInRegions(GPT):
+    """By gradients of what each tensor rank uses on its own tokens, and of what it has a part of."""
+
+    def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        tokens, targets = batch
+        logits = self(tokens)
+        losses = [torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()), logits.square().mean()]
+        shared = [self.norm.weight, self.blocks[0].mlp.down.bias]
+        first, second = (torch.autograd.grad(loss, shared, retain_graph=True) for loss in losses)
+        rate = sum(a.norm() / (b.norm() + 1e-3) for a, b in zip(first, second, strict=True))
+        return losses[0] + 0.1 * losses[1] * rate.detach()
+
+
+def _weighed_in_regions(layout: Layout) -> dict[str, Tensor]:
+    torch.manual_seed(5)
+    module, trainer = WeighsInRegions(GPTConfig()), make_trainer(layout, "tied")
+    trainer.fit(module, train_loader(layout, 3))
+    state: dict[str, Tensor] = trainer.strategy.lightning_module_state_dict()
+    return state
+
+
+def test_gradients_in_a_step_of_divided_parameters_are_those_of_all_tensor_ranks() -> None:
+    expected = run_program(Layout(dp=2), _weighed_in_regions)[0]
+    for zero in (1, 3):
+        found = run_program(Layout(tp=2, dp=2, zero=zero), _weighed_in_regions)[0]
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, atol=1e-9, rtol=0, msg=f"zero={zero} {name}")
+
+
 class WritesWhileGathered(Plain):
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         loss = self(batch).square().mean()
@@ -636,6 +736,14 @@ class Hooked(Plain):
     def __init__(self) -> None:
         super().__init__()
         self.head.weight.register_post_accumulate_grad_hook(lambda p: None)
+
+
+class ReplacesGradientsInTheStep(ClearsInManual):
+    """Projected ones, say."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.manual_backward(self(batch).square().mean())
+        self.blocks[0].a.weight.grad = torch.zeros(8, 8)  # type: ignore[union-attr]
 
 
 class HookedWithWeight(Plain):
@@ -680,6 +788,12 @@ def _refused(layout: Layout, kind: type[Plain]) -> None:
 def test_what_would_be_lost_is_refused(kind: type[Plain], text: str) -> None:
     with pytest.raises(RankError, match=text):
         run_program(Layout(dp=2, zero=1), _refused, kind)
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_gradients_that_a_step_sets_are_refused(zero: int) -> None:
+    with pytest.raises(RankError, match=r"the step sets the gradient of `blocks\.0\.a\.weight`"):
+        run_program(Layout(dp=2, zero=zero), _refused, ReplacesGradientsInTheStep)
 
 
 class Unfreezes(Plain):

@@ -366,6 +366,79 @@ class Tangents(Perceptron):
         return nn.functional.cross_entropy(y, ids[:, 0] % 8) + speed.square().mean()
 
 
+class Ensemble(Tangents):
+    """Its step maps one block over the weights of several, which is given what learns."""
+
+    def training_step(self, ids: Tensor, batch_idx: int) -> Tensor:
+        x = self.start(ids / 40)
+        for block in self.usual:
+            x = block(x)
+        members = [dict(block.named_parameters()) for block in self.inside]
+        stacked = {name: torch.stack([member[name] for member in members]) for name in members[0]}
+        first = self.inside[0]
+        y = torch.func.vmap(lambda weights: torch.func.functional_call(first, weights, (x,)))(stacked)
+        return nn.functional.cross_entropy(self.end(y.mean(0)), ids[:, 0] % 8) + y.var(0).mean()
+
+
+class Factors(nn.Module):
+    """A recommender in one module: tables of which one row has no gradient, bags with weights that learn, or in which a
+    row doesn't count, and factors beside a perceptron."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Embedding(40, 6, padding_idx=3), nn.Embedding(41, 6)
+        self.bias, self.net = nn.Embedding(41, 8), nn.Sequential(nn.Linear(12, 22), nn.ReLU(), nn.Linear(22, 8))
+        self.sums, self.most = nn.EmbeddingBag(40, 8, mode="sum"), nn.EmbeddingBag(40, 8, mode="max", padding_idx=5)
+        self.means, self.weigh = nn.EmbeddingBag(40, 8, include_last_offset=True), nn.Linear(6, 6)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x, y = self.first(ids[:, :3]), self.second(ids[:, 3:] + 1)
+        bags = self.sums(ids, per_sample_weights=self.weigh(ids / 40)) + self.most(ids)
+        bags = bags + self.means(ids.flatten(), torch.arange(len(ids) + 1) * 6)
+        return self.net(torch.cat([x, x * y], -1)).mean(1) + self.bias(ids).sum(1) + bags
+
+
+class Recommender(Perceptron):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Factors()
+
+    def training_step(self, ids: Tensor, batch_idx: int) -> Tensor:
+        return nn.functional.cross_entropy(self.net(ids), ids[:, 0] % 8)
+
+
+class AdagradByHand(Perceptron):
+    """Asks in its step for an optimizer that makes its states of the weights when it is made."""
+
+    automatic_optimization = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.net = nn.Embedding(40, 6), nn.Sequential(nn.Linear(6, 22), nn.ReLU(), nn.Linear(22, 8))
+
+    def training_step(self, ids: Tensor, batch_idx: int) -> Tensor:
+        optimizer: Any = self.optimizers()
+        loss = nn.functional.cross_entropy(self.net(self.table(ids)).mean(1), ids[:, 0] % 8)
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adagrad(self.parameters(), lr=0.1)
+
+
+def fit_adagrad(rank: int, world_size: int) -> tuple[list[float], int]:
+    """The losses, and the rows of the table here."""
+    found: list[AdagradByHand] = []
+
+    def kind() -> Any:
+        found.append(AdagradByHand())
+        return found[0]
+
+    return fit_losses(rank, world_size, kind), found[0].table.weight.shape[0]  # type: ignore[arg-type]
+
+
 class Conditioning(Perceptron):
     """Layers that could be a row of what stands before them, and are a column of what stands behind."""
 
@@ -591,6 +664,19 @@ def test_features_gathered_on_demand_enter_sequence_regions() -> None:
         assert losses == pytest.approx(expected, rel=1e-9)
 
 
+def test_tables_of_a_model_in_one_module() -> None:
+    expected = run_reference(fit_losses_alone, Recommender)
+    for tp in (2, 3):
+        for losses in run_ranks(tp, fit_losses, Recommender):
+            assert losses == pytest.approx(expected, rel=1e-9)
+
+
+def test_states_that_an_optimizer_makes_at_once_are_no_use_of_weights() -> None:
+    expected, _ = run_reference(fit_adagrad, 0, 1)
+    for losses, rows in run_ranks(2, fit_adagrad):
+        assert losses == pytest.approx(expected, rel=1e-9) and rows == 20
+
+
 def test_projections_that_are_added_to_what_a_region_reads() -> None:
     expected = run_reference(fit_losses_alone, Conditioning)
     for losses in run_ranks(2, fit_losses, Conditioning):
@@ -641,6 +727,26 @@ def test_what_torch_func_runs_stays_whole() -> None:
         assert losses == pytest.approx(expected, rel=1e-12)
     with pytest.raises(RankError, match=r"MegaTPStrategy: a layer that the plan splits, .* under torch\.func"):
         run_ranks(2, fit_losses, Tangents, True, {"inside.*.0": "column", "inside.*.2": "row"})
+
+
+def fit_ensemble(rank: int, world_size: int) -> tuple[list[float], int, int]:
+    """The losses, and what a rank has of a mapped block and of a usual one."""
+    found: list[Ensemble] = []
+
+    def kind() -> Any:
+        found.append(Ensemble())
+        return found[0]
+
+    losses = fit_losses(rank, world_size, kind)  # type: ignore[arg-type]
+    mapped, usual = (sum(p.numel() for p in blocks.parameters()) for blocks in (found[0].inside, found[0].usual))
+    return losses, mapped, usual
+
+
+def test_a_step_that_maps_a_block_over_weights_is_looked_at() -> None:
+    expected, whole, _ = run_reference(fit_ensemble, 0, 1)
+    for losses, mapped, usual in run_ranks(2, fit_ensemble):
+        assert losses == pytest.approx(expected, rel=1e-9)
+        assert (mapped, usual) == (whole, 2 * (16 * 16 + 16 + 16 * 16 + 16)), "the usual ones are split in the middle"
 
 
 def test_blocks_that_ask_for_gradients_keep_their_tokens_whole() -> None:

@@ -239,6 +239,21 @@ def test_an_optimizer_that_couples_tensors_is_refused(layout: Layout) -> None:
     assert len(error.value.failures) == 2, "every rank says so"
 
 
+def _search(layout: Layout) -> dict[str, Tensor]:
+    """Each data-parallel rank's loss leads along another line."""
+    module = variant("untied").build()
+    options: dict[str, Any] = {"lr": 0.5, "max_iter": 4, "line_search_fn": "strong_wolfe"}
+    module.configure_optimizers = lambda: torch.optim.LBFGS(module.parameters(), **options)  # type: ignore[method-assign]
+    trainer = make_trainer(layout)
+    trainer.fit(module, train_loader(layout, 3))
+    return {name: value.clone() for name, value in trainer.strategy.lightning_module_state_dict().items()}
+
+
+def test_a_search_along_a_line_goes_by_the_loss_of_all_data_parallel_ranks() -> None:
+    expected, found = (run_program(layout, _search)[0] for layout in (PLAIN, Layout(dp=2)))
+    torch.testing.assert_close(found, expected, atol=1e-9, rtol=0)
+
+
 @pytest.mark.parametrize("kind", COUPLED)
 def test_a_coupled_optimizer_may_train_whole_parameters(kind: str) -> None:
     expected, found = (run_program(layout, _fit, kind)[0] for layout in (PLAIN, Layout()))
