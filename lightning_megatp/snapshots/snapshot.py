@@ -204,8 +204,8 @@ def refill(holder: Any, before: Any) -> None:
         if len(holder) != len(before) or any(holder.get(key) is not value for key, value in before.items()):
             holder.clear()
             holder.update(before)
-    elif isinstance(holder, set):
-        holder.clear()
+    elif isinstance(holder, set):  # one that is filled anew may go through its entries in another order
+        holder.difference_update(holder.difference(before))
         holder.update(before)
     elif isinstance(holder, (list, deque)):
         holder.clear()
