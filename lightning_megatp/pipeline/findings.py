@@ -110,11 +110,12 @@ class Findings:
                 uncompiled(),  # for a shape that is met once
                 self._logs.recording() as calls,
                 contextlib.nullcontext() if group is None else group.used(),
-                torch.set_grad_enabled(loss is not None and sharding is None),
+                torch.no_grad(),
             ):
-                done = tail() if sharding is None else sharding.between_steps(tail)
+                gathers = sharding is not None and check.takes_parameters
+                done = sharding.between_steps(tail) if sharding is not None and gathers else tail()
                 draws = not is_random_state(before)
-        except Exception:  # of what nobody asked for
+        except Exception:  # of what nobody asked for; it may take gradients
             return
         if draws:
             return

@@ -174,7 +174,7 @@ class Plans:
         except SliceError as error:
             if kind is StepKind.TRAIN or isinstance(error, KindError):
                 raise
-            self._agree(None)
+            self._agree(None, str(error))
             self._uncut.add(key)
             warn_of_turns(kind, error)
             raise _Uncut("it has no plan") from error
@@ -256,11 +256,12 @@ class Plans:
                 " to learn that. Its rows can't be gathered there: use zero=0."
             )
 
-    def _agree(self, plan: SlicePlan | None) -> None:
+    def _agree(self, plan: SlicePlan | None, why: str = "") -> None:
         """All stages must have planned the same, or they would wait for messages that never come.
 
         Args:
             plan: of this rank; None if it found that the step can't be cut.
+            why: then.
 
         Raises:
             SliceError: they have not.
@@ -268,12 +269,13 @@ class Plans:
         Communication: an object all-gather over pp; another one before it raises.
         """
         if len(set(self._mesh.exchange("" if plan is None else plan.digest(), "pp"))) > 1:
-            did = self._mesh.exchange([] if plan is None else _deeds(plan), "pp")
+            did = self._mesh.exchange(why if plan is None else _deeds(plan), "pp")
+            refused = next((f": on pp rank {i} it can't be cut ({x})" for i, x in enumerate(did) if type(x) is str), "")
             raise SliceError(
-                f"the stages planned the same batch differently{_first_difference(did)}. What a step does between"
-                " modules may not depend on the rank, on Python's or NumPy's random numbers, on the order of a set, or"
-                " on what steps before have kept on one stage; nor may parameters be frozen or unfrozen in the middle"
-                " of an epoch."
+                f"the stages planned the same batch differently{refused or _first_difference(did)}. What a step does"
+                " between modules may not depend on the rank, on Python's or NumPy's random numbers, on the order of a"
+                " set, or on what steps before have kept on one stage; nor may parameters be frozen or unfrozen in the"
+                " middle of an epoch."
             )
 
 
@@ -286,12 +288,10 @@ def _first_difference(did: Sequence[Sequence[tuple[str, str]]]) -> str:
     """Between the first rank along pp and another, for a message; "" if it is none of an operation.
 
     Args:
-        did: by rank, as `_deeds`; nothing, where the step can't be cut.
+        did: by rank, as `_deeds`.
     """
     known = [dict(operations) for operations in did]
     for rank in range(1, len(did)):
-        if bool(known[0]) != bool(known[rank]):
-            return f": on pp rank {rank if known[0] else 0} it can't be cut"
         missing = ((r, did[r], known[other]) for r, other in ((0, rank), (rank, 0)))
         found = [
             (at, r, text) for r, own, others in missing for at, (what, text) in enumerate(own) if what not in others

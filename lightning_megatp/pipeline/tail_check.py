@@ -65,6 +65,11 @@ class TailCheck:
         crossing = sum(torch.Size(relay.shape).numel() * relay.dtype.itemsize for relay in plan.relays[-1])
         return cls(batch, plan, len(plans)) if crossing <= _MOST_BYTES else None
 
+    @property
+    def takes_parameters(self) -> bool:
+        """Whether the tail takes some that are in no unit."""
+        return any(self.stage in stages for stages in self.plan.glue.values())
+
     def note(self, microbatch: int, received: Mapping[Key, Tensor]) -> None:
         """After a microbatch's forward on the last stage.
 
