@@ -77,7 +77,8 @@ class Findings:
         if not self._mesh.is_last_stage or self._slicer.tail:
             return None
         check = None
-        if len(plans) > 1 and has_order(batch, microbatches):
+        orders = hasattr(self._parallel.module, "split_batch")
+        if len(plans) > 1 and (not orders or has_order(batch, microbatches)):
             check = TailCheck.of(batch, self._plans.of_whole(step, batch, plans, seed), plans)
         samples = None if check is None else (len(plans), batch_size(batch))
         return check if len(set(self._of_copies(samples))) == 1 else None
