@@ -39,8 +39,8 @@ class MemoryAccount:
         """A user's step on a batch, or a microbatch of it, whose saved tensors are counted as long as they live."""
 
         def run(batch: Any, *args: Any, **kwargs: Any) -> Any:
-            if any(map(is_fake, tree_leaves(batch))):
-                return step(batch, *args, **kwargs)  # a dry run
+            if not torch.is_grad_enabled() or any(map(is_fake, tree_leaves(batch))):
+                return step(batch, *args, **kwargs)  # of which no backward comes; a dry run
             self.microbatch = without_values(batch)
             if not self._users:
                 self.peak = 0
