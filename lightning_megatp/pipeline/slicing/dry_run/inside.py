@@ -58,8 +58,10 @@ class Inside(TorchFunctionMode):
             self._read_besides(x)
         name = operation_name(func)
         self.deeds.append(deed_of(name, args, kwargs, self._values.name, drawing=True))
-        shown = [x for x in tensors if not self._is_own(x)]
-        before = [self._version(x) for x in shown]
+        shown = [
+            (x, self._values.fake(x)) for x in tensors if not self._is_own(x)
+        ]  # held: another fake has its own count
+        before = [_versions(*pair) for pair in shown]
         lineage = self._lineages.of_result(name, args, kwargs)
         drawn = random_states(args, kwargs) if lineage is not None else []
         try:
@@ -72,7 +74,7 @@ class Inside(TorchFunctionMode):
             out = self._made_up(name, func, args, kwargs)
         if lineage is not None and drawn != random_states(args, kwargs):
             lineage = None
-        changed = [x for x, version in zip(shown, before, strict=True) if self._version(x) != version]
+        changed = [pair[0] for pair, versions in zip(shown, before, strict=True) if _versions(*pair) != versions]
         if not all(self._is_of_stage(x) and self._lineages.overwrites_alike(name, x, lineage) for x in changed):
             raise SliceError(
                 f"`{name}` in {self._call.by} changes a tensor in place that is neither the module's own nor an"
@@ -165,9 +167,6 @@ class Inside(TorchFunctionMode):
         """Whether units of the same stage have it."""
         return self._stage in self._values.owners.get(id(x), ())
 
-    def _version(self, x: Tensor) -> tuple[int, int]:
-        return tensor_version(x), tensor_version(self._values.fake(x))
-
     def _read_besides(self, x: Tensor) -> None:
         """A tensor from an attribute, a closure or a global. A value of the step, or a parameter that is not the unit's
         own, is an input like any other."""
@@ -199,3 +198,7 @@ class Inside(TorchFunctionMode):
 
 _MOST_ANSWERS = 1000
 """Made-up answers in one unit, at most: `while mask.any()` would not end."""
+
+
+def _versions(x: Tensor, fake: Tensor) -> tuple[int, int]:
+    return tensor_version(x), tensor_version(fake)
