@@ -239,8 +239,8 @@ def _trajectory(
     twins = [Twin(optimizer, case, [piece]) for piece in pieces(start)]
     states = [start]
     for gradient in gradients:
-        steps = functools.partial(Twin.step, make_gradient=make_gradient, tells_losses=tells_losses)
-        stepped = [steps(twin, [x])[0] for twin, x in zip(twins, pieces(gradient), strict=True)]
+        pairs = zip(twins, pieces(gradient), strict=True)
+        stepped = [twin.step([x], make_gradient, tells_losses=tells_losses)[0] for twin, x in pairs]
         states.append(torch.cat(stepped, dim or 0))
     return torch.stack(states)
 

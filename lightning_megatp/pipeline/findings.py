@@ -99,7 +99,7 @@ class Findings:
             loss: the batch's, by its microbatches; None in evaluation.
             results: of these.
         """
-        group, sharding = self._parallel.default_group, self._parallel.sharding
+        group, sharding = self._parallel.default_group, self._parallel.sharding if check.takes_parameters else None
         before = random_state()
         try:
             leaves = check.join()
@@ -113,8 +113,7 @@ class Findings:
                 contextlib.nullcontext() if group is None else group.used(),
                 torch.no_grad(),
             ):
-                gathers = sharding is not None and check.takes_parameters
-                done = sharding.between_steps(tail) if sharding is not None and gathers else tail()
+                done = sharding.between_steps(tail) if sharding is not None else tail()
                 draws = not is_random_state(before)
         except Exception:  # of what nobody asked for; it may take gradients
             return
