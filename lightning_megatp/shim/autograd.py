@@ -8,6 +8,7 @@ import gc
 import inspect
 import types
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -105,17 +106,13 @@ class DirectFunction(torch.autograd.Function):
         Raises:
             RuntimeError: a transform is active.
         """
-        replaced = _function_base.__dict__.get("apply")
-        is_original = replaced is _original_apply
         if torch._C._are_functorch_transforms_active():
             raise RuntimeError(
                 "MegaTPStrategy: a layer that the plan splits, or a tensor of which each tensor rank holds a part, is"
                 " used under torch.func (vmap, grad, jvp, ...), which can't follow what the ranks send each other."
                 " Leave the layers that it runs out of the plan."
             )
-        if not (is_original or replaced.__func__.others_only):
-            return super().apply(*args)
-        return _function_apply(None, cls)(*args)
+        return super().apply(*args) if _asked.by_all else _function_apply(None, cls)(*args)
 
 
 _function_apply = torch._C._FunctionBase.__dict__["apply"].__get__
@@ -126,44 +123,65 @@ APPLY_IS_PYTHON = inspect.ismethod(torch.autograd.Function.apply)
 _function_base: Any = torch.autograd.function._SingleLevelFunction if APPLY_IS_PYTHON else torch.autograd.Function
 """Whose `apply` is replaced by `handle_functions`."""
 
-_original_apply = _function_base.__dict__.get("apply")
+Handle = Callable[[Any, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+"""Stands for the call of a function: given the function, what calls it, and with what."""
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """Who stands for the calls of functions now, the inner one last."""
+
+    handles: tuple[Handle, ...] = ()
+    by_all: bool = False
+    """Whether one of them stands for calls of a DirectFunction, too."""
+
+    def call(self, function: Any, apply: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What is computed in place of `apply(*args, **kwargs)`."""
+        if not self.handles:
+            return apply(*args, **kwargs)
+        *outer, handle = self.handles
+
+        def further(*args: Any, **kwargs: Any) -> Any:
+            return _Asked(tuple(outer)).call(function, apply, args, kwargs)
+
+        return handle(function, further if outer else apply, args, kwargs)
+
+
+_asked = _Asked()
+
+
+@functools.cache
+def _ask_always() -> None:
+    """Ask `_asked` in all calls of functions, for good: to change a class makes Python forget what it knows of that and
+    of all derived from it, and steps would do that twice each."""
+    apply = _function_base.__dict__.get("apply", torch._C._FunctionBase.__dict__["apply"])
+    script = torch.jit.ScriptFunction.__call__
+    _function_base.apply = classmethod(
+        lambda cls, *args, **kwargs: _asked.call(cls, apply.__get__(None, cls), args, kwargs)
+    )
+    torch.jit.ScriptFunction.__call__ = lambda self, *args, **kwargs: _asked.call(  # type: ignore[method-assign]
+        self, script.__get__(self), args, kwargs
+    )
 
 
 @contextlib.contextmanager
-def handle_functions(
-    handle: Callable[[Any, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any], others_only: bool = False
-) -> Iterator[None]:
+def handle_functions(handle: Handle, others_only: bool = False) -> Iterator[None]:
     """Let `handle(function, apply, args, kwargs)` stand for every `torch.autograd.Function.apply` (with `others_only`:
     of no DirectFunction), and for every call of a function that torch.jit made: neither asks `__torch_function__`, nor
     a TorchFunctionMode. `function` is the class, or what torch.jit made.
 
     `gelu = GeluFunction.apply` in a model file binds `Function.apply` before anything can replace it. In 2.11-2.13 that
     method calls its base class's, which is replaced here. In 2.14 it is one with the engine's own: `unbind_functions`.
-    Contexts may be nested: the inner one is asked first.
+    Contexts may be nested: the inner one is asked first. They hold in all threads, as backward has its own.
     """
-    base = _function_base
-    outer: Any = base.__dict__.get("apply")
-    original = outer or torch._C._FunctionBase.__dict__["apply"]
-
-    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        return handle(cls, original.__get__(None, cls), args, kwargs)
-
-    apply.others_only = others_only and (outer is _original_apply or outer.__func__.others_only)  # type: ignore[attr-defined]
-    outer_script = torch.jit.ScriptFunction.__call__
-
-    def script(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return handle(self, outer_script.__get__(self), args, kwargs)
-
-    base.apply = classmethod(apply)
-    torch.jit.ScriptFunction.__call__ = script  # type: ignore[method-assign]
+    global _asked
+    _ask_always()
+    before = _asked
+    _asked = _Asked((*before.handles, handle), before.by_all or not others_only)
     try:
         yield
     finally:
-        torch.jit.ScriptFunction.__call__ = outer_script  # type: ignore[method-assign]
-        if outer is None:
-            del base.apply
-        else:
-            base.apply = outer
+        _asked = before
 
 
 class _LateApply:

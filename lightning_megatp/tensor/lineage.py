@@ -8,6 +8,7 @@ from the loss to the leaves, and change region at the marks that the collectives
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -51,10 +52,9 @@ def trace_regions(outputs: Iterable[Tensor], edges: bool = False, region: str = 
     lineage = Lineage()
     todo: list[tuple[Any, str]] = [(x.grad_fn, region) for x in outputs if x.grad_fn is not None]
     seen = set(todo)  # holds the nodes alive: their wrappers, and so their identity, last as long as a reference does
-    kinds: dict[type, str] = {}
     while todo:
         node, region = todo.pop()
-        kind = kinds.get(type(node)) or kinds.setdefault(type(node), _kind(node))
+        kind = _kind(type(node))  # type: ignore[arg-type]
         below, crossing = region, None
         if kind == "function":
             above = getattr(node, "region_above", None)
@@ -71,16 +71,19 @@ def trace_regions(outputs: Iterable[Tensor], edges: bool = False, region: str = 
             if leaf is not None:
                 lineage.leaves[id(leaf)] = leaf
                 lineage.regions.setdefault(id(leaf), set()).add(region)
+            continue
         elif kind == "reentrant":
             lineage.hidden = True
         for i, (parent, output) in enumerate(node.next_functions):
-            while parent is not None and (kinds.get(type(parent)) or _kind(parent)) == "each":
+            while parent is not None and _kind(type(parent)) == "each":  # type: ignore[arg-type]
                 parent, output = parent.next_functions[output]
+            if parent is None:
+                continue
             step = (parent, below if crossing is None or crossing == i else region)
             if edges and hasattr(parent, "variable"):
                 uses = lineage.edges.setdefault(id(accumulated_parameter(parent)), {})
                 uses.setdefault((node, i), set()).add(step[1])
-            if parent is not None and step not in seen:
+            if step not in seen:
                 seen.add(step)
                 todo.append(step)
     return lineage
@@ -100,15 +103,16 @@ def _note_use(node: Any, lineage: Lineage) -> bool:
     return leaf is not None
 
 
-def _kind(node: Any) -> str:
+@functools.lru_cache(maxsize=1024)
+def _kind(node: type) -> str:
     """The kind of all nodes of a type: an autograd function's in Python, a leaf's, or another that torch itself made.
     Such a walk visits every node of every step, and there are more of the last kind than of the others. The inputs of
     the kind "each" have nothing to do with each other."""
-    if node.name() == "CheckpointFunctionBackward":
+    if node.__name__ == "CheckpointFunctionBackward":
         return "reentrant"
     if is_post_backward(node):
         return "each"
-    if isinstance(node, BackwardCFunction):
+    if issubclass(node, BackwardCFunction):
         return "function"
     return "leaf" if hasattr(node, "variable") else "other"
 
