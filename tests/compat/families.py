@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from tests.compat import handwritten
+from tests.compat import handwritten, mixers
 from tests.compat.shrink import shrink
 
 ROWS, LENGTH, IMAGE, CLASSES = 4, 16, 32, 4
@@ -462,11 +462,12 @@ FAMILIES: dict[str, Family] = {
 
 
 def _handwritten(name: str) -> Family:
-    kind, model, batches = handwritten.MODELS[name]
+    kind, model, batches = BY_HAND[name]
     return Family(name, kind, lambda dropout=0.0: handwritten.Handwritten(model(dropout)), batches)
 
 
-FAMILIES |= {name: _handwritten(name) for name in handwritten.MODELS}
+BY_HAND = {**handwritten.MODELS, **mixers.MODELS}
+FAMILIES |= {name: _handwritten(name) for name in BY_HAND}
 
 
 def dtype_of(name: str) -> torch.dtype:

@@ -48,6 +48,12 @@ LOCAL: dict[str, Operation] = {
     "types": lambda x, o: (x.float().double(), x.to(torch.float32), o.y.to(x), x.type_as(o.z), x.detach(), x > 0),
     "like": lambda x, o: (torch.zeros_like(x) + o.y, x.new_ones(T, D), x.new_zeros(x.shape) + x),
     "activations": lambda x, o: F.gelu(F.silu(F.leaky_relu(x))) + torch.sigmoid(x).tanh(),
+    "functions": lambda x, o: (F.logsigmoid(x), F.softshrink(x), torch.special.expit(x), x.abs().lgamma(), x.asinh()),
+    "norm of groups": lambda x, o: (
+        F.group_norm(x, HEADS, o.per_head.flatten(), o.y[0, :, 0, 0], 1e-3),
+        nn.functional.group_norm(x.transpose(1, 2).reshape(2 * T, -1), HEADS),
+        F.group_norm(x.flatten(2), HEADS, weight=o.per_head.flatten()),
+    ),
     "softmax": lambda x, o: x.softmax(-1) + F.log_softmax(x, dim=2) + torch.cumsum(x, -2),
     "norms": lambda x, o: F.layer_norm(x, (T, D)) + F.rms_norm(x, (D,), o.weight) + F.normalize(x, dim=-1),
     "reductions": lambda x, o: (x.mean(-1), x.sum((0, 2)), x.var(-1, keepdim=True), x.amax(dim=[-1, -2])),
@@ -147,6 +153,7 @@ GATHERS: dict[str, Operation] = {
     "iteration": lambda x, o: [head for batch in x for head in batch],
     "whole in place": lambda x, o: (o.y * 1.0).add_(x),
     "whole set": lambda x, o: _set(o.y * 1.0, x),
+    "norm of groups of two": lambda x, o: F.group_norm(x[:, 1:7], 3, o.per_head.flatten()[1:7]),
     "odd view": lambda x, o: x.transpose(1, 2).reshape(2, T, -1).view(2, T, 2, -1, 8).sum(-1),
     "gather": lambda x, o: torch.gather(x, 3, torch.zeros(2, 3, T, 1, dtype=torch.long)),
 }

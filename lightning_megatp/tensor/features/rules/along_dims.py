@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from lightning_megatp.tensor.features.call import Call, Rule
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_megatp.plan.ranges import length
+from lightning_megatp.tensor.features.call import Call, Operand, Rule
 from lightning_megatp.tensor.features.decision import Decision
-from lightning_megatp.tensor.features.rules.operands import beside, dims_of, single
+from lightning_megatp.tensor.features.rules.operands import align, beside, dims_of, single
 
 
 def along(position: int, *names: str, default: Any = None) -> Rule:
@@ -28,6 +33,26 @@ def normalise(call: Call) -> Decision | None:
     if actions is None or not isinstance(shape, (tuple, list)) or len(shape) >= -call.layout.dim:
         return None
     return Decision(call.layout, actions)
+
+
+def group_norm(call: Call) -> Decision | None:
+    """Where each rank holds whole groups: of heads, say."""
+    x, groups, layout = call.args[0], call.argument(1, "num_groups"), call.layout
+    if not isinstance(x, Operand) or not x.sharded or layout.dim != 1 - x.ndim or not isinstance(groups, int):
+        return None
+    size, odd = divmod(layout.size, groups)
+    held = [[edge % size for edges in ranges for edge in edges] for ranges in layout.by_rank]
+    aligned = align(call, [layout.dim if operand is x else -1 for operand in call.operands])
+    if odd or not all(held) or any(map(any, held)) or aligned is None or aligned[1] != layout.by_rank:
+        return None
+    own, eps = length(layout.own) // size, call.argument(4, "eps", default=1e-5)
+    weight, bias = call.argument(2, "weight"), call.argument(3, "bias")
+
+    def run(tensors: Sequence[Tensor]) -> Tensor:
+        weights = (None if operand is None else tensors[operand.position] for operand in (weight, bias))
+        return F.group_norm(tensors[x.position], own, *weights, eps=eps)
+
+    return Decision(layout, aligned[0], run)
 
 
 def reduce(call: Call) -> Decision | None:

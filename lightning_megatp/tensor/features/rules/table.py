@@ -26,10 +26,13 @@ POINTWISE = operation_names(
     __iadd__ __isub__ __imul__ __itruediv__ __ipow__ __iand__ __ior__ __ixor__
     __eq__ __ne__ __lt__ __le__ __gt__ __ge__ eq ne lt le gt ge equal_ greater less greater_equal less_equal not_equal
     logical_and logical_or logical_not logical_xor bitwise_and bitwise_or bitwise_not bitwise_xor
-    neg negative positive abs absolute square sqrt rsqrt exp exp2 expm1 log log2 log10 log1p sin cos tan sinh cosh tanh
-    atan erf erfc sigmoid sign reciprocal floor ceil round trunc frac nan_to_num isnan isinf isfinite logit
-    gelu relu relu6 silu softplus leaky_relu elu celu selu mish hardswish hardsigmoid hardtanh softsign tanhshrink
-    logsigmoid threshold clamp clip clamp_min clamp_max maximum minimum fmax fmin atan2 lerp addcmul addcdiv
+    neg negative positive abs absolute square sqrt rsqrt exp exp2 expm1 log log2 log10 log1p sin cos tan sinh cosh
+    tanh asin acos atan asinh acosh atanh erf erfc erfinv sinc lgamma digamma sigmoid sign special_expit
+    special_logit special_erf special_erfc special_exp2 special_expm1 special_log1p special_gammaln special_ndtr
+    special_entr special_sinc special_xlogy xlogy reciprocal floor ceil round trunc frac nan_to_num isnan isinf
+    isfinite logit gelu relu relu6 silu softplus leaky_relu elu celu selu mish hardswish hardsigmoid hardtanh
+    softsign tanhshrink log_sigmoid hardshrink softshrink threshold clamp clip clamp_min clamp_max maximum minimum
+    fmax fmin atan2 lerp addcmul addcdiv
     masked_fill dropout alpha_dropout bernoulli rand_like randn_like randint_like zeros_like ones_like full_like
     empty_like normal uniform exponential fill zero copy
     float half bfloat16 double int long bool contiguous clone detach real imag conj conj_physical resolve_conj angle
@@ -51,6 +54,7 @@ RULES: dict[str, Rule] = {
     "roll": along_dims.along(2, "dims"),
     "index_select": along_dims.along(1),
     **dict.fromkeys(["layer_norm", "rms_norm"], either(along_dims.normalise, across.normalise)),
+    "group_norm": along_dims.group_norm,
     **dict.fromkeys(_REDUCTIONS, along_dims.reduce),
     **dict.fromkeys(["amax", "amin", "argmax", "argmin"], either(along_dims.reduce, logits.extreme)),
     "logsumexp": either(along_dims.reduce, logits.logsumexp),
