@@ -37,7 +37,8 @@ def gather_state_dict(state: dict[str, Any], parallel: ParallelModule, mesh: Par
 
 def own_state_dict(state: Mapping[str, Any], parallel: ParallelModule) -> dict[str, Any]:
     """What this stage has of a whole state dict; names that no stage knows stay, so that loading reports them."""
-    own = parallel.module.state_dict(keep_vars=True).keys()
+    with parallel.parts_expected():
+        own = parallel.module.state_dict(keep_vars=True).keys()
     elsewhere = set(parallel.order) - set(own)
     return {name: value for name, value in state.items() if name not in elsewhere}
 

@@ -69,6 +69,16 @@ def finding_divided(trainer: Any, divided: Callable[[], contextlib.AbstractConte
     return _around_hooks(trainer, lambda hook: divided(), lambda owner, hook: hook == "on_before_zero_grad")
 
 
+def finding_states(trainer: Any, found: Callable[[], contextlib.AbstractContextManager[None]]) -> Iterator[Detour]:
+    """Let hooks that ask for a `state` find those of optimizers by the parameters of the module.
+
+    Args:
+        trainer: about to fit.
+        found: a context in which they are.
+    """
+    return _around_hooks(trainer, lambda hook: found(), lambda owner, hook: mentions(owner, {"state"}, hook))
+
+
 def keeping_data(trainer: Any, parameters: Sequence[DividedParameter]) -> Iterator[Detour]:
     """Let hooks set the `.data` of divided parameters, and explain what fails where they compute with these.
 

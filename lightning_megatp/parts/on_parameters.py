@@ -36,13 +36,17 @@ def complete_in_hooks(account: PartialGradients, leaves: Iterable[Tensor]) -> No
 
 def warn_of_microbatches(module: nn.Module) -> None:
     """Before the first backward of microbatches, whose gradients hooks are given one by one."""
-    for name, parameter in module.named_parameters():
-        if any(not isinstance(hook, OwnHook) for hook in leaf_hooks(parameter).values()):
-            warn_once_per_run(
-                f"`{name}` has a hook of `register_hook`. With pp > 1 it is given the gradient of each microbatch, and"
-                " one device gives it that of the batch: what is not linear in it (a limit, a unit norm) is another"
-                " training. Do such things in `on_before_optimizer_step`."
-            )
+
+    def is_hooked(parameter: nn.Parameter) -> bool:
+        return any(not isinstance(hook, OwnHook) for hook in leaf_hooks(parameter).values())
+
+    if hooked := [name for name, parameter in module.named_parameters() if is_hooked(parameter)]:
+        others = f" (and {len(hooked) - 1} more)" if len(hooked) > 1 else ""
+        warn_once_per_run(
+            f"`{hooked[0]}`{others} has a hook of `register_hook`. With pp > 1 it is given the gradient of each"
+            " microbatch, and one device gives it that of the batch: what is not linear in it (a limit, a unit norm) is"
+            " another training. Do such things in `on_before_optimizer_step`."
+        )
 
 
 @dataclass(frozen=True, eq=False)

@@ -24,8 +24,9 @@ class Merge:
     layers return, time first); those that can't be of rows are averaged by weight. Floating numbers are averaged by
     what they are averages of, if that is known, and added up if they are sums; else by weight. Whole numbers are
     counts, and added up; but those that are alike in all microbatches and no multiple of their rows, or by
-    name an index, an epoch or a step, stay. Lists are joined, and what holds them (dicts, tuples, dataclasses) keeps
-    its type; of other values the last one stays.
+    name an index, an epoch or a step, stay. Lists are joined, but those of a few tensors with all rows in each, or of
+    averages, are put together entry by entry, as tuples are; and what holds them (dicts, tuples, dataclasses) keeps its
+    type. Of other values the last one stays.
 
     Args:
         weights: of the microbatches.
@@ -69,6 +70,8 @@ class Merge:
             merged = [self.of(entries, key) for key, entries in zip(names, zip(*parts, strict=True), strict=True)]
             return type(first)(*merged) if hasattr(first, "_fields") else tuple(merged)
         if isinstance(first, list):
+            if self._is_of_entries(parts, name):
+                return [self.of(entries, f"{name}[{i}]") for i, entries in enumerate(zip(*parts, strict=True))]
             return [item for part in parts for item in part]
         if is_dataclass(first) and not isinstance(first, type):
             values = {x.name: [getattr(part, x.name) for part in parts] for x in fields(first) if x.init}
@@ -90,6 +93,27 @@ class Merge:
             f"of what `{step}` returns for microbatches {' and '.join(filter(None, (added, others)))}. Where that is"
             " wrong (a sum, a size that is no count), return one number per row, or `self.log` it with `reduce_fx`."
         )
+
+    def _is_of_entries(self, parts: Sequence[list[Any]], name: str) -> bool:
+        """Whether lists have the same few entries for each microbatch, each of all its rows, and not one per row."""
+
+        def has_rows(x: Any, n: int) -> bool:
+            return isinstance(x, Tensor) and x.shape[:1] == (n,)
+
+        with_rows = list(zip(parts, self._rows, strict=True))
+        if not parts[0] or len({len(part) for part in parts}) > 1:
+            return False
+        if not all(has_rows(x, n) or id(x) in self._counts for part, n in with_rows for x in part):
+            return False
+        if any(len(part) % n for part, n in with_rows):
+            return True
+        if any(has_rows(x, n) for part, n in with_rows for x in part):
+            warn_once_per_run(
+                f"the step returned a list (`{name or 'the result'}`) of {len(parts[0])} tensors for {self._rows[0]}"
+                f" rows, each of as many entries. Those of {len(parts)} microbatches are joined. If each holds all"
+                " rows, return a tuple or a dict."
+            )
+        return False
 
     def _of_whole_numbers(self, parts: Sequence[Any], name: str) -> Any:
         if len({int(part) for part in parts}) == 1:

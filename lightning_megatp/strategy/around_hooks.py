@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from typing import Any
 
 from lightning_megatp.detour import Detour
@@ -9,6 +11,7 @@ from lightning_megatp.hooks.around import (
     among_copies,
     explaining_stages,
     finding_divided,
+    finding_states,
     keeping_data,
     leaving_out_others,
     watching_weights,
@@ -22,8 +25,10 @@ from lightning_megatp.hooks.norms import clipping_around_steps
 from lightning_megatp.hooks.stops import stopping_together
 from lightning_megatp.mesh import AXES, ParallelMesh
 from lightning_megatp.module import ParallelModule
+from lightning_megatp.optimizers.nested import with_inner
+from lightning_megatp.optimizers.states import states_by_parameter
 from lightning_megatp.shim.lightning import default_store
-from lightning_megatp.strategy.callbacks import without_examples, without_predictions
+from lightning_megatp.strategy.callbacks import warn_of_writers, without_examples, without_predictions
 from lightning_megatp.strategy.gradients import GradientMethods
 
 
@@ -40,6 +45,7 @@ class HookMethods(GradientMethods):
             self._detours += among_copies(trainer, self.among_copies)
         if mesh.size("tp") > 1:
             self._detours += with_whole_functions(trainer, parallel)
+            warn_of_writers(trainer, mesh.size("tp"))
         if mesh.size("tp") > 1 or self.sharding is not None or self.pipeline is not None:
             meetings = Meetings(parallel.context, mesh, default_store(), divided=self.sharding is not None)
             self._detours += meetings.around_hooks(trainer)
@@ -50,6 +56,9 @@ class HookMethods(GradientMethods):
             self._detours += Forwards(GatheredCalls(parallel, self.sharding).running).around_hooks(trainer)
         if self.pipeline is not None and not self.pipeline.is_last:
             self._detours += without_predictions(trainer)
+
+    def _states_by_parameter(self, parallel: ParallelModule) -> contextlib.AbstractContextManager[None]:
+        return states_by_parameter(list(with_inner(self.optimizers)), parallel.held)
 
     def _stand_in_for_fit_hooks(self, trainer: Any, parallel: ParallelModule, mesh: ParallelMesh) -> None:
         """Around those that meet weights, gradients and optimizers."""
@@ -67,3 +76,5 @@ class HookMethods(GradientMethods):
         if self.sharding is not None:
             self._detours += keeping_data(trainer, self.sharding.parameters)
             self._detours += finding_divided(trainer, self.sharding.as_divided)
+            states = functools.partial(self._states_by_parameter, parallel)
+            self._detours += finding_states(trainer, states)

@@ -10,6 +10,10 @@ from lightning_megatp.detour import Detour
 from lightning_megatp.mesh import ParallelMesh
 from lightning_megatp.messages import warn_once_per_run
 from lightning_megatp.shim.lightning import draws_graph, summaries, throughputs
+from lightning_megatp.user_hooks import mentions
+
+_PROCESS = frozenset(["global_rank", "local_rank", "get_rank"])
+"""What is asked for by code that names files by processes."""
 
 
 def check_callbacks(trainer: Any, mesh: ParallelMesh, zero: int) -> None:
@@ -63,6 +67,18 @@ def without_predictions(trainer: Any) -> Iterator[Detour]:
     for callback in (x for x in trainer.callbacks if hasattr(x, "write_on_batch_end")):
         for hook in ("on_predict_batch_end", "on_predict_epoch_end"):
             yield Detour(callback, hook, _write_nothing)
+
+
+def warn_of_writers(trainer: Any, tp: int) -> None:
+    """Say where a BasePredictionWriter would write the same predictions on each tensor rank."""
+    for callback in trainer.callbacks if trainer.state.fn == "predict" else ():
+        hooks = ("on_predict_batch_end", "on_predict_epoch_end") if hasattr(callback, "write_on_batch_end") else ()
+        if any(mentions(callback, _PROCESS, hook) for hook in hooks):
+            warn_once_per_run(
+                f"{type(callback).__name__} writes by the rank of the process, and with tp={tp} as many ranks have the"
+                " same predictions: files of all ranks hold each as often. Write where"
+                ' `trainer.strategy.mesh.rank("tp") == 0`.'
+            )
 
 
 def _write_nothing(call: Callable[[], Any]) -> None:

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 from lightning.fabric.utilities.throughput import Throughput
-from lightning.pytorch.callbacks import BackboneFinetuning, ModelPruning
+from lightning.pytorch.callbacks import BackboneFinetuning, BasePredictionWriter, ModelPruning
 from torch import nn
 
 from lightning_megatp.detour import Detour
 from lightning_megatp.strategy.batch_norm import BatchNormGroups
-from lightning_megatp.strategy.callbacks import check_callbacks, count_replicas
+from lightning_megatp.strategy.callbacks import check_callbacks, count_replicas, warn_of_writers
 
 
 def test_batch_norms_work_over_the_data_parallel_ranks() -> None:
@@ -78,3 +78,23 @@ def test_callbacks_that_need_the_whole_model(callback: Any, sizes: tuple[int, in
         return
     with pytest.raises(ValueError, match=f"MegaTPStrategy: the callback {type(callback).__name__} .*{text}"):
         check_callbacks(trainer, mesh, zero)  # type: ignore[arg-type]
+
+
+class ByProcess(BasePredictionWriter):
+    def write_on_epoch_end(self, trainer: Any, *args: Any) -> None:
+        print(f"predictions_{trainer.global_rank}.pt")
+
+
+class ByTensorRank(BasePredictionWriter):
+    def write_on_epoch_end(self, trainer: Any, *args: Any) -> None:
+        print(trainer.strategy.mesh.rank("tp"))
+
+
+def test_predictions_that_tensor_ranks_write_several_times_are_said(recwarn: pytest.WarningsRecorder) -> None:
+    trainer = SimpleNamespace(
+        callbacks=[ByTensorRank("epoch"), ByProcess("epoch")], state=SimpleNamespace(fn="predict")
+    )
+    warn_of_writers(trainer, 2)
+    assert [str(x.message).split(",")[0] for x in recwarn] == [
+        "MegaTPStrategy: ByProcess writes by the rank of the process"
+    ]

@@ -146,6 +146,19 @@ def test_merge() -> None:
     assert record.tags == ["a", "b"] and len(record.x) == 6
 
 
+def test_lists_of_a_few_entries_are_no_lists_of_rows() -> None:
+    pairs = [[torch.ones(4, 3) * i, torch.tensor([i] * 4)] for i in range(2)]
+    predictions, targets = Merge([1.0, 1.0], [4, 4]).of(pairs)
+    assert predictions.shape == (8, 3) and targets.tolist() == [0] * 4 + [1] * 4
+    losses = [[torch.tensor(1.0), torch.tensor(2.0)], [torch.tensor(4.0), torch.tensor(2.0)]]
+    counts = {id(loss): count for part, count in zip(losses, (2.0, 1.0), strict=True) for loss in part}
+    assert Merge([1.0, 1.0], [4, 4], counts).of(losses) == [2.0, 2.0]
+    boxes = [[torch.zeros(4, 2), torch.ones(3, 2)], [torch.zeros(1, 2), torch.ones(2, 2)]]
+    assert [len(x) for x in Merge([1.0, 1.0], [4, 4]).of(boxes)] == [4, 3, 1, 2]
+    with pytest.warns(UserWarning, match=r"a list \(`pair`\) of 2 tensors for 2 rows, .* joined. .* a tuple or a dict"):
+        assert len(Merge([1.0, 1.0], [2, 2]).of([{"pair": [torch.ones(2), torch.ones(2)]}] * 2)["pair"]) == 4
+
+
 def test_whole_numbers_are_counts() -> None:
     parts = [
         {"correct": torch.tensor(3), "n": 8, "classes": 10, "batch_idx": 4, "flag": torch.tensor(True), "sum": 1.5},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections import defaultdict
 from typing import Any
 
 import pytest
@@ -464,6 +465,27 @@ class CallsWithTrained(Plain):
         return (self(batch) - functional_call(self.blocks[1], made, (batch,))).square().mean()
 
 
+class DampsStates(Plain):
+    """Looks for an optimizer's states by the module's parameters, and begins some anew."""
+
+    epochs = 3
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        states = self.trainer.optimizers[0].state
+        for parameter in self.parameters():
+            assert parameter in states and states.get(parameter) is states[parameter]
+            states[parameter]["exp_avg"].mul_(0.5)
+
+    def on_train_epoch_start(self) -> None:
+        optimizer = self.trainer.optimizers[0]
+        if self.current_epoch == 1:
+            optimizer.state[self.head.weight] = {}
+            optimizer.state.pop(self.head.bias)
+        if self.current_epoch == 2:
+            matrices = [p for p in self.parameters() if p.dim() > 1]
+            optimizer.state = defaultdict(dict, {p: optimizer.state[p] for p in matrices})
+
+
 HABITS: list[type[Plain]] = [
     Plain, ChangesAList, *([BranchesByData] if REDUCES_UNUSED else []), ClearsByModule, ClearsInManual, ScalesInManual,
     ReplacesGradients, ProbesBeforeTheStep, PenalisesGradients, PenalisesBesideUnused, FollowsGradients,
@@ -471,7 +493,7 @@ HABITS: list[type[Plain]] = [
     TrainsTheHeadAlone, ChangesUnderVmap, StepsBySetting, SetsGradients, SetsWhatIsThere,
     AveragesBeforeClearing, Toggles, TogglesWithOldGradients, BackwardInTheStep, ClearedBackwardInTheStep, Attacks,
     FreezesInTheStep, CallsWithOthers, CallsWithSomeOthers, CallsWithTrained, PenalisesACritic, PenalisesInManual,
-    PenalisesAndAccumulates, WeighsByGradients,
+    PenalisesAndAccumulates, WeighsByGradients, DampsStates,
 ]  # fmt: skip
 
 

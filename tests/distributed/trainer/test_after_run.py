@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,24 @@ def test_no_other_strategy_trains_a_part(layout: Layout) -> None:
     for said, before, after in run_program(layout, _train_by_another):
         assert "has split this Lit" in said and "SingleDeviceStrategy would train" in said
         assert before == after
+
+
+def _validate_from_a_file(layout: Layout, path: str) -> list[str]:
+    trainer, module = _trainer(layout), Lit()
+    trainer.fit(module, _loader())
+    trainer.save_checkpoint(path)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        trainer.validate(module, _loader(), ckpt_path=path, verbose=False)
+        loaded = [str(x.message) for x in said if "after a run" in str(x.message)]
+        module.state_dict()
+    return [*loaded, *(str(x.message) for x in said if "`state_dict()` after a run" in str(x.message))]
+
+
+@pytest.mark.parametrize("layout", [TP2, PP2, ZERO3], ids=str)
+def test_loading_after_a_run_asks_for_parts(layout: Layout, tmp_path: Path) -> None:
+    said = run_program(layout, _validate_from_a_file, str(tmp_path / "a.ckpt"))
+    assert [len(texts) for texts in said] == [1, 0], "the user's own call alone is told, on rank 0"
 
 
 def _save_after_another(layout: Layout, path: str) -> None:

@@ -136,6 +136,22 @@ def test_layers_without_values_are_told_so_to_the_end() -> None:
     _check([f.message for f in error.value.failures], "is on the meta device. Create the layers with values")
 
 
+class Lazy(NoStep):
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra = torch.nn.LazyLinear(4)
+
+
+def _lazy(layout: Layout) -> None:
+    make_trainer(layout, strategy={"plan": GOOD}).fit(Lazy(), train_loader(layout, 1))
+
+
+def test_lazy_layers_are_told_to_run_once_before() -> None:
+    with pytest.raises(RankError) as error:
+        run_program(TP2, _lazy)
+    _check([f.message for f in error.value.failures], "`extra.weight` is a lazy module's", "Run the model once")
+
+
 def _warnings(layout: Layout, rows: int) -> list[str]:
     trainer = make_trainer(layout, strategy={"plan": None} if layout.tp == 1 else {"plan": GOOD})
     loader = DataLoader(tokens(3 * rows), batch_size=rows)
