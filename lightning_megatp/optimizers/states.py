@@ -58,11 +58,12 @@ class StatesByParameter(MutableMapping[Any, Any]):
 @contextlib.contextmanager
 def states_by_parameter(optimizers: Iterable[Optimizer], held: Callable[[Tensor], Tensor]) -> Iterator[None]:
     """Meanwhile `optimizer.state[p]` is that of this rank's rows of a parameter of the module."""
-    shown = []
+    shown: list[tuple[Any, StatesByParameter]] = []
     for optimizer in optimizers:
         if not isinstance(optimizer.state, StatesByParameter):  # as within another hook
-            shown.append((optimizer, StatesByParameter(optimizer.state, held)))
-            optimizer.state = shown[-1][1]  # type: ignore[assignment]
+            states = StatesByParameter(optimizer.state, held)
+            optimizer.state = states  # type: ignore[assignment]
+            shown.append((optimizer, states))
     try:
         yield
     finally:

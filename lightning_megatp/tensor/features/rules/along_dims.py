@@ -49,8 +49,8 @@ def group_norm(call: Call) -> Decision | None:
     weight, bias = call.argument(2, "weight"), call.argument(3, "bias")
 
     def run(tensors: Sequence[Tensor]) -> Tensor:
-        weights = (None if operand is None else tensors[operand.position] for operand in (weight, bias))
-        return F.group_norm(tensors[x.position], own, *weights, eps=eps)
+        scale, shift = (None if operand is None else tensors[operand.position] for operand in (weight, bias))
+        return F.group_norm(tensors[x.position], own, scale, shift, eps)
 
     return Decision(layout, aligned[0], run)
 
