@@ -98,20 +98,33 @@ _CLIPPING = [
 ]
 
 
+ZeroGrad = Callable[[functools.partial[Any]], Any]
+"""Is given a call of a module's `zero_grad`; its first argument is the module."""
+
+_asked: ZeroGrad | None = None
+
+
+@functools.cache
+def _ask_always() -> None:
+    """Ask `_asked` in all calls of modules' `zero_grad`, for good: to change a class makes Python forget what it knows
+    of that and of all derived from it, from 3.13 on for ever after a thousand times, and all modules are."""
+    bare = nn.Module.zero_grad
+
+    @functools.wraps(bare)
+    def zero_grad(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        call = functools.partial(bare, self, *args, **kwargs)
+        return call() if _asked is None else _asked(call)
+
+    nn.Module.zero_grad = zero_grad  # type: ignore[method-assign]
+
+
 @contextlib.contextmanager
-def zero_grad_by(zero_grad: Callable[[functools.partial[Any]], Any]) -> Iterator[None]:
-    """Let calls of any module's `zero_grad()` go another way.
-
-    Args:
-        zero_grad: is given a call; its first argument is the module.
-    """
-    before = nn.Module.zero_grad
-
-    def other(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return zero_grad(functools.partial(before, self, *args, **kwargs))
-
-    nn.Module.zero_grad = other  # type: ignore[method-assign]
+def zero_grad_by(zero_grad: ZeroGrad) -> Iterator[None]:
+    """Let calls of any module's `zero_grad()` go another way. The innermost such context is asked."""
+    global _asked
+    _ask_always()
+    before, _asked = _asked, zero_grad
     try:
         yield
     finally:
-        nn.Module.zero_grad = before  # type: ignore[method-assign]
+        _asked = before
