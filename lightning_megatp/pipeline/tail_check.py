@@ -137,7 +137,7 @@ def _early(plan: SlicePlan, with_tail: SlicePlan) -> list[Any]:
 
 
 def _differ(one: Tensor, other: Tensor, parts: Sequence[Tensor] = (), dtype: torch.dtype | None = None) -> bool:
-    """Whether two numbers are apart by more than rounding.
+    """Whether two numbers are apart by more than rounding, also of sums that come to nothing of numbers about one.
 
     Args:
         parts: what the other one was made of, which may be much larger.
@@ -146,7 +146,8 @@ def _differ(one: Tensor, other: Tensor, parts: Sequence[Tensor] = (), dtype: tor
     eps = torch.finfo(dtype or (one.dtype if one.is_floating_point() else torch.float32)).eps
     a, b = float(one), float(other)
     scale = max([abs(a), abs(b), *(abs(float(x)) for x in parts)])
-    return not (abs(a - b) <= max(_ROUNDING, 8 * eps) * scale or a == b or (a != a and b != b))
+    rounding = max(_ROUNDING * scale, 8 * eps * max(scale, 1.0))
+    return not (abs(a - b) <= rounding or a == b or (a != a and b != b))
 
 
 def _text(x: Tensor) -> str:
